@@ -1,0 +1,152 @@
+"""The header before every stored payload: what the bytes are, and how to know that they are.
+
+Little-endian, 192 fixed bytes, then the token ids, then zeros up to a multiple of 128::
+
+    0 magic 8s | 8 version u16 | 10 dimensions u8 | 11 zero | 12 header length u32
+    16 header checksum u64 | 24 payload length u64 | 32 payload checksum u64
+    40 count u32 | 44 dtype 20s | 64 namespace 32s | 96 parent 32s | 128 name 32s
+    160 shape 8 x u32 | 192 token ids count x u32
+
+Both checksums are XXH3-64; the header's covers every header byte but its own eight.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from common.errors import Corrupt
+
+Buffer = bytes | bytearray | memoryview
+
+MAGIC = b"KVRBLOCK"
+VERSION = 1
+ALIGNMENT = 128
+MAX_COUNT = 1 << 16
+MAX_PAYLOAD = 1 << 30
+MAX_DIMENSIONS = 8
+ITEM_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Element types a payload may have and their sizes in bytes."""
+
+_FIXED = struct.Struct("<8sHBBIQQQI20s32s32s32s8I")
+_CHECKSUM = slice(16, 24)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one block is. ``tokens`` are its ``count`` token ids; ``shape`` is the payload's."""
+
+    namespace: bytes
+    parent: bytes
+    name: bytes
+    tokens: tuple[int, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    payload_bytes: int
+    payload_checksum: int
+
+    @property
+    def count(self) -> int:
+        """Token positions in the block."""
+        return len(self.tokens)
+
+
+def checksum(data: Buffer) -> int:
+    """XXH3-64 of ``data``."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def header_bytes(count: int) -> int:
+    """Length of the header of a block with ``count`` token positions, padding included."""
+    return -(-(_FIXED.size + 4 * count) // ALIGNMENT) * ALIGNMENT
+
+
+def payload_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Length of a payload of ``shape`` elements of ``dtype``."""
+    return ITEM_BYTES[dtype] * math.prod(shape)
+
+
+def encode(header: Header) -> bytes:
+    """The header as bytes, checksum included."""
+    length = header_bytes(header.count)
+    dimensions = header.shape + (0,) * (MAX_DIMENSIONS - len(header.shape))
+    data = bytearray(length)
+    _FIXED.pack_into(
+        data, 0, MAGIC, VERSION, len(header.shape), 0, length, 0, header.payload_bytes,
+        header.payload_checksum, header.count, header.dtype.encode("ascii"), header.namespace,
+        header.parent, header.name, *dimensions,
+    )  # fmt: skip
+    struct.pack_into(f"<{header.count}I", data, _FIXED.size, *header.tokens)
+    data[_CHECKSUM] = _own_checksum(data).to_bytes(8, "little")
+    return bytes(data)
+
+
+def decode(data: Buffer) -> Header:
+    """Read a header from the start of ``data``; ``Corrupt`` names the field that is wrong.
+
+    Lengths are checked against the limits and against each other before anything is allocated.
+    """
+    if len(data) < _FIXED.size:
+        raise Corrupt("header", f"{len(data)} bytes are fewer than the {_FIXED.size} fixed ones")
+    magic, version, dimensions, _, length, own, size, payload, count, dtype, space, parent, name, \
+        *shape = _FIXED.unpack_from(data)  # fmt: skip
+    _check_frame(len(data), magic, version, length, count)
+    if own != _own_checksum(memoryview(data)[:length]):
+        raise Corrupt("header_checksum", "the header's bytes are not those that were written")
+    header = Header(
+        space, parent, name, struct.unpack_from(f"<{count}I", data, _FIXED.size),
+        _dtype(dtype), tuple(shape[:dimensions]), size, payload,
+    )  # fmt: skip
+    _check_payload(header, dimensions)
+    return header
+
+
+def _own_checksum(data: Buffer) -> int:
+    view = memoryview(data)
+    hasher = xxhash.xxh3_64(view[: _CHECKSUM.start])
+    hasher.update(view[_CHECKSUM.stop :])
+    return hasher.intdigest()
+
+
+def _check_frame(available: int, magic: bytes, version: int, length: int, count: int) -> None:
+    if magic != MAGIC:
+        raise Corrupt("magic", f"{magic!r} is not {MAGIC!r}")
+    if version != VERSION:
+        raise Corrupt("version", f"{version} is not {VERSION}")
+    if count > MAX_COUNT:
+        raise Corrupt("count", f"{count} is more than {MAX_COUNT}")
+    if length != header_bytes(count):
+        raise Corrupt(
+            "header_length", f"{length} is not the {header_bytes(count)} of {count} tokens"
+        )
+    if length > available:
+        raise Corrupt("header_length", f"{length} is more than the {available} bytes there are")
+
+
+def _dtype(raw: bytes) -> str:
+    name = raw.rstrip(b"\0").decode("ascii", "replace")
+    if name not in ITEM_BYTES:
+        raise Corrupt("dtype", f"{name!r} is none of {', '.join(ITEM_BYTES)}")
+    return name
+
+
+def _check_payload(header: Header, dimensions: int) -> None:
+    if dimensions > MAX_DIMENSIONS:
+        raise Corrupt("shape", f"{dimensions} dimensions are more than {MAX_DIMENSIONS}")
+    expected = payload_bytes(header.dtype, header.shape)
+    if header.payload_bytes != expected:
+        raise Corrupt("payload_bytes", f"{header.payload_bytes} is not the {expected} of its shape")
+    if header.payload_bytes > MAX_PAYLOAD:
+        raise Corrupt("payload_bytes", f"{header.payload_bytes} is more than {MAX_PAYLOAD}")

@@ -1,0 +1,58 @@
+"""Names of blocks: a SHA-256 chain over namespace, parent name, count and token ids.
+
+Two blocks have one name only if everything before them and in them is equal. The count is part of
+it, so a partial block has a name like any other, and never that of a longer one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from common.errors import Rejected
+from kvblock.namespace import Namespace
+
+NAME_BYTES = 32
+
+Digest = Callable[[bytes], bytes]
+"""Bytes in, 32 bytes out. Another one than SHA-256 is for tests of collisions."""
+
+_ROOT = b"kvrelay.root.v1".ljust(32, b"\0")
+_CHILD = b"kvrelay.child.v1".ljust(32, b"\0")
+
+
+def sha256(data: bytes) -> bytes:
+    """The digest names are made with."""
+    return hashlib.sha256(data).digest()
+
+
+@lru_cache(maxsize=1024)
+def _packer(count: int) -> struct.Struct:
+    return struct.Struct(f"<I{count}I")
+
+
+class Namer:
+    """Makes the names of one namespace. Stateless, so any thread may use it."""
+
+    def __init__(self, namespace: Namespace, digest: Digest = sha256) -> None:
+        self._digest = digest
+        self._key = _CHILD + namespace.digest
+        self.root = digest(_ROOT + namespace.digest)
+
+    def child(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """Name of the block that holds ``tokens`` after the block ``parent``."""
+        try:
+            packed = _packer(len(tokens)).pack(len(tokens), *tokens)
+        except struct.error as error:
+            raise Rejected("tokens", f"token ids must be integers below 2**32: {error}") from error
+        return self._digest(self._key + parent + packed)
+
+    def chain(self, tokens: Sequence[int], block_size: int) -> list[bytes]:
+        """Names of the full blocks of ``tokens``, in order; a rest shorter than a block has none."""
+        names, parent = [], self.root
+        for end in range(block_size, len(tokens) + 1, block_size):
+            parent = self.child(parent, tokens[end - block_size : end])
+            names.append(parent)
+        return names

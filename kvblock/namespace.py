@@ -1,0 +1,60 @@
+"""The namespace: everything that must be equal before two workers may share a KV block.
+
+Its digest keys every name and stands in every header, so blocks of another model, revision, dtype,
+layout, block size, format or tenant are not merely refused: they cannot be found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from common.errors import Rejected
+
+FORMAT_VERSION = 1
+"""Version of naming, header and payload layout together; raise it when any of them changes."""
+
+_DOMAIN = b"kvrelay.namespace.v1"
+
+
+def _framed(value: bytes) -> bytes:
+    """Length first, so that no two lists of fields give the same bytes."""
+    return len(value).to_bytes(8, "little") + value
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Model, weights revision, dtype, layout of the payload, ``B``, format version and tenant."""
+
+    model: str
+    revision: str
+    dtype: str
+    layout: str
+    block_size: int
+    format_version: int = FORMAT_VERSION
+    tenant_salt: bytes = b""
+
+    def __post_init__(self) -> None:
+        for field in ("block_size", "format_version"):
+            if not 1 <= getattr(self, field) < 1 << 32:
+                raise Rejected(field, f"{getattr(self, field)} is not in 1 .. 2**32 - 1")
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 over the name and value of every field; 32 bytes. It hides the salt."""
+        parts = [_framed(_DOMAIN)]
+        for field in fields(self):
+            parts += _framed(field.name.encode()), _framed(_encoded(getattr(self, field.name)))
+        return hashlib.sha256(b"".join(parts)).digest()
+
+    def differences(self, other: Namespace) -> list[str]:
+        """Names of the fields whose values differ, in order; never the values (salts are secret)."""
+        names = [field.name for field in fields(self)]
+        return [name for name in names if getattr(self, name) != getattr(other, name)]
+
+
+def _encoded(value: str | int | bytes) -> bytes:
+    if isinstance(value, int):
+        return value.to_bytes(8, "little")
+    return value.encode() if isinstance(value, str) else value

@@ -1,0 +1,55 @@
+"""The comparison between a block that came and the block that was wanted.
+
+Nothing that was read from a store becomes visible before it went through here: a name may collide,
+a store may be wrong, a byte may flip, and each of these is a miss and not an answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import Corrupt
+from kvblock.header import Buffer, Header, checksum
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The block a reader asks for: all of a header but what only the payload can tell."""
+
+    namespace: bytes
+    parent: bytes
+    name: bytes
+    tokens: tuple[int, ...]
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def verify(header: Header, wanted: Wanted) -> None:
+    """Raise ``Corrupt`` naming the first field of ``header`` which is not as wanted."""
+    _same("namespace", header.namespace, wanted.namespace)
+    _same("parent", header.parent, wanted.parent)
+    _same("name", header.name, wanted.name)
+    _same("count", header.count, len(wanted.tokens))
+    _same("tokens", header.tokens, wanted.tokens)
+    _same("dtype", header.dtype, wanted.dtype)
+    _same("shape", header.shape, wanted.shape)
+
+
+def verify_payload(header: Header, payload: Buffer) -> None:
+    """Raise ``Corrupt`` unless ``payload`` has the length and checksum the header states."""
+    _same("payload_bytes", memoryview(payload).nbytes, header.payload_bytes)
+    _same("payload_checksum", checksum(payload), header.payload_checksum)
+
+
+def _same(
+    field: str,
+    found: bytes | int | str | tuple[int, ...],
+    wanted: bytes | int | str | tuple[int, ...],
+) -> None:
+    if found != wanted:
+        raise Corrupt(field, f"found {_short(found)}, wanted {_short(wanted)}")
+
+
+def _short(value: bytes | int | str | tuple[int, ...]) -> str:
+    text = value.hex() if isinstance(value, bytes) else str(value)
+    return text if len(text) <= 24 else text[:24] + "..."
