@@ -1,0 +1,69 @@
+"""From text to a value of a configuration field: numbers, byte sizes, yes or no, lists.
+
+Every way in (flag, environment, file) ends as text here, so a value means the same wherever it
+stands. A text that is no value of its kind is a ``ValueError`` that says what would be one.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_YES = frozenset({"1", "true", "yes", "on"})
+_NO = frozenset({"0", "false", "no", "off"})
+
+
+def whole(text: str) -> int:
+    """An integer in decimal notation; underscores between digits are allowed."""
+    try:
+        return int(text.strip())
+    except ValueError:
+        raise ValueError("a whole number is wanted, for example 16") from None
+
+
+def number(text: str) -> float:
+    """A finite decimal number."""
+    try:
+        value = float(text.strip())
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError("a finite number is wanted, for example 0.5")
+    return value
+
+
+def boolean(text: str) -> bool:
+    """Yes or no, in the usual spellings."""
+    folded = text.strip().lower()
+    if folded in _YES or folded in _NO:
+        return folded in _YES
+    raise ValueError("yes or no is wanted (also true, false, on, off, 1, 0)")
+
+
+def size(text: str) -> int:
+    """A number of bytes: ``1GiB`` or ``1G`` is 2**30, ``1GB`` is 10**9, a bare number is bytes."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("a size is wanted, for example 512MiB, 1GiB or 1000000")
+    digits, prefix, binary, byte = match.groups()
+    base = 1000 if prefix and byte and not binary else 1024
+    return int(float(digits) * base ** _POWERS[prefix.upper()])
+
+
+def show_size(value: int) -> str:
+    """The size as a person writes it; exact, so ``size(show_size(n)) == n``."""
+    for suffix, power in (("TiB", 4), ("GiB", 3), ("MiB", 2), ("KiB", 1)):
+        if value and value % 1024**power == 0:
+            return f"{value // 1024**power}{suffix}"
+    return str(value)
+
+
+READERS: Mapping[type, Callable[[str], object]] = {
+    str: str,
+    int: whole,
+    float: number,
+    bool: boolean,
+}
