@@ -1,0 +1,88 @@
+# kvrelay: `make demo` to see it work, `make test` to see it hold.
+# Everything lives in .venv, made on first use; nothing else of the machine is touched.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Extra arguments for pip, for example the index of a CUDA or CPU build of torch.
+PIP_ARGS ?=
+ARGS ?=
+
+PROTOS := $(wildcard protos/*.proto)
+SOURCES := benchmarks common connector decode_service engine kvblock kvrelay kvstore \
+	prefill_service router rpc tests text worker
+
+.PHONY: help venv demo up test test-fast check format protos bench clean
+
+help: ## show this list
+	@echo "kvrelay: LLM serving with prefill and decode on separate workers"
+	@echo
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo
+	@echo "Arguments go through ARGS: make up ARGS='--prefill 2 --decode 2 --port 50051'"
+
+demo: $(READY) ## bring up a small cluster, ask it questions, show what happened
+	@$(BIN)/kvrelay demo $(ARGS)
+
+up: $(READY) ## bring up a cluster and leave it serving until Ctrl-C
+	@$(BIN)/kvrelay up $(ARGS)
+
+test: $(READY) ## run every test, with coverage (under ten minutes on two cores)
+	@$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+
+test-fast: $(READY) ## run the tests that start no processes
+	@$(BIN)/python -m pytest -m 'not cluster and not slow' $(ARGS)
+
+check: $(READY) ## lint, format, strict types, house rules (imports, generated code)
+	@echo "ruff check" && $(BIN)/ruff check --quiet .
+	@echo "ruff format --check" && $(BIN)/ruff format --quiet --check .
+	@echo "mypy --strict" && $(BIN)/mypy $(wildcard $(SOURCES))
+	@echo "house rules" && $(BIN)/python -m pytest -q tests/house
+
+format: $(READY) ## format the sources and fix what can be fixed
+	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
+
+protos: $(READY) ## regenerate the modules in protos/ from the .proto files
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I. \
+		--python_out=. --mypy_out=quiet:. --grpc_python_out=. --mypy_grpc_out=quiet:. $(PROTOS)
+	@git status --short protos 2>/dev/null || true
+
+bench: $(READY) ## measure the cluster beside plain transformers
+	@$(BIN)/kvrelay bench $(ARGS)
+
+venv: $(READY) ## only make the virtual environment
+
+clean: ## remove the virtual environment and every cache
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Installs only when the part of pyproject.toml that says what to install has changed, so that a
+# second run starts at once and needs no network.
+$(READY): pyproject.toml
+	@set -e; \
+	want=$$(sed '/^\[tool\.ruff\]/,$$d' pyproject.toml | cksum); \
+	if [ "$$(cat $@ 2>/dev/null)" = "$$want" ] && [ -x $(BIN)/kvrelay ]; then touch $@; exit 0; fi; \
+	for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
+		$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+			2>/dev/null && break; python=; \
+	done; \
+	if [ -z "$$python" ]; then \
+		echo "kvrelay needs Python 3.11, 3.12 or 3.13; python3 here is:" \
+			"$$(python3 --version 2>&1 || true). Install one, or say PYTHON=/path/to/python." >&2; \
+		exit 1; \
+	fi; \
+	if ! $$python -c 'import venv, ensurepip' 2>/dev/null; then \
+		echo "$$python has no venv module: install it (on Debian: python3-venv)." >&2; exit 1; \
+	fi; \
+	[ -x $(BIN)/python ] || { echo "Making $(VENV) with $$($$python --version)"; \
+		$$python -m venv $(VENV); }; \
+	echo "Installing kvrelay and what it needs into $(VENV) (first time: some minutes)"; \
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -e '.[dev]' \
+		| grep --line-buffered -v '^Requirement already satisfied' || exit 1; \
+	echo "$$want" > $@; \
+	echo "Ready"
