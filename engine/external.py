@@ -68,6 +68,11 @@ class Save:
     serial: int
     pieces: tuple[Piece, ...]
 
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """The pool blocks that are read."""
+        return tuple(piece.block for piece in self.pieces)
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:

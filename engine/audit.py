@@ -1,0 +1,100 @@
+"""The invariants of the accounting, checked between two steps; docs/accounting.md numbers them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine.request import Request, State
+from engine.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One broken invariant; ``request_id`` is ``None`` where no single request is to blame."""
+
+    invariant: str
+    request_id: str | None
+    message: str
+
+
+def audit(scheduler: Scheduler) -> list[Finding]:
+    """Everything that is wrong; empty when nothing is."""
+    findings = list(_references(scheduler))
+    findings += _names(scheduler)
+    for request in scheduler.requests.values():
+        findings += _request(scheduler, request)
+    findings += _queues(scheduler)
+    return findings
+
+
+def _references(scheduler: Scheduler) -> Iterator[Finding]:
+    """I1: references of a block are its holders; what nobody holds is free, and nothing else."""
+    pool, held = scheduler.pool, Counter[int]()
+    for request in scheduler.requests.values():
+        if request.residency is not None:
+            held.update(request.residency.blocks)
+            if len(set(request.residency.blocks)) != len(request.residency.blocks):
+                yield Finding("I1", request.id, f"a block twice in {request.residency.blocks}")
+    for blocks in (*scheduler.loads.values(), *scheduler.saves.values()):
+        held.update(blocks)
+    for block, references in enumerate(pool.references):
+        if references != held[block]:
+            yield Finding(
+                "I1", None, f"block {block} counts {references} holders and has {held[block]}"
+            )
+        if (block in pool.free) != (references == 0):
+            yield Finding("I1", None, f"block {block} has {references} holders and is wrongly filed")
+
+
+def _names(scheduler: Scheduler) -> Iterator[Finding]:
+    """I4: names and blocks agree; a block with an outside writer is neither free nor named."""
+    pool = scheduler.pool
+    for name, block in pool.by_name.items():
+        if pool.names[block] != name:
+            yield Finding("I4", None, f"block {block} is found by a name it does not carry")
+    if sum(name is not None for name in pool.names) != len(pool.by_name):
+        yield Finding("I4", None, "a block carries a name it is not found by")
+    for (request_id, _), blocks in scheduler.loads.items():
+        for block in blocks:
+            if block in pool.free or pool.names[block] is not None:
+                yield Finding("I4", request_id, f"block {block} is written from outside and visible")
+
+
+def _request(scheduler: Scheduler, request: Request) -> Iterator[Finding]:
+    """I2 and I3."""
+    residency, size = request.residency, scheduler.limits.block_size
+    if (residency is None) != (request.state in (State.WAITING, State.FINISHED)):
+        yield Finding("I2", request.id, f"{request.state} with residency {residency}")
+    if residency is None:
+        return
+    admission, computed = residency.admission, residency.computed
+    if not 0 <= computed <= len(residency.blocks) * size:
+        yield Finding("I2", request.id, f"{computed} computed in {len(residency.blocks)} blocks")
+    if request.state is State.RUNNING and computed > request.length - 1:
+        yield Finding("I2", request.id, f"{computed} computed of {request.length}: no work left")
+    if min(admission.local, admission.external, admission.fresh - 1) < 0:
+        yield Finding("I3", request.id, f"{admission}")
+    if request.state is State.RUNNING and computed < admission.hit:
+        yield Finding("I3", request.id, f"{computed} computed, {admission.hit} admitted")
+
+
+def _queues(scheduler: Scheduler) -> Iterator[Finding]:
+    """I8, its half that can be seen at rest: every request stands in the one place of its state."""
+    for request in scheduler.waiting:
+        if request.state is not State.WAITING or scheduler.requests.get(request.id) is not request:
+            yield Finding("I8", request.id, f"waits in the queue and is {request.state}")
+    for request in scheduler.running:
+        if request.state is not State.RUNNING or scheduler.requests.get(request.id) is not request:
+            yield Finding("I8", request.id, f"stands among the running and is {request.state}")
+    for request in scheduler.requests.values():
+        epoch = request.residency.admission.epoch if request.residency else None
+        if request.state is State.LOADING and (request.id, epoch) not in scheduler.loads:
+            yield Finding("I8", request.id, "waits for a load that nobody carries out")
+    states = Counter(request.state for request in scheduler.requests.values())
+    if (states[State.WAITING], states[State.RUNNING]) != (
+        len(scheduler.waiting),
+        len(scheduler.running),
+    ):
+        yield Finding("I8", None, f"queues of {len(scheduler.waiting)} and {len(scheduler.running)}")

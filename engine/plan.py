@@ -1,0 +1,58 @@
+"""What one step is: the frozen values that pass between the scheduler and the engine's loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.external import Load, Save
+from engine.request import Finish, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The bounds of one worker. ``headroom``: blocks kept free for each request already resident."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    headroom: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Compute positions ``[start, start + count)`` of a request; sample if that reaches its end."""
+
+    request: Request
+    epoch: int
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: what to compute, which loads to start, which saves, and who was preempted."""
+
+    entries: tuple[Entry, ...]
+    loads: tuple[Load, ...]
+    saves: tuple[Save, ...]
+    preempted: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the commit of one sampling entry did: a token more, perhaps the last."""
+
+    request: Request
+    token: int
+    finish: Finish | None
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The outcome of a step: new tokens, and the blocks it filled that are to be saved."""
+
+    outputs: tuple[Output, ...]
+    saves: tuple[Save, ...]

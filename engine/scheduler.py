@@ -1,0 +1,337 @@
+"""Who computes what in the next step, and the accounting of blocks and tokens. No clock, no thread.
+
+    submit -> schedule() -> Plan -> the runner -> commit(plan, sampled) -> schedule() ...
+                  ^ loaded, saved, abort: at any moment between these calls
+
+Numbers about cached tokens are read at the instant of admission and frozen there; nothing is
+remembered from an attempt that was refused. See docs/accounting.md for the definitions D1 to D6.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from common.errors import Rejected
+from engine.blocks import BlockPool
+from engine.external import Load, Piece, Query, Save
+from engine.plan import Committed, Entry, Limits, Output, Plan
+from engine.request import Admission, Finish, Naming, Order, Request, Residency, State
+
+Lookup = Callable[[Query], int | None]
+
+
+class Scheduler:
+    """The requests of one worker and the pool they share."""
+
+    def __init__(self, limits: Limits, naming: Naming, lookup: Lookup) -> None:
+        self.limits = limits
+        self.naming = naming
+        self.pool = BlockPool(limits.num_blocks)
+        self.requests: dict[str, Request] = {}
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.loads: dict[tuple[str, int], tuple[int, ...]] = {}
+        self.saves: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        self.late_events = 0
+        self.preemptions = 0
+        self._lookup = lookup
+        self._plan: Plan | None = None
+        self._epoch = 0
+        self._serial = 0
+
+    @property
+    def loading(self) -> int:
+        """How many requests wait for a load."""
+        return len(self.requests) - len(self.waiting) - len(self.running)
+
+    def submit(self, order: Order) -> Request:
+        """Queue a request. Raises ``Rejected`` for one that can never be served (D5)."""
+        self._check(order)
+        request = Request.of(order)
+        self.requests[request.id] = request
+        self.waiting.append(request)
+        return request
+
+    def abort(self, request_id: str, finish: Finish = Finish.ABORT) -> Request | None:
+        """End a request wherever it stands; unknown ones are no error."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._finish(request, finish)
+        return request
+
+    def schedule(self) -> Plan:
+        """The next step. Its ``commit`` comes before the next ``schedule``."""
+        if self._plan is not None:
+            raise RuntimeError("schedule() before commit() of the plan before")
+        preempted, ready = self._make_room()
+        entries = self._share_budget(ready)
+        budget = self.limits.max_num_batched_tokens - sum(entry.count for entry in entries)
+        admitted, loads, saves = self._admit(budget) if not preempted else ([], [], [])
+        self._plan = Plan(
+            tuple(entries + admitted), tuple(loads), tuple(saves), tuple(preempted)
+        )
+        return self._plan
+
+    def commit(self, plan: Plan, sampled: Sequence[int | None]) -> Committed:
+        """Enter the results of a step: one item an entry, the token of each that samples."""
+        if plan is not self._plan or len(sampled) != len(plan.entries):
+            raise RuntimeError("commit() of a plan that is not the last one, or of another size")
+        self._plan = None
+        outputs: list[Output] = []
+        saves: list[Save] = []
+        for entry, token in zip(plan.entries, sampled, strict=True):
+            if self._stands(entry):
+                self._advance(entry, token, outputs, saves)
+        return Committed(tuple(outputs), tuple(saves))
+
+    def loaded(self, request_id: str, epoch: int, valid: int) -> Request | None:
+        """A load ended with ``valid`` leading tokens; the request it belongs to now runs."""
+        blocks = self.loads.pop((request_id, epoch), None)
+        if blocks is None:
+            self.late_events += 1
+            return None
+        self.pool.drop(blocks)
+        request = self.requests.get(request_id)
+        if request is None or not _resides(request, epoch, State.LOADING):
+            self.late_events += 1
+            return None
+        self._settle(request, valid)
+        return request
+
+    def saved(self, request_id: str, epoch: int, serial: int) -> None:
+        """A save ended; its blocks lose this holder, whatever became of the request."""
+        blocks = self.saves.pop((request_id, epoch, serial), None)
+        if blocks is None:
+            self.late_events += 1
+        else:
+            self.pool.drop(blocks)
+
+    # --- submit ---------------------------------------------------------------------------------
+
+    def _check(self, order: Order) -> None:
+        limits, so_far = self.limits, len(order.tokens) - order.prompt_len
+        if order.request_id in self.requests:
+            raise Rejected("request_id", f"{order.request_id!r} is being served here already")
+        if not 1 <= order.prompt_len <= len(order.tokens):
+            raise Rejected("prompt", "must have at least one token")
+        if order.max_tokens <= so_far:
+            raise Rejected(
+                "max_tokens", f"must be more than the {so_far} tokens so far, got {order.max_tokens}"
+            )
+        positions = order.prompt_len + order.max_tokens - 1
+        capacity = limits.num_blocks * limits.block_size
+        if positions > min(limits.max_model_len, capacity):
+            raise Rejected(
+                "max_tokens",
+                f"{order.prompt_len} prompt tokens and max_tokens {order.max_tokens} need {positions} "
+                f"positions; this worker has max_model_len {limits.max_model_len} and room for "
+                f"{capacity}: shorten the prompt or lower max_tokens",
+            )
+
+    # --- schedule -------------------------------------------------------------------------------
+
+    def _make_room(self) -> tuple[list[Request], list[Request]]:
+        """Every running request gets its blocks, first come first served; the last ones give way.
+
+        The last one itself waits for the blocks of loads, saves and those before it: it is not
+        preempted for its own sake. Returns who was preempted and who can compute.
+        """
+        preempted: list[Request] = []
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            count = min(request.work, self.limits.max_num_batched_tokens)
+            missing = request.need(count, self.limits.block_size)
+            if missing <= len(self.pool.free):
+                request.resident.blocks += self.pool.take(max(missing, 0))
+                index += 1
+            elif index + 1 < len(self.running):
+                preempted.append(self._preempt())
+            else:
+                break
+        return preempted, self.running[:index]
+
+    def _preempt(self) -> Request:
+        request = self.running.pop()
+        self._release(request, State.WAITING)
+        self.waiting.appendleft(request)
+        self.preemptions += 1
+        return request
+
+    def _share_budget(self, ready: list[Request]) -> list[Entry]:
+        """Requests one position short of a token come first, so that prefills never starve them."""
+        budget = self.limits.max_num_batched_tokens
+        entries: list[Entry] = []
+        for request in sorted(ready, key=lambda request: request.work > 1):
+            if budget > 0:
+                entries.append(_entry(request, budget))
+                budget -= entries[-1].count
+        return entries
+
+    def _admit(self, budget: int) -> tuple[list[Entry], list[Load], list[Save]]:
+        """Waiting requests, in order, as long as there is room; who must ask later is passed over."""
+        entries: list[Entry] = []
+        loads: list[Load] = []
+        saves: list[Save] = []
+        for request in list(self.waiting):
+            residents = len(self.running) + self.loading
+            if residents >= self.limits.max_num_seqs:
+                break
+            request.name_full_blocks(self.naming, self.limits.block_size)
+            found = self.pool.leading(request.names, (request.length - 1) // self.limits.block_size)
+            local = len(found) * self.limits.block_size
+            answer = self._ask(request, local)
+            if answer is None:
+                continue
+            external = min(max(answer, 0), request.length - 1 - local)  # D4
+            if not external and budget < 1 or not self._fits(request, found, residents):
+                break
+            self._begin(request, found, local, external)
+            saves += self._save(request, 0, local)
+            if external:
+                loads.append(self._load(request))
+            else:
+                entries.append(_entry(request, budget))
+                budget -= entries[-1].count
+        return entries, loads, saves
+
+    def _ask(self, request: Request, local: int) -> int | None:
+        if request.lookups_left == 0:
+            return 0
+        return self._lookup(Query(request.id, request.tokens, request.names, local))
+
+    def _fits(self, request: Request, found: list[int], residents: int) -> bool:
+        """All blocks of the request as it stands, beside what the residents may need next.
+
+        One that was preempted waits until it can stay: it comes back with room for all it may
+        still become, so that it is not computed again and again.
+        """
+        size = self.limits.block_size
+        length = request.ceiling if request.runs and residents else request.length
+        missing = -(length // -size) - len(found)
+        return missing + self.limits.headroom * residents <= self.pool.available(found)
+
+    def _begin(self, request: Request, found: list[int], local: int, external: int) -> None:
+        """The admission: one frozen record, and every block up to the request's length."""
+        self.pool.hold(found)
+        self._epoch += 1
+        admission = Admission(self._epoch, request.length, local, external)
+        residency = Residency(admission, found, local)
+        self.waiting.remove(request)
+        request.begin(residency)
+        residency.blocks += self.pool.take(request.need(request.work, self.limits.block_size))
+        if request.lookups_left is not None:
+            request.lookups_left = max(request.lookups_left - 1, 0)
+        if not external:
+            self.running.append(request)
+
+    def _load(self, request: Request) -> Load:
+        size, admission = self.limits.block_size, request.resident.admission
+        first, last = admission.local // size, -(admission.hit // -size)
+        blocks = tuple(request.resident.blocks[first:last])
+        self.pool.hold(blocks)
+        self.loads[request.id, admission.epoch] = blocks
+        return Load(
+            request.id, admission.epoch, admission.local, admission.external,
+            tuple(request.tokens), tuple(request.names), blocks,
+        )  # fmt: skip
+
+    # --- events and commit ----------------------------------------------------------------------
+
+    def _settle(self, request: Request, valid: int) -> None:
+        """The load is over: what was verified counts, the rest is computed here."""
+        residency = request.resident
+        admission = residency.admission
+        valid = min(max(valid, 0), admission.external)
+        if valid < admission.external:
+            request.failed += admission.external - valid
+            request.lookups_left = 1
+            residency.admission = replace(admission, external=valid)
+        residency.computed = admission.local + valid
+        self._name(request, admission.local, residency.computed)
+        request.move(State.RUNNING)
+        self.running.append(request)
+
+    def _stands(self, entry: Entry) -> bool:
+        return _resides(entry.request, entry.epoch, State.RUNNING)
+
+    def _advance(
+        self, entry: Entry, token: int | None, outputs: list[Output], saves: list[Save]
+    ) -> None:
+        request, residency = entry.request, entry.request.resident
+        residency.computed += entry.count
+        self._name(request, entry.start, residency.computed)
+        last = entry.samples and request.order.prefill_only
+        saves += self._save(request, entry.start, residency.computed, tail=last)
+        if not entry.samples:
+            return
+        if token is None:
+            raise RuntimeError(f"request {request.id}: no token for an entry that samples")
+        request.tokens.append(token)
+        finish = request.ends_with(token)
+        outputs.append(Output(request, token, finish))
+        if finish or request.order.prefill_only:
+            self._finish(request, finish)
+
+    def _name(self, request: Request, start: int, stop: int) -> None:
+        """D6: the blocks that became full between ``start`` and ``stop`` can now be found."""
+        size = self.limits.block_size
+        request.name_full_blocks(self.naming, size)
+        for index in range(start // size, stop // size):
+            self.pool.name(request.resident.blocks[index], request.names[index])
+
+    def _save(self, request: Request, start: int, stop: int, tail: bool = False) -> list[Save]:
+        """Offer the full blocks of ``[start, stop)`` to the store; with ``tail`` a partial one too,
+        so that a prompt of any length can be handed over."""
+        size = self.limits.block_size
+        end = stop if tail else stop // size * size
+        pieces = tuple(
+            self._piece(request, first, min(first + size, end))
+            for first in range(start // size * size, end, size)
+        )
+        if not request.order.save or not pieces:
+            return []
+        self._serial += 1
+        save = Save(request.id, request.resident.admission.epoch, self._serial, pieces)
+        self.saves[save.request_id, save.epoch, save.serial] = save.blocks
+        self.pool.hold(save.blocks)
+        return [save]
+
+    def _piece(self, request: Request, start: int, stop: int) -> Piece:
+        index, tokens = start // self.limits.block_size, tuple(request.tokens[start:stop])
+        parent = request.names[index - 1] if index else self.naming.root
+        full = len(tokens) == self.limits.block_size
+        name = request.names[index] if full else self.naming.child(parent, tokens)
+        return Piece(request.resident.blocks[index], name, parent, tokens)
+
+    def _finish(self, request: Request, finish: Finish | None) -> None:
+        if request.state is State.WAITING:
+            self.waiting.remove(request)
+        elif request.state is State.RUNNING:
+            self.running.remove(request)
+        request.finish = finish
+        self._release(request, State.FINISHED)
+        del self.requests[request.id]
+
+    def _release(self, request: Request, state: State) -> None:
+        residency = request.end(state)
+        if residency is not None:
+            self.pool.drop(residency.blocks)
+
+
+def _resides(request: Request, epoch: int, state: State) -> bool:
+    """Whether an event about ``epoch`` is about what the request owns now."""
+    residency = request.residency
+    return (
+        request.state is state and residency is not None and residency.admission.epoch == epoch
+    )
+
+
+def _entry(request: Request, budget: int) -> Entry:
+    count = min(request.work, budget)
+    residency = request.resident
+    return Entry(
+        request, residency.admission.epoch, residency.computed, count, count == request.work
+    )

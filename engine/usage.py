@@ -1,0 +1,50 @@
+"""What one leg did, derived from its log of runs when it has ended (invariants I5 and I6)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.request import Request, Run
+
+
+@dataclass(frozen=True, slots=True)
+class LegTokens:
+    """``length = local + external + computed``: the tokens the leg started from, by source.
+
+    They are those of the admission that made the leg's first token: of the last one, if none was
+    made. ``executed`` positions went through the runner: ``computed``, the generated tokens' own
+    positions, and what was ``recomputed`` after preemptions.
+    """
+
+    length: int
+    local: int
+    external: int
+    computed: int
+    generated: int
+    recomputed: int
+    executed: int
+    failed: int
+    runs: tuple[Run, ...]
+
+
+def leg_tokens(request: Request) -> LegTokens:
+    """The account of a finished request."""
+    length, runs = len(request.order.tokens), tuple(request.runs)
+    executed = sum(run.executed for run in runs)
+    first = next((run for run in runs if run.frontier >= length), runs[-1] if runs else None)
+    local, external = (first.admission.local, first.admission.external) if first else (0, 0)
+    frontier = max((run.frontier for run in runs), default=0)
+    reached = min(frontier, length) if first else 0
+    computed = max(reached - local - external, 0)
+    once = computed + max(frontier - length, 0)
+    return LegTokens(
+        length=length,
+        local=local,
+        external=external,
+        computed=computed,
+        generated=request.length - length,
+        recomputed=executed - once,
+        executed=executed,
+        failed=request.failed,
+        runs=runs,
+    )
