@@ -1,0 +1,1 @@
+"""Shared gRPC plumbing: server life cycle, channels, deadlines, status, tolerant parsing."""

@@ -1,0 +1,81 @@
+"""Channels to our servers: one place for message sizes, keepalive, reconnection and credentials."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import grpc
+
+from common.errors import NotFound, Unavailable
+from rpc.deadline import Deadline
+from rpc.health import is_serving
+
+MIB = 1 << 20
+POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelOptions:
+    """``credentials`` is the place for TLS and tokens; ``None`` is plain text."""
+
+    max_message_bytes: int = 8 * MIB
+    keepalive_seconds: float = 10.0
+    keepalive_timeout_seconds: float = 5.0
+    max_reconnect_seconds: float = 2.0
+    credentials: grpc.ChannelCredentials | None = None
+
+    def arguments(self) -> list[tuple[str, int]]:
+        """Channel arguments of gRPC core."""
+        return [
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            ("grpc.max_send_message_length", self.max_message_bytes),
+            ("grpc.keepalive_time_ms", round(self.keepalive_seconds * 1000)),
+            ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_seconds * 1000)),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.min_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", round(self.max_reconnect_seconds * 1000)),
+            ("grpc.enable_retries", 0),  # who retries decides where; gRPC cannot know
+            ("grpc.enable_http_proxy", 0),  # an http_proxy in the environment is not for us
+            ("grpc.service_config_disable_resolution", 1),
+            ("grpc.use_local_subchannel_pool", 1),  # one connection per channel, closed with it
+        ]
+
+
+def open_channel(address: str, options: ChannelOptions | None = None) -> grpc.aio.Channel:
+    """An asyncio channel to ``HOST:PORT`` or ``unix:PATH``; close it with ``await close()``."""
+    chosen = options or ChannelOptions()
+    if chosen.credentials is None:
+        return grpc.aio.insecure_channel(address, options=chosen.arguments())
+    return grpc.aio.secure_channel(address, chosen.credentials, options=chosen.arguments())
+
+
+def open_sync_channel(address: str, options: ChannelOptions | None = None) -> grpc.Channel:
+    """The same for code without an event loop."""
+    chosen = options or ChannelOptions()
+    if chosen.credentials is None:
+        return grpc.insecure_channel(address, options=chosen.arguments())
+    return grpc.secure_channel(address, chosen.credentials, options=chosen.arguments())
+
+
+async def wait_ready(
+    address: str,
+    deadline: Deadline,
+    service: str = "",
+    options: ChannelOptions | None = None,
+) -> None:
+    """Return once the server at ``address`` says SERVING; ``Unavailable`` at the deadline."""
+    reason = "nobody listens there"
+    async with open_channel(address, options) as channel:
+        while not deadline.expired:
+            try:
+                if await is_serving(channel, deadline.earlier(1.0), service):
+                    return
+                reason = "it says NOT_SERVING"
+            except Unavailable as error:
+                reason = str(error)
+            except NotFound:
+                reason = f"it does not know the service {service!r}"
+            await asyncio.sleep(min(POLL_SECONDS, deadline.remaining()))
+    raise Unavailable(f"{address} is not ready: {reason}")

@@ -1,0 +1,155 @@
+"""Life cycle of a gRPC server: bind, serve with health and reflection, drain, stop.
+
+    server = Server(ServerOptions("127.0.0.1:0"))
+    server.add("kvrelay.v1.Decode", lambda s: add_DecodeServicer_to_server(servicer, s))
+    address = await server.start()            # "127.0.0.1:41234"
+    await serve_until_signal(server, ready=lambda address: f"decode worker ready at {address}")
+
+Every handler runs inside ``rpc.handling.Guard``: raise a ``KvrelayError`` and the status is right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+
+from common.errors import Rejected
+from rpc.address import Address
+from rpc.deadline import Deadline
+from rpc.handling import Guard
+from rpc.health import Health
+
+MIB = 1 << 20
+log = logging.getLogger("kvrelay.rpc")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """``credentials`` is the place for TLS; without, only loopback, or ``allow_insecure``."""
+
+    address: str = "127.0.0.1:0"
+    max_message_bytes: int = 8 * MIB
+    max_concurrent_streams: int = 4096
+    keepalive_seconds: float = 20.0
+    keepalive_timeout_seconds: float = 10.0
+    allow_insecure: bool = False
+    credentials: grpc.ServerCredentials | None = None
+
+    def arguments(self) -> list[tuple[str, int]]:
+        """Channel arguments of gRPC core."""
+        return [
+            ("grpc.so_reuseport", 0),  # a taken port must be an error, not a shared port
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            ("grpc.max_send_message_length", self.max_message_bytes),
+            ("grpc.max_concurrent_streams", self.max_concurrent_streams),
+            ("grpc.keepalive_time_ms", round(self.keepalive_seconds * 1000)),
+            ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_seconds * 1000)),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+            ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+        ]
+
+
+class Server:
+    """One ``grpc.aio`` server. Add services, then ``start``; ``stop`` may be called twice."""
+
+    def __init__(self, options: ServerOptions | None = None) -> None:
+        self.options = options or ServerOptions()
+        self.health = Health()
+        self._services: dict[str, Callable[[grpc.aio.Server], None]] = {}
+        self._server: grpc.aio.Server | None = None
+
+    def add(self, service: str, register: Callable[[grpc.aio.Server], None]) -> None:
+        """Serve ``service`` (its full name, as in ``kvrelay.v1.Decode``)."""
+        self._services[service] = register
+
+    async def start(self) -> str:
+        """Bind and serve; the address with the port bound. ``Rejected`` if it cannot be had."""
+        address = Address.parse(self.options.address)
+        if not (address.local or self.options.allow_insecure or self.options.credentials):
+            raise Rejected(
+                "address",
+                f"{address} can be reached by other machines and the connection is not encrypted:"
+                " listen on 127.0.0.1 or allow it with allow_insecure",
+            )
+        server = grpc.aio.server(interceptors=(Guard(),), options=self.options.arguments())
+        for register in self._services.values():
+            register(server)
+        self.health.register(server)
+        names = (*self._services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        bound = address.with_port(self._bind(server, address))
+        await server.start()
+        self._server = server
+        for service in self._services:
+            await self.health.set(service, True)
+        return str(bound)
+
+    async def stop(self, grace: float = 0.0) -> None:
+        """Say NOT_SERVING, take no new calls, give those under way ``grace`` seconds, close."""
+        server, self._server = self._server, None
+        if server is not None:
+            await self.health.leave()
+            await server.stop(grace)
+
+    def _bind(self, server: grpc.aio.Server, address: Address) -> int:
+        try:
+            if self.options.credentials is not None:
+                return server.add_secure_port(str(address), self.options.credentials)
+            return server.add_insecure_port(str(address))
+        except RuntimeError as error:
+            raise Rejected(
+                "address",
+                f"cannot listen on {address}, most likely another process does:"
+                " stop it, or choose another port (0 takes any free one)",
+            ) from error
+
+
+async def serve_until_signal(
+    server: Server,
+    ready: Callable[[str], str],
+    on_stop: Callable[[Deadline], Awaitable[None]] | None = None,
+    grace: float = 10.0,
+) -> int:
+    """Start, print the line ``ready`` makes of the address, serve until SIGTERM or SIGINT; 0.
+
+    Then NOT_SERVING is said, ``on_stop`` may drain until its deadline (it is cancelled there), and
+    what is left of ``grace`` goes to the calls under way. A second signal stops at once.
+    """
+    stopping, hurry = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (hurry if stopping.is_set() else stopping).set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    print(ready(await server.start()), flush=True)
+    await stopping.wait()
+    deadline = Deadline.after(grace)
+    drained = asyncio.ensure_future(_drain(server, on_stop, deadline))
+    hurried = asyncio.ensure_future(hurry.wait())
+    await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    if not drained.done():
+        drained.cancel()
+        await server.stop(0.0)
+    return 0
+
+
+async def _drain(
+    server: Server, on_stop: Callable[[Deadline], Awaitable[None]] | None, deadline: Deadline
+) -> None:
+    await server.health.leave()
+    if on_stop is not None:
+        try:
+            await asyncio.wait_for(on_stop(deadline), deadline.remaining())
+        except TimeoutError:
+            log.warning("not drained in time: the calls under way are cut")
+    await server.stop(deadline.remaining())

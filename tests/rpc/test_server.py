@@ -1,0 +1,182 @@
+"""Life cycle, health, reflection, addresses that are refused, and what a signal does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2
+
+from common.errors import NotFound, Rejected, Unavailable
+from protos import decode_pb2, decode_pb2_grpc, types_pb2
+from rpc.address import Address
+from rpc.channel import open_channel, wait_ready
+from rpc.deadline import Deadline
+from rpc.health import is_serving
+from rpc.server import Server, ServerOptions
+
+SERVICE = "kvrelay.v1.Decode"
+
+
+class Echo(decode_pb2_grpc.DecodeServicer):
+    async def Decode(
+        self, request: decode_pb2.DecodeRequest, context: decode_pb2_grpc._ServicerContext
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        yield decode_pb2.DecodeResponse(finish_reason=types_pb2.FINISH_REASON_STOP)
+
+
+def echo_server(options: ServerOptions | None = None) -> Server:
+    server = Server(options)
+    server.add(SERVICE, lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(Echo(), s))
+    return server
+
+
+async def reflected(channel: grpc.aio.Channel) -> set[str]:
+    """Names of the services that reflection lists."""
+    ask = channel.stream_stream(
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+        request_serializer=reflection_pb2.ServerReflectionRequest.SerializeToString,
+        response_deserializer=reflection_pb2.ServerReflectionResponse.FromString,
+    )
+    requests = [reflection_pb2.ServerReflectionRequest(list_services="")]
+    answers = [answer async for answer in ask(iter(requests))]
+    return {service.name for service in answers[0].list_services_response.service}
+
+
+async def test_serves_with_health_and_reflection() -> None:
+    server = echo_server()
+    address = await server.start()
+    assert address.startswith("127.0.0.1:")
+    assert not address.endswith(":0")
+    await wait_ready(address, Deadline.after(10), SERVICE)
+    async with open_channel(address) as channel:
+        answers = [
+            a async for a in decode_pb2_grpc.DecodeStub(channel).Decode(decode_pb2.DecodeRequest())
+        ]
+        assert len(answers) == 1
+        assert await is_serving(channel, Deadline.after(5))
+        with pytest.raises(NotFound):
+            await is_serving(channel, Deadline.after(5), "no.such.Service")
+        await server.health.set(SERVICE, False)
+        assert not await is_serving(channel, Deadline.after(5), SERVICE)
+        assert SERVICE in await reflected(channel)
+    await server.stop()
+    await server.stop()
+
+
+async def test_unix_socket(tmp_path: Path) -> None:
+    server = echo_server(ServerOptions(f"unix:{tmp_path}/s"))
+    address = await server.start()
+    assert address == f"unix:{tmp_path}/s"
+    await wait_ready(address, Deadline.after(10))
+    await server.stop()
+
+
+async def test_taken_port_is_named() -> None:
+    first = echo_server()
+    address = await first.start()
+    with pytest.raises(Rejected, match=address.replace(".", r"\.")) as caught:
+        await echo_server(ServerOptions(address)).start()
+    assert "choose another port" in str(caught.value)
+    await first.stop()
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "example.org:0"])
+async def test_open_addresses_need_leave(address: str) -> None:
+    with pytest.raises(Rejected, match="allow_insecure"):
+        await echo_server(ServerOptions(address)).start()
+
+
+async def test_open_address_with_leave() -> None:
+    server = echo_server(ServerOptions("0.0.0.0:0", allow_insecure=True))
+    assert (await server.start()).startswith("0.0.0.0:")
+    await server.stop()
+
+
+@pytest.mark.parametrize(
+    "text", ["", "host", ":1", "host:", "host:x", "host:70000", "unix:", "h:²"]
+)
+def test_addresses_that_are_none(text: str) -> None:
+    with pytest.raises(Rejected, match="address"):
+        Address.parse(text)
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:5", "[::1]:5", "localhost:0", "unix:/a/b", "h:1"])
+def test_addresses_round_trip(text: str) -> None:
+    assert str(Address.parse(text)) == text
+
+
+async def test_wait_ready_says_why() -> None:
+    server = echo_server()
+    address = await server.start()
+    await server.stop()
+    with pytest.raises(Unavailable, match=address):
+        await wait_ready(address, Deadline.after(0.3))
+
+
+async def test_keepalive_does_not_make_the_server_angry() -> None:
+    server = echo_server()
+    async with open_channel(await server.start()) as channel:
+        await is_serving(channel, Deadline.after(5))
+        assert channel.get_state() is grpc.ChannelConnectivity.READY
+    await server.stop()
+
+
+PROGRAM = """
+import asyncio, sys
+from tests.rpc.test_server import echo_server
+from rpc.server import serve_until_signal
+
+async def drain(deadline):
+    print("draining", flush=True)
+    await asyncio.sleep(float(sys.argv[1]))
+
+sys.exit(asyncio.run(serve_until_signal(
+    echo_server(), ready=lambda a: f"ready at {a}", on_stop=drain, grace=0.5)))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("drain_seconds", ["0", "60"])
+def test_signal_drains_and_exits_0(number: signal.Signals, drain_seconds: str) -> None:
+    command = [sys.executable, "-c", PROGRAM, drain_seconds]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("ready at 127.0.0.1:")
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert output == "draining\n"
+
+
+async def test_stop_gives_running_calls_time() -> None:
+    entered, leave = asyncio.Event(), asyncio.Event()
+
+    class Slow(decode_pb2_grpc.DecodeServicer):
+        async def Decode(
+            self, request: decode_pb2.DecodeRequest, context: decode_pb2_grpc._ServicerContext
+        ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+            entered.set()
+            await leave.wait()
+            yield decode_pb2.DecodeResponse()
+
+    server = Server()
+    server.add(SERVICE, lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(Slow(), s))
+    async with open_channel(await server.start()) as channel:
+        call = decode_pb2_grpc.DecodeStub(channel).Decode(decode_pb2.DecodeRequest())
+        reading = asyncio.ensure_future(anext(aiter(call)))
+        await entered.wait()
+        stopping = asyncio.ensure_future(server.stop(10))
+        leave.set()
+        assert await reading == decode_pb2.DecodeResponse()
+        await stopping

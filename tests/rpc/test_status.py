@@ -1,0 +1,223 @@
+"""Every error survives the wire; what gRPC says by itself becomes one of ours too."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+import pytest
+
+from common import errors
+from protos import decode_pb2, decode_pb2_grpc, router_pb2, worker_pb2, worker_pb2_grpc
+from rpc.channel import ChannelOptions, open_channel
+from rpc.deadline import Deadline
+from rpc.parsing import malformed
+from rpc.server import Server
+from rpc.status import from_rpc_error
+
+ERRORS = [
+    (errors.Rejected("sampling.top_p", "must lie in (0, 1], got 2"), "INVALID_ARGUMENT"),
+    (errors.NotFound("model 'x' is not served"), "NOT_FOUND"),
+    (errors.Mismatch("namespace.dtype", "float32 is not bfloat16"), "FAILED_PRECONDITION"),
+    (errors.Exhausted("the queue is full", 2.25), "RESOURCE_EXHAUSTED"),
+    (errors.Unavailable("draining"), "UNAVAILABLE"),
+    (errors.DeadlineExceeded("no time left"), "DEADLINE_EXCEEDED"),
+    (errors.Corrupt("checksum", "differs"), "DATA_LOSS"),
+    (errors.Unservable("sliding window"), "FAILED_PRECONDITION"),
+    (errors.Rejected("prompt", "ü" * 10_000), "INVALID_ARGUMENT"),
+]
+
+
+class Faulty(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer):
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        self.closed = asyncio.Event()
+        self.entered = asyncio.Event()
+
+    async def Decode(
+        self, request: decode_pb2.DecodeRequest, context: decode_pb2_grpc._ServicerContext
+    ) -> AsyncIterator[decode_pb2.DecodeResponse]:
+        try:
+            yield decode_pb2.DecodeResponse()
+            self.entered.set()
+            if request.handoff_tokens:
+                await asyncio.sleep(60)
+            raise self.error
+        finally:
+            self.closed.set()
+
+    async def GetInfo(
+        self, request: worker_pb2.GetInfoRequest, context: worker_pb2_grpc._ServicerContext
+    ) -> worker_pb2.WorkerInfo:
+        raise self.error
+
+    async def GetLoad(
+        self, request: worker_pb2.GetLoadRequest, context: worker_pb2_grpc._ServicerContext
+    ) -> worker_pb2.WorkerLoad:
+        raise self.error
+
+    async def Drain(
+        self, request: worker_pb2.DrainRequest, context: worker_pb2_grpc._ServicerContext
+    ) -> worker_pb2.DrainResponse:
+        raise self.error
+
+    async def Audit(
+        self, request: worker_pb2.AuditRequest, context: worker_pb2_grpc._ServicerContext
+    ) -> worker_pb2.AuditResponse:
+        raise self.error
+
+
+async def exhaust(channel: grpc.aio.Channel) -> None:
+    """One whole Decode call."""
+    async for _ in decode_pb2_grpc.DecodeStub(channel).Decode(decode_pb2.DecodeRequest()):
+        pass
+
+
+def _same(raw: bytes) -> bytes:
+    return raw
+
+
+def raw_call(
+    channel: grpc.aio.Channel, method: str, raw: bytes
+) -> grpc.aio.UnaryUnaryCall[bytes, bytes]:
+    """A call with bytes as they are."""
+    call = channel.unary_unary(method, request_serializer=_same, response_deserializer=_same)
+    return call(raw)
+
+
+async def start(faulty: Faulty) -> tuple[Server, str]:
+    server = Server()
+    server.add(
+        "kvrelay.v1.Decode", lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(faulty, s)
+    )
+    server.add(
+        "kvrelay.v1.Worker", lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(faulty, s)
+    )
+    return server, await server.start()
+
+
+async def raised(faulty: Faulty, kind: str) -> grpc.aio.AioRpcError:
+    server, address = await start(faulty)
+    try:
+        async with open_channel(address) as channel:
+            info = worker_pb2_grpc.WorkerStub(channel).GetInfo
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await (info(worker_pb2.GetInfoRequest()) if kind == "unary" else exhaust(channel))
+            return caught.value
+    finally:
+        await server.stop()
+
+
+@pytest.mark.parametrize("kind", ["unary", "stream"])
+@pytest.mark.parametrize(("error", "code"), ERRORS)
+async def test_errors_survive(error: errors.KvrelayError, code: str, kind: str) -> None:
+    caught = await raised(Faulty(error), kind)
+    assert caught.code() is grpc.StatusCode[code]
+    back = from_rpc_error(caught)
+    assert type(back) is type(error)
+    assert str(back)[:400] == str(error)[:400]
+    if isinstance(error, errors.Rejected | errors.Mismatch | errors.Corrupt):
+        assert getattr(back, "field", None) == error.field
+    if isinstance(error, errors.Exhausted) and isinstance(back, errors.Exhausted):
+        assert back.retry_after == pytest.approx(error.retry_after)
+
+
+async def test_foreign_errors_stay_inside(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.ERROR, "kvrelay.rpc"):
+        caught = await raised(Faulty(ZeroDivisionError("secret")), "stream")
+    assert caught.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in (caught.details() or "")
+    assert "secret" in caplog.text
+    assert "/kvrelay.v1.Decode/Decode" in caplog.text
+    assert type(from_rpc_error(caught)) is errors.KvrelayError
+
+
+async def test_a_client_that_leaves_closes_the_generator() -> None:
+    faulty = Faulty(ValueError())
+    server, address = await start(faulty)
+    async with open_channel(address) as channel:
+        call = decode_pb2_grpc.DecodeStub(channel).Decode(
+            decode_pb2.DecodeRequest(handoff_tokens=1)
+        )
+        await anext(aiter(call))
+        await faulty.entered.wait()
+        call.cancel()
+        await asyncio.wait_for(faulty.closed.wait(), 1)
+    await server.stop()
+
+
+async def test_what_grpc_says() -> None:
+    server, address = await start(Faulty(ValueError()))
+    async with open_channel(address, ChannelOptions(max_message_bytes=64 << 20)) as channel:
+        big = decode_pb2.DecodeRequest(handoff_last_name=bytes(9 << 20))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(decode_pb2_grpc.DecodeStub(channel).Decode(big)))
+        assert isinstance(from_rpc_error(caught.value), errors.Rejected)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await raw_call(channel, "/kvrelay.v1.Decode/Nothing", b"")
+        assert isinstance(from_rpc_error(caught.value), errors.Mismatch)
+    await server.stop()
+    async with open_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await exhaust(channel)
+        assert isinstance(from_rpc_error(caught.value), errors.Unavailable)
+
+
+def bad_stop(good: str, bad: bytes) -> bytes:
+    """A GenerateRequest whose second stop string is ``bad``, made by patching the bytes."""
+    request = router_pb2.GenerateRequest(prompt="p")
+    request.sampling.stop.extend([good, "@" * len(bad)])
+    return request.SerializeToString().replace(b"@" * len(bad), bad)
+
+
+MALFORMED = [
+    (bad_stop("é", b"\xc3\x28"), "sampling.stop[1]"),
+    (b"\x1a\x02\xff\xfe", "prompt"),
+    (b"\x2a\x06\x0a\x04\x12\x02\xff\xfe", "chat.messages[0].content"),
+    (b"\xff\xff\xff", "request"),
+    (b"\x1a\x7f", "request"),
+]
+
+
+@pytest.mark.parametrize(("raw", "field"), MALFORMED)
+def test_the_field_of_malformed_bytes(raw: bytes, field: str) -> None:
+    error = malformed(router_pb2.GenerateRequest, raw)
+    assert error.field == field
+
+
+@pytest.mark.parametrize("method", ["/kvrelay.v1.Decode/Decode", "/kvrelay.v1.Worker/GetInfo"])
+async def test_malformed_bytes_over_the_wire(method: str) -> None:
+    server, address = await start(Faulty(ValueError()))
+    async with open_channel(address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await raw_call(channel, method, b"\xff\xff\xff")
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        bad_id = b"\x0a\x04\x0a\x02\xff\xfe"
+        if method.endswith("Decode"):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await raw_call(channel, method, bad_id)
+            error = from_rpc_error(caught.value)
+            assert isinstance(error, errors.Rejected)
+            assert error.field == "leg.request_id"
+    await server.stop()
+
+
+class _Context:
+    def __init__(self, remaining: float | None) -> None:
+        self.remaining = remaining
+
+    def time_remaining(self) -> float | None:
+        return self.remaining
+
+
+def test_deadline() -> None:
+    assert 4 < Deadline.from_context(_Context(None), 5, 10).remaining() <= 5
+    assert 9 < Deadline.from_context(_Context(50), 5, 10).remaining() <= 10
+    assert 0 < Deadline.from_context(_Context(1), 5, 10).earlier(0.5).remaining() <= 0.5
+    past = Deadline.from_context(_Context(-1), 5, 10)
+    assert past.expired
+    assert past.remaining() == 0
+    with pytest.raises(errors.DeadlineExceeded, match="no time left to prefill"):
+        past.check("to prefill")
