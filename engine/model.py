@@ -1,0 +1,194 @@
+"""Loading a `transformers` decoder from a local directory, or refusing it with the reason.
+
+Nothing is ever fetched, no code of the model's own is run, no pickle is read. Weights that are
+missing from the files refuse the model too: `transformers` would make them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypedDict, cast
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from common.errors import Unservable
+from engine.capability import check_config, check_modules, longest
+from engine.forward import Forward
+from engine.kv_pool import DTYPES, PoolShape
+from engine.probe import compare, observe
+from engine.revision import revision
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a model is. ``name`` is its directory's, ``revision`` a digest of config and weights.
+
+    ``num_heads``, ``num_kv_heads`` and ``head_dim`` are as observed in its attention;
+    ``logit_error`` is the largest difference between paged and own attention seen at start,
+    as a share of the largest logit.
+    """
+
+    name: str
+    revision: str
+    architecture: str
+    dtype: str
+    device: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_parameters: int
+    logit_error: float
+
+
+class _Report(TypedDict):
+    """The part read here of what `transformers` says about a loading."""
+
+    missing_keys: set[str]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, checked at start."""
+
+    info: ModelInfo
+    forward: Forward
+    device: torch.device
+
+    def pool_shape(self, num_blocks: int, block_size: int) -> PoolShape:
+        """The shape of a KV pool for this model."""
+        info = self.info
+        return PoolShape(
+            num_blocks, info.num_layers, block_size, info.num_kv_heads, info.head_dim, info.dtype
+        )
+
+
+def load_model(
+    path: str | Path,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+) -> LoadedModel:
+    """Load from a directory with ``config.json`` and ``*.safetensors`` (sharded or not).
+
+    ``dtype`` is "float32", "bfloat16", "float16" or "auto" (the config's own); ``device`` "cpu",
+    "cuda" or "auto". Raises ``Unservable`` with the reason when it cannot be served exactly.
+    """
+    directory = Path(path)
+    place = _device(device)
+    try:
+        config = _config(directory)
+        max_len = longest(config, max_model_len)
+        check_config(config, max_len)
+        with torch.inference_mode():
+            check_modules(_skeleton(config), max_len)
+            kind = _dtype(config, dtype)
+            return _checked(directory, _weights(directory, kind, place), kind, place, max_len)
+    except Unservable as error:
+        raise Unservable(f"{directory}: {error}") from None
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise Unservable(f"{directory}: cannot be loaded: {_first_line(error)}") from error
+
+
+def _checked(
+    directory: Path, model: PreTrainedModel, dtype: str, device: torch.device, max_len: int
+) -> LoadedModel:
+    forward = Forward(model)
+    vocab = cast(torch.nn.Embedding, model.get_input_embeddings()).weight.shape[0]
+    seen = observe(forward, device, max_len)
+    shape = PoolShape(1, seen.layer + 1, 1, seen.kv_heads, seen.head_dim, dtype)
+    error = compare(forward, shape, device, vocab)
+    info = ModelInfo(
+        name=directory.resolve().name,
+        revision=revision(directory),
+        architecture=type(model).__name__,
+        dtype=dtype,
+        device=device.type,
+        num_layers=shape.num_layers,
+        num_heads=seen.heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=vocab,
+        max_model_len=max_len,
+        eos_token_ids=_eos(model),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        logit_error=error,
+    )
+    return LoadedModel(info, forward, device)
+
+
+def _config(directory: Path) -> PreTrainedConfig:
+    if not (directory / "config.json").is_file():
+        raise Unservable("no such directory, or no config.json in it")
+    if not any(directory.glob("*.safetensors")):
+        raise Unservable("no *.safetensors in it")
+    return cast(
+        PreTrainedConfig,
+        AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False),
+    )
+
+
+def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """The modules without weights: enough to see what the model is."""
+    build = cast(Callable[..., PreTrainedModel], AutoModelForCausalLM.from_config)
+    with torch.device("meta"):
+        return build(config, trust_remote_code=False)
+
+
+def _weights(directory: Path, dtype: str, device: torch.device) -> PreTrainedModel:
+    disable_progress_bar()
+    load = cast(
+        Callable[..., tuple[PreTrainedModel, _Report]], AutoModelForCausalLM.from_pretrained
+    )
+    model, report = load(
+        directory,
+        dtype=DTYPES[dtype],
+        attn_implementation="eager",
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise Unservable(f"{len(missing)} weights are missing from the files, {missing[0]} for one")
+    model.train(False)
+    torch.nn.Module.to(model, device)  # in place
+    return model
+
+
+def _dtype(config: PreTrainedConfig, asked: str) -> str:
+    own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    name = own if asked == "auto" else asked
+    if name not in DTYPES:
+        raise Unservable(f"dtype {name}: only {', '.join(DTYPES)} are served")
+    return name
+
+
+def _device(asked: str) -> torch.device:
+    if asked not in ("auto", "cpu", "cuda"):
+        raise Unservable(f"device {asked!r}: must be auto, cpu or cuda")
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
+        raise Unservable("device cuda: no CUDA device is available to this torch")
+    return torch.device("cuda" if available and asked != "cpu" else "cpu")
+
+
+def _eos(model: PreTrainedModel) -> tuple[int, ...]:
+    generation = getattr(model.generation_config, "eos_token_id", None)
+    eos = generation if generation is not None else getattr(model.config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"

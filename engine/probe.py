@@ -1,0 +1,151 @@
+"""What a loaded model does, by watching it, and whether paging changes it.
+
+``observe`` records every call of the attention in one forward pass: from that come the layers,
+heads and widths of the pool, and refusals for what the plug-in does not implement. ``compare``
+computes two short sequences in chunks over a scattered pool and holds them against the model's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import AttentionInterface
+
+from common.errors import Unservable
+from common.sampling import Sampling
+from engine.attention import ATTENTION
+from engine.attention_sdpa import SdpaBackend
+from engine.batch import pack
+from engine.forward import Forward
+from engine.kv_pool import KVPool, PoolShape
+from engine.work import Work
+
+_OBSERVED = "kvrelay_observed"
+_BIASES = ("softcap", "s_aux", "position_bias", "alibi")
+# The largest allowed difference of logits, as a share of their largest magnitude: rounding grows
+# with depth, while a wrong slot, mask or bias changes logits by the order of their size.
+_TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.25}
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    layer: int
+    kv_heads: int
+    head_dim: int
+    heads: int
+
+
+class _Observer:
+    """Stands in for a step: notes each call, and answers something of the right shape."""
+
+    def __init__(self, max_len: int) -> None:
+        self.max_len = max_len
+        self.calls: list[_Call] = []
+
+    def note(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, object],
+    ) -> None:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int):
+            raise Unservable("attention modules without a layer number")
+        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+            raise Unservable(
+                f"layer {layer}: keys {[*key.shape]} and values {[*value.shape]} differ"
+            )
+        if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
+            raise Unservable(f"layer {layer}: attention is not causal")
+        for name in _BIASES:
+            if options.get(name) is not None:
+                raise Unservable(f"layer {layer}: attention with {name} is not implemented")
+        window = options.get("sliding_window")
+        if isinstance(window, int) and window < self.max_len:
+            raise Unservable(f"layer {layer}: a sliding window of {window} is not implemented")
+        if mask is not None:
+            raise Unservable(f"layer {layer}: attention needs the model's own mask")
+        self.calls.append(_Call(layer, key.shape[1], key.shape[3], query.shape[1]))
+
+
+def _observed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    kvrelay_step: _Observer | None = None,
+    **options: object,
+) -> tuple[torch.Tensor, None]:
+    if kvrelay_step is None:
+        raise Unservable("the model does not pass its keyword arguments on to the attention")
+    kvrelay_step.note(module, query, key, value, attention_mask, options)
+    return query.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_OBSERVED, _observed_attention)
+
+
+def observe(forward: Forward, device: torch.device, max_len: int) -> _Call:
+    """The last layer's call, after checking that all layers are alike and numbered in order.
+
+    Raises ``Unservable`` when a layer has no attention, or one that shares another's KV.
+    """
+    observer = _Observer(max_len)
+    forward.set_attention(_OBSERVED)
+    tokens = torch.tensor([[0, 1, 2]], device=device)
+    forward.logits(tokens, tokens.clone(), observer, tokens[0, -1:])  # type: ignore[arg-type]
+    calls = observer.calls
+    expected = getattr(forward.model.config, "num_hidden_layers", len(calls))
+    if not calls or len(calls) != expected:
+        raise Unservable(f"{len(calls)} of {expected} layers call the attention interface")
+    if [call.layer for call in calls] != list(range(len(calls))):
+        raise Unservable("layers do not each have a KV of their own, in order")
+    if len({replace(call, layer=0) for call in calls}) > 1:
+        raise Unservable("layers differ in their number or width of heads")
+    return calls[-1]
+
+
+def compare(forward: Forward, shape: PoolShape, device: torch.device, vocab: int) -> float:
+    """The largest difference of logits between paged and own attention, relative to their size.
+
+    Raises ``Unservable`` when it is more than rounding. Leaves the model on the paged attention.
+    """
+    sequences = [
+        [(7 * i * i + 3 * i + s) % vocab for i in range(length)] for s, length in ((1, 7), (5, 5))
+    ]
+    forward.set_attention("eager")
+    own = torch.stack([forward.plain_logits(torch.tensor(s, device=device)) for s in sequences])
+    forward.set_attention(ATTENTION)
+    paged = _paged_logits(forward, replace(shape, num_blocks=6, block_size=2), device, sequences)
+    difference = (own.float() - paged.float()).abs().max().item()
+    relative = difference / max(own.float().abs().max().item(), 1e-6)
+    if not relative <= _TOLERANCE[shape.dtype]:  # a NaN fails this too
+        raise Unservable(
+            f"paged attention changes its logits by {difference:.3g} ({relative:.1%} of their size)"
+        )
+    return relative
+
+
+def _paged_logits(
+    forward: Forward, shape: PoolShape, device: torch.device, sequences: list[list[int]]
+) -> torch.Tensor:
+    """Logits after both sequences, computed in two mixed steps from scattered blocks."""
+    pool = KVPool(replace(shape, num_blocks=7), device)
+    backend = SdpaBackend(pool)
+    tables = ([5, 0, 6, 2], [4, 1, 3])
+    logits = torch.empty(0)
+    for spans in (((0, 3), (0, 4)), ((3, 4), (4, 1))):
+        works = [
+            Work(tokens, start, count, table, len(tokens), Sampling())
+            for tokens, table, (start, count) in zip(sequences, tables, spans, strict=True)
+        ]
+        batch = pack(works, pool.shape, device)
+        step = backend.step(batch)
+        logits = forward.logits(batch.tokens, batch.positions, step, batch.logit_rows)
+        logits = logits[torch.tensor(batch.samples, device=device).argsort()]
+    return logits
