@@ -1,0 +1,1 @@
+"""Benchmarks: the cluster beside plain ``transformers``, part by part, in one run."""

@@ -1,0 +1,195 @@
+"""One supervised process: started in a group of its own, its lines passed on, restarted if it dies.
+
+A thread keeps it: start, wait for the end, wait out the backoff, start again on the same port.
+Whatever was started before the last ``end`` is gone when ``join`` returns.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+log = logging.getLogger(__name__)
+TAIL_LINES = 40
+LONGEST_LINE = 1 << 16
+PUMP_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec:
+    """What to run: ``python -m module *args``, serving at ``host:port``."""
+
+    role: str
+    index: int
+    module: str
+    args: tuple[str, ...]
+    host: str
+    port: int
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.role if self.role in ("store", "router") else f"{self.role}-{self.index}"
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Waits between restarts: ``first``, doubled up to ``longest``, at most ``tries`` in a row.
+
+    A process that lived for ``settled`` seconds begins at ``first`` again.
+    """
+
+    first: float = 0.5
+    longest: float = 30.0
+    tries: int = 8
+    settled: float = 60.0
+
+    def wait(self, deaths: int) -> float:
+        return min(self.first * 2.0 ** (deaths - 1), self.longest)
+
+
+class Process:
+    """Keeps one ``Spec`` alive; ``on_line`` and ``on_change`` are called from its threads."""
+
+    def __init__(
+        self,
+        spec: Spec,
+        on_line: Callable[[Spec, str], None],
+        on_change: Callable[[Spec, str], None],
+        backoff: Backoff | None,
+    ) -> None:
+        self.spec = spec
+        self.tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self.dead = threading.Event()  # it is down and will not be started again
+        self.exited = threading.Event()  # it ended at least once
+        self.starts = 0
+        self._on_line, self._on_change, self._backoff = on_line, on_change, backoff
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._pid: int | None = None  # set from the start until just before it is reaped
+        self._started = 0.0
+        self._thread = threading.Thread(target=self._keep, name=spec.name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the running process; ``None`` between two of them."""
+        return self._pid
+
+    def send(self, number: int) -> bool:
+        """A signal to the process and its group; whether there was one."""
+        with self._lock:
+            if self._pid is None:
+                return False
+            os.killpg(self._pid, number)  # not reaped yet, so the number is still its own
+            return True
+
+    def end(self, number: int = signal.SIGTERM) -> None:
+        """Asks it to end, for good. A stopped process is continued so that it can."""
+        with self._lock:  # either it was started before and gets the signal, or never will be
+            self._stopping.set()
+        self.send(number)
+        self.send(signal.SIGCONT)
+
+    def join(self, timeout: float) -> bool:
+        """Whether it is gone within ``timeout`` seconds after ``end``."""
+        if self._thread.ident is None:
+            return True
+        self._thread.join(max(timeout, 0.0))
+        return not self._thread.is_alive()
+
+    def _keep(self) -> None:
+        deaths = 0
+        try:
+            while (status := self._run_once()) is not None:
+                lived = time.monotonic() - self._started
+                settled = self._backoff is not None and lived >= self._backoff.settled
+                deaths = 1 if settled else deaths + 1
+                if self._stopping.is_set() or not self._again(status, deaths):
+                    break
+        finally:
+            self.dead.set()
+
+    def _again(self, status: int, deaths: int) -> bool:
+        """Waits out the backoff; whether to start again."""
+        how = describe(status)
+        if self._backoff is None or deaths > self._backoff.tries:
+            more = "" if self._backoff is None else f" {deaths} times in a row; not started again"
+            self._on_change(self.spec, f"{how}{more}")
+            return False
+        wait = self._backoff.wait(deaths)
+        self._on_change(self.spec, f"{how}; starting it again in {wait:g} s")
+        return not self._stopping.wait(wait)
+
+    def _run_once(self) -> int | None:
+        """Starts it and waits for its end; ``None`` when it may not be started any more."""
+        with self._lock:
+            if self._stopping.is_set():
+                return None
+            popen, lifeline = _spawn(self.spec)
+            self._pid, self._started = popen.pid, time.monotonic()
+            self.starts += 1
+        pump = threading.Thread(target=self._pump, args=(popen,), daemon=True)
+        pump.start()
+        os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
+        with self._lock:
+            self._pid = None
+            os.killpg(popen.pid, signal.SIGKILL)  # whatever it left behind in its group
+        os.close(lifeline)
+        pump.join(PUMP_SECONDS)
+        self.exited.set()
+        return popen.wait()
+
+    def _pump(self, popen: subprocess.Popen[bytes]) -> None:
+        if popen.stdout is None:
+            return
+        with popen.stdout as stream:
+            for raw in iter(lambda: stream.readline(LONGEST_LINE), b""):
+                line = raw.decode(errors="replace").rstrip()
+                self.tail.append(line)
+                self._on_line(self.spec, line)
+
+
+def describe(status: int) -> str:
+    """An exit status in words."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was ended by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was ended by signal {-status}"
+
+
+def _spawn(spec: Spec) -> tuple[subprocess.Popen[bytes], int]:
+    """The process and our end of its lifeline, which no other process inherits."""
+    reader, writer = os.pipe()
+    try:
+        popen = subprocess.Popen(
+            [sys.executable, "-m", "kvrelay.child", str(reader), spec.module, *spec.args],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=dict(spec.environ),
+            start_new_session=True,
+            pass_fds=(reader,),
+        )
+    except OSError:
+        os.close(writer)
+        raise
+    finally:
+        os.close(reader)
+    return popen, writer

@@ -1,0 +1,135 @@
+"""Which processes a cluster has and how each is called: from one configuration to ``Spec``s.
+
+The store and the workers stand on this machine; a store given by URL is used and not started.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import check
+from common.errors import Rejected
+from common.option import PREFIX, option, options
+from kvrelay.ports import free_ports
+from kvrelay.process import Spec
+
+ROOT = Path(__file__).resolve().parent.parent
+SHIPPED_MODEL = Path(__file__).resolve().parent / "recall" / "model"
+MODULES = {
+    "store": "kvstore",
+    "prefill": "prefill_service",
+    "decode": "decode_service",
+    "router": "router",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """A cluster on this machine. Fields that are ``None`` are left to the worker's own default."""
+
+    model: str = option("recall", "model directory; 'recall' is the one shipped", metavar="DIR")
+    prefill: int = option(1, "prefill workers; with 0 the decode workers do it", low=0, high=64)
+    decode: int = option(1, "decode workers", low=1, high=64)
+    store: str | None = option(None, "URL of a running store; default: start one", metavar="URL")
+    store_budget: int = option(2**30, "memory of the store", unit="bytes", low=2**20)
+    host: str = option("127.0.0.1", "address that every process listens on", metavar="HOST")
+    port: int = option(50051, "port of the router; 0 takes a free one", low=0, high=65535)
+    block_size: int | None = option(None, "token positions in a block", low=1, high=4096)
+    num_blocks: int | None = option(None, "blocks in each worker's pool", low=1)
+    dtype: str | None = option(None, "number format of weights and KV, for example bfloat16")
+    device: str | None = option(None, "device of the workers, for example cpu or cuda:0")
+    max_num_seqs: int | None = option(None, "requests that a worker runs at once", low=1)
+    max_num_batched_tokens: int | None = option(None, "token positions in one step", low=1)
+    max_model_len: int | None = option(None, "longest prompt and answer together", low=1)
+    attention_backend: str | None = option(None, "how attention is computed", metavar="NAME")
+    threads: int | None = option(None, "threads of a worker; default: cores / workers", low=1)
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.store is not None and self.store.startswith("memory:"):
+            raise Rejected("store", "memory:// lives in one process and cannot be shared")
+
+    @property
+    def model_path(self) -> str:
+        return str(SHIPPED_MODEL) if self.model == "recall" else self.model
+
+
+def specs(config: ClusterConfig) -> tuple[Spec, ...]:
+    """Every process, in the order in which they are shown; ports are chosen here and stay."""
+    count = config.prefill + config.decode
+    ports = iter(free_ports(count + 2, config.host))
+    router_port, store_port = next(ports), next(ports)
+    url = config.store or f"kvrelay://{config.host}:{store_port}"
+    own_store = () if config.store else (_store(config, store_port),)
+    prefill = tuple(_worker(config, "prefill", i, next(ports), url) for i in range(config.prefill))
+    decode = tuple(_worker(config, "decode", i, next(ports), url) for i in range(config.decode))
+    router = _router(config, config.port or router_port, prefill, decode)
+    return (*own_store, *prefill, *decode, router)
+
+
+def threads(config: ClusterConfig) -> int:
+    """Of one worker: the cores this process may use, shared out, at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return config.threads or max(1, (cores or 1) // (config.prefill + config.decode))
+
+
+def _store(config: ClusterConfig, port: int) -> Spec:
+    args = ("--host", config.host, "--port", str(port), "--budget", str(config.store_budget))
+    return _spec(config, "store", 0, port, args)
+
+
+def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -> Spec:
+    given: dict[str, object] = {
+        "model": config.model_path,
+        "store": url,
+        "host": config.host,
+        "port": port,
+        "threads": threads(config),
+        "block-size": config.block_size,
+        "num-blocks": config.num_blocks,
+        "dtype": config.dtype,
+        "device": config.device,
+        "max-num-seqs": config.max_num_seqs,
+        "max-num-batched-tokens": config.max_num_batched_tokens,
+        "max-model-len": config.max_model_len,
+        "attention-backend": config.attention_backend,
+    }
+    flags = [(f"--{name}", str(value)) for name, value in given.items() if value is not None]
+    return _spec(config, role, index, port, tuple(word for flag in flags for word in flag))
+
+
+def _router(
+    config: ClusterConfig, port: int, prefill: tuple[Spec, ...], decode: tuple[Spec, ...]
+) -> Spec:
+    args = ["--model", config.model_path, "--host", config.host, "--port", str(port)]
+    for worker in (*prefill, *decode):
+        args += [f"--{worker.role}", worker.address]
+    return _spec(config, "router", 0, port, tuple(args))
+
+
+def _spec(config: ClusterConfig, role: str, index: int, port: int, args: tuple[str, ...]) -> Spec:
+    return Spec(
+        role=role,
+        index=index,
+        module=MODULES[role],
+        args=args,
+        host=config.host,
+        port=port,
+        environ=_environ(config, os.environ),
+    )
+
+
+def _environ(config: ClusterConfig, outer: Mapping[str, str]) -> dict[str, str]:
+    """What children inherit: without our own variables, which may mean something else to them."""
+    own = {item.variable for item in options(type(config))} | {PREFIX + "CONFIG"}
+    path = os.pathsep.join(filter(None, (str(ROOT), outer.get("PYTHONPATH"))))
+    return {
+        **{name: value for name, value in outer.items() if name not in own},
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(threads(config)),
+        "TOKENIZERS_PARALLELISM": "false",
+    }

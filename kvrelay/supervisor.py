@@ -1,0 +1,176 @@
+"""A cluster of processes on this machine: start, wait for health, restart what dies, stop all.
+
+    with Cluster(ClusterConfig(prefill=2, decode=2, port=0)) as cluster:
+        client = Client(cluster.router)
+        cluster.kill("decode", 0)          # SIGKILL; it is started again on the same port
+
+Leaving the block ends every process and waits for it; see ``child`` for what happens when this
+process itself is killed.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from common.errors import DeadlineExceeded, KvrelayError, NotFound, Unavailable
+from kvrelay.health import Prober
+from kvrelay.process import Backoff, Process, Spec
+from kvrelay.processes import ClusterConfig, specs
+from protos import router_pb2
+
+START_SECONDS = 120.0
+STOP_SECONDS = 10.0
+TAIL_SHOWN = 12
+
+
+class Interrupted(KvrelayError):
+    """The cluster was told to stop while it started."""
+
+
+def _ignore_line(spec: Spec, line: str) -> None:
+    """Keeps lines only in the tail of their process."""
+
+
+def _ignore_change(spec: Spec, what: str) -> None:
+    """Says nothing."""
+
+
+class Cluster:
+    """Every process of one ``ClusterConfig``; a context manager."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        *,
+        on_line: Callable[[Spec, str], None] = _ignore_line,
+        on_change: Callable[[Spec, str], None] = _ignore_change,
+        backoff: Backoff | None = Backoff(),  # noqa: B008 a frozen value
+        layout: Callable[[ClusterConfig], tuple[Spec, ...]] = specs,
+    ) -> None:
+        self.config = config
+        self.specs = layout(config)
+        self._on_change = on_change
+        self._processes = {
+            (spec.role, spec.index): Process(spec, on_line, on_change, backoff)
+            for spec in self.specs
+        }
+        self._stopping = threading.Event()
+
+    def __enter__(self) -> Cluster:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def router(self) -> str:
+        """Address of the front door."""
+        return self.addresses("router")[0]
+
+    @property
+    def store(self) -> str:
+        """URL of the store."""
+        own = self.addresses("store")
+        return self.config.store or (f"kvrelay://{own[0]}" if own else "")
+
+    def addresses(self, role: str) -> tuple[str, ...]:
+        """Of every process in this role, by index."""
+        return tuple(spec.address for spec in self.specs if spec.role == role)
+
+    def process(self, role: str, index: int = 0) -> Process:
+        """The keeper of one process: its pid, its last lines, how often it was started."""
+        try:
+            return self._processes[role, index]
+        except KeyError:
+            names = ", ".join(spec.name for spec in self.specs)
+            raise NotFound(f"no process {role} {index}; there are {names}") from None
+
+    def kill(self, role: str, index: int = 0, number: int = signal.SIGKILL) -> None:
+        """Sends a signal: SIGKILL to see it restarted, SIGSTOP and SIGCONT to play dead."""
+        if not self.process(role, index).send(number):
+            raise Unavailable(f"{role} {index} is not running now")
+
+    def start(self, timeout: float = START_SECONDS) -> None:
+        """Starts everything at once and returns when all of it serves."""
+        for process in self._processes.values():
+            process.start()
+        self.wait(timeout)
+
+    def wait(self, timeout: float = START_SECONDS) -> router_pb2.ListWorkersResponse:
+        """Returns the router's view once every process serves and the router uses every worker.
+
+        ``Unavailable`` with its last lines if a process ended for good, or before it ever served;
+        ``DeadlineExceeded`` naming what is not ready; ``Interrupted`` after ``interrupt``.
+        """
+        deadline = time.monotonic() + timeout
+        with Prober(self.specs, self._on_change) as prober:
+            while not prober.done():
+                self._check(prober)
+                if time.monotonic() >= deadline:
+                    raise DeadlineExceeded(f"after {timeout:g} s not ready: {prober.missing()}")
+                prober.step(min(0.25, max(deadline - time.monotonic(), 0.01)))
+            return prober.workers()
+
+    def _check(self, prober: Prober) -> None:
+        if self._stopping.is_set():
+            raise Interrupted("told to stop while starting")
+        for (role, index), process in self._processes.items():
+            first = process.starts <= 1 and not prober.served(role, index)
+            if process.dead.is_set() or (first and process.exited.is_set()):
+                lines = "".join(f"\n  | {line}" for line in list(process.tail)[-TAIL_SHOWN:])
+                raise Unavailable(f"{process.spec.name} ended before it served{lines}")
+
+    def interrupt(self) -> None:
+        """Makes a ``wait`` under way end; safe to call from a signal handler."""
+        self._stopping.set()
+
+    def stop(self, timeout: float = STOP_SECONDS) -> None:
+        """Ends everything: SIGTERM, and SIGKILL for what is left after ``timeout`` seconds."""
+        self._stopping.set()
+        for process in self._processes.values():
+            process.end()
+        deadline = time.monotonic() + timeout
+        left = [p for p in self._processes.values() if not p.join(deadline - time.monotonic())]
+        for process in left:
+            self._on_change(process.spec, f"did not end within {timeout:g} s; killed")
+        self.kill_all()
+        for process in left:
+            process.join(STOP_SECONDS)
+
+    def kill_all(self) -> None:
+        """SIGKILL to everything, at once."""
+        for process in self._processes.values():
+            process.end(signal.SIGKILL)
+
+    def describe(self) -> dict[str, object]:
+        """What an endpoints file says."""
+        return {
+            "router": self.router,
+            "store": self.store,
+            "prefill": list(self.addresses("prefill")),
+            "decode": list(self.addresses("decode")),
+            "model": self.config.model_path,
+            "processes": [
+                {
+                    "role": spec.role,
+                    "index": spec.index,
+                    "address": spec.address,
+                    "pid": self.process(spec.role, spec.index).pid,
+                }
+                for spec in self.specs
+            ],
+        }
