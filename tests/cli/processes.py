@@ -1,0 +1,34 @@
+"""Helpers of the tests that start processes: wait for a condition, ask whether a pid lives."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+_NEVER = threading.Event()
+
+
+def until(condition: Callable[[], bool], what: str, timeout: float = 20.0) -> None:
+    """Polls for something that has no event of its own, as the end of a stranger's process."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        if time.monotonic() > deadline:
+            pytest.fail(f"after {timeout:g} s still not: {what}")
+        _NEVER.wait(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that only waits to be reaped does not."""
+    try:
+        os.kill(pid, 0)
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    except PermissionError:
+        return True
+    return state != "Z"

@@ -1,0 +1,194 @@
+"""The supervisor with real processes: health, restart, stop, and no orphan whatever happens."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from common.errors import DeadlineExceeded, Unavailable
+from kvrelay.ports import free_ports
+from kvrelay.process import Backoff, Process, Spec, describe
+from kvrelay.processes import ROOT, ClusterConfig
+from kvrelay.supervisor import Cluster, Interrupted
+from tests.cli.processes import alive, until
+
+pytestmark = pytest.mark.cluster
+FAST = Backoff(first=0.05, longest=0.2, tries=3)
+
+
+def layout(*manners: str) -> Callable[[ClusterConfig], tuple[Spec, ...]]:
+    """Fake services in the place of a cluster's."""
+
+    def make(config: ClusterConfig) -> tuple[Spec, ...]:
+        ports = free_ports(len(manners))
+        return tuple(
+            Spec(
+                role="decode",
+                index=index,
+                module="tests.cli.fake_service",
+                args=(str(port), manner),
+                host="127.0.0.1",
+                port=port,
+                environ={**os.environ, "PYTHONPATH": str(ROOT)},
+            )
+            for index, (port, manner) in enumerate(zip(ports, manners, strict=True))
+        )
+
+    return make
+
+
+def fakes(*manners: str, on_change: Callable[[Spec, str], None] | None = None) -> Cluster:
+    return Cluster(
+        ClusterConfig(port=0),
+        layout=layout(*manners),
+        backoff=FAST,
+        on_change=on_change or (lambda spec, what: None),
+    )
+
+
+def pid_of(cluster: Cluster, index: int = 0) -> int:
+    pid = cluster.process("decode", index).pid
+    assert pid is not None
+    return pid
+
+
+def test_leaving_the_block_ends_everything() -> None:
+    with fakes("good", "good") as cluster:
+        pids = [pid_of(cluster, index) for index in range(2)]
+        assert all(alive(pid) for pid in pids)
+        assert cluster.process("decode", 1).tail[-1].startswith("ready on")
+    assert not any(alive(pid) for pid in pids)
+
+
+def test_what_dies_is_started_again_on_the_same_port() -> None:
+    said: list[str] = []
+    with fakes("good", "good", on_change=lambda spec, what: said.append(what)) as cluster:
+        before, other = pid_of(cluster), pid_of(cluster, 1)
+        cluster.kill("decode", 0)
+        until(lambda: cluster.process("decode", 0).starts == 2, "started again")
+        cluster.wait(timeout=20)
+        assert pid_of(cluster) != before
+        assert pid_of(cluster, 1) == other
+    assert any("SIGKILL; starting it again" in what for what in said)
+
+
+def test_it_gives_up_after_so_many_deaths_in_a_row() -> None:
+    said: list[str] = []
+    with fakes("good", on_change=lambda spec, what: said.append(what)) as cluster:
+        process = cluster.process("decode", 0)
+        for start in range(1, FAST.tries + 2):
+            until(partial(_started, process, start), "up")
+            cluster.kill("decode", 0)
+        assert process.dead.wait(10)
+    assert "not started again" in said[-1]
+
+
+def _started(process: Process, times: int) -> bool:
+    return process.starts == times and process.pid is not None
+
+
+def test_a_process_that_cannot_start_is_an_error_with_its_last_words() -> None:
+    with pytest.raises(Unavailable, match=r"(?s)decode-1 ended before it served.*no such model"):
+        fakes("good", "fails").__enter__()
+
+
+def test_a_process_that_ignores_the_signal_is_killed() -> None:
+    cluster = fakes("stubborn")
+    cluster.start()
+    pid = pid_of(cluster)
+    cluster.stop(timeout=0.3)
+    assert not alive(pid)
+
+
+def test_a_stopped_process_is_ended_too() -> None:
+    with fakes("good") as cluster:
+        pid = pid_of(cluster)
+        cluster.kill("decode", 0, signal.SIGSTOP)
+    assert not alive(pid)
+
+
+def test_what_a_process_left_behind_is_killed_with_it() -> None:
+    with fakes("parent") as cluster:
+        line = next(line for line in cluster.process("decode", 0).tail if "grandchild" in line)
+        grandchild = int(line.split()[1])
+        assert alive(grandchild)
+    until(lambda: not alive(grandchild), "grandchild gone")
+
+
+def test_interrupting_a_start_ends_it() -> None:
+    cluster = fakes("good", "silent")
+    timer = threading.Timer(0.3, cluster.interrupt)
+    timer.start()
+    with pytest.raises(Interrupted):
+        cluster.__enter__()
+    timer.join()
+    assert cluster.process("decode", 1).pid is None
+
+
+def test_a_start_that_takes_too_long_names_who_is_missing() -> None:
+    cluster = fakes("good", "silent")
+    try:
+        with pytest.raises(DeadlineExceeded, match=r"not ready: decode-1 \("):
+            cluster.start(timeout=3)
+    finally:
+        cluster.stop()
+
+
+@pytest.mark.parametrize("manner", ["good", "stubborn", "stopped"])
+def test_killing_the_supervisor_leaves_no_orphan(manner: str) -> None:
+    program = f"""
+import sys, threading, signal
+from tests.cli.test_supervisor import fakes, pid_of
+cluster = fakes({manner!r} if {manner!r} != "stopped" else "good", "good")
+cluster.start()
+if {manner!r} == "stopped":
+    cluster.kill("decode", 0, signal.SIGSTOP)
+print("pids", pid_of(cluster), pid_of(cluster, 1), flush=True)
+threading.Event().wait(600)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as popen:
+        try:
+            line = popen.stdout.readline() if popen.stdout else ""
+        finally:
+            popen.kill()
+    pids = [int(pid) for pid in re.findall(r"\d+", line)]
+    assert len(pids) == 2
+    until(lambda: not any(alive(pid) for pid in pids), "both children gone")
+
+
+def test_ports_are_free_and_differ() -> None:
+    ports = free_ports(40)
+    assert len(set(ports)) == 40
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(0, "ended with status 0"), (-9, "was ended by SIGKILL"), (-200, "was ended by signal 200")],
+)
+def test_statuses_in_words(status: int, words: str) -> None:
+    assert describe(status) == words
+
+
+def test_backoff_doubles_up_to_its_bound() -> None:
+    waits = [Backoff().wait(deaths) for deaths in range(1, 9)]
+    assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30]
+
+
+def test_a_cluster_keeps_to_its_own_store_only_without_a_url(tmp_path: Path) -> None:
+    own = Cluster(ClusterConfig(port=0, prefill=0, decode=2))
+    assert own.addresses("prefill") == ()
+    assert own.store == f"kvrelay://{own.addresses('store')[0]}"
+    other = Cluster(ClusterConfig(port=0, store="kvrelay://10.0.0.1:1"))
+    assert other.addresses("store") == ()
+    assert "kvrelay://10.0.0.1:1" in other.process("decode", 0).spec.args
