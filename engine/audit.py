@@ -45,7 +45,9 @@ def _references(scheduler: Scheduler) -> Iterator[Finding]:
                 "I1", None, f"block {block} counts {references} holders and has {held[block]}"
             )
         if (block in pool.free) != (references == 0):
-            yield Finding("I1", None, f"block {block} has {references} holders and is wrongly filed")
+            yield Finding(
+                "I1", None, f"block {block} has {references} holders and is wrongly filed"
+            )
 
 
 def _names(scheduler: Scheduler) -> Iterator[Finding]:
@@ -59,7 +61,9 @@ def _names(scheduler: Scheduler) -> Iterator[Finding]:
     for (request_id, _), blocks in scheduler.loads.items():
         for block in blocks:
             if block in pool.free or pool.names[block] is not None:
-                yield Finding("I4", request_id, f"block {block} is written from outside and visible")
+                yield Finding(
+                    "I4", request_id, f"block {block} is written from outside and visible"
+                )
 
 
 def _request(scheduler: Scheduler, request: Request) -> Iterator[Finding]:
@@ -97,4 +101,6 @@ def _queues(scheduler: Scheduler) -> Iterator[Finding]:
         len(scheduler.waiting),
         len(scheduler.running),
     ):
-        yield Finding("I8", None, f"queues of {len(scheduler.waiting)} and {len(scheduler.running)}")
+        yield Finding(
+            "I8", None, f"queues of {len(scheduler.waiting)} and {len(scheduler.running)}"
+        )

@@ -20,7 +20,7 @@ class BlockPool:
         self.by_name: dict[bytes, int] = {}
 
     def leading(self, names: Sequence[bytes], limit: int) -> list[int]:
-        """The blocks of the longest leading run of ``names[:limit]`` that is here. Changes nothing."""
+        """Blocks of the longest leading run of ``names[:limit]`` that is here. Changes nothing."""
         found: list[int] = []
         for name in names[:limit]:
             block = self.by_name.get(name)
@@ -60,7 +60,7 @@ class BlockPool:
                 self.free.move_to_end(block, last=self.names[block] is not None)
 
     def name(self, block: int, name: bytes) -> None:
-        """The content of ``block`` is now what ``name`` says. The first block of a name keeps it."""
+        """What ``block`` holds is now what ``name`` says. The first block of a name keeps it."""
         if name not in self.by_name:
             self._forget(block)
             self.by_name[name] = block

@@ -76,7 +76,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A load has ended: the first ``valid`` of its ``external`` tokens were written and verified."""
+    """A load has ended: ``valid`` of its ``external`` tokens, leading, were written and verified."""
 
     request_id: str
     epoch: int
@@ -120,7 +120,7 @@ class Connector(Protocol):
         """Start to copy blocks out. vLLM: ``save_kv_layer`` with ``wait_for_save``."""
 
     def release(self, request_id: str) -> None:
-        """The request left the engine: give back what its lookups hold. vLLM: ``request_finished``."""
+        """The request left: give back what its lookups hold. vLLM: ``request_finished``."""
 
     def poll(self) -> list[Event]:
         """The events since the last call. vLLM: ``get_finished``."""

@@ -144,7 +144,7 @@ def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def _weights(directory: Path, dtype: str, device: torch.device) -> PreTrainedModel:
-    disable_progress_bar()
+    disable_progress_bar()  # type: ignore[no-untyped-call]
     load = cast(
         Callable[..., tuple[PreTrainedModel, _Report]], AutoModelForCausalLM.from_pretrained
     )

@@ -10,7 +10,7 @@ from engine.request import Finish, Request
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The bounds of one worker. ``headroom``: blocks kept free for each request already resident."""
+    """The bounds of one worker. ``headroom``: blocks kept free for each resident request."""
 
     num_blocks: int
     block_size: int

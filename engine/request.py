@@ -47,7 +47,7 @@ class Admission:
     external: int
 
     def __post_init__(self) -> None:
-        assert self.local >= 0 and self.external >= 0 and self.fresh >= 1, self
+        assert min(self.local, self.external, self.fresh - 1) >= 0, self
 
     @property
     def hit(self) -> int:
@@ -62,7 +62,7 @@ class Admission:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A residency that ran and ended: positions ``[admission.hit, frontier)`` were computed in it."""
+    """A residency that ran and ended: it computed positions ``[admission.hit, frontier)``."""
 
     admission: Admission
     frontier: int

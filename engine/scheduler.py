@@ -69,9 +69,7 @@ class Scheduler:
         entries = self._share_budget(ready)
         budget = self.limits.max_num_batched_tokens - sum(entry.count for entry in entries)
         admitted, loads, saves = self._admit(budget) if not preempted else ([], [], [])
-        self._plan = Plan(
-            tuple(entries + admitted), tuple(loads), tuple(saves), tuple(preempted)
-        )
+        self._plan = Plan(tuple(entries + admitted), tuple(loads), tuple(saves), tuple(preempted))
         return self._plan
 
     def commit(self, plan: Plan, sampled: Sequence[int | None]) -> Committed:
@@ -85,6 +83,11 @@ class Scheduler:
             if self._stands(entry):
                 self._advance(entry, token, outputs, saves)
         return Committed(tuple(outputs), tuple(saves))
+
+    def discard(self) -> Plan | None:
+        """Give up the plan under way: nothing of it was computed."""
+        plan, self._plan = self._plan, None
+        return plan
 
     def loaded(self, request_id: str, epoch: int, valid: int) -> Request | None:
         """A load ended with ``valid`` leading tokens; the request it belongs to now runs."""
@@ -118,15 +121,16 @@ class Scheduler:
             raise Rejected("prompt", "must have at least one token")
         if order.max_tokens <= so_far:
             raise Rejected(
-                "max_tokens", f"must be more than the {so_far} tokens so far, got {order.max_tokens}"
+                "max_tokens",
+                f"must be more than the {so_far} tokens so far, got {order.max_tokens}",
             )
         positions = order.prompt_len + order.max_tokens - 1
         capacity = limits.num_blocks * limits.block_size
         if positions > min(limits.max_model_len, capacity):
             raise Rejected(
                 "max_tokens",
-                f"{order.prompt_len} prompt tokens and max_tokens {order.max_tokens} need {positions} "
-                f"positions; this worker has max_model_len {limits.max_model_len} and room for "
+                f"{order.prompt_len} prompt tokens and max_tokens {order.max_tokens} need "
+                f"{positions} positions; this worker has max_model_len {limits.max_model_len} and room for "
                 f"{capacity}: shorten the prompt or lower max_tokens",
             )
 
@@ -171,7 +175,7 @@ class Scheduler:
         return entries
 
     def _admit(self, budget: int) -> tuple[list[Entry], list[Load], list[Save]]:
-        """Waiting requests, in order, as long as there is room; who must ask later is passed over."""
+        """Waiting requests, in order, while there is room; who must ask later is passed over."""
         entries: list[Entry] = []
         loads: list[Load] = []
         saves: list[Save] = []
@@ -186,7 +190,7 @@ class Scheduler:
             if answer is None:
                 continue
             external = min(max(answer, 0), request.length - 1 - local)  # D4
-            if not external and budget < 1 or not self._fits(request, found, residents):
+            if (not external and budget < 1) or not self._fits(request, found, residents):
                 break
             self._begin(request, found, local, external)
             saves += self._save(request, 0, local)
@@ -324,9 +328,7 @@ class Scheduler:
 def _resides(request: Request, epoch: int, state: State) -> bool:
     """Whether an event about ``epoch`` is about what the request owns now."""
     residency = request.residency
-    return (
-        request.state is state and residency is not None and residency.admission.epoch == epoch
-    )
+    return request.state is state and residency is not None and residency.admission.epoch == epoch
 
 
 def _entry(request: Request, budget: int) -> Entry:

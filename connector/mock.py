@@ -1,0 +1,159 @@
+"""A connector that does as it is told: for integration tests of anything built on the engine.
+
+It answers lookups and ends loads and saves by script: right, late, short, wrong, twice or in
+another order. On its own it moves no bytes; wrapped around another connector it distorts what
+that one really does, so that the KV it claims is the KV that is there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from engine.external import Connector, Event, Load, Loaded, Query, Save, Saved
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How one load or save ends.
+
+    ``amount`` is what its event claims (tokens of a load, pieces of a save), any number at all;
+    ``None`` is the truth: what the inner connector did, or everything without one. The event
+    comes ``after`` that many polls, ``times`` times (0: never), its epoch off by ``epoch_shift``.
+    """
+
+    amount: int | None = None
+    after: int = 0
+    times: int = 1
+    epoch_shift: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What to do, by request id; ``"*"`` is for every request without lines of its own.
+
+    Each line is used once, the last one for ever after. A lookup's line is the number of tokens
+    after ``local`` (any number: a lie is a line), ``None`` for "ask later", or ``"ask"`` for the
+    inner connector's answer. With ``reverse`` the events of one poll come in reverse order.
+    """
+
+    lookups: Mapping[str, Sequence[int | str | None]] = field(default_factory=dict)
+    loads: Mapping[str, Sequence[Verdict]] = field(default_factory=dict)
+    saves: Mapping[str, Sequence[Verdict]] = field(default_factory=dict)
+    reverse: bool = False
+
+
+class MockConnector:
+    """``fill(load, valid)`` is called before a load's event, to write the KV it will claim."""
+
+    def __init__(
+        self,
+        script: Script | None = None,
+        inner: Connector | None = None,
+        fill: Callable[[Load, int], None] | None = None,
+    ) -> None:
+        self.script = script or Script()
+        self.queries: list[Query] = []
+        self.loads: list[Load] = []
+        self.saves: list[Save] = []
+        self.released: list[str] = []
+        self._inner = inner
+        self._fill = fill
+        self._used: defaultdict[tuple[int, str], int] = defaultdict(int)
+        self._asked: dict[tuple[str, int], Verdict] = {}
+        self._due: deque[tuple[int, Event]] = deque()
+        self._notify: Callable[[], None] = _nothing
+
+    def start(self, notify: Callable[[], None]) -> None:
+        self._notify = notify
+        if self._inner is not None:
+            self._inner.start(notify)
+
+    def lookup(self, query: Query) -> int | None:
+        self.queries.append(replace(query, tokens=tuple(query.tokens), names=tuple(query.names)))
+        line = self._line(self.script.lookups, query.request_id, "ask")
+        if isinstance(line, str):
+            return 0 if self._inner is None else self._inner.lookup(query)
+        if line is None:
+            self._notify()
+        return line
+
+    def load(self, load: Load) -> None:
+        self.loads.append(load)
+        verdict = self._line(self.script.loads, load.request_id, Verdict())
+        if self._inner is not None:
+            self._asked[load.request_id, load.epoch] = verdict
+            self._inner.load(load)
+            return
+        valid = load.external if verdict.amount is None else verdict.amount
+        if self._fill is not None:
+            self._fill(load, min(max(valid, 0), load.external))
+        self._enqueue(Loaded(load.request_id, load.epoch, valid), verdict)
+
+    def save(self, save: Save) -> None:
+        self.saves.append(save)
+        if self._inner is not None:
+            self._inner.save(save)
+            return
+        verdict = self._line(self.script.saves, save.request_id, Verdict())
+        stored = len(save.pieces) if verdict.amount is None else verdict.amount
+        self._enqueue(Saved(save.request_id, save.epoch, save.serial, stored), verdict)
+
+    def release(self, request_id: str) -> None:
+        self.released.append(request_id)
+        if self._inner is not None:
+            self._inner.release(request_id)
+
+    def poll(self) -> list[Event]:
+        if self._inner is not None:
+            for event in self._inner.poll():
+                self._distort(event)
+        waiting, due = deque[tuple[int, Event]](), list[Event]()
+        for polls, event in self._due:
+            if polls > 0:
+                waiting.append((polls - 1, event))
+            else:
+                due.append(event)
+        self._due = waiting
+        if waiting:
+            self._notify()
+        return due[::-1] if self.script.reverse else due
+
+    def close(self) -> None:
+        if self._inner is not None:
+            self._inner.close()
+
+    def _distort(self, event: Event) -> None:
+        """What the inner connector really did, told as the script wants it."""
+        if isinstance(event, Loaded):
+            verdict = self._asked.pop((event.request_id, event.epoch), Verdict())
+            if verdict.amount is not None:
+                event = replace(event, valid=min(event.valid, verdict.amount))
+        else:
+            verdict = self._line(self.script.saves, event.request_id, Verdict())
+            if verdict.amount is not None:
+                event = replace(event, stored=verdict.amount)
+        self._enqueue(event, verdict)
+
+    def _enqueue(self, event: Event, verdict: Verdict) -> None:
+        event = replace(event, epoch=event.epoch + verdict.epoch_shift)
+        self._due.extend([(verdict.after, event)] * verdict.times)
+        self._notify()
+
+    def _line(self, lines: Mapping[str, Sequence[T]], request_id: str, default: T) -> T:
+        key = request_id if request_id in lines else "*"
+        script = lines.get(key, ())
+        if not script:
+            return default
+        number = self._used[id(lines), request_id]
+        self._used[id(lines), request_id] += 1
+        return script[min(number, len(script) - 1)]
+
+
+def _nothing() -> None:
+    """Nobody to notify yet."""

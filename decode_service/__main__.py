@@ -1,0 +1,12 @@
+"""``python -m decode_service``: one decode worker."""
+
+from __future__ import annotations
+
+import sys
+
+from decode_service.service import register
+from protos import types_pb2
+from worker.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(types_pb2.ROLE_DECODE, "decode", register, sys.argv[1:]))

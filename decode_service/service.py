@@ -1,0 +1,49 @@
+"""The ``Decode`` service: a thin face over the engine. See protos/decode.proto."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TypeAlias
+
+import grpc
+
+from engine.updates import Ended
+from protos import decode_pb2, decode_pb2_grpc
+from rpc.server import Server
+from worker import convert
+from worker.streams import Batch
+from worker.worker import Worker
+
+Context: TypeAlias = "grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]"
+SERVICE = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):
+    """Pulls what was computed elsewhere, and makes the rest of the answer."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def Decode(
+        self, request: decode_pb2.DecodeRequest, context: Context
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse]:
+        self._worker.check_handoff(request.leg, request.handoff_tokens, request.handoff_last_name)
+        async with self._worker.run(request.leg, prefill_only=False) as batches:
+            async for batch in batches:
+                yield self._response(batch)
+
+    def _response(self, batch: Batch) -> decode_pb2.DecodeResponse:
+        response = decode_pb2.DecodeResponse()
+        for update in batch:
+            if isinstance(update, Ended):
+                response.usage.CopyFrom(self._worker.usage(update))
+            else:
+                response.tokens.append(convert.token(update.sampled))
+                response.finish_reason = convert.finish(update.finish)
+        return response
+
+
+def register(server: Server, worker: Worker) -> None:
+    """Add the service to a worker's server."""
+    service = DecodeService(worker)
+    server.add(SERVICE, lambda made: decode_pb2_grpc.add_DecodeServicer_to_server(service, made))

@@ -1,0 +1,70 @@
+"""What the loop keeps of one request beside its accounting: text, times, what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from engine.external import Piece, Save
+from engine.request import Request
+from engine.sampling import Sampling
+from engine.updates import Ended, Timing
+from engine.usage import leg_tokens
+
+
+class StopText(Protocol):
+    """The output's text, watched for stop strings."""
+
+    def stops_at(self, token: int) -> bool:
+        """Whether ``token``, the next one, completes a stop string."""
+
+
+@dataclass(eq=False, slots=True)
+class Task:
+    """One request in the engine. Times are the loop's clock, in seconds."""
+
+    request: Request
+    sampling: Sampling
+    stop_text: StopText | None
+    submitted: float
+    admitted: float | None = None
+    running: float | None = None
+    first_token: float | None = None
+    preemptions: int = 0
+    open_saves: int = 0
+    stored: set[bytes] = field(default_factory=set)
+    tail: Piece | None = None  # the partial last block, once it is on its way to the store
+
+    def note_saving(self, save: Save, block_size: int) -> None:
+        """A save has begun."""
+        self.open_saves += 1
+        if len(save.pieces[-1].tokens) < block_size:
+            self.tail = save.pieces[-1]
+
+    def note_saved(self, save: Save, stored: int) -> None:
+        """A save has ended, with its first ``stored`` pieces in the store."""
+        self.open_saves -= 1
+        self.stored.update(piece.name for piece in save.pieces[: max(stored, 0)])
+
+    def note_loaded(self, names: Sequence[bytes]) -> None:
+        """These blocks came from the store, so there they are."""
+        self.stored.update(names)
+
+    def ended(self, block_size: int) -> Ended:
+        """The account of the finished request."""
+        pieces = [(name, block_size) for name in self.request.names]
+        if self.tail is not None:
+            pieces.append((self.tail.name, len(self.tail.tokens)))
+        saved, last = 0, None
+        for name, count in pieces:
+            if name not in self.stored:
+                break
+            saved, last = saved + count, name
+        return Ended(leg_tokens(self.request), self._timing(), self.preemptions, saved, last)
+
+    def _timing(self) -> Timing:
+        admitted = self.submitted if self.admitted is None else self.admitted
+        running = admitted if self.running is None else self.running
+        first = running if self.first_token is None else self.first_token
+        return Timing(admitted - self.submitted, running - admitted, first - running)

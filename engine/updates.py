@@ -1,0 +1,52 @@
+"""What the engine tells about a request under way: frozen values, in order, the last one final."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import KvrelayError
+from engine.request import Finish
+from engine.usage import LegTokens
+from engine.work import Sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds: ``queue`` until admitted, ``load`` until running, ``run`` to the first token."""
+
+    queue: float
+    load: float
+    run: float
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One more token; ``finish`` says that it is the last one, and why."""
+
+    sampled: Sampled
+    finish: Finish | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The request has left the engine, after its last token and, if it was to, its last save.
+
+    ``saved`` leading tokens are in the store, as far as this leg knows; ``last_name`` is the name
+    of the last block among them, ``None`` without any.
+    """
+
+    tokens: LegTokens
+    timing: Timing
+    preemptions: int
+    saved: int
+    last_name: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request has left the engine without an answer."""
+
+    error: KvrelayError
+
+
+Update = Token | Ended | Failed

@@ -1,0 +1,53 @@
+"""The ``Prefill`` service: a thin face over the engine. See protos/prefill.proto."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import TypeAlias
+
+import grpc
+
+from engine.updates import Ended, Token
+from protos import prefill_pb2, prefill_pb2_grpc
+from rpc.server import Server
+from worker import convert
+from worker.worker import Worker
+
+Context: TypeAlias = (
+    "grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]"
+)
+SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    """Computes prompts, saves their blocks, samples one token each."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def Prefill(
+        self, request: prefill_pb2.PrefillRequest, context: Context
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse]:
+        async with self._worker.run(request.leg, prefill_only=True) as batches:
+            async for batch in batches:
+                for update in batch:
+                    yield self._response(update)
+
+    def _response(self, update: Token | Ended) -> prefill_pb2.PrefillResponse:
+        if isinstance(update, Token):
+            first = prefill_pb2.FirstToken(
+                token=convert.token(update.sampled), finish_reason=convert.finish(update.finish)
+            )
+            return prefill_pb2.PrefillResponse(first_token=first)
+        handoff = prefill_pb2.Handoff(
+            tokens=update.saved,
+            last_name=update.last_name or b"",
+            usage=self._worker.usage(update),
+        )
+        return prefill_pb2.PrefillResponse(handoff=handoff)
+
+
+def register(server: Server, worker: Worker) -> None:
+    """Add the service to a worker's server."""
+    service = PrefillService(worker)
+    server.add(SERVICE, lambda made: prefill_pb2_grpc.add_PrefillServicer_to_server(service, made))

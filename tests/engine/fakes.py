@@ -1,0 +1,103 @@
+"""A model whose KV says which tokens it was computed from, so that every wrong slot is seen.
+
+The KV of position ``p`` is a hash of tokens ``[0, p]``. The runner checks, for every position it
+attends to, that the slot holds just that, and its next token is a function of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+from engine.external import Load
+from engine.plan import Plan
+from engine.request import Naming
+from engine.work import Sampled, Work
+
+VOCABULARY = 97
+
+
+def digest(parent: bytes, token: int) -> bytes:
+    return hashlib.blake2b(parent + token.to_bytes(4, "little"), digest_size=8).digest()
+
+
+def chain(tokens: Sequence[int]) -> list[bytes]:
+    """The KV of every position."""
+    made: list[bytes] = []
+    for token in tokens:
+        made.append(digest(made[-1] if made else b"", token))
+    return made
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What the model answers after ``tokens``."""
+    return int.from_bytes(chain(tokens)[-1], "little") % VOCABULARY
+
+
+def answer(prompt: Sequence[int], count: int) -> list[int]:
+    """What one process alone would make of a prompt."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+def naming() -> Naming:
+    def child(parent: bytes, tokens: Sequence[int]) -> bytes:
+        return hashlib.sha256(parent + repr(list(tokens)).encode()).digest()
+
+    return Naming(b"root", child)
+
+
+class ChainRunner:
+    """``slots[block][offset]`` is the KV; ``executed_positions`` counts what was computed."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.size = block_size
+        self.slots: list[list[bytes | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self.executed_positions = 0
+
+    def execute(self, works: Sequence[Work]) -> list[Sampled | None]:
+        return [self._one(work) for work in works]
+
+    def plan(self, plan: Plan) -> list[int | None]:
+        """A plan of the scheduler, without an engine around it."""
+        return [
+            self._token(
+                entry.request.tokens, entry.start, entry.count, entry.request.resident.blocks
+            )
+            if entry.samples
+            else self._compute(
+                entry.request.tokens, entry.start, entry.count, entry.request.resident.blocks
+            )
+            for entry in plan.entries
+        ]
+
+    def fill(self, load: Load, valid: int) -> None:
+        """Write what a true load would: ``valid`` tokens right, the rest rubbish."""
+        truth = chain(load.tokens)
+        for offset in range(load.external):
+            position = load.local + offset
+            block = load.blocks[offset // self.size]
+            right = offset < valid
+            self.slots[block][position % self.size] = truth[position] if right else b"rubbish"
+
+    def _one(self, work: Work) -> Sampled | None:
+        if work.sampling is None:
+            self._compute(work.tokens, work.start, work.count, work.blocks)
+            return None
+        return Sampled(self._token(work.tokens, work.start, work.count, work.blocks))
+
+    def _token(self, tokens: Sequence[int], start: int, count: int, blocks: Sequence[int]) -> int:
+        self._compute(tokens, start, count, blocks)
+        return next_token(tokens[: start + count])
+
+    def _compute(self, tokens: Sequence[int], start: int, count: int, blocks: Sequence[int]) -> None:
+        truth = chain(tokens[: start + count])
+        for position in range(start):
+            seen = self.slots[blocks[position // self.size]][position % self.size]
+            if seen != truth[position]:
+                raise AssertionError(f"position {position} of {tokens} reads {seen!r}")
+        for position in range(start, start + count):
+            self.slots[blocks[position // self.size]][position % self.size] = truth[position]
+        self.executed_positions += count

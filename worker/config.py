@@ -1,0 +1,46 @@
+"""The configuration of a worker, the same for both roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.config import option, required
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Flags, environment and file of a prefill or decode worker."""
+
+    model: str = required(str, "directory of a transformers model", metavar="DIR")
+    host: str = option("127.0.0.1", "address to listen on", metavar="HOST")
+    port: int = option(0, "port to listen on; 0 picks a free one", low=0, high=65535)
+    store: str | None = option(
+        None, "URL of the KV store, such as kvrelay://HOST:PORT; without one nothing is shared"
+    )
+    dtype: str = option(
+        "auto",
+        "number format of weights and KV",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    attention_backend: str = option("auto", "how attention is computed")
+    block_size: int = option(16, "token positions in a KV block", low=1, high=1024)
+    num_blocks: int | None = option(
+        None, "KV blocks in the pool; default: what fits in --kv-memory and can be used", low=1
+    )
+    kv_memory: int = option(2**29, "bound of the pool without --num-blocks", unit="bytes", low=1)
+    max_model_len: int | None = option(
+        None, "positions a request may have; default: what the model can", low=1
+    )
+    max_num_seqs: int = option(64, "requests that compute or load at once", low=1)
+    max_num_batched_tokens: int = option(512, "positions computed in one step", low=1)
+    max_waiting: int = option(1024, "requests that may wait; one more is told to retry", low=1)
+    threads: int | None = option(None, "CPU threads of the model; default: torch's own", low=1)
+    grace: float = option(10.0, "seconds that requests under way get at SIGTERM", low=0.0)
+    audit: bool = option(False, "check every invariant of the accounting after every step")
+    allow_insecure: bool = option(
+        False, "listen on an address other machines can reach, without encryption"
+    )
+    log_level: str = option(
+        "info", "how much to log", choices=("debug", "info", "warning", "error")
+    )

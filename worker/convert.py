@@ -1,0 +1,125 @@
+"""Between the messages of the wire and the values of the engine. Every check of a leg is here."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from common.errors import Rejected
+from engine.request import Finish, Order
+from engine.sampling import Sampling
+from engine.updates import Ended
+from engine.work import Logprob, Sampled
+from protos import types_pb2
+
+_FINISH: dict[Finish, types_pb2.FinishReason.ValueType] = {
+    Finish.STOP: types_pb2.FINISH_REASON_STOP,
+    Finish.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+}
+
+MAX_REQUEST_ID = 256
+
+
+def sampling(message: types_pb2.Sampling, eos_token_ids: tuple[int, ...]) -> Sampling:
+    """The record of a message; fields that are absent take ``Sampling``'s defaults."""
+    given = {
+        field.name: getattr(message, field.name)
+        for field, _ in message.ListFields()
+        if field.name not in ("stop", "stop_token_ids")
+    }
+    given.setdefault("seed", secrets.randbits(64))
+    return Sampling(
+        **given,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def order(leg: types_pb2.Leg, engine_id: str, rules: Sampling, prefill_only: bool) -> Order:
+    """What the engine is asked for; ``engine_id`` is this stay's own id, never seen outside."""
+    return Order(
+        request_id=engine_id,
+        tokens=(*leg.prompt_token_ids, *leg.output_token_ids),
+        prompt_len=len(leg.prompt_token_ids),
+        max_tokens=leg.max_tokens,
+        ending=frozenset(rules.ending_token_ids),
+        prefill_only=prefill_only,
+    )
+
+
+def check_leg(leg: types_pb2.Leg, vocab_size: int) -> None:
+    """Raise ``Rejected`` naming the first field that no worker could serve."""
+    if len(leg.request_id) > MAX_REQUEST_ID:
+        raise Rejected("leg.request_id", f"at most {MAX_REQUEST_ID} characters")
+    if not leg.prompt_token_ids:
+        raise Rejected("leg.prompt_token_ids", "must have at least one token")
+    if leg.max_tokens <= len(leg.output_token_ids):
+        raise Rejected(
+            "leg.max_tokens",
+            f"must be more than the {len(leg.output_token_ids)} output tokens so far,"
+            f" got {leg.max_tokens}",
+        )
+    _check_ids("leg.prompt_token_ids", leg.prompt_token_ids, vocab_size)
+    _check_ids("leg.output_token_ids", leg.output_token_ids, vocab_size)
+
+
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    if ids and max(ids) >= vocab_size:
+        index = next(index for index, token in enumerate(ids) if token >= vocab_size)
+        raise Rejected(
+            f"{field}[{index}]", f"{ids[index]} is outside the vocabulary of {vocab_size}"
+        )
+
+
+def token(sampled: Sampled) -> types_pb2.Token:
+    """A token, with its log probabilities if it carries any."""
+    if sampled.logprob is None:
+        return types_pb2.Token(id=sampled.token)
+    chosen = _logprob(Logprob(sampled.token, sampled.logprob))
+    return types_pb2.Token(
+        id=sampled.token,
+        logprobs=types_pb2.Logprobs(chosen=chosen, top=[_logprob(item) for item in sampled.top]),
+    )
+
+
+def _logprob(item: Logprob) -> types_pb2.TokenLogprob:
+    return types_pb2.TokenLogprob(token_id=item.token, logprob=item.logprob)
+
+
+def finish(reason: Finish | None) -> types_pb2.FinishReason.ValueType:
+    """The reason on the wire; unspecified while the request goes on."""
+    return types_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH[reason]
+
+
+def leg_usage(ended: Ended, worker: str, role: types_pb2.Role.ValueType) -> types_pb2.LegUsage:
+    """The account of a leg."""
+    tokens, timing = ended.tokens, ended.timing
+    return types_pb2.LegUsage(
+        worker=worker,
+        role=role,
+        length=tokens.length,
+        local=tokens.local,
+        external=tokens.external,
+        computed=tokens.computed,
+        recomputed=tokens.recomputed,
+        generated=tokens.generated,
+        failed=tokens.failed,
+        preemptions=ended.preemptions,
+        executed=tokens.executed,
+        admissions=[
+            types_pb2.Admission(
+                epoch=run.admission.epoch,
+                length=run.admission.length,
+                local=run.admission.local,
+                external=run.admission.external,
+                fresh=run.admission.fresh,
+                frontier=run.frontier,
+            )
+            for run in tokens.runs
+        ],
+        queue_seconds=timing.queue,
+        load_seconds=timing.load,
+        run_seconds=timing.run,
+        saved=ended.saved,
+    )

@@ -1,0 +1,70 @@
+"""The process of a worker: configuration, model, server, until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from common import logs
+from common.config import load
+from common.errors import KvrelayError
+from protos import types_pb2, worker_pb2_grpc
+from rpc.deadline import Deadline
+from rpc.server import Server, ServerOptions, serve_until_signal
+from worker.config import WorkerConfig
+from worker.service import SERVICE, WorkerService
+from worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+Register = Callable[[Server, Worker], None]
+
+
+def main(role: types_pb2.Role.ValueType, name: str, register: Register, argv: Sequence[str]) -> int:
+    """Run a worker of one role; the exit status. ``register`` adds the role's own service."""
+    config = load(WorkerConfig, argv, f"python -m {name}_service", f"The {name} worker of kvrelay.")
+    logs.setup(name, config.log_level)
+    try:
+        return asyncio.run(_serve(Worker.build(config, role), name, register))
+    except KvrelayError as error:
+        log.error("%s", error)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+async def _serve(worker: Worker, name: str, register: Register) -> int:
+    config = worker.config
+    server = Server(
+        ServerOptions(f"{config.host}:{config.port}", allow_insecure=config.allow_insecure)
+    )
+    server.add(SERVICE, lambda made: worker_pb2_grpc.add_WorkerServicer_to_server(service, made))
+    service = WorkerService(worker)
+    register(server, worker)
+    worker.start()
+    try:
+        return await serve_until_signal(
+            server,
+            ready=lambda address: _ready(worker, name, address),
+            on_stop=lambda deadline: _leave(worker, deadline),
+            grace=config.grace,
+        )
+    finally:
+        await asyncio.to_thread(worker.engine.close)
+        sys.stdout.flush()
+
+
+def _ready(worker: Worker, name: str, address: str) -> str:
+    info = worker.model.info
+    return (
+        f"{name} worker ready on {address}: {info.name} {info.dtype} on {info.device},"
+        f" attention {worker.runner.attention_backend},"
+        f" {worker.limits.num_blocks} blocks of {worker.limits.block_size}"
+    )
+
+
+async def _leave(worker: Worker, deadline: Deadline) -> None:
+    log.info("draining, %d requests under way", worker.streams.open)
+    await asyncio.wait_for(worker.streams.drain(), deadline.remaining())

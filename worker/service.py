@@ -1,0 +1,84 @@
+"""The ``Worker`` service: what a worker tells about itself, and how it is told to leave."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeAlias, TypeVar
+
+import grpc
+
+from protos import worker_pb2, worker_pb2_grpc
+from rpc.deadline import Deadline
+from worker.worker import Worker
+
+SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+DRAIN_SECONDS = 600.0
+AUDIT_SECONDS = 60.0
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+Context: TypeAlias = "grpc.aio.ServicerContext[Q, R]"  # generic in the type stubs only
+
+
+class WorkerService(worker_pb2_grpc.WorkerServicer):
+    """See protos/worker.proto."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    async def GetInfo(
+        self,
+        request: worker_pb2.GetInfoRequest,
+        context: Context[worker_pb2.GetInfoRequest, worker_pb2.WorkerInfo],
+    ) -> worker_pb2.WorkerInfo:
+        return self._worker.info()
+
+    async def GetLoad(
+        self,
+        request: worker_pb2.GetLoadRequest,
+        context: Context[worker_pb2.GetLoadRequest, worker_pb2.WorkerLoad],
+    ) -> worker_pb2.WorkerLoad:
+        load = self._worker.engine.load()
+        return worker_pb2.WorkerLoad(
+            waiting=load.waiting,
+            loading=load.loading,
+            running=load.running,
+            free_blocks=load.free_blocks,
+            held_blocks=load.held_blocks,
+            saving=load.saving,
+            waiting_tokens=load.waiting_tokens,
+            steps=load.steps,
+            executed=load.executed,
+            preemptions=load.preemptions,
+            draining=self._worker.streams.draining,
+        )
+
+    async def Drain(
+        self,
+        request: worker_pb2.DrainRequest,
+        context: Context[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
+    ) -> worker_pb2.DrainResponse:
+        deadline = Deadline.from_context(context, DRAIN_SECONDS, DRAIN_SECONDS)
+        await asyncio.wait_for(self._worker.streams.drain(), deadline.remaining())
+        return worker_pb2.DrainResponse()
+
+    async def Audit(
+        self,
+        request: worker_pb2.AuditRequest,
+        context: Context[worker_pb2.AuditRequest, worker_pb2.AuditResponse],
+    ) -> worker_pb2.AuditResponse:
+        deadline = Deadline.from_context(context, AUDIT_SECONDS, AUDIT_SECONDS)
+        future = asyncio.wrap_future(self._worker.engine.audit())
+        findings = await asyncio.wait_for(future, deadline.remaining())
+        return worker_pb2.AuditResponse(
+            findings=[
+                worker_pb2.Finding(
+                    invariant=finding.invariant,
+                    request_id=finding.request_id or "",
+                    message=finding.message,
+                )
+                for finding in findings
+            ],
+            requests=self._worker.streams.open,
+            blocks=self._worker.limits.num_blocks,
+        )

@@ -1,0 +1,45 @@
+"""The text of an output, for requests that name stop strings; the rest pay nothing for it."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+from common.errors import Rejected, Unservable
+from engine.request import Order
+from engine.sampling import Sampling
+from text.output import OutputText
+from text.tokenizer import Tokenizer
+
+
+class StopWatch:
+    """Watches one output for its stop strings (``engine.task.StopText``)."""
+
+    def __init__(self, text: OutputText) -> None:
+        self._text = text
+
+    def stops_at(self, token: int) -> bool:
+        return self._text.push(token).stopped
+
+
+class StopTexts:
+    """Makes the watch of a request; the tokenizer is read when the first one needs it."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = folder
+
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        return Tokenizer(self._folder)
+
+    def of(self, order: Order, sampling: Sampling) -> StopWatch | None:
+        """``None`` without stop strings; the tokens so far are replayed."""
+        if not sampling.stop:
+            return None
+        try:
+            text = OutputText(self._tokenizer, sampling.stop, sampling.min_tokens)
+        except Unservable as error:
+            raise Rejected("sampling.stop", f"this worker has no tokenizer: {error}") from error
+        if text.replay(order.tokens[order.prompt_len :]):
+            raise Rejected("leg.output_token_ids", "a stop string is complete in them already")
+        return StopWatch(text)

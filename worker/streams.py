@@ -1,0 +1,100 @@
+"""From the engine's thread to the event loop: one queue of updates for each leg under way."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, asynccontextmanager
+
+from common.errors import Unavailable
+from engine.engine import Engine
+from engine.request import Order
+from engine.sampling import Sampling
+from engine.task import StopText
+from engine.updates import Ended, Failed, Token, Update
+
+Batch = list[Token | Ended]
+
+
+class Streams:
+    """The legs of one worker. All methods but ``deliver`` are for the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._queues: dict[str, asyncio.Queue[Update]] = {}
+        self._ids = itertools.count(1)
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    def attach(self) -> None:
+        """Deliver into the running loop from now on."""
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def open(self) -> int:
+        """How many legs are under way."""
+        return len(self._queues)
+
+    @property
+    def draining(self) -> bool:
+        """Whether new legs are turned away."""
+        return self._draining
+
+    def deliver(self, updates: Sequence[tuple[str, Update]]) -> None:
+        """Called by the engine, once a step."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(self._dispatch, updates)
+
+    def _dispatch(self, updates: Sequence[tuple[str, Update]]) -> None:
+        for leg_id, update in updates:
+            queue = self._queues.get(leg_id)
+            if queue is not None:  # else: its client has left
+                queue.put_nowait(update)
+
+    def new_id(self, request_id: str) -> str:
+        """An id of this stay of the request on this worker."""
+        return f"{request_id}/{next(self._ids)}"
+
+    @asynccontextmanager
+    async def run(
+        self, engine: Engine, order: Order, sampling: Sampling, stop_text: StopText | None
+    ) -> AsyncGenerator[AsyncGenerator[Batch]]:
+        """Submit an order; its updates as they come. Leaving early aborts it in the engine."""
+        if self._draining:
+            raise Unavailable("this worker is draining: ask another one")
+        queue: asyncio.Queue[Update] = asyncio.Queue()
+        self._queues[order.request_id] = queue
+        self._idle.clear()
+        try:
+            engine.submit(order, sampling, stop_text)
+            async with aclosing(_batches(queue)) as batches:
+                yield batches
+        finally:
+            del self._queues[order.request_id]
+            engine.abort(order.request_id)  # without effect on one that has ended
+            if not self._queues:
+                self._idle.set()
+
+    async def drain(self) -> None:
+        """Turn new legs away and wait for the last one to end."""
+        self._draining = True
+        await self._idle.wait()
+
+
+async def _batches(queue: asyncio.Queue[Update]) -> AsyncGenerator[Batch]:
+    """Everything that is there at a time, until the account of the leg has come."""
+    while True:
+        updates = [await queue.get()]
+        while not queue.empty():
+            updates.append(queue.get_nowait())
+        batch: Batch = []
+        for update in updates:
+            if isinstance(update, Failed):
+                raise update.error
+            batch.append(update)
+        yield batch
+        if isinstance(batch[-1], Ended):
+            return
