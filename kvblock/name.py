@@ -50,7 +50,7 @@ class Namer:
         return self._digest(self._key + parent + packed)
 
     def chain(self, tokens: Sequence[int], block_size: int) -> list[bytes]:
-        """Names of the full blocks of ``tokens``, in order; a rest shorter than a block has none."""
+        """Names of the full blocks of ``tokens``, in order; a shorter rest has none."""
         names, parent = [], self.root
         for end in range(block_size, len(tokens) + 1, block_size):
             parent = self.child(parent, tokens[end - block_size : end])

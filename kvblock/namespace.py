@@ -49,7 +49,7 @@ class Namespace:
         return hashlib.sha256(b"".join(parts)).digest()
 
     def differences(self, other: Namespace) -> list[str]:
-        """Names of the fields whose values differ, in order; never the values (salts are secret)."""
+        """Names of the fields that differ, in order; never the values (a salt is secret)."""
         names = [field.name for field in fields(self)]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 

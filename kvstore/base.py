@@ -1,0 +1,147 @@
+"""The one interface of every store, and the values that go through it.
+
+Synchronous and thread-safe: it is called from I/O threads, and each call has a ``timeout`` in
+seconds after which it raises ``DeadlineExceeded``. A store that cannot be reached raises
+``Unavailable``; to a serving engine either is a miss. What a store hands out is not verified: the
+reader compares header and payload with what it wanted (``kvblock.verify``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from kvstore.records import Tail, Verdict
+from kvstore.stats import Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The store keeps the blocks until ``deadline`` (``time.monotonic`` of this process)."""
+
+    id: int
+    boot: bytes
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A lookup's answer: ``lead`` names are there, then ``tails[tail]``; held by ``lease``.
+
+    ``sizes`` are the bytes (header and payload) of these blocks, in order.
+    """
+
+    lead: int
+    tail: int | None
+    sizes: tuple[int, ...]
+    lease: Lease | None
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A block to get. ``buffer`` is writable, contiguous and as long as the payload must be."""
+
+    name: bytes
+    buffer: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Got:
+    """``wants[index]`` has come: its header's bytes, the payload lies in the buffer.
+
+    ``header`` is ``None`` when the block is absent or not as long as its buffer says.
+    """
+
+    index: int
+    header: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The bytes of one block."""
+
+    header: bytes
+    payload: memoryview
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return len(self.header) + self.payload.nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A block to put. ``read`` is called only if the store wants it; it gives ``size`` bytes."""
+
+    name: bytes
+    size: int
+    partial: bool
+    read: Callable[[], Block]
+
+
+class Kept(Enum):
+    """How a put ended."""
+
+    STORED = "stored"
+    EXISTED = "existed"
+    PENDING = "pending"  # another writer was still at it when the time was over
+    NO_ROOM = "no room"
+    CORRUPT = "corrupt"
+    EXPIRED = "expired"
+
+
+NOT_SENT = {
+    Verdict.EXISTS: Kept.EXISTED,
+    Verdict.PENDING: Kept.PENDING,
+    Verdict.NO_ROOM: Kept.NO_ROOM,
+}
+"""How a put ends for a claim that got no reservation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one offer; ``reason`` names the field of a corrupt block."""
+
+    kept: Kept
+    reason: str | None = None
+
+    @property
+    def present(self) -> bool:
+        """Whether the block is in the store."""
+        return self.kept in (Kept.STORED, Kept.EXISTED)
+
+
+class Store(Protocol):
+    """Blocks by name."""
+
+    @property
+    def url(self) -> str:
+        """Where it is, as ``connect`` takes it."""
+
+    def lookup(
+        self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, timeout: float
+    ) -> Found:
+        """How many of ``names`` lead without a gap, held for ``ttl`` seconds (0: not held)."""
+
+    def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
+        """Each want once, in order, as it arrives. Close the generator to stop early."""
+
+    def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
+        """Put what is absent, each whole or not at all; an outcome for each offer, in order.
+
+        Names are distinct. A block another writer is putting is waited for.
+        """
+
+    def release(self, leases: Sequence[Lease], timeout: float) -> None:
+        """Give leases back; those that have ended are let pass."""
+
+    def stats(self, timeout: float) -> Stats:
+        """What the store holds and did."""
+
+    def clear(self, timeout: float) -> int:
+        """Remove every block no lease holds; how many."""
+
+    def close(self) -> None:
+        """Give up connections; the blocks stay."""

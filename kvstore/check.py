@@ -1,0 +1,22 @@
+"""The check before a block is kept: is it, as bytes, what it is said to be?
+
+Whether it is what a reader wants is the reader's question; a store does not know that.
+"""
+
+from __future__ import annotations
+
+from common.errors import Corrupt
+from kvblock.header import Buffer, decode, header_bytes
+from kvblock.verify import verify_payload
+from kvstore.records import Claim
+
+
+def check_block(claim: Claim, data: Buffer) -> None:
+    """Raise ``Corrupt`` naming the field unless ``data`` is a whole block of that name."""
+    view = memoryview(data)
+    if view.nbytes != claim.size:
+        raise Corrupt("length", f"{view.nbytes} bytes came and {claim.size} were claimed")
+    header = decode(view)
+    if header.name != claim.name:
+        raise Corrupt("name", f"{header.name.hex()} is in the header of {claim.name.hex()}")
+    verify_payload(header, view[header_bytes(header.count) :])

@@ -1,0 +1,109 @@
+"""Between the store's protobuf messages and its own values: one table, both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from common.errors import Rejected
+from kvblock.header import MAX_COUNT, MAX_PAYLOAD, header_bytes
+from kvblock.name import NAME_BYTES
+from kvstore.base import Kept, Outcome
+from kvstore.records import Claim, Tail, Verdict
+from kvstore.stats import Stats, Tally
+from protos import kvstore_pb2 as pb
+
+MAX_NAMES = 1 << 16
+MAX_TAILS = 16
+MAX_LEASE_MS = 600_000
+MAX_BLOCK = header_bytes(MAX_COUNT) + MAX_PAYLOAD
+
+VERDICTS: dict[Verdict, pb.Verdict.ValueType] = {
+    Verdict.RESERVED: pb.VERDICT_RESERVED,
+    Verdict.EXISTS: pb.VERDICT_EXISTS,
+    Verdict.PENDING: pb.VERDICT_PENDING,
+    Verdict.NO_ROOM: pb.VERDICT_NO_ROOM,
+}
+KEPT: dict[Kept, pb.Verdict.ValueType] = {
+    Kept.STORED: pb.VERDICT_STORED,
+    Kept.EXISTED: pb.VERDICT_EXISTS,
+    Kept.PENDING: pb.VERDICT_PENDING,
+    Kept.NO_ROOM: pb.VERDICT_NO_ROOM,
+    Kept.CORRUPT: pb.VERDICT_CORRUPT,
+    Kept.EXPIRED: pb.VERDICT_EXPIRED,
+}
+_FROM_WIRE = {wire: kept for kept, wire in KEPT.items()}
+
+
+def checked_names(field: str, names: Iterable[bytes], count: int, limit: int) -> None:
+    """Raise ``Rejected`` unless there are at most ``limit`` names of the right length."""
+    if count > limit:
+        raise Rejected(field, f"{count} are more than {limit}: split the call")
+    for index, name in enumerate(names):
+        if len(name) != NAME_BYTES:
+            raise Rejected(f"{field}[{index}]", f"{len(name)} bytes are not {NAME_BYTES}")
+
+
+def tails_of(request: pb.LookupRequest) -> list[Tail]:
+    """The request's tails, checked."""
+    checked_names("tails", (tail.name for tail in request.tails), len(request.tails), MAX_TAILS)
+    return [Tail(tail.after, tail.name) for tail in request.tails]
+
+
+def claims_of(claims: Iterable[pb.Claim], count: int, max_block: int) -> list[Claim]:
+    """Claims, checked: number, names (none twice) and lengths."""
+    if count > MAX_NAMES:
+        raise Rejected("claims", f"{count} are more than {MAX_NAMES}: split the call")
+    values = [Claim(claim.name, claim.length, claim.partial) for claim in claims]
+    checked_names("claims.name", (claim.name for claim in values), count, MAX_NAMES)
+    if len({claim.name for claim in values}) != count:
+        raise Rejected("claims", "a name stands there twice: send each block once")
+    for index, claim in enumerate(values):
+        if not header_bytes(0) <= claim.size <= max_block:
+            raise Rejected(
+                f"claims[{index}].length",
+                f"{claim.size} is not in {header_bytes(0)} .. {max_block};"
+                " raise the store's --max-block if your blocks are larger",
+            )
+    return values
+
+
+def claim_message(claim: Claim) -> pb.Claim:
+    """For the wire."""
+    return pb.Claim(name=claim.name, length=claim.size, partial=claim.partial)
+
+
+def outcome_message(outcome: Outcome) -> pb.Outcome:
+    """For the wire."""
+    return pb.Outcome(verdict=KEPT[outcome.kept], reason=outcome.reason or "")
+
+
+def outcome_of(message: pb.Outcome) -> Outcome:
+    """From the wire; ``CORRUPT`` for a verdict this version does not know."""
+    return Outcome(_FROM_WIRE.get(message.verdict, Kept.CORRUPT), message.reason or None)
+
+
+def stats_message(stats: Stats) -> pb.StatsResponse:
+    """For the wire; the fields have the same names there."""
+    message = pb.StatsResponse()
+    for source in (stats, stats.tally):
+        for field in dataclasses.fields(source):
+            if field.name != "tally":
+                setattr(message, field.name, getattr(source, field.name))
+    return message
+
+
+def stats_of(message: pb.StatsResponse) -> Stats:
+    """From the wire."""
+    tally = {field.name: getattr(message, field.name) for field in dataclasses.fields(Tally)}
+    return Stats(
+        boot=message.boot,
+        budget=message.budget,
+        entries=message.entries,
+        bytes=message.bytes,
+        reserved_bytes=message.reserved_bytes,
+        leased_bytes=message.leased_bytes,
+        leases=message.leases,
+        reservations=message.reservations,
+        tally=Tally(**tally),
+    )

@@ -1,0 +1,52 @@
+"""What the catalog is asked and what it answers: frozen values, no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Verdict(Enum):
+    """What became of a claim."""
+
+    RESERVED = "reserved"  # send it
+    EXISTS = "exists"
+    PENDING = "pending"  # another writer is at it
+    NO_ROOM = "no room"
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A block somebody wants to put: its name, its bytes in all, and whether it is partial."""
+
+    name: bytes
+    size: int
+    partial: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Verdicts in the order of the claims, and the ticket to commit the reserved ones with."""
+
+    ticket: int | None
+    deadline: float
+    verdicts: tuple[Verdict, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """A block to look for if exactly the first ``after`` names lead."""
+
+    after: int
+    name: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """The leading run found: ``sizes`` of its blocks in order, the tail's last if one was taken."""
+
+    lead: int
+    tail: int | None
+    sizes: tuple[int, ...]
+    lease: int | None
+    deadline: float

@@ -1,0 +1,69 @@
+"""Stores of every URL kind, each test with an empty one; the service as a real process."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvstore import Store, connect
+from kvstore.memory import MemoryStore, forget
+
+BUDGET = 16 << 20
+_NUMBERS = itertools.count()
+
+Connect = Callable[[], Store]
+
+
+def start_service(*flags: str) -> tuple[subprocess.Popen[str], str]:
+    """The process and its URL, once it said that it is ready."""
+    command = [sys.executable, "-m", "kvstore", *flags]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("store ready at "), line
+    return process, "kvrelay://" + line.split()[3].rstrip(",")
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    """Ends it and closes its pipe."""
+    process.kill()
+    process.wait()
+    if process.stdout is not None:
+        process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def service_url() -> Iterator[str]:
+    process, url = start_service(
+        f"--budget={BUDGET}", "--max-block=8MiB", "--partial-life=60", "--ticket-life=1"
+    )
+    yield url
+    stop(process)
+
+
+@pytest.fixture(params=["memory", "kvrelay"])
+def connecting(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    """Makes stores that share their blocks, as two clients of one service do."""
+    stores: list[Store] = []
+    name = f"test-{next(_NUMBERS)}"
+    url = request.getfixturevalue("service_url") if request.param == "kvrelay" else None
+
+    def make() -> Store:
+        stores.append(MemoryStore(name, BUDGET) if url is None else connect(url))
+        return stores[-1]
+
+    first = make()
+    first.clear(5.0)
+    yield make
+    for store in stores:
+        store.close()
+    forget(name)
+
+
+@pytest.fixture
+def store(connecting: Connect) -> Store:
+    return connecting()

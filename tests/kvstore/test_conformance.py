@@ -1,0 +1,330 @@
+"""What every store does, whatever its URL."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from common.errors import Corrupt, Rejected
+from kvblock.header import Header, checksum, decode, encode
+from kvblock.verify import verify_payload
+from kvstore import Block, Got, Kept, Offer, Store, Tail, Want, connect
+
+TIMEOUT = 10.0
+Connect = Callable[[], Store]
+
+
+def make(size: int = 4096, name: bytes | None = None, count: int = 4) -> Block:
+    """A block with random payload and, unless told, a random name."""
+    payload = os.urandom(size)
+    header = Header(
+        namespace=b"n" * 32,
+        parent=b"p" * 32,
+        name=name or os.urandom(32),
+        tokens=tuple(range(count)),
+        dtype="uint8",
+        shape=(size,),
+        payload_bytes=size,
+        payload_checksum=checksum(payload),
+    )
+    return Block(encode(header), memoryview(payload))
+
+
+def name_of(block: Block) -> bytes:
+    return decode(block.header).name
+
+
+def offer(block: Block, name: bytes | None = None) -> Offer:
+    return Offer(name or name_of(block), block.size, False, lambda: block)
+
+
+def put(store: Store, *blocks: Block) -> list[Kept]:
+    outcomes = store.put([offer(block) for block in blocks], TIMEOUT)
+    return [outcome.kept for outcome in outcomes]
+
+
+def get(store: Store, *blocks: Block) -> list[Got]:
+    """Gets blocks of these names and lengths; checks the bytes of those that came."""
+    wants = [Want(name_of(b), memoryview(bytearray(b.payload.nbytes))) for b in blocks]
+    gots = list(store.get(wants, TIMEOUT))
+    assert [got.index for got in gots] == list(range(len(blocks)))
+    for got, want, block in zip(gots, wants, blocks, strict=True):
+        if got.header is not None:
+            assert got.header == block.header
+            assert want.buffer == block.payload
+            verify_payload(decode(got.header), want.buffer)
+    return gots
+
+
+def present(store: Store, *blocks: Block) -> list[bool]:
+    return [store.lookup([name_of(b)], [], 0, TIMEOUT).lead == 1 for b in blocks]
+
+
+@pytest.mark.parametrize("size", [0, 1, 4096, 262_144, 2 << 20, (5 << 20) + 3])
+def test_what_is_put_comes_back(store: Store, size: int) -> None:
+    block = make(size)
+    assert put(store, block) == [Kept.STORED]
+    assert get(store, block)[0].header is not None
+
+
+def test_many_blocks_of_mixed_sizes_in_one_call(store: Store) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    source = random.Random(seed)
+    blocks = [make(source.choice([10, 5_000, 70_000, 3 << 20]), count=7) for _ in range(8)]
+    blocks += [make(source.randrange(3000), count=source.randrange(200)) for _ in range(300)]
+    source.shuffle(blocks)
+    blocks = blocks[:60] if sum(b.size for b in blocks) > 15 << 20 else blocks
+    assert set(put(store, *blocks)) == {Kept.STORED}
+    assert all(got.header is not None for got in get(store, *blocks))
+
+
+def test_put_is_create_only(store: Store) -> None:
+    first = make()
+    second = make(name=name_of(first))
+    assert put(store, first) == [Kept.STORED]
+    assert put(store, second, make()) == [Kept.EXISTED, Kept.STORED]
+    get(store, first)
+
+
+def test_a_large_block_that_exists_is_not_read_again(store: Store) -> None:
+    block = make(1 << 20)
+
+    def read() -> Block:
+        raise AssertionError("nobody wanted it")
+
+    put(store, block)
+    outcomes = store.put([Offer(name_of(block), block.size, False, read)], TIMEOUT)
+    assert outcomes[0].kept is Kept.EXISTED
+
+
+def test_absent_blocks_are_told_and_the_others_come(store: Store) -> None:
+    there, absent = make(), make()
+    put(store, there)
+    gots = get(store, absent, there, absent)
+    assert [got.header is not None for got in gots] == [False, True, False]
+
+
+def test_a_block_of_another_length_is_not_written_into_the_buffer(store: Store) -> None:
+    block, after = make(1000), make(50)
+    put(store, block, after)
+    too_long = memoryview(bytearray(2000))
+    rest = memoryview(bytearray(50))
+    gots = list(store.get([Want(name_of(block), too_long), Want(name_of(after), rest)], TIMEOUT))
+    assert gots[0].header is None
+    assert rest == after.payload
+
+
+def test_a_get_can_be_left_early(store: Store) -> None:
+    blocks = [make(1 << 20) for _ in range(8)]
+    put(store, *blocks)
+    wants = [Want(name_of(b), memoryview(bytearray(1 << 20))) for b in blocks]
+    generator = store.get(wants, TIMEOUT)
+    assert next(generator).header is not None
+    generator.close()
+    assert all(got.header is not None for got in get(store, *blocks))
+
+
+def test_nothing_is_asked_and_nothing_is_answered(store: Store) -> None:
+    assert store.put([], TIMEOUT) == []
+    assert list(store.get([], TIMEOUT)) == []
+    found = store.lookup([], [], 1.0, TIMEOUT)
+    assert (found.lead, found.tail, found.lease) == (0, None, None)
+
+
+def test_lookup_answers_the_leading_run(store: Store) -> None:
+    blocks = [make(100 + i) for i in range(6)]
+    put(store, *blocks[:3], *blocks[4:])
+    found = store.lookup([name_of(b) for b in blocks], [], 0, TIMEOUT)
+    assert found.lead == 3
+    assert found.sizes == tuple(b.size for b in blocks[:3])
+    assert found.lease is None
+
+
+def test_the_first_tail_after_the_run_is_taken(store: Store) -> None:
+    run = [make() for _ in range(3)]
+    tails = [make(count=1) for _ in range(4)]
+    put(store, *run, *tails[1:])
+    names = [name_of(b) for b in run]
+
+    def tail(after: int, *which: int) -> int | None:
+        wanted = [Tail(after, name_of(tails[i])) for i in which]
+        return store.lookup(names, wanted, 0, TIMEOUT).tail
+
+    assert tail(3, 0, 1, 2) == 1
+    assert tail(3, 2, 1) == 0
+    assert tail(3, 0) is None
+    assert tail(2, 1) is None
+    found = store.lookup(names, [Tail(3, name_of(tails[1]))], 1.0, TIMEOUT)
+    assert len(found.sizes) == 4
+
+
+def test_a_block_whose_bytes_are_wrong_is_refused_by_field(store: Store) -> None:
+    block, other = make(), make()
+    payload = bytearray(block.payload)
+    payload[7] ^= 1
+    header = bytearray(block.header)
+    header[-1] ^= 1
+    lie = dataclasses.replace(decode(block.header), shape=(1,), payload_bytes=1)
+    cases = {
+        "payload_checksum": Block(block.header, memoryview(payload)),
+        "header_checksum": Block(bytes(header), block.payload),
+        "name": Block(other.header, block.payload),
+        "payload_bytes": Block(encode(lie), block.payload),
+        "magic": Block(bytes(len(block.header)), block.payload),
+    }
+    before = store.stats(TIMEOUT).tally.corrupt
+    for field, wrong in cases.items():
+        wanted = offer(wrong, name_of(block))
+        outcome, beside = store.put([wanted, offer(make())], TIMEOUT)
+        assert (outcome.kept, beside.kept) == (Kept.CORRUPT, Kept.STORED)
+        assert outcome.reason is not None
+        assert outcome.reason.startswith(field + ":")
+    assert store.stats(TIMEOUT).tally.corrupt == before + len(cases)
+    assert present(store, block) == [False]
+    assert put(store, block) == [Kept.STORED]
+
+
+def test_least_recently_used_goes_first(store: Store) -> None:
+    blocks = [make(4 << 20) for _ in range(3)]
+    put(store, *blocks)
+    get(store, blocks[0])
+    assert put(store, make(4 << 20)) == [Kept.STORED]
+    assert present(store, *blocks) == [True, False, True]
+
+
+def test_a_lease_outlives_eviction_and_clear_but_not_its_deadline(store: Store) -> None:
+    held, other = make(6 << 20), make(6 << 20)
+    put(store, held, other)
+    found = store.lookup([name_of(held)], [], 0.7, TIMEOUT)
+    assert found.lease is not None
+    assert [put(store, make(6 << 20)) for _ in range(3)] == [[Kept.STORED]] * 3
+    assert present(store, held, other) == [True, False]
+    store.clear(TIMEOUT)
+    assert present(store, held) == [True]
+    assert store.stats(TIMEOUT).leases == 1
+    while time.monotonic() < found.lease.deadline + 0.3:
+        threading.Event().wait(0.05)
+    assert store.stats(TIMEOUT).leases == 0
+    store.clear(TIMEOUT)
+    assert present(store, held) == [False]
+
+
+def test_no_room_beside_what_is_held(store: Store) -> None:
+    held = [make(7 << 20), make(7 << 20)]
+    put(store, *held)
+    found = store.lookup([name_of(b) for b in held], [], 60, TIMEOUT)
+    assert found.lease is not None
+    assert put(store, make(7 << 20), make(100)) == [Kept.NO_ROOM, Kept.STORED]
+    store.release([found.lease], TIMEOUT)
+    store.release([found.lease], TIMEOUT)
+    assert put(store, make(7 << 20)) == [Kept.STORED]
+
+
+def test_leases_of_another_start_are_ignored(store: Store) -> None:
+    block = make()
+    put(store, block)
+    found = store.lookup([name_of(block)], [], 60, TIMEOUT)
+    assert found.lease is not None
+    store.release([dataclasses.replace(found.lease, boot=b"another")], TIMEOUT)
+    assert store.stats(TIMEOUT).leases == 1
+    store.release([found.lease], TIMEOUT)
+    assert store.stats(TIMEOUT).leases == 0
+
+
+def test_concurrent_puts_of_one_name_cost_one_copy(connecting: Connect) -> None:
+    stores = [connecting() for _ in range(4)]
+    blocks = [make(700_000) for _ in range(10)]
+    before = stores[0].stats(TIMEOUT).tally
+    results: list[list[Kept]] = []
+    threads = [threading.Thread(target=lambda s=s: results.append(put(s, *blocks))) for s in stores]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4
+    assert all(kept in (Kept.STORED, Kept.EXISTED) for kepts in results for kept in kepts)
+    stats = stores[0].stats(TIMEOUT)
+    assert stats.tally.stored - before.stored == 10
+    assert stats.tally.bytes_in - before.bytes_in == sum(b.size for b in blocks)
+    assert (stats.reservations, stats.reserved_bytes) == (0, 0)
+    get(stores[1], *blocks)
+
+
+def test_a_block_is_not_visible_before_it_is_whole(connecting: Connect) -> None:
+    writer, reader = connecting(), connecting()
+    block = make(5 << 20)
+    reading, go_on = threading.Event(), threading.Event()
+
+    def slow() -> Block:
+        reading.set()
+        go_on.wait(TIMEOUT)
+        return block
+
+    wanted = Offer(name_of(block), block.size, False, slow)
+    thread = threading.Thread(target=writer.put, args=([wanted], TIMEOUT))
+    thread.start()
+    reading.wait(TIMEOUT)
+    assert present(reader, block) == [False]
+    assert get(reader, block)[0].header is None
+    assert reader.stats(TIMEOUT).reservations == 1
+    go_on.set()
+    assert put(reader, block) == [Kept.EXISTED]
+    thread.join()
+    assert present(reader, block) == [True]
+
+
+def test_stats_count_what_happened(store: Store) -> None:
+    store.clear(TIMEOUT)
+    before = store.stats(TIMEOUT)
+    block = make()
+    put(store, block)
+    put(store, block)
+    get(store, block, make())
+    store.lookup([name_of(block), b"x" * 32], [], 0, TIMEOUT)
+    after = store.stats(TIMEOUT)
+    assert after.entries == before.entries + 1
+    assert after.bytes == before.bytes + block.size
+    changes = {
+        field.name: getattr(after.tally, field.name) - getattr(before.tally, field.name)
+        for field in dataclasses.fields(after.tally)
+    }
+    assert {name: change for name, change in changes.items() if change} == {
+        "stored": 1,
+        "existed": 1,
+        "served": 1,
+        "absent": 1,
+        "lookups": 1,
+        "hits": 1,
+        "misses": 1,
+        "bytes_in": block.size,
+        "bytes_out": block.size,
+    }
+    assert store.clear(TIMEOUT) == 1
+    assert store.stats(TIMEOUT).bytes == 0
+
+
+def test_what_comes_out_would_be_seen_if_it_were_wrong(store: Store) -> None:
+    """The reader's check works on what a store gives, not only on what was put."""
+    block = make()
+    put(store, block)
+    buffer = memoryview(bytearray(block.payload.nbytes))
+    (got,) = store.get([Want(name_of(block), buffer)], TIMEOUT)
+    assert got.header is not None
+    buffer[100] ^= 4
+    with pytest.raises(Corrupt, match="payload_checksum"):
+        verify_payload(decode(got.header), buffer)
+
+
+@pytest.mark.parametrize("url", ["", "redis//x", "s3://bucket", "kvrelay://nowhere", "localhost:1"])
+def test_an_impossible_url_is_refused_with_what_would_be_possible(url: str) -> None:
+    with pytest.raises(Rejected) as caught:
+        connect(url)
+    assert caught.value.field == "store"
+    assert "kvrelay" in str(caught.value) or "HOST:PORT" in str(caught.value)
