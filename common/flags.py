@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
-from common.option import PREFIX, Option
+from common.option import Option
 
 
 class UsageError(Exception):
@@ -61,7 +61,7 @@ def _parser(known: Sequence[Option], prog: str, description: str, epilog: str) -
         prog=prog,
         usage=f"{prog} {_usage(known)}",
         description=description,
-        epilog=epilog or None,
+        epilog=_epilog(known, epilog),
         allow_abbrev=False,
         add_help=False,
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
@@ -71,10 +71,19 @@ def _parser(known: Sequence[Option], prog: str, description: str, epilog: str) -
     arguments, flags = parser.add_argument_group("arguments"), parser.add_argument_group("options")
     for item in known:
         _add(arguments if item.rules.positional else flags, item)
-    about = "TOML file with values for these options, one 'name = value' a line"
-    flags.add_argument("--config", metavar="FILE", help=f"{about} [{PREFIX}CONFIG]")
+    about = "take options from there: TOML, one 'name = value' a line"
+    flags.add_argument("--config", metavar="FILE", help=about)
     flags.add_argument("-h", "--help", action="help", help="show this page and exit")
     return parser
+
+
+def _epilog(known: Sequence[Option], epilog: str) -> str:
+    example = next((item for item in known if not item.rules.positional), None)
+    if example is None:
+        return epilog
+    flag, variable = example.flag, example.variable
+    rule = f"An option also has a name in the environment: {variable} for {flag}, and so on."
+    return f"{rule}\n\n{epilog}".rstrip()
 
 
 def _usage(known: Sequence[Option]) -> str:
@@ -104,12 +113,11 @@ def _help(item: Option) -> str:
     notes = [f"in {item.rules.unit}"] if item.rules.unit not in (None, "bytes") else []
     if item.needed:
         notes.append("required")
-    elif item.default not in (None, (), ""):
+    elif item.default not in (None, (), "") and not (item.kind is bool and not item.repeated):
         notes.append(f"default {item.show(item.default)}")
     if item.repeated and not item.rules.positional:
         notes.append("may be repeated")
-    notes.append(item.variable)
-    return f"{item.rules.help} [{'; '.join(notes)}]".replace("%", "%%")
+    return (item.rules.help + (f" [{'; '.join(notes)}]" if notes else "")).replace("%", "%%")
 
 
 def _add(group: argparse._ArgumentGroup, item: Option) -> None:
@@ -118,8 +126,17 @@ def _add(group: argparse._ArgumentGroup, item: Option) -> None:
         count = "*" if item.repeated else "?"
         group.add_argument(item.name, nargs=count, metavar=metavar, help=text)
     elif item.kind is bool:
-        group.add_argument(item.flag, action=argparse.BooleanOptionalAction, help=text)
+        _add_switch(group, item, text)
     elif item.repeated:
         group.add_argument(item.flag, action="append", metavar=metavar, help=text)
     else:
         group.add_argument(item.flag, metavar=metavar, help=text)
+
+
+def _add_switch(group: argparse._ArgumentGroup, item: Option, text: str) -> None:
+    """Both ``--x`` and ``--no-x`` are understood; the help shows the one that changes something."""
+    for value, flag in ((True, item.flag), (False, "--no-" + item.flag[2:])):
+        shown = argparse.SUPPRESS if value is item.default else text
+        group.add_argument(
+            flag, dest=item.name, action="store_const", const=value, default=None, help=shown
+        )

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 log = logging.getLogger(__name__)
@@ -105,6 +106,12 @@ class Process:
         self.send(number)
         self.send(signal.SIGCONT)
 
+    def kill_now(self) -> None:
+        """SIGKILL without a lock, for signal handlers of a process that ends right after."""
+        if (pid := self._pid) is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
     def join(self, timeout: float) -> bool:
         """Whether it is gone within ``timeout`` seconds after ``end``."""
         if self._thread.ident is None:
@@ -143,6 +150,8 @@ class Process:
             popen, lifeline = _spawn(self.spec)
             self._pid, self._started = popen.pid, time.monotonic()
             self.starts += 1
+        if self.starts > 1:
+            self._on_change(self.spec, f"started again as process {popen.pid}")
         pump = threading.Thread(target=self._pump, args=(popen,), daemon=True)
         pump.start()
         os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)

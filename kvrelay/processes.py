@@ -18,6 +18,7 @@ from kvrelay.process import Spec
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED_MODEL = Path(__file__).resolve().parent / "recall" / "model"
+LOCAL = "127.0.0.1"
 MODULES = {
     "store": "kvstore",
     "prefill": "prefill_service",
@@ -35,7 +36,7 @@ class ClusterConfig:
     decode: int = option(1, "decode workers", low=1, high=64)
     store: str | None = option(None, "URL of a running store; default: start one", metavar="URL")
     store_budget: int = option(2**30, "memory of the store", unit="bytes", low=2**20)
-    host: str = option("127.0.0.1", "address that every process listens on", metavar="HOST")
+    host: str = option("127.0.0.1", "address that the router listens on", metavar="HOST")
     port: int = option(50051, "port of the router; 0 takes a free one", low=0, high=65535)
     block_size: int | None = option(None, "token positions in a block", low=1, high=4096)
     num_blocks: int | None = option(None, "blocks in each worker's pool", low=1)
@@ -45,6 +46,7 @@ class ClusterConfig:
     max_num_batched_tokens: int | None = option(None, "token positions in one step", low=1)
     max_model_len: int | None = option(None, "longest prompt and answer together", low=1)
     attention_backend: str | None = option(None, "how attention is computed", metavar="NAME")
+    allow_insecure: bool = option(False, "let --host be one that other machines can reach")
     threads: int | None = option(None, "threads of a worker; default: cores / workers", low=1)
 
     def __post_init__(self) -> None:
@@ -60,9 +62,9 @@ class ClusterConfig:
 def specs(config: ClusterConfig) -> tuple[Spec, ...]:
     """Every process, in the order in which they are shown; ports are chosen here and stay."""
     count = config.prefill + config.decode
-    ports = iter(free_ports(count + 2, config.host))
+    ports = iter(free_ports(count + 2))
     router_port, store_port = next(ports), next(ports)
-    url = config.store or f"kvrelay://{config.host}:{store_port}"
+    url = config.store or f"kvrelay://{LOCAL}:{store_port}"
     own_store = () if config.store else (_store(config, store_port),)
     prefill = tuple(_worker(config, "prefill", i, next(ports), url) for i in range(config.prefill))
     decode = tuple(_worker(config, "decode", i, next(ports), url) for i in range(config.decode))
@@ -77,7 +79,7 @@ def threads(config: ClusterConfig) -> int:
 
 
 def _store(config: ClusterConfig, port: int) -> Spec:
-    args = ("--host", config.host, "--port", str(port), "--budget", str(config.store_budget))
+    args = ("--host", LOCAL, "--port", str(port), "--budget", str(config.store_budget))
     return _spec(config, "store", 0, port, args)
 
 
@@ -85,7 +87,7 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
     given: dict[str, object] = {
         "model": config.model_path,
         "store": url,
-        "host": config.host,
+        "host": LOCAL,
         "port": port,
         "threads": threads(config),
         "block-size": config.block_size,
@@ -107,6 +109,8 @@ def _router(
     args = ["--model", config.model_path, "--host", config.host, "--port", str(port)]
     for worker in (*prefill, *decode):
         args += [f"--{worker.role}", worker.address]
+    if config.allow_insecure:
+        args.append("--allow-insecure")
     return _spec(config, "router", 0, port, tuple(args))
 
 
@@ -116,7 +120,7 @@ def _spec(config: ClusterConfig, role: str, index: int, port: int, args: tuple[s
         index=index,
         module=MODULES[role],
         args=args,
-        host=config.host,
+        host=config.host if role == "router" else LOCAL,
         port=port,
         environ=_environ(config, os.environ),
     )

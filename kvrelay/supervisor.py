@@ -23,7 +23,7 @@ from kvrelay.processes import ClusterConfig, specs
 from protos import router_pb2
 
 START_SECONDS = 120.0
-STOP_SECONDS = 10.0
+STOP_SECONDS = 12.0  # a little more than a worker gives the requests under way
 TAIL_SHOWN = 12
 
 
@@ -58,6 +58,7 @@ class Cluster:
             (spec.role, spec.index): Process(spec, on_line, on_change, backoff)
             for spec in self.specs
         }
+        self.view = router_pb2.ListWorkersResponse()  # what the router knew when all was ready
         self._stopping = threading.Event()
 
     def __enter__(self) -> Cluster:
@@ -108,7 +109,7 @@ class Cluster:
         """Starts everything at once and returns when all of it serves."""
         for process in self._processes.values():
             process.start()
-        self.wait(timeout)
+        self.view = self.wait(timeout)
 
     def wait(self, timeout: float = START_SECONDS) -> router_pb2.ListWorkersResponse:
         """Returns the router's view once every process serves and the router uses every worker.
@@ -155,6 +156,11 @@ class Cluster:
         """SIGKILL to everything, at once."""
         for process in self._processes.values():
             process.end(signal.SIGKILL)
+
+    def kill_now(self) -> None:
+        """SIGKILL to everything, without a lock and without waiting: for signal handlers."""
+        for process in self._processes.values():
+            process.kill_now()
 
     def describe(self) -> dict[str, object]:
         """What an endpoints file says."""

@@ -1,0 +1,130 @@
+"""``kvrelay up``: a cluster on this machine, served until Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from common.config import load, option
+from kvrelay import endpoints
+from kvrelay.cli.screen import paint, say, table, tell
+from kvrelay.process import Spec
+from kvrelay.processes import ClusterConfig
+from kvrelay.supervisor import Cluster, Interrupted
+from protos import router_pb2
+
+COLOURS = {"store": "magenta", "prefill": "cyan", "decode": "green", "router": "blue"}
+DESCRIPTION = """\
+Starts a store, prefill workers, decode workers and a router as processes of their own, waits
+until all of them serve, and restarts what dies. Ctrl-C ends all of it; twice, at once."""
+EPILOG = """\
+examples:
+  kvrelay up                                    the shipped model, one worker of each role
+  kvrelay up --model DIR --prefill 2 --decode 2 --dtype bfloat16
+  kvrelay up --endpoints up.json & kvrelay generate --endpoints up.json "Hello"
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpConfig(ClusterConfig):
+    """The cluster, and what to tell about it."""
+
+    endpoints: str | None = option(None, "write addresses and pids there as JSON", metavar="FILE")
+    start_timeout: float = option(120.0, "patience with the start", unit="seconds", low=1)
+    quiet: bool = option(False, "do not show the logs of the processes")
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load(UpConfig, argv, "kvrelay up", DESCRIPTION, epilog=EPILOG)
+    run = Up(config)
+    with run.signals():
+        return run.serve()
+
+
+class Up:
+    """One run of the command: the cluster, its signals and its endpoints file."""
+
+    def __init__(self, config: UpConfig) -> None:
+        self._config = config
+        self._file = Path(config.endpoints).absolute() if config.endpoints else None
+        self._asked = threading.Event()
+        self._up = False
+        self._lock = threading.Lock()  # lines of many threads
+        self.cluster = Cluster(config, on_line=self._show_line, on_change=self._show_change)
+
+    def serve(self) -> int:
+        tell(f"Starting {self._config.model_path}")
+        try:
+            self.cluster.start(self._config.start_timeout)
+            say(describe(self.cluster, self.cluster.view))
+            self._up = True
+            self._publish()
+            say(f"\nServing on {paint(self.cluster.router, 'bold')}; Ctrl-C ends it. Try:")
+            say(f'  kvrelay generate --router {self.cluster.router} "..."')
+            self._asked.wait()
+        except Interrupted:
+            pass  # asked to stop before it was up: that is what happens below
+        finally:
+            tell("Stopping")
+            self.cluster.stop()
+            if self._file:
+                endpoints.remove(self._file)
+        return 0
+
+    @contextmanager
+    def signals(self) -> Iterator[None]:
+        """Ends in order at the first signal, at once at the second."""
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, self._on_signal) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._asked.is_set():
+            self.cluster.kill_now()
+            os._exit(128 + number)
+        self._asked.set()
+        self.cluster.interrupt()
+
+    def _publish(self) -> None:
+        if self._file and not self._asked.is_set():
+            endpoints.write(self._file, self.cluster.describe())
+
+    def _show_line(self, spec: Spec, line: str) -> None:
+        if not self._config.quiet:
+            self._tell(f"{paint(f'{spec.name:>9} |', COLOURS[spec.role], sys.stderr)} {line}")
+
+    def _show_change(self, spec: Spec, what: str) -> None:
+        self._tell(f"{paint(f'{spec.name:>9}', 'bold', sys.stderr)} {what}")
+        if self._up:
+            self._publish()  # a process id may have changed
+
+    def _tell(self, line: str) -> None:
+        """A line of any thread. That nobody reads it must not stop the process it comes from."""
+        with self._lock, suppress(BrokenPipeError):
+            tell(line)
+
+
+def describe(cluster: Cluster, view: router_pb2.ListWorkersResponse) -> str:
+    """The table of a running cluster."""
+    infos = {worker.address: worker.info for worker in view.workers}
+    rows = []
+    for spec in cluster.specs:
+        info = infos.get(spec.address)
+        pid = cluster.process(spec.role, spec.index).pid
+        model = info.namespace.model if info else "-"
+        digest = info.namespace.digest.hex()[:8] if info else "-"
+        attention = info.attention_backend if info else "-"
+        rows.append((spec.name, spec.address, str(pid or "-"), Path(model).name, digest, attention))
+    head = ("process", "address", "pid", "model", "namespace", "attention")
+    return "\n" + table(head, rows, frozenset({2}))
