@@ -33,17 +33,15 @@ def leg_tokens(request: Request) -> LegTokens:
     executed = sum(run.executed for run in runs)
     first = next((run for run in runs if run.frontier >= length), runs[-1] if runs else None)
     local, external = (first.admission.local, first.admission.external) if first else (0, 0)
-    frontier = max((run.frontier for run in runs), default=0)
-    reached = min(frontier, length) if first else 0
-    computed = max(reached - local - external, 0)
-    once = computed + max(frontier - length, 0)
+    computed = min(first.frontier, length) - local - external if first else 0
+    beyond = max((run.frontier - length for run in runs if run.frontier > length), default=0)
     return LegTokens(
         length=length,
         local=local,
         external=external,
         computed=computed,
         generated=request.length - length,
-        recomputed=executed - once,
+        recomputed=executed - computed - beyond,
         executed=executed,
         failed=request.failed,
         runs=runs,

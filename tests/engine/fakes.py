@@ -92,7 +92,9 @@ class ChainRunner:
         self._compute(tokens, start, count, blocks)
         return next_token(tokens[: start + count])
 
-    def _compute(self, tokens: Sequence[int], start: int, count: int, blocks: Sequence[int]) -> None:
+    def _compute(
+        self, tokens: Sequence[int], start: int, count: int, blocks: Sequence[int]
+    ) -> None:
         truth = chain(tokens[: start + count])
         for position in range(start):
             seen = self.slots[blocks[position // self.size]][position % self.size]

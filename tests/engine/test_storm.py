@@ -1,0 +1,155 @@
+"""Random lives of many requests over a small pool: every token right, every invariant held."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from engine.audit import audit
+from engine.external import Event, Load, Loaded, Query, Save, Saved
+from engine.plan import Limits
+from engine.request import Finish, Order, Request, State
+from engine.scheduler import Scheduler
+from engine.usage import leg_tokens
+from tests.engine.fakes import ChainRunner, answer, naming
+
+
+class Storm:
+    """One scheduler, a chain runner, and a store that answers anything."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.size = self.random.choice([1, 2, 3, 4, 16])
+        self.blocks = self.random.randint(3, 12)
+        self.limits = Limits(
+            self.blocks,
+            self.size,
+            max_model_len=self.random.choice([self.blocks * self.size, 1000]),
+            max_num_seqs=self.random.randint(1, 6),
+            max_num_batched_tokens=self.random.randint(1, 2 * self.size + 3),
+            headroom=self.random.randint(0, 2),
+        )
+        self.runner = ChainRunner(self.blocks, self.size)
+        self.scheduler = Scheduler(self.limits, naming(), self._lookup)
+        self.outside: list[Load | Save] = []
+        self.done: list[Event] = []
+        self.requests: list[Request] = []
+        self.wasted = 0
+        self.seen: Counter[str] = Counter()
+        self.prompts = [self._tokens(self.random.randint(1, 3 * self.size)) for _ in range(3)]
+
+    def run(self, requests: int) -> None:
+        for number in range(requests):
+            self._submit(f"r{number}")
+            for _ in range(self.random.randint(0, 3)):
+                self._act()
+        for _ in range(100_000):
+            if not (self.scheduler.requests or self.outside):
+                break
+            self._act()
+        self._check_end()
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.random.randint(0, 3) for _ in range(count)]
+
+    def _lookup(self, query: Query) -> int | None:
+        return self.random.choice([None, 0, 0, 1, self.size, 2 * self.size, 10_000, -3])
+
+    def _submit(self, request_id: str) -> None:
+        prompt = list(self.random.choice(self.prompts)) + self._tokens(self.random.randint(0, 4))
+        capacity = min(self.blocks * self.size, self.limits.max_model_len)
+        prompt = prompt[:capacity]
+        most = capacity - len(prompt) + 1
+        made = self.random.randint(0, min(most - 1, 3))
+        order = Order(
+            request_id,
+            tuple(prompt + answer(prompt, made)),
+            len(prompt),
+            self.random.randint(made + 1, most),
+            prefill_only=self.random.random() < 0.3,
+        )
+        self.requests.append(self.scheduler.submit(order))
+
+    def _act(self) -> None:
+        choice = self.random.random()
+        if choice < 0.01 and self.scheduler.requests:
+            self.scheduler.abort(self.random.choice(list(self.scheduler.requests)))
+        elif choice < 0.30 and self.outside:
+            self._end(self.outside.pop(self.random.randrange(len(self.outside))))
+        elif choice < 0.35 and self.done:
+            self._tell(self.random.choice(self.done))  # again, late
+        else:
+            self._step()
+        findings = audit(self.scheduler)
+        assert not findings, findings
+
+    def _end(self, job: Load | Save) -> None:
+        if isinstance(job, Save):
+            event: Event = Saved(job.request_id, job.epoch, job.serial, len(job.pieces))
+        else:
+            valid = self.random.choice([-1, 0, 1, self.size, job.external, job.external, 10_000])
+            self.runner.fill(job, min(max(valid, 0), job.external))
+            event = Loaded(job.request_id, job.epoch, valid)
+        self._tell(event)
+        self.done.append(event)
+
+    def _tell(self, event: Event) -> None:
+        if isinstance(event, Loaded):
+            self.scheduler.loaded(event.request_id, event.epoch, event.valid)
+        else:
+            self.scheduler.saved(event.request_id, event.epoch, event.serial)
+
+    def _step(self) -> None:
+        plan = self.scheduler.schedule()
+        assert sum(entry.count for entry in plan.entries) <= self.limits.max_num_batched_tokens
+        assert len(self.scheduler.running) + self.scheduler.loading <= self.limits.max_num_seqs
+        self.outside += [*plan.loads, *plan.saves]
+        sampled = self.runner.plan(plan)
+        if self.random.random() < 0.01 and self.scheduler.requests:  # between plan and commit
+            self.scheduler.abort(self.random.choice(list(self.scheduler.requests)))
+            self.wasted += sum(
+                entry.count for entry in plan.entries if entry.request.state is State.FINISHED
+            )
+        self.outside += self.scheduler.commit(plan, sampled).saves
+
+    def _check_end(self) -> None:
+        assert not self.scheduler.requests, "not every request ended"
+        pool = self.scheduler.pool
+        assert not any(pool.references)
+        assert len(pool.free) == self.blocks
+        executed = 0
+        for request in self.requests:
+            self.seen["local"] += leg_tokens(request).local
+            self.seen["external"] += leg_tokens(request).external
+            self.seen["recomputed"] += leg_tokens(request).recomputed
+            self.seen["failed"] += request.failed
+            self._check_request(request)
+            executed += leg_tokens(request).executed
+        assert executed + self.wasted == self.runner.executed_positions
+
+    def _check_request(self, request: Request) -> None:
+        order, account = request.order, leg_tokens(request)
+        prompt = list(order.tokens[: order.prompt_len])
+        assert request.state is State.FINISHED
+        assert request.tokens == prompt + answer(prompt, request.length - order.prompt_len)
+        assert min(account.computed, account.recomputed, account.failed) >= 0
+        if request.finish is not Finish.ABORT:
+            assert account.local + account.external + account.computed == account.length
+            made = (
+                1 if order.prefill_only else order.max_tokens - len(order.tokens) + order.prompt_len
+            )
+            assert account.generated == made
+
+
+@pytest.mark.parametrize("group", range(20))
+def test_storm(group: int) -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(group * 20, group * 20 + 20):
+        print(f"seed {seed}")
+        storm = Storm(seed)
+        storm.run(requests=8)
+        seen.update(storm.seen, preemptions=storm.scheduler.preemptions)
+    print(seen)
+    assert all(seen[what] for what in ("local", "external", "recomputed", "failed", "preemptions"))
