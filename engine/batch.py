@@ -27,12 +27,14 @@ class Batch:
 
     ``tokens`` and ``positions`` are [1, T]. ``rows`` [2T] is where K, then V, of each position lie
     in layer 0 of the pool (see ``KVPool.store``). ``tables`` are the block tables as far as each
-    work reads them. ``logit_rows`` [R] are packed positions, ``samples`` the caller's indices.
+    work reads them; ``opened`` are blocks that get their first position, but not all, in this step.
+    ``logit_rows`` [R] are packed positions, ``samples`` the caller's indices.
     """
 
     decodes: tuple[Work, ...]
     prefills: tuple[Work, ...]
     tables: tuple[Ints, ...]
+    opened: tuple[int, ...]
     tokens: torch.Tensor
     positions: torch.Tensor
     rows: torch.Tensor
@@ -55,6 +57,7 @@ def pack(works: Sequence[Work], shape: PoolShape, device: torch.device) -> Batch
         decodes=tuple(packed[:first_prefill]),
         prefills=tuple(packed[first_prefill:]),
         tables=tables,
+        opened=tuple(int(t[-1]) for w, t in zip(packed, tables, strict=True) if _opens(w, shape)),
         tokens=_tensor(np.fromiter(tokens, np.int64, len(positions))[None], device),
         positions=_tensor(positions[None], device),
         rows=_tensor(np.concatenate((rows, rows + shape.block_size)), device),
@@ -70,6 +73,11 @@ def is_decode(work: Work) -> bool:
 
 def _rank(work: Work) -> tuple[bool, int]:
     return (not is_decode(work), -work.start)
+
+
+def _opens(work: Work, shape: PoolShape) -> bool:
+    filled = (work.start + work.count) % shape.block_size
+    return 0 < filled <= work.count
 
 
 def _table(work: Work, block_size: int) -> Ints:

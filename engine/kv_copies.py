@@ -27,6 +27,7 @@ class HostCopies:
     def write(self, block: int, count: int, payload: memoryview) -> None:
         target = self._bytes[block, :, :count]
         target[...] = np.frombuffer(payload, np.uint8).reshape(target.shape)
+        self._bytes[block, :, count:] = 0
 
     def buffer(self, block: int) -> memoryview:
         return self._flat[block * self._block_bytes : (block + 1) * self._block_bytes]
@@ -68,6 +69,7 @@ class DeviceCopies:
             staging = self._staging.view(-1)[: target.numel()].view(target.shape)
             staging.numpy()[...] = np.frombuffer(payload, np.uint8).reshape(target.shape)
             target.copy_(staging.to(target.device, non_blocking=True))
+            self._bytes[block, :, count:] = 0
             self._stream.synchronize()
 
     def buffer(self, block: int) -> None:

@@ -7,6 +7,7 @@ which block is decided by the holders of references (DESIGN.md, section 2), not 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,7 +85,7 @@ class KVPool:
         return self._copier.read(block, count)
 
     def write(self, block: int, count: int, payload: memoryview) -> None:
-        """Fill the first ``count`` positions of a block from the layout that ``read`` gives.
+        """Fill the first ``count`` positions of a block, as ``read`` lays them out; zero the rest.
 
         Raises ``ValueError``, and writes nothing, when the payload has another length.
         """
@@ -104,6 +105,15 @@ class KVPool:
     def computed(self) -> None:
         """Mark the end of a step: reads from now on see what it wrote (a no-op on the CPU)."""
         self._copier.computed()
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero whole blocks that are about to be filled in part.
+
+        Masked positions are multiplied by zero, and zero times an infinity or a NaN that a former
+        owner left there would not be zero.
+        """
+        for block in blocks:
+            self.tensor[block].zero_()
 
     def store(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write one layer's K and V of ``T`` positions with one indexed copy.

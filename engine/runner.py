@@ -55,6 +55,7 @@ class Runner:
             torch.set_num_threads(self._threads)  # kept per thread by OpenMP: hence here
         with torch.inference_mode():
             batch = pack(works, self.pool.shape, self.pool.device)
+            self.pool.clear(batch.opened)
             step = self._backend.step(batch)
             logits = self._forward.logits(batch.tokens, batch.positions, step, batch.logit_rows)
             chosen = sample(logits, [works[index] for index in batch.samples])

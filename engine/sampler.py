@@ -30,7 +30,9 @@ def sample(logits: torch.Tensor, works: Sequence[Work]) -> list[Sampled]:
     else:
         tokens = _tokens(logits.float() if plain else _adjusted(logits, asked), asked)
     return [
-        Sampled(token) if sampling.logprobs is None else _report(logits[row], token, sampling.logprobs)
+        Sampled(token)
+        if sampling.logprobs is None
+        else _report(logits[row], token, sampling.logprobs)
         for token, (row, _, sampling) in zip(tokens, asked, strict=True)
     ]
 

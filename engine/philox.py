@@ -1,0 +1,42 @@
+"""Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+
+A counter-based generator: the number for a (seed, position) is a function of the two, so a request
+continued on another worker draws what it would have drawn, and there is no state to carry.
+"""
+
+from __future__ import annotations
+
+_MASK = 0xFFFFFFFF
+_MULTIPLY = (0xD2511F53, 0xCD9E8D57)
+_BUMP = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+Counter = tuple[int, int, int, int]
+
+
+def philox(counter: Counter, key: tuple[int, int]) -> Counter:
+    """Four random 32-bit words from a counter of four and a key of two."""
+    a, b, c, d = counter
+    left, right = key
+    for _ in range(_ROUNDS):
+        first, second = _MULTIPLY[0] * a, _MULTIPLY[1] * c
+        a, b, c, d = (
+            (second >> 32) ^ b ^ left,
+            second & _MASK,
+            (first >> 32) ^ d ^ right,
+            first & _MASK,
+        )
+        left, right = (left + _BUMP[0]) & _MASK, (right + _BUMP[1]) & _MASK
+    return a, b, c, d
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1), a multiple of 2**-53, for the token at ``position`` of a sequence.
+
+    ``seed`` and ``position`` are unsigned 64-bit numbers; larger ones raise ``ValueError``.
+    """
+    if not (0 <= seed < 1 << 64 and 0 <= position < 1 << 64):
+        raise ValueError(f"seed and position must fit in 64 unsigned bits: {seed}, {position}")
+    counter = (position & _MASK, position >> 32, 0, 0)
+    high, low, _, _ = philox(counter, (seed & _MASK, seed >> 32))
+    return ((high << 32 | low) >> 11) * 2.0**-53
