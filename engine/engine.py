@@ -144,8 +144,8 @@ class Engine:
         while not self._closing.is_set():
             try:
                 busy = self._step()
-            except Exception:  # the thread's edge: a fault ends the requests of its step, no more
-                log.exception("a step failed; its requests are ended")
+            except Exception as error:  # noqa: BLE001 - the edge: it ends the requests of the step
+                log.error("a step failed; its requests are ended", exc_info=error)
                 self._fail_step()
                 busy = True
             self._publish()
