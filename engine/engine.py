@@ -145,8 +145,7 @@ class Engine:
             try:
                 busy = self._step()
             except Exception as error:  # noqa: BLE001 - the edge: it ends the requests of the step
-                log.error("a step failed; its requests are ended", exc_info=error)
-                self._fail_step()
+                self._fail_step(error)
                 busy = True
             self._publish()
             if not busy:
@@ -284,8 +283,9 @@ class Engine:
         if self._tasks.pop(request_id, None) is not None:
             self._connector.release(request_id)
 
-    def _fail_step(self) -> None:
+    def _fail_step(self, error: Exception) -> None:
         """End the requests of the step that failed; all of them, if it failed outside a plan."""
+        log.error("a step failed; its requests are ended", exc_info=error)
         plan = self._scheduler.discard()
         entries = plan.entries if plan is not None else ()
         self._fail([entry.request.id for entry in entries] or list(self._tasks), "a step failed")
