@@ -1,0 +1,27 @@
+"""``python deploy/healthcheck.py HOST:PORT``: status 0 if the server there says SERVING."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from common.errors import KvrelayError
+from rpc.channel import open_channel
+from rpc.deadline import Deadline
+from rpc.health import is_serving
+
+SECONDS = 3.0
+
+
+async def serving(address: str) -> bool:
+    """Whether it serves, asked once."""
+    async with open_channel(address) as channel:
+        try:
+            return await is_serving(channel, Deadline.after(SECONDS), wait=True)
+        except KvrelayError as error:
+            print(f"{address}: {error}", file=sys.stderr)
+            return False
+
+
+if __name__ == "__main__":
+    sys.exit(0 if asyncio.run(serving(sys.argv[1])) else 1)

@@ -1,0 +1,159 @@
+"""What this machine has for kvrelay: a list of findings, each with what follows from it.
+
+Looks and asks, and changes nothing. Each finding says whether something needed is missing
+(``missing``), something useful is absent (``absent``), or all is well (``ok``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from common.values import show_size
+from kvrelay.ports import is_free
+from kvrelay.processes import SHIPPED_MODEL
+
+State = Literal["ok", "absent", "missing"]
+NEEDED = ("torch", "transformers", "tokenizers", "grpcio", "protobuf", "xxhash", "safetensors")
+ROUTER_PORT, REDIS_PORT = 50051, 6379
+MEMORY_WANTED = 2 << 30
+PROBE_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at: what was found, and what it means."""
+
+    name: str
+    state: State
+    found: str
+    means: str = ""
+
+
+def examine() -> Iterator[Finding]:
+    """Every finding, in the order of a start."""
+    yield _python()
+    yield from map(_package, NEEDED)
+    yield _machine()
+    yield _memory()
+    yield _shared_memory()
+    yield from _torch()
+    yield _model()
+    yield _port()
+    yield from _redis()
+
+
+def _python() -> Finding:
+    found = f"{platform.python_version()} ({sys.executable})"
+    if not (3, 11) <= sys.version_info[:2] < (3, 14):
+        return Finding("python", "missing", found, "needs 3.11, 3.12 or 3.13")
+    return Finding("python", "ok", found)
+
+
+def _package(name: str) -> Finding:
+    try:
+        return Finding(name, "ok", version(name))
+    except PackageNotFoundError:
+        return Finding(name, "missing", "not installed", f"install it: pip install {name}")
+
+
+def _machine() -> Finding:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    found = f"{cores} cores, {platform.system()} {platform.machine()}"
+    return Finding("processor", "ok", found, "shared out among the workers as threads")
+
+
+def _memory() -> Finding:
+    free = _meminfo().get("MemAvailable")
+    if free is None:
+        return Finding("memory", "absent", "unknown here")
+    state: State = "ok" if free >= MEMORY_WANTED else "absent"
+    means = "" if state == "ok" else f"under {show_size(MEMORY_WANTED)}: lower --num-blocks"
+    return Finding("memory", state, f"{free / 2**30:.1f} GiB available", means)
+
+
+def _meminfo() -> dict[str, int]:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    parts = [line.split() for line in lines]
+    return {part[0].rstrip(":"): int(part[1]) * 1024 for part in parts if len(part) == 3}
+
+
+def _shared_memory() -> Finding:
+    if not Path("/dev/shm").is_dir():
+        return Finding("shared memory", "absent", "no /dev/shm")
+    free = shutil.disk_usage("/dev/shm").free
+    return Finding("shared memory", "ok", f"{free / 2**30:.1f} GiB free in /dev/shm")
+
+
+def _torch() -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
+        yield Finding("devices", "ok", names, "workers will use cuda; choose with --device")
+    else:
+        built = torch.version.cuda
+        why = f"built for CUDA {built}, no device seen" if built else "built for the CPU only"
+        yield Finding("devices", "absent", f"no GPU ({why})", "workers will use the CPU")
+    flash = importlib.util.find_spec("flash_attn") is not None
+    found = ("flash_attn, " if flash else "") + "sdpa"
+    means = "flash_attn" if flash and count else "sdpa"
+    yield Finding("attention", "ok", found, f"{means} would be used")
+
+
+def _model() -> Finding:
+    weights = list(SHIPPED_MODEL.glob("*.safetensors"))
+    if not weights:
+        return Finding("shipped model", "missing", "no weights", "give --model DIR")
+    size = sum(path.stat().st_size for path in weights)
+    return Finding("shipped model", "ok", f"recall, {size / 1e6:.1f} MB")
+
+
+def _port() -> Finding:
+    if is_free(ROUTER_PORT):
+        return Finding("router port", "ok", f"{ROUTER_PORT} is free")
+    return Finding("router port", "absent", f"{ROUTER_PORT} is taken", "choose another with --port")
+
+
+def _redis() -> Iterator[Finding]:
+    server = shutil.which("redis-server") or shutil.which("valkey-server")
+    if server is None:
+        yield Finding("redis server", "absent", "none on PATH", "not needed; the store has its own")
+    else:
+        yield Finding("redis server", "ok", _first_line([server, "--version"]) or server)
+    if _listens(REDIS_PORT):
+        yield Finding("redis", "ok", f"something listens on {REDIS_PORT}")
+    else:
+        yield Finding("redis", "absent", f"nobody listens on 127.0.0.1:{REDIS_PORT}", "not needed")
+
+
+def _first_line(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.splitlines()[0][:60] if done.stdout else ""
+
+
+def _listens(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=PROBE_SECONDS):
+            return True
+    except OSError:
+        return False
