@@ -1,0 +1,48 @@
+"""Models and clusters of the exactness suite: real processes, every invariant checked each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvrelay.processes import ClusterConfig
+from kvrelay.supervisor import Cluster
+from tests.models import tiny_model
+
+Models = Callable[[str], Path]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """The folder of a tiny model of one kind, made once."""
+    made: dict[str, Path] = {}
+
+    def folder(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = tiny_model(kind, tmp_path_factory.mktemp(kind) / kind)
+        return made[kind]
+
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def audited() -> Iterator[None]:
+    """Workers check every invariant after every step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVRELAY_AUDIT", "true")
+        yield
+
+
+@contextmanager
+def cluster(model: Path, **settings: int | str) -> Iterator[Cluster]:
+    """A running cluster; its logs are printed when the test fails."""
+    lines: list[str] = []
+    config = ClusterConfig(model=str(model), port=0, dtype="float32", **settings)  # type: ignore[arg-type]
+    try:
+        with Cluster(config, on_line=lambda spec, line: lines.append(f"{spec.name}| {line}")) as up:
+            yield up
+    finally:
+        print("\n".join(lines[-200:]))

@@ -1,0 +1,33 @@
+"""Plain ``transformers`` generate on the same weights: what every answer is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+
+class Oracle:
+    """One model in float32, one prompt at a time, greedy."""
+
+    def __init__(self, folder: Path) -> None:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True
+        )
+        self._model = cast(PreTrainedModel, model)
+        self._model.generation_config.pad_token_id = 0
+
+    def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
+        """The tokens after ``prompt``, end of sequence included."""
+        ids = torch.tensor([list(prompt)])
+        made = self._model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            num_beams=1,
+        )
+        return cast("list[int]", made[0, len(prompt) :].tolist())
