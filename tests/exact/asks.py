@@ -13,10 +13,12 @@ from protos import types_pb2
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A prompt and how many tokens are wanted."""
+    """A prompt, how many tokens are wanted, and from which position on (tokens so far)."""
 
     prompt: tuple[int, ...]
     max_tokens: int
+    seed: int = 0
+    so_far: tuple[int, ...] = ()
 
 
 def prompts(
@@ -53,7 +55,12 @@ async def _ask_all(
         async def one(ask: Ask) -> Completion:
             async with room:
                 return await client.complete(
-                    token_ids=ask.prompt, max_tokens=ask.max_tokens, timeout=120.0, **sampling
+                    token_ids=ask.prompt,
+                    output_token_ids=ask.so_far,
+                    max_tokens=ask.max_tokens,
+                    seed=ask.seed,
+                    timeout=120.0,
+                    **sampling,
                 )
 
         return await asyncio.gather(*(one(ask) for ask in asks))
@@ -70,7 +77,7 @@ def check_usage(ask: Ask, completion: Completion) -> None:
     """I3, I5 and I6 of docs/accounting.md, leg by leg."""
     usage, prompt = completion.usage, len(ask.prompt)
     assert usage.prompt_tokens == prompt
-    assert usage.completion_tokens == len(completion.token_ids)
+    assert usage.completion_tokens == len(completion.token_ids) + len(ask.so_far)
     for leg in usage.legs:
         assert leg.local + leg.external + leg.computed == leg.length, leg
         assert leg.computed >= 1
@@ -81,9 +88,9 @@ def check_usage(ask: Ask, completion: Completion) -> None:
         assert leg.executed == executed
         own_positions = max(leg.generated - 1, 0)  # the last sampled token's KV is never made
         assert leg.executed == leg.computed + leg.recomputed + own_positions, leg
-    assert sum(leg.generated for leg in usage.legs) == usage.completion_tokens
+    assert sum(leg.generated for leg in usage.legs) == len(completion.token_ids)
     first = usage.legs[0]
-    assert first.length == prompt
+    assert first.length == prompt + len(ask.so_far)
     assert usage.cached_prompt_tokens == first.local + first.external
     for leg in usage.legs[1:]:
         assert leg.role == types_pb2.ROLE_DECODE
