@@ -1,4 +1,4 @@
-"""Bad input: a clear error with the field named, before any work, and the neighbours undisturbed."""
+"""Bad input: a clear error naming the field, before any work; the neighbours are undisturbed."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ def test_invalid_argument(up: Cluster, name: str) -> None:
     error = refused(up, request)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error
     named = fields(error)
-    assert named and all(named)
+    assert named
+    assert all(named)
     assert any(field in item for item in named), named
 
 

@@ -1,4 +1,4 @@
-"""Greedy tokens through the whole cluster equal those of plain ``transformers``, token for token."""
+"""Greedy tokens through the whole cluster equal those of plain ``transformers``, one by one."""
 
 from __future__ import annotations
 
