@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import grpc
 
-from common.errors import Corrupt
+from common.errors import Corrupt, Unavailable
 from kvblock.header import MAX_COUNT, header_bytes
 from kvstore.base import NOT_SENT, Found, Got, Kept, Lease, Offer, Outcome, Want
 from kvstore.messages import VERDICTS, claim_message, outcome_of, stats_of
@@ -41,6 +41,10 @@ def _mapped() -> Iterator[None]:
         yield
     except grpc.RpcError as error:
         raise from_rpc_error(error) from error
+    except ValueError as error:
+        if "closed channel" not in str(error):
+            raise
+        raise Unavailable("this store was closed") from error
 
 
 class RemoteStore:

@@ -1,0 +1,93 @@
+"""Which blocks a request may find outside, and what exactly each of them must be. Pure.
+
+With ``L`` tokens and blocks of ``B``: the full blocks by the names the engine gave, and after them
+the partial block of the last ``L % B`` tokens (saved by a twin of this request) or of the last
+``(L - 1) % B`` before the final position (saved by the prefill leg, when ``L = P + 1``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvblock import Namer, Namespace, Wanted
+from kvstore import Tail
+
+
+class PoolShape(Protocol):
+    """What is asked of a pool's shape."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Names of the full blocks, then alternatives; ``counts`` are the tails' tokens."""
+
+    names: tuple[bytes, ...]
+    tails: tuple[Tail, ...]
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One block of a load: where it goes, and what has to be in it. It begins at ``start``."""
+
+    block: int
+    start: int
+    wanted: Wanted
+
+    @property
+    def end(self) -> int:
+        """Position after its last token."""
+        return self.start + len(self.wanted.tokens)
+
+
+class Geometry:
+    """Blocks of one namespace in one pool's shape."""
+
+    def __init__(self, namer: Namer, namespace: Namespace, shape: PoolShape) -> None:
+        self.namespace, self.dtype, self.block_size = (
+            namespace.digest,
+            shape.dtype,
+            shape.block_size,
+        )
+        self._namer, self._pool = namer, shape
+
+    def shape(self, count: int) -> tuple[int, ...]:
+        """The payload's: ``[layer, k|v, position, kv head, head dim]``."""
+        return (self._pool.num_layers, 2, count, self._pool.num_kv_heads, self._pool.head_dim)
+
+    def question(self, tokens: Sequence[int], names: Sequence[bytes]) -> Question:
+        """What to ask the store for a request of ``tokens`` with full blocks ``names``."""
+        size = self.block_size
+        after = (len(tokens) - 1) // size
+        start = after * size
+        rests = dict.fromkeys((len(tokens) % size, (len(tokens) - 1) % size))
+        counts = tuple(rest for rest in rests if rest)
+        parent = names[after - 1] if after else self._namer.root
+        tails = tuple(
+            Tail(after, self._namer.child(parent, tokens[start : start + n])) for n in counts
+        )
+        return Question(tuple(names), tails, counts)
+
+    def part(
+        self, tokens: Sequence[int], names: Sequence[bytes], index: int, count: int, block: int
+    ) -> Part:
+        """The ``index``-th block of a request, of ``count`` positions, to lie in ``block``."""
+        start = index * self.block_size
+        held = tuple(tokens[start : start + count])
+        parent = names[index - 1] if index else self._namer.root
+        name = names[index] if count == self.block_size else self._namer.child(parent, held)
+        wanted = Wanted(self.namespace, parent, name, held, self.dtype, self.shape(count))
+        return Part(block, start, wanted)

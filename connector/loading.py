@@ -1,0 +1,137 @@
+"""A load under way: blocks come from the store, are compared with what was wanted, and count.
+
+Nothing counts before it is verified, and nothing after the first block that is missing or wrong.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from typing import Protocol
+
+from common.errors import Corrupt, DeadlineExceeded, KvrelayError
+from connector.counters import Meter
+from connector.geometry import Geometry, Part
+from connector.lookups import Answer
+from connector.options import Options
+from engine.external import Event, Load, Loaded
+from kvblock.header import decode
+from kvblock.verify import verify, verify_payload
+from kvstore import Got, Store, Want
+
+
+class Pool(Protocol):
+    """What a load and a save need of the worker's pool."""
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of the payload of ``count`` positions."""
+
+    def read(self, block: int, count: int) -> memoryview:
+        """The payload of a block's first ``count`` positions."""
+
+    def write(self, block: int, count: int, payload: memoryview) -> None:
+        """Fill a block's first ``count`` positions."""
+
+    def buffer(self, block: int) -> memoryview | None:
+        """A whole block as writable bytes, if it is in host memory."""
+
+
+def parts_of(load: Load, answer: Answer | None, geometry: Geometry) -> list[Part]:
+    """The blocks that make up the range of ``load``, as the lookup found them.
+
+    Without the lookup's answer, a block whose end is in the range is taken to be full and the
+    rest to be a partial block of exactly that length.
+    """
+    size, end = geometry.block_size, load.local + load.external
+    known = answer if answer is not None and answer.length == len(load.tokens) else None
+    lead = end // size if known is None else known.lead
+    tail = end % size if known is None else known.tail
+    parts = []
+    for offset, block in enumerate(load.blocks):
+        index = load.local // size + offset
+        count = size if index < lead else tail if index == lead else 0
+        if count == 0 or index * size >= end:
+            break
+        parts.append(geometry.part(load.tokens, load.names, index, count, block))
+    return parts
+
+
+class Loading:
+    """A job of the lane of loads; its end is one ``Loaded``."""
+
+    def __init__(
+        self, load: Load, parts: Sequence[Part], store: Store, pool: Pool, options: Options,
+        meter: Meter, end: Callable[[Event], None],
+    ) -> None:  # fmt: skip
+        self._load, self._parts = load, parts
+        self._store, self._pool, self._options = store, pool, options
+        self._meter, self._end = meter, end
+        self._deadline = time.monotonic() + options.load_seconds
+        self._valid_to = load.local
+
+    def run(self) -> None:
+        """Get, verify and count until the end or the first failure."""
+        try:
+            for batch in self._batches():
+                if not self._fill(batch):
+                    break
+        except Corrupt:
+            self._meter.add(corrupt=1)
+        except KvrelayError:
+            self._meter.add(load_failures=1)
+        finally:
+            self._finish()
+
+    def give_up(self) -> None:
+        """End with what is valid: nothing."""
+        self._meter.add(load_failures=1)
+        self._finish()
+
+    def _finish(self) -> None:
+        load = self._load
+        valid = min(self._valid_to - load.local, load.external)
+        self._meter.add(open_loads=-1, loaded_tokens=valid, loads_short=valid < load.external)
+        self._end(Loaded(load.request_id, load.epoch, valid))
+
+    def _batches(self) -> Iterator[list[Part]]:
+        """As many blocks at a time as scratch memory is allowed for."""
+        block_bytes = max(1, self._pool.nbytes(max(1, len(self._parts[0].wanted.tokens)))) \
+            if self._parts else 1  # fmt: skip
+        step = max(1, self._options.batch_bytes // block_bytes)
+        for start in range(0, len(self._parts), step):
+            yield list(self._parts[start : start + step])
+
+    def _fill(self, parts: list[Part]) -> bool:
+        """One call to the store; whether every block came and was right."""
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
+            raise DeadlineExceeded("the load had to wait too long for its turn")
+        wants = [Want(part.wanted.name, self._buffer(part)) for part in parts]
+        with closing(self._store.get(wants, remaining)) as arriving:
+            return all(self._accept(parts[g.index], wants[g.index], g) for g in arriving)
+
+    def _buffer(self, part: Part) -> memoryview:
+        direct = self._direct(part)
+        if direct is not None:
+            return direct
+        return memoryview(bytearray(self._pool.nbytes(len(part.wanted.tokens))))
+
+    def _direct(self, part: Part) -> memoryview | None:
+        whole = self._pool.buffer(part.block)
+        count = len(part.wanted.tokens)
+        return whole if whole is not None and whole.nbytes == self._pool.nbytes(count) else None
+
+    def _accept(self, part: Part, want: Want, got: Got) -> bool:
+        """Verify one block and count it; false when it did not come."""
+        if got.header is None:
+            self._meter.add(absent=1)
+            return False
+        header = decode(got.header)
+        verify(header, part.wanted)
+        verify_payload(header, want.buffer)
+        if self._direct(part) is None:
+            self._pool.write(part.block, header.count, want.buffer)
+        self._valid_to = part.end
+        self._meter.add(loaded_bytes=want.buffer.nbytes)
+        return True

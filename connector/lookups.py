@@ -1,0 +1,154 @@
+"""Questions to the store about waiting requests: asked once, remembered while the lease stands.
+
+An answer belongs to a request and its length. A question that fails is answered "nothing", one
+that is late is too; either is asked again after a while, if the request then still waits.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from common.errors import KvrelayError
+from connector.counters import Meter
+from connector.geometry import Geometry, Question
+from connector.lane import Lane
+from connector.leases import Leases
+from connector.options import Options
+from engine.external import Query
+from kvstore import Found, Lease, Store
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Of ``length`` tokens, ``tokens`` are there: ``lead`` full blocks and a tail of ``tail``."""
+
+    length: int
+    tokens: int
+    lead: int
+    tail: int
+    lease: Lease | None
+    until: float  # after this it is not relied upon
+
+
+class Asking:
+    """A lookup under way: a job of the lane."""
+
+    def __init__(self, owner: Lookups, request_id: str, length: int, question: Question) -> None:
+        self.request_id, self.length, self.question = request_id, length, question
+        self.deadline = owner.clock() + owner.options.lookup_seconds
+        self._owner = owner
+
+    def run(self) -> None:
+        """Ask."""
+        found: Found | None = None
+        try:
+            found = self._owner.ask(self)
+        finally:
+            self._owner.answered(self, found)
+
+    def give_up(self) -> None:
+        """End without asking."""
+        self._owner.answered(self, None)
+
+
+class Lookups:
+    """At most one record per request: a question under way or its answer."""
+
+    def __init__(
+        self, store: Store, geometry: Geometry, lane: Lane, leases: Leases, meter: Meter,
+        options: Options, clock: Callable[[], float], notify: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self.options, self.clock = options, clock
+        self._store, self._geometry, self._lane = store, geometry, lane
+        self._leases, self._meter, self._notify = leases, meter, notify
+        self._lock = threading.Lock()
+        self._records: dict[str, Asking | Answer] = {}
+
+    def find(self, query: Query) -> int | None:
+        """Tokens after ``query.local``, or ``None`` while nothing is known."""
+        now, length = self.clock(), len(query.tokens)
+        with self._lock:
+            record = self._records.get(query.request_id)
+            if record is not None and record.length == length:
+                if isinstance(record, Answer) and now < record.until:
+                    return record.tokens - query.local
+                if isinstance(record, Asking) and now < record.deadline:
+                    return None
+                if isinstance(record, Asking):  # late: its answer will find no record
+                    self._records[query.request_id] = self._nothing(length)
+                    self._meter.add(lookup_failures=1)
+                    return -query.local
+            question = self._geometry.question(query.tokens, query.names)
+            asking = Asking(self, query.request_id, length, question)
+            self._records[query.request_id] = asking
+        if isinstance(record, Answer):
+            self._leases.give_back(record.lease)
+        self._meter.add(lookups=1, open_lookups=1)
+        self._lane.submit(asking)
+        return None
+
+    def take(self, request_id: str) -> Answer | None:
+        """Forget a request; its answer, whose lease is now the caller's."""
+        with self._lock:
+            record = self._records.pop(request_id, None)
+        return record if isinstance(record, Answer) else None
+
+    def release(self, request_id: str) -> None:
+        """Forget a request and give its lease back."""
+        if (answer := self.take(request_id)) is not None:
+            self._leases.give_back(answer.lease)
+
+    def close(self) -> None:
+        """Forget them all and give their leases back."""
+        with self._lock:
+            records, self._records = self._records, {}
+        for record in records.values():
+            if isinstance(record, Answer):
+                self._leases.give_back(record.lease)
+
+    def ask(self, asking: Asking) -> Found | None:
+        """The store's answer, ``None`` when there is none in time."""
+        remaining = asking.deadline - self.clock()
+        if remaining <= 0:
+            return None
+        question = asking.question
+        try:
+            return self._store.lookup(
+                question.names, question.tails, self.options.lease_seconds, remaining
+            )
+        except KvrelayError:
+            return None
+
+    def answered(self, asking: Asking, found: Found | None) -> None:
+        """Record the answer, unless nobody waits for it any more."""
+        answer = self._nothing(asking.length) if found is None else self._answer(asking, found)
+        if answer.lease is not None:
+            self._leases.took()
+        with self._lock:
+            current = self._records.get(asking.request_id) is asking
+            if current:
+                self._records[asking.request_id] = answer
+        if current:
+            self._meter.add(
+                lookup_failures=found is None,
+                lookup_hits=answer.tokens > 0,
+                lookup_tokens=answer.tokens,
+            )
+        else:
+            self._leases.give_back(answer.lease)
+        self._meter.add(open_lookups=-1)
+        self._notify()
+
+    def _answer(self, asking: Asking, found: Found) -> Answer:
+        tail = 0 if found.tail is None else asking.question.counts[found.tail]
+        tokens = found.lead * self._geometry.block_size + tail
+        if found.lease is None:
+            until = self.clock() + self.options.retry_seconds
+        else:
+            until = found.lease.deadline - self.options.lease_margin_seconds
+        return Answer(asking.length, tokens, found.lead, tail, found.lease, until)
+
+    def _nothing(self, length: int) -> Answer:
+        return Answer(length, 0, 0, 0, None, self.clock() + self.options.retry_seconds)

@@ -1,0 +1,80 @@
+"""A save under way: the store is told what there is and takes what it lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import takewhile
+
+from common.errors import KvrelayError
+from connector.counters import Meter
+from connector.geometry import Geometry
+from connector.loading import Pool
+from connector.options import Options
+from engine.external import Event, Piece, Save, Saved
+from kvblock.header import Header, checksum, encode, header_bytes
+from kvstore import Block, Kept, Offer, Outcome, Store
+
+
+class Saving:
+    """A job of a lane of saves; its end is one ``Saved``."""
+
+    def __init__(
+        self, save: Save, store: Store, pool: Pool, geometry: Geometry, options: Options,
+        meter: Meter, end: Callable[[Event], None],
+    ) -> None:  # fmt: skip
+        self._save, self._store, self._pool = save, store, pool
+        self._geometry, self._options = geometry, options
+        self._meter, self._end = meter, end
+        self._stored = 0
+        self.nbytes = sum(pool.nbytes(len(piece.tokens)) for piece in save.pieces)
+
+    def run(self) -> None:
+        """Offer every piece; those wanted are read from the pool as they are sent."""
+        try:
+            offers = [self._offer(piece) for piece in self._save.pieces]
+            self._count(self._store.put(offers, self._options.save_seconds))
+        except KvrelayError:
+            self._meter.add(save_failures=1)
+        finally:
+            self._finish()
+
+    def give_up(self) -> None:
+        """End with nothing stored."""
+        self._meter.add(save_failures=1)
+        self._finish()
+
+    def _finish(self) -> None:
+        save = self._save
+        self._meter.add(open_saves=-1, open_save_bytes=-self.nbytes)
+        self._end(Saved(save.request_id, save.epoch, save.serial, self._stored))
+
+    def _offer(self, piece: Piece) -> Offer:
+        count = len(piece.tokens)
+        size = header_bytes(count) + self._pool.nbytes(count)
+        partial = count < self._geometry.block_size
+        return Offer(piece.name, size, partial, lambda: self._block(piece))
+
+    def _block(self, piece: Piece) -> Block:
+        payload = self._pool.read(piece.block, len(piece.tokens))
+        header = Header(
+            namespace=self._geometry.namespace,
+            parent=piece.parent,
+            name=piece.name,
+            tokens=piece.tokens,
+            dtype=self._geometry.dtype,
+            shape=self._geometry.shape(len(piece.tokens)),
+            payload_bytes=payload.nbytes,
+            payload_checksum=checksum(payload),
+        )
+        return Block(encode(header), payload)
+
+    def _count(self, outcomes: list[Outcome]) -> None:
+        self._stored = sum(1 for _ in takewhile(lambda outcome: outcome.present, outcomes))
+        kept = [outcome.kept for outcome in outcomes]
+        sizes = (self._pool.nbytes(len(piece.tokens)) for piece in self._save.pieces)
+        self._meter.add(
+            saved_blocks=kept.count(Kept.STORED),
+            existing_blocks=kept.count(Kept.EXISTED),
+            refused_blocks=sum(not outcome.present for outcome in outcomes),
+            saved_bytes=sum(size for size, k in zip(sizes, kept, strict=True) if k is Kept.STORED),
+        )

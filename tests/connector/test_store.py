@@ -1,0 +1,385 @@
+"""The store connector: exact content, one event for each order, nothing held at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from connector.options import Options
+from engine.external import Event, Loaded, Saved
+from kvstore import connect
+from kvstore.memory import forget
+from tests.connector.rig import WAIT, B, Stage, Worker, blocks_for
+
+Making = Callable[..., Worker]
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    made = Stage()
+    yield made
+    made.go.set()
+    forget(made.name)
+
+
+@pytest.fixture
+def making(stage: Stage) -> Iterator[Making]:
+    workers: list[Worker] = []
+
+    def make(options: Options | None = None, **more: object) -> Worker:
+        workers.append(Worker(stage, options, **more))  # type: ignore[arg-type]
+        return workers[-1]
+
+    yield make
+    stage.go.set()
+    for worker in workers:
+        worker.connector.close()
+        assert worker.idle
+
+
+def saved(worker: Worker, tokens: Sequence[int]) -> None:
+    """Put the KV of ``tokens`` into the store."""
+    blocks = blocks_for(len(tokens), 40)
+    worker.fill(tokens, blocks)
+    save = worker.save("saver", tokens, blocks)
+    assert worker.event() == Saved("saver", save.epoch, 0, len(blocks))
+
+
+@pytest.mark.parametrize("host", [True, False])
+@pytest.mark.parametrize("prompt", range(1, 3 * B + 2))
+def test_a_decode_leg_finds_and_loads_the_whole_prompt(
+    making: Making, prompt: int, host: bool
+) -> None:
+    tokens = list(range(100, 100 + prompt))
+    saved(making(host=host), tokens)
+    for local in range(0, prompt, B):
+        worker = making(host=host)
+        assert worker.ask("r", [*tokens, 7], local) == prompt - local
+        blocks = blocks_for(prompt - local)
+        load = worker.load("r", [*tokens, 7], local, prompt - local, blocks)
+        assert worker.event() == Loaded("r", load.epoch, prompt - local)
+        assert worker.holds(tokens, local, prompt, blocks)
+
+
+@pytest.mark.parametrize("prompt", range(2, 3 * B + 2))
+def test_a_twin_finds_all_but_its_last_token(making: Making, prompt: int) -> None:
+    tokens = list(range(100, 100 + prompt))
+    saved(making(), tokens)
+    twin = making()
+    assert twin.ask("r", tokens) == prompt
+    load = twin.load("r", tokens, 0, prompt - 1, blocks_for(prompt - 1))
+    assert twin.event() == Loaded("r", load.epoch, prompt - 1)
+    assert twin.holds(tokens, 0, prompt - 1, blocks_for(prompt - 1))
+
+
+def test_a_last_full_block_that_is_absent_is_replaced_by_the_partial_one(making: Making) -> None:
+    tokens = list(range(2 * B))
+    saved(making(), tokens[:-1])
+    worker = making()
+    assert worker.ask("r", tokens) == 2 * B - 1
+    load = worker.load("r", tokens, 0, 2 * B - 1, [0, 1])
+    assert worker.event() == Loaded("r", load.epoch, 2 * B - 1)
+    assert worker.holds(tokens, 0, 2 * B - 1, [0, 1])
+
+
+@pytest.mark.parametrize("external", range(1, 12))
+def test_a_load_without_a_remembered_lookup(making: Making, external: int) -> None:
+    tokens = list(range(12))
+    saved(making(), tokens[:external])
+    worker = making()
+    load = worker.load("r", tokens, 0, external, blocks_for(external))
+    assert worker.event() == Loaded("r", load.epoch, external)
+    assert worker.holds(tokens, 0, external, blocks_for(external))
+
+
+def test_a_lookup_is_asked_once_and_answers_any_local(making: Making, stage: Stage) -> None:
+    tokens = list(range(11))
+    worker = making()
+    saved(worker, tokens)
+    assert worker.connector.lookup(worker.query("r", [*tokens, 7])) is None
+    assert worker.ask("r", [*tokens, 7]) == 11
+    assert worker.ask("r", [*tokens, 7], 8) == 3
+    assert worker.ask("r", [*tokens, 7], 12) == -1
+    assert stage.lookups == [(3, 1)]
+    assert worker.ask("r", [*tokens, 7, 8]) == 8
+    assert stage.lookups == [(3, 1), (3, 1)]
+
+
+def test_an_answer_ends_before_its_lease(making: Making, stage: Stage) -> None:
+    now = [time.monotonic()]
+    options = Options(lease_seconds=30, lease_margin_seconds=6)
+    worker = making(options, clock=lambda: now[0])
+    saved(worker, list(range(8)))
+    assert worker.ask("r", list(range(9))) == 8
+    now[0] += 23
+    assert worker.connector.lookup(worker.query("r", list(range(9)))) == 8
+    now[0] += 2
+    assert worker.connector.lookup(worker.query("r", list(range(9)))) is None
+    worker.until(lambda: worker.counters.open_lookups == 0)
+    assert len(stage.lookups) == 2
+
+
+def test_nothing_found_is_asked_again_after_a_while(making: Making, stage: Stage) -> None:
+    now = [time.monotonic()]
+    worker = making(clock=lambda: now[0])
+    assert worker.ask("r", list(range(9))) == 0
+    assert worker.ask("r", list(range(9)), 4) == -4
+    assert len(stage.lookups) == 1
+    saved(making(), list(range(8)))
+    now[0] += 2
+    assert worker.ask("r", list(range(9))) == 8
+
+
+def test_a_failed_lookup_is_an_answer_of_nothing(making: Making, stage: Stage) -> None:
+    stage.failing = lambda: True
+    worker = making()
+    assert worker.ask("r", list(range(9))) == 0
+    assert worker.counters.lookup_failures == 1
+
+
+def test_a_stalled_lookup_is_an_answer_of_nothing(making: Making, stage: Stage) -> None:
+    now = [time.monotonic()]
+    worker = making(clock=lambda: now[0])
+    saved(worker, list(range(8)))
+    stage.go.clear()
+    query = worker.query("r", list(range(9)))
+    assert worker.connector.lookup(query) is None
+    now[0] += 0.9
+    assert worker.connector.lookup(query) is None
+    now[0] += 0.2
+    assert worker.connector.lookup(query) == 0
+    assert worker.counters.lookup_failures == 1
+    stage.go.set()
+    worker.until(lambda: worker.counters.open_lookups == 0)
+    assert worker.connector.lookup(query) == 0  # the late answer changed nothing
+
+
+def test_a_release_gives_the_lease_back(making: Making, stage: Stage) -> None:
+    worker = making()
+    saved(worker, list(range(8)))
+    assert worker.ask("r", list(range(9))) == 8
+    assert stage.stats(1).leases == worker.counters.open_leases == 1
+    worker.connector.release("r")
+    worker.connector.release("unknown")
+    worker.connector.close()
+    assert stage.stats(1).leases == worker.counters.open_leases == 0
+
+
+def test_a_release_during_the_lookup_gives_the_lease_back(making: Making, stage: Stage) -> None:
+    worker = making()
+    saved(worker, list(range(8)))
+    stage.go.clear()
+    assert worker.connector.lookup(worker.query("r", list(range(9)))) is None
+    worker.connector.release("r")
+    stage.go.set()
+    worker.until(lambda: worker.counters.open_lookups == 0)
+    worker.connector.close()
+    assert stage.stats(1).leases == 0
+
+
+@pytest.mark.parametrize("bad", range(4))
+def test_nothing_counts_from_the_first_wrong_block_on(
+    making: Making, stage: Stage, bad: int
+) -> None:
+    tokens = list(range(15))
+    worker = making()
+    saved(worker, tokens)
+    stage.flip = lambda index: index == bad
+    assert worker.ask("r", [*tokens, 7]) == 15
+    load = worker.load("r", [*tokens, 7], 0, 15, blocks_for(15))
+    assert worker.event() == Loaded("r", load.epoch, bad * B)
+    assert (worker.counters.corrupt, worker.counters.loads_short) == (1, 1)
+    assert worker.holds(tokens, 0, bad * B, blocks_for(bad * B))
+
+
+def test_an_absent_block_ends_the_load_there(making: Making) -> None:
+    tokens = list(range(16))
+    worker = making()
+    saved(worker, tokens[:8])
+    load = worker.load("r", tokens, 0, 15, blocks_for(15))
+    assert worker.event() == Loaded("r", load.epoch, 8)
+    assert (worker.counters.absent, worker.counters.corrupt) == (1, 0)
+
+
+def test_names_that_collide_are_misses_and_never_answers(making: Making) -> None:
+    def eight_bits(data: bytes) -> bytes:
+        return hashlib.sha256(data).digest()[:1] * 32
+
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    source = random.Random(seed)
+    worker = making(digest=eight_bits)
+    for number in range(300):
+        tokens = [source.randrange(50) for _ in range(source.randrange(2, 14))]
+        blocks = blocks_for(len(tokens), 40)
+        worker.fill(tokens, blocks)
+        worker.save("s", tokens, blocks)
+        worker.event()
+        external = min(worker.ask(f"r{number}", tokens), len(tokens) - 1)
+        if external > 0:
+            worker.load(f"r{number}", tokens, 0, external, blocks_for(external))
+            event = worker.event()
+            assert isinstance(event, Loaded)
+            assert worker.holds(tokens, 0, event.valid, blocks_for(event.valid))
+    assert worker.counters.corrupt > 50
+
+
+def test_a_failed_load_has_one_event(making: Making, stage: Stage) -> None:
+    worker = making()
+    saved(worker, list(range(8)))
+    assert worker.ask("r", list(range(9))) == 8
+    stage.failing = lambda: True
+    load = worker.load("r", list(range(9)), 0, 8, blocks_for(8))
+    assert worker.event() == Loaded("r", load.epoch, 0)
+    assert worker.counters.load_failures == 1
+    assert worker.connector.poll() == []
+
+
+def test_loads_do_not_wait_for_one_another(making: Making, stage: Stage) -> None:
+    worker = making(Options(load_threads=3))
+    saved(worker, list(range(8)))
+    stage.go.clear()
+    while stage.asked.acquire(False):
+        pass
+    for number in range(3):
+        worker.load(f"r{number}", list(range(9)), 0, 8, blocks_for(8, 2 * number))
+    for _ in range(3):
+        assert stage.asked.acquire(timeout=WAIT)
+    stage.go.set()
+    assert {worker.event().request_id for _ in range(3)} == {"r0", "r1", "r2"}
+
+
+def test_too_many_bytes_waiting_drop_a_save_at_once(making: Making, stage: Stage) -> None:
+    worker = making(Options(max_pending_save_bytes=300))
+    stage.go.clear()
+    first = worker.save("r", list(range(8)), [0, 1])
+    dropped = worker.save("r", list(range(50, 58)), [2, 3])
+    assert worker.event() == Saved("r", dropped.epoch, 0, 0)
+    assert worker.counters.saves_dropped == 1
+    stage.go.set()
+    assert worker.event() == Saved("r", first.epoch, 0, 2)
+
+
+def test_saves_of_one_request_keep_their_order(making: Making, stage: Stage) -> None:
+    worker = making(Options(save_threads=4))
+    stage.go.clear()
+    saves = [worker.save("r", [n] * B, [n]) for n in range(20)]
+    stage.go.set()
+    events = [worker.event() for _ in saves]
+    assert [event.epoch for event in events] == [save.epoch for save in saves]
+    assert stage.puts == [[save.pieces[0].name] for save in saves]
+
+
+def test_saves_that_fail_and_blocks_that_exist(making: Making, stage: Stage) -> None:
+    worker = making()
+    stage.failing = lambda: True
+    save = worker.save("r", list(range(8)), [0, 1])
+    assert worker.event() == Saved("r", save.epoch, 0, 0)
+    assert worker.counters.save_failures == 1
+    stage.failing = lambda: False
+    for _ in range(2):
+        save = worker.save("r", list(range(8)), [0, 1])
+        assert worker.event() == Saved("r", save.epoch, 0, 2)
+    assert (worker.counters.saved_blocks, worker.counters.existing_blocks) == (2, 2)
+
+
+def test_close_answers_everything_that_is_open(stage: Stage) -> None:
+    worker = Worker(stage, Options(load_threads=1, save_threads=1, lookup_threads=1))
+    saved(worker, list(range(8)))
+    assert worker.ask("held", list(range(9))) == 8
+    stage.go.clear()
+    while stage.asked.acquire(False):
+        pass
+    for number in range(4):
+        assert worker.connector.lookup(worker.query(f"q{number}", list(range(9)))) is None
+        worker.load(f"l{number}", list(range(9)), 0, 8, blocks_for(8))
+        worker.save(f"s{number}", list(range(8)), [0, 1])
+    for _ in range(3):  # one of each kind is under way, the others wait
+        assert stage.asked.acquire(timeout=WAIT)
+    closing = threading.Thread(target=worker.connector.close)
+    closing.start()
+    worker.until(lambda: worker.counters.open_loads == worker.counters.open_saves == 1)
+    stage.go.set()
+    closing.join(WAIT)
+    worker.load("late", list(range(9)), 0, 8, blocks_for(8))
+    worker.save("late", list(range(8)), [0, 1])
+    opened = [f"{kind}{number}" for kind in "ls" for number in range(4)]
+    closed = [event.request_id for event in worker.connector.poll()]
+    assert sorted(closed) == sorted([*opened, "late", "late"])
+    assert worker.idle
+
+
+def test_a_storm_leaves_nothing_behind(stage: Stage) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    source, fate = random.Random(seed), random.Random(seed + 1)
+    worker = Worker(stage, Options(lease_seconds=60))
+    stage.failing = lambda: fate.random() < 0.2
+    stage.flip = lambda index: fate.random() < 0.1
+    orders = {"load": 0, "save": 0}
+    events: list[Event] = []
+
+    def ended(kind: type[Event]) -> Event:
+        while True:
+            events.append(worker.event())
+            if isinstance(events[-1], kind):
+                return events[-1]
+
+    for _ in range(800):
+        tokens = [source.randrange(3) for _ in range(source.randrange(2, 30))]
+        name = f"r{source.randrange(20)}"
+        action = source.choice(["lookup", "lookup", "release", "load", "save"])
+        if action == "lookup":
+            answer = worker.connector.lookup(worker.query(name, tokens))
+            assert answer is None or answer <= len(tokens)
+        elif action == "release":
+            worker.connector.release(name)
+        elif action == "load":
+            external = source.randrange(1, len(tokens))
+            load = worker.load(name, tokens, 0, external, blocks_for(external, 16))
+            event = ended(Loaded)
+            assert isinstance(event, Loaded)
+            assert (event.request_id, event.epoch) == (name, load.epoch)
+            assert worker.holds(tokens, 0, event.valid, blocks_for(event.valid, 16))
+        else:
+            while worker.counters.open_saves:
+                ended(Saved)
+            worker.fill(tokens, blocks_for(len(tokens)))
+            worker.save(name, tokens, blocks_for(len(tokens)))
+        if action in orders:
+            orders[action] += 1
+    while worker.counters.open_saves:
+        ended(Saved)
+    worker.until(lambda: worker.counters.open_lookups == 0)
+    stage.failing = lambda: False
+    worker.connector.close()
+    events += worker.events + worker.connector.poll()
+    assert sum(isinstance(event, Loaded) for event in events) == orders["load"]
+    assert sum(isinstance(event, Saved) for event in events) == orders["save"]
+    assert len(events) == len({(type(event), event.epoch) for event in events})
+    counters, stats = worker.counters, stage.stats(1)
+    assert worker.idle
+    assert counters.crashes == 0
+    assert min(counters.load_failures, counters.save_failures, counters.lookup_failures) > 0
+    assert min(counters.loaded_tokens, counters.corrupt, counters.lookup_hits) > 0
+    assert (stats.reservations, stats.reserved_bytes) == (0, 0)
+
+
+def test_a_store_that_is_not_there_costs_nobody_a_timeout() -> None:
+    worker = Worker(connect("kvrelay://127.0.0.1:1"))
+    began = time.monotonic()
+    for number in range(50):
+        assert worker.ask(f"r{number}", list(range(9))) == 0
+        worker.load(f"r{number}", list(range(9)), 0, 8, blocks_for(8))
+        assert isinstance(worker.event(), Loaded)
+        worker.save(f"r{number}", list(range(8)), [0, 1])
+        assert isinstance(worker.event(), Saved)
+    worker.connector.close()
+    assert time.monotonic() - began < 5
+    assert worker.counters.lookup_failures == 50
+    assert worker.idle
