@@ -97,23 +97,20 @@ def _ropes(module: torch.nn.Module) -> list[str]:
 
 def _check_rope(name: str, rope: str, module: torch.nn.Module, max_len: int) -> None:
     """`transformers` picks these frequencies by the longest position in the whole batch."""
-    if "dynamic" not in rope and rope != "longrope":
+    if "dynamic" in rope:
+        limit = getattr(module, "original_max_seq_len", None)
+    elif rope == "longrope":
+        limit = _original_length(module)
+    else:
         return
-    limit = _original_length(module)
-    if limit is None or max_len > limit:
+    if not isinstance(limit, int) or max_len > limit:
         hint = "" if limit is None else f"; max_model_len {limit} would do"
         raise Unservable(f"rope type {rope!r} in {name}: frequencies depend on the length{hint}")
 
 
-def _original_length(module: torch.nn.Module) -> int | None:
-    config = getattr(module, "config", None)
-    rope = getattr(config, "rope_parameters", None)
-    if not isinstance(config, PreTrainedConfig) or not isinstance(rope, dict):
-        return None
-    limit = rope.get(
-        "original_max_position_embeddings", getattr(module, "original_max_seq_len", None)
-    )
-    return limit if isinstance(limit, int) else None
+def _original_length(module: torch.nn.Module) -> object:
+    rope = getattr(getattr(module, "config", None), "rope_parameters", None)
+    return rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None
 
 
 def _integer(config: PreTrainedConfig, name: str) -> int | None:

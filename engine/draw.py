@@ -39,7 +39,7 @@ def _draw(
         floors = _column([sampling.min_p for sampling in samplings], weights)
         weights.masked_fill_(weights < floors, 0.0)
     sums = weights.cumsum(-1, dtype=torch.float64)
-    total = sums[:, -1:]
+    total = sums[:, -1:].contiguous()
     target = total * torch.tensor(uniforms, dtype=torch.float64, device=sums.device)[:, None]
     chosen = torch.searchsorted(sums, target, right=True)
     last = torch.searchsorted(sums, total)  # where rounding took the target up to the total

@@ -11,8 +11,6 @@ from typing import Protocol, cast
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention import AttentionStep
-
 
 class _Output(Protocol):
     logits: torch.Tensor
@@ -42,10 +40,13 @@ class Forward:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        step: AttentionStep,
+        step: object,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [R, vocab] of the packed ``rows`` [R], tokens and positions [1, T]."""
+        """Logits [R, vocab] of the packed ``rows`` [R], tokens and positions [1, T].
+
+        ``step`` is what the attention function in use expects (see ``attention.AttentionStep``).
+        """
         out = self._call(
             input_ids=tokens,
             position_ids=positions,

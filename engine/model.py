@@ -23,6 +23,20 @@ from engine.kv_pool import DTYPES, PoolShape
 from engine.probe import compare, observe
 from engine.revision import revision
 
+# What reading a broken or unknown model raises inside `transformers`, before it serves anybody.
+_FOREIGN = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -83,28 +97,31 @@ def load_model(
     "cuda" or "auto". Raises ``Unservable`` with the reason when it cannot be served exactly.
     """
     directory = Path(path)
-    place = _device(device)
     try:
-        config = _config(directory)
-        max_len = longest(config, max_model_len)
-        check_config(config, max_len)
         with torch.inference_mode():
-            check_modules(_skeleton(config), max_len)
-            kind = _dtype(config, dtype)
-            return _checked(directory, _weights(directory, kind, place), kind, place, max_len)
+            return _load(directory, dtype, _device(device), max_model_len)
     except Unservable as error:
         raise Unservable(f"{directory}: {error}") from None
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+    except _FOREIGN as error:
         raise Unservable(f"{directory}: cannot be loaded: {_first_line(error)}") from error
+
+
+def _load(directory: Path, dtype: str, device: torch.device, asked: int | None) -> LoadedModel:
+    config = _config(directory)
+    max_len = longest(config, asked)
+    check_config(config, max_len)
+    check_modules(_skeleton(config), max_len)
+    kind = _dtype(config, dtype)
+    return _checked(directory, _weights(directory, kind, device), kind, device, max_len)
 
 
 def _checked(
     directory: Path, model: PreTrainedModel, dtype: str, device: torch.device, max_len: int
 ) -> LoadedModel:
     forward = Forward(model)
-    vocab = cast(torch.nn.Embedding, model.get_input_embeddings()).weight.shape[0]
     seen = observe(forward, device, max_len)
-    shape = PoolShape(1, seen.layer + 1, 1, seen.kv_heads, seen.head_dim, dtype)
+    vocab = _vocab(model, seen.vocab)
+    shape = PoolShape(1, seen.layers, 1, seen.kv_heads, seen.head_dim, dtype)
     error = compare(forward, shape, device, vocab)
     info = ModelInfo(
         name=directory.resolve().name,
@@ -123,6 +140,13 @@ def _checked(
         logit_error=error,
     )
     return LoadedModel(info, forward, device)
+
+
+def _vocab(model: PreTrainedModel, logits: int) -> int:
+    rows = cast(torch.nn.Embedding, model.get_input_embeddings()).weight.shape[0]
+    if rows != logits:
+        raise Unservable(f"{rows} token ids go in, but {logits} logits come out")
+    return rows
 
 
 def _config(directory: Path) -> PreTrainedConfig:

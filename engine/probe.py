@@ -29,11 +29,22 @@ _TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.25}
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
-    layer: int
+class Observed:
+    """What every layer's attention was seen to be, and how many layers and logits there are."""
+
+    layers: int
+    heads: int
     kv_heads: int
     head_dim: int
+    vocab: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    layer: int
     heads: int
+    kv_heads: int
+    head_dim: int
 
 
 class _Observer:
@@ -69,7 +80,7 @@ class _Observer:
             raise Unservable(f"layer {layer}: a sliding window of {window} is not implemented")
         if mask is not None:
             raise Unservable(f"layer {layer}: attention needs the model's own mask")
-        self.calls.append(_Call(layer, key.shape[1], key.shape[3], query.shape[1]))
+        self.calls.append(_Call(layer, query.shape[1], key.shape[1], key.shape[3]))
 
 
 def _observed_attention(
@@ -90,15 +101,15 @@ def _observed_attention(
 AttentionInterface.register(_OBSERVED, _observed_attention)
 
 
-def observe(forward: Forward, device: torch.device, max_len: int) -> _Call:
-    """The last layer's call, after checking that all layers are alike and numbered in order.
+def observe(forward: Forward, device: torch.device, max_len: int) -> Observed:
+    """Run three tokens and look; all layers must be alike and numbered in order.
 
     Raises ``Unservable`` when a layer has no attention, or one that shares another's KV.
     """
     observer = _Observer(max_len)
     forward.set_attention(_OBSERVED)
     tokens = torch.tensor([[0, 1, 2]], device=device)
-    forward.logits(tokens, tokens.clone(), observer, tokens[0, -1:])  # type: ignore[arg-type]
+    logits = forward.logits(tokens, tokens.clone(), observer, tokens[0, -1:])
     calls = observer.calls
     expected = getattr(forward.model.config, "num_hidden_layers", len(calls))
     if not calls or len(calls) != expected:
@@ -107,7 +118,8 @@ def observe(forward: Forward, device: torch.device, max_len: int) -> _Call:
         raise Unservable("layers do not each have a KV of their own, in order")
     if len({replace(call, layer=0) for call in calls}) > 1:
         raise Unservable("layers differ in their number or width of heads")
-    return calls[-1]
+    last = calls[-1]
+    return Observed(len(calls), last.heads, last.kv_heads, last.head_dim, logits.shape[-1])
 
 
 def compare(forward: Forward, shape: PoolShape, device: torch.device, vocab: int) -> float:
