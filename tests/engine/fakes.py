@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Sequence
 
 from engine.external import Load
-from engine.plan import Plan
+from engine.plan import Entry, Plan
 from engine.request import Naming
 from engine.work import Sampled, Work
 
@@ -62,16 +62,7 @@ class ChainRunner:
 
     def plan(self, plan: Plan) -> list[int | None]:
         """A plan of the scheduler, without an engine around it."""
-        return [
-            self._token(
-                entry.request.tokens, entry.start, entry.count, entry.request.resident.blocks
-            )
-            if entry.samples
-            else self._compute(
-                entry.request.tokens, entry.start, entry.count, entry.request.resident.blocks
-            )
-            for entry in plan.entries
-        ]
+        return [self._entry(entry) for entry in plan.entries]
 
     def fill(self, load: Load, valid: int) -> None:
         """Write what a true load would: ``valid`` tokens right, the rest rubbish."""
@@ -81,6 +72,13 @@ class ChainRunner:
             block = load.blocks[offset // self.size]
             right = offset < valid
             self.slots[block][position % self.size] = truth[position] if right else b"rubbish"
+
+    def _entry(self, entry: Entry) -> int | None:
+        request, blocks = entry.request, entry.request.resident.blocks
+        if entry.samples:
+            return self._token(request.tokens, entry.start, entry.count, blocks)
+        self._compute(request.tokens, entry.start, entry.count, blocks)
+        return None
 
     def _one(self, work: Work) -> Sampled | None:
         if work.sampling is None:

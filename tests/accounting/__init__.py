@@ -1,0 +1,1 @@
+"""The accounting of tokens and blocks: founding bugs, exhaustive check, mutations, liveness."""

@@ -1,0 +1,127 @@
+"""A scheduler on a bench: a chain runner for a model, a scripted store, every invariant each step.
+
+Loads and saves stand in ``loads`` and ``saves`` until a test ends them; ``run`` ends them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.audit import audit
+from engine.external import Load, Query, Save
+from engine.plan import Limits, Plan
+from engine.request import Finish, Order, Request, State
+from engine.scheduler import Scheduler
+from engine.usage import leg_tokens
+from tests.engine.fakes import ChainRunner, answer, naming
+
+Answers = Callable[[Query], int | None]
+
+
+def limits(
+    num_blocks: int, block_size: int, *, seqs: int = 16, budget: int = 512, headroom: int = 1
+) -> Limits:
+    return Limits(num_blocks, block_size, 10_000, seqs, budget, headroom)
+
+
+class Bench:
+    """``valid`` says how a load ends: by default all of it was verified."""
+
+    def __init__(
+        self,
+        bounds: Limits,
+        answers: Answers = lambda _: 0,
+        valid: Callable[[Load], int] = lambda load: load.external,
+    ) -> None:
+        self.bounds = bounds
+        self.runner = ChainRunner(bounds.num_blocks, bounds.block_size)
+        self.scheduler = Scheduler(bounds, naming(), self._lookup)
+        self.queries: list[tuple[str, int]] = []
+        self.loads: list[Load] = []
+        self.saves: list[Save] = []
+        self.requests: list[Request] = []
+        self.steps = 0
+        self._answers = answers
+        self._valid = valid
+
+    def submit(
+        self, request_id: str, prompt: Sequence[int], new: int, *, prefill_only: bool = False
+    ) -> Request:
+        order = Order(request_id, tuple(prompt), len(prompt), new, prefill_only=prefill_only)
+        self.requests.append(self.scheduler.submit(order))
+        return self.requests[-1]
+
+    def resume(self, request_id: str, prompt: Sequence[int], made: int, new: int) -> Request:
+        """A decode leg: the prompt and the first ``made`` tokens of its answer."""
+        tokens = (*prompt, *answer(prompt, made))
+        self.requests.append(self.scheduler.submit(Order(request_id, tokens, len(prompt), new)))
+        return self.requests[-1]
+
+    def step(self) -> Plan:
+        """One step of the model."""
+        plan = self.scheduler.schedule()
+        assert sum(entry.count for entry in plan.entries) <= self.bounds.max_num_batched_tokens
+        assert len(self.scheduler.running) + self.scheduler.loading <= self.bounds.max_num_seqs
+        self.loads += plan.loads
+        self.saves += plan.saves
+        committed = self.scheduler.commit(plan, self.runner.plan(plan))
+        self.saves += committed.saves
+        self.steps += 1
+        self.check()
+        return plan
+
+    def end_load(self, load: Load, valid: int | None = None) -> None:
+        valid = self._valid(load) if valid is None else valid
+        self.loads.remove(load)
+        self.runner.fill(load, min(max(valid, 0), load.external))
+        self.scheduler.loaded(load.request_id, load.epoch, valid)
+        self.check()
+
+    def end_save(self, save: Save) -> None:
+        self.saves.remove(save)
+        self.scheduler.saved(save.request_id, save.epoch, save.serial)
+        self.check()
+
+    def end_all(self) -> None:
+        for save in list(self.saves):
+            self.end_save(save)
+        for load in list(self.loads):
+            self.end_load(load)
+
+    def run(self, steps: int = 2000) -> None:
+        """Step, and end what is outside, until every request has its answer."""
+        for _ in range(steps):
+            if not self.scheduler.requests:
+                break
+            self.step()
+            self.end_all()
+        self.end_all()
+        self.check_end()
+
+    def check(self) -> None:
+        findings = audit(self.scheduler)
+        assert not findings, findings
+
+    def check_end(self) -> None:
+        """All have ended, with the tokens of one process, and every position is accounted for."""
+        assert not self.scheduler.requests, f"left after {self.steps} steps"
+        assert not any(self.scheduler.pool.references)
+        for request in self.requests:
+            self._check_answer(request)
+        executed = sum(leg_tokens(request).executed for request in self.requests)
+        assert executed == self.runner.executed_positions
+
+    def _check_answer(self, request: Request) -> None:
+        order, account = request.order, leg_tokens(request)
+        prompt = list(order.tokens[: order.prompt_len])
+        assert request.state is State.FINISHED
+        assert request.tokens == prompt + answer(prompt, request.length - order.prompt_len)
+        assert min(account.local, account.external, account.recomputed, account.failed) >= 0
+        if request.finish is not Finish.ABORT:
+            assert account.local + account.external + account.computed == account.length
+            most = order.prompt_len + order.max_tokens - account.length
+            assert account.generated == (1 if order.prefill_only else most)
+
+    def _lookup(self, query: Query) -> int | None:
+        self.queries.append((query.request_id, query.local))
+        return self._answers(query)
