@@ -71,6 +71,8 @@ class Option:
 
     def read(self, texts: Sequence[str], source: str) -> object:
         """The value of the texts found at ``source``; raises ``Rejected`` with the way out."""
+        if self.repeated and self.kind is not str:  # a number has no comma in it
+            texts = [part for text in texts for part in text.split(",")]
         values = tuple(self._read_one(text, source) for text in texts)
         return values if self.repeated else values[-1]
 

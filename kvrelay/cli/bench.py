@@ -1,0 +1,46 @@
+"""``kvrelay bench``: the cluster measured beside plain ``transformers``, part by part."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from common.config import load
+from kvrelay.bench.config import PARTS, BenchConfig, model_directory
+from kvrelay.bench.rows import HEAD, Row, cells, markdown
+from kvrelay.bench.run import Bench
+from kvrelay.cli.screen import paint, say, table, tell
+
+DESCRIPTION = """\
+Measures on this machine, side by side in one run: (a) throughput beside transformers' generate
+and generate_batch, (b) the first token cold, with a local hit and with a store hit, (c) the
+hand-over from prefill to decode, (d) what the router adds. A ratio over 1 means that kvrelay is
+ahead of what it is compared with."""
+RIGHT = frozenset({2, 3, 4})
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load(BenchConfig, argv, "kvrelay bench", DESCRIPTION)
+    with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as made:
+        bench = Bench(config, model_directory(config, Path(made)))
+        if not config.json:
+            say(bench.describe())
+        rows = []
+        for row in bench.rows():
+            rows.append(row)
+            tell(f"  ({row.part}) {row.name}: {' '.join(cells(row)[2:])}")
+        show(config, bench.describe(), rows)
+    return 0
+
+
+def show(config: BenchConfig, machine: str, rows: Sequence[Row]) -> None:
+    """The rows as asked for."""
+    if config.json:
+        say(json.dumps({"machine": machine, "rows": [row.as_json() for row in rows]}, indent=2))
+        return
+    for part in config.parts:
+        mine = [row for row in rows if row.part == part]
+        say(f"\n{paint(f'({part}) {PARTS[part]}', 'bold')}")
+        say(markdown(mine) if config.markdown else table(HEAD, [cells(row) for row in mine], RIGHT))

@@ -1,0 +1,195 @@
+"""``kvrelay demo``: a small cluster, one document, some questions, and what they cost."""
+
+from __future__ import annotations
+
+import json
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from common.config import load, option
+from common.errors import NotFound
+from kvrelay.cli.screen import paint, say, table, tell
+from kvrelay.client import Client
+from kvrelay.demo import Asked, Hop, Plan, ask
+from kvrelay.process import Spec
+from kvrelay.processes import ClusterConfig
+from kvrelay.supervisor import Cluster
+
+DESCRIPTION = """\
+Starts a store, prefill workers, decode workers and a router on free ports, and asks questions
+over one long document. Shows for each answer which workers it passed, how many tokens of the
+prompt they found in their own pool, took from the store or had to compute, and whether the
+answer is right. Ends with status 0 only if every answer is."""
+WIDTH = 78
+KIND = {
+    "cold": ("computed", "yellow"),
+    "local": ("found in the worker's pool", "green"),
+    "store": ("taken from the store", "cyan"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoConfig:
+    """What to bring up and what to ask."""
+
+    prefill: int = option(2, "prefill workers; with 0 the decode workers do it", low=0, high=16)
+    decode: int = option(2, "decode workers", low=1, high=16)
+    model: str = option("recall", "another model that was trained for it", metavar="DIR")
+    questions: int = option(6, "questions to ask", low=1, high=100)
+    facts: int = option(118, "facts in the document, of about 8.4 tokens each", low=1, high=400)
+    seed: int = option(2, "which document", low=0)
+    kill: bool = option(True, "do not kill a prefill worker half way")
+    json: bool = option(False, "print the figures as JSON, and nothing else")
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load(DemoConfig, argv, "kvrelay demo", DESCRIPTION)
+    plan = Plan.draw(config.seed, config.facts, min(config.questions, config.facts))
+    return Demo(config, plan).run()
+
+
+class Demo:
+    """One run of the demonstration and what is written about it."""
+
+    def __init__(self, config: DemoConfig, plan: Plan) -> None:
+        self._config, self._plan = config, plan
+        size = ClusterConfig(
+            model=config.model, prefill=config.prefill, decode=config.decode, port=0
+        )
+        self._cluster = Cluster(size, on_change=self._on_change)
+        self._names = {spec.address: spec.name for spec in self._cluster.specs}
+        self._starting = True
+
+    def run(self) -> int:
+        self._say(paint("kvrelay demo", "bold") + f": {self._size()}")
+        self._say()
+        since = time.monotonic()
+        with self._cluster as cluster, Client(cluster.router) as client:
+            self._starting = False
+            took = time.monotonic() - since
+            self._say(f"  all of it serves after {took:.1f} s")
+            self._introduce()
+            asked = self._ask_all(client)
+        if self._config.json:
+            say(json.dumps(report(asked, took), indent=2))
+        else:
+            say(summary(asked))
+        return 0 if all(one.right for one in asked) else 1
+
+    def _size(self) -> str:
+        config = self._config
+        parts = (f"{config.prefill} prefill workers", f"{config.decode} decode workers")
+        return ", ".join((*parts, "a store and a router"))
+
+    def _introduce(self) -> None:
+        document = self._plan.document
+        lines = textwrap.wrap(document.text, WIDTH - 4)
+        self._say(
+            f"\nA document of {len(document.facts)} facts, {len(document.text):,} characters:\n"
+        )
+        for line in lines[:3]:
+            self._say(paint(f"    {line}", "dim"))
+        self._say(paint(f"    ... {len(lines) - 3} more lines", "dim") if len(lines) > 3 else "")
+
+    def _ask_all(self, client: Client) -> list[Asked]:
+        done: list[Asked] = []
+        for number, asked in enumerate(self._plan.questions, 1):
+            if self._config.kill and number == len(self._plan.questions) // 2 + 2:
+                self._kill(done[-1].hops[0])
+            self._say(f"\n{paint(f'{number}. {asked.text}', 'bold')}")
+            self._write("   ")
+            done.append(ask(client, self._plan, asked, self._names, self._write))
+            self._tell_how(done[-1])
+        return done
+
+    def _tell_how(self, asked: Asked) -> None:
+        verdict = paint("right", "green") if asked.right else paint("WRONG", "red")
+        room = " " * max(2, WIDTH - 3 - len(asked.answer) - 5)
+        self._say(room + verdict)
+        if not asked.right:
+            self._say(f"   expected: {asked.expected}")
+        for hop in asked.hops:
+            self._say(f"   {describe(hop)}")
+        what, colour = KIND[asked.source]
+        first = paint(f"first token after {asked.first_token * 1e3:.0f} ms", colour)
+        self._say(f"   {first} (prompt {what}), then {asked.token_gap * 1e3:.1f} ms a token")
+
+    def _kill(self, hop: Hop) -> None:
+        """Kills the prefill worker that holds the document, if another one can take over."""
+        if hop.role != "prefill" or self._config.prefill < 2:
+            return
+        role, _, index = hop.worker.rpartition("-")
+        try:
+            process = self._cluster.process(role, int(index))
+        except (NotFound, ValueError):
+            return
+        self._say(
+            paint(f"\n*  kill -9 {process.pid}: {hop.worker}, which holds the document", "red")
+        )
+        self._cluster.kill(role, int(index))
+
+    def _on_change(self, spec: Spec, what: str) -> None:
+        if self._starting and not self._config.json:
+            tell(f"  {spec.name:<10} {spec.address:<16} {what}")
+
+    def _say(self, text: str = "") -> None:
+        if not self._config.json:
+            say(text)
+
+    def _write(self, text: str) -> None:
+        if not self._config.json:
+            sys.stdout.write(text.replace("\n", " "))
+            sys.stdout.flush()
+
+
+def describe(hop: Hop) -> str:
+    """One hop in a line; the numbers add up by construction."""
+    outside = "from the store" if hop.role == "prefill" else "transferred"
+    line = (
+        f"{hop.worker:<10} {hop.length:>5} tokens = {hop.local:>4} local"
+        f" + {hop.external:>4} {outside:<14} + {hop.computed:>4} computed"
+    )
+    extra = [f"{hop.recomputed} recomputed"] if hop.recomputed else []
+    extra += [f"{hop.failed} failed to load"] if hop.failed else []
+    return ", ".join([line, *extra])
+
+
+def summary(asked: Sequence[Asked]) -> str:
+    """The end: times by where the prompt came from, the verdict, and how to go on."""
+    cold = [one.first_token for one in asked if one.source == "cold"]
+    rows = []
+    for kind, (what, _) in KIND.items():
+        times = [one.first_token for one in asked if one.source == kind]
+        if times:
+            ratio = f"{median(cold) / median(times):.1f} x" if cold else "-"
+            rows.append((what, str(len(times)), f"{median(times) * 1e3:.0f} ms", ratio))
+    head = ("prompt was", "questions", "first token", "faster")
+    right = sum(one.right for one in asked)
+    verdict = f"{right} of {len(asked)} answers right."
+    return "\n".join(
+        [
+            "",
+            table(head, rows, frozenset({1, 2, 3})),
+            "",
+            paint(verdict, "green" if right == len(asked) else "red"),
+            "",
+            "Go on with:",
+            "  make up                              leaves such a cluster serving",
+            '  .venv/bin/kvrelay generate "..."     asks it something',
+            "  make test                            every test, with the exactness suite",
+        ]
+    )
+
+
+def report(asked: Sequence[Asked], start_seconds: float) -> dict[str, object]:
+    """The figures for scripts."""
+    return {
+        "right": sum(one.right for one in asked),
+        "asked": len(asked),
+        "start_seconds": start_seconds,
+        "questions": [asdict(one) | {"right": one.right, "source": one.source} for one in asked],
+    }

@@ -1,0 +1,164 @@
+"""``kvrelay generate``: one prompt to a running cluster, the answer streamed as it is made."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf.json_format import MessageToDict
+
+from common.config import load, option
+from common.errors import Rejected
+from kvrelay import endpoints
+from kvrelay.cli.screen import paint, say, tell
+from kvrelay.client import Client, Piece
+from protos import types_pb2
+
+DEFAULT_ROUTER = "127.0.0.1:50051"
+LARGEST_PROMPT = 8 << 20
+DESCRIPTION = """\
+Sends one prompt to a running cluster and prints the answer as it comes. The prompt is the
+argument, or standard input, or token ids."""
+EPILOG = """\
+examples:
+  kvrelay generate "Once upon a time" --max-tokens 64
+  kvrelay generate --chat "Who are you?" --temperature 0.8 --seed 7 --usage
+  kvrelay generate --token-ids 1,2,3 --json
+  cat prompt.txt | kvrelay generate --endpoints up.json
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateConfig:
+    """What to send, where, and how to show the answer."""
+
+    prompt: str | None = option(
+        None, "the text; '-' or nothing reads standard input", metavar="PROMPT", positional=True
+    )
+    token_ids: tuple[int, ...] = option((), "the prompt as ids: 1,2,3", low=0, metavar="IDS")
+    chat: bool = option(False, "the prompt is a user's message, for the model's chat template")
+    system: str | None = option(None, "a system message before it; needs --chat")
+    router: str | None = option(None, f"the router; else {DEFAULT_ROUTER}", metavar="HOST:PORT")
+    endpoints: str | None = option(None, "take the router from kvrelay up's file", metavar="FILE")
+    max_tokens: int = option(128, "length of the answer at most", low=1)
+    temperature: float = option(0.0, "0 takes the likeliest token", low=0)
+    top_p: float | None = option(None, "sample from that much of the probability", metavar="P")
+    top_k: int | None = option(None, "sample from so many tokens; 0 is off", metavar="K")
+    seed: int | None = option(None, "the same seed gives the same answer", low=0)
+    stop: tuple[str, ...] = option((), "text that ends the answer")
+    ignore_eos: bool = option(False, "go on after the end-of-sequence token")
+    timeout: float = option(600.0, "give up after that", unit="seconds", low=0.001)
+    usage: bool = option(False, "tell afterwards what was computed where (standard error)")
+    json: bool = option(False, "print text, token ids, finish reason and usage as JSON at the end")
+
+    def __post_init__(self) -> None:
+        if self.token_ids and (self.prompt is not None or self.chat):
+            raise Rejected("token_ids", "cannot be given together with a text or --chat")
+        if self.system is not None and not self.chat:
+            raise Rejected("system", "needs --chat")
+        if self.router is not None and self.endpoints is not None:
+            raise Rejected("router", "give either --router or --endpoints")
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load(GenerateConfig, argv, "kvrelay generate", DESCRIPTION, epilog=EPILOG)
+    pieces: list[Piece] = []
+    with Client(_router(config)) as client, closing(_stream(client, config)) as stream:
+        for piece in stream:
+            pieces.append(piece)
+            if not config.json:
+                sys.stdout.write(piece.text)
+                sys.stdout.flush()
+    last = pieces[-1].usage if pieces else None
+    if config.json:
+        say(json.dumps(_as_json(pieces), ensure_ascii=False, indent=2))
+    else:
+        say()
+    if config.usage and last is not None:
+        tell(usage_lines(last))
+    return 0
+
+
+def _stream(client: Client, config: GenerateConfig) -> Iterator[Piece]:
+    """The pieces of the answer; only what was given is sent."""
+    return client.generate(
+        prompt=None if config.chat or config.token_ids else _text(config),
+        token_ids=config.token_ids or None,
+        chat=_messages(config) if config.chat else None,
+        max_tokens=config.max_tokens,
+        temperature=config.temperature,
+        top_p=config.top_p,
+        top_k=config.top_k,
+        seed=config.seed,
+        stop=config.stop,
+        ignore_eos=config.ignore_eos or None,
+        timeout=config.timeout,
+    )
+
+
+def _messages(config: GenerateConfig) -> list[tuple[str, str]]:
+    system = [] if config.system is None else [("system", config.system)]
+    return [*system, ("user", _text(config))]
+
+
+def _router(config: GenerateConfig) -> str:
+    if config.endpoints is not None:
+        return endpoints.router_of(Path(config.endpoints))
+    return config.router or DEFAULT_ROUTER
+
+
+def _text(config: GenerateConfig) -> str:
+    if config.prompt not in (None, "-"):
+        return str(config.prompt)
+    if config.prompt is None and sys.stdin.isatty():
+        raise Rejected("prompt", "give a text, '-' for standard input, or --token-ids")
+    raw = sys.stdin.buffer.read(LARGEST_PROMPT + 1)
+    if len(raw) > LARGEST_PROMPT:
+        raise Rejected("prompt", f"standard input holds over {LARGEST_PROMPT >> 20} MiB")
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Rejected("prompt", f"standard input is not UTF-8: {error}") from None
+
+
+def _as_json(pieces: Sequence[Piece]) -> dict[str, object]:
+    last = pieces[-1] if pieces else None
+    return {
+        "text": "".join(piece.text for piece in pieces),
+        "token_ids": [token for piece in pieces for token in piece.token_ids],
+        "finish_reason": last.finish_reason if last else None,
+        "usage": usage_json(last.usage) if last and last.usage else None,
+    }
+
+
+def usage_json(usage: types_pb2.Usage) -> dict[str, object]:
+    """Every field of a usage, zeros too."""
+    made: dict[str, object] = MessageToDict(
+        usage, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return made
+
+
+def usage_lines(usage: types_pb2.Usage) -> str:
+    """A usage as a person reads it."""
+    lines = [
+        paint(
+            f"{usage.prompt_tokens} prompt tokens, {usage.cached_prompt_tokens} of them cached;"
+            f" {usage.completion_tokens} new; first token {usage.first_token_seconds * 1e3:.0f} ms",
+            "dim",
+            sys.stderr,
+        )
+    ]
+    for leg in usage.legs:
+        role = types_pb2.Role.Name(leg.role).removeprefix("ROLE_").lower()
+        lines.append(
+            f"  {role:<8} {leg.address or leg.worker:<16} {leg.length} ="
+            f" {leg.local} local + {leg.external} external + {leg.computed} computed"
+            + (f", {leg.recomputed} recomputed" if leg.recomputed else "")
+            + (f", {leg.failed} failed" if leg.failed else "")
+        )
+    return "\n".join(lines)

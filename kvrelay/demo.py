@@ -1,0 +1,124 @@
+"""The demonstration: questions over one long document, and what each of them cost where.
+
+A document of stated facts is asked about; its tokens are the prefix of every prompt, so only the
+first question should have to compute it. Half way the prefill worker that holds the document is
+killed: the other one finds the document in the store. An answer is right or it is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from kvrelay.client import Client
+from kvrelay.recall.facts import Document, Question, document, question
+from kvrelay.recall.prompt import prompt
+from protos import types_pb2
+
+MAX_TOKENS = 16
+ROLES = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode"}
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """What one worker did for a request: ``length = local + external + computed``."""
+
+    worker: str
+    role: str
+    length: int
+    local: int
+    external: int
+    computed: int
+    recomputed: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A question, what was answered, and how it went. Times as the client saw them, in seconds."""
+
+    question: str
+    expected: str
+    answer: str
+    hops: tuple[Hop, ...]
+    first_token: float
+    token_gap: float
+    tokens: int
+
+    @property
+    def right(self) -> bool:
+        return self.answer.strip() == self.expected
+
+    @property
+    def source(self) -> str:
+        """Where most of the prompt came from: ``cold`` (computed), ``local`` or ``store``."""
+        first = self.hops[0]
+        kinds = {"cold": first.computed, "local": first.local, "store": first.external}
+        return max(kinds, key=lambda kind: kinds[kind])
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The document and the questions of one demonstration."""
+
+    document: Document
+    questions: tuple[Question, ...]
+
+    @classmethod
+    def draw(cls, seed: int, facts: int, count: int) -> Plan:
+        """Questions spread evenly from the document's first fact to its last."""
+        made = document(seed, facts)
+        last = len(made.facts) - 1
+        places = [round(i * last / max(1, count - 1)) for i in range(count)]
+        # Not in the order of the text: whoever asks does not know it.
+        mixed = places[::2] + places[1::2][::-1]
+        chosen = (question(made.facts[at], form) for form, at in enumerate(mixed))
+        return cls(made, tuple(chosen))
+
+    def prompt(self, asked: Question) -> str:
+        return prompt(self.document, asked)
+
+
+def ask(
+    client: Client,
+    plan: Plan,
+    asked: Question,
+    names: Mapping[str, str],
+    on_text: Callable[[str], None],
+) -> Asked:
+    """Asks one question greedily; ``on_text`` gets the answer as it comes."""
+    start = time.perf_counter()
+    stamps: list[float] = []
+    text = ""
+    hops: tuple[Hop, ...] = ()
+    for piece in client.generate(prompt=plan.prompt(asked), max_tokens=MAX_TOKENS, temperature=0.0):
+        stamps += [time.perf_counter()] * len(piece.token_ids)
+        text += piece.text
+        on_text(piece.text)
+        if piece.usage is not None:
+            hops = tuple(_hops(piece.usage, names))
+    gaps = len(stamps) - 1
+    return Asked(
+        question=asked.text,
+        expected=asked.answer,
+        answer=text,
+        hops=hops,
+        first_token=stamps[0] - start,
+        token_gap=(stamps[-1] - stamps[0]) / gaps if gaps else 0.0,
+        tokens=len(stamps),
+    )
+
+
+def _hops(usage: types_pb2.Usage, names: Mapping[str, str]) -> Iterator[Hop]:
+    for leg in usage.legs:
+        yield Hop(
+            worker=names.get(leg.address, leg.address),
+            role=ROLES.get(leg.role, "unknown"),
+            length=leg.length,
+            local=leg.local,
+            external=leg.external,
+            computed=leg.computed,
+            recomputed=leg.recomputed,
+            failed=leg.failed,
+        )
