@@ -1,0 +1,52 @@
+"""The configuration of the router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import check, option, required
+from common.errors import Rejected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Flags, environment and file of the router. Times in seconds."""
+
+    model: str = required(str, "directory of the model, for its tokenizer", metavar="DIR")
+    served_model: str | None = option(
+        None, "name of the model; default: that of its directory, as workers call it"
+    )
+    host: str = option("127.0.0.1", "address to listen on", metavar="HOST")
+    port: int = option(50051, "port to listen on; 0 picks a free one", low=0, high=65535)
+    prefill: tuple[str, ...] = option((), "a prefill worker; may be repeated", metavar="HOST:PORT")
+    decode: tuple[str, ...] = option((), "a decode worker; may be repeated", metavar="HOST:PORT")
+    workers_file: str | None = option(
+        None, "JSON or TOML with lists `prefill` and `decode`, read again when it changes"
+    )
+    health_interval: float = option(1.0, "between two checks of a worker", low=0.01)
+    health_timeout: float = option(2.0, "for the answer to a check", low=0.01)
+    worker_wait: float = option(5.0, "to wait for a worker when there is none", low=0.0)
+    default_timeout: float = option(600.0, "of a request that names none", low=0.001)
+    max_timeout: float = option(3600.0, "that a request may take at most", low=0.001)
+    max_requests: int = option(1024, "requests at once; one more is told to retry", low=1)
+    max_failures: int = option(4, "legs of one request that may fail", low=0)
+    max_prompt: int = option(4 << 20, "size of a prompt", unit="bytes", low=1)
+    max_message: int = option(32 << 20, "size of a message", unit="bytes", low=1 << 16)
+    grace: float = option(10.0, "that requests under way get at SIGTERM", low=0.0)
+    allow_insecure: bool = option(
+        False, "listen on an address other machines can reach, without encryption"
+    )
+    log_level: str = option(
+        "info", "how much to log", choices=("debug", "info", "warning", "error")
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if not (self.decode or self.workers_file):
+            raise Rejected("decode", "name a decode worker, or a --workers-file that does")
+
+    @property
+    def model_name(self) -> str:
+        """What requests call the model and workers must call it."""
+        return self.served_model or Path(self.model).resolve().name

@@ -1,0 +1,191 @@
+"""One request under way: while it is not finished, choose a worker and run a leg there.
+
+Every leg has the same shape (prompt, tokens so far, sampling), so a prefill leg, the decode leg
+after it, and one more after a worker died are the same loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from common.errors import Exhausted, KvrelayError, Mismatch, Rejected, Unavailable
+from protos import router_pb2, types_pb2
+from router.dispatch import Attempts, Dispatcher
+from router.legs import UNFINISHED, Event, Handoff, run_leg
+from router.policy import Prefix
+from router.request import Request
+from router.usage import usage
+from router.worker import KnownWorker
+from text.output import OutputText
+from text.tokenizer import Tokenizer
+
+STOP, LENGTH = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
+
+
+class Generation:
+    """Owns the tokens so far, their text, and the accounts of the legs."""
+
+    def __init__(
+        self,
+        request: Request,
+        prefix: Prefix,
+        digest: bytes,
+        dispatcher: Dispatcher,
+        tokenizer: Tokenizer,
+        max_failures: int,
+        received: float,
+    ) -> None:
+        self._request = request
+        self._prefix = prefix
+        self._digest = digest
+        self._dispatcher = dispatcher
+        self._max_failures = max_failures
+        self._tried = Attempts()
+        self._text = OutputText(tokenizer, request.sampling.stop, request.sampling.min_tokens)
+        self._outputs = list(request.outputs)
+        self._accounts: list[types_pb2.LegUsage] = []
+        self._handoff = Handoff()
+        self._finish: types_pb2.FinishReason.ValueType = UNFINISHED
+        self._stopped = False
+        self._received = received
+        self._first_token_seconds = 0.0
+        self._told = False
+
+    def replay(self, ending: Sequence[int]) -> None:
+        """Take the tokens so far in; they may have finished it, but only with the last one."""
+        last = len(self._outputs) - 1
+        for index, token in enumerate(self._outputs):
+            self._stopped = self._text.push(token).stopped
+            armed = index >= self._request.sampling.min_tokens
+            if self._stopped or (armed and token in ending):
+                self._finish = STOP
+                if index < last:
+                    raise Rejected(
+                        f"output_token_ids[{index + 1}]", "the output had ended before this token"
+                    )
+        if self._finish == UNFINISHED and last + 1 >= self._request.max_tokens:
+            self._finish = LENGTH
+
+    async def responses(self) -> AsyncGenerator[router_pb2.GenerateResponse]:
+        """The whole stream; closing it cancels whatever leg is under way."""
+        while self._finish == UNFINISHED:
+            worker = await self._dispatcher.place(
+                self._request, self._prefix, len(self._outputs), self._tried
+            )
+            try:
+                async with aclosing(self._leg(worker)) as responses:
+                    async for response in responses:
+                        yield response
+            except (Unavailable, Exhausted, Mismatch) as error:
+                await self._failed(worker, error)
+        yield self._last()
+
+    async def _leg(self, worker: KnownWorker) -> AsyncGenerator[router_pb2.GenerateResponse]:
+        """Relay what one leg brings."""
+        before, accounts = len(self._outputs), len(self._accounts)
+        try:
+            events = run_leg(worker, self._message(), self._handoff, self._request.deadline)
+            self._handoff = Handoff()
+            async with aclosing(events):
+                async for event in events:
+                    response = self._take(event, worker)
+                    if response is not None:
+                        yield response
+                    if self._stopped and event.finish == UNFINISHED:
+                        return  # the worker goes on: its leg is cancelled
+        finally:
+            if len(self._accounts) == accounts:  # it failed, or was ended here
+                self._accounts.append(self._unknown(worker, len(self._outputs) - before))
+        if self._finish == UNFINISHED and not self._progressed(worker, before):
+            raise Unavailable(f"{worker.address} ended its leg without finishing the request")
+
+    def _progressed(self, worker: KnownWorker, before: int) -> bool:
+        return worker.role == types_pb2.ROLE_PREFILL and len(self._outputs) > before
+
+    def _message(self) -> types_pb2.Leg:
+        request = self._request
+        return types_pb2.Leg(
+            request_id=request.id,
+            prompt_token_ids=request.prompt,
+            output_token_ids=self._outputs,
+            max_tokens=request.max_tokens,
+            sampling=request.sampling,
+            namespace_digest=self._digest,
+        )
+
+    def _take(self, event: Event, worker: KnownWorker) -> router_pb2.GenerateResponse | None:
+        """Book one event; the response that relays it, ``None`` without tokens."""
+        if event.usage is not None:
+            event.usage.address = worker.address
+            self._accounts.append(event.usage)
+        if event.handoff is not None:
+            self._handoff = event.handoff
+        tokens, text = event.tokens, ""
+        for count, token in enumerate(tokens, 1):
+            self._outputs.append(token.id)
+            piece = self._text.push(token.id)
+            text += piece.text
+            if piece.stopped:
+                self._stopped, tokens = True, tokens[:count]
+                break
+        self._note_finish(event)
+        return self._response(tokens, text) if tokens else None
+
+    def _note_finish(self, event: Event) -> None:
+        if self._stopped:
+            self._finish = STOP
+        elif event.finish != UNFINISHED:
+            self._finish = event.finish
+        elif len(self._outputs) >= self._request.max_tokens:
+            self._finish = LENGTH
+
+    def _response(
+        self, tokens: Sequence[types_pb2.Token], text: str
+    ) -> router_pb2.GenerateResponse:
+        if self._told:
+            return router_pb2.GenerateResponse(tokens=tokens, text=text)
+        self._told = True
+        self._first_token_seconds = time.monotonic() - self._received
+        return router_pb2.GenerateResponse(
+            request_id=self._request.id,
+            tokens=tokens,
+            text=text,
+            seed=self._request.sampling.seed,
+        )
+
+    def _last(self) -> router_pb2.GenerateResponse:
+        text = "" if self._stopped else self._text.flush()
+        response = self._response((), text)
+        response.finish_reason = self._finish
+        account = usage(
+            self._accounts, len(self._request.prompt), len(self._outputs), self._first_token_seconds
+        )
+        response.usage.CopyFrom(account)
+        return response
+
+    def _unknown(self, worker: KnownWorker, generated: int) -> types_pb2.LegUsage:
+        return types_pb2.LegUsage(
+            worker=worker.key, address=worker.address, role=worker.role, generated=generated
+        )
+
+    async def _failed(self, worker: KnownWorker, error: KvrelayError) -> None:
+        """Go on elsewhere, or raise the error when that cannot help or was done too often."""
+        if isinstance(error, Mismatch) and error.field != "leg.namespace_digest":
+            raise error
+        if self._finish != UNFINISHED:
+            return  # all tokens are there; only the account of the leg is lost
+        tried = self._tried
+        tried.failures += 1
+        tried.last = error
+        if tried.failures > self._max_failures:
+            raise error
+        if isinstance(error, Exhausted) and self._outputs:
+            self._request.deadline.check("to go on with the answer")
+            await asyncio.sleep(min(error.retry_after, self._request.deadline.remaining()))
+            return
+        tried.excluded.add(worker.key)
+        if not isinstance(error, Exhausted):
+            self._dispatcher.registry.suspect(worker, error)

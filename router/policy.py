@@ -1,0 +1,145 @@
+"""Which worker gets a leg: filter, score, pick. Pure; values in, a value out.
+
+The score is the work that would stand before the request on that worker, in tokens: what is in
+flight there plus what of this request it would have to compute or fetch. So a worker that holds the
+prefix wins only while its queue is shorter by less than the hit is worth: a hot prefix cannot bury
+it. Equal scores are decided by XXH3 rendezvous on the prefix, so equal prefixes meet again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_intdigest
+
+from common.errors import Rejected
+
+MAX_HOLDERS = 4  # of one block name; more would not be chosen between
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A worker as the policy sees it. ``key`` is its boot token: a restart is another worker."""
+
+    key: str
+    legs: int  # under way there, as far as this router knows
+    tokens: int  # of those legs
+    max_model_len: int
+    capacity: int  # positions that its whole pool holds
+
+    def fits(self, positions: int) -> bool:
+        """DESIGN.md, D5."""
+        return positions <= min(self.max_model_len, self.capacity)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What a token to come, a token in flight and a leg in flight cost, in one unit."""
+
+    fresh: float
+    token: float
+    leg: float
+
+
+PREFILL = Weights(fresh=1.0, token=1.0, leg=16.0)  # computing is all there is
+DECODE = Weights(fresh=0.05, token=0.02, leg=64.0)  # fetching is cheap; a stream costs every step
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Names of a prompt's full blocks, in order, and the tokens in each."""
+
+    names: tuple[bytes, ...]
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What is to be placed: tokens to compute or fetch, ``positions`` it can ever need."""
+
+    tokens: int
+    positions: int
+    prefix: Prefix
+    weights: Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The worker picked, and how many leading tokens it is thought to hold."""
+
+    key: str
+    hit: int
+
+
+class Affinity:
+    """Who was lately sent which blocks. At most ``capacity`` names, the oldest forgotten."""
+
+    def __init__(self, capacity: int = 100_000) -> None:
+        self._capacity = capacity
+        self._holders: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
+
+    def record(self, names: Iterable[bytes], key: str) -> None:
+        """``key`` was sent these blocks just now."""
+        for name in names:
+            others = tuple(k for k in self._holders.pop(name, ()) if k != key)
+            self._holders[name] = (key, *others[: MAX_HOLDERS - 1])
+        while len(self._holders) > self._capacity:
+            self._holders.popitem(last=False)
+
+    def leading(self, names: Sequence[bytes]) -> Mapping[str, int]:
+        """For each worker that was sent the first of ``names``: how many in a row."""
+        counts: dict[str, int] = {}
+        for index, name in enumerate(names):
+            still = [k for k in self._holders.get(name, ()) if counts.get(k, 0) == index]
+            if not still:
+                break
+            counts.update(dict.fromkeys(still, index + 1))
+        return counts
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+
+def choose(
+    wish: Wish, candidates: Sequence[Candidate], leading: Mapping[str, int]
+) -> Choice | None:
+    """The cheapest of those that fit; ``None`` without candidates, ``Rejected`` if none fits."""
+    fitting = [candidate for candidate in candidates if candidate.fits(wish.positions)]
+    if not fitting:
+        if candidates:
+            raise too_long(wish.positions, candidates)
+        return None
+    hits = {c.key: _hit(wish, leading.get(c.key, 0)) for c in fitting}
+    scores = [(_score(wish, c, hits[c.key]), c.key) for c in fitting]
+    best = min(score for score, _ in scores)
+    ties = [key for score, key in scores if score == best]
+    picked = ties[0] if len(ties) == 1 else max(ties, key=lambda key: _rendezvous(wish, key))
+    return Choice(picked, hits[picked])
+
+
+def too_long(positions: int, candidates: Sequence[Candidate]) -> Rejected:
+    """Why a request can never be served by any of these."""
+    most = max(min(c.max_model_len, c.capacity) for c in candidates)
+    return Rejected(
+        "max_tokens",
+        f"prompt and output need {positions} positions, the largest worker has {most}:"
+        " shorten the prompt or lower max_tokens",
+    )
+
+
+def _hit(wish: Wish, blocks: int) -> int:
+    return min(blocks * wish.prefix.block_size, wish.tokens - 1)
+
+
+def _score(wish: Wish, candidate: Candidate, hit: int) -> float:
+    weights = wish.weights
+    waiting = candidate.tokens * weights.token + candidate.legs * weights.leg
+    return waiting + (wish.tokens - hit) * weights.fresh
+
+
+def _rendezvous(wish: Wish, key: str) -> tuple[int, str]:
+    names = wish.prefix.names
+    first = names[0] if names else wish.tokens.to_bytes(8, "little")
+    return xxh3_64_intdigest(first + key.encode()), key

@@ -1,0 +1,133 @@
+"""A request that passed every check, and the checks: at the edge, before any work, field named."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.errors import NotFound, Rejected
+from common.sampling import Sampling
+from protos import router_pb2, types_pb2
+from rpc.deadline import Deadline
+from text.tokenizer import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+MAX_REQUEST_ID_CHARS = 128
+MAX_MESSAGES = 4096
+LONG_TEXT_CHARS = 8192  # from here on tokenising takes milliseconds: not on the event loop
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the legs are made of. ``sampling`` carries the seed; ``outputs`` are tokens so far."""
+
+    id: str
+    prompt: tuple[int, ...]
+    outputs: tuple[int, ...]
+    max_tokens: int
+    sampling: types_pb2.Sampling
+    deadline: Deadline
+
+    @property
+    def positions(self) -> int:
+        """All it can ever need: the last sampled token is never stored (DESIGN.md, D5)."""
+        return len(self.prompt) + self.max_tokens - 1
+
+
+def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:
+    """Raise for what is wrong whatever the model and the workers are."""
+    if len(message.request_id) > MAX_REQUEST_ID_CHARS:
+        raise Rejected("request_id", f"at most {MAX_REQUEST_ID_CHARS} characters")
+    if message.model and message.model != model:
+        raise NotFound(f"model: {message.model!r} is not served here, {model!r} is")
+    _check_input(message)
+    max_tokens, so_far = max_tokens_of(message), len(message.output_token_ids)
+    if max_tokens < 1:
+        raise Rejected("max_tokens", f"must be at least 1, got {max_tokens}")
+    if so_far > max_tokens:
+        raise Rejected("output_token_ids", f"{so_far} tokens so far, but max_tokens {max_tokens}")
+    sampling = message.sampling
+    if sampling.min_tokens > max_tokens:
+        raise Rejected(
+            "sampling.min_tokens", f"{sampling.min_tokens} is more than max_tokens {max_tokens}"
+        )
+    random = not sampling.HasField("temperature") or sampling.temperature > 0
+    if so_far and random and not sampling.HasField("seed"):
+        raise Rejected("sampling.seed", "missing: to continue, give the seed that was told")
+
+
+def max_tokens_of(message: router_pb2.GenerateRequest) -> int:
+    """As asked for, or the default."""
+    return message.max_tokens if message.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+
+
+def _check_input(message: router_pb2.GenerateRequest) -> None:
+    match message.WhichOneof("input"):
+        case "prompt" if not message.prompt:
+            raise Rejected("prompt", "is empty")
+        case "token_ids" if not message.token_ids.ids:
+            raise Rejected("token_ids", "is empty")
+        case "chat" if len(message.chat.messages) > MAX_MESSAGES:
+            raise Rejected("chat.messages", f"at most {MAX_MESSAGES}")
+        case None:
+            raise Rejected("prompt", "missing: give a prompt, token_ids or chat messages")
+
+
+async def prompt_of(message: router_pb2.GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The token ids of the input, tokenised off the event loop when it is long."""
+    if message.HasField("token_ids"):
+        return tuple(message.token_ids.ids)
+    if message.HasField("chat"):
+        turns = [{"role": m.role, "content": m.content} for m in message.chat.messages]
+        long = sum(len(turn["content"]) for turn in turns) > LONG_TEXT_CHARS
+        if long:
+            return tuple(await asyncio.to_thread(tokenizer.encode_chat, turns))
+        return tuple(tokenizer.encode_chat(turns))
+    tokenizer.check_size(message.prompt, "prompt")
+    if len(message.prompt) > LONG_TEXT_CHARS:
+        return tuple(await asyncio.to_thread(tokenizer.encode, message.prompt))
+    return tuple(tokenizer.encode(message.prompt))
+
+
+def build(
+    message: router_pb2.GenerateRequest,
+    prompt: tuple[int, ...],
+    vocab_size: int,
+    deadline: Deadline,
+) -> Request:
+    """The request, after the checks that need the vocabulary."""
+    if not prompt:
+        raise Rejected("prompt", "has no tokens")
+    _check_ids("token_ids.ids", prompt, vocab_size)
+    _check_ids("output_token_ids", message.output_token_ids, vocab_size)
+    sampling = types_pb2.Sampling()
+    sampling.CopyFrom(message.sampling)
+    if not sampling.HasField("seed"):
+        sampling.seed = secrets.randbits(64)
+    values(sampling).check(vocab_size)
+    return Request(
+        id=message.request_id or secrets.token_hex(8),
+        prompt=prompt,
+        outputs=tuple(message.output_token_ids),
+        max_tokens=max_tokens_of(message),
+        sampling=sampling,
+        deadline=deadline,
+    )
+
+
+def values(message: types_pb2.Sampling) -> Sampling:
+    """The record of a message; absent fields take its defaults."""
+    lists = ("stop", "stop_token_ids")
+    given = {f.name: value for f, value in message.ListFields() if f.name not in lists}
+    # A zero that was given explicitly is listed too: every scalar field is `optional`.
+    return Sampling(**given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids))
+
+
+def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    if ids and max(ids) >= vocab_size:
+        index = next(index for index, token in enumerate(ids) if token >= vocab_size)
+        raise Rejected(
+            f"{field}[{index}]", f"{ids[index]} is outside the vocabulary of {vocab_size}"
+        )

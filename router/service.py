@@ -1,0 +1,105 @@
+"""The ``Router`` service: checks a request, runs it, streams it. See protos/router.proto."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from typing import TypeAlias, TypeVar
+
+import grpc
+
+from common.errors import Exhausted, Unavailable
+from protos import router_pb2, router_pb2_grpc
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.generation import Generation
+from router.registry import Registry
+from router.request import build, check_envelope, prompt_of
+from rpc.deadline import Deadline
+from text.tokenizer import Tokenizer, eos_token_ids
+
+SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
+RETRY_SECONDS = 1.0
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+Context: TypeAlias = "grpc.aio.ServicerContext[Q, R]"  # generic in the type stubs only
+
+
+class RouterService(router_pb2_grpc.RouterServicer):
+    """All state of requests is in their ``Generation``; the rest is counted here."""
+
+    def __init__(self, config: RouterConfig, registry: Registry, tokenizer: Tokenizer) -> None:
+        self._config = config
+        self._registry = registry
+        self._tokenizer = tokenizer
+        self._eos = eos_token_ids(config.model)
+        self._dispatcher = Dispatcher(registry, config.worker_wait)
+        self._open = 0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    async def Generate(
+        self,
+        request: router_pb2.GenerateRequest,
+        context: Context[router_pb2.GenerateRequest, router_pb2.GenerateResponse],
+    ) -> AsyncGenerator[router_pb2.GenerateResponse]:
+        config = self._config
+        deadline = Deadline.from_context(context, config.default_timeout, config.max_timeout)
+        check_envelope(request, config.model_name)
+        deadline.check("to begin")
+        with self._admitted():
+            generation = await self._prepare(request, deadline)
+            async with aclosing(generation.responses()) as responses:
+                async for response in responses:
+                    yield response
+
+    async def ListWorkers(
+        self,
+        request: router_pb2.ListWorkersRequest,
+        context: Context[router_pb2.ListWorkersRequest, router_pb2.ListWorkersResponse],
+    ) -> router_pb2.ListWorkersResponse:
+        return router_pb2.ListWorkersResponse(
+            workers=[worker.status() for worker in self._registry.workers]
+        )
+
+    async def drain(self) -> None:
+        """Turn new requests away and wait for the last one to end."""
+        self._draining = True
+        await self._idle.wait()
+
+    async def _prepare(self, message: router_pb2.GenerateRequest, deadline: Deadline) -> Generation:
+        received = time.monotonic()
+        prompt = await prompt_of(message, self._tokenizer)
+        info = await self._dispatcher.info(deadline)
+        request = build(message, prompt, info.vocab_size, deadline)
+        generation = Generation(
+            request,
+            self._dispatcher.prefix(request, info),
+            info.namespace.digest,
+            self._dispatcher,
+            self._tokenizer,
+            self._config.max_failures,
+            received,
+        )
+        sampling = request.sampling
+        generation.replay((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)))
+        return generation
+
+    @contextmanager
+    def _admitted(self) -> Iterator[None]:
+        if self._draining:
+            raise Unavailable("this router is draining: ask another one")
+        if self._open >= self._config.max_requests:
+            raise Exhausted(f"{self._open} requests are under way", RETRY_SECONDS)
+        self._open += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._idle.set()

@@ -1,0 +1,40 @@
+"""The file that lists workers: ``{"prefill": ["host:port"], "decode": [...]}``, JSON or TOML."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.errors import Rejected
+
+FIELD = "workers_file"
+MAX_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Addresses by role."""
+
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+
+
+def read_workers(path: Path) -> Workers:
+    """Raises ``Rejected`` for the field ``workers_file`` when the file is not as it should be."""
+    try:
+        text = path.read_bytes()[: MAX_BYTES + 1].decode()
+        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise Rejected(FIELD, f"{path}: {error}") from error
+    if not isinstance(content, dict):
+        raise Rejected(FIELD, f"{path}: must hold the lists `prefill` and `decode`")
+    return Workers(_addresses(path, content, "prefill"), _addresses(path, content, "decode"))
+
+
+def _addresses(path: Path, content: dict[str, object], role: str) -> tuple[str, ...]:
+    value = content.get(role, [])
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(dict.fromkeys(value))
+    raise Rejected(FIELD, f"{path}: `{role}` must be a list of addresses, got {value!r}")
