@@ -6,17 +6,17 @@ tokens dwarfs rounding in float32, and that greedy output does not fall into one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import lru_cache
+from collections.abc import Mapping
 from pathlib import Path
 from typing import cast
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from kvrelay.make_model import save_tokenizer
 
 VOCAB = 288
-EOS = 256
+EOS = 256  # as in the byte-level tokenizer
 STD = 0.3
 
 _COMMON: Mapping[str, object] = {
@@ -73,17 +73,5 @@ def tiny_model(
             noise = torch.empty_like(parameter).normal_(0.0, STD, generator=generator)
             parameter.copy_(noise if parameter.dim() > 1 else parameter + noise / 3)
     model.to(dtype).save_pretrained(directory)  # type: ignore[arg-type]
-    byte_tokenizer().save_pretrained(directory)
+    save_tokenizer(directory, VOCAB)
     return directory
-
-
-@lru_cache
-def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each byte, in the order of the byte-level alphabet, then the end of text."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {symbol: index for index, symbol in enumerate(alphabet)} | {"<|end|>": EOS}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    build = cast(Callable[..., PreTrainedTokenizerFast], PreTrainedTokenizerFast)
-    return build(tokenizer_object=tokenizer, eos_token="<|end|>")
