@@ -92,7 +92,7 @@ class RemoteStore:
         return Found(
             lead=answer.lead,
             tail=answer.tail if answer.HasField("tail") else None,
-            sizes=tuple(place.length for place in answer.places),
+            sizes=tuple(answer.places.lengths),
             lease=lease if answer.lease else None,
         )
 

@@ -70,7 +70,7 @@ class StoreService:
             boot=self.boot,
             lead=held.lead,
             tail=held.tail,
-            places=[pb.Place(length=size) for size in held.sizes],
+            places=pb.Places(lengths=held.sizes),
             lease=held.lease or 0,
             lease_ms=request.lease_ms if held.lease else 0,
         )

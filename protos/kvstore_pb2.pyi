@@ -124,26 +124,30 @@ class LookupRequest(_message.Message):
 Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
 
 @_typing.final
-class Place(_message.Message):
-    """Where a found block lies. A later form of the store adds places in shared memory."""
+class Places(_message.Message):
+    """Where found blocks lie: one number of each kind for each block. A later form of the store adds
+    places in shared memory.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    LENGTH_FIELD_NUMBER: _builtins.int
-    length: _builtins.int
-    """bytes of header and payload"""
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """bytes of header and payload"""
+
     def __init__(
         self,
         *,
-        length: _builtins.int = ...,
+        lengths: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lengths", b"lengths"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Place: _TypeAlias = Place  # noqa: Y015
+Global___Places: _TypeAlias = Places  # noqa: Y015
 
 @_typing.final
 class LookupResponse(_message.Message):
@@ -166,8 +170,8 @@ class LookupResponse(_message.Message):
     lease_ms: _builtins.int
     """from when the store answered; counting from when it was asked is safe"""
     @_builtins.property
-    def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___Place]:
-        """one for each leading block, then the tail's if one was taken"""
+    def places(self) -> Global___Places:
+        """of the leading blocks, then the tail's if one was taken"""
 
     def __init__(
         self,
@@ -175,11 +179,11 @@ class LookupResponse(_message.Message):
         boot: _builtins.bytes = ...,
         lead: _builtins.int = ...,
         tail: _builtins.int | None = ...,
-        places: _abc.Iterable[Global___Place] | None = ...,
+        places: Global___Places | None = ...,
         lease: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_tail", b"_tail", "tail", b"tail"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_tail", b"_tail", "places", b"places", "tail", b"tail"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["_tail", b"_tail", "boot", b"boot", "lead", b"lead", "lease", b"lease", "lease_ms", b"lease_ms", "places", b"places", "tail", b"tail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
