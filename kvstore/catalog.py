@@ -155,6 +155,20 @@ class Catalog(Generic[V]):
             dataclasses.replace(self.tally),
         )  # fmt: skip
 
+    def audit(self) -> list[str]:
+        """Sums that do not agree; empty unless there is a bug."""
+        entries = self._entries.values()
+        held = sum(len(names) for names in self._leases.values())
+        sums = {
+            "bytes": (self._bytes, sum(entry.claim.size for entry in entries)),
+            "leased": (self._leased, sum(e.claim.size for e in entries if e.leases)),
+            "leases": (held, sum(entry.leases for entry in entries)),
+            "deadlines": (len(self._lease_ends), len(self._leases)),
+            "lives": (len(self._lives), sum(entry.claim.partial for entry in entries)),
+            "budget": (max(self._bytes + self._writing.bytes, self._budget), self._budget),
+        }
+        return [f"{what}: {one} is not {two}" for what, (one, two) in sums.items() if one != two]
+
     def _hold(self, names: tuple[bytes, ...], deadline: float, now: float) -> int:
         self._serial += 1
         for name in names:

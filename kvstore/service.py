@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from common.errors import Corrupt, Rejected
 from kvstore.base import NOT_SENT, Kept, Outcome
@@ -105,6 +105,8 @@ class StoreService:
         grant = self._granted(head.ticket, claims)
         try:
             outcomes = await self._receive(requests, claims, grant)
+        except Corrupt as error:
+            raise Rejected("data", str(error)) from error
         finally:
             if grant.ticket is not None:
                 self._catalog.abandon(grant.ticket)
@@ -144,11 +146,14 @@ class StoreService:
         return Grant(ticket, 0.0, (Verdict.RESERVED,) * len(claims))
 
     async def _head(self, requests: AsyncIterator[bytes]) -> pb.PutHead:
-        async for message in requests:
-            part, body = parse(message)
-            if part == HEAD:
-                return pb.PutHead.FromString(bytes(body))
-            break
+        try:
+            async for message in requests:
+                part, body = parse(message)
+                if part == HEAD:
+                    return pb.PutHead.FromString(bytes(body))
+                break
+        except (Corrupt, DecodeError) as error:
+            raise Rejected("head", str(error)) from error
         raise Rejected("head", "must be the first message of a Put")
 
     async def _receive(

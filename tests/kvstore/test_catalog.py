@@ -1,0 +1,181 @@
+"""The store's bookkeeping, with a clock of the test's own."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvstore.catalog import Catalog
+from kvstore.policy import LeastRecentlyUsed
+from kvstore.records import Claim, Tail, Verdict
+
+BOOT = b"boot"
+LIFE = 10.0
+
+
+def new(budget: int = 100) -> Catalog[str]:
+    return Catalog(budget, LeastRecentlyUsed(), LIFE, BOOT)
+
+
+def claim(name: bytes, size: int = 10, partial: bool = False) -> Claim:
+    return Claim(name, size, partial)
+
+
+def put(catalog: Catalog[str], *names: bytes, size: int = 10, now: float = 0.0) -> list[Verdict]:
+    grant = catalog.reserve([claim(name, size) for name in names], 5.0, now)
+    for name, verdict in zip(names, grant.verdicts, strict=True):
+        if verdict is Verdict.RESERVED:
+            assert grant.ticket is not None
+            assert catalog.commit(grant.ticket, name, name.decode(), now)
+    return list(grant.verdicts)
+
+
+def lead(catalog: Catalog[str], *names: bytes, now: float = 0.0) -> int:
+    return catalog.lookup(names, [], 0.0, now).lead
+
+
+def test_a_block_is_there_only_after_commit() -> None:
+    catalog = new()
+    grant = catalog.reserve([claim(b"a")], 5.0, 0.0)
+    assert grant.ticket is not None
+    assert (lead(catalog, b"a"), catalog.get(b"a", 0.0)) == (0, None)
+    assert catalog.commit(grant.ticket, b"a", "A", 1.0)
+    assert (lead(catalog, b"a"), catalog.get(b"a", 1.0)) == (1, "A")
+    assert not catalog.commit(grant.ticket, b"a", "again", 1.0)
+
+
+def test_one_writer_at_a_time() -> None:
+    catalog = new()
+    first = catalog.reserve([claim(b"a")], 5.0, 0.0)
+    second = catalog.reserve([claim(b"a"), claim(b"b")], 5.0, 0.0)
+    assert first.ticket is not None
+    assert second.verdicts == (Verdict.PENDING, Verdict.RESERVED)
+    assert second.ticket is not None
+    assert not catalog.commit(second.ticket, b"a", "stolen", 0.0)
+    catalog.abandon(first.ticket)
+    assert catalog.reserve([claim(b"a")], 5.0, 0.0).verdicts == (Verdict.RESERVED,)
+    assert catalog.tally.abandoned == 1
+
+
+def test_a_writer_that_stands_still_loses_its_reservation() -> None:
+    catalog = new()
+    grant = catalog.reserve([claim(b"a", 60), claim(b"b", 40)], 5.0, 0.0)
+    assert grant.ticket is not None
+    assert put(catalog, b"c", now=4.9) == [Verdict.NO_ROOM]
+    catalog.prolong(grant.ticket, 8.0)
+    assert catalog.commit(grant.ticket, b"a", "A", 7.0)
+    assert put(catalog, b"c", size=30, now=8.1) == [Verdict.RESERVED]
+    assert not catalog.commit(grant.ticket, b"b", "B", 8.2)
+    assert catalog.audit() == []
+
+
+def test_eviction_spares_what_is_used_held_and_reserved() -> None:
+    catalog = new(40)
+    put(catalog, b"a", b"b", b"c", b"d")
+    assert catalog.get(b"a", 1.0) == "a"
+    held = catalog.lookup([b"b"], [], 100.0, 2.0)
+    assert held.lease is not None
+    put(catalog, b"e", now=3.0)
+    assert [lead(catalog, name) for name in (b"a", b"b", b"c", b"d", b"e")] == [1, 1, 0, 1, 1]
+    assert put(catalog, b"f", size=31, now=4.0) == [Verdict.NO_ROOM]
+    assert catalog.tally.evicted == 1  # nothing was evicted in vain
+    assert put(catalog, b"f", size=30, now=4.0) == [Verdict.RESERVED]
+    assert lead(catalog, b"b") == 1
+    assert catalog.audit() == []
+
+
+def test_of_one_run_the_last_block_goes_first() -> None:
+    catalog = new(40)
+    put(catalog, b"d", b"c", b"b", b"a")
+    lease = catalog.lookup([b"a", b"b", b"c"], [], 10.0, 0.0).lease
+    assert lease is not None
+    catalog.release(lease)
+    order = []
+    for name in (b"1", b"2", b"3", b"4"):
+        before = {n for n in (b"a", b"b", b"c", b"d") if lead(catalog, n)}
+        put(catalog, name)
+        order += [n for n in before if not catalog.lookup([n], [], 0.0, 0.0).lead]
+    assert order == [b"d", b"c", b"b", b"a"]
+
+
+def test_leases_end_by_their_deadline_and_count() -> None:
+    catalog = new()
+    put(catalog, b"a", b"b")
+    one = catalog.lookup([b"a", b"b"], [], 5.0, 0.0)
+    two = catalog.lookup([b"a"], [], 50.0, 0.0)
+    assert one.lease != two.lease
+    assert catalog.clear(4.9) == 0
+    assert catalog.clear(5.0) == 1
+    assert two.lease is not None
+    catalog.release(two.lease)
+    catalog.release(two.lease)
+    assert catalog.clear(6.0) == 1
+    assert catalog.stats().leases == 0
+    assert catalog.audit() == []
+
+
+def test_partial_blocks_live_shortly_unless_they_are_used_or_held() -> None:
+    catalog = new()
+    grant = catalog.reserve([claim(n, 10, partial=True) for n in (b"a", b"b", b"c")], 5.0, 0.0)
+    for name in (b"a", b"b", b"c"):
+        assert grant.ticket is not None
+        catalog.commit(grant.ticket, name, "", 0.0)
+    catalog.lookup([b"b"], [], 100.0, 1.0)
+    assert catalog.get(b"c", 9.0) == ""
+    assert [lead(catalog, n, now=12.0) for n in (b"a", b"b", b"c")] == [0, 1, 1]
+    assert lead(catalog, b"c", now=23.0) == 0
+    assert lead(catalog, b"b", now=99.0) == 1
+    assert lead(catalog, b"b", now=120.0) == 0
+    assert catalog.tally.expired == 3
+    assert catalog.audit() == []
+
+
+def test_tails_follow_the_run_they_belong_to() -> None:
+    catalog = new()
+    put(catalog, b"a", b"b", b"t", b"u")
+    tails = [Tail(3, b"t"), Tail(2, b"x"), Tail(2, b"u"), Tail(2, b"t")]
+    found = catalog.lookup([b"a", b"b", b"c"], tails, 1.0, 0.0)
+    assert (found.lead, found.tail, len(found.sizes)) == (2, 2, 3)
+    assert catalog.lookup([b"x"], [Tail(0, b"a")], 0.0, 0.0).tail == 0
+
+
+@pytest.mark.parametrize("budget", [50, 200, 1000])
+def test_random_use_keeps_every_sum(budget: int) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    source = random.Random(seed)
+    catalog, now = new(budget), 0.0
+    tickets: list[tuple[int, bytes]] = []
+    leases: list[int] = []
+    names = [bytes([n]) for n in range(40)]
+    for _ in range(4000):
+        now += source.random()
+        picked = source.sample(names, source.randrange(1, 6))
+        action = source.randrange(7)
+        if action == 0:
+            claims = [claim(n, source.randrange(1, 30), source.random() < 0.3) for n in picked]
+            grant = catalog.reserve(claims, source.random() * 4, now)
+            if grant.ticket is not None:
+                tickets += [(grant.ticket, name) for name in picked]
+        elif action in (1, 2) and tickets:
+            ticket, name = tickets.pop(source.randrange(len(tickets)))
+            catalog.commit(ticket, name, "x", now)
+        elif action == 3 and tickets:
+            catalog.abandon(source.choice(tickets)[0])
+        elif action == 4:
+            lease = catalog.lookup(picked, [], source.random() * 6, now).lease
+            leases += [] if lease is None else [lease]
+        elif action == 5 and leases:
+            catalog.release(leases.pop(source.randrange(len(leases))))
+        else:
+            catalog.get(picked[0], now)
+        assert catalog.audit() == []
+    for ticket, _ in tickets:
+        catalog.abandon(ticket)
+    for lease in leases:
+        catalog.release(lease)
+    catalog.clear(now)
+    stats = catalog.stats()
+    assert (stats.entries, stats.bytes, stats.leases, stats.reservations) == (0, 0, 0, 0)
+    assert catalog.audit() == []
