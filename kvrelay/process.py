@@ -74,7 +74,7 @@ class Process:
         self.spec = spec
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
         self.dead = threading.Event()  # it is down and will not be started again
-        self.exited = threading.Event()  # it ended at least once
+        self.served = threading.Event()  # set by whoever has seen it serve; no restart before
         self.starts = 0
         self._on_line, self._on_change, self._backoff = on_line, on_change, backoff
         self._stopping = threading.Event()
@@ -134,6 +134,9 @@ class Process:
     def _again(self, status: int, deaths: int) -> bool:
         """Waits out the backoff; whether to start again."""
         how = describe(status)
+        if not self.served.is_set():
+            self._on_change(self.spec, f"{how} before it served")
+            return False
         if self._backoff is None or deaths > self._backoff.tries:
             more = "" if self._backoff is None else f" {deaths} times in a row; not started again"
             self._on_change(self.spec, f"{how}{more}")
@@ -160,7 +163,6 @@ class Process:
             os.killpg(popen.pid, signal.SIGKILL)  # whatever it left behind in its group
         os.close(lifeline)
         pump.join(PUMP_SECONDS)
-        self.exited.set()
         return popen.wait()
 
     def _pump(self, popen: subprocess.Popen[bytes]) -> None:

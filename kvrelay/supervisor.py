@@ -124,16 +124,19 @@ class Cluster:
                 if time.monotonic() >= deadline:
                     raise DeadlineExceeded(f"after {timeout:g} s not ready: {prober.missing()}")
                 prober.step(min(0.25, max(deadline - time.monotonic(), 0.01)))
+            self._check(prober)
             return prober.workers()
 
     def _check(self, prober: Prober) -> None:
         if self._stopping.is_set():
             raise Interrupted("told to stop while starting")
         for (role, index), process in self._processes.items():
-            first = process.starts <= 1 and not prober.served(role, index)
-            if process.dead.is_set() or (first and process.exited.is_set()):
+            if prober.served(role, index):
+                process.served.set()
+            if process.dead.is_set():
+                when = "for good" if process.served.is_set() else "before it served"
                 lines = "".join(f"\n  | {line}" for line in list(process.tail)[-TAIL_SHOWN:])
-                raise Unavailable(f"{process.spec.name} ended before it served{lines}")
+                raise Unavailable(f"{process.spec.name} ended {when}{lines}")
 
     def interrupt(self) -> None:
         """Makes a ``wait`` under way end; safe to call from a signal handler."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from common.config import load
 from kvrelay.bench.config import PARTS, BenchConfig, model_directory
 from kvrelay.bench.rows import HEAD, Row, cells, markdown
-from kvrelay.bench.run import Bench
 from kvrelay.cli.screen import paint, say, table, tell
 
 DESCRIPTION = """\
@@ -23,6 +22,8 @@ RIGHT = frozenset({2, 3, 4})
 
 def main(argv: Sequence[str]) -> int:
     config = load(BenchConfig, argv, "kvrelay bench", DESCRIPTION)
+    from kvrelay.bench.run import Bench  # imports torch: not before the flags are read
+
     with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as made:
         bench = Bench(config, model_directory(config, Path(made)))
         if not config.json:

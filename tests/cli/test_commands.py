@@ -1,0 +1,139 @@
+"""The command line without a cluster: pages, errors, exit statuses, closed pipes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from common.errors import NotFound, Rejected
+from kvrelay import endpoints
+from kvrelay.cli.main import COMMANDS, main
+from kvrelay.ports import free_ports
+from kvrelay.processes import ROOT
+
+NAMES = [command.name for command in COMMANDS]
+
+
+def kvrelay(*argv: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvrelay", *argv],
+        cwd=ROOT,
+        input=stdin if stdin is not None else b"",
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_page_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(name in page for name in NAMES)
+    assert main([]) == 2
+    assert main(["--version"]) == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_command_has_a_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    page = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert page.startswith(f"usage: kvrelay {name}")
+    assert max(map(len, page.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_flag_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--no-such-flag"])
+    line = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert line.count("\n") == 1
+    assert line.startswith(f"kvrelay {name}: ")
+
+
+def test_an_unknown_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["genrate"]) == 2
+    assert "did you mean generate?" in capsys.readouterr().err
+    assert main(["xyzzy"]) == 2
+    assert "there are demo" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "words"),
+    [
+        (("generate", "a", "--token-ids", "1"), 2, "token_ids: cannot be given together"),
+        (("generate", "a", "--system", "b"), 2, "system: needs --chat"),
+        (("generate", "--endpoints", "/no/such"), 1, "cannot read /no/such"),
+        (("generate", "a", "--max-tokens", "0"), 2, "max_tokens: 0 (from --max-tokens)"),
+        (("up", "--store", "memory://"), 2, "store: memory:// lives in one process"),
+        (("bench", "--only", "x"), 2, "only: no part 'x'"),
+        (("make-model", "--shape", "nope", "--out", "out"), 2, "shape: 'nope' is not one of"),
+    ],
+)
+def test_errors_name_the_field(argv: Sequence[str], status: int, words: str) -> None:
+    done = kvrelay(*argv)
+    lines = done.stderr.decode().splitlines()
+    assert done.returncode == status
+    assert words in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+
+
+def test_nobody_at_home_is_a_line_and_status_1() -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    done = kvrelay("generate", "hello", "--router", address, "--timeout", "5")
+    assert done.returncode == 1
+    assert done.stderr.count(b"\n") == 1
+    assert b"kvrelay generate: " in done.stderr
+
+
+def test_standard_input_must_be_text() -> None:
+    done = kvrelay("generate", stdin=b"\xff\xfe")
+    assert done.returncode == 2
+    assert b"is not UTF-8" in done.stderr
+
+
+def test_doctor_finds_what_the_tests_run_on() -> None:
+    done = kvrelay("doctor", "--json")
+    found = json.loads(done.stdout)
+    states = {finding["name"]: finding["state"] for finding in found["findings"]}
+    assert states["python"] == states["torch"] == states["attention"] == "ok"
+    assert (done.returncode == 0) is found["ok"]
+
+
+def test_a_closed_pipe_leaves_no_trace() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvrelay", "doctor"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as popen:
+        assert popen.stdout is not None
+        assert popen.stderr is not None
+        popen.stdout.close()
+        assert popen.stderr.read() == b""
+    assert popen.returncode == 141
+
+
+def test_endpoints_are_written_whole_and_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "up.json"
+    endpoints.write(path, {"router": "127.0.0.1:1"})
+    assert endpoints.router_of(path) == "127.0.0.1:1"
+    assert [found.name for found in tmp_path.iterdir()] == ["up.json"]
+    path.write_text("{")
+    with pytest.raises(Rejected, match="is not JSON"):
+        endpoints.router_of(path)
+    path.write_text("[]")
+    with pytest.raises(Rejected, match="names no router"):
+        endpoints.router_of(path)
+    endpoints.remove(path)
+    with pytest.raises(NotFound, match="is a cluster up"):
+        endpoints.router_of(path)
+    with pytest.raises(Rejected, match="cannot write"):
+        endpoints.write(tmp_path / "no" / "up.json", {})

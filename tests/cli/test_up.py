@@ -1,0 +1,115 @@
+"""``kvrelay up`` as a person runs it: a real cluster of a tiny model, signals, no orphans."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrelay.make_model import make_model
+from kvrelay.processes import ROOT
+from tests.cli.processes import alive, until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+START_SECONDS = 90.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama-tiny", tmp_path_factory.mktemp("model"), "float32")
+
+
+class Up:
+    """A running ``kvrelay up`` and what its endpoints file says."""
+
+    def __init__(self, model: Path, folder: Path, *flags: str) -> None:
+        self.file = folder / "up.json"
+        self.log = folder / "log"
+        with self.log.open("wb") as out:
+            self.popen = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "kvrelay", "up", "--model", str(model)),
+                    *("--port", "0", "--endpoints", str(self.file), *flags),
+                ],
+                cwd=ROOT,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait(self) -> None:
+        until(self._is_up, f"up; it said:\n{self.log.read_text()}", START_SECONDS)
+
+    def _is_up(self) -> bool:
+        assert self.popen.poll() is None, self.log.read_text()
+        return self.file.exists()
+
+    def pids(self) -> dict[str, int]:
+        content = json.loads(self.file.read_text())
+        return {f"{one['role']}-{one['index']}": one["pid"] for one in content["processes"]}
+
+
+@pytest.fixture
+def up(model: Path, tmp_path: Path) -> Iterator[Up]:
+    made = Up(model, tmp_path)
+    try:
+        yield made
+    finally:
+        made.popen.send_signal(signal.SIGTERM)
+        made.popen.wait(30)
+
+
+def gone(pids: dict[str, int]) -> bool:
+    return not any(map(alive, pids.values()))
+
+
+def test_it_serves_restarts_and_stops(up: Up) -> None:
+    up.wait()
+    before = up.pids()
+    assert set(before) == {"store-0", "prefill-0", "decode-0", "router-0"}
+    text = up.log.read_text()
+    assert "namespace" in text
+    assert "Serving on 127.0.0.1:" in text
+
+    os.kill(before["store-0"], signal.SIGKILL)
+    until(lambda: up.pids()["store-0"] not in (None, before["store-0"]), "the store again")
+
+    after = up.pids()
+    up.popen.send_signal(signal.SIGINT)
+    assert up.popen.wait(30) == 0
+    assert gone(after)
+    assert not up.file.exists()
+
+
+def test_killing_it_leaves_nothing(up: Up) -> None:
+    up.wait()
+    pids = up.pids()
+    os.kill(pids["decode-0"], signal.SIGSTOP)
+    up.popen.kill()
+    up.popen.wait(10)
+    until(lambda: gone(pids), "every process gone")
+
+
+def test_a_second_signal_does_not_wait(up: Up) -> None:
+    up.wait()
+    pids = up.pids()
+    os.kill(pids["decode-0"], signal.SIGSTOP)
+    up.popen.send_signal(signal.SIGINT)
+    until(lambda: "Stopping" in up.log.read_text(), "stopping")
+    up.popen.send_signal(signal.SIGINT)
+    assert up.popen.wait(5) in (0, 128 + signal.SIGINT)
+    until(lambda: gone(pids), "every process gone")
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    up = Up(tmp_path / "nothing", tmp_path)
+    assert up.popen.wait(START_SECONDS) == 1
+    text = up.log.read_text()
+    assert "Traceback" not in text
+    assert "ended before it served" in text
