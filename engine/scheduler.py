@@ -251,7 +251,8 @@ class Scheduler:
         valid = min(max(valid, 0), admission.external)
         if valid < admission.external:
             request.failed += admission.external - valid
-            request.lookups_left = 1
+            if request.lookups_left is None:
+                request.lookups_left = 1
             residency.admission = replace(admission, external=valid)
         residency.computed = admission.local + valid
         self._name(request, admission.local, residency.computed)
