@@ -1,0 +1,252 @@
+"""Every event that can befall a world, carried out on it, with what must hold after each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine.external import Load
+from engine.plan import Plan
+from engine.request import Finish, Request, State
+from engine.usage import leg_tokens
+from tests.accounting.case import RUBBISH, contents
+from tests.accounting.world import Snapshot, World
+
+Event = tuple[str, tuple[int | None, ...]]
+
+
+class Broken(AssertionError):
+    """An invariant does not hold."""
+
+
+def expect(holds: bool, *what: object) -> None:
+    if not holds:
+        raise Broken(*what)
+
+
+def successors(snapshot: Snapshot, blank: World) -> Iterator[tuple[Event, World]]:
+    """Every event that is possible here, and the world after it."""
+    for event in _simple(snapshot, blank):
+        world = World.restore(blank.case, snapshot)
+        carry_out(world, event)
+        yield event, world
+    if snapshot.core.plan is None:
+        yield from _schedules(snapshot, blank)
+
+
+def _simple(snapshot: Snapshot, blank: World) -> Iterator[Event]:
+    case, core = blank.case, snapshot.core
+    for index, standing in enumerate(core.requests):
+        if not isinstance(standing, int):
+            yield "abort", (index,)
+        elif standing < case.lives:
+            yield "submit", (index,)
+    for place, (index, epoch, _) in enumerate(core.loads):
+        standing = core.requests[index]
+        alive = not isinstance(standing, int) and standing[5] and standing[5][0] == epoch
+        for valid in case.shorts if alive else (99,):
+            yield "loaded", (place, valid)
+    for place in range(len(core.saves)):
+        yield "saved", (place,)
+    if core.plan is not None:
+        yield "commit", ()
+        yield "discard", ()
+
+
+def _schedules(snapshot: Snapshot, blank: World) -> Iterator[tuple[Event, World]]:
+    """A step for every combination of answers its lookups may get, found as they are asked."""
+    scripts: list[tuple[int | None, ...]] = [()]
+    while scripts:
+        script = scripts.pop()
+        world = World.restore(blank.case, snapshot)
+        event = carry_out(world, ("schedule", script))
+        yield event, world
+        for place in range(len(script), len(event[1])):
+            scripts += [(*event[1][:place], other) for other in blank.case.answers[1:]]
+
+
+def carry_out(world: World, event: Event) -> Event:
+    """Do it and check; a schedule comes back with the answers that were asked for."""
+    kind, numbers = event
+    if kind == "schedule":
+        world.script = numbers
+        _schedule(world)
+        event = kind, tuple(said for _, said in world.asked)
+    elif kind == "commit":
+        _commit(world)
+    elif kind == "discard":
+        world.scheduler.discard()
+        world.plan = None
+    elif kind == "loaded":
+        _load_ends(world, numbers[0] or 0, numbers[1] or 0)
+    elif kind == "saved":
+        world.scheduler.saved(*list(world.scheduler.saves)[numbers[0] or 0])
+    else:
+        _come_or_go(world, kind, numbers[0] or 0)
+    check(world)
+    return event
+
+
+def _come_or_go(world: World, kind: str, index: int) -> None:
+    order = world.case.orders[index]
+    if kind == "submit":
+        world.lives[index] += 1
+        world.scheduler.submit(order)
+        return
+    request = world.scheduler.requests[order.request_id]
+    world.scheduler.abort(order.request_id)
+    _ended(world, request, Finish.ABORT)
+
+
+def _schedule(world: World) -> None:
+    scheduler, limits = world.scheduler, world.case.limits
+    queue = [request.id for request in scheduler.waiting]
+    held = {request.id for request in scheduler.requests.values() if request.residency}
+    world.plan = plan = scheduler.schedule()
+    world.note_saves(plan.saves)
+    residents = len(scheduler.running) + scheduler.loading
+    expect(residents <= limits.max_num_seqs, "too many residents", residents)
+    total = sum(entry.count for entry in plan.entries)
+    expect(total <= limits.max_num_batched_tokens, "over budget", plan)
+    expect(all(load.external > 0 for load in plan.loads), "an empty load", plan)
+    _check_order(world, queue, held)
+    _execute(world, plan)
+    for load in plan.loads:
+        _check_load(world, load)
+
+
+def _check_order(world: World, queue: list[str], held: set[str]) -> None:
+    """First come, first served: who is passed over was told to ask later."""
+    said = dict(world.asked)
+    passed = False
+    for request_id in queue:
+        if world.scheduler.requests[request_id].residency is None:
+            passed = passed or request_id not in said or said[request_id] is not None
+        else:
+            expect(not passed, "overtaken by", request_id, queue, said)
+    for request_id, _ in world.asked:
+        request = world.scheduler.requests[request_id]
+        expect(request_id not in held, "a resident asks the store", request_id)
+        expect(request.lookups_left is None or request.lookups_left <= 1, "asks too often", request)
+
+
+def _execute(world: World, plan: Plan) -> None:
+    """The runner: every entry's positions are written, in its own blocks, from where it stands."""
+    seen: set[str] = set()
+    for entry in plan.entries:
+        request, residency = entry.request, entry.request.resident
+        expect(request.state is State.RUNNING and request.id not in seen, "wrong entry", entry)
+        expect(entry.start == residency.computed and entry.count > 0, "wrong range", entry)
+        expect(
+            entry.samples == (entry.start + entry.count == request.length), "wrong sample", entry
+        )
+        expect(entry.start + entry.count <= request.length, "past the end", entry)
+        world.write(
+            world.case.indexes[request.id], residency.blocks, entry.start, entry.start + entry.count
+        )
+        seen.add(request.id)
+
+
+def _check_load(world: World, load: Load) -> None:
+    """The destination is just the request's own blocks of the range."""
+    request, size = world.scheduler.requests[load.request_id], world.case.limits.block_size
+    stop = load.local + load.external
+    expect(stop < request.length and load.local % size == 0, "a load too long", load)
+    blocks = request.resident.blocks[load.local // size : -(-stop // size)]
+    expect(list(load.blocks) == blocks, "a load elsewhere", load, blocks)
+
+
+def _commit(world: World) -> None:
+    scheduler, plan = world.scheduler, world.plan
+    assert plan is not None
+    sampled: list[int | None] = []
+    for entry in plan.entries:
+        index = world.case.indexes[entry.request.id]
+        sampled.append(world.case.truth[index][entry.request.length] if entry.samples else None)
+        if scheduler.requests.get(entry.request.id) is entry.request:
+            world.executed[index] += entry.count
+    before = [(entry.request, entry.request.state) for entry in plan.entries]
+    world.note_saves(scheduler.commit(plan, sampled).saves)
+    world.plan = None
+    for request, state in before:
+        if request.state is State.FINISHED and state is not State.FINISHED:
+            _ended(world, request, request.finish)
+
+
+def _load_ends(world: World, place: int, valid: int) -> None:
+    """The leading ``valid`` tokens are written, and just as many count, if anybody still waits."""
+    request_id, epoch = list(world.scheduler.loads)[place]
+    request = world.scheduler.requests.get(request_id)
+    if request is None or request.residency is None or request.resident.admission.epoch != epoch:
+        got = world.scheduler.loaded(request_id, epoch, valid)
+        expect(got is None, "a dead load is heard", request_id)
+        return
+    admission, lookups = request.resident.admission, request.lookups_left
+    written = admission.local + min(max(valid, 0), admission.external)
+    index = world.case.indexes[request_id]
+    world.write(index, request.resident.blocks, admission.local, written)
+    got = world.scheduler.loaded(request_id, epoch, valid)
+    expect(got is request, "a load is not heard", request)
+    expect(request.resident.computed == written, "loaded wrongly", request, written)
+    claimed = request.resident.admission.external
+    expect(claimed == written - admission.local, "a claim stands", request)
+    if lookups is not None:
+        expect(request.lookups_left == lookups, "a failed load earns lookups", request)
+    else:
+        failed = written < admission.local + admission.external
+        expect(request.lookups_left == (1 if failed else None), "lookups", request)
+
+
+def _ended(world: World, request: Request, finish: Finish | None) -> None:
+    """I5 and I6 for one that has just ended."""
+    index, account = world.case.indexes[request.id], leg_tokens(request)
+    truth = world.case.truth[index]
+    expect(bytes(request.tokens) == truth[: request.length], "wrong tokens", request)
+    expect(account.executed == world.executed[index], "I5", account, world.executed[index])
+    expect(min(account.recomputed, account.failed, account.computed) >= 0, "negative", account)
+    world.executed[index] = 0
+    if finish is Finish.ABORT:
+        return
+    parts = account.local + account.external + account.computed
+    expect(parts == account.length and account.computed > 0, "I6", account)
+    order = request.order
+    most = order.prompt_len + order.max_tokens - account.length
+    made = 1 if order.prefill_only else most
+    stopped = finish is Finish.STOP and request.tokens[-1] in order.ending
+    expect(account.generated == made or stopped, "ended early", account)
+
+
+def check(world: World) -> None:
+    """What every slot must hold, and I5 of those under way."""
+    scheduler, case, slots = world.scheduler, world.case, world.slots
+    pool, size = scheduler.pool, case.limits.block_size
+    for blocks in scheduler.loads.values():
+        for block in blocks:
+            slots[block] = [RUBBISH] * size  # at any moment, until its event is there
+    for block, name in enumerate(pool.names):
+        if name is not None:
+            expect(pool.by_name.get(name) == block, "a name astray", block, name)
+            expect(slots[block] == contents(name, size), "a name lies", block, name, slots[block])
+    for index, order in enumerate(case.orders):
+        request = scheduler.requests.get(order.request_id)
+        if request is not None:
+            _check_request(world, index, request)
+    for key in scheduler.saves:
+        for block, name, count in world.pieces[key]:
+            expect(slots[block][:count] == contents(name, count), "a save reads wrong", key, name)
+
+
+def _check_request(world: World, index: int, request: Request) -> None:
+    account = sum([run.executed for run in request.runs])
+    residency = request.residency
+    if residency is not None:
+        truth, size = world.case.blocks[index], world.case.limits.block_size
+        left = residency.computed
+        for block, expected in zip(residency.blocks, truth, strict=False):
+            if left <= 0:
+                break
+            expect(world.slots[block][:left] == expected[:left], "reads wrong KV", request)
+            left -= size
+        expect(left <= 0, "computed beyond its blocks", request)
+        if request.state is State.RUNNING:
+            account += residency.computed - residency.admission.hit
+    expect(account == world.executed[index], "I5", request, account, world.executed[index])

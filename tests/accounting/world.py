@@ -1,0 +1,243 @@
+"""The core with everything around it, as one value that can be copied, compared and continued.
+
+A snapshot is canonical: blocks are renamed by their place in the free list and the tables, epochs
+by appearance, serials dropped. What KV the slots hold is no part of it. It follows from the
+invariants, so a restored world holds rubbish wherever they promise nothing.
+"""
+
+from __future__ import annotations
+
+import marshal
+from hashlib import blake2b
+from typing import NamedTuple
+
+from engine.external import Save
+from engine.plan import Entry, Plan
+from engine.request import Admission, Request, Residency, Run, State
+from engine.scheduler import Scheduler
+from tests.accounting.case import NAMING, RUBBISH, Case, contents
+
+STATES = list(State)
+CODES = {state: code for code, state in enumerate(STATES)}
+Numbers = tuple[int, ...]
+Admitted = tuple[int, int, int, int]  # epoch, length, local, external
+Pieces = tuple[tuple[int, bytes, int], ...]  # block, name, count of positions
+# lives, state, length, lookups left, ever run, admission, blocks, computed; only lives when absent
+Standing = tuple[int, int, int, int | None, bool, Admitted | None, Numbers, int] | int
+Log = tuple[int, int, int, tuple[tuple[int, int, int, int], ...]]  # names, failed, executed, runs
+
+
+class Core(NamedTuple):
+    """All that the next step depends on."""
+
+    requests: tuple[Standing, ...]
+    waiting: Numbers
+    running: Numbers
+    loads: tuple[tuple[int, int, Numbers], ...]
+    saves: tuple[Pieces, ...]
+    free: Numbers
+    references: Numbers
+    names: tuple[bytes | None, ...]
+    plan: tuple[tuple[int, int, int, int, bool], ...] | None
+
+
+class Snapshot(NamedTuple):
+    """``logs`` is history: carried along and checked, no part of the key."""
+
+    core: Core
+    logs: tuple[Log, ...]
+
+    def key(self) -> int:
+        """Version 2 of marshal writes equal values as equal bytes."""
+        packed = marshal.dumps(tuple(self.core), 2)
+        return int.from_bytes(blake2b(packed, digest_size=8).digest(), "big")
+
+    def pack(self) -> bytes:
+        return marshal.dumps((tuple(self.core), self.logs), 2)
+
+
+def unpack(packed: bytes) -> Snapshot:
+    core, logs = marshal.loads(packed)
+    return Snapshot(Core(*core), logs)
+
+
+class World:
+    """A scheduler, its pool's contents, and what is under way outside."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.scheduler = Scheduler(case.limits, NAMING, lambda query: self.answer(query.request_id))
+        self.slots = [[RUBBISH] * case.limits.block_size for _ in range(case.limits.num_blocks)]
+        self.lives = [0] * len(case.orders)
+        self.executed = [0] * len(case.orders)
+        self.pieces: dict[tuple[str, int, int], Pieces] = {}
+        self.plan: Plan | None = None
+        self.script: tuple[int | None, ...] = ()
+        self.asked: list[tuple[str, int | None]] = []
+
+    def answer(self, request_id: str) -> int | None:
+        """What the store says: the script's next line, then the first of the case's answers."""
+        place = len(self.asked)
+        answers = self.case.answers
+        said = self.script[place] if place < len(self.script) else answers[0]
+        self.asked.append((request_id, said))
+        return said
+
+    def note_saves(self, saves: tuple[Save, ...]) -> None:
+        for save in saves:
+            self.pieces[save.request_id, save.epoch, save.serial] = tuple(
+                (piece.block, piece.name, len(piece.tokens)) for piece in save.pieces
+            )
+
+    # --- copies ---------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        scheduler, pool, case = self.scheduler, self.scheduler.pool, self.case
+        requests = [scheduler.requests.get(order.request_id) for order in case.orders]
+        saves = sorted([self.pieces[key] for key in scheduler.saves], key=_what_is_saved)
+        block: dict[int, int] = {old: new for new, old in enumerate(pool.free)}
+        epoch: dict[int, int] = {}
+        for request in requests:
+            if request is not None and request.residency is not None:
+                epoch.setdefault(request.residency.admission.epoch, len(epoch) + 1)
+                for old in request.residency.blocks:
+                    block.setdefault(old, len(block))
+        loads = sorted(
+            (case.indexes[request_id], age not in epoch, len(blocks), age, blocks)
+            for (request_id, age), blocks in scheduler.loads.items()
+        )
+        for _, _, _, age, blocks in loads:
+            epoch.setdefault(age, len(epoch) + 1)
+            for old in blocks:
+                block.setdefault(old, len(block))
+        for pieces in saves:
+            for old, _, _ in pieces:
+                block.setdefault(old, len(block))
+        for old in range(case.limits.num_blocks):
+            block.setdefault(old, len(block))
+        back = sorted(block, key=block.__getitem__)
+        plan = None
+        if self.plan is not None:
+            plan = tuple(self._entry(entry, epoch) for entry in self.plan.entries)
+        core = Core(
+            tuple(
+                lives if request is None else _standing(lives, request, block, epoch)
+                for lives, request in zip(self.lives, requests, strict=True)
+            ),
+            tuple([case.indexes[request.id] for request in scheduler.waiting]),
+            tuple([case.indexes[request.id] for request in scheduler.running]),
+            tuple([(i, epoch[e], tuple([block[b] for b in held])) for i, _, _, e, held in loads]),
+            tuple([tuple([(block[b], n, c) for b, n, c in pieces]) for pieces in saves]),
+            tuple([block[old] for old in pool.free]),
+            tuple([pool.references[old] for old in back]),
+            tuple([pool.names[old] for old in back]),
+            plan,
+        )
+        logs = tuple(map(self._log, range(len(requests)), requests))
+        return Snapshot(core, logs)
+
+    def _entry(self, entry: Entry, epoch: dict[int, int]) -> tuple[int, int, int, int, bool]:
+        index = self.case.indexes[entry.request.id]
+        if self.scheduler.requests.get(entry.request.id) is not entry.request:
+            index = -1
+        return index, epoch.get(entry.epoch, 0), entry.start, entry.count, entry.samples
+
+    def _log(self, index: int, request: Request | None) -> Log:
+        if request is None:
+            return 0, 0, 0, ()
+        runs = [
+            (run.admission.length, run.admission.local, run.admission.external, run.frontier)
+            for run in request.runs
+        ]
+        return len(request.names), request.failed, self.executed[index], tuple(runs)
+
+    @classmethod
+    def restore(cls, case: Case, snapshot: Snapshot) -> World:
+        world, core = cls(case), snapshot.core
+        scheduler, pool = world.scheduler, world.scheduler.pool
+        for index, standing in enumerate(core.requests):
+            if isinstance(standing, int):
+                world.lives[index] = standing
+            else:
+                world._stand(index, standing, snapshot.logs[index])
+        ids = [order.request_id for order in case.orders]
+        scheduler.waiting.extend([scheduler.requests[ids[index]] for index in core.waiting])
+        scheduler.running.extend([scheduler.requests[ids[index]] for index in core.running])
+        for index, epoch, blocks in core.loads:
+            scheduler.loads[ids[index], epoch] = blocks
+            scheduler._epoch = max(scheduler._epoch, epoch)
+        for serial, pieces in enumerate(core.saves):
+            world.pieces["saved", 0, serial] = pieces
+            scheduler.saves["saved", 0, serial] = tuple([block for block, _, _ in pieces])
+            for block, name, count in pieces:
+                world.slots[block][:count] = contents(name, count)
+        scheduler._serial = len(core.saves)
+        pool.free.clear()
+        pool.free.update(dict.fromkeys(core.free))
+        pool.references[:] = core.references
+        pool.names[:] = core.names
+        for block, known in enumerate(core.names):
+            if known is not None:
+                pool.by_name[known] = block
+                world.slots[block][:] = contents(known, case.limits.block_size)
+        if core.plan is not None:
+            world._replan(core.plan)
+        return world
+
+    def _stand(self, index: int, standing: Standing, log: Log) -> None:
+        assert not isinstance(standing, int)
+        self.lives[index], code, length, lookups, _, admitted, blocks, computed = standing
+        order, truth = self.case.orders[index], self.case.truth[index]
+        names, failed, self.executed[index], runs = log
+        size = self.case.limits.block_size
+        request = Request(
+            order,
+            list(truth[:length]),
+            [truth[:end] for end in range(size, names * size + 1, size)],
+            STATES[code],
+            None,
+            [Run(Admission(0, *run[:3]), run[3]) for run in runs],
+            None,
+            lookups,
+            failed,
+        )
+        self.scheduler.requests[order.request_id] = request
+        if admitted is not None:
+            request.residency = Residency(Admission(*admitted), list(blocks), computed)
+            self.scheduler._epoch = max(self.scheduler._epoch, admitted[0])
+            self.write(index, request.residency.blocks, 0, computed)
+
+    def _replan(self, plan: tuple[tuple[int, int, int, int, bool], ...]) -> None:
+        """The plan under way; what it computes stands in the slots, what was aborted does not."""
+        entries = []
+        for index, epoch, start, count, samples in plan:
+            order = self.case.orders[index]
+            request = self.scheduler.requests.get(order.request_id) if index >= 0 else None
+            if request is None:
+                request = Request(order, list(order.tokens), state=State.FINISHED)
+            entries.append(Entry(request, epoch, start, count, samples))
+            if request.residency is not None:
+                self.write(index, request.residency.blocks, start, start + count)
+        self.plan = self.scheduler._plan = Plan(tuple(entries), (), (), ())
+
+    def write(self, index: int, blocks: list[int], start: int, stop: int) -> None:
+        """The true KV of positions ``[start, stop)`` of an order."""
+        size, truth = self.case.limits.block_size, self.case.truth[index]
+        for position in range(start, stop):
+            self.slots[blocks[position // size]][position % size] = truth[: position + 1]
+
+
+def _what_is_saved(pieces: Pieces) -> list[tuple[bytes, int]]:
+    return [(name, count) for _, name, count in pieces]
+
+
+def _standing(
+    lives: int, request: Request, block: dict[int, int], epoch: dict[int, int]
+) -> Standing:
+    residency = request.residency
+    stands = lives, CODES[request.state], request.length, request.lookups_left, bool(request.runs)
+    if residency is None:
+        return (*stands, None, (), 0)
+    admission, blocks = residency.admission, tuple([block[old] for old in residency.blocks])
+    admitted = epoch[admission.epoch], admission.length, admission.local, admission.external
+    return (*stands, admitted, blocks, residency.computed)
