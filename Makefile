@@ -39,7 +39,7 @@ test-fast: $(READY) ## run the tests that start no processes
 	@$(BIN)/python -m pytest -m 'not cluster and not slow' $(ARGS)
 
 check: $(READY) ## lint, format, strict types, house rules (imports, generated code)
-	@echo "ruff check" && $(BIN)/ruff check --quiet .
+	@echo "ruff check" && $(BIN)/ruff check --quiet --output-format concise .
 	@echo "ruff format --check" && $(BIN)/ruff format --quiet --check .
 	@echo "mypy --strict" && $(BIN)/mypy $(wildcard $(SOURCES))
 	@echo "house rules" && $(BIN)/python -m pytest -q tests/house

@@ -1,6 +1,6 @@
 """kvrelay: LLM serving with prefill and decode on separate workers, exact to the token.
 
-``from kvrelay import Client, AsyncClient`` is the library; both are imported on first use, so
+``from kvrelay import Client, AsyncClient`` is the library; it is imported on first use, so
 that the package itself costs nothing.
 """
 
@@ -10,14 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvrelay.client import AsyncClient, Client
+    from kvrelay.client import AsyncClient, Client, Completion, Piece
 
-__all__ = ["AsyncClient", "Client", "__version__"]
+__all__ = ["AsyncClient", "Client", "Completion", "Piece", "__version__"]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> object:
-    if name in ("AsyncClient", "Client"):
+    if name in __all__:
         value: object = getattr(import_module("kvrelay.client"), name)
         return value
     raise AttributeError(f"module 'kvrelay' has no attribute {name!r}")
