@@ -20,7 +20,8 @@ from common.errors import Unservable
 from engine.capability import check_config, check_modules, longest
 from engine.forward import Forward
 from engine.kv_pool import DTYPES, PoolShape
-from engine.probe import compare, observe
+from engine.packed_linear import pack_linears
+from engine.probe import compare, observe, own_logits
 from engine.revision import revision
 
 # What reading a broken or unknown model raises inside `transformers`, before it serves anybody.
@@ -122,7 +123,10 @@ def _checked(
     seen = observe(forward, device, max_len)
     vocab = _vocab(model, seen.vocab)
     shape = PoolShape(1, seen.layers, 1, seen.kv_heads, seen.head_dim, dtype)
-    error = compare(forward, shape, device, vocab)
+    own = own_logits(forward, device, vocab)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    pack_linears(model)
+    error = compare(forward, shape, device, own)
     info = ModelInfo(
         name=directory.resolve().name,
         revision=revision(directory),
@@ -136,7 +140,7 @@ def _checked(
         vocab_size=vocab,
         max_model_len=max_len,
         eos_token_ids=_eos(model),
-        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        num_parameters=parameters,
         logit_error=error,
     )
     return LoadedModel(info, forward, device)

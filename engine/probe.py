@@ -122,18 +122,20 @@ def observe(forward: Forward, device: torch.device, max_len: int) -> Observed:
     return Observed(len(calls), last.heads, last.kv_heads, last.head_dim, logits.shape[-1])
 
 
-def compare(forward: Forward, shape: PoolShape, device: torch.device, vocab: int) -> float:
-    """The largest difference of logits between paged and own attention, relative to their size.
+def own_logits(forward: Forward, device: torch.device, vocab: int) -> torch.Tensor:
+    """Logits [2, vocab] after two short sequences, as plain `transformers` computes them."""
+    forward.set_attention("eager")
+    rows = [torch.tensor(tokens, device=device) for tokens in _sequences(vocab)]
+    return torch.stack([forward.plain_logits(row) for row in rows])
+
+
+def compare(forward: Forward, shape: PoolShape, device: torch.device, own: torch.Tensor) -> float:
+    """The largest difference between paged and ``own`` logits, relative to the largest of these.
 
     Raises ``Unservable`` when it is more than rounding. Leaves the model on the paged attention.
     """
-    sequences = [
-        [(7 * i * i + 3 * i + s) % vocab for i in range(length)] for s, length in ((1, 7), (5, 5))
-    ]
-    forward.set_attention("eager")
-    own = torch.stack([forward.plain_logits(torch.tensor(s, device=device)) for s in sequences])
     forward.set_attention(ATTENTION)
-    paged = _paged_logits(forward, replace(shape, num_blocks=6, block_size=2), device, sequences)
+    paged = _paged_logits(forward, shape, device, _sequences(own.shape[1]))
     difference = (own.float() - paged.float()).abs().max().item()
     relative = difference / max(own.float().abs().max().item(), 1e-6)
     if not relative <= _TOLERANCE[shape.dtype]:  # a NaN fails this too
@@ -143,11 +145,16 @@ def compare(forward: Forward, shape: PoolShape, device: torch.device, vocab: int
     return relative
 
 
+def _sequences(vocab: int) -> list[list[int]]:
+    lengths = {1: 7, 5: 5}
+    return [[(7 * i * i + 3 * i + s) % vocab for i in range(n)] for s, n in lengths.items()]
+
+
 def _paged_logits(
     forward: Forward, shape: PoolShape, device: torch.device, sequences: list[list[int]]
 ) -> torch.Tensor:
     """Logits after both sequences, computed in two mixed steps from scattered blocks."""
-    pool = KVPool(replace(shape, num_blocks=7), device)
+    pool = KVPool(replace(shape, num_blocks=7, block_size=2), device)
     backend = SdpaBackend(pool)
     tables = ([5, 0, 6, 2], [4, 1, 3])
     logits = torch.empty(0)
