@@ -44,7 +44,7 @@ class Registry:
 
     async def start(self) -> None:
         """Watch the workers named; ``Rejected`` when the workers file cannot be used."""
-        self._update(self._listed())
+        self.update(self._listed())
         if self._config.workers_file is not None:
             self._file_watcher = asyncio.create_task(self._watch_file())
 
@@ -103,7 +103,7 @@ class Registry:
             file = read_workers(Path(config.workers_file))
         return Workers((*config.prefill, *file.prefill), (*config.decode, *file.decode))
 
-    def _update(self, listed: Workers) -> None:
+    def update(self, listed: Workers) -> None:
         """Start watching who is new, forget who is gone; legs under way there go on."""
         wanted = [(types_pb2.ROLE_PREFILL, address) for address in listed.prefill]
         wanted += [(types_pb2.ROLE_DECODE, address) for address in listed.decode]
@@ -134,7 +134,7 @@ class Registry:
                 continue
             if listed != known:
                 known = listed
-                self._update(listed)
+                self.update(listed)
 
     async def _watch(self, worker: KnownWorker, hurry: asyncio.Event) -> None:
         slow = False

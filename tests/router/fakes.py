@@ -1,0 +1,344 @@
+"""Fake workers over real gRPC, and a router in front of them.
+
+The fake model's next token is a digest of every token before it and the seed, so a gap, a repeat or
+a lost seed anywhere changes everything after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TypeAlias, TypeVar
+
+import grpc
+
+from common.errors import KvrelayError
+from protos import (
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    router_pb2,
+    router_pb2_grpc,
+    types_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from router.__main__ import make_server
+from router.config import RouterConfig
+from router.registry import Registry
+from router.service import RouterService
+from rpc.channel import open_channel
+from rpc.deadline import Deadline
+from rpc.server import Server, ServerOptions
+from tests.text.kinds import write
+from text.output import OutputText
+from text.tokenizer import Tokenizer
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+Context: TypeAlias = "grpc.aio.ServicerContext[Q, R]"
+
+BLOCK = 4
+VOCAB = 380
+STOP, LENGTH = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
+
+
+@cache
+def model() -> Path:
+    """A folder with a byte-level tokenizer."""
+    folder = Path(mkdtemp(prefix="kvrelay-tests-")) / "tiny"
+    folder.mkdir()
+    return write("byte_level", folder)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(model())
+
+
+def next_token(tokens: Sequence[int], seed: int) -> int:
+    """Never a special token."""
+    digest = hashlib.sha256(repr((list(tokens), seed)).encode()).digest()
+    return 2 + int.from_bytes(digest[:4], "little") % (VOCAB - 2)
+
+
+def answer(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
+    """What the undisturbed model says."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, seed))
+    return tokens[len(prompt) :]
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return tokenizer().decode(tokens)
+
+
+def namespace(**changes: str | int) -> worker_pb2.Namespace:
+    values = {"model": "tiny", "revision": "r", "dtype": "float32", "layout": "l"}
+    result = worker_pb2.Namespace(block_size=BLOCK, format_version=1, digest=b"d" * 32, **values)
+    for name, value in changes.items():
+        setattr(result, name, value)
+    return result
+
+
+@dataclass(slots=True)
+class Behaviour:
+    """What a fake worker does beside serving well."""
+
+    die_after: int | None = None  # tokens of a leg, then the whole server goes
+    fail: KvrelayError | None = None  # instead of the first token
+    fail_after: int = 0  # tokens before `fail`
+    step: asyncio.Semaphore | None = None  # one permit for each token
+    no_handoff: bool = False
+    handoff_gate: asyncio.Event | None = None
+    ignore_stops: bool = False
+
+
+@dataclass(slots=True)
+class FakeWorker(
+    prefill_pb2_grpc.PrefillServicer,
+    decode_pb2_grpc.DecodeServicer,
+    worker_pb2_grpc.WorkerServicer,
+):
+    role: types_pb2.Role.ValueType
+    boot: str
+    namespace: worker_pb2.Namespace = field(default_factory=namespace)
+    max_model_len: int = 1000
+    num_blocks: int = 100
+    behaviour: Behaviour = field(default_factory=Behaviour)
+    legs: list[types_pb2.Leg] = field(default_factory=list)
+    handoffs: list[tuple[int, bytes]] = field(default_factory=list)
+    time_left: list[float | None] = field(default_factory=list)
+    entered: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    server: Server | None = None
+    address: str = ""
+
+    async def start(self, address: str = "127.0.0.1:0") -> str:
+        self.server = server = Server(ServerOptions(address))
+        server.add(
+            "kvrelay.v1.Worker", lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(self, s)
+        )
+        if self.role == types_pb2.ROLE_PREFILL:
+            server.add(
+                "kvrelay.v1.Prefill",
+                lambda s: prefill_pb2_grpc.add_PrefillServicer_to_server(self, s),
+            )
+        else:
+            server.add(
+                "kvrelay.v1.Decode", lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(self, s)
+            )
+        self.address = await server.start()
+        return self.address
+
+    async def stop(self) -> None:
+        if self.server is not None:
+            await self.server.stop(0)
+
+    async def _tokens(
+        self, leg: types_pb2.Leg, most: int
+    ) -> AsyncGenerator[tuple[types_pb2.Token, types_pb2.FinishReason.ValueType]]:
+        does = self.behaviour
+        self.legs.append(leg)
+        self.entered.set()
+        tokens = [*leg.prompt_token_ids, *leg.output_token_ids]
+        text = OutputText(tokenizer(), leg.sampling.stop)
+        text.replay(leg.output_token_ids)
+        made = 0
+        try:
+            while True:
+                if does.fail is not None and made >= does.fail_after:
+                    raise does.fail
+                if does.die_after is not None and made >= does.die_after:
+                    assert self.server is not None
+                    asyncio.get_running_loop().create_task(self.server.stop(0))
+                    await asyncio.sleep(30)
+                if does.step is not None:
+                    await does.step.acquire()
+                tokens.append(next_token(tokens, leg.sampling.seed))
+                made += 1
+                output = len(tokens) - len(leg.prompt_token_ids)
+                finish = types_pb2.FINISH_REASON_UNSPECIFIED
+                if (text.push(tokens[-1]).stopped and not does.ignore_stops) or tokens[
+                    -1
+                ] in leg.sampling.stop_token_ids:
+                    finish = STOP
+                elif output >= leg.max_tokens:
+                    finish = LENGTH
+                yield types_pb2.Token(id=tokens[-1]), finish
+                if finish or made >= most:
+                    return
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.set()
+            raise
+
+    def _usage(self, leg: types_pb2.Leg, made: int, external: int) -> types_pb2.LegUsage:
+        length = len(leg.prompt_token_ids) + len(leg.output_token_ids)
+        return types_pb2.LegUsage(
+            worker=self.boot,
+            role=self.role,
+            length=length,
+            external=external,
+            computed=length - external,
+            generated=made,
+            load_seconds=0.25,
+            run_seconds=0.5,
+            queue_seconds=0.125,
+        )
+
+    async def Prefill(
+        self,
+        request: prefill_pb2.PrefillRequest,
+        context: Context[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
+    ) -> AsyncGenerator[prefill_pb2.PrefillResponse]:
+        leg = request.leg
+        self.time_left.append(context.time_remaining())
+        async for token, finish in self._tokens(leg, 1):
+            yield prefill_pb2.PrefillResponse(
+                first_token=prefill_pb2.FirstToken(token=token, finish_reason=finish)
+            )
+        if self.behaviour.handoff_gate is not None:
+            await self.behaviour.handoff_gate.wait()
+        if self.behaviour.no_handoff:
+            return
+        prompt = len(leg.prompt_token_ids)
+        yield prefill_pb2.PrefillResponse(
+            handoff=prefill_pb2.Handoff(
+                tokens=prompt, last_name=b"n" * 32, usage=self._usage(leg, 1, min(4, prompt - 1))
+            )
+        )
+
+    async def Decode(
+        self,
+        request: decode_pb2.DecodeRequest,
+        context: Context[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse],
+    ) -> AsyncGenerator[decode_pb2.DecodeResponse]:
+        leg, made = request.leg, 0
+        self.time_left.append(context.time_remaining())
+        self.handoffs.append((request.handoff_tokens, request.handoff_last_name))
+        async for token, finish in self._tokens(leg, 1 << 30):
+            made += 1
+            yield decode_pb2.DecodeResponse(tokens=[token], finish_reason=finish)
+        yield decode_pb2.DecodeResponse(usage=self._usage(leg, made, request.handoff_tokens))
+
+    async def GetInfo(
+        self,
+        request: worker_pb2.GetInfoRequest,
+        context: Context[worker_pb2.GetInfoRequest, worker_pb2.WorkerInfo],
+    ) -> worker_pb2.WorkerInfo:
+        return worker_pb2.WorkerInfo(
+            worker=self.boot,
+            role=self.role,
+            namespace=self.namespace,
+            num_blocks=self.num_blocks,
+            max_model_len=self.max_model_len,
+            vocab_size=VOCAB,
+        )
+
+    async def GetLoad(
+        self,
+        request: worker_pb2.GetLoadRequest,
+        context: Context[worker_pb2.GetLoadRequest, worker_pb2.WorkerLoad],
+    ) -> worker_pb2.WorkerLoad:
+        return worker_pb2.WorkerLoad()
+
+    async def Drain(
+        self,
+        request: worker_pb2.DrainRequest,
+        context: Context[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
+    ) -> worker_pb2.DrainResponse:
+        return worker_pb2.DrainResponse()
+
+    async def Audit(
+        self,
+        request: worker_pb2.AuditRequest,
+        context: Context[worker_pb2.AuditRequest, worker_pb2.AuditResponse],
+    ) -> worker_pb2.AuditResponse:
+        return worker_pb2.AuditResponse()
+
+
+def prefill_worker(boot: str = "p0", **changes: object) -> FakeWorker:
+    return replace(FakeWorker(types_pb2.ROLE_PREFILL, boot), **changes)  # type: ignore[arg-type]
+
+
+def decode_worker(boot: str = "d0", **changes: object) -> FakeWorker:
+    return replace(FakeWorker(types_pb2.ROLE_DECODE, boot), **changes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A router in front of fake workers."""
+
+    address: str
+    channel: grpc.aio.Channel
+    registry: Registry
+    service: RouterService
+
+    def call(
+        self, request: router_pb2.GenerateRequest, seconds: float = 20
+    ) -> grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]:
+        return router_pb2_grpc.RouterStub(self.channel).Generate(request, timeout=seconds)
+
+    async def generate(
+        self, request: router_pb2.GenerateRequest, seconds: float = 20
+    ) -> list[router_pb2.GenerateResponse]:
+        return [response async for response in self.call(request, seconds)]
+
+    async def settled(self, used: int, listed: int | None = None) -> None:
+        """Wait until so many workers are used and all others were judged."""
+
+        def done() -> bool:
+            workers = self.registry.workers
+            asked = all("not asked" not in str(worker.problem) for worker in workers)
+            count = sum(worker.usable for worker in workers)
+            return asked and count == used and (listed is None or len(workers) == listed)
+
+        assert await self.registry.wait_for(done, Deadline.after(10)), self.registry.workers
+
+
+@asynccontextmanager
+async def running(
+    workers: Sequence[FakeWorker], used: int | None = None, **changes: object
+) -> AsyncIterator[Running]:
+    """Start the workers and a router that knows them, wait until it uses ``used`` (all)."""
+    async with AsyncExitStack() as stack:
+        for worker in workers:
+            if not worker.address:
+                await worker.start()
+            stack.push_async_callback(worker.stop)
+        settings: dict[str, object] = {
+            "model": str(model()),
+            "port": 0,
+            "health_interval": 0.1,
+            "worker_wait": 1.0,
+            "prefill": tuple(w.address for w in workers if w.role == types_pb2.ROLE_PREFILL),
+            "decode": tuple(w.address for w in workers if w.role == types_pb2.ROLE_DECODE),
+        }
+        config = RouterConfig(**{**settings, **changes})  # type: ignore[arg-type]
+        registry = Registry(config)
+        service = RouterService(config, registry, tokenizer())
+        server = make_server(config, service)
+        address = await server.start()
+        stack.push_async_callback(server.stop)
+        await registry.start()
+        stack.push_async_callback(registry.close)
+        channel = await stack.enter_async_context(open_channel(address))
+        result = Running(address, channel, registry, service)
+        await result.settled(len(workers) if used is None else used)
+        yield result
+
+
+def ids(responses: Sequence[router_pb2.GenerateResponse]) -> list[int]:
+    return [token.id for response in responses for token in response.tokens]
+
+
+def text(responses: Sequence[router_pb2.GenerateResponse]) -> str:
+    return "".join(response.text for response in responses)

@@ -1,0 +1,167 @@
+"""Who is used and who is not, and why: namespaces, roles, restarts, the workers file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from common.errors import Rejected
+from protos import router_pb2, router_pb2_grpc, types_pb2
+from router.config import RouterConfig
+from router.workersfile import Workers, read_workers
+from rpc.deadline import Deadline
+from tests.router.fakes import (
+    FakeWorker,
+    Running,
+    answer,
+    decode_worker,
+    ids,
+    namespace,
+    prefill_worker,
+    running,
+)
+
+
+async def listed(router: Running) -> dict[str, router_pb2.WorkerStatus]:
+    stub = router_pb2_grpc.RouterStub(router.channel)
+    answer = await stub.ListWorkers(router_pb2.ListWorkersRequest())
+    return {status.address: status for status in answer.workers}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("revision", "s"),
+        ("dtype", "bfloat16"),
+        ("layout", "m"),
+        ("block_size", 8),
+        ("format_version", 2),
+        ("digest", b"e" * 32),
+        ("model", "other"),
+    ],
+)
+async def test_another_namespace_is_refused(
+    name: str, value: str | int | bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, other = [prefill_worker(), decode_worker()], namespace()
+    setattr(other, name, value)
+    bad = decode_worker("d1", namespace=other)
+    with caplog.at_level(logging.WARNING, "kvrelay.router"):
+        async with running(good) as router:
+            await join(router, *good, bad)
+            await router.settled(used=2, listed=3)
+            statuses = await listed(router)
+    refused = statuses[bad.address]
+    assert not refused.healthy
+    assert f"namespace.{name}" in refused.reason
+    assert f"namespace.{name}" in caplog.text
+    assert refused.info.worker == "d1"
+    assert all(statuses[worker.address].healthy for worker in good)
+    assert all(statuses[worker.address].reason == "" for worker in good)
+    await bad.stop()
+
+
+async def join(router: Running, *workers: FakeWorker) -> None:
+    """List exactly these, as a changed workers file would."""
+    for worker in workers:
+        if not worker.address:
+            await worker.start()
+    roles = types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE
+    by_role = [tuple(w.address for w in workers if w.role == role) for role in roles]
+    router.registry.update(Workers(*by_role))
+
+
+async def test_a_wrong_role_is_refused() -> None:
+    good, bad = decode_worker(), decode_worker("p0")
+    async with running([good]) as router:
+        await join(router, good, bad)
+        await router.settled(used=2, listed=2)
+        bad.role = types_pb2.ROLE_PREFILL
+        await router.settled(used=1, listed=2)
+        assert "ROLE_PREFILL" in (await listed(router))[bad.address].reason
+    await bad.stop()
+
+
+async def test_a_restart_is_noticed() -> None:
+    worker = decode_worker()
+    async with running([worker]) as router:
+        assert (await listed(router))[worker.address].info.worker == "d0"
+        worker.boot = "another"
+        known = router.registry.workers[0]
+        router.registry.suspect(known, Rejected("x", "look again"))
+        await router.settled(used=1)
+        assert (await listed(router))[worker.address].info.worker == "another"
+
+
+async def test_a_worker_that_goes_and_comes_back() -> None:
+    stays, goes = decode_worker("d0"), decode_worker("d1")
+    async with running([stays, goes]) as router:
+        await goes.stop()
+        await router.settled(used=1)
+        request = router_pb2.GenerateRequest(max_tokens=3)
+        request.token_ids.ids.append(9)
+        request.sampling.seed = 1
+        assert ids(await router.generate(request)) == answer([9], 3, 1)
+        again = decode_worker("d2")
+        await again.start(goes.address)
+        await router.settled(used=2)
+        await again.stop()
+
+
+async def test_not_serving_is_respected() -> None:
+    worker = decode_worker()
+    async with running([worker]) as router:
+        assert worker.server is not None
+        await worker.server.health.set("kvrelay.v1.Decode", False)
+        await router.settled(used=0)
+        assert "NOT_SERVING" in (await listed(router))[worker.address].reason
+
+
+async def test_a_new_fleet_may_follow_the_old_one() -> None:
+    first, second = decode_worker("d0"), decode_worker("d1", namespace=namespace(revision="s"))
+    async with running([first, second], used=1) as router:
+        used = next(worker for worker in router.registry.workers if worker.usable)
+        leaving = first if used.address == first.address else second
+        await leaving.stop()
+        assert await router.registry.wait_for(
+            lambda: any(w.usable and w is not used for w in router.registry.workers),
+            Deadline.after(10),
+        )
+
+
+async def test_the_workers_file_is_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "workers.json"
+    first, second = decode_worker("d0"), decode_worker("d1")
+    addresses = [await worker.start() for worker in (first, second)]
+    file.write_text(json.dumps({"decode": addresses[:1]}))
+    async with running([], used=1, workers_file=str(file), decode=()) as router:
+        file.write_text(json.dumps({"decode": addresses}))
+        await router.settled(used=2)
+        file.write_text("{")
+        file.write_text(json.dumps({"decode": addresses[1:]}))
+        await router.settled(used=1, listed=1)
+        assert router.registry.workers[0].address == addresses[1]
+    await first.stop()
+    await second.stop()
+
+
+def test_workers_files(tmp_path: Path) -> None:
+    toml = tmp_path / "w.toml"
+    toml.write_text('prefill = ["a:1"]\ndecode = ["b:2", "b:2"]\n')
+    assert read_workers(toml).prefill == ("a:1",)
+    assert read_workers(toml).decode == ("b:2",)
+    for text in ("{", "[]", '{"decode": "b:2"}', '{"decode": [1]}'):
+        file = tmp_path / "w.json"
+        file.write_text(text)
+        with pytest.raises(Rejected, match="workers_file"):
+            read_workers(file)
+    with pytest.raises(Rejected, match="workers_file"):
+        read_workers(tmp_path / "none.json")
+
+
+def test_a_router_without_workers_is_refused() -> None:
+    with pytest.raises(Rejected, match="decode"):
+        RouterConfig(model="m")
