@@ -16,6 +16,7 @@ from protos import kvstore_pb2 as pb
 MAX_NAMES = 1 << 16
 MAX_TAILS = 16
 MAX_LEASE_MS = 600_000
+MAX_SMALL = 1 << 20
 MAX_BLOCK = header_bytes(MAX_COUNT) + MAX_PAYLOAD
 
 VERDICTS: dict[Verdict, pb.Verdict.ValueType] = {

@@ -23,6 +23,7 @@ from kvstore.check import check_block
 from kvstore.messages import (
     MAX_LEASE_MS,
     MAX_NAMES,
+    MAX_SMALL,
     VERDICTS,
     checked_names,
     claims_of,
@@ -32,7 +33,7 @@ from kvstore.messages import (
 )
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.records import Claim, Grant, Verdict
-from kvstore.wire import DATA, HEAD, Pour, cut, parse, skip
+from kvstore.wire import DATA, HEAD, Pour, cut, data_message, parse, skip
 from protos import kvstore_pb2 as pb
 
 NAME = "kvrelay.v1.KVStore"
@@ -101,10 +102,23 @@ class StoreService:
     async def put(self, requests: AsyncIterator[bytes], context: object) -> pb.PutResponse:
         """``Put``."""
         head = await self._head(requests)
+        return await self._put(head, requests)
+
+    async def put_small(self, request: pb.PutRequest, context: object) -> pb.PutResponse:
+        """``PutSmall``."""
+        if len(request.data) > MAX_SMALL:
+            raise Rejected("data", f"{len(request.data)} bytes are more than {MAX_SMALL}: use Put")
+
+        async def data() -> AsyncIterator[bytes]:
+            yield data_message([memoryview(request.data)])
+
+        return await self._put(request.head, data())
+
+    async def _put(self, head: pb.PutHead, data: AsyncIterator[bytes]) -> pb.PutResponse:
         claims = claims_of(head.claims, len(head.claims), self._limits.max_block)
         grant = self._granted(head.ticket, claims)
         try:
-            outcomes = await self._receive(requests, claims, grant)
+            outcomes = await self._receive(data, claims, grant)
         except Corrupt as error:
             raise Rejected("data", str(error)) from error
         finally:
@@ -226,6 +240,7 @@ def register(service: StoreService, server: grpc.aio.Server) -> None:
         "Release": unary(service.release, pb.ReleaseRequest.FromString, _serialized),
         "Stats": unary(service.stats, pb.StatsRequest.FromString, _serialized),
         "Clear": unary(service.clear, pb.ClearRequest.FromString, _serialized),
+        "PutSmall": unary(service.put_small, pb.PutRequest.FromString, _serialized),
         "Get": bytes_out(service.get, pb.GetRequest.FromString, None),
         "Put": bytes_in(service.put, None, _serialized),
     }

@@ -5,7 +5,7 @@ The store of KV blocks. A block is a header (kvblock/header.py) and its payload;
 its name, its length and whether it is partial, and checks both checksums before it keeps it.
 
 Bulk calls (Get, Put) first send one message with a table and then the blocks' bytes, one block
-after another without gaps, cut into messages wherever it suits (1 to 4 MiB is fast). A data
+after another without gaps, cut into messages wherever it suits (0.5 to 4 MiB is fast). A data
 message carries no other field, so both sides may read and write it without a protobuf library.
 """
 
@@ -383,28 +383,26 @@ Global___PutHead: _TypeAlias = PutHead  # noqa: Y015
 
 @_typing.final
 class PutRequest(_message.Message):
+    """Put: one of the two in each message, the head first and once. PutSmall: both."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HEAD_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     @_builtins.property
-    def head(self) -> Global___PutHead:
-        """first and once"""
-
+    def head(self) -> Global___PutHead: ...
     def __init__(
         self,
         *,
         head: Global___PutHead | None = ...,
         data: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "head", b"head", "part", b"part"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["head", b"head"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "head", b"head", "part", b"part"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "head", b"head"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["head", "data"]  # noqa: Y015
-    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PutRequest: _TypeAlias = PutRequest  # noqa: Y015
 

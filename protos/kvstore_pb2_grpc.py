@@ -54,6 +54,11 @@ class KVStoreStub:
                 request_serializer=protos_dot_kvstore__pb2.PutRequest.SerializeToString,
                 response_deserializer=protos_dot_kvstore__pb2.PutResponse.FromString,
                 _registered_method=True)
+        self.PutSmall = channel.unary_unary(
+                '/kvrelay.v1.KVStore/PutSmall',
+                request_serializer=protos_dot_kvstore__pb2.PutRequest.SerializeToString,
+                response_deserializer=protos_dot_kvstore__pb2.PutResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/kvrelay.v1.KVStore/Release',
                 request_serializer=protos_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
@@ -103,6 +108,13 @@ class KVStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PutSmall(self, request, context):
+        """The same for a few bytes, at most 1 MiB: head and data in one message, one answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
         """Gives leases back before their time.
         """
@@ -143,6 +155,11 @@ def add_KVStoreServicer_to_server(servicer, server):
             ),
             'Put': grpc.stream_unary_rpc_method_handler(
                     servicer.Put,
+                    request_deserializer=protos_dot_kvstore__pb2.PutRequest.FromString,
+                    response_serializer=protos_dot_kvstore__pb2.PutResponse.SerializeToString,
+            ),
+            'PutSmall': grpc.unary_unary_rpc_method_handler(
+                    servicer.PutSmall,
                     request_deserializer=protos_dot_kvstore__pb2.PutRequest.FromString,
                     response_serializer=protos_dot_kvstore__pb2.PutResponse.SerializeToString,
             ),
@@ -268,6 +285,33 @@ class KVStore:
             request_iterator,
             target,
             '/kvrelay.v1.KVStore/Put',
+            protos_dot_kvstore__pb2.PutRequest.SerializeToString,
+            protos_dot_kvstore__pb2.PutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PutSmall(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.KVStore/PutSmall',
             protos_dot_kvstore__pb2.PutRequest.SerializeToString,
             protos_dot_kvstore__pb2.PutResponse.FromString,
             options,

@@ -5,7 +5,7 @@ The store of KV blocks. A block is a header (kvblock/header.py) and its payload;
 its name, its length and whether it is partial, and checks both checksums before it keeps it.
 
 Bulk calls (Get, Put) first send one message with a table and then the blocks' bytes, one block
-after another without gaps, cut into messages wherever it suits (1 to 4 MiB is fast). A data
+after another without gaps, cut into messages wherever it suits (0.5 to 4 MiB is fast). A data
 message carries no other field, so both sides may read and write it without a protobuf library.
 """
 
@@ -47,6 +47,8 @@ class KVStoreStub:
     """The bytes of blocks. Each becomes visible when it is whole and its checksums are right; what
     was reserved and not made visible when the call ends is given up.
     """
+    PutSmall: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PutRequest, _kvstore_pb2.PutResponse]
+    """The same for a few bytes, at most 1 MiB: head and data in one message, one answer."""
     Release: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReleaseRequest, _kvstore_pb2.ReleaseResponse]
     """Gives leases back before their time."""
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]
@@ -66,6 +68,8 @@ class KVStoreAsyncStub(KVStoreStub):
     """The bytes of blocks. Each becomes visible when it is whole and its checksums are right; what
     was reserved and not made visible when the call ends is given up.
     """
+    PutSmall: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PutRequest, _kvstore_pb2.PutResponse]  # type: ignore[assignment]
+    """The same for a few bytes, at most 1 MiB: head and data in one message, one answer."""
     Release: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReleaseRequest, _kvstore_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives leases back before their time."""
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]  # type: ignore[assignment]
@@ -106,6 +110,14 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         """The bytes of blocks. Each becomes visible when it is whole and its checksums are right; what
         was reserved and not made visible when the call ends is given up.
         """
+
+    @_abc_1.abstractmethod
+    def PutSmall(
+        self,
+        request: _kvstore_pb2.PutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.PutResponse, _abc.Awaitable[_kvstore_pb2.PutResponse]]:
+        """The same for a few bytes, at most 1 MiB: head and data in one message, one answer."""
 
     @_abc_1.abstractmethod
     def Release(

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import grpc
 import pytest
 
-from common.errors import DeadlineExceeded, Rejected, Unavailable
+from common.errors import DeadlineExceeded, KvrelayError, Rejected, Unavailable
 from kvstore import Kept, Offer, Tail, connect
 from kvstore.remote import RemoteStore
 from kvstore.wire import cut
@@ -276,3 +276,36 @@ def test_the_process_ends_on_a_signal_and_refuses_a_bad_flag() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "budget" in done.stderr
+
+
+@pytest.mark.parametrize("call", ["get", "put", "lookup"])
+def test_closing_ends_the_calls_under_way(call: str) -> None:
+    process, url = start_service("--budget=1MiB")
+    store = RemoteStore(url.removeprefix("kvrelay://"))
+    block = make()
+    errors: list[type[KvrelayError]] = []
+    calls: dict[str, Callable[[], object]] = {
+        "get": lambda: get(store, block),
+        "put": lambda: put(store, block),
+        "lookup": lambda: store.lookup([name_of(block)], [], 0, TIMEOUT),
+    }
+
+    def ask() -> None:
+        try:
+            calls[call]()
+        except KvrelayError as error:
+            errors.append(type(error))
+
+    try:
+        store.stats(TIMEOUT)
+        os.kill(process.pid, signal.SIGSTOP)
+        thread = threading.Thread(target=ask)
+        thread.start()
+        threading.Event().wait(0.2)
+        began = time.monotonic()
+        store.close()
+        thread.join(TIMEOUT)
+        assert time.monotonic() - began < 1
+        assert errors == [Unavailable]
+    finally:
+        stop(process)
