@@ -67,12 +67,14 @@ class Loading:
         self._load, self._parts = load, parts
         self._store, self._pool, self._options = store, pool, options
         self._meter, self._end = meter, end
-        self._deadline = time.monotonic() + options.load_seconds
+        self._give_up_at = time.monotonic() + options.queue_seconds
+        self._deadline = self._give_up_at
         self._valid_to = load.local
 
     def run(self) -> None:
         """Get, verify and count until the end or the first failure."""
         try:
+            self._begin()
             for batch in self._batches():
                 if not self._fill(batch):
                     break
@@ -88,6 +90,13 @@ class Loading:
         self._meter.add(load_failures=1)
         self._finish()
 
+    def _begin(self) -> None:
+        now = time.monotonic()
+        if now > self._give_up_at:
+            raise DeadlineExceeded("the load had to wait too long for its turn")
+        nbytes = sum(self._pool.nbytes(len(part.wanted.tokens)) for part in self._parts)
+        self._deadline = now + self._options.load_timeout(nbytes)
+
     def _finish(self) -> None:
         load = self._load
         valid = min(self._valid_to - load.local, load.external)
@@ -96,18 +105,22 @@ class Loading:
 
     def _batches(self) -> Iterator[list[Part]]:
         """As many blocks at a time as scratch memory is allowed for."""
-        block_bytes = max(1, self._pool.nbytes(max(1, len(self._parts[0].wanted.tokens)))) \
-            if self._parts else 1  # fmt: skip
-        step = max(1, self._options.batch_bytes // block_bytes)
-        for start in range(0, len(self._parts), step):
-            yield list(self._parts[start : start + step])
+        batch: list[Part] = []
+        nbytes = 0
+        for part in self._parts:
+            size = self._pool.nbytes(len(part.wanted.tokens))
+            if batch and nbytes + size > self._options.batch_bytes:
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(part)
+            nbytes += size
+        if batch:
+            yield batch
 
     def _fill(self, parts: list[Part]) -> bool:
         """One call to the store; whether every block came and was right."""
-        remaining = self._deadline - time.monotonic()
-        if remaining <= 0:
-            raise DeadlineExceeded("the load had to wait too long for its turn")
         wants = [Want(part.wanted.name, self._buffer(part)) for part in parts]
+        remaining = max(self._deadline - time.monotonic(), 0.0)
         with closing(self._store.get(wants, remaining)) as arriving:
             return all(self._accept(parts[g.index], wants[g.index], g) for g in arriving)
 

@@ -69,6 +69,8 @@ class Lookups:
     def find(self, query: Query) -> int | None:
         """Tokens after ``query.local``, or ``None`` while nothing is known."""
         now, length = self.clock(), len(query.tokens)
+        if query.local >= length - 1:
+            return 0  # the last position is computed anyway
         with self._lock:
             record = self._records.get(query.request_id)
             if record is not None and record.length == length:

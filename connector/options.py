@@ -11,9 +11,11 @@ MIB = 1 << 20
 class Options:
     """``lease_seconds`` minus the margin is how long a lookup's answer is relied upon."""
 
-    lookup_seconds: float = 1.0
-    load_seconds: float = 5.0
+    lookup_seconds: float = 1.0  # asked until answered, waiting for a thread included
+    queue_seconds: float = 30.0  # a load that waits longer for a thread is given up
+    load_seconds: float = 5.0  # from its turn on, and more for many bytes:
     save_seconds: float = 10.0
+    slowest_bytes_per_second: float = 100.0 * MIB
     lease_seconds: float = 30.0
     lease_margin_seconds: float = 6.0
     retry_seconds: float = 1.0  # an answer of nothing is asked again after this
@@ -22,3 +24,11 @@ class Options:
     lookup_threads: int = 2
     load_threads: int = 4
     save_threads: int = 2
+
+    def load_timeout(self, nbytes: int) -> float:
+        """Seconds a load of so many bytes may take."""
+        return self.load_seconds + nbytes / self.slowest_bytes_per_second
+
+    def save_timeout(self, nbytes: int) -> float:
+        """Seconds a save of so many bytes may take."""
+        return self.save_seconds + nbytes / self.slowest_bytes_per_second

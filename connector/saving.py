@@ -32,7 +32,7 @@ class Saving:
         """Offer every piece; those wanted are read from the pool as they are sent."""
         try:
             offers = [self._offer(piece) for piece in self._save.pieces]
-            self._count(self._store.put(offers, self._options.save_seconds))
+            self._count(self._store.put(offers, self._options.save_timeout(self.nbytes)))
         except KvrelayError:
             self._meter.add(save_failures=1)
         finally:

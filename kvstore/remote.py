@@ -189,6 +189,10 @@ def _claim(offer: Offer) -> Claim:
 
 
 def _messages(head: pb.PutHead, offers: Sequence[Offer]) -> Iterator[bytes]:
+    """gRPC asks for these in a thread of its own, and sends none once the call has ended.
+
+    So what a caller changes in its buffers after ``put`` has returned never leaves this process.
+    """
     yield pb.PutRequest(head=head).SerializeToString()
     yield from cut(_buffers(offers))
 

@@ -104,10 +104,19 @@ def test_a_lookup_is_asked_once_and_answers_any_local(making: Making, stage: Sta
     assert worker.connector.lookup(worker.query("r", [*tokens, 7])) is None
     assert worker.ask("r", [*tokens, 7]) == 11
     assert worker.ask("r", [*tokens, 7], 8) == 3
-    assert worker.ask("r", [*tokens, 7], 12) == -1
+    assert worker.ask("r", [*tokens, 7], 12) == 0
     assert stage.lookups == [(3, 1)]
     assert worker.ask("r", [*tokens, 7, 8]) == 8
     assert stage.lookups == [(3, 1), (3, 1)]
+
+
+@pytest.mark.parametrize(("length", "local"), [(1, 0), (5, 4), (9, 8)])
+def test_what_is_all_here_is_not_asked_for(
+    making: Making, stage: Stage, length: int, local: int
+) -> None:
+    worker = making()
+    assert worker.connector.lookup(worker.query("r", list(range(length)), local)) == 0
+    assert stage.lookups == []
 
 
 def test_an_answer_ends_before_its_lease(making: Making, stage: Stage) -> None:
@@ -238,6 +247,28 @@ def test_a_failed_load_has_one_event(making: Making, stage: Stage) -> None:
     assert worker.event() == Loaded("r", load.epoch, 0)
     assert worker.counters.load_failures == 1
     assert worker.connector.poll() == []
+
+
+def test_a_load_that_waits_too_long_for_its_turn_is_given_up(making: Making, stage: Stage) -> None:
+    worker = making(Options(load_threads=1, queue_seconds=0.0))
+    saved(worker, list(range(8)))
+    load = worker.load("r", list(range(9)), 0, 8, blocks_for(8))
+    assert worker.event() == Loaded("r", load.epoch, 0)
+    assert worker.counters.load_failures == 1
+
+
+def test_a_load_larger_than_its_scratch_memory_comes_in_batches(
+    making: Making, stage: Stage
+) -> None:
+    tokens = list(range(30))
+    worker = making(Options(batch_bytes=2 * 128 + 1), host=False)
+    saved(worker, tokens)
+    while stage.asked.acquire(False):
+        pass
+    load = worker.load("r", [*tokens, 7], 0, 30, blocks_for(30))
+    assert worker.event() == Loaded("r", load.epoch, 30)
+    assert worker.holds(tokens, 0, 30, blocks_for(30))
+    assert [stage.asked.acquire(False) for _ in range(5)] == [True] * 4 + [False]
 
 
 def test_loads_do_not_wait_for_one_another(making: Making, stage: Stage) -> None:
