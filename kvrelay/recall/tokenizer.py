@@ -40,6 +40,11 @@ def build() -> PreTrainedTokenizerFast:
     )
 
 
+def token(tokenizer: PreTrainedTokenizerFast, piece: str) -> int:
+    """The id of one piece of the vocabulary."""
+    return tokenizer.get_vocab()[piece]
+
+
 def save(folder: Path) -> None:
     """Write the tokenizer's files, under the class name that older `transformers` know too."""
     build().save_pretrained(str(folder))
