@@ -134,6 +134,19 @@ class Request:
         return self.residency
 
     @property
+    def last_admission(self) -> Admission:
+        """That of the residency, or of the last run without one."""
+        return self.residency.admission if self.residency else self.runs[-1].admission
+
+    @property
+    def executing(self) -> int:
+        """Positions computed in the residency so far; ``runs`` have the others."""
+        residency = self.residency
+        if residency is None or self.state is not State.RUNNING:
+            return 0
+        return residency.computed - residency.admission.hit
+
+    @property
     def work(self) -> int:
         """D2: positions to compute before the next token can be sampled."""
         return self.length - self.resident.computed

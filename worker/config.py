@@ -38,6 +38,9 @@ class WorkerConfig:
     threads: int | None = option(None, "CPU threads of the model; default: torch's own", low=1)
     grace: float = option(10.0, "seconds that requests under way get at SIGTERM", low=0.0)
     audit: bool = option(False, "check every invariant of the accounting after every step")
+    metrics_port: int | None = option(
+        None, "port for Prometheus, on --host; default: no metrics", low=1, high=65535
+    )
     allow_insecure: bool = option(
         False, "listen on an address other machines can reach, without encryption"
     )

@@ -13,6 +13,7 @@ from common.errors import KvrelayError
 from protos import types_pb2, worker_pb2_grpc
 from rpc.deadline import Deadline
 from rpc.server import Server, ServerOptions, serve_until_signal
+from worker import metrics
 from worker.config import WorkerConfig
 from worker.service import SERVICE, WorkerService
 from worker.worker import Worker
@@ -44,6 +45,8 @@ async def _serve(worker: Worker, name: str, register: Register) -> int:
     service = WorkerService(worker)
     register(server, worker)
     worker.start()
+    if config.metrics_port is not None:
+        metrics.serve(worker.engine, name, config.host, config.metrics_port)
     try:
         return await serve_until_signal(
             server,

@@ -49,7 +49,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             waiting_tokens=load.waiting_tokens,
             steps=load.steps,
             executed=load.executed,
-            preemptions=load.preemptions,
+            preemptions=load.totals.preemptions,
             draining=self._worker.streams.draining,
         )
 

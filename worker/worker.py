@@ -8,10 +8,9 @@ from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
-from connector.store import StoreConnector
-
 from common.errors import Mismatch, Rejected
 from connector.none import NoConnector
+from connector.store import StoreConnector
 from engine.engine import Engine
 from engine.external import Connector
 from engine.model import LoadedModel, load_model
@@ -67,6 +66,7 @@ class Worker:
             streams.deliver,
             config.max_waiting,
             config.audit,
+            lambda: os._exit(os.EX_SOFTWARE),
         )
         return cls(
             config, role, secrets.token_hex(8), model, runner, namespace, namer, limits, engine,

@@ -1,0 +1,55 @@
+"""Sums over all legs of a worker since its start: one frozen record, replaced as legs go on.
+
+Each leg adds its prompt once, with its first token, by the admission that made it, so that the
+sums by source equal the prompt tokens at any moment, whatever was preempted or failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from engine.request import Admission, Finish
+from engine.usage import LegTokens
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Tokens, but for ``finished`` (legs by how they ended) and ``preemptions``."""
+
+    prompt: int = 0
+    local: int = 0
+    external: int = 0
+    generated: int = 0
+    recomputed: int = 0
+    failed: int = 0
+    executed: int = 0
+    preemptions: int = 0
+    finished: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def computed(self) -> int:
+        """Prompt tokens that were computed here: the rest."""
+        return self.prompt - self.local - self.external
+
+    def with_first_token(self, admission: Admission) -> Totals:
+        """A leg made its first token out of ``admission``."""
+        return replace(
+            self,
+            prompt=self.prompt + admission.length,
+            local=self.local + admission.local,
+            external=self.external + admission.external,
+        )
+
+    def with_leg(self, leg: LegTokens, preemptions: int, finish: Finish | None) -> Totals:
+        """A leg has left, finished, handed over (``None``) or aborted."""
+        how = "handoff" if finish is None else finish.value
+        return replace(
+            self,
+            generated=self.generated + leg.generated,
+            recomputed=self.recomputed + leg.recomputed,
+            failed=self.failed + leg.failed,
+            executed=self.executed + leg.executed,
+            preemptions=self.preemptions + preemptions,
+            finished={**self.finished, how: self.finished.get(how, 0) + 1},
+        )
