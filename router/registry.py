@@ -122,6 +122,7 @@ class Registry:
                 self._workers[role, address] = worker
                 self._hurry[role, address] = hurry = asyncio.Event()
                 self._watchers[role, address] = asyncio.create_task(self._watch(worker, hurry))
+        self._tell()
 
     async def _watch_file(self) -> None:
         known = self._listed()
@@ -182,6 +183,10 @@ class Registry:
             name = role_name(worker.role)
             log.warning("%s worker %s is not used: %s", name, worker.address, problem)
         worker.problem = problem
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wake everyone who waits for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 

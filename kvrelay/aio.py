@@ -1,0 +1,114 @@
+"""The client library for asyncio: the same calls as ``kvrelay.client``, awaited."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Self, TypeAlias, Unpack
+
+import grpc
+
+from kvrelay.ask import Ask, message_of
+from kvrelay.piece import Completion, Piece, Received, whole
+from protos import router_pb2, router_pb2_grpc
+from rpc.channel import ChannelOptions, open_channel
+from rpc.status import from_rpc_error
+
+MAX_MESSAGE_BYTES = 32 << 20
+Call: TypeAlias = (
+    "grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]"
+)
+
+
+class AsyncStream(AsyncIterator[Piece]):
+    """An answer under way. ``aclose``, ``async with``, or dropping it cancels the work."""
+
+    def __init__(self, request: router_pb2.GenerateRequest, call: Call) -> None:
+        self._call = call
+        self._messages = aiter(call)
+        self._received = Received(request)
+        self._closed = False
+
+    async def __anext__(self) -> Piece:
+        """Raises a ``KvrelayError`` when the answer cannot be gone on with."""
+        if self._closed:
+            raise StopAsyncIteration
+        try:
+            return self._received.take(await anext(self._messages))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    async def aclose(self) -> None:
+        """Cancel what is under way; without effect on an answer that has ended."""
+        self._closed = True
+        self._call.cancel()
+
+    def continued(self) -> router_pb2.GenerateRequest:
+        """The request that goes on where this stream stopped."""
+        return self._received.continued()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if not self._call.done():  # dropped: after a `break`, say
+            self._call.cancel()
+
+
+class AsyncClient:
+    """A connection to a router, for one event loop; make it there and close it there."""
+
+    def __init__(
+        self, address: str = "127.0.0.1:50051", options: ChannelOptions | None = None
+    ) -> None:
+        """``options`` carry credentials. Nothing is sent before the first request."""
+        chosen = options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES)
+        self._channel = open_channel(address, chosen)
+        self._stub = router_pb2_grpc.RouterStub(self._channel)
+
+    def generate(self, timeout: float | None = None, **ask: Unpack[Ask]) -> AsyncStream:
+        """Ask; ``async for`` the pieces. ``timeout`` in seconds is for the whole answer."""
+        return self._start(message_of(ask), timeout)
+
+    async def complete(self, timeout: float | None = None, **ask: Unpack[Ask]) -> Completion:  # noqa: ASYNC109 - the call's deadline
+        """Ask and wait for the whole answer."""
+        async with self.generate(timeout, **ask) as stream:
+            return whole([piece async for piece in stream])
+
+    def resume(self, stream: AsyncStream, timeout: float | None = None) -> AsyncStream:
+        """Go on where ``stream`` was broken off: the same tokens follow, none twice."""
+        return self._start(stream.continued(), timeout)
+
+    async def workers(self, timeout: float = 10.0) -> tuple[router_pb2.WorkerStatus, ...]:  # noqa: ASYNC109 - the call's deadline
+        """The workers this router knows."""
+        try:
+            answer = await self._stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        return tuple(answer.workers)
+
+    async def close(self) -> None:
+        """Close the connection; streams under way are cancelled."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    def _start(self, request: router_pb2.GenerateRequest, timeout: float | None) -> AsyncStream:
+        return AsyncStream(request, self._stub.Generate(request, timeout=timeout))

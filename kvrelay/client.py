@@ -1,0 +1,135 @@
+"""The client library.
+
+    from kvrelay import Client
+
+    with Client("127.0.0.1:50051") as client:
+        for piece in client.generate(prompt="Once", max_tokens=32, temperature=0.7):
+            print(piece.text, end="")
+
+Errors are those of ``common.errors``. ``kvrelay.aio`` is the same for asyncio.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Protocol, Self, Unpack
+
+import grpc
+
+from kvrelay.aio import AsyncClient, AsyncStream
+from kvrelay.ask import Ask, message_of
+from kvrelay.piece import Completion, Piece, Received, whole
+from protos import router_pb2, router_pb2_grpc
+from rpc.channel import ChannelOptions, open_sync_channel
+from rpc.status import from_rpc_error
+
+__all__ = ["AsyncClient", "AsyncStream", "Client", "Completion", "Piece", "Stream"]
+
+MAX_MESSAGE_BYTES = 32 << 20
+
+
+class _Call(Protocol):
+    """What a stream needs of its call."""
+
+    def __next__(self) -> router_pb2.GenerateResponse: ...
+
+    def cancel(self) -> object: ...
+
+
+class Stream(Iterator[Piece]):
+    """An answer under way. Closing it, or dropping it, cancels the work everywhere."""
+
+    def __init__(self, request: router_pb2.GenerateRequest, call: _Call) -> None:
+        self._call = call
+        self._received = Received(request)
+        self._closed = False
+
+    def __next__(self) -> Piece:
+        """Raises a ``KvrelayError`` when the answer cannot be gone on with."""
+        if self._closed:
+            raise StopIteration
+        try:
+            return self._received.take(next(self._call))
+        except grpc.RpcError as error:
+            if self._closed:  # by another thread, or a signal handler
+                raise StopIteration from None
+            raise from_rpc_error(error) from error
+
+    def close(self) -> None:
+        """Cancel what is under way; without effect on an answer that has ended."""
+        self._closed = True
+        self._call.cancel()
+
+    def continued(self) -> router_pb2.GenerateRequest:
+        """The request that goes on where this stream stopped."""
+        return self._received.continued()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class Client:
+    """A connection to a router. Threads may share it; close it, or use it in ``with``."""
+
+    def __init__(
+        self, address: str = "127.0.0.1:50051", options: ChannelOptions | None = None
+    ) -> None:
+        """``options`` carry credentials. Nothing is sent before the first request."""
+        chosen = options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES)
+        self._channel = open_sync_channel(address, chosen)
+        self._stub = router_pb2_grpc.RouterStub(self._channel)
+
+    def generate(self, timeout: float | None = None, **ask: Unpack[Ask]) -> Stream:
+        """Ask; the pieces come as they are made. ``timeout`` in seconds is for the whole answer.
+
+        Raises ``Rejected`` here for arguments that cannot be sent; other errors come while reading.
+        """
+        return self._start(message_of(ask), timeout)
+
+    def complete(self, timeout: float | None = None, **ask: Unpack[Ask]) -> Completion:
+        """Ask and wait for the whole answer."""
+        with self.generate(timeout, **ask) as stream:
+            return whole(list(stream))
+
+    def resume(self, stream: Stream, timeout: float | None = None) -> Stream:
+        """Go on where ``stream`` was broken off: the same tokens follow, none twice."""
+        stream.close()
+        return self._start(stream.continued(), timeout)
+
+    def workers(self, timeout: float = 10.0) -> tuple[router_pb2.WorkerStatus, ...]:
+        """The workers this router knows."""
+        try:
+            request = router_pb2.ListWorkersRequest()
+            return tuple(self._stub.ListWorkers(request, timeout=timeout).workers)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+    def close(self) -> None:
+        """Close the connection; streams under way are cancelled."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _start(self, request: router_pb2.GenerateRequest, timeout: float | None) -> Stream:
+        return Stream(request, self._stub.Generate(request, timeout=timeout))

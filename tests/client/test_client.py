@@ -1,0 +1,206 @@
+"""The client library against a router and fake workers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from common.errors import DeadlineExceeded, NotFound, Rejected, Unavailable
+from kvrelay import AsyncClient, Client
+from kvrelay.ask import Ask, message_of
+from kvrelay.piece import Piece, whole
+from tests.router.fakes import (
+    Behaviour,
+    FakeWorker,
+    answer,
+    decode_worker,
+    prefill_worker,
+    running,
+    text_of,
+    tokenizer,
+)
+
+T = TypeVar("T")
+PROMPT = [5, 6, 7]
+
+
+async def in_thread(run: Callable[[], T]) -> T:
+    """Synchronous code beside the router's event loop."""
+    return await asyncio.to_thread(run)
+
+
+async def test_pieces_and_completion() -> None:
+    async with running([prefill_worker(), decode_worker()]) as router:
+
+        def use() -> tuple[list[Piece], str, int]:
+            with Client(router.address) as client:
+                pieces = list(client.generate(token_ids=PROMPT, max_tokens=5, seed=3))
+                done = client.complete(prompt="The fox", max_tokens=4, temperature=0.0)
+                assert len(client.workers()) == 2
+                return pieces, done.text, done.usage.prompt_tokens
+
+        pieces, text, prompt_tokens = await in_thread(use)
+    tokens = answer(PROMPT, 5, 3)
+    assert [token for piece in pieces for token in piece.token_ids] == tokens
+    assert "".join(piece.text for piece in pieces) == text_of(tokens)
+    assert [piece.finish_reason for piece in pieces][-1] == "length"
+    assert all(piece.finish_reason is None and piece.usage is None for piece in pieces[:-1])
+    assert {piece.seed for piece in pieces} == {3}
+    assert len({piece.request_id for piece in pieces}) == 1
+    assert prompt_tokens == len(tokenizer().encode("The fox"))
+    assert text
+
+
+async def test_asyncio() -> None:
+    async with running([decode_worker()]) as router, AsyncClient(router.address) as client:
+        async with client.generate(token_ids=PROMPT, max_tokens=5, seed=3) as stream:
+            pieces = [piece async for piece in stream]
+        done = await client.complete(token_ids=PROMPT, max_tokens=5, seed=3)
+        assert whole(pieces).token_ids == done.token_ids == tuple(answer(PROMPT, 5, 3))
+        turns: list[tuple[str, str] | dict[str, str]] = [
+            ("user", "Hi"),
+            {"role": "user", "content": "Hi"},
+        ]
+        assert (await client.complete(messages=turns, max_tokens=1)).usage.prompt_tokens > 2
+        assert len(await client.workers()) == 1
+
+
+def leave_by_close(client: Client) -> None:
+    stream = client.generate(token_ids=PROMPT, max_tokens=100)
+    next(stream)
+    stream.close()
+    assert list(stream) == []
+
+
+def leave_by_with(client: Client) -> None:
+    with client.generate(token_ids=PROMPT, max_tokens=100) as stream:
+        next(stream)
+
+
+def leave_by_break(client: Client) -> None:
+    for _ in client.generate(token_ids=PROMPT, max_tokens=100):
+        break
+    gc.collect()
+
+
+def leave_by_closing_the_client(client: Client) -> None:
+    next(client.generate(token_ids=PROMPT, max_tokens=100))
+    client.close()
+
+
+@pytest.mark.parametrize(
+    "leave", [leave_by_close, leave_by_with, leave_by_break, leave_by_closing_the_client]
+)
+async def test_leaving_cancels(leave: Callable[[Client], None]) -> None:
+    worker = decode_worker(behaviour=Behaviour(step=asyncio.Semaphore(2)))
+    async with running([worker]) as router:
+
+        def use() -> None:
+            with Client(router.address) as client:
+                leave(client)
+
+        await in_thread(use)
+        await asyncio.wait_for(worker.cancelled.wait(), 1)
+
+
+@pytest.mark.parametrize("how", ["aclose", "break", "cancel"])
+async def test_leaving_cancels_asyncio(how: str) -> None:
+    worker = decode_worker(behaviour=Behaviour(step=asyncio.Semaphore(2)))
+    async with running([worker]) as router, AsyncClient(router.address) as client:
+        if how == "cancel":
+            task = asyncio.ensure_future(client.complete(token_ids=PROMPT, max_tokens=100))
+            await worker.entered.wait()
+            task.cancel()
+        else:
+            stream = client.generate(token_ids=PROMPT, max_tokens=100)
+            await anext(stream)
+            if how == "aclose":
+                await stream.aclose()
+            else:
+                del stream
+                gc.collect()
+        await asyncio.wait_for(worker.cancelled.wait(), 1)
+
+
+async def test_resume_after_the_router_died() -> None:
+    step = asyncio.Semaphore(4)
+    worker = decode_worker(behaviour=Behaviour(step=step))
+    async with running([worker]) as first, AsyncClient(first.address) as client:
+        stream = client.generate(token_ids=PROMPT, max_tokens=10)
+        got = [await anext(stream) for _ in range(4)]
+        seed = got[0].seed
+        async with running([FakeWorker(worker.role, "d1")]) as second:
+            await stream.aclose()
+            async with AsyncClient(second.address) as other:
+                got += [piece async for piece in other.resume(stream)]
+    tokens = answer(PROMPT, 10, seed)
+    assert [token for piece in got for token in piece.token_ids] == tokens
+    assert "".join(piece.text for piece in got) == text_of(tokens)
+    assert {piece.seed for piece in got} == {seed}
+
+
+async def test_errors_are_typed() -> None:
+    worker = decode_worker(behaviour=Behaviour(step=asyncio.Semaphore(1)))
+    async with running([worker]) as router:
+
+        def use() -> None:
+            with Client(router.address) as client:
+                with pytest.raises(Rejected) as caught:
+                    client.complete(prompt="x", top_p=2.0)
+                assert caught.value.field == "sampling.top_p"
+                with pytest.raises(NotFound):
+                    client.complete(prompt="x", model="other")
+                with pytest.raises(DeadlineExceeded):
+                    client.complete(prompt="x", timeout=0.3)
+                with pytest.raises(DeadlineExceeded):
+                    client.complete(prompt="x", timeout=-1.0)
+
+        await in_thread(use)
+    with Client(router.address) as client, pytest.raises(Unavailable):
+        client.complete(prompt="x")
+
+
+BAD: list[tuple[Ask, str]] = [
+    ({}, "prompt"),
+    ({"prompt": "x", "token_ids": [1]}, "prompt"),
+    ({"token_ids": [1, -1]}, "token_ids[1]"),
+    ({"token_ids": [1, 2**32]}, "token_ids[1]"),
+    ({"prompt": "\ud800"}, "prompt"),
+    ({"prompt": "x", "stop": ["a", "\ud800"]}, "stop[1]"),
+    ({"prompt": "x", "output_token_ids": [-5]}, "output_token_ids[0]"),
+    ({"prompt": "x", "stop_token_ids": [-5]}, "stop_token_ids[0]"),
+    ({"prompt": "x", "seed": -1}, "seed"),
+    ({"prompt": "x", "max_tokens": 2**31}, "max_tokens"),
+    ({"messages": [("user", "\ud800")]}, "messages[0].content"),
+    ({"messages": [{"role": "user"}]}, "messages[0]"),
+]
+
+
+@pytest.mark.parametrize(("ask", "field"), BAD)
+def test_what_cannot_be_sent(ask: Ask, field: str) -> None:
+    with pytest.raises(Rejected) as caught:
+        message_of(ask)
+    assert caught.value.field == field
+
+
+def test_nothing_is_sent_that_was_not_given() -> None:
+    message = message_of({"prompt": "x", "temperature": 0.0, "top_k": None, "stop": "end"})
+    assert [field.name for field, _ in message.ListFields()] == ["prompt", "sampling"]
+    assert message.sampling.HasField("temperature")
+    assert not message.sampling.HasField("top_k")
+    assert list(message.sampling.stop) == ["end"]
+    with pytest.raises(TypeError, match="tempature"):
+        message_of({"prompt": "x", "tempature": 1})  # type: ignore[typeddict-unknown-key]
+
+
+def test_the_import_is_light() -> None:
+    program = "import sys; from kvrelay import Client; sys.exit('torch' in sys.modules)"
+    root = str(Path(__file__).parents[2])
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
