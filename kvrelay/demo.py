@@ -33,6 +33,11 @@ class Hop:
     recomputed: int
     failed: int
 
+    @property
+    def answered(self) -> bool:
+        """A worker that died before it began has no figures."""
+        return self.length > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
@@ -53,7 +58,7 @@ class Asked:
     @property
     def source(self) -> str:
         """Where most of the prompt came from: ``cold`` (computed), ``local`` or ``store``."""
-        first = self.hops[0]
+        first = next(hop for hop in self.hops if hop.answered)
         kinds = {"cold": first.computed, "local": first.local, "store": first.external}
         return max(kinds, key=lambda kind: kinds[kind])
 

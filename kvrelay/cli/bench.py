@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.config import load
 from kvrelay.bench.config import PARTS, BenchConfig, model_directory
-from kvrelay.bench.rows import HEAD, Row, cells, markdown
+from kvrelay.bench.rows import HEAD, Row, cells, figure, markdown
 from kvrelay.cli.screen import paint, say, table, tell
 
 DESCRIPTION = """\
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
         rows = []
         for row in bench.rows():
             rows.append(row)
-            tell(f"  ({row.part}) {row.name}: {' '.join(cells(row)[2:])}")
+            tell(f"  ({row.part}) {row.name}: {figure(row.ours)} {row.unit}")
         show(config, bench.describe(), rows)
     return 0
 

@@ -12,7 +12,7 @@ from statistics import median
 
 from common.config import load, option
 from common.errors import NotFound
-from kvrelay.cli.screen import paint, say, table, tell
+from kvrelay.cli.screen import paint, say, table
 from kvrelay.client import Client
 from kvrelay.demo import Asked, Hop, Plan, ask
 from kvrelay.process import Spec
@@ -27,7 +27,7 @@ answer is right. Ends with status 0 only if every answer is."""
 WIDTH = 78
 KIND = {
     "cold": ("computed", "yellow"),
-    "local": ("found in the worker's pool", "green"),
+    "local": ("found in its pool", "green"),
     "store": ("taken from the store", "cyan"),
 }
 
@@ -115,7 +115,7 @@ class Demo:
         for hop in asked.hops:
             self._say(f"   {describe(hop)}")
         what, colour = KIND[asked.source]
-        first = paint(f"first token after {asked.first_token * 1e3:.0f} ms", colour)
+        first = paint(f"first token {asked.first_token * 1e3:.0f} ms", colour)
         self._say(f"   {first} (prompt {what}), then {asked.token_gap * 1e3:.1f} ms a token")
 
     def _kill(self, hop: Hop) -> None:
@@ -133,8 +133,8 @@ class Demo:
         self._cluster.kill(role, int(index))
 
     def _on_change(self, spec: Spec, what: str) -> None:
-        if self._starting and not self._config.json:
-            tell(f"  {spec.name:<10} {spec.address:<16} {what}")
+        if self._starting:
+            self._say(f"  {spec.name:<10} {spec.address:<16} {what}")
 
     def _say(self, text: str = "") -> None:
         if not self._config.json:
@@ -148,6 +148,8 @@ class Demo:
 
 def describe(hop: Hop) -> str:
     """One hop in a line; the numbers add up by construction."""
+    if not hop.answered:
+        return f"{hop.worker:<10} did not answer; another worker took over"
     outside = "from the store" if hop.role == "prefill" else "transferred"
     line = (
         f"{hop.worker:<10} {hop.length:>5} tokens = {hop.local:>4} local"
@@ -167,20 +169,25 @@ def summary(asked: Sequence[Asked]) -> str:
         if times:
             ratio = f"{median(cold) / median(times):.1f} x" if cold else "-"
             rows.append((what, str(len(times)), f"{median(times) * 1e3:.0f} ms", ratio))
-    head = ("prompt was", "questions", "first token", "faster")
+    head = ("prompt was", "questions", "first token", "against computed")
     right = sum(one.right for one in asked)
     verdict = f"{right} of {len(asked)} answers right."
+    legs = [next(hop for hop in one.hops if hop.answered) for one in asked]
+    total, computed = sum(leg.length for leg in legs), sum(leg.computed for leg in legs)
+    local, external = sum(leg.local for leg in legs), sum(leg.external for leg in legs)
     return "\n".join(
         [
             "",
             table(head, rows, frozenset({1, 2, 3})),
             "",
+            f"{total:,} prompt tokens = {local:,} found in a pool + {external:,} from the store"
+            f" + {computed:,} computed",
             paint(verdict, "green" if right == len(asked) else "red"),
             "",
             "Go on with:",
             "  make up                              leaves such a cluster serving",
             '  .venv/bin/kvrelay generate "..."     asks it something',
-            "  make test                            every test, with the exactness suite",
+            "  make test                            every test, the exactness suite among them",
         ]
     )
 

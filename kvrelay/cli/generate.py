@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +14,8 @@ from common.config import load, option
 from common.errors import Rejected
 from kvrelay import endpoints
 from kvrelay.cli.screen import paint, say, tell
-from kvrelay.client import Client, Piece
+from kvrelay.client import Client, Stream
+from kvrelay.piece import Piece
 from protos import types_pb2
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
@@ -67,7 +67,7 @@ class GenerateConfig:
 def main(argv: Sequence[str]) -> int:
     config = load(GenerateConfig, argv, "kvrelay generate", DESCRIPTION, epilog=EPILOG)
     pieces: list[Piece] = []
-    with Client(_router(config)) as client, closing(_stream(client, config)) as stream:
+    with Client(_router(config)) as client, _stream(client, config) as stream:
         for piece in stream:
             pieces.append(piece)
             if not config.json:
@@ -83,12 +83,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _stream(client: Client, config: GenerateConfig) -> Iterator[Piece]:
+def _stream(client: Client, config: GenerateConfig) -> Stream:
     """The pieces of the answer; only what was given is sent."""
     return client.generate(
         prompt=None if config.chat or config.token_ids else _text(config),
         token_ids=config.token_ids or None,
-        chat=_messages(config) if config.chat else None,
+        messages=_messages(config) if config.chat else None,
         max_tokens=config.max_tokens,
         temperature=config.temperature,
         top_p=config.top_p,
