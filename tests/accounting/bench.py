@@ -37,6 +37,7 @@ class Bench:
         self.runner = ChainRunner(bounds.num_blocks, bounds.block_size)
         self.scheduler = Scheduler(bounds, naming(), self._lookup)
         self.queries: list[tuple[str, int]] = []
+        self.started: list[Load] = []
         self.loads: list[Load] = []
         self.saves: list[Save] = []
         self.requests: list[Request] = []
@@ -62,6 +63,7 @@ class Bench:
         plan = self.scheduler.schedule()
         assert sum(entry.count for entry in plan.entries) <= self.bounds.max_num_batched_tokens
         assert len(self.scheduler.running) + self.scheduler.loading <= self.bounds.max_num_seqs
+        self.started += plan.loads
         self.loads += plan.loads
         self.saves += plan.saves
         committed = self.scheduler.commit(plan, self.runner.plan(plan))

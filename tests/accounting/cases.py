@@ -12,7 +12,7 @@ def limits(blocks: int, size: int, seqs: int, budget: int, headroom: int) -> Lim
 
 ALL = (None, -3, 0, 1, 2, 3, 99)
 
-CASES = (
+SMALL = (
     Case(
         "one request, every answer",
         limits(3, 2, 2, 2, 1),
@@ -46,27 +46,48 @@ CASES = (
         limits(3, 2, 3, 2, 0),
         (order("a", b"\1\2", 3), order("b", b"\1\2\3", 2), order("c", b"\4", 2)),
     ),
+)
+LARGE = (
     Case(
-        "three over five, headroom",
+        "three over five, one prefix",
         limits(5, 2, 3, 4, 1),
         (order("a", b"\1\2\3", 3), order("b", b"\1\2", 3), order("c", b"\1\2\3\4", 2)),
-        answers=(-3, 2, 99),
+        lives=2,
     ),
     Case(
-        "three that save",
+        "three that save, blocks of 1",
         limits(4, 1, 3, 3, 0),
         (
-            order("a", b"\1\2", 2, save=True),
+            order("a", b"\1\2", 3, save=True),
             order("b", b"\1", 3, save=True),
-            order("c", b"\1\2", 2, prefill_only=True, save=True),
+            order("c", b"\1\2", 3, prefill_only=True, save=True),
         ),
-        answers=(-3, 1, 99),
-        shorts=(0, 1, 99),
     ),
     Case(
-        "two that are resumed",
-        limits(4, 3, 2, 5, 0),
-        (order("a", b"\1\2\3", 5, made=2), order("b", b"\1\2\3\4", 4, made=1)),
+        "two that save and return",
+        limits(4, 2, 2, 2, 0),
+        (order("a", b"\1\2\3", 5, save=True), order("b", b"\1\2\3\4", 4, save=True)),
+        lives=2,
+    ),
+    Case(
+        "three resumed, blocks of 3",
+        limits(4, 3, 3, 5, 0),
+        (
+            order("a", b"\1\2\3", 6, made=2),
+            order("b", b"\1\2\3\4", 5, made=1),
+            order("c", b"\1\2\3", 4, stop_after=3),
+        ),
+        lives=2,
+    ),
+    Case(
+        "two of three may be resident",
+        limits(5, 2, 2, 3, 2),
+        (
+            order("a", b"\1\2\3", 5),
+            order("b", b"\1\2\3", 5, made=1),
+            order("c", b"\5", 4),
+        ),
         lives=2,
     ),
 )
+CASES = (*SMALL, *LARGE)

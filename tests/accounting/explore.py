@@ -58,7 +58,7 @@ class Explorer:
         self._seen.add(first.key())
         level: list[tuple[bytes, bytes]] = [(first.pack(), b"")]
         while level and self.found.depth < self.case.depth and not self._full():
-            level = self._next(level)
+            level = self.grow(level)
             self.found.depth += 1
             self.found.states = len(self._seen)
             self.found.seconds = time.perf_counter() - started
@@ -69,7 +69,8 @@ class Explorer:
     def _full(self) -> bool:
         return self.most is not None and len(self._seen) >= self.most
 
-    def _next(self, level: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    def grow(self, level: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+        """The new states one event after those of a level, each with its path."""
         after: list[tuple[bytes, bytes]] = []
         for packed, path in level:
             if self._full():

@@ -1,0 +1,76 @@
+"""``python -m tests.accounting.prove``: explore the large cases, then apply every mutation.
+
+Prints what was visited and which test caught which mutation; the status is 1 if anything broke.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from multiprocessing import get_context
+
+from tests.accounting.cases import CASES, LARGE, SMALL
+from tests.accounting.events import Broken
+from tests.accounting.explore import Explorer, Found
+from tests.accounting.mutate import run_all
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="prove", description=__doc__)
+    parser.add_argument("--small", action="store_true", help="only the cases of the test suite")
+    parser.add_argument("--processes", type=int, default=2, help="how many at once")
+    parser.add_argument("--states", type=int, help="at most this many states a case")
+    parser.add_argument(
+        "--only", choices=("states", "mutations"), help="one half; without it, both"
+    )
+    given = parser.parse_args(argv)
+    good = True
+    if given.only != "mutations":
+        names = [case.name for case in (SMALL if given.small else CASES)]
+        good = explore(names, given.processes, given.states)
+    if given.only != "states":
+        good = run_all(given.processes) and good
+    return 0 if good else 1
+
+
+def explore(names: Sequence[str], processes: int, most: int | None) -> bool:
+    """Every named case, some at once; the largest first."""
+    print(f"every state of {len(names)} cases; all of it is enumerated, nothing is drawn by chance")
+    started = time.perf_counter()
+    with get_context("spawn").Pool(processes) as pool:
+        jobs = [(name, most) for name in reversed(names)]
+        good, found = _tell(pool.imap_unordered(_explore, jobs))
+    seconds = time.perf_counter() - started
+    states, transitions = sum(one.states for one in found), sum(one.transitions for one in found)
+    print(f"{states:,} states, {transitions:,} transitions, {seconds:.0f} s")
+    for event in ("submit", "schedule", "commit", "discard", "loaded", "saved", "abort"):
+        print(f"  {event:<9}{sum(one.events[event] for one in found):>12,}")
+    return good
+
+
+def _tell(results: Iterable[Found | str]) -> tuple[bool, list[Found]]:
+    found: list[Found] = []
+    good = True
+    for result in results:
+        if isinstance(result, Found):
+            found.append(result)
+            print(result.line(), flush=True)
+        else:
+            good = False
+            print(f"BROKEN {result}", flush=True)
+    return good, found
+
+
+def _explore(job: tuple[str, int | None]) -> Found | str:
+    name, most = job
+    case = next(case for case in (*LARGE, *SMALL) if case.name == name)
+    try:
+        return Explorer(case, most).run()
+    except Broken as error:
+        return f"{name}: {error}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

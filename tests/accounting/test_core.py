@@ -1,0 +1,185 @@
+"""What the parts of the core refuse, and in which order blocks are reused."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import Rejected
+from engine.blocks import BlockPool
+from engine.request import TRANSITIONS, Admission, Finish, Order, Request, State
+from engine.scheduler import Scheduler
+from engine.usage import leg_tokens
+from tests.accounting.bench import Bench, limits
+from tests.engine.fakes import naming
+
+
+def test_an_admission_computes_at_least_one_position() -> None:
+    assert Admission(1, 10, 4, 5).fresh == 1
+    for numbers in ((10, 4, 6), (10, -4, 6), (10, 4, -1)):
+        with pytest.raises(AssertionError):
+            Admission(1, *numbers)
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("target", State)
+def test_a_request_changes_state_by_the_table_only(state: State, target: State) -> None:
+    request = Request(Order("r", (1,), 1, 1), [1], state=state)
+    if target in TRANSITIONS[state]:
+        request.move(target)
+        assert request.state is target
+    else:
+        with pytest.raises(RuntimeError, match="no way"):
+            request.move(target)
+
+
+def test_blocks_are_reused_nameless_first_then_least_recently_freed() -> None:
+    pool = BlockPool(6)
+    older, newer = pool.take(2), pool.take(3)
+    pool.name(older[0], b"a")
+    pool.name(older[1], b"b")
+    pool.name(newer[0], b"c")
+    pool.drop(older)
+    pool.drop(newer)
+    order = [newer[1], newer[2], 5, older[1], older[0], newer[0]]
+    assert [pool.take(1)[0] for _ in range(6)] == order
+
+
+def test_a_block_that_is_found_again_is_no_longer_the_next_to_go() -> None:
+    pool = BlockPool(2)
+    first, second = pool.take(2)
+    pool.name(first, b"a")
+    pool.name(second, b"b")
+    pool.drop([first])
+    pool.drop([second])
+    pool.hold([first])
+    pool.drop([first])
+    assert pool.take(2) == [second, first]
+    assert pool.leading([b"a", b"b"], 2) == []
+
+
+def test_only_the_leading_run_is_a_hit() -> None:
+    pool = BlockPool(3)
+    for block, name in zip(pool.take(3), (b"a", b"b", b"c"), strict=True):
+        pool.name(block, name)
+    assert pool.leading([b"a", b"b", b"c"], 2) == [0, 1]
+    assert pool.leading([b"a", b"other", b"c"], 3) == [0]
+
+
+def test_a_pool_refuses_what_its_books_do_not_allow() -> None:
+    pool = BlockPool(2)
+    with pytest.raises(RuntimeError, match="free"):
+        pool.take(3)
+    with pytest.raises(RuntimeError, match="nobody holds"):
+        pool.drop([0])
+
+
+def scheduler() -> Scheduler:
+    return Scheduler(limits(4, 4), naming(), lambda _: 0)
+
+
+def test_what_just_fits_is_served_and_one_more_is_refused() -> None:
+    """D5: the last token's KV is never stored, so 10 + 7 tokens fit in 16 positions."""
+    scheduler().submit(Order("r", tuple(range(10)), 10, 7))
+    with pytest.raises(Rejected, match="max_tokens"):
+        scheduler().submit(Order("r", tuple(range(10)), 10, 8))
+
+
+def test_the_length_of_the_model_binds_too() -> None:
+    bounds = limits(100, 4)
+    small = Scheduler(bounds, naming(), lambda _: 0)
+    with pytest.raises(Rejected, match="max_model_len"):
+        small.submit(Order("r", (1,), 1, bounds.max_model_len + 1))
+
+
+@pytest.mark.parametrize(
+    ("order", "field"),
+    [
+        (Order("r", (), 0, 1), "prompt"),
+        (Order("r", (1,), 2, 1), "prompt"),
+        (Order("r", (1,), 1, 0), "max_tokens"),
+        (Order("r", (1, 2, 3), 1, 2), "max_tokens"),
+    ],
+)
+def test_nonsense_is_refused_by_name(order: Order, field: str) -> None:
+    with pytest.raises(Rejected) as caught:
+        scheduler().submit(order)
+    assert caught.value.field == field
+
+
+def test_one_id_is_served_once_at_a_time() -> None:
+    one = scheduler()
+    one.submit(Order("r", (1,), 1, 1))
+    with pytest.raises(Rejected, match="already"):
+        one.submit(Order("r", (2,), 1, 1))
+    one.abort("r")
+    one.submit(Order("r", (2,), 1, 1))
+
+
+def test_a_step_is_committed_once_and_whole() -> None:
+    one = scheduler()
+    one.submit(Order("r", (1,), 1, 2))
+    plan = one.schedule()
+    with pytest.raises(RuntimeError, match=r"before commit"):
+        one.schedule()
+    with pytest.raises(RuntimeError, match="another size"):
+        one.commit(plan, [])
+    with pytest.raises(RuntimeError, match="no token"):
+        one.commit(plan, [None])
+    with pytest.raises(RuntimeError, match="not the last one"):
+        one.commit(plan, [5])
+
+
+def test_a_discarded_step_is_planned_again() -> None:
+    one = scheduler()
+    one.submit(Order("r", (1, 2, 3), 3, 2))
+    first = one.schedule()
+    assert one.discard() is first
+    assert one.schedule().entries == first.entries
+
+
+def test_abort_ends_a_request_in_every_state() -> None:
+    bench = Bench(limits(8, 4, budget=4), lambda query: 4 if query.request_id == "loads" else 0)
+    bench.submit("runs", range(7), 3)
+    bench.submit("loads", range(20, 27), 3)
+    bench.submit("waits", range(40, 47), 3)
+    bench.step()
+    states = [request.state for request in bench.requests]
+    assert states == [State.RUNNING, State.LOADING, State.WAITING]
+    for request in bench.requests:
+        assert bench.scheduler.abort(request.id) is request
+        assert (request.state, request.finish) == (State.FINISHED, Finish.ABORT)
+        bench.check()
+    assert bench.scheduler.abort("runs") is None
+    assert len(bench.scheduler.pool.free) < 8, "what is outside holds its blocks"
+    bench.end_all()
+    assert len(bench.scheduler.pool.free) == 8
+    assert bench.scheduler.late_events == 1
+
+
+def test_late_repeated_and_unknown_events_are_counted() -> None:
+    bench = Bench(limits(8, 4), lambda _: 4)
+    bench.submit("r", range(7), 2)
+    bench.step()
+    load = bench.loads[0]
+    bench.scheduler.loaded("r", load.epoch + 1, 4)
+    bench.scheduler.loaded("unknown", load.epoch, 4)
+    bench.scheduler.saved("r", load.epoch, 99)
+    bench.end_load(load)
+    bench.scheduler.loaded("r", load.epoch, 4)
+    assert bench.scheduler.late_events == 4
+    bench.run()
+
+
+def test_the_account_of_a_leg_that_was_preempted_twice() -> None:
+    """Its parts are those of the admission that made the first token; the rest is recomputed."""
+    bench = Bench(limits(12, 4, headroom=0))
+    for number in range(6):
+        bench.submit(f"r{number}", range(7 * number, 7 * number + 7), 30)
+    bench.run()
+    recomputed = [leg_tokens(request).recomputed for request in bench.requests]
+    assert any(recomputed)
+    for request, again in zip(bench.requests, recomputed, strict=True):
+        account = leg_tokens(request)
+        assert (account.length, account.generated) == (7, 30)
+        assert account.computed == 7
+        assert account.executed == 36 + again

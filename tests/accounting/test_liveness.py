@@ -1,0 +1,212 @@
+"""I8 and fair steps: nobody waits for ever, nobody overtakes, nobody starves."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from engine.request import State
+from engine.usage import leg_tokens
+from tests.accounting.bench import Bench, limits
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_loads_that_could_wedge_each_other(first: int) -> None:
+    """8 blocks, two requests of 5: a load takes all its blocks at once or none."""
+    bench = Bench(limits(8, 4, headroom=0), lambda query: 99)
+    one = bench.submit("one", range(18), 3)
+    two = bench.submit("two", range(50, 68), 3)
+    bench.step()
+    assert (one.state, two.state) == (State.LOADING, State.WAITING)
+    assert two.residency is None
+    bench.submit("small", range(90, 94), 2)
+    bench.step()
+    assert len(bench.loads) == 1, "the small one does not pass the second"
+    bench.run()
+
+
+def test_a_running_request_waits_for_the_blocks_of_a_load_and_gets_them() -> None:
+    """The last runner needs a block, a load has the rest: it waits, and comes first afterwards."""
+    bench = Bench(limits(4, 4, headroom=0), lambda query: 99 if query.request_id == "load" else 0)
+    runs = bench.submit("runs", range(7), 8)
+    load = bench.submit("load", range(20, 27), 2)
+    while runs.length < 9:
+        bench.step()
+    for _ in range(3):
+        assert not bench.step().entries, "no block, no step; and nobody is preempted for itself"
+    assert bench.scheduler.preemptions == 0
+    bench.end_load(bench.loads[0])
+    bench.step()
+    assert (runs.length, load.state) == (10, State.WAITING)
+    bench.run()
+
+
+def test_a_load_blocks_nobody_else() -> None:
+    bench = Bench(limits(20, 4), lambda query: 99 if query.request_id == "load" else 0)
+    bench.submit("load", range(9), 2)
+    others = [bench.submit(f"r{n}", range(10 * n, 10 * n + 5), 4) for n in range(1, 4)]
+    for _ in range(10):
+        bench.step()
+    assert all(request.state is State.FINISHED for request in others)
+    bench.run()
+
+
+def test_who_must_ask_later_is_passed_over_and_leaves_no_trace() -> None:
+    later = 5
+    bench = Bench(
+        limits(20, 4),
+        lambda query: None if query.request_id == "later" and bench.steps < later else 0,
+    )
+    waits = bench.submit("later", range(9), 2)
+    bench.submit("other", range(20, 29), 2)
+    free = len(bench.scheduler.pool.free)
+    bench.run()
+    asked = [request_id for request_id, _ in bench.queries].count("later")
+    assert asked == later + 1
+    assert [run.admission.length for run in waits.runs] == [9]
+    assert len(bench.scheduler.pool.free) == free
+
+
+@pytest.mark.parametrize("valid", [-1, 0, 1])
+def test_a_failed_load_asks_at_most_once_more(valid: int) -> None:
+    """Preempted again and again over a store that promises all and hardly delivers."""
+    bench = Bench(limits(12, 4, headroom=0), lambda _: 99, valid=lambda load: valid)
+    for number in range(6):
+        bench.submit(f"r{number}", range(10 * number, 10 * number + 7), 30)
+    while bench.scheduler.requests:
+        questions = len(bench.queries)
+        bench.step()
+        for request_id, _ in bench.queries[questions:]:
+            assert [load.request_id for load in bench.started].count(request_id) <= 2
+        bench.end_all()
+    bench.check_end()
+    loads = [load.request_id for load in bench.started]
+    admissions = [len(request.runs) for request in bench.requests]
+    assert max(loads.count(request.id) for request in bench.requests) == 2
+    assert max(admissions) >= 3, "the case has a third admission, which must not ask"
+
+
+def test_decode_is_not_starved_by_prefills() -> None:
+    """Three decode; long prompts keep coming; each of the three makes a token every step."""
+    bench = Bench(limits(400, 4, budget=8))
+    decoding = [bench.submit(f"d{n}", [n], 60) for n in range(3)]
+    bench.step()
+    for number in range(50):
+        bench.submit(f"long{number}", range(100), 1)
+        before = [request.length for request in decoding]
+        bench.step()
+        assert [request.length for request in decoding] == [length + 1 for length in before]
+    assert any(request.state is State.FINISHED for request in bench.requests), "prefills go on too"
+    bench.run()
+
+
+def test_a_prefill_before_decoders_in_the_queue_still_comes_after_them_in_a_step() -> None:
+    bench = Bench(limits(40, 4, budget=4))
+    bench.submit("long", range(40), 1)
+    bench.step()
+    decoding = bench.submit("short", [1], 8)
+    while decoding.state is State.WAITING:
+        bench.step()
+    plan = bench.step()
+    assert plan.entries[0].request is decoding
+
+
+def test_a_prefill_is_not_starved_by_decoders() -> None:
+    """As long as the budget is at least the number of residents, the oldest always moves."""
+    bench = Bench(limits(400, 4, seqs=4, budget=4))
+    first = bench.submit("first", range(40), 1)
+    number = 0
+    while first.state is not State.FINISHED:
+        number += 1
+        bench.submit(f"d{number}", [number % 90], 9)
+        bench.step()
+        assert bench.steps <= 40 + 1
+    bench.run()
+
+
+def test_the_budget_binds_decode() -> None:
+    bench = Bench(limits(40, 4, budget=2))
+    requests = [bench.submit(f"r{n}", [n], 10) for n in range(5)]
+    while bench.scheduler.requests:
+        plan = bench.step()
+        assert sum(entry.count for entry in plan.entries) <= 2
+        lengths = [request.length for request in requests]
+        assert lengths == sorted(lengths, reverse=True), "first come, first served"
+
+
+@pytest.mark.parametrize("seqs", [1, 2, 3])
+def test_max_num_seqs_bounds_running_and_loading(seqs: int) -> None:
+    answers = random.Random(seqs)
+    bench = Bench(limits(60, 4, seqs=seqs), lambda _: answers.choice([0, 99]))
+    for number in range(10):
+        bench.submit(f"r{number}", range(number, number + 9), 4)
+    most = 0
+    while bench.scheduler.requests:
+        bench.step()
+        most = max(most, len(bench.scheduler.running) + bench.scheduler.loading)
+        if len(bench.loads) == seqs:
+            bench.end_all()
+        elif bench.steps % 7 == 0:
+            bench.end_all()
+    assert most == seqs
+
+
+def test_a_large_request_is_not_overtaken_for_ever() -> None:
+    """It needs the whole pool; small ones arrive each step; it is served before those after it."""
+    bench = Bench(limits(10, 4, budget=16))
+    for number in range(5):
+        bench.submit(f"before{number}", [number, 1], 6)
+    bench.step()
+    large = bench.submit("large", range(36), 4)
+    after = []
+    while large.state is not State.FINISHED:
+        after.append(bench.submit(f"after{len(after)}", [len(after) % 90, 2], 3))
+        bench.step()
+        bench.end_all()
+        assert bench.steps < 40
+        if large.state is State.WAITING:
+            assert all(request.state is State.WAITING for request in after)
+    bench.run()
+
+
+def test_preempted_requests_come_back_in_their_order() -> None:
+    bench = Bench(limits(6, 4, headroom=0))
+    requests = [bench.submit(f"r{n}", range(10 * n, 10 * n + 4), 12) for n in range(3)]
+    order: list[str] = []
+    while bench.scheduler.requests:
+        standing = [request.id for request in requests if request.state is not State.FINISHED]
+        queue = [request.id for request in (*bench.scheduler.running, *bench.scheduler.waiting)]
+        assert queue == standing
+        bench.step()
+        bench.end_all()
+        order += [
+            request.id
+            for request in requests
+            if request.state is State.FINISHED and request.id not in order
+        ]
+    assert bench.scheduler.preemptions >= 2
+    assert order == ["r0", "r1", "r2"]
+
+
+def computed(blocks: int, loads: list[tuple[int, int]], headroom: int) -> tuple[int, int, int]:
+    """Positions computed, steps, preemptions of a load of (prompt, new) pairs."""
+    bench = Bench(limits(blocks, 4, headroom=headroom))
+    for number, (prompt, new) in enumerate(loads):
+        bench.submit(f"r{number}", range(97 * number, 97 * number + prompt), new)
+    bench.run()
+    assert bench.runner.executed_positions >= sum(prompt + new - 1 for prompt, new in loads)
+    recomputed = sum(leg_tokens(request).recomputed for request in bench.requests)
+    assert bench.runner.executed_positions == recomputed + sum(
+        prompt + new - 1 for prompt, new in loads
+    )
+    return bench.runner.executed_positions, bench.steps, bench.scheduler.preemptions
+
+
+def test_the_watermark_keeps_preempted_requests_from_thrashing() -> None:
+    """6 requests of 7 + 30 tokens in 12 blocks of 4; without any watermark 312 for 216."""
+    without, with_one, with_two = (
+        computed(12, [(7, 30)] * 6, headroom)[0] for headroom in range(3)
+    )
+    print(without, with_one, with_two)
+    assert 216 <= with_two <= with_one < without < 312
