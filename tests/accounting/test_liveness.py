@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.request import State
+from engine.request import Request, State
 from engine.usage import leg_tokens
 from tests.accounting.bench import Bench, limits
 
@@ -145,9 +145,7 @@ def test_max_num_seqs_bounds_running_and_loading(seqs: int) -> None:
     while bench.scheduler.requests:
         bench.step()
         most = max(most, len(bench.scheduler.running) + bench.scheduler.loading)
-        if len(bench.loads) == seqs:
-            bench.end_all()
-        elif bench.steps % 7 == 0:
+        if len(bench.loads) == seqs or bench.steps % 7 == 0:
             bench.end_all()
     assert most == seqs
 
@@ -159,7 +157,7 @@ def test_a_large_request_is_not_overtaken_for_ever() -> None:
         bench.submit(f"before{number}", [number, 1], 6)
     bench.step()
     large = bench.submit("large", range(36), 4)
-    after = []
+    after: list[Request] = []
     while large.state is not State.FINISHED:
         after.append(bench.submit(f"after{len(after)}", [len(after) % 90, 2], 3))
         bench.step()

@@ -1,0 +1,451 @@
+"""Deliberate mistakes, one line each; every one must be caught by a test.
+
+``old`` stands exactly once in its file. ``survives`` explains a mutation that no test can catch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    name: str
+    module: str
+    old: str
+    new: str
+    survives: str | None = None
+
+    @property
+    def path(self) -> Path:
+        return ROOT / f"{self.module.replace('.', '/')}.py"
+
+    def apply(self, source: str) -> str:
+        """The mutated source. Raises ``ValueError`` unless ``old`` stands exactly once."""
+        if source.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.old!r} stands {source.count(self.old)} times")
+        return source.replace(self.old, self.new)
+
+
+def _request(name: str, old: str, new: str) -> Mutation:
+    return Mutation(name, "engine.request", old, new)
+
+
+def _blocks(name: str, old: str, new: str) -> Mutation:
+    return Mutation(name, "engine.blocks", old, new)
+
+
+def _scheduler(name: str, old: str, new: str) -> Mutation:
+    return Mutation(name, "engine.scheduler", old, new)
+
+
+def _usage(name: str, old: str, new: str) -> Mutation:
+    return Mutation(name, "engine.usage", old, new)
+
+
+MUTATIONS = (
+    # --- one request ---
+    _request(
+        "blocks needed are rounded down",
+        "-((resident.computed + count) // -block_size)",
+        "((resident.computed + count) // block_size)",
+    ),
+    _request(
+        "blocks needed are counted from the length",
+        "-((resident.computed + count) // -block_size)",
+        "-((self.length + count) // -block_size)",
+    ),
+    _request(
+        "next block when len % B == 0",
+        "return -((resident.computed + count) // -block_size) - len(resident.blocks)",
+        "return int(self.length % block_size == 0)",
+    ),
+    _request(
+        "work from what the admission found",
+        "return self.length - self.resident.computed",
+        "return self.length - self.resident.admission.hit",
+    ),
+    _request(
+        "an admission with nothing to compute",
+        "min(self.local, self.external, self.fresh - 1)",
+        "min(self.local, self.external, self.fresh)",
+    ),
+    _request(
+        "any change of state is allowed", "if state not in TRANSITIONS[self.state]:", "if False:"
+    ),
+    _request(
+        "a load is not waited for",
+        "State.LOADING if residency.admission.external else State.RUNNING",
+        "State.RUNNING",
+    ),
+    _request(
+        "the log says more than was computed",
+        "Run(residency.admission, residency.computed)",
+        "Run(residency.admission, self.length)",
+    ),
+    _request(
+        "a load that never ran is in the log",
+        "if residency is not None and self.state is State.RUNNING:",
+        "if residency is not None:",
+    ),
+    _request(
+        "one token too many",
+        "if self.length >= self.order.prompt_len + self.order.max_tokens:",
+        "if self.length > self.order.prompt_len + self.order.max_tokens:",
+    ),
+    _request("an ending token is overlooked", "if token in self.order.ending:", "if False:"),
+    _request(
+        "a partial block is named like a full one",
+        "self.length - block_size + 1, block_size):",
+        "self.length, block_size):",
+    ),
+    _request(
+        "names do not chain", "parent = self.names[-1] if self.names else name.root", "parent = b''"
+    ),
+    _request(
+        "a run is one position longer than it was",
+        "return self.frontier - self.admission.hit",
+        "return self.frontier - self.admission.local",
+    ),
+    # --- the pool ---
+    _blocks(
+        "held and still free",
+        "            self.free.pop(block, None)\n",
+        "            pass\n",
+    ),
+    _blocks(
+        "a second holder is not counted",
+        "self.references[block] += 1",
+        "self.references[block] = 1",
+    ),
+    _blocks(
+        "new content under an old name",
+        "            self._forget(block)\n            self.references[block] = 1",
+        "            self.references[block] = 1",
+    ),
+    _blocks("the newest free block goes first", "popitem(last=False)", "popitem(last=True)"),
+    _blocks(
+        "the first block of a sequence goes first",
+        "for block in reversed(blocks):",
+        "for block in blocks:",
+    ),
+    _blocks(
+        "nameless blocks wait like the others",
+        "last=self.names[block] is not None",
+        "last=True",
+    ),
+    _blocks(
+        "free with a holder left",
+        "if self.references[block] == 0:",
+        "if self.references[block] <= 1:",
+    ),
+    _blocks("a block nobody holds is dropped", "if self.references[block] < 1:", "if False:"),
+    _blocks("a name moves to the newest block", "if name not in self.by_name:", "if True:"),
+    _blocks(
+        "a forgotten name is still found",
+        "            del self.by_name[name]\n",
+        "            pass\n",
+    ),
+    _blocks("a hit of any length", "for name in names[:limit]:", "for name in names:"),
+    _blocks("a hit with holes", "                break\n", "                continue\n"),
+    _blocks(
+        "blocks of the hit count as room",
+        "return len(self.free) - sum(block in self.free for block in beside)",
+        "return len(self.free)",
+    ),
+    # --- lookups and admission ---
+    _scheduler(
+        "the store's answer is believed",
+        "external = min(max(answer, 0), request.length - 1 - local)",
+        "external = answer",
+    ),
+    _scheduler(
+        "no clamp from above",
+        "external = min(max(answer, 0), request.length - 1 - local)",
+        "external = max(answer, 0)",
+    ),
+    _scheduler(
+        "no clamp from below",
+        "external = min(max(answer, 0), request.length - 1 - local)",
+        "external = min(answer, request.length - 1 - local)",
+    ),
+    _scheduler(
+        "a full hit leaves nothing to compute",
+        "request.length - 1 - local)",
+        "request.length - local)",
+    ),
+    _scheduler(
+        "the local hit may cover the last position",
+        "(request.length - 1) // self.limits.block_size)\n",
+        "request.length // self.limits.block_size)\n",
+    ),
+    _scheduler(
+        "the hit is not held",
+        "        self.pool.hold(found)\n        self._epoch",
+        "        self._epoch",
+    ),
+    _scheduler("epochs do not advance", "self._epoch += 1", "self._epoch = 1"),
+    _scheduler(
+        "an admission remembers a stale length",
+        "Admission(self._epoch, request.length, local, external)",
+        "Admission(self._epoch, len(request.order.tokens), local, external)",
+    ),
+    _scheduler(
+        "blocks for the fresh tokens only",
+        "self.pool.take(request.need(request.work, self.limits.block_size))",
+        "self.pool.take(request.need(residency.admission.fresh, self.limits.block_size))",
+    ),
+    _scheduler(
+        "residents without those that load",
+        "residents = len(self.running) + self.loading",
+        "residents = len(self.running)",
+    ),
+    _scheduler(
+        "one resident too many",
+        "if residents >= self.limits.max_num_seqs:",
+        "if residents > self.limits.max_num_seqs:",
+    ),
+    _scheduler(
+        "one that must ask later blocks the queue",
+        "                continue\n",
+        "                break\n",
+    ),
+    _scheduler(
+        "a large request is overtaken",
+        "                break\n            self._begin(",
+        "                continue\n            self._begin(",
+    ),
+    _scheduler(
+        "admitted without budget",
+        "if (not external and budget < 1) or not self._fits",
+        "if not self._fits",
+    ),
+    _scheduler(
+        "the room for the hit is counted twice",
+        "missing = -(length // -size) - len(found)",
+        "missing = -(length // -size) - 2 * len(found)",
+    ),
+    _scheduler(
+        "no watermark",
+        "return missing + self.limits.headroom * residents <=",
+        "return missing <=",
+    ),
+    _scheduler(
+        "preempted requests come back too early",
+        "length = request.ceiling if request.runs and residents else request.length",
+        "length = request.length",
+    ),
+    _scheduler(
+        "admission in the step of a preemption",
+        "self._admit(budget) if not preempted else ([], [], [])",
+        "self._admit(budget)",
+    ),
+    _scheduler("a lookup after the last one", "if request.lookups_left == 0:", "if False:"),
+    _scheduler(
+        "lookups are not used up", "max(request.lookups_left - 1, 0)", "request.lookups_left"
+    ),
+    _scheduler("two more lookups", "request.lookups_left = 1", "request.lookups_left = 2"),
+    _scheduler(
+        "every failure earns a lookup",
+        "            if request.lookups_left is None:\n",
+        "            if True:\n",
+    ),
+    # --- loads and saves ---
+    _scheduler(
+        "the epoch of an event is not looked at",
+        "residency is not None and residency.admission.epoch == epoch",
+        "residency is not None",
+    ),
+    _scheduler("a load does not hold its blocks", "        self.pool.hold(blocks)\n", ""),
+    _scheduler(
+        "a finished load goes on holding",
+        "        self.pool.drop(blocks)\n        request =",
+        "        request =",
+    ),
+    _scheduler("a save does not hold its blocks", "        self.pool.hold(save.blocks)\n", ""),
+    _scheduler(
+        "a finished save goes on holding",
+        "            self.pool.drop(blocks)\n",
+        "            pass\n",
+    ),
+    _scheduler(
+        "a load one block short",
+        "-(admission.hit // -size)",
+        "admission.hit // size",
+    ),
+    _scheduler(
+        "a load beyond what was promised",
+        "valid = min(max(valid, 0), admission.external)",
+        "valid = max(valid, 0)",
+    ),
+    _scheduler(
+        "a load of less than nothing",
+        "valid = min(max(valid, 0), admission.external)",
+        "valid = min(valid, admission.external)",
+    ),
+    _scheduler(
+        "a short load counts in full",
+        "residency.computed = admission.local + valid",
+        "residency.computed = admission.hit",
+    ),
+    _scheduler(
+        "a short load is rounded up to blocks",
+        "residency.computed = admission.local + valid",
+        "residency.computed = min(-((admission.local + valid) // -self.limits.block_size)"
+        " * self.limits.block_size, admission.hit)",
+    ),
+    _scheduler(
+        "the admission keeps the promise",
+        "residency.admission = replace(admission, external=valid)",
+        "pass",
+    ),
+    _scheduler(
+        "named as promised, not as loaded",
+        "self._name(request, admission.local, residency.computed)",
+        "self._name(request, admission.local, admission.hit)",
+    ),
+    _scheduler(
+        "a late load is not counted",
+        "            self.late_events += 1\n            return None\n        self.pool",
+        "            return None\n        self.pool",
+    ),
+    # --- a step and its commit ---
+    _scheduler(
+        "a step starts where the admission did",
+        "residency.computed, count, count == request.work",
+        "residency.admission.hit, count, count == request.work",
+    ),
+    _scheduler(
+        "every entry samples",
+        "residency.computed, count, count == request.work",
+        "residency.computed, count, True",
+    ),
+    _scheduler(
+        "named before the commit",
+        "self._name(request, entry.start, residency.computed)",
+        "self._name(request, entry.start, request.length)",
+    ),
+    _scheduler(
+        "a partial block is named",
+        "range(start // size, stop // size):",
+        "range(start // size, -(-stop // size)):",
+    ),
+    _scheduler(
+        "the last block filled is not named",
+        "range(start // size, stop // size):",
+        "range(start // size, stop // size - 1):",
+    ),
+    _scheduler(
+        "committed to whoever has the id now",
+        "            if self._stands(entry):\n",
+        "            if entry.request.residency is not None or not self.requests:\n",
+    ),
+    _scheduler("a commit of any plan", "if plan is not self._plan or len(", "if len("),
+    _scheduler(
+        "computed counts to the length",
+        "residency.computed += entry.count",
+        "residency.computed = request.length",
+    ),
+    _scheduler("a prefill leg goes on", "if finish or request.order.prefill_only:", "if finish:"),
+    _scheduler(
+        "no partial block for the hand-over",
+        "end = stop if tail else stop // size * size",
+        "end = stop // size * size",
+    ),
+    _scheduler(
+        "partial blocks are saved",
+        "end = stop if tail else stop // size * size",
+        "end = stop",
+    ),
+    _scheduler(
+        "a saved block begins at the step's start",
+        "range(start // size * size, end, size)",
+        "range(start, end, size)",
+    ),
+    _scheduler(
+        "a saved block is named after its parent",
+        "name = request.names[index] if full",
+        "name = parent if full",
+    ),
+    _scheduler(
+        "blocks are taken that are not there",
+        "if missing <= len(self.pool.free):",
+        "if missing <= len(self.pool.free) + 1:",
+    ),
+    _scheduler(
+        "one block is enough for any step",
+        "count = min(request.work, self.limits.max_num_batched_tokens)",
+        "count = 1",
+    ),
+    _scheduler(
+        "the last runner is preempted for itself",
+        "elif index + 1 < len(self.running):",
+        "elif True:",
+    ),
+    _scheduler(
+        "preempted to the end of the queue",
+        "self.waiting.appendleft(request)",
+        "self.waiting.append(request)",
+    ),
+    _scheduler(
+        "prefills before decodes",
+        "sorted(ready, key=lambda request: request.work > 1)",
+        "ready",
+    ),
+    _scheduler(
+        "running requests do not use up the budget",
+        "                budget -= entries[-1].count\n        return entries\n",
+        "        return entries\n",
+    ),
+    _scheduler(
+        "admitted requests do not use up the budget",
+        "                budget -= entries[-1].count\n        return entries, loads, saves",
+        "        return entries, loads, saves",
+    ),
+    # --- the end, and the door ---
+    _scheduler(
+        "a finished request keeps its blocks",
+        "self._release(request, State.FINISHED)",
+        "request.end(State.FINISHED)",
+    ),
+    _scheduler(
+        "an aborted request stays in the queue",
+        "            self.waiting.remove(request)\n        elif",
+        "            pass\n        elif",
+    ),
+    _scheduler(
+        "a discarded plan stays", "plan, self._plan = self._plan, None", "plan = self._plan"
+    ),
+    _scheduler(
+        "what never fits is accepted",
+        "if positions > min(limits.max_model_len, capacity):",
+        "if positions > limits.max_model_len:",
+    ),
+    _scheduler(
+        "what just fits is refused",
+        "positions = order.prompt_len + order.max_tokens - 1",
+        "positions = order.prompt_len + order.max_tokens",
+    ),
+    _scheduler("one id twice", "if order.request_id in self.requests:", "if False:"),
+    # --- usage ---
+    _usage(
+        "usage of the first admission",
+        "run for run in runs if run.frontier >= length",
+        "run for run in runs",
+    ),
+    _usage("usage of the admission after", "if run.frontier >= length", "if run.frontier > length"),
+    _usage(
+        "decoded positions are called recomputed",
+        "recomputed=executed - computed - beyond",
+        "recomputed=executed - computed",
+    ),
+    _usage(
+        "decoded positions are called prompt",
+        "computed = min(first.frontier, length)",
+        "computed = first.frontier",
+    ),
+    _usage("an unfinished leg did nothing", "runs[-1] if runs else None", "None"),
+)

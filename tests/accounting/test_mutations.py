@@ -1,0 +1,33 @@
+"""The table of mutations cannot rot: every text still stands once, and some are run here."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.accounting.mutate import catch
+from tests.accounting.mutations import MUTATIONS, Mutation
+
+RUN_HERE = (
+    "next block when len % B == 0",
+    "the epoch of an event is not looked at",
+    "no watermark",
+)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mutation_can_be_applied(mutation: Mutation) -> None:
+    source = mutation.path.read_text(encoding="utf-8")
+    mutated = mutation.apply(source)
+    assert mutated != source
+    compile(mutated, str(mutation.path), "exec")
+
+
+def test_no_mutation_is_counted_twice() -> None:
+    assert len({(one.module, one.old, one.new) for one in MUTATIONS}) == len(MUTATIONS)
+    assert len({one.name for one in MUTATIONS}) == len(MUTATIONS)
+
+
+@pytest.mark.parametrize("name", RUN_HERE)
+def test_a_mutation_is_caught(name: str) -> None:
+    number = [one.name for one in MUTATIONS].index(name)
+    assert catch(number) is not None
