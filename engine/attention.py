@@ -28,9 +28,9 @@ class AttentionStep(Protocol):
         value: torch.Tensor,
         scaling: float | None,
     ) -> torch.Tensor:
-        """Store K and V [1, kv heads, T, head dim], attend Q [1, heads, T, head dim].
+        """Store K and V [T, kv heads, head dim], attend Q [T, heads, head dim], in packed order.
 
-        Returns [1, T, heads, head dim]; ``scaling`` ``None`` is 1 / sqrt(head dim).
+        Returns a contiguous [T, heads, head dim]; ``scaling`` ``None`` is 1 / sqrt(head dim).
         """
 
 
@@ -59,7 +59,8 @@ def paged_attention(
     if kvrelay_step is None:
         raise Unservable("the model does not pass its keyword arguments on to the attention")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return kvrelay_step.attend(layer, query, key, value, scaling), None
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return kvrelay_step.attend(layer, queries, keys, values, scaling)[None], None
 
 
 AttentionInterface.register(ATTENTION, paged_attention)

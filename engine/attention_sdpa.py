@@ -7,14 +7,14 @@ are never repeated: grouped queries are rows of one query matrix, or heads over 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from engine.batch import Batch, Ints
+from engine.batch import Batch
 from engine.kv_pool import KVPool
 
 WORKSPACE_BYTES = 16 << 20
@@ -91,15 +91,18 @@ class SdpaBackend:
                 yield _Prefill(first, last, self._runs((table,)), mask)
             first = last
 
-    def _runs(self, tables: tuple[Ints, ...]) -> torch.Tensor:
+    def _runs(self, tables: Sequence[Sequence[int]]) -> torch.Tensor:
         """K runs, then V runs, padded with the entry's own last block.
 
         Padding is masked, and what it holds belongs to the same entry: no entry can disturb
         another, not even with an infinity or a NaN.
         """
         width = max(map(len, tables))
-        padded = [np.pad(table, (0, width - len(table)), mode="edge") for table in tables]
-        runs = np.concatenate(padded) * (2 * self.pool.shape.num_layers)
+        padded: list[int] = []
+        for table in tables:
+            padded.extend(table)
+            padded.extend((table[-1],) * (width - len(table)))
+        runs = np.array(padded, np.int64) * (2 * self.pool.shape.num_layers)
         return torch.from_numpy(np.concatenate((runs, runs + 1))).to(self.pool.device)
 
     def _mask(self, lengths: list[int], width: int) -> torch.Tensor | None:
@@ -146,19 +149,20 @@ class SdpaStep:
         scaling: float | None,
     ) -> torch.Tensor:
         """Store, then attend group by group and entry by entry."""
-        queries, keys, values = (t[0].transpose(0, 1) for t in (query, key, value))
-        self._pool.store(layer, self._rows, keys, values)
-        out = torch.empty(queries.shape, dtype=query.dtype, device=query.device)
+        self._pool.store(layer, self._rows, key, value)
+        if len(self._groups) == 1 and not self._prefills:  # plain decode: nothing to put together
+            return self._decode(layer, self._groups[0], query, scaling)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in self._groups:
             here = slice(group.first, group.last)
-            out[here] = self._decode(layer, group, queries[here], scaling)
+            out[here] = self._decode(layer, group, query[here], scaling)
         for entry in self._prefills:
             here = slice(entry.first, entry.last)
-            k, v = keys[here], values[here]
+            keys, values = key[here], value[here]
             if entry.runs is not None:
-                k, v = self._gather(layer, entry.runs, 1)[:, 0]
-            out[here] = _prefill(queries[here], k, v, entry.mask, scaling)
-        return out[None]
+                keys, values = self._gather(layer, entry.runs, 1)[:, 0]
+            out[here] = _prefill(query[here], keys, values, entry.mask, scaling)
+        return out
 
     def _gather(self, layer: int, runs: torch.Tensor, entries: int) -> torch.Tensor:
         """The contexts of entries as [k|v, entry, position, kv head, head dim]."""
