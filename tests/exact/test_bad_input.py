@@ -110,11 +110,21 @@ INVALID = {
     "stop token outside": (sampling(stop_token_ids=[VOCAB + 1]), "stop_token_ids"),
     "empty stop string": (sampling(stop=[""]), "stop"),
     "tokens so far use up max_tokens": (
-        Request(token_ids=IDS, max_tokens=2, output_token_ids=[1, 2]),
+        Request(
+            token_ids=IDS,
+            max_tokens=1,
+            output_token_ids=[1, 2],
+            sampling=types_pb2.Sampling(seed=1),
+        ),
         "",
     ),
     "tokens so far outside": (
-        Request(token_ids=IDS, max_tokens=4, output_token_ids=[VOCAB]),
+        Request(
+            token_ids=IDS,
+            max_tokens=4,
+            output_token_ids=[VOCAB],
+            sampling=types_pb2.Sampling(seed=1),
+        ),
         "output_token_ids",
     ),
 }
