@@ -14,6 +14,9 @@ from typing import Protocol
 from kvblock import Namer, Namespace, Wanted
 from kvstore import Tail
 
+MAX_NAMES = 1 << 16
+"""Names in one question; stores take no more in one call."""
+
 
 class PoolShape(Protocol):
     """What is asked of a pool's shape."""
@@ -79,6 +82,8 @@ class Geometry:
         tails = tuple(
             Tail(after, self._namer.child(parent, tokens[start : start + n])) for n in counts
         )
+        if len(names) > MAX_NAMES:  # blocks of one token and a very long prompt
+            return Question(tuple(names[:MAX_NAMES]), (), ())
         return Question(tuple(names), tails, counts)
 
     def part(

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from common.errors import Corrupt, DeadlineExceeded, KvrelayError
 from connector.counters import Meter
-from connector.geometry import Geometry, Part
+from connector.geometry import MAX_NAMES, Geometry, Part
 from connector.lookups import Answer
 from connector.options import Options
 from engine.external import Event, Load, Loaded
@@ -109,7 +109,8 @@ class Loading:
         nbytes = 0
         for part in self._parts:
             size = self._pool.nbytes(len(part.wanted.tokens))
-            if batch and nbytes + size > self._options.batch_bytes:
+            full = len(batch) == MAX_NAMES or nbytes + size > self._options.batch_bytes
+            if batch and full:
                 yield batch
                 batch, nbytes = [], 0
             batch.append(part)
@@ -119,8 +120,10 @@ class Loading:
 
     def _fill(self, parts: list[Part]) -> bool:
         """One call to the store; whether every block came and was right."""
+        remaining = self._deadline - time.monotonic()
+        if remaining <= 0:
+            raise DeadlineExceeded("the load's time was over between two batches")
         wants = [Want(part.wanted.name, self._buffer(part)) for part in parts]
-        remaining = max(self._deadline - time.monotonic(), 0.0)
         with closing(self._store.get(wants, remaining)) as arriving:
             return all(self._accept(parts[g.index], wants[g.index], g) for g in arriving)
 
