@@ -414,3 +414,22 @@ def test_a_store_that_is_not_there_costs_nobody_a_timeout() -> None:
     assert time.monotonic() - began < 5
     assert worker.counters.lookup_failures == 50
     assert worker.idle
+
+
+def test_a_bug_ends_one_job_and_no_thread(
+    making: Making, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker = making(Options(load_threads=1), host=False)
+    saved(worker, list(range(8)))
+
+    def broken(block: int, count: int, payload: memoryview) -> None:
+        raise RuntimeError("device lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(worker.pool, "write", broken)
+        load = worker.load("r", list(range(9)), 0, 8, blocks_for(8))
+        assert worker.event() == Loaded("r", load.epoch, 0)
+    load = worker.load("r", list(range(9)), 0, 8, blocks_for(8))
+    assert worker.event() == Loaded("r", load.epoch, 8)
+    assert worker.counters.crashes == 1
+    assert "device lost" in caplog.text
