@@ -130,10 +130,15 @@ def option(
 
 
 def required(
-    kind: type[T], help: str, *, metavar: str | None = None, positional: bool = False
+    kind: type[T],
+    help: str,
+    *,
+    choices: tuple[str, ...] = (),
+    metavar: str | None = None,
+    positional: bool = False,
 ) -> T:
     """A field that must be given; the dataclass needs ``kw_only=True``."""
-    rules = Rules(help=help, metavar=metavar, positional=positional)
+    rules = Rules(help=help, choices=choices, metavar=metavar, positional=positional)
     return cast(T, field(metadata={_KEY: rules}))
 
 

@@ -1,8 +1,7 @@
 """The demonstration: questions over one long document, and what each of them cost where.
 
 A document of stated facts is asked about; its tokens are the prefix of every prompt, so only the
-first question should have to compute it. Half way the prefill worker that holds the document is
-killed: the other one finds the document in the store. An answer is right or it is not.
+first question should have to compute it. An answer is right or it is not.
 """
 
 from __future__ import annotations

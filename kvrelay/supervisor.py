@@ -100,6 +100,13 @@ class Cluster:
             names = ", ".join(spec.name for spec in self.specs)
             raise NotFound(f"no process {role} {index}; there are {names}") from None
 
+    def named(self, name: str) -> Process:
+        """The same by the name shown in the table, such as ``decode-1``."""
+        found = [p for p in self._processes.values() if p.spec.name == name]
+        if not found:
+            raise NotFound(f"no process {name!r}")
+        return found[0]
+
     def kill(self, role: str, index: int = 0, number: int = signal.SIGKILL) -> None:
         """Sends a signal: SIGKILL to see it restarted, SIGSTOP and SIGCONT to play dead."""
         if not self.process(role, index).send(number):

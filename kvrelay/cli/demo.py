@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
 from common.config import load, option
-from common.errors import NotFound
+from kvrelay.bench.streams import run
 from kvrelay.cli.screen import paint, say, table
 from kvrelay.client import Client
 from kvrelay.demo import Asked, Hop, Plan, ask
@@ -25,6 +27,10 @@ over one long document. Shows for each answer which workers it passed, how many 
 prompt they found in their own pool, took from the store or had to compute, and whether the
 answer is right. Ends with status 0 only if every answer is."""
 WIDTH = 78
+COLOUR = re.compile(r"\x1b\[\d+m")
+NOTICE_SECONDS = 10.0
+KILL_AT_PIECE = 2
+WARM_UP_TOKEN, WARM_UP_TOKENS = 8, 40
 KIND = {
     "cold": ("computed", "yellow"),
     "local": ("found in its pool", "green"),
@@ -42,7 +48,7 @@ class DemoConfig:
     questions: int = option(6, "questions to ask", low=1, high=100)
     facts: int = option(118, "facts in the document, of about 8.4 tokens each", low=1, high=400)
     seed: int = option(2, "which document", low=0)
-    kill: bool = option(True, "do not kill a prefill worker half way")
+    kill: bool = option(True, "do not kill workers on the way")
     json: bool = option(False, "print the figures as JSON, and nothing else")
 
 
@@ -63,6 +69,7 @@ class Demo:
         self._cluster = Cluster(size, on_change=self._on_change)
         self._names = {spec.address: spec.name for spec in self._cluster.specs}
         self._starting = True
+        self._column = 0  # where the line that is being written stands
 
     def run(self) -> int:
         self._say(paint("kvrelay demo", "bold") + f": {self._size()}")
@@ -72,6 +79,7 @@ class Demo:
             self._starting = False
             took = time.monotonic() - since
             self._say(f"  all of it serves after {took:.1f} s")
+            warm_up(cluster)
             self._introduce()
             asked = self._ask_all(client)
         if self._config.json:
@@ -97,18 +105,23 @@ class Demo:
 
     def _ask_all(self, client: Client) -> list[Asked]:
         done: list[Asked] = []
+        last = len(self._plan.questions)
         for number, asked in enumerate(self._plan.questions, 1):
-            if self._config.kill and number == len(self._plan.questions) // 2 + 2:
-                self._kill(done[-1].hops[0])
+            if self._config.kill and number == last // 2 + 1 and done:
+                self._kill_prefill(client, done[-1])
             self._say(f"\n{paint(f'{number}. {asked.text}', 'bold')}")
+            self._column = 0
             self._write("   ")
-            done.append(ask(client, self._plan, asked, self._names, self._write))
+            write: Callable[[str], None] = self._write
+            if self._config.kill and number == last and done and self._config.decode > 1:
+                write = KillAt(KILL_AT_PIECE, done[-1].hops[-1].worker, self._cluster, self._write)
+            done.append(ask(client, self._plan, asked, self._names, write))
             self._tell_how(done[-1])
         return done
 
     def _tell_how(self, asked: Asked) -> None:
         verdict = paint("right", "green") if asked.right else paint("WRONG", "red")
-        room = " " * max(2, WIDTH - 3 - len(asked.answer) - 5)
+        room = " " * max(2, WIDTH - self._column - 5)
         self._say(room + verdict)
         if not asked.right:
             self._say(f"   expected: {asked.expected}")
@@ -116,21 +129,21 @@ class Demo:
             self._say(f"   {describe(hop)}")
         what, colour = KIND[asked.source]
         first = paint(f"first token {asked.first_token * 1e3:.0f} ms", colour)
-        self._say(f"   {first} (prompt {what}), then {asked.token_gap * 1e3:.1f} ms a token")
+        lost = "" if all(hop.answered for hop in asked.hops) else " with the take-over"
+        gap = f"{asked.token_gap * 1e3:.1f} ms a token{lost}"
+        self._say(f"   {first} (prompt {what}), then {gap}")
 
-    def _kill(self, hop: Hop) -> None:
+    def _kill_prefill(self, client: Client, asked: Asked) -> None:
         """Kills the prefill worker that holds the document, if another one can take over."""
+        hop = asked.hops[0]
         if hop.role != "prefill" or self._config.prefill < 2:
             return
-        role, _, index = hop.worker.rpartition("-")
-        try:
-            process = self._cluster.process(role, int(index))
-        except (NotFound, ValueError):
-            return
+        process = self._cluster.named(hop.worker)
         self._say(
             paint(f"\n*  kill -9 {process.pid}: {hop.worker}, which holds the document", "red")
         )
-        self._cluster.kill(role, int(index))
+        process.send(signal.SIGKILL)
+        wait_until_noticed(client, process.spec.address)
 
     def _on_change(self, spec: Spec, what: str) -> None:
         if self._starting:
@@ -142,14 +155,53 @@ class Demo:
 
     def _write(self, text: str) -> None:
         if not self._config.json:
-            sys.stdout.write(text.replace("\n", " "))
+            line = text.replace("\n", " ")
+            self._column += len(COLOUR.sub("", line))
+            sys.stdout.write(line)
             sys.stdout.flush()
+
+
+class KillAt:
+    """Passes an answer on, and kills a worker in the middle of it."""
+
+    def __init__(
+        self, piece: int, worker: str, cluster: Cluster, write: Callable[[str], None]
+    ) -> None:
+        self._left, self._process, self._write = piece, cluster.named(worker), write
+
+    def __call__(self, text: str) -> None:
+        self._write(text)
+        self._left -= 1
+        if self._left == 0:
+            self._process.send(signal.SIGKILL)
+            self._write(paint(f" [kill -9 {self._process.spec.name}]", "red"))
+
+
+def warm_up(cluster: Cluster) -> None:
+    """One short prompt to every worker, so that no time below is that of a process's first run.
+
+    The first worker computes it, the others load it: both ways have then been gone once.
+    """
+    prompt = [WARM_UP_TOKEN] * WARM_UP_TOKENS
+    for address in cluster.addresses("prefill"):
+        run("prefill", address, [prompt], 2)
+    for address in cluster.addresses("decode"):
+        run("decode", address, [prompt], 2)
+
+
+def wait_until_noticed(client: Client, address: str) -> None:
+    """Returns when the router knows that a worker is gone, so that its delay is not measured."""
+    deadline = time.monotonic() + NOTICE_SECONDS
+    while time.monotonic() < deadline:
+        if not any(one.healthy for one in client.workers() if one.address == address):
+            return
+        time.sleep(0.05)
 
 
 def describe(hop: Hop) -> str:
     """One hop in a line; the numbers add up by construction."""
     if not hop.answered:
-        return f"{hop.worker:<10} did not answer; another worker took over"
+        return f"{hop.worker:<10} was lost on the way; another worker took over"
     outside = "from the store" if hop.role == "prefill" else "transferred"
     line = (
         f"{hop.worker:<10} {hop.length:>5} tokens = {hop.local:>4} local"
@@ -180,14 +232,14 @@ def summary(asked: Sequence[Asked]) -> str:
             "",
             table(head, rows, frozenset({1, 2, 3})),
             "",
-            f"{total:,} prompt tokens = {local:,} found in a pool + {external:,} from the store"
-            f" + {computed:,} computed",
+            f"Prompts: {total:,} tokens = {local:,} local + {external:,} from the store"
+            f" + {computed:,} computed.",
             paint(verdict, "green" if right == len(asked) else "red"),
             "",
             "Go on with:",
             "  make up                              leaves such a cluster serving",
             '  .venv/bin/kvrelay generate "..."     asks it something',
-            "  make test                            every test, the exactness suite among them",
+            "  make test                            every test, exactness among them",
         ]
     )
 

@@ -11,15 +11,15 @@ from kvrelay.cli.screen import say, tell
 
 DESCRIPTION = """\
 Writes a model of a real shape with random weights, in ordinary transformers format. What it says
-is noise; what it costs to run is that of the real one. Shapes: qwen3-0.6b, llama-toy, llama-tiny,
-qwen3-tiny."""
+is noise; what it costs to run is that of the real one."""
+SHAPES = ("qwen3-0.6b", "llama-toy", "llama-tiny", "qwen3-tiny")  # known before torch is imported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MakeModelConfig:
     """Which model, and where to."""
 
-    shape: str = required(str, "which sizes", metavar="NAME")
+    shape: str = required(str, f"which sizes: {', '.join(SHAPES)}", choices=SHAPES, metavar="NAME")
     out: str = required(str, "directory to write it to", metavar="DIR")
     dtype: str = option("bfloat16", "number format", choices=("float32", "bfloat16", "float16"))
     seed: int = option(0, "of the weights", low=0)

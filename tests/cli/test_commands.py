@@ -12,6 +12,8 @@ import pytest
 
 from common.errors import NotFound, Rejected
 from kvrelay import endpoints
+from kvrelay import make_model as kvrelay_make_model
+from kvrelay.cli import make_model
 from kvrelay.cli.main import COMMANDS, main
 from kvrelay.ports import free_ports
 from kvrelay.processes import ROOT
@@ -74,7 +76,11 @@ def test_an_unknown_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> 
         (("generate", "a", "--max-tokens", "0"), 2, "max_tokens: 0 (from --max-tokens)"),
         (("up", "--store", "memory://"), 2, "store: memory:// lives in one process"),
         (("bench", "--only", "x"), 2, "only: no part 'x'"),
-        (("make-model", "--shape", "nope", "--out", "out"), 2, "shape: 'nope' is not one of"),
+        (
+            ("make-model", "--shape", "nope", "--out", "out"),
+            2,
+            "shape: 'nope' (from --shape): choose one of qwen3-0.6b",
+        ),
     ],
 )
 def test_errors_name_the_field(argv: Sequence[str], status: int, words: str) -> None:
@@ -83,6 +89,10 @@ def test_errors_name_the_field(argv: Sequence[str], status: int, words: str) -> 
     assert done.returncode == status
     assert words in lines[-1]
     assert not any("Traceback" in line for line in lines)
+
+
+def test_every_shape_can_be_made_by_name() -> None:
+    assert set(make_model.SHAPES) == set(kvrelay_make_model.SHAPES)
 
 
 def test_nobody_at_home_is_a_line_and_status_1() -> None:

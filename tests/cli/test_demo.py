@@ -1,0 +1,92 @@
+"""``kvrelay demo`` and ``kvrelay generate`` against real clusters of the shipped model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from kvrelay.processes import ROOT, ClusterConfig
+from kvrelay.recall.facts import document, question
+from kvrelay.recall.prompt import prompt
+from kvrelay.supervisor import Cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+
+def kvrelay(*argv: str, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvrelay", *argv],
+        cwd=ROOT,
+        input=stdin,
+        capture_output=True,
+        timeout=110,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster(ClusterConfig(port=0, prefill=0)) as made:
+        yield made
+
+
+def test_every_answer_of_the_demo_is_right() -> None:
+    done = kvrelay("demo", "--json")
+    assert done.returncode == 0, done.stderr.decode() + done.stdout.decode()
+    told = json.loads(done.stdout)
+    assert told["right"] == told["asked"] == 6
+    first, *others = told["questions"]
+    assert first["source"] == "cold"
+    assert {one["source"] for one in others} == {"local", "store"}
+    for one in told["questions"]:
+        for hop in one["hops"]:
+            assert hop["local"] + hop["external"] + hop["computed"] == hop["length"]
+            assert hop["failed"] == 0
+
+
+def test_generate_streams_text_from_standard_input(cluster: Cluster) -> None:
+    made = document(1, 20)
+    asked = question(made.facts[3])
+    done = kvrelay("generate", "--router", cluster.router, stdin=prompt(made, asked).encode())
+    assert done.stdout.decode().strip() == asked.answer
+    assert done.stderr == b""
+
+
+def test_generate_takes_token_ids_and_tells_the_usage(cluster: Cluster) -> None:
+    flags = ("--router", cluster.router, "--max-tokens", "5", "--ignore-eos", "--json", "--usage")
+    done = kvrelay("generate", "--token-ids", "10,11,12", *flags)
+    told = json.loads(done.stdout)
+    assert len(told["token_ids"]) == 5
+    assert told["finish_reason"] == "length"
+    assert told["usage"]["prompt_tokens"] == 3
+    assert b"3 prompt tokens" in done.stderr
+
+
+def test_generate_chats(cluster: Cluster) -> None:
+    made = document(1, 20)
+    asked = question(made.facts[0])
+    flags = ("--router", cluster.router, "--system", made.text, "--chat")
+    assert kvrelay("generate", asked.text, *flags).stdout.decode().strip() == asked.answer
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "words"),
+    [
+        (("--top-p", "2"), 2, "top_p"),
+        (("--token-ids", "99999999"), 2, "99999999"),
+        (("x", "--max-tokens", "99999999"), 2, "max_tokens"),
+    ],
+)
+def test_what_the_cluster_refuses_is_one_line(
+    cluster: Cluster, flags: tuple[str, ...], status: int, words: str
+) -> None:
+    text = () if "x" in flags or "--token-ids" in flags else ("x",)
+    done = kvrelay("generate", *text, *flags, "--router", cluster.router)
+    assert done.returncode == status
+    assert done.stderr.count(b"\n") == 1
+    assert words in done.stderr.decode()
+    assert done.stdout.strip() == b""
