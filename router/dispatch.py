@@ -14,6 +14,7 @@ from router.request import Request
 from router.worker import KnownWorker, Role
 from rpc.deadline import Deadline
 
+MAX_NAMES = 1024
 WEIGHTS = {types_pb2.ROLE_PREFILL: PREFILL, types_pb2.ROLE_DECODE: DECODE}
 
 
@@ -48,12 +49,12 @@ class Dispatcher:
         raise self.registry.missing(decode)
 
     def prefix(self, request: Request, info: worker_pb2.WorkerInfo) -> Prefix:
-        """Names of the prompt's full blocks."""
+        """Names of the prompt's full blocks; longer prefixes are not told apart."""
         ns = info.namespace
         namespace = Namespace(
             ns.model, ns.revision, ns.dtype, ns.layout, ns.block_size, ns.format_version
         )
-        names = Namer(namespace).chain(request.prompt, ns.block_size)
+        names = Namer(namespace).chain(request.prompt[: MAX_NAMES * ns.block_size], ns.block_size)
         return Prefix(tuple(names), ns.block_size)
 
     async def place(
@@ -64,6 +65,8 @@ class Dispatcher:
             worker = self._choose(types_pb2.ROLE_PREFILL, request, prefix, so_far, tried)
             if worker is not None:
                 return worker
+            if isinstance(tried.last, Exhausted):
+                raise tried.last  # decode workers stand in for missing ones, not for full ones
         return await self._decode_worker(request, prefix, so_far, tried)
 
     async def _decode_worker(

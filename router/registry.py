@@ -181,7 +181,8 @@ class Registry:
             log.info("%s worker %s is used", role_name(worker.role), worker.address)
         else:
             name = role_name(worker.role)
-            log.warning("%s worker %s is not used: %s", name, worker.address, problem)
+            level = logging.INFO if worker.info is None else logging.WARNING  # it may yet start
+            log.log(level, "%s worker %s is not used: %s", name, worker.address, problem)
         worker.problem = problem
         self._tell()
 

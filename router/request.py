@@ -16,7 +16,7 @@ from text.tokenizer import Tokenizer
 DEFAULT_MAX_TOKENS = 16
 MAX_REQUEST_ID_CHARS = 128
 MAX_MESSAGES = 4096
-LONG_TEXT_CHARS = 8192  # from here on tokenising takes milliseconds: not on the event loop
+LONG_TEXT_CHARS = 2048  # from here on tokenising takes too long for the event loop
 
 
 @dataclass(frozen=True, slots=True)

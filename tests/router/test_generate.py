@@ -223,6 +223,15 @@ async def test_a_full_fleet_says_when_to_retry() -> None:
     assert error.retry_after == 2.5
 
 
+async def test_full_prefill_workers_are_not_evaded() -> None:
+    full = Behaviour(fail=Exhausted("the queue is full", 2.5))
+    decode = decode_worker()
+    async with running([prefill_worker(behaviour=full), decode]) as router:
+        error = await failing(router.generate(request()))
+    assert isinstance(error, Exhausted)
+    assert not decode.legs
+
+
 async def test_a_full_decode_worker_after_the_first_token_is_waited_for() -> None:
     decode = decode_worker(behaviour=Behaviour(fail=Exhausted("full", 0.05)))
     async with running([prefill_worker(), decode], max_failures=1000) as router:

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 
 import grpc
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from common import errors
 from protos import decode_pb2, decode_pb2_grpc, router_pb2, worker_pb2, worker_pb2_grpc
@@ -221,3 +223,10 @@ def test_deadline() -> None:
     assert past.remaining() == 0
     with pytest.raises(errors.DeadlineExceeded, match="no time left to prefill"):
         past.check("to prefill")
+
+
+@settings(deadline=None)
+@given(raw=st.binary(max_size=200))
+def test_any_bytes_are_explained(raw: bytes) -> None:
+    assert malformed(router_pb2.GenerateRequest, raw).field
+    assert malformed(object(), raw).field == "request"
