@@ -62,7 +62,9 @@ class Sampling:
         if self.min_tokens < 0:
             raise Rejected("sampling.min_tokens", f"must be 0 or more, got {self.min_tokens}")
         self._check_stops(vocab_size)
-        if self.logprobs is not None and not 0 <= self.logprobs <= min(MAX_TOP_LOGPROBS, vocab_size):
+        if self.logprobs is not None and not 0 <= self.logprobs <= min(
+            MAX_TOP_LOGPROBS, vocab_size
+        ):
             raise Rejected(
                 "sampling.logprobs", f"must lie in [0, {MAX_TOP_LOGPROBS}], got {self.logprobs}"
             )
@@ -95,4 +97,6 @@ def _within(
     above = value >= low if low_included else value > low
     if not (above and value <= high and math.isfinite(value)):  # a NaN fails every comparison
         left, right = "[" if low_included else "(", ")" if math.isinf(high) else "]"
-        raise Rejected(f"sampling.{field}", f"must lie in {left}{low:g}, {high:g}{right}, got {value}")
+        raise Rejected(
+            f"sampling.{field}", f"must lie in {left}{low:g}, {high:g}{right}, got {value}"
+        )
