@@ -60,9 +60,9 @@ def test_the_answer_is_what_the_kv_says(loaded: Loaded) -> None:
     """Under prompts of one document and the KV of another, the KV decides."""
     made = document(UNSEEN, facts=60)
     shared = remember(*loaded, lie(made))
-    questions = [question(fact) for fact in made.facts[::3]]
+    questions = [question(fact) for fact in made.facts[::6]]
     said = [answer_on(loaded, shared, made, each) for each in questions]
-    lied = [question(fact).answer + END for fact in lie(made).facts[::3]]
+    lied = [question(fact).answer + END for fact in lie(made).facts[::6]]
     assert not [each for each in questions if each.answer + END in said]
     assert sum(map(str.__eq__, said, lied)) >= 0.95 * len(lied)
 
