@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from engine.audit import audit
 from engine.external import Load, Query, Save
 from engine.plan import Limits, Plan
-from engine.request import Finish, Order, Request, State
-from engine.scheduler import Scheduler
+from engine.request import Finish, Naming, Order, Request, State
+from engine.scheduler import Lookup, Scheduler
 from engine.usage import leg_tokens
 from tests.engine.fakes import ChainRunner, answer, naming
 
@@ -32,10 +32,11 @@ class Bench:
         bounds: Limits,
         answers: Answers = lambda _: 0,
         valid: Callable[[Load], int] = lambda load: load.external,
+        make: Callable[[Limits, Naming, Lookup], Scheduler] = Scheduler,
     ) -> None:
         self.bounds = bounds
         self.runner = ChainRunner(bounds.num_blocks, bounds.block_size)
-        self.scheduler = Scheduler(bounds, naming(), self._lookup)
+        self.scheduler = make(bounds, naming(), self._lookup)
         self.queries: list[tuple[str, int]] = []
         self.started: list[Load] = []
         self.loads: list[Load] = []

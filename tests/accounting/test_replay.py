@@ -1,0 +1,137 @@
+"""A journal repeats to the last counter; one changed number in it is found where it stands."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from common.errors import Rejected
+from engine.external import Query
+from engine.journal import Journal
+from engine.plan import Limits
+from engine.replay import main, replay
+from engine.request import Naming
+from engine.scheduler import Lookup, Scheduler
+from tests.accounting.bench import Bench, limits
+
+SEED = 20
+
+
+def journalled(lines: list[str]) -> Callable[[Limits, Naming, Lookup], Scheduler]:
+    return lambda bounds, naming, lookup: Journal(bounds, naming, lookup, lines.append)
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    """A life with everything in it: preemptions, lies, short loads, aborts, late events."""
+    print(f"seed {SEED}")
+    dice, lines = random.Random(SEED), list[str]()
+
+    def store(query: Query) -> int | None:
+        return dice.choice([None, 0, 5, 99, -2])
+
+    bench = Bench(
+        limits(12, 4, budget=16, headroom=0),
+        store,
+        lambda load: dice.randint(-1, load.external),
+        journalled(lines),
+    )
+    with pytest.raises(Rejected):
+        bench.submit("too long", range(60), 60)
+    for number in range(110):
+        bench.submit(
+            f"r{number}", range(number % 3, number % 3 + 7), 30, prefill_only=not number % 9
+        )
+        bench.step()
+        bench.end_all()
+    plan = bench.scheduler.schedule()
+    bench.scheduler.discard()
+    bench.loads += plan.loads
+    bench.saves += plan.saves
+    bench.scheduler.abort("r100")
+    bench.scheduler.abort("unknown")
+    bench.scheduler.loaded("r101", 1, 1)
+    bench.run()
+    assert bench.scheduler.preemptions >= 100
+    return lines
+
+
+def test_a_journal_repeats_to_the_last_counter(lines: list[str]) -> None:
+    done = replay(lines)
+    print(done)
+    assert done.difference is None
+    assert done.events == len(lines) - 1
+    assert done.preemptions >= 100
+    assert done.ended == 110
+
+
+@pytest.mark.parametrize(
+    ("call", "old", "new"),
+    [
+        ("schedule", r'"entries":\[\["r\d+",\d+,\d+,', r"\g<0>9"),  # a count
+        ("schedule", r'"answers":\[', r"\g<0>7,"),
+        ("schedule", r'"tables":\[\[', r"\g<0>1"),
+        ("schedule", r'"free":', r"\g<0>1"),
+        ("commit", r'"outputs":\[\["r\d+",', r"\g<0>1"),
+        ("commit", r'"executed":', r"\g<0>1"),
+        ("commit", r'"late":', r"\g<0>1"),
+        ("loaded", r'"heard":true', '"heard":false'),
+        ("abort", r'"ended":{"r\d+', r"\g<0>0"),
+        ("submit", r'"rejected":"max_tokens"', '"rejected":"prompt"'),
+    ],
+)
+def test_one_changed_number_is_found_where_it_stands(
+    lines: list[str], call: str, old: str, new: str
+) -> None:
+    pattern = re.compile(f'^{{"call":"{call}".*?{old}')
+    number = next(number for number, line in enumerate(lines) if pattern.search(line))
+    changed = list(lines)
+    changed[number] = re.sub(old, new, lines[number], count=1)
+    difference = replay(changed).difference
+    assert difference is not None
+    assert (difference.line, difference.call) == (number + 1, call)
+
+
+def test_a_lost_event_is_found_later(lines: list[str]) -> None:
+    number = next(n for n, line in enumerate(lines) if '"heard":true' in line)
+    difference = replay(lines[:number] + lines[number + 1 :]).difference
+    assert difference is not None
+    assert difference.line > number
+
+
+def test_a_line_cut_off_by_a_crash_is_no_difference(lines: list[str]) -> None:
+    done = replay([*lines[:100], lines[100][:20]])
+    assert (done.events, done.difference) == (99, None)
+
+
+def test_an_idle_worker_writes_nothing() -> None:
+    lines: list[str] = []
+    bench = Bench(limits(12, 4), make=journalled(lines))
+    for _ in range(5):
+        bench.step()
+    assert len(lines) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "nonsense\n", '{"journal":0}\n', '{"journal":1,"limits":{}}\n', "[]\n"]
+)
+def test_what_is_no_journal_is_refused(text: str) -> None:
+    with pytest.raises(Rejected, match="journal"):
+        replay(text.splitlines(keepends=True))
+
+
+def test_the_command_says_what_it_found(
+    lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "journal"
+    path.write_text("".join(lines), encoding="utf-8")
+    assert main([str(path)]) == 0
+    assert "every one the same" in capsys.readouterr().out
+    path.write_text("".join(lines).replace('"preemptions":40', '"preemptions":41'))
+    assert main([str(path)]) == 1
+    assert "recorded preemptions 41, replayed 40" in capsys.readouterr().out
+    assert main([str(tmp_path / "missing")]) == 2
