@@ -132,11 +132,14 @@ class Engine:
         """End the requests of a failed step. If not even that goes, the accounting is lost."""
         try:
             self._steps.fail_step(error)
-        except Exception as second:
-            log.critical("the engine cannot go on", exc_info=second)
-            self._closing.set()
-            self._on_fatal()
+        except Exception as second:  # noqa: BLE001 - the edge: nothing here can be trusted now
+            self._give_up(second)
         return True
+
+    def _give_up(self, error: Exception) -> None:
+        log.critical("the engine cannot go on", exc_info=error)
+        self._closing.set()
+        self._on_fatal()
 
     def _run_commands(self) -> None:
         while True:
