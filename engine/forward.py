@@ -11,6 +11,8 @@ from typing import Protocol, cast
 import torch
 from transformers import PreTrainedModel
 
+from engine.attention import AttentionStep
+
 
 class _Output(Protocol):
     logits: torch.Tensor
@@ -27,6 +29,19 @@ class _Causal(Protocol):
         logits_to_keep: torch.Tensor | int = 0,
         kvrelay_step: object = None,
     ) -> _Output: ...
+
+
+class Computes(Protocol):
+    """What the runner asks of a model: `transformers`' own forward, or one written out."""
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        step: AttentionStep,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits [R, vocab] of the packed ``rows`` [R], tokens and positions [1, T]."""
 
 
 class Forward:

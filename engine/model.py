@@ -17,8 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils.logging import disable_progress_bar
 
 from common.errors import Unservable
+from engine.attention import ATTENTION
 from engine.capability import check_config, check_modules, longest
-from engine.forward import Forward
+from engine.decoder import decoder
+from engine.forward import Computes, Forward
 from engine.kv_pool import DTYPES, PoolShape
 from engine.packed_linear import pack_linears
 from engine.probe import compare, observe, own_logits
@@ -75,7 +77,7 @@ class LoadedModel:
     """A model ready to run, checked at start."""
 
     info: ModelInfo
-    forward: Forward
+    forward: Computes
     device: torch.device
 
     def pool_shape(self, num_blocks: int, block_size: int) -> PoolShape:
@@ -125,8 +127,8 @@ def _checked(
     shape = PoolShape(1, seen.layers, 1, seen.kv_heads, seen.head_dim, dtype)
     own = own_logits(forward, device, vocab)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    pack_linears(model)
-    error = compare(forward, shape, device, own)
+    compute = _computes(forward)
+    error = compare(compute, shape, device, own)
     info = ModelInfo(
         name=directory.resolve().name,
         revision=revision(directory),
@@ -143,7 +145,17 @@ def _checked(
         num_parameters=parameters,
         logit_error=error,
     )
-    return LoadedModel(info, forward, device)
+    return LoadedModel(info, compute, device)
+
+
+def _computes(forward: Forward) -> Computes:
+    """The model written out where it is a known one, else its own forward with packed layers."""
+    written = decoder(forward.model)
+    if written is not None:
+        return written
+    pack_linears(forward.model)
+    forward.set_attention(ATTENTION)
+    return forward
 
 
 def _vocab(model: PreTrainedModel, logits: int) -> int:

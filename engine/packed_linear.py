@@ -8,7 +8,7 @@ which is therefore computed as one of two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -16,6 +16,7 @@ import torch
 _PACKED = (torch.float32, torch.bfloat16)
 _ROWS_HINT = 16
 
+Linear = Callable[[torch.Tensor], torch.Tensor]
 _Reorder = Callable[[torch.Tensor, int], torch.Tensor]
 _Pointwise = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor | None, str, list[float], str], torch.Tensor
@@ -25,14 +26,14 @@ _Pointwise = Callable[
 class PackedLinear(torch.nn.Module):
     """What ``nn.Linear`` computes, without its ``weight``."""
 
-    def __init__(self, linear: torch.nn.Linear) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         reorder = cast(_Reorder, torch.ops.mkldnn._reorder_linear_weight)
         self._multiply = cast(_Pointwise, torch.ops.mkldnn._linear_pointwise)
-        self._packed = reorder(linear.weight.detach(), _ROWS_HINT)
-        self._bias = None if linear.bias is None else linear.bias.detach()
-        self._pairs = linear.weight.dtype == torch.float32
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._packed = reorder(weight.detach(), _ROWS_HINT)
+        self._bias = None if bias is None else bias.detach()
+        self._pairs = weight.dtype == torch.float32
+        self.out_features, self.in_features = weight.shape
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in features] to [..., out features]."""
@@ -44,13 +45,27 @@ class PackedLinear(torch.nn.Module):
         return (out[:1] if lone else out).view(*rows.shape[:-1], self.out_features)
 
 
+def linear(layer: torch.nn.Linear) -> Linear:
+    """The layer packed where that is possible, else itself."""
+    return PackedLinear(layer.weight, layer.bias).forward if _packable(layer.weight) else layer
+
+
+def stacked(layers: Sequence[torch.nn.Linear]) -> Linear:
+    """Layers of one input as one product, their outputs side by side."""
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    whole = torch.nn.Linear(weight.shape[1], weight.shape[0], bool(biases), "meta", weight.dtype)
+    whole.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if biases:
+        whole.bias = torch.nn.Parameter(torch.cat(biases), requires_grad=False)
+    return linear(whole)
+
+
 def pack_linears(model: torch.nn.Module) -> int:
     """Replace every plain linear layer that oneDNN can pack; returns how many were replaced.
 
     Nothing is replaced on a GPU, in float16, or where this torch was built without oneDNN.
     """
-    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-        return 0
     found = [
         (parent, name, child)
         for parent in model.modules()
@@ -58,9 +73,10 @@ def pack_linears(model: torch.nn.Module) -> int:
         if type(child) is torch.nn.Linear and _packable(child.weight)
     ]
     for parent, name, child in found:
-        setattr(parent, name, PackedLinear(child))
+        setattr(parent, name, PackedLinear(child.weight, child.bias))
     return len(found)
 
 
 def _packable(weight: torch.Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.dtype in _PACKED
+    built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(built) and weight.device.type == "cpu" and weight.dtype in _PACKED

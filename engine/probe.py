@@ -14,10 +14,9 @@ from transformers import AttentionInterface
 
 from common.errors import Unservable
 from common.sampling import Sampling
-from engine.attention import ATTENTION
 from engine.attention_sdpa import SdpaBackend
 from engine.batch import pack
-from engine.forward import Forward
+from engine.forward import Computes, Forward
 from engine.kv_pool import KVPool, PoolShape
 from engine.work import Work
 
@@ -129,12 +128,11 @@ def own_logits(forward: Forward, device: torch.device, vocab: int) -> torch.Tens
     return torch.stack([forward.plain_logits(row) for row in rows])
 
 
-def compare(forward: Forward, shape: PoolShape, device: torch.device, own: torch.Tensor) -> float:
+def compare(forward: Computes, shape: PoolShape, device: torch.device, own: torch.Tensor) -> float:
     """The largest difference between paged and ``own`` logits, relative to the largest of these.
 
-    Raises ``Unservable`` when it is more than rounding. Leaves the model on the paged attention.
+    Raises ``Unservable`` when it is more than rounding.
     """
-    forward.set_attention(ATTENTION)
     paged = _paged_logits(forward, shape, device, _sequences(own.shape[1]))
     difference = (own.float() - paged.float()).abs().max().item()
     relative = difference / max(own.float().abs().max().item(), 1e-6)
@@ -151,7 +149,7 @@ def _sequences(vocab: int) -> list[list[int]]:
 
 
 def _paged_logits(
-    forward: Forward, shape: PoolShape, device: torch.device, sequences: list[list[int]]
+    forward: Computes, shape: PoolShape, device: torch.device, sequences: list[list[int]]
 ) -> torch.Tensor:
     """Logits after both sequences, computed in two mixed steps from scattered blocks."""
     pool = KVPool(replace(shape, num_blocks=7, block_size=2), device)
