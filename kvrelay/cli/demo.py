@@ -237,9 +237,10 @@ def summary(asked: Sequence[Asked]) -> str:
             paint(verdict, "green" if right == len(asked) else "red"),
             "",
             "Go on with:",
-            "  make up                              leaves such a cluster serving",
-            '  .venv/bin/kvrelay generate "..."     asks it something',
-            "  make test                            every test, exactness among them",
+            "  make up         leaves such a cluster serving; then, from another terminal:",
+            '  .venv/bin/kvrelay generate --usage --chat "Where is the copper mask?" \\',
+            '      --system "The copper mask stands in Boston. The marble kite dates from 1850."',
+            "  make test       every test, exactness among them",
         ]
     )
 

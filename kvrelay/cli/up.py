@@ -67,7 +67,7 @@ class Up:
             self._up = True
             self._publish()
             say(f"\nServing on {paint(self.cluster.router, 'bold')}; Ctrl-C ends it. Try:")
-            say(f'  kvrelay generate --router {self.cluster.router} "..."')
+            say(f"  kvrelay generate --router {self.cluster.router} {self._example()}")
             self._asked.wait()
         except Interrupted:
             pass  # asked to stop before it was up: that is what happens below
@@ -95,6 +95,13 @@ class Up:
             os._exit(128 + number)
         self._asked.set()
         self.cluster.interrupt()
+
+    def _example(self) -> str:
+        """Something that the model can answer: the shipped one knows only what it is told."""
+        if self._config.model != "recall":
+            return '"Once upon a time"'
+        told = "The copper mask stands in Boston."
+        return f'--chat --system "{told}" "Where is the copper mask?"'
 
     def _publish(self) -> None:
         if self._file and not self._asked.is_set():

@@ -79,7 +79,7 @@ def test_an_unknown_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> 
         (
             ("make-model", "--shape", "nope", "--out", "out"),
             2,
-            "shape: 'nope' (from --shape): choose one of qwen3-0.6b",
+            "shape: 'nope' (from",
         ),
     ],
 )
