@@ -208,11 +208,11 @@ def _ended(world: World, request: Request, finish: Finish | None) -> None:
         return
     parts = account.local + account.external + account.computed
     expect(parts == account.length and account.computed > 0, "I6", account)
-    order = request.order
-    most = order.prompt_len + order.max_tokens - account.length
-    made = 1 if order.prefill_only else most
-    stopped = finish is Finish.STOP and request.tokens[-1] in order.ending
-    expect(account.generated == made or stopped, "ended early", account)
+    made = request.tokens[account.length :]
+    stops = [place for place, token in enumerate(made, 1) if token in request.order.ending]
+    most = request.order.prompt_len + request.order.max_tokens - account.length
+    right = 1 if request.order.prefill_only else min([most, *stops])
+    expect(len(made) == account.generated == right, "ended early or late", account)
 
 
 def check(world: World) -> None:

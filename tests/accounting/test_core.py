@@ -10,7 +10,7 @@ from engine.request import TRANSITIONS, Admission, Finish, Order, Request, State
 from engine.scheduler import Scheduler
 from engine.usage import leg_tokens
 from tests.accounting.bench import Bench, limits
-from tests.engine.fakes import naming
+from tests.engine.fakes import answer, naming
 
 
 def test_an_admission_computes_at_least_one_position() -> None:
@@ -154,6 +154,16 @@ def test_abort_ends_a_request_in_every_state() -> None:
     bench.end_all()
     assert len(bench.scheduler.pool.free) == 8
     assert bench.scheduler.late_events == 1
+
+
+def test_a_request_ends_with_the_first_ending_token() -> None:
+    bench = Bench(limits(8, 4))
+    tokens = answer([1, 2, 3], 6)
+    order = Order("r", (1, 2, 3), 3, 6, ending=frozenset({tokens[2]}))
+    request = bench.scheduler.submit(order)
+    while bench.scheduler.requests:
+        bench.step()
+    assert (request.tokens[3:], request.finish) == (tokens[:3], Finish.STOP)
 
 
 def test_late_repeated_and_unknown_events_are_counted() -> None:
