@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from engine.external import Connector, Event, Load, Loaded, Query, Save, Saved
 
-
 T = TypeVar("T")
 
 
@@ -24,13 +23,14 @@ class Verdict:
 
     ``amount`` is what its event claims (tokens of a load, pieces of a save), any number at all;
     ``None`` is the truth: what the inner connector did, or everything without one. The event
-    comes ``after`` that many polls, ``times`` times (0: never), its epoch off by ``epoch_shift``.
+    comes ``after`` that many polls, ``times`` times (0: never). Before it comes one event for each
+    of ``strays``, its epoch off by that much: nobody asked for it.
     """
 
     amount: int | None = None
     after: int = 0
     times: int = 1
-    epoch_shift: int = 0
+    strays: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Script:
 
 
 class MockConnector:
-    """``fill(load, valid)`` is called before a load's event, to write the KV it will claim."""
+    """``fill(load, valid)`` is called just before a load's event, to write the KV it will claim."""
 
     def __init__(
         self,
@@ -66,6 +66,7 @@ class MockConnector:
         self._fill = fill
         self._used: defaultdict[tuple[int, str], int] = defaultdict(int)
         self._asked: dict[tuple[str, int], Verdict] = {}
+        self._filling: dict[tuple[str, int], tuple[Load, int]] = {}
         self._due: deque[tuple[int, Event]] = deque()
         self._notify: Callable[[], None] = _nothing
 
@@ -91,8 +92,7 @@ class MockConnector:
             self._inner.load(load)
             return
         valid = load.external if verdict.amount is None else verdict.amount
-        if self._fill is not None:
-            self._fill(load, min(max(valid, 0), load.external))
+        self._filling[load.request_id, load.epoch] = load, min(max(valid, 0), load.external)
         self._enqueue(Loaded(load.request_id, load.epoch, valid), verdict)
 
     def save(self, save: Save) -> None:
@@ -113,20 +113,24 @@ class MockConnector:
         if self._inner is not None:
             for event in self._inner.poll():
                 self._distort(event)
-        waiting, due = deque[tuple[int, Event]](), list[Event]()
-        for polls, event in self._due:
-            if polls > 0:
-                waiting.append((polls - 1, event))
-            else:
-                due.append(event)
-        self._due = waiting
-        if waiting:
+        due = [event for polls, event in self._due if polls <= 0]
+        self._due = deque((polls - 1, event) for polls, event in self._due if polls > 0)
+        if self._due:
             self._notify()
+        for event in due:
+            self._write(event)
         return due[::-1] if self.script.reverse else due
 
     def close(self) -> None:
         if self._inner is not None:
             self._inner.close()
+
+    def _write(self, event: Event) -> None:
+        """The KV of a load, once, as late as can be: until its event the blocks are ours."""
+        if isinstance(event, Loaded) and self._fill is not None:
+            load, valid = self._filling.pop((event.request_id, event.epoch), (None, 0))
+            if load is not None:
+                self._fill(load, valid)
 
     def _distort(self, event: Event) -> None:
         """What the inner connector really did, told as the script wants it."""
@@ -141,8 +145,8 @@ class MockConnector:
         self._enqueue(event, verdict)
 
     def _enqueue(self, event: Event, verdict: Verdict) -> None:
-        event = replace(event, epoch=event.epoch + verdict.epoch_shift)
-        self._due.extend([(verdict.after, event)] * verdict.times)
+        strays: list[Event] = [replace(event, epoch=event.epoch + by) for by in verdict.strays]
+        self._due.extend((verdict.after, told) for told in (*strays, *[event] * verdict.times))
         self._notify()
 
     def _line(self, lines: Mapping[str, Sequence[T]], request_id: str, default: T) -> T:

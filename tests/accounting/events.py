@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from engine.external import Load
+from engine.journal import is_empty
 from engine.plan import Plan
 from engine.request import Finish, Request, State
 from engine.usage import leg_tokens
@@ -59,6 +60,9 @@ def _schedules(snapshot: Snapshot, blank: World) -> Iterator[tuple[Event, World]
         script = scripts.pop()
         world = World.restore(blank.case, snapshot)
         event = carry_out(world, ("schedule", script))
+        if world.plan is not None and is_empty(world.plan):
+            trace = world.snapshot().core._replace(plan=None) != snapshot.core
+            expect(not trace, "an empty step leaves a trace", event)
         yield event, world
         for place in range(len(script), len(event[1])):
             scripts += [(*event[1][:place], other) for other in blank.case.answers[1:]]

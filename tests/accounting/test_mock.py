@@ -1,0 +1,105 @@
+"""The scripted connector does what its script says, alone and around another one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from connector.mock import MockConnector, Script, Verdict
+from engine.external import Load, Loaded, Piece, Query, Save, Saved
+
+LOAD = Load("r", 5, 4, 10, tuple(range(16)), (b"a", b"b"), (1, 2, 3))
+SAVE = Save("r", 5, 1, (Piece(0, b"a", b"", (1, 2)), Piece(1, b"b", b"a", (3, 4))))
+
+
+def ask(connector: MockConnector, request_id: str, times: int) -> list[int | None]:
+    return [connector.lookup(Query(request_id, [1], [b"a"], 0)) for _ in range(times)]
+
+
+def test_lookups_follow_their_lines_and_the_last_one_stays() -> None:
+    script = Script(lookups={"r": [None, None, 7, -3], "*": [99]})
+    connector = MockConnector(script)
+    assert ask(connector, "r", 6) == [None, None, 7, -3, -3, -3]
+    assert ask(connector, "other", 2) == [99, 99]
+    assert [query.request_id for query in connector.queries] == ["r"] * 6 + ["other"] * 2
+
+
+def test_without_a_script_nothing_is_there_and_everything_succeeds() -> None:
+    connector = MockConnector()
+    assert ask(connector, "r", 1) == [0]
+    connector.load(LOAD)
+    connector.save(SAVE)
+    assert connector.poll() == [Loaded("r", 5, 10), Saved("r", 5, 1, 2)]
+    assert connector.poll() == []
+
+
+def test_each_request_has_its_own_place_in_the_lines_for_all() -> None:
+    connector = MockConnector(Script(lookups={"*": [1, 2]}))
+    assert [ask(connector, name, 1) for name in "abab"] == [[1], [1], [2], [2]]
+
+
+def test_events_come_after_so_many_polls() -> None:
+    connector = MockConnector(Script(loads={"r": [Verdict(after=2)]}))
+    told: list[str] = []
+    connector.start(lambda: told.append("news"))
+    connector.load(LOAD)
+    assert [len(connector.poll()) for _ in range(4)] == [0, 0, 1, 0]
+    assert len(told) == 3, "as long as something is due, it asks to be polled"
+
+
+@pytest.mark.parametrize("amount", [-5, 0, 3, 10, 10**9])
+def test_a_load_claims_any_amount_and_writes_what_is_real(amount: int) -> None:
+    written: list[int] = []
+    connector = MockConnector(
+        Script(loads={"r": [Verdict(amount)]}), fill=lambda load, valid: written.append(valid)
+    )
+    connector.load(LOAD)
+    assert not written, "the bytes come as late as the event"
+    assert connector.poll() == [Loaded("r", 5, amount)]
+    assert written == [min(max(amount, 0), 10)]
+
+
+def test_events_are_repeated_and_written_once() -> None:
+    written: list[int] = []
+    script = Script(loads={"r": [Verdict(times=3), Verdict(times=0)]})
+    connector = MockConnector(script, fill=lambda load, valid: written.append(valid))
+    connector.load(LOAD)
+    assert connector.poll() == [Loaded("r", 5, 10)] * 3
+    assert written == [10]
+    connector.load(replace(LOAD, epoch=6))
+    assert connector.poll() == []
+
+
+def test_strays_come_first_and_are_of_other_epochs() -> None:
+    connector = MockConnector(Script(saves={"r": [Verdict(amount=1, strays=(-1, 4))]}))
+    connector.save(SAVE)
+    assert connector.poll() == [
+        Saved("r", 4, 1, 1),
+        Saved("r", 9, 1, 1),
+        Saved("r", 5, 1, 1),
+    ]
+
+
+def test_events_of_one_poll_come_in_reverse() -> None:
+    connector = MockConnector(Script(reverse=True))
+    connector.load(LOAD)
+    connector.save(SAVE)
+    assert [type(event) for event in connector.poll()] == [Saved, Loaded]
+
+
+def test_around_another_connector_it_never_claims_more_than_is_there() -> None:
+    inner = MockConnector(Script(lookups={"*": [8]}, loads={"*": [Verdict(6)]}))
+    outer = MockConnector(
+        Script(lookups={"*": [None, "ask", 3]}, loads={"*": [Verdict(99, times=2), Verdict(2)]}),
+        inner,
+    )
+    assert ask(outer, "r", 3) == [None, 8, 3]
+    outer.load(LOAD)
+    assert outer.poll() == [Loaded("r", 5, 6)] * 2
+    outer.load(replace(LOAD, epoch=6))
+    outer.save(SAVE)
+    outer.release("r")
+    assert outer.poll() == [Loaded("r", 6, 2), Saved("r", 5, 1, 2)]
+    assert (inner.released, outer.released) == (["r"], ["r"])
+    assert inner.loads == outer.loads
