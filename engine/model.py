@@ -1,28 +1,28 @@
 """Loading a `transformers` decoder from a local directory, or refusing it with the reason.
 
-Nothing is ever fetched, no code of the model's own is run, no pickle is read. Weights that are
-missing from the files refuse the model too: `transformers` would make them up.
+Checks of the config and the modules come before the weights are read, a comparison of the model as
+it will run with the model as it came after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict, cast
+from typing import cast
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.utils.logging import disable_progress_bar
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import Unservable
 from engine.attention import ATTENTION
 from engine.capability import check_config, check_modules, longest
-from engine.decoder import decoder
+from engine.decoder import Decoder
+from engine.decoder_weights import weights
 from engine.forward import Computes, Forward
 from engine.kv_pool import DTYPES, PoolShape
 from engine.packed_linear import pack_linears
+from engine.pretrained import read_config, read_weights, skeleton
 from engine.probe import compare, observe, own_logits
 from engine.revision import revision
 
@@ -66,12 +66,6 @@ class ModelInfo:
     logit_error: float
 
 
-class _Report(TypedDict):
-    """The part read here of what `transformers` says about a loading."""
-
-    missing_keys: set[str]
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model ready to run, checked at start."""
@@ -110,12 +104,12 @@ def load_model(
 
 
 def _load(directory: Path, dtype: str, device: torch.device, asked: int | None) -> LoadedModel:
-    config = _config(directory)
+    config = read_config(directory)
     max_len = longest(config, asked)
     check_config(config, max_len)
-    check_modules(_skeleton(config), max_len)
+    check_modules(skeleton(config), max_len)
     kind = _dtype(config, dtype)
-    return _checked(directory, _weights(directory, kind, device), kind, device, max_len)
+    return _checked(directory, read_weights(directory, kind, device), kind, device, max_len)
 
 
 def _checked(
@@ -150,9 +144,9 @@ def _checked(
 
 def _computes(forward: Forward) -> Computes:
     """The model written out where it is a known one, else its own forward with packed layers."""
-    written = decoder(forward.model)
-    if written is not None:
-        return written
+    known = weights(forward.model)
+    if known is not None:
+        return Decoder(known)
     pack_linears(forward.model)
     forward.set_attention(ATTENTION)
     return forward
@@ -163,45 +157,6 @@ def _vocab(model: PreTrainedModel, logits: int) -> int:
     if rows != logits:
         raise Unservable(f"{rows} token ids go in, but {logits} logits come out")
     return rows
-
-
-def _config(directory: Path) -> PreTrainedConfig:
-    if not (directory / "config.json").is_file():
-        raise Unservable("no such directory, or no config.json in it")
-    if not any(directory.glob("*.safetensors")):
-        raise Unservable("no *.safetensors in it")
-    return cast(
-        PreTrainedConfig,
-        AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False),
-    )
-
-
-def _skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """The modules without weights: enough to see what the model is."""
-    build = cast(Callable[..., PreTrainedModel], AutoModelForCausalLM.from_config)
-    with torch.device("meta"):
-        return build(config, trust_remote_code=False)
-
-
-def _weights(directory: Path, dtype: str, device: torch.device) -> PreTrainedModel:
-    disable_progress_bar()  # type: ignore[no-untyped-call]
-    load = cast(
-        Callable[..., tuple[PreTrainedModel, _Report]], AutoModelForCausalLM.from_pretrained
-    )
-    model, report = load(
-        directory,
-        dtype=DTYPES[dtype],
-        attn_implementation="eager",
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
-    if missing := sorted(report["missing_keys"]):
-        raise Unservable(f"{len(missing)} weights are missing from the files, {missing[0]} for one")
-    model.train(False)
-    torch.nn.Module.to(model, device)  # in place
-    return model
 
 
 def _dtype(config: PreTrainedConfig, asked: str) -> str:

@@ -25,8 +25,8 @@ def sample(logits: torch.Tensor, works: Sequence[Work]) -> list[Sampled]:
     asked = [(row, work, _sampling(work)) for row, work in enumerate(works)]
     plain = not any(_adjusts(work, sampling) for _, work, sampling in asked)
     greedy = all(sampling.temperature == 0 for _, _, sampling in asked)
-    if plain and greedy:
-        tokens: list[int] = logits.argmax(-1).tolist()
+    if plain and greedy:  # float32 first: the largest of bfloat16 is found five times as slowly
+        tokens: list[int] = logits.float().argmax(-1).tolist()
     else:
         tokens = _tokens(logits.float() if plain else _adjusted(logits, asked), asked)
     return [
