@@ -12,6 +12,7 @@ def usage(
 ) -> types_pb2.Usage:
     """``cached_prompt_tokens`` is the first leg's hit: a transfer between legs is no cache hit.
 
+    It never exceeds the prompt: a resumed request may also hit blocks of its tokens so far.
     Legs that failed left no account (their ``length`` is 0) and are listed only.
     """
     told = [leg for leg in legs if leg.length]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 
 import grpc
 import pytest
@@ -255,6 +256,25 @@ async def test_cancellation_reaches_the_worker(role: str) -> None:
         await asyncio.wait_for(worker.cancelled.wait(), 1)
         await asyncio.wait_for(router.service.drain(), 1)
         assert all(worker.candidate().legs == 0 for worker in router.registry.workers)
+
+
+async def test_a_storm_of_clients_that_leave_holds_nothing() -> None:
+    chance = random.Random(seed := random.randrange(2**32))
+    print(f"seed {seed}")
+    workers = [prefill_worker(), prefill_worker("p1"), decode_worker(), decode_worker("d1")]
+    async with running(workers) as router:
+
+        async def one() -> None:
+            call = router.call(request(chance.choice([1, 50, 900])))
+            for _ in range(chance.choice([0, 0, 1, 2, 20])):
+                await asyncio.wait((asyncio.ensure_future(call.read()),), timeout=20)
+            call.cancel()
+
+        for _ in range(6):
+            await asyncio.gather(*(one() for _ in range(50)))
+        await asyncio.wait_for(router.service.drain(), 1)
+        assert all(worker.candidate().legs == 0 for worker in router.registry.workers)
+        assert all(worker.candidate().tokens == 0 for worker in router.registry.workers)
 
 
 async def test_deadline_ends_both_sides() -> None:
