@@ -7,37 +7,12 @@ are never repeated: grouped queries are rows of one query matrix, or heads over 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from engine.attention_index import DecodeGroup, Indices, PrefillEntry
 from engine.batch import Batch
 from engine.kv_pool import KVPool
-
-WORKSPACE_BYTES = 16 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Decode entries ``[first, last)``: their ``runs`` [2 * entries * blocks] and float mask."""
-
-    first: int
-    last: int
-    runs: torch.Tensor
-    mask: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """One prefill entry at packed rows ``[first, last)``; without ``runs`` it has no context."""
-
-    first: int
-    last: int
-    runs: torch.Tensor | None
-    mask: torch.Tensor | None
 
 
 class SdpaBackend:
@@ -47,12 +22,13 @@ class SdpaBackend:
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
+        self._indices = Indices(pool)
         self._workspace = pool.tensor.new_empty(0)
 
     def step(self, batch: Batch) -> SdpaStep:
         """Index the batch: groups of decode entries, then prefill entries, each with its mask."""
-        groups = tuple(self._groups(batch))
-        prefills = tuple(self._prefills(batch))
+        groups = tuple(self._indices.groups(batch))
+        prefills = tuple(self._indices.prefills(batch))
         needed = [g.runs.shape[0] for g in groups]
         needed += [p.runs.shape[0] for p in prefills if p.runs is not None]
         return SdpaStep(self.pool, batch, groups, prefills, self._room(max(needed, default=0)))
@@ -65,63 +41,6 @@ class SdpaBackend:
             self._workspace = self.pool.tensor.new_empty(2 * runs * width)
         return self._workspace[: runs * width].view(runs, width)
 
-    def _groups(self, batch: Batch) -> Iterator[_Group]:
-        tables = batch.tables[: len(batch.decodes)]
-        limit = WORKSPACE_BYTES // (2 * self.pool.shape.block_size * self.pool.shape.row_bytes)
-        first = 0
-        while first < len(tables):
-            width = len(tables[first])
-            last = first + 1
-            while last < len(tables) and (last + 1 - first) * width <= limit:
-                if 2 * len(tables[last]) < width:  # more than half of it would be padding
-                    break
-                last += 1
-            lengths = [work.start + 1 for work in batch.decodes[first:last]]
-            yield _Group(first, last, self._runs(tables[first:last]), self._mask(lengths, width))
-            first = last
-
-    def _prefills(self, batch: Batch) -> Iterator[_Prefill]:
-        first = len(batch.decodes)
-        for work, table in zip(batch.prefills, batch.tables[first:], strict=True):
-            last = first + work.count
-            if work.start == 0:
-                yield _Prefill(first, last, None, None)
-            else:
-                mask = self._causal(work.start, work.count, len(table))
-                yield _Prefill(first, last, self._runs((table,)), mask)
-            first = last
-
-    def _runs(self, tables: Sequence[Sequence[int]]) -> torch.Tensor:
-        """K runs, then V runs, padded with the entry's own last block.
-
-        Padding is masked, and what it holds belongs to the same entry: no entry can disturb
-        another, not even with an infinity or a NaN.
-        """
-        width = max(map(len, tables))
-        padded: list[int] = []
-        for table in tables:
-            padded.extend(table)
-            padded.extend((table[-1],) * (width - len(table)))
-        runs = np.array(padded, np.int64) * (2 * self.pool.shape.num_layers)
-        return torch.from_numpy(np.concatenate((runs, runs + 1))).to(self.pool.device)
-
-    def _mask(self, lengths: list[int], width: int) -> torch.Tensor | None:
-        """Additive [entries, 1, 1, width * block size], or ``None`` where nothing is padding."""
-        size = width * self.pool.shape.block_size
-        if min(lengths) == size:
-            return None
-        hidden = np.arange(size) >= np.array(lengths)[:, None]
-        return self._additive(hidden)[:, None, None]
-
-    def _causal(self, start: int, count: int, width: int) -> torch.Tensor:
-        """Additive [count, width * block size]: position ``start + i`` sees ``[0, start + i]``."""
-        keys = np.arange(width * self.pool.shape.block_size)
-        return self._additive(keys > np.arange(start, start + count)[:, None])
-
-    def _additive(self, hidden: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> torch.Tensor:
-        mask = torch.zeros(hidden.shape, dtype=self.pool.tensor.dtype, device=self.pool.device)
-        return mask.masked_fill_(torch.from_numpy(hidden).to(self.pool.device), -torch.inf)
-
 
 class SdpaStep:
     """One step over the pool; see ``AttentionStep``."""
@@ -130,8 +49,8 @@ class SdpaStep:
         self,
         pool: KVPool,
         batch: Batch,
-        groups: tuple[_Group, ...],
-        prefills: tuple[_Prefill, ...],
+        groups: tuple[DecodeGroup, ...],
+        prefills: tuple[PrefillEntry, ...],
         workspace: torch.Tensor,
     ) -> None:
         self._pool = pool
@@ -172,7 +91,7 @@ class SdpaStep:
         return room.view(2, entries, -1, shape.num_kv_heads, shape.head_dim)
 
     def _decode(
-        self, layer: int, group: _Group, query: torch.Tensor, scaling: float | None
+        self, layer: int, group: DecodeGroup, query: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
         """One query position per entry [entries, heads, head dim], padded contexts."""
         entries, heads, width = query.shape

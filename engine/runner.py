@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from common.errors import Rejected
 from engine.attention import AttentionBackend
 from engine.attention_sdpa import SdpaBackend
 from engine.batch import pack
@@ -67,7 +68,7 @@ class Runner:
 
 
 def choose(name: str, pool: KVPool) -> AttentionBackend:
-    """The attention backend asked for, or with "auto" the best one that is here."""
+    """The attention backend asked for, or with "auto" the best one; ``Rejected`` if unknown."""
     if name not in ("auto", "sdpa"):
-        raise ValueError(f"attention backend {name!r} is not known: auto or sdpa")
+        raise Rejected("attention_backend", f"{name!r} is not known: auto or sdpa")
     return SdpaBackend(pool)

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from common.errors import Unservable
-from engine.attention_sdpa import SdpaBackend
+from engine.attention_index import Indices
 from engine.model import load_model
 from engine.runner import Runner
 from tests.engine.torch.drive import Oracle, generate, prompts
@@ -191,12 +191,12 @@ def test_refused_when_paging_changes_the_logits(
 ) -> None:
     """The last check needs no name for what is wrong: here, a mask that is off by one."""
     path = tiny_model("llama", tmp_path / "m")
-    true = SdpaBackend._mask
+    true = Indices._mask
 
-    def one_too_few(self: SdpaBackend, lengths: list[int], width: int) -> torch.Tensor | None:
+    def one_too_few(self: Indices, lengths: list[int], width: int) -> torch.Tensor | None:
         return true(self, [length - 1 for length in lengths], width)
 
-    monkeypatch.setattr(SdpaBackend, "_mask", one_too_few)
+    monkeypatch.setattr(Indices, "_mask", one_too_few)
     with pytest.raises(Unservable, match="paged attention changes its logits"):
         load_model(path)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from common.errors import Rejected
 from engine.runner import Runner
 from engine.work import Work
 from tests.engine.torch.conftest import Pair
@@ -108,5 +109,5 @@ def test_short_table_is_refused(pair: Callable[[str], Pair]) -> None:
 def test_backend_is_named(pair: Callable[[str], Pair]) -> None:
     loaded, _ = pair("llama")
     assert Runner(loaded, 4, 4).attention_backend == "sdpa"
-    with pytest.raises(ValueError, match="not known"):
+    with pytest.raises(Rejected, match="attention_backend: 'magic' is not known"):
         Runner(loaded, 4, 4, attention_backend="magic")
