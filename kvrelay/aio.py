@@ -12,6 +12,7 @@ from kvrelay.ask import Ask, message_of
 from kvrelay.piece import Completion, Piece, Received, whole
 from protos import router_pb2, router_pb2_grpc
 from rpc.channel import ChannelOptions, open_channel
+from rpc.message import received
 from rpc.status import from_rpc_error
 
 MAX_MESSAGE_BYTES = 32 << 20
@@ -34,7 +35,7 @@ class AsyncStream(AsyncIterator[Piece]):
         if self._closed:
             raise StopAsyncIteration
         try:
-            return self._received.take(await anext(self._messages))
+            return self._received.take(received(await anext(self._messages), "the router"))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 

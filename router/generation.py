@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from common.errors import Exhausted, KvrelayError, Mismatch, Rejected, Unavailable
+from common.errors import Corrupt, Exhausted, KvrelayError, Mismatch, Rejected, Unavailable
 from protos import router_pb2, types_pb2
 from router.dispatch import Attempts, Dispatcher
 from router.legs import UNFINISHED, Event, Handoff, run_leg
@@ -79,7 +79,7 @@ class Generation:
                 async with aclosing(self._leg(worker)) as responses:
                     async for response in responses:
                         yield response
-            except (Unavailable, Exhausted, Mismatch) as error:
+            except (Unavailable, Exhausted, Mismatch, Corrupt) as error:
                 await self._failed(worker, error)
         yield self._last()
 

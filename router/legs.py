@@ -12,6 +12,7 @@ from common.errors import Unavailable
 from protos import decode_pb2, prefill_pb2, types_pb2
 from router.worker import KnownWorker
 from rpc.deadline import Deadline
+from rpc.message import received
 from rpc.status import from_rpc_error
 
 UNFINISHED = types_pb2.FINISH_REASON_UNSPECIFIED
@@ -62,7 +63,8 @@ async def _prefill(
     request = prefill_pb2.PrefillRequest(leg=leg)
     call = worker.prefill.Prefill(request, timeout=deadline.remaining())
     try:
-        async for response in call:
+        async for message in call:
+            response = received(message, worker.address)
             if response.HasField("first_token"):
                 first = response.first_token
                 yield Event(tokens=(first.token,), finish=first.finish_reason)
@@ -81,7 +83,8 @@ async def _decode(
     )
     call = worker.decode.Decode(request, timeout=deadline.remaining())
     try:
-        async for response in call:
+        async for message in call:
+            response = received(message, worker.address)
             usage = response.usage if response.HasField("usage") else None
             yield Event(tokens=response.tokens, finish=response.finish_reason, usage=usage)
     finally:

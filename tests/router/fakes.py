@@ -89,6 +89,14 @@ def namespace(**changes: str | int) -> worker_pb2.Namespace:
     return result
 
 
+class Garbage:
+    """Serialised in place of a message."""
+
+
+def serialised(message: Garbage | decode_pb2.DecodeResponse) -> bytes:
+    return b"\xff\xff" if isinstance(message, Garbage) else message.SerializeToString()
+
+
 @dataclass(slots=True)
 class Behaviour:
     """What a fake worker does beside serving well."""
@@ -97,6 +105,7 @@ class Behaviour:
     fail: KvrelayError | None = None  # instead of the first token
     fail_after: int = 0  # tokens before `fail`
     step: asyncio.Semaphore | None = None  # one permit for each token
+    garbage_after: int | None = None  # tokens of a leg, then bytes that are no message
     no_handoff: bool = False
     handoff_gate: asyncio.Event | None = None
     ignore_stops: bool = False
@@ -133,11 +142,19 @@ class FakeWorker(
                 lambda s: prefill_pb2_grpc.add_PrefillServicer_to_server(self, s),
             )
         else:
-            server.add(
-                "kvrelay.v1.Decode", lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(self, s)
-            )
+            server.add("kvrelay.v1.Decode", self._register_decode)
         self.address = await server.start()
         return self.address
+
+    def _register_decode(self, server: grpc.aio.Server) -> None:
+        """As generated code does it, with a serialiser that lets garbage through."""
+        handler = grpc.unary_stream_rpc_method_handler(
+            self.Decode,
+            request_deserializer=decode_pb2.DecodeRequest.FromString,
+            response_serializer=serialised,
+        )
+        service = grpc.method_handlers_generic_handler("kvrelay.v1.Decode", {"Decode": handler})
+        server.add_generic_rpc_handlers((service,))
 
     async def stop(self) -> None:
         if self.server is not None:
@@ -225,6 +242,8 @@ class FakeWorker(
         self.time_left.append(context.time_remaining())
         self.handoffs.append((request.handoff_tokens, request.handoff_last_name))
         async for token, finish in self._tokens(leg, 1 << 30):
+            if made == self.behaviour.garbage_after:
+                yield Garbage()  # type: ignore[misc]
             made += 1
             yield decode_pb2.DecodeResponse(tokens=[token], finish_reason=finish)
         yield decode_pb2.DecodeResponse(usage=self._usage(leg, made, request.handoff_tokens))

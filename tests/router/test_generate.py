@@ -172,6 +172,15 @@ async def test_a_decode_worker_dies_in_the_stream(after: int) -> None:
     assert legs[-1].worker == "d2"
 
 
+async def test_a_worker_that_sends_garbage_is_replaced() -> None:
+    bad = decode_worker(behaviour=Behaviour(garbage_after=2))
+    async with running([bad, decode_worker("d1")]) as router:
+        results = await asyncio.gather(*(router.generate(request(seed=s)) for s in range(4)))
+    for seed, responses in enumerate(results):
+        assert ids(responses) == answer(PROMPT, 8, seed)
+    assert bad.legs
+
+
 async def test_a_lone_decode_worker_that_comes_back_goes_on() -> None:
     decode = decode_worker(behaviour=Behaviour(die_after=3))
     async with running([decode], worker_wait=10.0) as router:
