@@ -61,17 +61,27 @@ class Bench:
 
     def step(self) -> Plan:
         """One step of the model."""
+        plan = self.begin()
+        self.finish(plan)
+        return plan
+
+    def begin(self) -> Plan:
+        """Plan a step; what is outside starts."""
         plan = self.scheduler.schedule()
         assert sum(entry.count for entry in plan.entries) <= self.bounds.max_num_batched_tokens
         assert len(self.scheduler.running) + self.scheduler.loading <= self.bounds.max_num_seqs
         self.started += plan.loads
         self.loads += plan.loads
         self.saves += plan.saves
+        self.check()
+        return plan
+
+    def finish(self, plan: Plan) -> None:
+        """Run the model and commit."""
         committed = self.scheduler.commit(plan, self.runner.plan(plan))
         self.saves += committed.saves
         self.steps += 1
         self.check()
-        return plan
 
     def end_load(self, load: Load, valid: int | None = None) -> None:
         valid = self._valid(load) if valid is None else valid

@@ -52,12 +52,17 @@ class Explorer:
         self._live: dict[str, set[int]] = {store: set() for store in STORES}
 
     def run(self, tell: Callable[[Found], None] = lambda _: None) -> Found:
-        """Explore to the case's depth or to ``most`` states. Raises ``Broken`` with the path."""
+        """Explore whole levels, to the case's depth or until there are ``most`` states.
+
+        Raises ``Broken`` with the path to what is broken.
+        """
         started = time.perf_counter()
         first = self._blank.snapshot()
         self._seen.add(first.key())
         level: list[tuple[bytes, bytes]] = [(first.pack(), b"")]
-        while level and self.found.depth < self.case.depth and not self._full():
+        while level and self.found.depth < self.case.depth:
+            if self.most is not None and len(self._seen) >= self.most:
+                break
             level = self.grow(level)
             self.found.depth += 1
             self.found.states = len(self._seen)
@@ -66,15 +71,10 @@ class Explorer:
         self.found.closed = not level
         return self.found
 
-    def _full(self) -> bool:
-        return self.most is not None and len(self._seen) >= self.most
-
     def grow(self, level: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
         """The new states one event after those of a level, each with its path."""
         after: list[tuple[bytes, bytes]] = []
         for packed, path in level:
-            if self._full():
-                return after or level
             snapshot = unpack(packed)
             place = -1
             try:

@@ -21,7 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="prove", description=__doc__)
     parser.add_argument("--small", action="store_true", help="only the cases of the test suite")
     parser.add_argument("--processes", type=int, default=2, help="how many at once")
-    parser.add_argument("--states", type=int, help="at most this many states a case")
+    parser.add_argument(
+        "--states", type=int, default=250_000, help="no further level of a case beyond so many"
+    )
     parser.add_argument(
         "--only", choices=("states", "mutations"), help="one half; without it, both"
     )
@@ -35,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if good else 1
 
 
-def explore(names: Sequence[str], processes: int, most: int | None) -> bool:
+def explore(names: Sequence[str], processes: int, most: int) -> bool:
     """Every named case, some at once; the largest first."""
     print(f"every state of {len(names)} cases; all of it is enumerated, nothing is drawn by chance")
     started = time.perf_counter()
@@ -63,7 +65,7 @@ def _tell(results: Iterable[Found | str]) -> tuple[bool, list[Found]]:
     return good, found
 
 
-def _explore(job: tuple[str, int | None]) -> Found | str:
+def _explore(job: tuple[str, int]) -> Found | str:
     name, most = job
     case = next(case for case in (*LARGE, *SMALL) if case.name == name)
     try:

@@ -59,8 +59,10 @@ def test_who_must_ask_later_is_passed_over_and_leaves_no_trace() -> None:
         lambda query: None if query.request_id == "later" and bench.steps < later else 0,
     )
     waits = bench.submit("later", range(9), 2)
-    bench.submit("other", range(20, 29), 2)
+    other = bench.submit("other", range(20, 29), 2)
     free = len(bench.scheduler.pool.free)
+    bench.step()
+    assert (waits.state, other.state) == (State.WAITING, State.RUNNING)
     bench.run()
     asked = [request_id for request_id, _ in bench.queries].count("later")
     assert asked == later + 1

@@ -1,0 +1,141 @@
+"""Each invariant broken on purpose is found, by its number and with the request it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from engine.audit import audit
+from engine.request import Residency, State
+from engine.scheduler import Scheduler
+from tests.accounting.bench import Bench, limits
+
+
+@pytest.fixture
+def bench() -> Bench:
+    """One runs with two named blocks, one loads, one waits; all is well."""
+    bench = Bench(limits(12, 4, seqs=2), lambda query: 99 if query.request_id == "loads" else 0)
+    for first, name in enumerate(("runs", "loads", "waits")):
+        bench.submit(name, range(20 * first, 20 * first + 9), 8)
+        bench.step()
+    states = [request.state for request in bench.requests]
+    assert states == [State.RUNNING, State.LOADING, State.WAITING]
+    assert audit(bench.scheduler) == []
+    return bench
+
+
+def residency(scheduler: Scheduler, name: str) -> Residency:
+    return scheduler.requests[name].resident
+
+
+def free_a_held_block(scheduler: Scheduler) -> None:
+    scheduler.pool.free[residency(scheduler, "runs").blocks[0]] = None
+
+
+def lose_a_free_block(scheduler: Scheduler) -> None:
+    scheduler.pool.free.popitem()
+
+
+def count_a_holder_too_many(scheduler: Scheduler) -> None:
+    scheduler.pool.references[residency(scheduler, "runs").blocks[0]] += 1
+
+
+def count_a_holder_too_few(scheduler: Scheduler) -> None:
+    scheduler.pool.references[residency(scheduler, "loads").blocks[-1]] -= 1
+
+
+def put_a_block_in_twice(scheduler: Scheduler) -> None:
+    blocks = residency(scheduler, "runs").blocks
+    scheduler.pool.references[blocks[1]] -= 1
+    scheduler.pool.references[blocks[0]] += 1
+    blocks[1] = blocks[0]
+
+
+def find_by_a_name_not_carried(scheduler: Scheduler) -> None:
+    scheduler.pool.by_name[b"other"] = 0
+
+
+def carry_a_name_not_found(scheduler: Scheduler) -> None:
+    scheduler.pool.names[residency(scheduler, "runs").blocks[-1]] = b"other"
+
+
+def name_a_block_being_written(scheduler: Scheduler) -> None:
+    scheduler.pool.name(next(iter(scheduler.loads.values()))[0], b"early")
+
+
+def compute_beyond_the_blocks(scheduler: Scheduler) -> None:
+    residency(scheduler, "loads").computed = 99
+
+
+def leave_no_work(scheduler: Scheduler) -> None:
+    residency(scheduler, "runs").computed = scheduler.requests["runs"].length
+
+
+def reside_while_waiting(scheduler: Scheduler) -> None:
+    scheduler.requests["waits"].residency = replace(residency(scheduler, "runs"), blocks=[])
+
+
+def run_without_residing(scheduler: Scheduler) -> None:
+    blocks = residency(scheduler, "runs").blocks
+    scheduler.requests["runs"].residency = None
+    scheduler.pool.drop(blocks)
+
+
+def fall_behind_the_admission(scheduler: Scheduler) -> None:
+    here = residency(scheduler, "runs")
+    here.admission = replace(here.admission, local=8)
+    here.computed = 4
+
+
+def wait_and_run(scheduler: Scheduler) -> None:
+    scheduler.waiting.append(scheduler.requests["runs"])
+
+
+def run_and_wait(scheduler: Scheduler) -> None:
+    scheduler.running.append(scheduler.requests["waits"])
+
+
+def leave_the_queue(scheduler: Scheduler) -> None:
+    scheduler.waiting.clear()
+
+
+def load_without_a_load(scheduler: Scheduler) -> None:
+    for blocks in scheduler.loads.values():
+        scheduler.pool.drop(blocks)
+    scheduler.loads.clear()
+
+
+@pytest.mark.parametrize(
+    ("break_it", "invariant", "request_id"),
+    [
+        (free_a_held_block, "I1", None),
+        (lose_a_free_block, "I1", None),
+        (count_a_holder_too_many, "I1", None),
+        (count_a_holder_too_few, "I1", None),
+        (put_a_block_in_twice, "I1", "runs"),
+        (find_by_a_name_not_carried, "I4", None),
+        (carry_a_name_not_found, "I4", None),
+        (name_a_block_being_written, "I4", "loads"),
+        (compute_beyond_the_blocks, "I2", "loads"),
+        (leave_no_work, "I2", "runs"),
+        (reside_while_waiting, "I2", "waits"),
+        (run_without_residing, "I2", "runs"),
+        (fall_behind_the_admission, "I3", "runs"),
+        (wait_and_run, "I8", "runs"),
+        (run_and_wait, "I8", "waits"),
+        (leave_the_queue, "I8", None),
+        (load_without_a_load, "I8", "loads"),
+    ],
+)
+def test_a_broken_invariant_is_named(
+    bench: Bench,
+    break_it: Callable[[Scheduler], None],
+    invariant: str,
+    request_id: str | None,
+) -> None:
+    break_it(bench.scheduler)
+    findings = audit(bench.scheduler)
+    assert (invariant, request_id) in {(one.invariant, one.request_id) for one in findings}
+    assert all(one.message for one in findings)
