@@ -43,7 +43,7 @@ def prompts(
 
 def _length(chance: random.Random, longest: int) -> int:
     """Mostly short, now and then anything."""
-    return chance.randint(1, longest if chance.random() < 0.2 else 80)
+    return chance.randint(1, longest if chance.random() < 0.2 else min(80, longest))
 
 
 async def _ask_all(
