@@ -10,6 +10,7 @@ from types import TracebackType
 from common.sampling import Sampling
 from connector.mock import MockConnector, Script
 from engine.engine import Engine
+from engine.journal import Journal
 from engine.plan import Limits
 from engine.request import Order
 from engine.updates import Ended, Failed, Token, Update
@@ -19,9 +20,12 @@ DEADLINE = 60.0
 
 
 class Served:
-    """Collects what the engine tells. As a context it starts and closes the engine."""
+    """Collects what the engine tells. As a context it starts and closes the engine.
 
-    def __init__(self, bounds: Limits, script: Script) -> None:
+    With ``journal`` its scheduler writes down every call.
+    """
+
+    def __init__(self, bounds: Limits, script: Script, journal: list[str] | None = None) -> None:
         self.bounds = bounds
         self.runner = ChainRunner(bounds.num_blocks, bounds.block_size)
         self.connector = MockConnector(script, fill=self.runner.fill)
@@ -31,6 +35,10 @@ class Served:
         self.engine = Engine(
             self.runner, bounds, naming(), self.connector, self._deliver, audit_steps=True
         )
+        if journal is not None:
+            self.engine._steps._scheduler = Journal(
+                bounds, naming(), self.connector.lookup, journal.append
+            )
 
     def __enter__(self) -> Served:
         self.engine.start()

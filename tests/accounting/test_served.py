@@ -7,6 +7,7 @@ import random
 import pytest
 
 from connector.mock import Script, Verdict
+from engine.replay import replay
 from engine.updates import Ended, Token
 from tests.accounting.bench import limits
 from tests.accounting.served import Served
@@ -131,6 +132,27 @@ def test_one_request_that_waits_for_ever_holds_up_nobody() -> None:
         assert load.held_blocks == 3, (
             "an unanswered load keeps its blocks, and nothing else is held"
         )
+
+
+def test_the_journal_of_a_real_run_with_a_hundred_preemptions_repeats() -> None:
+    script = Script(
+        lookups={"*": [None, 5, 99]},
+        loads={"*": [Verdict(3, after=2, times=2), Verdict(after=1)]},
+        saves={"*": [Verdict(after=3)]},
+    )
+    journal: list[str] = []
+    with Served(limits(12, 4, budget=16, headroom=0), script, journal) as served:
+        for number in range(120):
+            served.submit(f"r{number}", range(number % 5, number % 5 + 7), 30)
+        served.wait(*served.orders)
+        for request_id in served.orders:
+            served.check(request_id)
+        served.settle()
+    done = replay(journal)
+    print(done)
+    assert done.difference is None
+    assert done.preemptions >= 100
+    assert done.ended == 120
 
 
 def test_the_tokens_of_a_long_answer_come_one_by_one_and_in_order() -> None:
