@@ -33,21 +33,30 @@ def _packer(count: int) -> struct.Struct:
     return struct.Struct(f"<I{count}I")
 
 
+def child_name(
+    namespace: bytes, parent: bytes, tokens: Sequence[int], digest: Digest = sha256
+) -> bytes:
+    """Name of the block of ``tokens`` after ``parent``; ``namespace`` is the namespace's digest.
+
+    A header holds all of these, so whoever has a header can tell whether its name is true.
+    """
+    try:
+        packed = _packer(len(tokens)).pack(len(tokens), *tokens)
+    except struct.error as error:
+        raise Rejected("tokens", f"token ids must be integers below 2**32: {error}") from error
+    return digest(_CHILD + namespace + parent + packed)
+
+
 class Namer:
     """Makes the names of one namespace. Stateless, so any thread may use it."""
 
     def __init__(self, namespace: Namespace, digest: Digest = sha256) -> None:
-        self._digest = digest
-        self._key = _CHILD + namespace.digest
+        self._digest, self._namespace = digest, namespace.digest
         self.root = digest(_ROOT + namespace.digest)
 
     def child(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """Name of the block that holds ``tokens`` after the block ``parent``."""
-        try:
-            packed = _packer(len(tokens)).pack(len(tokens), *tokens)
-        except struct.error as error:
-            raise Rejected("tokens", f"token ids must be integers below 2**32: {error}") from error
-        return self._digest(self._key + parent + packed)
+        return child_name(self._namespace, parent, tokens, self._digest)
 
     def chain(self, tokens: Sequence[int], block_size: int) -> list[bytes]:
         """Names of the full blocks of ``tokens``, in order; a shorter rest has none."""

@@ -3,6 +3,9 @@
 Pure: time is passed in, nothing blocks, nothing is copied. A block is put in two phases, reserve
 then commit, so it is visible whole or not at all and concurrent writers of one name cost one copy.
 What a lease holds is neither evicted nor cleared before the lease ends.
+
+With a ``Room`` every block has a place from its reservation on. A place has one owner at a time:
+the reservation, the writer that borrowed it, or the block.
 """
 
 from __future__ import annotations
@@ -10,15 +13,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvstore.deadlines import Deadlines
 from kvstore.policy import Policy
-from kvstore.records import Claim, Grant, Holding, Tail, Verdict
+from kvstore.records import Claim, Grant, Holding, Located, Tail, Verdict
 from kvstore.reservations import Reservations
 from kvstore.stats import Stats, Tally
 
 V = TypeVar("V")
+
+
+class Room(Protocol[V]):
+    """Where blocks lie."""
+
+    def take(self, size: int) -> V | None:
+        """A place for ``size`` bytes, ``None`` when there is none."""
+
+    def give(self, place: V, size: int) -> None:
+        """Nobody uses the place any more."""
 
 
 @dataclass(slots=True)
@@ -31,11 +44,15 @@ class _Entry(Generic[V]):
 class Catalog(Generic[V]):
     """Blocks by name, each with a value of which nothing is known here but its size."""
 
-    def __init__(self, budget: int, policy: Policy, partial_life: float, boot: bytes) -> None:
-        self._budget, self._policy = budget, policy
+    def __init__(
+        self, budget: int, policy: Policy, partial_life: float, boot: bytes,
+        room: Room[V] | None = None,
+    ) -> None:  # fmt: skip
+        self._budget, self._policy, self._room = budget, policy, room
         self._partial_life, self._boot = partial_life, boot
         self._entries: dict[bytes, _Entry[V]] = {}
         self._writing = Reservations()
+        self._places: dict[bytes, V] = {}  # of reservations, until a writer borrows them
         self._leases: dict[int, tuple[bytes, ...]] = {}
         self._lease_ends: Deadlines[int] = Deadlines()
         self._lives: Deadlines[bytes] = Deadlines()
@@ -71,6 +88,34 @@ class Catalog(Generic[V]):
         self.tally.bytes_out += entry.claim.size
         return entry.value
 
+    def locate(self, names: Sequence[bytes], ttl: float, now: float) -> Located[V]:
+        """Size and value of each of ``names`` that is there, and a lease on them all."""
+        self.expire(now)
+        found = {name: self._entries[name] for name in names if name in self._entries}
+        lease = self._hold(tuple(found), now + ttl, now) if found else None
+        entries = [found.get(name) for name in names]
+        served = [entry.claim.size for entry in entries if entry is not None]
+        self.tally.served += len(served)
+        self.tally.absent += len(names) - len(served)
+        self.tally.bytes_out += sum(served)
+        blocks = tuple(None if e is None else (e.claim.size, e.value) for e in entries)
+        return Located(blocks, lease)
+
+    def leased(self, lease: int, now: float) -> list[tuple[int, V]] | None:
+        """Sizes and values of what a lease holds, in its order; ``None`` once it has ended."""
+        self.expire(now)
+        if (names := self._leases.get(lease)) is None:
+            return None
+        return [(self._entries[name].claim.size, self._entries[name].value) for name in names]
+
+    def extend(self, lease: int, deadline: float, now: float) -> bool:
+        """Move the end of a lease; false when it has ended already."""
+        self.expire(now)
+        if lease not in self._leases:
+            return False
+        self._lease_ends.set(lease, deadline)
+        return True
+
     def reserve(self, claims: Sequence[Claim], ttl: float, now: float) -> Grant:
         """Room for those of ``claims`` that nobody has put or is putting, under one ticket."""
         self.expire(now)
@@ -95,14 +140,29 @@ class Catalog(Generic[V]):
         """The writer makes progress: its reservations end later."""
         self._writing.prolong(ticket, deadline)
 
-    def commit(self, ticket: int, name: bytes, value: V, now: float) -> bool:
-        """Make a reserved block visible; false when the reservation has run out."""
+    def borrow(self, ticket: int, name: bytes, now: float) -> V | None:
+        """The place of a reserved block, for its writer to ``commit`` or ``give_back``, once."""
+        self.expire(now)
+        return None if self._writing.find(ticket, name) is None else self._places.pop(name, None)
+
+    def give_back(self, place: V, size: int) -> None:
+        """A borrowed place that nobody writes to any more."""
+        if self._room is not None:
+            self._room.give(place, size)
+
+    def commit(
+        self, ticket: int, name: bytes, value: V, now: float, parent: bytes | None = None
+    ) -> bool:
+        """Make a reserved block visible; false when the reservation has run out.
+
+        Its value is then still the writer's. ``parent`` is the block that it continues.
+        """
         self.expire(now)
         if (claim := self._writing.take(ticket, name)) is None:
             return False
         self._entries[name] = _Entry(claim, value)
         self._bytes += claim.size
-        self._policy.add(name)
+        self._policy.add(name, parent)
         if claim.partial:
             self._lives.set(name, now + self._partial_life)
         self.tally.stored += 1
@@ -112,8 +172,11 @@ class Catalog(Generic[V]):
     def abandon(self, ticket: int, names: Iterable[bytes] | None = None) -> None:
         """Give up reservations of a ticket: those named, or all that are left."""
         for name in self._writing.names(ticket) if names is None else names:
-            if self._writing.take(ticket, name) is not None:
-                self.tally.abandoned += 1
+            if (claim := self._writing.take(ticket, name)) is None:
+                continue
+            self.tally.abandoned += 1
+            if (place := self._places.pop(name, None)) is not None:
+                self.give_back(place, claim.size)
 
     def release(self, lease: int) -> None:
         """End a lease early; unknown ones have ended already."""
@@ -123,7 +186,7 @@ class Catalog(Generic[V]):
             entry.leases -= 1
             if entry.leases == 0:
                 self._leased -= entry.claim.size
-                self._policy.add(name)
+                self._policy.free(name)
 
     def clear(self, now: float) -> int:
         """Remove every block that no lease holds; how many."""
@@ -175,7 +238,7 @@ class Catalog(Generic[V]):
             entry = self._entries[name]
             self._use(name, entry, now)
             if entry.leases == 0:
-                self._policy.remove(name)
+                self._policy.hold(name)
                 self._leased += entry.claim.size
             entry.leases += 1
         self._leases[self._serial] = names
@@ -194,24 +257,41 @@ class Catalog(Generic[V]):
         if claim.name in self._writing:
             self.tally.pending += 1
             return Verdict.PENDING
-        if not self._make_room(claim.size):
+        if not self._make_room(claim):
             self.tally.rejected += 1
             return Verdict.NO_ROOM
         self._writing.add(ticket, claim)
         return Verdict.RESERVED
 
-    def _make_room(self, size: int) -> bool:
-        if self._leased + self._writing.bytes + size > self._budget:
+    def _make_room(self, claim: Claim) -> bool:
+        """Evict until there is room, in bytes and in one piece; false if there cannot be."""
+        if self._leased + self._writing.bytes + claim.size > self._budget:
             return False
-        while self._bytes + self._writing.bytes + size > self._budget:
-            victim = self._policy.victim()
-            if victim is None:
+        while self._bytes + self._writing.bytes + claim.size > self._budget:
+            if not self._evict():
                 return False
-            self._remove(victim)
-            self.tally.evicted += 1
+        while self._room is not None and not self._take_place(claim):
+            if not self._evict():
+                return False
+        return True
+
+    def _take_place(self, claim: Claim) -> bool:
+        place = None if self._room is None else self._room.take(claim.size)
+        if place is not None:
+            self._places[claim.name] = place
+        return place is not None
+
+    def _evict(self) -> bool:
+        victim = self._policy.victim()
+        if victim is None:
+            return False
+        self._remove(victim)
+        self.tally.evicted += 1
         return True
 
     def _remove(self, name: bytes) -> None:
         self._policy.remove(name)
         self._lives.drop(name)
-        self._bytes -= self._entries.pop(name).claim.size
+        entry = self._entries.pop(name)
+        self._bytes -= entry.claim.size
+        self.give_back(entry.value, entry.claim.size)

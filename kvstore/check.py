@@ -1,22 +1,28 @@
 """The check before a block is kept: is it, as bytes, what it is said to be?
 
-Whether it is what a reader wants is the reader's question; a store does not know that.
+Its name must follow from what its header holds, so nobody can put a wrong block in the place of
+another. Whether it is what a reader wants is the reader's question; a store does not know that.
 """
 
 from __future__ import annotations
 
 from common.errors import Corrupt
-from kvblock.header import Buffer, decode, header_bytes
+from kvblock.header import Buffer, Header, decode, header_bytes
+from kvblock.name import Digest, child_name, sha256
 from kvblock.verify import verify_payload
 from kvstore.records import Claim
 
 
-def check_block(claim: Claim, data: Buffer) -> None:
-    """Raise ``Corrupt`` naming the field unless ``data`` is a whole block of that name."""
+def check_block(claim: Claim, data: Buffer, digest: Digest = sha256) -> Header:
+    """The header; ``Corrupt`` names the field unless ``data`` is a whole block of that name."""
     view = memoryview(data)
     if view.nbytes != claim.size:
         raise Corrupt("length", f"{view.nbytes} bytes came and {claim.size} were claimed")
     header = decode(view)
     if header.name != claim.name:
         raise Corrupt("name", f"{header.name.hex()} is in the header of {claim.name.hex()}")
+    true = child_name(header.namespace, header.parent, header.tokens, digest)
+    if true != header.name:
+        raise Corrupt("name", f"what the header holds is called {true.hex()}")
     verify_payload(header, view[header_bytes(header.count) :])
+    return header

@@ -12,6 +12,7 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 from common.errors import Corrupt
+from kvblock.name import Digest, sha256
 from kvstore.base import NOT_SENT, Block, Found, Got, Kept, Lease, Offer, Outcome, Want
 from kvstore.catalog import Catalog
 from kvstore.check import check_block
@@ -53,10 +54,13 @@ def forget(name: str) -> None:
 
 
 class MemoryStore:
-    """A ``Store``. ``budget`` counts for the first store of a name."""
+    """A ``Store``. ``budget`` counts for the first store of a name.
 
-    def __init__(self, name: str, budget: int = BUDGET) -> None:
-        self.url = f"memory://{name}"
+    ``digest`` is what blocks are named with; another one than the default is for tests.
+    """
+
+    def __init__(self, name: str, budget: int = BUDGET, digest: Digest = sha256) -> None:
+        self.url, self._digest = f"memory://{name}", digest
         self._shelf = _shelf(name, budget)
 
     def lookup(
@@ -121,13 +125,15 @@ class MemoryStore:
     def _write(self, ticket: int, claim: Claim, block: Block) -> Outcome:
         data = b"".join((block.header, block.payload))
         try:
-            check_block(claim, data)
+            header = check_block(claim, data, self._digest)
         except Corrupt as error:
             with self._shelf.changed:
                 self._shelf.catalog.tally.corrupt += 1
             return Outcome(Kept.CORRUPT, str(error))
         with self._shelf.changed:
-            stored = self._shelf.catalog.commit(ticket, claim.name, data, time.monotonic())
+            stored = self._shelf.catalog.commit(
+                ticket, claim.name, data, time.monotonic(), header.parent
+            )
         return Outcome(Kept.STORED if stored else Kept.EXPIRED)
 
     def _abandon(self, ticket: int | None) -> None:

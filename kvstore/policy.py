@@ -1,51 +1,115 @@
 """Which block goes first when the store is full.
 
-A policy sees only blocks that may go: what is leased is taken out of it and put back afterwards,
-so a victim is found without searching.
+A policy knows every block and who follows whom. What a lease holds is no victim until it is free
+again, so a victim is found without searching.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 from typing import Protocol
 
 
 class Policy(Protocol):
-    """Order among the blocks that nobody holds."""
+    """Order among the blocks of the store."""
 
-    def add(self, name: bytes) -> None:
-        """``name`` may be evicted from now on, and was just used."""
+    def add(self, name: bytes, parent: bytes | None) -> None:
+        """A new block, free and just used; ``parent`` is the block it continues, if known."""
 
     def touch(self, name: bytes) -> None:
-        """``name``, if it is in here, was just used."""
+        """A block was just used."""
+
+    def hold(self, name: bytes) -> None:
+        """A free block is no victim from now on."""
+
+    def free(self, name: bytes) -> None:
+        """A held block may be a victim again, and was just used."""
 
     def remove(self, name: bytes) -> None:
-        """``name`` is gone or held; not to be a victim until added again."""
+        """A block is gone, free or held."""
 
     def victim(self) -> bytes | None:
-        """The block to go next, left in place; ``None`` when there is none."""
+        """The free block to go next, left in place; ``None`` when there is none."""
+
+
+class _Node:
+    __slots__ = ("held", "parent", "used")
+
+    def __init__(self, parent: bytes | None, used: int) -> None:
+        self.parent, self.used = parent, used
+        self.held = False
 
 
 class LeastRecentlyUsed:
-    """The block that was not used for the longest time goes first."""
+    """The block not used for the longest time goes first, but none before those that continue it.
+
+    A run whose head is gone is of no use to anybody: lookups count from the head. So a block is a
+    victim only while nothing follows it. (Should blocks follow one another in a circle, which true
+    names cannot do, any free one goes.)
+    """
 
     def __init__(self) -> None:
-        self._order: OrderedDict[bytes, None] = OrderedDict()
+        self._nodes: dict[bytes, _Node] = {}
+        self._children: dict[bytes, int] = {}  # by parent, there or not
+        self._heap: list[tuple[int, bytes]] = []  # free leaves by last use, with stale entries
+        self._serial = 0
 
-    def add(self, name: bytes) -> None:
+    def add(self, name: bytes, parent: bytes | None) -> None:
         """As the protocol says."""
-        self._order[name] = None
-        self._order.move_to_end(name)
+        parent = None if parent == name else parent
+        self._serial += 1
+        self._nodes[name] = _Node(parent, self._serial)
+        if parent is not None:
+            self._children[parent] = self._children.get(parent, 0) + 1
+        self._offer(name)
 
     def touch(self, name: bytes) -> None:
         """As the protocol says."""
-        if name in self._order:
-            self._order.move_to_end(name)
+        self._serial += 1
+        self._nodes[name].used = self._serial
+        self._offer(name)
+
+    def hold(self, name: bytes) -> None:
+        """As the protocol says."""
+        self._nodes[name].held = True
+
+    def free(self, name: bytes) -> None:
+        """As the protocol says."""
+        self._nodes[name].held = False
+        self.touch(name)
 
     def remove(self, name: bytes) -> None:
         """As the protocol says."""
-        self._order.pop(name, None)
+        parent = self._nodes.pop(name).parent
+        if parent is None:
+            return
+        left = self._children[parent] - 1
+        if left:
+            self._children[parent] = left
+        else:
+            del self._children[parent]
+            self._offer(parent)
 
     def victim(self) -> bytes | None:
         """As the protocol says."""
-        return next(iter(self._order), None)
+        while self._heap:
+            used, name = self._heap[0]
+            node = self._nodes.get(name)
+            if node is not None and node.used == used and self._is_free_leaf(name, node):
+                return name
+            heapq.heappop(self._heap)
+        free = (name for name, node in self._nodes.items() if not node.held)
+        return min(free, key=lambda name: self._nodes[name].used, default=None)
+
+    def _is_free_leaf(self, name: bytes, node: _Node) -> bool:
+        return not node.held and name not in self._children
+
+    def _offer(self, name: bytes) -> None:
+        node = self._nodes.get(name)
+        if node is None or not self._is_free_leaf(name, node):
+            return
+        heapq.heappush(self._heap, (node.used, name))
+        if len(self._heap) > 2 * len(self._nodes) + 64:
+            leaves = ((n.used, k) for k, n in self._nodes.items() if self._is_free_leaf(k, n))
+            self._heap = list(leaves)
+            heapq.heapify(self._heap)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Generic, TypeVar
+
+V = TypeVar("V")
 
 
 class Verdict(Enum):
@@ -50,3 +53,11 @@ class Holding:
     sizes: tuple[int, ...]
     lease: int | None
     deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Located(Generic[V]):
+    """Size and value of each block asked for, ``None`` for those absent; held by ``lease``."""
+
+    blocks: tuple[tuple[int, V] | None, ...]
+    lease: int | None

@@ -204,12 +204,13 @@ class StoreService:
 
     def _keep(self, ticket: int, claim: Claim, data: memoryview) -> Outcome:
         try:
-            check_block(claim, data)
+            header = check_block(claim, data)
         except Corrupt as error:
             self._catalog.tally.corrupt += 1
             self._catalog.abandon(ticket, [claim.name])
             return Outcome(Kept.CORRUPT, str(error))
-        stored = self._catalog.commit(ticket, claim.name, data.toreadonly(), time.monotonic())
+        value = data.toreadonly()
+        stored = self._catalog.commit(ticket, claim.name, value, time.monotonic(), header.parent)
         return Outcome(Kept.STORED if stored else Kept.EXPIRED)
 
     async def _wait_for_others(self, claims: Sequence[Claim], seconds: float) -> None:

@@ -88,6 +88,7 @@ class Stage(MemoryStore):
     def __init__(self) -> None:
         self.name = f"connector-{next(_NUMBERS)}"
         super().__init__(self.name)
+        self.named_with(sha256)
         self.go = threading.Event()
         self.go.set()
         self.asked = threading.Semaphore(0)
@@ -118,6 +119,10 @@ class Stage(MemoryStore):
     def release(self, leases: Sequence[Lease], timeout: float) -> None:
         self._pass()
         super().release(leases, timeout)
+
+    def named_with(self, digest: Digest) -> None:
+        """Names are made with ``digest`` by those who put."""
+        self._digest = digest
 
     def _pass(self) -> None:
         self.asked.release()

@@ -215,13 +215,14 @@ def test_an_absent_block_ends_the_load_there(making: Making) -> None:
     assert (worker.counters.absent, worker.counters.corrupt) == (1, 0)
 
 
-def test_names_that_collide_are_misses_and_never_answers(making: Making) -> None:
+def test_names_that_collide_are_misses_and_never_answers(making: Making, stage: Stage) -> None:
     def eight_bits(data: bytes) -> bytes:
         return hashlib.sha256(data).digest()[:1] * 32
 
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     source = random.Random(seed)
+    stage.named_with(eight_bits)
     worker = making(digest=eight_bits)
     for number in range(300):
         tokens = [source.randrange(50) for _ in range(source.randrange(2, 14))]

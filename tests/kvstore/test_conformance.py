@@ -13,6 +13,7 @@ import pytest
 
 from common.errors import Corrupt, Rejected
 from kvblock.header import Header, checksum, decode, encode
+from kvblock.name import child_name
 from kvblock.verify import verify_payload
 from kvstore import Block, Got, Kept, Offer, Store, Tail, Want, connect
 
@@ -20,14 +21,17 @@ TIMEOUT = 10.0
 Connect = Callable[[], Store]
 
 
-def make(size: int = 4096, name: bytes | None = None, count: int = 4) -> Block:
-    """A block with random payload and, unless told, a random name."""
-    payload = os.urandom(size)
+def make(
+    size: int = 4096, like: Block | None = None, count: int = 4, parent: bytes | None = None
+) -> Block:
+    """A block with random payload, after a random parent unless told; or the name of ``like``."""
+    payload, space, tokens = os.urandom(size), b"n" * 32, tuple(range(count))
+    parent = decode(like.header).parent if like else parent or os.urandom(32)
     header = Header(
-        namespace=b"n" * 32,
-        parent=b"p" * 32,
-        name=name or os.urandom(32),
-        tokens=tuple(range(count)),
+        namespace=space,
+        parent=parent,
+        name=child_name(space, parent, tokens),
+        tokens=tokens,
         dtype="uint8",
         shape=(size,),
         payload_bytes=size,
@@ -87,7 +91,7 @@ def test_many_blocks_of_mixed_sizes_in_one_call(store: Store) -> None:
 
 def test_put_is_create_only(store: Store) -> None:
     first = make()
-    second = make(name=name_of(first))
+    second = make(like=first)
     assert put(store, first) == [Kept.STORED]
     assert put(store, second, make()) == [Kept.EXISTED, Kept.STORED]
     get(store, first)
@@ -189,6 +193,41 @@ def test_a_block_whose_bytes_are_wrong_is_refused_by_field(store: Store) -> None
     assert store.stats(TIMEOUT).tally.corrupt == before + len(cases)
     assert present(store, block) == [False]
     assert put(store, block) == [Kept.STORED]
+
+
+def test_a_name_that_does_not_follow_from_the_header_is_refused(store: Store) -> None:
+    """Nobody can put a block in the place of another by saying so in its header."""
+    block, victim = make(), make()
+    false = [
+        dataclasses.replace(decode(block.header), name=name_of(victim)),
+        dataclasses.replace(decode(block.header), parent=b"q" * 32),
+        dataclasses.replace(decode(block.header), tokens=(0, 1, 2, 4)),
+        dataclasses.replace(decode(block.header), namespace=b"m" * 32),
+    ]
+    for header in false:
+        wrong = Block(encode(header), block.payload)
+        (outcome,) = store.put([offer(wrong)], TIMEOUT)
+        assert outcome.kept is Kept.CORRUPT
+        assert outcome.reason is not None
+        assert outcome.reason.startswith("name: ")
+    assert present(store, block, victim) == [False, False]
+    assert put(store, block, victim) == [Kept.STORED] * 2
+
+
+def test_of_a_run_put_in_parts_the_tail_goes_first(store: Store) -> None:
+    run = [make(3 << 20)]
+    put(store, run[0])
+    for _ in range(3):
+        run.append(make(3 << 20, parent=name_of(run[-1])))
+        put(store, run[-1])
+    other = make(3 << 20)
+    put(store, other)
+    assert present(store, *run, other) == [True] * 5
+    newer = [make(3 << 20), make(3 << 20)]
+    put(store, newer[0])
+    assert present(store, *run, other) == [True, True, True, False, True]
+    put(store, newer[1])
+    assert present(store, *run, other, *newer) == [True, True, False, False, True, True, True]
 
 
 def test_least_recently_used_goes_first(store: Store) -> None:
