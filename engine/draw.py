@@ -14,7 +14,7 @@ import torch
 from common.sampling import Sampling
 
 _TEMPERATURES = (1e-30, 1e30)  # what float32 can divide by; greedy and uniform long before
-_ROWS = 32  # rows filtered at once: bounds memory for large vocabularies
+_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 24}  # filtered at once: what fits a cache, or memory
 _HEAD = 256  # most likely tokens looked at first for top-p; four times as many until they suffice
 
 
@@ -23,8 +23,9 @@ def draw(
 ) -> list[int]:
     """The token of each row of float32 logits [R, vocab], one uniform in [0, 1) each."""
     tokens: list[int] = []
-    for first in range(0, len(samplings), _ROWS):
-        rows = slice(first, first + _ROWS)
+    size = max(1, _ELEMENTS[logits.device.type] // logits.shape[1])
+    for first in range(0, len(samplings), size):
+        rows = slice(first, first + size)
         tokens += _draw(logits[rows], samplings[rows], uniforms[rows])
     return tokens
 
