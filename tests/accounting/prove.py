@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="only the cases of the test suite")
     parser.add_argument("--processes", type=int, default=2, help="how many at once")
     parser.add_argument(
-        "--states", type=int, default=250_000, help="no further level of a case beyond so many"
+        "--states", type=int, default=200_000, help="no further level of a case beyond so many"
     )
     parser.add_argument(
         "--only", choices=("states", "mutations"), help="one half; without it, both"
@@ -69,9 +69,14 @@ def _explore(job: tuple[str, int]) -> Found | str:
     name, most = job
     case = next(case for case in (*LARGE, *SMALL) if case.name == name)
     try:
-        return Explorer(case, most).run()
+        return Explorer(case, most).run(_tell_level)
     except Broken as error:
         return f"{name}: {error}"
+
+
+def _tell_level(found: Found) -> None:
+    """On the other stream, for who waits: a large level takes minutes."""
+    print(f"  {found.line()}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
