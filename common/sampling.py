@@ -48,7 +48,7 @@ class Sampling:
         return self.stop_token_ids if self.ignore_eos else self.stop_token_ids + self.eos_token_ids
 
     def check(self, vocab_size: int) -> None:
-        """Raise ``Rejected`` naming the first field (as ``sampling.<field>``) that is out of range."""
+        """Raise ``Rejected`` naming the first field (``sampling.<field>``) that is out of range."""
         _within("temperature", self.temperature, 0.0, math.inf)
         if self.top_k < 0:
             raise Rejected("sampling.top_k", f"must be 0 (off) or more, got {self.top_k}")

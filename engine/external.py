@@ -76,7 +76,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A load has ended: ``valid`` of its ``external`` tokens, leading, were written and verified."""
+    """A load has ended: the first ``valid`` of its ``external`` tokens are written and verified."""
 
     request_id: str
     epoch: int
