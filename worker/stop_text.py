@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
 from pathlib import Path
 
 from common.errors import Rejected, Unservable
@@ -23,23 +22,24 @@ class StopWatch:
 
 
 class StopTexts:
-    """Makes the watch of a request; the tokenizer is read when the first one needs it."""
+    """Makes the watch of a request. A folder without a tokenizer can still serve token ids."""
 
     def __init__(self, folder: str | Path) -> None:
-        self._folder = folder
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return Tokenizer(self._folder)
+        """Read at start: later it would block the event loop."""
+        self._tokenizer: Tokenizer | None = None
+        self._why_not = ""
+        try:
+            self._tokenizer = Tokenizer(folder)
+        except Unservable as error:
+            self._why_not = str(error)
 
     def of(self, order: Order, sampling: Sampling) -> StopWatch | None:
         """``None`` without stop strings; the tokens so far are replayed."""
         if not sampling.stop:
             return None
-        try:
-            text = OutputText(self._tokenizer, sampling.stop, sampling.min_tokens)
-        except Unservable as error:
-            raise Rejected("sampling.stop", f"this worker has no tokenizer: {error}") from error
+        if self._tokenizer is None:
+            raise Rejected("sampling.stop", f"this worker has no tokenizer: {self._why_not}")
+        text = OutputText(self._tokenizer, sampling.stop, sampling.min_tokens)
         if text.replay(order.tokens[order.prompt_len :]):
             raise Rejected("leg.output_token_ids", "a stop string is complete in them already")
         return StopWatch(text)
