@@ -130,8 +130,8 @@ class Scheduler:
             raise Rejected(
                 "max_tokens",
                 f"{order.prompt_len} prompt tokens and max_tokens {order.max_tokens} need "
-                f"{positions} positions; this worker has max_model_len {limits.max_model_len} and room for "
-                f"{capacity}: shorten the prompt or lower max_tokens",
+                f"{positions} positions; this worker has max_model_len {limits.max_model_len} "
+                f"and room for {capacity}: shorten the prompt or lower max_tokens",
             )
 
     # --- schedule -------------------------------------------------------------------------------
@@ -146,8 +146,7 @@ class Scheduler:
         index = 0
         while index < len(self.running):
             request = self.running[index]
-            count = min(request.work, self.limits.max_num_batched_tokens)
-            missing = request.need(count, self.limits.block_size)
+            missing = request.need(request.work, self.limits.block_size)
             if missing <= len(self.pool.free):
                 request.resident.blocks += self.pool.take(max(missing, 0))
                 index += 1
