@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -31,23 +31,32 @@ def audit(scheduler: Scheduler) -> list[Finding]:
 
 def _references(scheduler: Scheduler) -> Iterator[Finding]:
     """I1: references of a block are its holders; what nobody holds is free, and nothing else."""
-    pool, held = scheduler.pool, Counter[int]()
+    pool, holders = scheduler.pool, _holders(scheduler)
     for request in scheduler.requests.values():
-        if request.residency is not None:
-            held.update(request.residency.blocks)
-            if len(set(request.residency.blocks)) != len(request.residency.blocks):
-                yield Finding("I1", request.id, f"a block twice in {request.residency.blocks}")
-    for blocks in (*scheduler.loads.values(), *scheduler.saves.values()):
-        held.update(blocks)
+        blocks = request.residency.blocks if request.residency is not None else []
+        if len(set(blocks)) != len(blocks):
+            yield Finding("I1", request.id, f"a block twice in {blocks}")
     for block, references in enumerate(pool.references):
-        if references != held[block]:
-            yield Finding(
-                "I1", None, f"block {block} counts {references} holders and has {held[block]}"
-            )
+        who = holders[block]
+        if references != len(who):
+            told = f"block {block} counts {references} holders and has {len(who)}: {who}"
+            yield Finding("I1", None, told)
         if (block in pool.free) != (references == 0):
-            yield Finding(
-                "I1", None, f"block {block} has {references} holders and is wrongly filed"
-            )
+            filed = "is filed as free" if block in pool.free else "is not filed as free"
+            yield Finding("I1", None, f"block {block} has {references} holders and {filed}: {who}")
+
+
+def _holders(scheduler: Scheduler) -> defaultdict[int, list[str]]:
+    """Who may read or write each block, in words."""
+    holders: defaultdict[int, list[str]] = defaultdict(list)
+    for request in scheduler.requests.values():
+        for block in request.residency.blocks if request.residency is not None else ():
+            holders[block].append(f"request {request.id}")
+    for what, jobs in (("load", scheduler.loads), ("save", scheduler.saves)):
+        for key, blocks in jobs.items():
+            for block in blocks:
+                holders[block].append(f"{what} of {key[0]}")
+    return holders
 
 
 def _names(scheduler: Scheduler) -> Iterator[Finding]:

@@ -22,6 +22,7 @@ from tests.accounting.mutations import MUTATIONS, ROOT, Mutation
 TESTS = (
     "tests/accounting/test_founding_bugs.py",
     "tests/accounting/test_core.py",
+    "tests/accounting/test_saves.py",
     "tests/accounting/test_liveness.py",
     "tests/accounting/test_storm.py",
     "tests/accounting/test_exhaustive.py",

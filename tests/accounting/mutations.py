@@ -34,12 +34,12 @@ def _request(name: str, old: str, new: str) -> Mutation:
     return Mutation(name, "engine.request", old, new)
 
 
-def _blocks(name: str, old: str, new: str) -> Mutation:
-    return Mutation(name, "engine.blocks", old, new)
+def _blocks(name: str, old: str, new: str, survives: str | None = None) -> Mutation:
+    return Mutation(name, "engine.blocks", old, new, survives)
 
 
-def _scheduler(name: str, old: str, new: str) -> Mutation:
-    return Mutation(name, "engine.scheduler", old, new)
+def _scheduler(name: str, old: str, new: str, survives: str | None = None) -> Mutation:
+    return Mutation(name, "engine.scheduler", old, new, survives)
 
 
 def _usage(name: str, old: str, new: str) -> Mutation:
@@ -148,6 +148,12 @@ MUTATIONS = (
         "a forgotten name is still found",
         "            del self.by_name[name]\n",
         "            pass\n",
+    ),
+    _blocks(
+        "a block that gets a name keeps the old one",
+        "            self._forget(block)\n            self.by_name",
+        "            self.by_name",
+        "equal: a block is named while held, and has forgotten its old name when it was taken",
     ),
     _blocks("a hit of any length", "for name in names[:limit]:", "for name in names:"),
     _blocks("a hit with holes", "                break\n", "                continue\n"),
@@ -377,8 +383,9 @@ MUTATIONS = (
     ),
     _scheduler(
         "one block is enough for any step",
-        "count = min(request.work, self.limits.max_num_batched_tokens)",
-        "count = 1",
+        "missing = request.need(request.work, self.limits.block_size)",
+        "missing = request.need(1, self.limits.block_size)",
+        "equal: an admission takes every block up to the length, later steps add one position",
     ),
     _scheduler(
         "the last runner is preempted for itself",

@@ -139,3 +139,11 @@ def test_a_broken_invariant_is_named(
     findings = audit(bench.scheduler)
     assert (invariant, request_id) in {(one.invariant, one.request_id) for one in findings}
     assert all(one.message for one in findings)
+
+
+def test_a_finding_says_who_holds_the_block(bench: Bench) -> None:
+    count_a_holder_too_few(bench.scheduler)
+    (finding, *_) = audit(bench.scheduler)
+    block = residency(bench.scheduler, "loads").blocks[-1]
+    assert finding.message.startswith(f"block {block} counts ")
+    assert "request loads" in finding.message
