@@ -103,15 +103,22 @@ def test_decode_is_not_starved_by_prefills() -> None:
     bench.run()
 
 
-def test_a_prefill_before_decoders_in_the_queue_still_comes_after_them_in_a_step() -> None:
-    bench = Bench(limits(40, 4, budget=4))
-    bench.submit("long", range(40), 1)
+def test_a_decode_that_joins_a_long_prefill_makes_a_token_every_step() -> None:
+    """It was loaded, so it came without budget; the prefill before it gets what it leaves."""
+    bench = Bench(limits(40, 4, budget=4), lambda query: 99 if query.request_id == "d" else 0)
+    long = bench.submit("long", range(40), 1)
     bench.step()
-    decoding = bench.submit("short", [1], 8)
-    while decoding.state is State.WAITING:
-        bench.step()
-    plan = bench.step()
-    assert plan.entries[0].request is decoding
+    decoding = bench.resume("d", [1, 2, 3], made=1, new=9)
+    bench.step()
+    bench.end_load(bench.loads[0])
+    for made in range(2, 6):
+        plan = bench.step()
+        assert [(entry.request, entry.count) for entry in plan.entries] == [
+            (decoding, 1),
+            (long, 3),
+        ]
+        assert decoding.length == 3 + made
+    bench.run()
 
 
 def test_a_prefill_is_not_starved_by_decoders() -> None:
