@@ -13,7 +13,7 @@ from engine.plan import Limits, Plan
 from engine.request import Finish, Naming, Order, Request, State
 from engine.scheduler import Lookup, Scheduler
 from engine.usage import leg_tokens
-from tests.engine.fakes import ChainRunner, answer, naming
+from tests.engine.fakes import VOCABULARY, ChainRunner, answer, naming
 
 Answers = Callable[[Query], int | None]
 
@@ -42,22 +42,33 @@ class Bench:
         self.loads: list[Load] = []
         self.saves: list[Save] = []
         self.requests: list[Request] = []
+        self.salts: dict[str, int] = {}
         self.steps = 0
         self._answers = answers
         self._valid = valid
 
     def submit(
-        self, request_id: str, prompt: Sequence[int], new: int, *, prefill_only: bool = False
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        new: int,
+        *,
+        prefill_only: bool = False,
+        salt: int = 0,
     ) -> Request:
         order = Order(request_id, tuple(prompt), len(prompt), new, prefill_only=prefill_only)
+        return self.add(order, salt)
+
+    def add(self, order: Order, salt: int = 0) -> Request:
+        """A request; equal prompts of another ``salt`` have other answers, as with other seeds."""
+        self.salts[order.request_id] = salt
         self.requests.append(self.scheduler.submit(order))
         return self.requests[-1]
 
     def resume(self, request_id: str, prompt: Sequence[int], made: int, new: int) -> Request:
         """A decode leg: the prompt and the first ``made`` tokens of its answer."""
         tokens = (*prompt, *answer(prompt, made))
-        self.requests.append(self.scheduler.submit(Order(request_id, tokens, len(prompt), new)))
-        return self.requests[-1]
+        return self.add(Order(request_id, tokens, len(prompt), new))
 
     def step(self) -> Plan:
         """One step of the model."""
@@ -78,10 +89,23 @@ class Bench:
 
     def finish(self, plan: Plan) -> None:
         """Run the model and commit."""
-        committed = self.scheduler.commit(plan, self.runner.plan(plan))
+        committed = self.scheduler.commit(plan, self.sample(plan))
         self.saves += committed.saves
         self.steps += 1
         self.check()
+
+    def sample(self, plan: Plan) -> list[int | None]:
+        """Run the model; each request samples by its salt."""
+        sampled = zip(plan.entries, self.runner.plan(plan), strict=True)
+        return [
+            None if token is None else (token + self.salts[entry.request.id]) % VOCABULARY
+            for entry, token in sampled
+        ]
+
+    def answer(self, request: Request) -> list[int]:
+        """The prompt and the tokens that one process would have made after it."""
+        prompt = request.order.tokens[: request.order.prompt_len]
+        return [*prompt, *answer(prompt, request.length - len(prompt), self.salts[request.id])]
 
     def end_load(self, load: Load, valid: int | None = None) -> None:
         valid = self._valid(load) if valid is None else valid
@@ -126,9 +150,8 @@ class Bench:
 
     def _check_answer(self, request: Request) -> None:
         order, account = request.order, leg_tokens(request)
-        prompt = list(order.tokens[: order.prompt_len])
         assert request.state is State.FINISHED
-        assert request.tokens == prompt + answer(prompt, request.length - order.prompt_len)
+        assert request.tokens == self.answer(request)
         assert min(account.local, account.external, account.recomputed, account.failed) >= 0
         if request.finish is not Finish.ABORT:
             assert account.local + account.external + account.computed == account.length

@@ -27,7 +27,7 @@ class Case:
     """``lives``: how often each order may be submitted, always under the same id.
 
     ``answers`` are what a lookup may say, ``shorts`` how many tokens a load may deliver; both
-    hold lies. A path has at most ``depth`` events.
+    hold lies. Orders of other ``salts`` sample otherwise. A path has at most ``depth`` events.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Case:
     answers: tuple[int | None, ...] = (-3, 1, 99, None)
     shorts: tuple[int, ...] = (-1, 1, 99)
     lives: int = 1
+    salts: tuple[int, ...] = (0, 0, 0)
     depth: int = 99
     indexes: dict[str, int] = field(init=False, compare=False)
 
@@ -48,9 +49,9 @@ class Case:
     def truth(self) -> tuple[bytes, ...]:
         """Prompt and full answer of every order, as one process would make it."""
         made = []
-        for order in self.orders:
+        for order, salt in zip(self.orders, self.salts, strict=False):
             prompt = list(order.tokens[: order.prompt_len])
-            made.append(bytes(prompt + answer(prompt, order.max_tokens)))
+            made.append(bytes(prompt + answer(prompt, order.max_tokens, salt)))
         return tuple(made)
 
     @cached_property

@@ -28,6 +28,12 @@ SMALL = (
         lives=2,
     ),
     Case(
+        "one prompt, two answers",
+        limits(3, 2, 2, 3, 0),
+        (order("a", b"\1\2\3", 3), order("b", b"\1\2\3", 3)),
+        salts=(0, 1),
+    ),
+    Case(
         "two legs of one answer",
         limits(4, 2, 2, 2, 1),
         (
@@ -52,6 +58,7 @@ LARGE = (
         "three over five, one prefix",
         limits(5, 2, 3, 4, 1),
         (order("a", b"\1\2\3", 3), order("b", b"\1\2", 3), order("c", b"\1\2\3\4", 2)),
+        salts=(0, 1, 2),
         lives=2,
     ),
     Case(

@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--small", action="store_true", help="only the cases of the test suite")
     parser.add_argument("--processes", type=int, default=2, help="how many at once")
     parser.add_argument(
-        "--states", type=int, default=200_000, help="no further level of a case beyond so many"
+        "--states", type=int, default=250_000, help="no further level of a case beyond so many"
     )
     parser.add_argument(
         "--only", choices=("states", "mutations"), help="one half; without it, both"

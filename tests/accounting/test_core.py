@@ -160,7 +160,7 @@ def test_a_request_ends_with_the_first_ending_token() -> None:
     bench = Bench(limits(8, 4))
     tokens = answer([1, 2, 3], 6)
     order = Order("r", (1, 2, 3), 3, 6, ending=frozenset({tokens[2]}))
-    request = bench.scheduler.submit(order)
+    request = bench.add(order)
     while bench.scheduler.requests:
         bench.step()
     assert (request.tokens[3:], request.finish) == (tokens[:3], Finish.STOP)
@@ -178,6 +178,17 @@ def test_late_repeated_and_unknown_events_are_counted() -> None:
     bench.scheduler.loaded("r", load.epoch, 4)
     assert bench.scheduler.late_events == 4
     bench.run()
+
+
+def test_equal_prompts_with_other_answers_share_the_prompt_only() -> None:
+    """As with other seeds: a block that was partial when first looked at is not named by that."""
+    bench = Bench(limits(12, 4, headroom=0))
+    for number in range(6):
+        bench.submit(f"r{number}", range(7), 30, salt=number)
+    bench.run()
+    assert bench.scheduler.preemptions > 2
+    assert len({tuple(request.tokens[7:]) for request in bench.requests}) == 6
+    assert max(run.admission.local for request in bench.requests for run in request.runs) >= 8
 
 
 def test_the_account_of_a_leg_that_was_preempted_twice() -> None:

@@ -60,6 +60,7 @@ class Life(RuleBasedStateMachine):
         ending=st.one_of(st.none(), st.integers(0, 5)),
         prefill_only=st.booleans(),
         save=st.booleans(),
+        salt=st.integers(0, 1),
     )
     def submit(
         self,
@@ -69,13 +70,14 @@ class Life(RuleBasedStateMachine):
         ending: int | None,
         prefill_only: bool,
         save: bool,
+        salt: int,
     ) -> None:
         bounds, bench = self.bench.bounds, self.bench
         capacity = min(bounds.num_blocks * bounds.block_size, bounds.max_model_len)
         prompt = prompt[:capacity]
         new = min(new, capacity - len(prompt) + 1)
         made = min(made, new - 1)
-        tokens = answer(prompt, new)
+        tokens = answer(prompt, new, salt)
         stops = frozenset() if ending is None or ending >= new else frozenset({tokens[ending]})
         order = Order(
             f"r{len(bench.requests)}",
@@ -86,7 +88,7 @@ class Life(RuleBasedStateMachine):
             prefill_only,
             save,
         )
-        bench.requests.append(bench.scheduler.submit(order))
+        bench.add(order, salt)
 
     @precondition(lambda self: self.plan is None)
     @rule(answers=st.lists(ANSWERS, max_size=8))
@@ -100,7 +102,7 @@ class Life(RuleBasedStateMachine):
         plan, self.plan = self.plan, None
         assert plan is not None
         kept = [entry for entry in plan.entries if entry.request.residency is not None]
-        sampled = iter(self.bench.runner.plan(Plan(tuple(kept), (), (), ())))
+        sampled = iter(self.bench.sample(Plan(tuple(kept), (), (), ())))
         results = [next(sampled) if entry in kept else None for entry in plan.entries]
         committed = self.bench.scheduler.commit(plan, results)
         self.bench.saves += committed.saves
@@ -168,9 +170,7 @@ class Life(RuleBasedStateMachine):
         assert not bench.scheduler.requests
         assert not any(bench.scheduler.pool.references)
         for request in bench.requests:
-            order = request.order
-            prompt = order.tokens[: order.prompt_len]
-            assert request.tokens == [*prompt, *answer(prompt, request.length - len(prompt))]
+            assert request.tokens == bench.answer(request)
             account = leg_tokens(request)
             assert min(account.computed, account.recomputed, account.failed) >= 0
 

@@ -80,7 +80,7 @@ def test_a_save_keeps_its_blocks_after_the_request_is_gone() -> None:
 
 def test_nothing_is_saved_for_who_does_not_want_it() -> None:
     bench = Bench(limits(20, 4))
-    bench.scheduler.submit(Order("p", tuple(range(9)), 9, 5, prefill_only=True, save=False))
+    bench.add(Order("p", tuple(range(9)), 9, 5, prefill_only=True, save=False))
     while bench.scheduler.requests:
         bench.step()
     assert not bench.saves

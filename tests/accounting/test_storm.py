@@ -13,7 +13,7 @@ from engine.plan import Limits
 from engine.request import Finish, Order, Request, State
 from engine.scheduler import Scheduler
 from engine.usage import leg_tokens
-from tests.engine.fakes import ChainRunner, answer, naming
+from tests.engine.fakes import VOCABULARY, ChainRunner, answer, naming
 
 
 class Storm:
@@ -36,6 +36,7 @@ class Storm:
         self.outside: list[Load | Save] = []
         self.done: list[Event] = []
         self.requests: list[Request] = []
+        self.salts: dict[str, int] = {}
         self.wasted = 0
         self.seen: Counter[str] = Counter()
         self.prompts = [self._tokens(self.random.randint(1, 3 * self.size)) for _ in range(3)]
@@ -63,9 +64,10 @@ class Storm:
         prompt = prompt[:capacity]
         most = capacity - len(prompt) + 1
         made = self.random.randint(0, min(most - 1, 3))
+        self.salts[request_id] = salt = self.random.randint(0, 1)
         order = Order(
             request_id,
-            tuple(prompt + answer(prompt, made)),
+            tuple(prompt + answer(prompt, made, salt)),
             len(prompt),
             self.random.randint(made + 1, most),
             prefill_only=self.random.random() < 0.3,
@@ -106,7 +108,10 @@ class Storm:
         assert sum(entry.count for entry in plan.entries) <= self.limits.max_num_batched_tokens
         assert len(self.scheduler.running) + self.scheduler.loading <= self.limits.max_num_seqs
         self.outside += [*plan.loads, *plan.saves]
-        sampled = self.runner.plan(plan)
+        sampled = [
+            None if token is None else (token + self.salts[entry.request.id]) % VOCABULARY
+            for entry, token in zip(plan.entries, self.runner.plan(plan), strict=True)
+        ]
         if self.random.random() < 0.01 and self.scheduler.requests:  # between plan and commit
             self.scheduler.abort(self.random.choice(list(self.scheduler.requests)))
             self.wasted += sum(
@@ -133,14 +138,13 @@ class Storm:
         order, account = request.order, leg_tokens(request)
         prompt = list(order.tokens[: order.prompt_len])
         assert request.state is State.FINISHED
-        assert request.tokens == prompt + answer(prompt, request.length - order.prompt_len)
+        made = answer(prompt, request.length - order.prompt_len, self.salts[request.id])
+        assert request.tokens == prompt + made
         assert min(account.computed, account.recomputed, account.failed) >= 0
         if request.finish is not Finish.ABORT:
             assert account.local + account.external + account.computed == account.length
-            made = (
-                1 if order.prefill_only else order.max_tokens - len(order.tokens) + order.prompt_len
-            )
-            assert account.generated == made
+            most = order.max_tokens - len(order.tokens) + order.prompt_len
+            assert account.generated == (1 if order.prefill_only else most)
 
 
 @pytest.mark.parametrize("group", range(20))

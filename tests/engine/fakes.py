@@ -29,16 +29,16 @@ def chain(tokens: Sequence[int]) -> list[bytes]:
     return made
 
 
-def next_token(tokens: Sequence[int]) -> int:
-    """What the model answers after ``tokens``."""
-    return int.from_bytes(chain(tokens)[-1], "little") % VOCABULARY
+def next_token(tokens: Sequence[int], salt: int = 0) -> int:
+    """What the model answers after ``tokens``; requests of another ``salt`` sample otherwise."""
+    return (int.from_bytes(chain(tokens)[-1], "little") + salt) % VOCABULARY
 
 
-def answer(prompt: Sequence[int], count: int) -> list[int]:
+def answer(prompt: Sequence[int], count: int, salt: int = 0) -> list[int]:
     """What one process alone would make of a prompt."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, salt))
     return tokens[len(prompt) :]
 
 
