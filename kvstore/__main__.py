@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from dataclasses import dataclass
 
 from common import logs
 from common.config import load, option
 from common.values import show_size
-from kvstore.service import NAME, Limits, StoreService, register
+from kvstore.lanes import LaneOptions, Lanes
+from kvstore.prefault import Prefault
+from kvstore.service import NAME, StoreService, register
+from kvstore.vault import Limits, Vault
 from rpc.server import Server, ServerOptions, serve_until_signal
+
+log = logging.getLogger("kvrelay.store")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +29,10 @@ class StoreConfig:
     max_block: int = option(256 << 20, "largest block taken", unit="bytes", low=1 << 10)
     partial_life: float = option(60.0, "seconds an unused partial block is kept", low=0.1)
     ticket_life: float = option(30.0, "seconds a writer may stand still", low=0.1)
+    lane_port: int = option(0, "port of the socket lane; 0 picks a free one", low=0, high=65535)
+    lane: bool = option(True, "offer the socket lane")
+    shared: bool = option(True, "offer shared memory to this user's processes on this host")
+    prefault: bool = option(True, "touch all memory at start, in the background")
     allow_insecure: bool = option(False, "listen on other than loopback without encryption")
     log_level: str = option("info", "least severe level to log", choices=logs.LEVELS)
 
@@ -30,16 +40,24 @@ class StoreConfig:
 async def serve(config: StoreConfig) -> int:
     """Until a signal; the exit status."""
     limits = Limits(config.budget, config.max_block, config.partial_life, config.ticket_life)
-    service = StoreService(limits)
+    vault = Vault(limits)
+    lanes = Lanes(vault, LaneOptions(config.host, config.lane_port, config.lane, config.shared))
+    service = StoreService(vault, lanes.ways)
     address = f"{config.host}:{config.port}"
     server = Server(ServerOptions(address, allow_insecure=config.allow_insecure))
     server.add(NAME, lambda bare: register(service, bare))
 
     def ready(bound: str) -> str:
+        lanes.start()
+        if config.prefault:
+            Prefault(vault.arena.whole).start()
+        log.info("blocks go by %s", ", ".join(lanes.titles))
         size = show_size(config.budget)
-        return f"store ready at {bound}, budget {size}, boot {service.boot.hex()}"
+        return f"store ready at {bound}, budget {size}, boot {vault.boot.hex()}"
 
-    return await serve_until_signal(server, ready)
+    status = await serve_until_signal(server, ready)
+    lanes.stop()
+    return status
 
 
 def main(argv: list[str]) -> int:

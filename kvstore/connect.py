@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from common.errors import Rejected
 from kvstore.base import Store
@@ -12,20 +12,32 @@ from kvstore.memory import MemoryStore
 from kvstore.remote import RemoteStore
 from rpc.address import Address
 
+Parameters = dict[str, str]
 
-def _memory(rest: str) -> Store:
+
+def _memory(rest: str, parameters: Parameters) -> Store:
+    _known(parameters, ())
     return MemoryStore(rest)
 
 
-def _kvrelay(rest: str) -> Store:
-    return Breaker(RemoteStore(str(Address.parse(rest))))
+def _kvrelay(rest: str, parameters: Parameters) -> Store:
+    _known(parameters, ("way",))
+    return Breaker(RemoteStore(str(Address.parse(rest)), parameters.get("way")))
 
 
-SCHEMES: dict[str, Callable[[str], Store]] = {"memory": _memory, "kvrelay": _kvrelay}
+def _known(parameters: Parameters, known: tuple[str, ...]) -> None:
+    for name in parameters:
+        if name not in known:
+            raise Rejected(name, f"is no parameter here; these are: {', '.join(known) or 'none'}")
+
+
+SCHEMES: dict[str, Callable[[str, Parameters], Store]] = {"memory": _memory, "kvrelay": _kvrelay}
 
 
 def connect(url: str) -> Store:
     """The store at ``url``; ``Rejected`` for the field ``store`` if it names none.
+
+    ``kvrelay://HOST:PORT?way=shm``, ``lane`` or ``grpc`` forces the way the bytes go.
 
     Nothing is sent yet: a store that is not there is found out, and waited for, by its users.
     """
@@ -34,6 +46,6 @@ def connect(url: str) -> Store:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise Rejected("store", f"{url!r} has none of the schemes {known}")
     try:
-        return SCHEMES[parts.scheme](parts.netloc)
+        return SCHEMES[parts.scheme](parts.netloc, dict(parse_qsl(parts.query)))
     except Rejected as error:
         raise Rejected("store", f"{url!r}: {error.message}") from error

@@ -7,6 +7,9 @@ its name, its length and whether it is partial, and checks both checksums before
 Bulk calls (Get, Put) first send one message with a table and then the blocks' bytes, one block
 after another without gaps, cut into messages wherever it suits (0.5 to 4 MiB is fast). A data
 message carries no other field, so both sides may read and write it without a protobuf library.
+
+The bytes may go two faster ways (kvstore/frames.py): through shared memory on one host, and over
+a plain socket, the lane. What is read or written there is found, leased and reserved here.
 """
 
 from collections import abc as _abc
@@ -125,9 +128,7 @@ Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
 
 @_typing.final
 class Places(_message.Message):
-    """Where found blocks lie: one number of each kind for each block. A later form of the store adds
-    places in shared memory.
-    """
+    """What was found: one number of each kind for each block."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -330,11 +331,14 @@ class ReserveResponse(_message.Message):
     TICKET_FIELD_NUMBER: _builtins.int
     VERDICTS_FIELD_NUMBER: _builtins.int
     TICKET_MS_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     ticket: _builtins.int
     """for Put; 0 when nothing was reserved"""
     ticket_ms: _builtins.int
     """the reservation ends by itself after this long without progress"""
+    token: _builtins.bytes
+    """shows on the lane that the ticket was given by this store"""
     @_builtins.property
     def verdicts(self) -> _containers.RepeatedScalarFieldContainer[Global___Verdict.ValueType]:
         """in the order of the claims"""
@@ -346,10 +350,11 @@ class ReserveResponse(_message.Message):
         ticket: _builtins.int = ...,
         verdicts: _abc.Iterable[Global___Verdict.ValueType] | None = ...,
         ticket_ms: _builtins.int = ...,
+        token: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "ticket", b"ticket", "ticket_ms", b"ticket_ms", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "ticket", b"ticket", "ticket_ms", b"ticket_ms", "token", b"token", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -498,6 +503,123 @@ class ReleaseResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
+
+@_typing.final
+class WaysRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaysRequest: _TypeAlias = WaysRequest  # noqa: Y015
+
+@_typing.final
+class WaysResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_FIELD_NUMBER: _builtins.int
+    SOCKET_FIELD_NUMBER: _builtins.int
+    LANE_PORT_FIELD_NUMBER: _builtins.int
+    ARENA_BYTES_FIELD_NUMBER: _builtins.int
+    boot: _builtins.bytes
+    socket: _builtins.str
+    """Name of a Unix socket in the abstract namespace, without the leading zero byte; it takes peers
+    of the store's own user and root. Empty: there is none.
+    """
+    lane_port: _builtins.int
+    """TCP, on the host this service is reached at; 0: there is none"""
+    arena_bytes: _builtins.int
+    """of the shared memory the socket hands out; 0: it hands out none"""
+    def __init__(
+        self,
+        *,
+        boot: _builtins.bytes = ...,
+        socket: _builtins.str = ...,
+        lane_port: _builtins.int = ...,
+        arena_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "boot", b"boot", "lane_port", b"lane_port", "socket", b"socket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WaysResponse: _TypeAlias = WaysResponse  # noqa: Y015
+
+@_typing.final
+class LocateRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    lease_ms: _builtins.int
+    """1 to 10 minutes"""
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """at most 65,536"""
+
+    def __init__(
+        self,
+        *,
+        names: _abc.Iterable[_builtins.bytes] | None = ...,
+        lease_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "names", b"names"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateRequest: _TypeAlias = LocateRequest  # noqa: Y015
+
+@_typing.final
+class LocateResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_FIELD_NUMBER: _builtins.int
+    LENGTHS_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    LEASE_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    boot: _builtins.bytes
+    lease: _builtins.int
+    """0: nothing is there"""
+    lease_ms: _builtins.int
+    """as in LookupResponse"""
+    token: _builtins.bytes
+    """shows on the lane that the lease was given by this store"""
+    @_builtins.property
+    def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """one for each name, header and payload; 0: absent"""
+
+    @_builtins.property
+    def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """in shared memory, one for each name; 0: absent"""
+
+    def __init__(
+        self,
+        *,
+        boot: _builtins.bytes = ...,
+        lengths: _abc.Iterable[_builtins.int] | None = ...,
+        offsets: _abc.Iterable[_builtins.int] | None = ...,
+        lease: _builtins.int = ...,
+        lease_ms: _builtins.int = ...,
+        token: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "lease", b"lease", "lease_ms", b"lease_ms", "lengths", b"lengths", "offsets", b"offsets", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocateResponse: _TypeAlias = LocateResponse  # noqa: Y015
 
 @_typing.final
 class StatsRequest(_message.Message):

@@ -64,6 +64,16 @@ class KVStoreStub:
                 request_serializer=protos_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=protos_dot_kvstore__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
+        self.Ways = channel.unary_unary(
+                '/kvrelay.v1.KVStore/Ways',
+                request_serializer=protos_dot_kvstore__pb2.WaysRequest.SerializeToString,
+                response_deserializer=protos_dot_kvstore__pb2.WaysResponse.FromString,
+                _registered_method=True)
+        self.Locate = channel.unary_unary(
+                '/kvrelay.v1.KVStore/Locate',
+                request_serializer=protos_dot_kvstore__pb2.LocateRequest.SerializeToString,
+                response_deserializer=protos_dot_kvstore__pb2.LocateResponse.FromString,
+                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/kvrelay.v1.KVStore/Stats',
                 request_serializer=protos_dot_kvstore__pb2.StatsRequest.SerializeToString,
@@ -122,6 +132,21 @@ class KVStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Ways(self, request, context):
+        """Which faster ways there are, for those who can go them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Locate(self, request, context):
+        """Where blocks lie, those that are absent left out, and a lease on them: what Get is for those
+        who fetch the bytes another way.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stats(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -167,6 +192,16 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Release,
                     request_deserializer=protos_dot_kvstore__pb2.ReleaseRequest.FromString,
                     response_serializer=protos_dot_kvstore__pb2.ReleaseResponse.SerializeToString,
+            ),
+            'Ways': grpc.unary_unary_rpc_method_handler(
+                    servicer.Ways,
+                    request_deserializer=protos_dot_kvstore__pb2.WaysRequest.FromString,
+                    response_serializer=protos_dot_kvstore__pb2.WaysResponse.SerializeToString,
+            ),
+            'Locate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Locate,
+                    request_deserializer=protos_dot_kvstore__pb2.LocateRequest.FromString,
+                    response_serializer=protos_dot_kvstore__pb2.LocateResponse.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -341,6 +376,60 @@ class KVStore:
             '/kvrelay.v1.KVStore/Release',
             protos_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
             protos_dot_kvstore__pb2.ReleaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Ways(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.KVStore/Ways',
+            protos_dot_kvstore__pb2.WaysRequest.SerializeToString,
+            protos_dot_kvstore__pb2.WaysResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Locate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.KVStore/Locate',
+            protos_dot_kvstore__pb2.LocateRequest.SerializeToString,
+            protos_dot_kvstore__pb2.LocateResponse.FromString,
             options,
             channel_credentials,
             insecure,

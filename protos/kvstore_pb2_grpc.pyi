@@ -7,6 +7,9 @@ its name, its length and whether it is partial, and checks both checksums before
 Bulk calls (Get, Put) first send one message with a table and then the blocks' bytes, one block
 after another without gaps, cut into messages wherever it suits (0.5 to 4 MiB is fast). A data
 message carries no other field, so both sides may read and write it without a protobuf library.
+
+The bytes may go two faster ways (kvstore/frames.py): through shared memory on one host, and over
+a plain socket, the lane. What is read or written there is found, leased and reserved here.
 """
 
 from collections import abc as _abc
@@ -51,6 +54,12 @@ class KVStoreStub:
     """The same for a few bytes, at most 1 MiB: head and data in one message, one answer."""
     Release: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReleaseRequest, _kvstore_pb2.ReleaseResponse]
     """Gives leases back before their time."""
+    Ways: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.WaysRequest, _kvstore_pb2.WaysResponse]
+    """Which faster ways there are, for those who can go them."""
+    Locate: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.LocateRequest, _kvstore_pb2.LocateResponse]
+    """Where blocks lie, those that are absent left out, and a lease on them: what Get is for those
+    who fetch the bytes another way.
+    """
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]
     Clear: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ClearRequest, _kvstore_pb2.ClearResponse]
     """Removes every block that no lease holds."""
@@ -72,6 +81,12 @@ class KVStoreAsyncStub(KVStoreStub):
     """The same for a few bytes, at most 1 MiB: head and data in one message, one answer."""
     Release: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReleaseRequest, _kvstore_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives leases back before their time."""
+    Ways: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.WaysRequest, _kvstore_pb2.WaysResponse]  # type: ignore[assignment]
+    """Which faster ways there are, for those who can go them."""
+    Locate: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.LocateRequest, _kvstore_pb2.LocateResponse]  # type: ignore[assignment]
+    """Where blocks lie, those that are absent left out, and a lease on them: what Get is for those
+    who fetch the bytes another way.
+    """
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]  # type: ignore[assignment]
     Clear: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ClearRequest, _kvstore_pb2.ClearResponse]  # type: ignore[assignment]
     """Removes every block that no lease holds."""
@@ -126,6 +141,24 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.ReleaseResponse, _abc.Awaitable[_kvstore_pb2.ReleaseResponse]]:
         """Gives leases back before their time."""
+
+    @_abc_1.abstractmethod
+    def Ways(
+        self,
+        request: _kvstore_pb2.WaysRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.WaysResponse, _abc.Awaitable[_kvstore_pb2.WaysResponse]]:
+        """Which faster ways there are, for those who can go them."""
+
+    @_abc_1.abstractmethod
+    def Locate(
+        self,
+        request: _kvstore_pb2.LocateRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.LocateResponse, _abc.Awaitable[_kvstore_pb2.LocateResponse]]:
+        """Where blocks lie, those that are absent left out, and a lease on them: what Get is for those
+        who fetch the bytes another way.
+        """
 
     @_abc_1.abstractmethod
     def Stats(

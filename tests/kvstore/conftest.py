@@ -45,12 +45,14 @@ def service_url() -> Iterator[str]:
     stop(process)
 
 
-@pytest.fixture(params=["memory", "kvrelay"])
+@pytest.fixture(params=["memory", "shm", "lane", "grpc"])
 def connecting(request: pytest.FixtureRequest) -> Iterator[Connect]:
     """Makes stores that share their blocks, as two clients of one service do."""
     stores: list[Store] = []
     name = f"test-{next(_NUMBERS)}"
-    url = request.getfixturevalue("service_url") if request.param == "kvrelay" else None
+    url = None
+    if request.param != "memory":
+        url = f"{request.getfixturevalue('service_url')}?way={request.param}"
 
     def make() -> Store:
         stores.append(MemoryStore(name, BUDGET) if url is None else connect(url))

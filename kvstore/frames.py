@@ -1,0 +1,144 @@
+"""What is said on a lane: a small binary header each way, then its body, then blocks' bytes.
+
+A lane is a plain socket beside gRPC, TCP or Unix. What may be read or written on it is shown by the
+lease or ticket that gRPC gave, and its token. Requests are answered in order. Little-endian::
+
+    request   0 magic 4s | 4 version u8 | 5 op u8 | 6 flags u16 | 8 lease or ticket u64
+             16 token 16s | 32 first u32 | 36 count u32 | 40 length of the body u64
+    answer    0 magic 4s | 4 version u8 | 5 status u8 | 6 zero u16 | 8 length of what follows u64
+             16 boot 16s
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from common.errors import Corrupt, Rejected
+from kvblock.name import NAME_BYTES
+from kvstore.messages import MAX_NAMES
+from kvstore.records import Claim
+
+MAGIC = b"KVRL"
+VERSION = 1
+TOKEN_BYTES = 16
+SIZE_BYTES = 8
+MAX_BODY = 4 << 20
+LAST = 1
+"""Flag: the lease or ticket is given back after this request."""
+
+_REQUEST = struct.Struct("<4sBBHQ16sIIQ")
+_ANSWER = struct.Struct("<4sBBHQ16s")
+_ROW = struct.Struct(f"<{NAME_BYTES}sQQ")
+
+REQUEST_BYTES = _REQUEST.size
+ANSWER_BYTES = _ANSWER.size
+
+
+class Op(IntEnum):
+    """What is asked. The first four only over a Unix socket."""
+
+    ATTACH = 1  # answered with the arena's descriptor; body of the answer: its size, u64
+    WINDOW = 2  # answered with the descriptor of a writable segment; its size, u64
+    LOCATE = 3  # LocateRequest -> LocateResponse
+    STAGE = 4  # rows, their bytes lie in the window -> PutResponse
+    GET = 5  # bytes of the blocks ``first`` to ``first + count`` of the lease
+    PUT = 6  # rows, then their bytes -> PutResponse
+    RELEASE = 7  # of the lease
+
+
+class Status(IntEnum):
+    """How it went."""
+
+    OK = 0
+    GONE = 1  # lease or ticket has ended, or was never given
+    REJECTED = 2  # the body says why; the connection is closed
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """``body`` is its length in bytes; ``first`` and ``count`` number blocks."""
+
+    op: Op
+    serial: int = 0
+    token: bytes = bytes(TOKEN_BYTES)
+    first: int = 0
+    count: int = 0
+    body: int = 0
+    last: bool = False
+
+    def encode(self) -> bytes:
+        """As bytes."""
+        return _REQUEST.pack(
+            MAGIC, VERSION, self.op, LAST if self.last else 0, self.serial, self.token,
+            self.first, self.count, self.body,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """``length`` bytes follow."""
+
+    status: Status
+    length: int
+    boot: bytes
+
+    def encode(self) -> bytes:
+        """As bytes."""
+        return _ANSWER.pack(MAGIC, VERSION, self.status, 0, self.length, self.boot)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One block of a put: what is claimed, and for STAGE where in the window it lies."""
+
+    name: bytes
+    size: int
+    offset: int = 0
+
+    def encode(self) -> bytes:
+        """As bytes."""
+        return _ROW.pack(self.name, self.size, self.offset)
+
+
+def request_of(data: bytes) -> Request:
+    """Read a request; ``Rejected`` names the field that is wrong."""
+    magic, version, op, flags, serial, token, first, count, body = _REQUEST.unpack(data)
+    if (magic, version) != (MAGIC, VERSION):
+        raise Rejected("magic", f"{magic!r} version {version} is not {MAGIC!r} version {VERSION}")
+    if op not in Op.__members__.values():
+        raise Rejected("op", f"{op} is none of {', '.join(f'{o.value}' for o in Op)}")
+    if count > MAX_NAMES:
+        raise Rejected("count", f"{count} is more than {MAX_NAMES}")
+    if body > MAX_BODY:
+        raise Rejected("body", f"{body} bytes are more than {MAX_BODY}")
+    return Request(Op(op), serial, token, first, count, body, bool(flags & LAST))
+
+
+def answer_of(data: bytes) -> Answer:
+    """Read an answer; ``Corrupt`` names the field that is wrong."""
+    magic, version, status, _, length, boot = _ANSWER.unpack(data)
+    if (magic, version) != (MAGIC, VERSION):
+        raise Corrupt("magic", f"{magic!r} version {version} is not {MAGIC!r} version {VERSION}")
+    if status not in Status.__members__.values():
+        raise Corrupt("status", f"{status} is not known")
+    return Answer(Status(status), length, boot)
+
+
+def rows_of(body: bytes, count: int, max_block: int) -> list[Row]:
+    """Read ``count`` rows; ``Rejected`` when there are others or a length is out of bounds."""
+    if len(body) != count * _ROW.size:
+        raise Rejected("body", f"{len(body)} bytes are not those of {count} rows")
+    rows = [Row(*fields) for fields in _ROW.iter_unpack(body)]
+    for index, row in enumerate(rows):
+        if not 0 < row.size <= max_block:
+            raise Rejected(f"rows[{index}].size", f"{row.size} is not in 1 .. {max_block}")
+    return rows
+
+
+def claim_of(row: Row, reserved: Claim) -> Claim:
+    """The claim of a row; ``Rejected`` unless it is as it was reserved."""
+    if row.size != reserved.size:
+        raise Rejected("rows.size", f"{row.size} is not the {reserved.size} that was reserved")
+    return reserved

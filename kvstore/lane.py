@@ -1,0 +1,111 @@
+"""The way over a plain socket, for clients on other hosts: gRPC finds, the lane carries.
+
+Blocks are received straight into the caller's buffers, one request ahead, and sent from them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from typing import Protocol
+
+from common.errors import Corrupt, KvrelayError, Unavailable
+from kvstore.base import Got, Offer, Outcome, Want
+from kvstore.fetching import ask, batches_of, receive
+from kvstore.line import Lines, dial_tcp
+from kvstore.staging import send
+from kvstore.way import Progress, Ticket, lease_ms, outcomes_of, taken
+from protos import kvstore_pb2 as pb
+from rpc.deadline import Deadline
+
+RELEASE_SECONDS = 1.0
+
+
+class Finder(Protocol):
+    """The gRPC side of a get."""
+
+    def locate(
+        self, names: Sequence[bytes], lease_ms: int, deadline: Deadline
+    ) -> pb.LocateResponse:
+        """``Locate``, held for ``hold`` milliseconds."""
+
+    def let_go(self, boot: bytes, lease: int, timeout: float) -> None:
+        """``Release``."""
+
+
+class LaneWay:
+    """A ``Way``. ``Unavailable`` when made for a store that cannot be reached so."""
+
+    name = "lane"
+    title = "socket lane"
+
+    def __init__(
+        self, ways: pb.WaysResponse, host: str, finder: Finder, deadline: Deadline
+    ) -> None:
+        if not ways.lane_port:
+            raise Unavailable("the store has no lane")
+        self._boot, self._finder = ways.boot, finder
+        self._lines = Lines(lambda deadline: dial_tcp(host, ways.lane_port, deadline, ways.boot))
+        with taken(self._lines, deadline):
+            """Its first connection is made here, so that a lane that cannot be reached is known."""
+
+    def get(
+        self, wants: Sequence[Want], progress: Progress, deadline: Deadline
+    ) -> Generator[Got, None, None]:
+        """As the protocol says."""
+        left = wants[progress.done :]
+        asked = time.monotonic()
+        found = self._finder.locate([want.name for want in left], lease_ms(deadline), deadline)
+        if found.boot != self._boot:
+            raise Unavailable("the store was started anew")
+        if len(found.lengths) != len(left):
+            raise Corrupt("lengths", f"{len(found.lengths)} came for {len(left)} names")
+        base, until = progress.done, asked + found.lease_ms / 1000
+        whole = False
+        try:
+            for index, header in self._fetch(left, found, deadline):
+                if time.monotonic() >= until:
+                    header = None  # what was sent may have been another block by then
+                progress.done = base + index + 1
+                yield Got(base + index, header)
+            whole = True
+        finally:
+            if found.lease and not whole:
+                self._let_go(found)
+
+    def put(self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
+        """As the protocol says."""
+        if ticket.boot != self._boot:
+            raise Unavailable("the store was started anew")
+        with taken(self._lines, deadline) as line:
+            send(line, ticket, offers, last=True)
+            return outcomes_of(line.body(), len(offers))
+
+    def close(self, cut: bool = True) -> None:
+        """As the protocol says."""
+        self._lines.close(cut)
+
+    def _fetch(
+        self, wants: Sequence[Want], found: pb.LocateResponse, deadline: Deadline
+    ) -> Iterator[tuple[int, bytes | None]]:
+        """Number and header of each want, in order; the payloads go into their buffers."""
+        batches = batches_of(wants, found.lengths)
+        done = 0
+        if batches:
+            with taken(self._lines, deadline) as line:
+                ask(line, found, batches, 0)
+                for number, batch in enumerate(batches):
+                    if number + 1 < len(batches):
+                        ask(line, found, batches, number + 1)
+                    headers = receive(line, wants, found.lengths, batch)
+                    for index, header in zip(batch.wants, headers, strict=True):
+                        yield from ((absent, None) for absent in range(done, index))
+                        yield index, header
+                        done = index + 1
+        yield from ((absent, None) for absent in range(done, len(wants)))
+
+    def _let_go(self, found: pb.LocateResponse) -> None:
+        try:
+            self._finder.let_go(found.boot, found.lease, RELEASE_SECONDS)
+        except KvrelayError:
+            return  # it ends by its deadline

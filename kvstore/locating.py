@@ -1,0 +1,24 @@
+"""The answer to ``Locate``, the same on whichever way the question came."""
+
+from __future__ import annotations
+
+from common.errors import Rejected
+from kvstore.messages import MAX_LEASE_MS, MAX_NAMES, checked_names
+from kvstore.vault import Vault
+from protos import kvstore_pb2 as pb
+
+
+def located(vault: Vault, request: pb.LocateRequest) -> pb.LocateResponse:
+    """Where the names asked for lie, and a lease on them."""
+    checked_names("names", request.names, len(request.names), MAX_NAMES)
+    if not 0 < request.lease_ms <= MAX_LEASE_MS:
+        raise Rejected("lease_ms", f"{request.lease_ms} is not in 1 .. {MAX_LEASE_MS}")
+    found = vault.locate(request.names, request.lease_ms / 1000)
+    return pb.LocateResponse(
+        boot=vault.boot,
+        lengths=[0 if block is None else block[0] for block in found.blocks],
+        offsets=[0 if block is None else block[1] for block in found.blocks],
+        lease=found.lease or 0,
+        lease_ms=request.lease_ms if found.lease else 0,
+        token=b"" if found.lease is None else vault.token(found.lease),
+    )

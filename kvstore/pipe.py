@@ -1,0 +1,130 @@
+"""A socket that carries whole pieces: every operation ends with all its bytes, or by its deadline.
+
+Blocking, with the system's own timeouts: one call for a megabyte instead of one for every packet.
+The errors of sockets become ours here.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import socket
+import struct
+import sys
+from collections.abc import Iterator, Sequence
+
+from common.errors import DeadlineExceeded, Unavailable
+
+PIECES = 256
+"""Buffers handed to the system at once; it takes 1,024 at most."""
+
+BUFFER = 1 << 20
+_CLOSE_ON_EXEC = socket.MSG_CMSG_CLOEXEC if sys.platform == "linux" else 0
+_TIMEVAL = struct.Struct("ll")
+
+
+class Pipe:
+    """One connection, used and closed by one thread; any other may ``cut`` it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        sock.settimeout(None)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        else:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+
+    def limit(self, seconds: float | None) -> None:
+        """From now on a single operation ends after so long; ``None``: it waits."""
+        if seconds is not None and seconds <= 0:
+            raise DeadlineExceeded("no time is left for this connection")
+        value = max(round((seconds or 0.0) * 1e6), 1 if seconds else 0)
+        packed = _TIMEVAL.pack(value // 1_000_000, value % 1_000_000)
+        with _mapped():
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+
+    def send(self, buffers: Sequence[bytes | memoryview]) -> None:
+        """All the bytes of ``buffers``."""
+        views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        first = 0
+        with _mapped():
+            while first < len(views):
+                group = views[first : first + PIECES]
+                sent = self._sock.sendmsg(group)
+                first += _advance(views, first, len(group), sent)
+
+    def receive_into(self, buffers: Sequence[memoryview]) -> None:
+        """Fill all of ``buffers``."""
+        views = [buffer for buffer in buffers if len(buffer)]
+        first = 0
+        with _mapped():
+            while first < len(views):
+                group = views[first : first + PIECES]
+                count = self._sock.recvmsg_into(group, 0, socket.MSG_WAITALL)[0]
+                if not count:
+                    raise Unavailable("the connection was closed by the other side")
+                first += _advance(views, first, len(group), count)
+
+    def receive(self, count: int) -> bytes:
+        """``count`` bytes, which the caller has found to be few."""
+        data = bytearray(count)
+        self.receive_into([memoryview(data)])
+        return bytes(data)
+
+    def begun(self) -> bool:
+        """Wait for the first byte of what comes next; false when the other side has closed."""
+        with _mapped():
+            return bool(self._sock.recv(1, socket.MSG_PEEK))
+
+    def send_descriptor(self, data: bytes, fd: int) -> None:
+        """``data``, and with it a descriptor."""
+        rights = array.array("i", [fd]).tobytes()
+        with _mapped():
+            sent = self._sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            if sent < len(data):
+                self._sock.sendall(data[sent:])
+
+    def receive_descriptor(self, count: int) -> tuple[bytes, int | None]:
+        """``count`` bytes and the descriptor that came with them; the caller closes it."""
+        with _mapped():
+            fds = array.array("i")
+            room = socket.CMSG_SPACE(fds.itemsize)
+            data, ancillary, _, _ = self._sock.recvmsg(count, room, _CLOSE_ON_EXEC)
+        if not data:
+            raise Unavailable("the connection was closed by the other side")
+        for level, kind, payload in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+        rest = b"" if len(data) == count else self.receive(count - len(data))
+        return data + rest, fds[0] if fds else None
+
+    def cut(self) -> None:
+        """The operation under way fails at once, and so does every later one."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End it."""
+        self._sock.close()
+
+
+@contextlib.contextmanager
+def _mapped() -> Iterator[None]:
+    try:
+        yield
+    except (BlockingIOError, TimeoutError) as error:
+        raise DeadlineExceeded("the other side of the connection was too slow") from error
+    except OSError as error:
+        raise Unavailable(f"the connection broke: {error}") from error
+
+
+def _advance(views: list[memoryview], first: int, count: int, done: int) -> int:
+    """Buffers finished by ``done`` bytes; the next one is cut to what is left of it."""
+    for index in range(count):
+        if done < len(views[first + index]):
+            views[first + index] = views[first + index][done:]
+            return index
+        done -= len(views[first + index])
+    return count

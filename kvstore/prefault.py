@@ -1,0 +1,66 @@
+"""The arena's pages, made before anybody needs them: the first touch of a page is ten times a copy.
+
+In the background, from the start of the arena on, in small steps at the lowest priority; a store
+answers meanwhile. What is stored already is left as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import threading
+import time
+
+from common.values import show_size
+
+log = logging.getLogger("kvrelay.store")
+
+STEP = 4 << 20
+REPORT_SECONDS = 2.0
+MADV_POPULATE_WRITE = 23
+
+
+class Prefault:
+    """A thread that touches ``memory``; ``stop`` ends it early."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="prefault", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after the current step."""
+        self._stop.set()
+
+    def join(self, timeout: float) -> bool:
+        """Wait for the end; whether it has come."""
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        if sys.platform != "linux":
+            return
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        began = reported = time.monotonic()
+        total = len(self._memory)
+        for start in range(0, total, STEP):
+            if self._stop.is_set() or not _populate(self._memory[start : start + STEP]):
+                return
+            if time.monotonic() - reported > REPORT_SECONDS:
+                reported = time.monotonic()
+                log.info("arena: %d %% of %s touched", 100 * start // total, show_size(total))
+        log.info("arena: %s touched in %.1f s", show_size(total), time.monotonic() - began)
+
+
+def _populate(memory: memoryview) -> bool:
+    """Make the pages; false where the system cannot without changing what they hold."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    size = ctypes.c_size_t(len(memory))
+    return bool(libc.madvise(ctypes.c_void_p(address), size, MADV_POPULATE_WRITE) == 0)

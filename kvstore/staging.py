@@ -1,0 +1,55 @@
+"""Blocks on their way to the store over a lane: staged in a window, or through the socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvstore.base import Offer
+from kvstore.copying import copy
+from kvstore.frames import Op, Request, Row
+from kvstore.line import Line
+from kvstore.way import Ticket, block_of
+
+BATCH_BYTES = 1 << 20
+"""Staged at once, two times: what the store copies then still lies in the CPU's cache."""
+
+
+def batches(offers: Sequence[Offer], half: int) -> Iterator[list[Offer]]:
+    """In order: as many as fit the batch, and each that is too long for the window alone."""
+    batch: list[Offer] = []
+    size = 0
+    for offer in offers:
+        if batch and size + offer.size > min(BATCH_BYTES, half):
+            yield batch
+            batch, size = [], 0
+        batch.append(offer)
+        size += offer.size
+    if batch:
+        yield batch
+
+
+def stage(
+    line: Line, ticket: Ticket, offers: Sequence[Offer], window: memoryview, start: int, last: bool
+) -> None:
+    """Blocks into the window, and a request to take them from there."""
+    rows = []
+    for offer in offers:
+        block = block_of(offer)
+        rows.append(Row(offer.name, offer.size, start).encode())
+        split = start + len(block.header)
+        window[start:split] = block.header
+        start += offer.size
+        copy(window[split:start], block.payload)
+    body = b"".join(rows)
+    count = len(offers)
+    line.ask(Request(Op.STAGE, ticket.serial, ticket.token, 0, count, len(body), last=last), body)
+
+
+def send(line: Line, ticket: Ticket, offers: Sequence[Offer], last: bool) -> None:
+    """Blocks through the socket."""
+    body = b"".join(Row(offer.name, offer.size).encode() for offer in offers)
+    count = len(offers)
+    line.ask(Request(Op.PUT, ticket.serial, ticket.token, 0, count, len(body), last=last), body)
+    for offer in offers:
+        block = block_of(offer)
+        line.pipe.send([block.header, block.payload])

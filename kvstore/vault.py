@@ -1,0 +1,179 @@
+"""Catalog and arena as one thing that many threads may use: what every face of the store calls.
+
+A block's bytes are written into its place in the arena by one writer and checked there before they
+become visible. Nothing here blocks for longer than the bookkeeping takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from common.errors import Corrupt
+from kvstore.arena import Arena, capacity_for
+from kvstore.base import Kept, Outcome
+from kvstore.catalog import Catalog
+from kvstore.check import check_block
+from kvstore.policy import LeastRecentlyUsed
+from kvstore.records import Claim, Grant, Holding, Located, Tail
+from kvstore.stats import Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the service keeps and for how long; bytes and seconds."""
+
+    budget: int
+    max_block: int = 256 << 20
+    partial_life: float = 60.0
+    ticket_life: float = 30.0
+
+
+class Vault:
+    """Thread-safe. ``boot`` tells this start from every other."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.boot, self.limits = os.urandom(16), limits
+        self.arena = Arena(self.boot, capacity_for(limits.budget))
+        self._catalog: Catalog[int] = Catalog(
+            limits.budget, LeastRecentlyUsed(), limits.partial_life, self.boot, self.arena
+        )
+        self._lock = threading.Lock()
+        self._key = os.urandom(32)
+        self._watchers: list[Callable[[], None]] = []
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """``changed`` is called, in any thread, when reservations have ended."""
+        self._watchers.append(changed)
+
+    def token(self, serial: int) -> bytes:
+        """What only those can know who were given the lease or ticket ``serial`` by this start."""
+        return hashlib.blake2b(serial.to_bytes(8, "little"), key=self._key, digest_size=16).digest()
+
+    def knows(self, serial: int, token: bytes) -> bool:
+        """Whether ``token`` is that of ``serial``; in constant time."""
+        return hmac.compare_digest(self.token(serial), token)
+
+    def lookup(self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float) -> Holding:
+        """See ``Catalog.lookup``."""
+        with self._lock:
+            return self._catalog.lookup(names, tails, ttl, time.monotonic())
+
+    def locate(self, names: Sequence[bytes], ttl: float) -> Located[int]:
+        """See ``Catalog.locate``; the values are offsets in the arena."""
+        with self._lock:
+            return self._catalog.locate(names, ttl, time.monotonic())
+
+    def leased(self, lease: int) -> list[memoryview] | None:
+        """The bytes of what a lease holds, ``None`` once it has ended."""
+        with self._lock:
+            blocks = self._catalog.leased(lease, time.monotonic())
+        if blocks is None:
+            return None
+        return [self.arena.view(place, size).toreadonly() for size, place in blocks]
+
+    def extend(self, lease: int, seconds: float) -> bool:
+        """See ``Catalog.extend``."""
+        now = time.monotonic()
+        with self._lock:
+            return self._catalog.extend(lease, now + seconds, now)
+
+    def release(self, leases: Iterable[int]) -> None:
+        """See ``Catalog.release``."""
+        with self._lock:
+            for lease in leases:
+                self._catalog.release(lease)
+
+    def reserve(self, claims: Sequence[Claim]) -> Grant:
+        """See ``Catalog.reserve``."""
+        with self._lock:
+            return self._catalog.reserve(claims, self.limits.ticket_life, time.monotonic())
+
+    def reserved(self, ticket: int, name: bytes) -> Claim | None:
+        """See ``Catalog.reserved``."""
+        with self._lock:
+            return self._catalog.reserved(ticket, name)
+
+    def prolong(self, ticket: int) -> None:
+        """The writer makes progress."""
+        with self._lock:
+            self._catalog.prolong(ticket, time.monotonic() + self.limits.ticket_life)
+
+    def abandon(self, ticket: int) -> None:
+        """Give up what is left of a ticket, and tell those who wait."""
+        with self._lock:
+            self._catalog.abandon(ticket)
+        for changed in self._watchers:
+            changed()
+
+    def all_pending(self, claims: Sequence[Claim]) -> bool:
+        """Whether each is being written by somebody."""
+        with self._lock:
+            self._catalog.expire(time.monotonic())
+            return all(self._catalog.is_being_written(claim.name) for claim in claims)
+
+    def slot(self, ticket: int, claim: Claim) -> Slot | None:
+        """Where to write a reserved block; ``None`` when the reservation has run out."""
+        with self._lock:
+            place = self._catalog.borrow(ticket, claim.name, time.monotonic())
+        return None if place is None else Slot(self, ticket, claim, place)
+
+    def stats(self) -> Stats:
+        """A reading."""
+        with self._lock:
+            self._catalog.expire(time.monotonic())
+            return self._catalog.stats()
+
+    def clear(self) -> int:
+        """Remove every block that no lease holds; how many."""
+        with self._lock:
+            return self._catalog.clear(time.monotonic())
+
+    def settle(self, slot: Slot, parent: bytes | None) -> bool:
+        """Make a slot's block visible; else it is given back. For ``Slot`` alone."""
+        with self._lock:
+            stored = self._catalog.commit(
+                slot.ticket, slot.claim.name, slot.place, time.monotonic(), parent
+            )
+            if not stored:
+                self._catalog.give_back(slot.place, slot.claim.size)
+        return stored
+
+    def refuse(self, slot: Slot, corrupt: bool) -> None:
+        """End a slot without a block. For ``Slot`` alone."""
+        with self._lock:
+            self._catalog.tally.corrupt += corrupt
+            self._catalog.abandon(slot.ticket, [slot.claim.name])
+            self._catalog.give_back(slot.place, slot.claim.size)
+
+
+class Slot:
+    """A place borrowed by one writer: fill ``buffer``, then ``keep`` or ``drop`` it."""
+
+    def __init__(self, vault: Vault, ticket: int, claim: Claim, place: int) -> None:
+        self.ticket, self.claim, self.place = ticket, claim, place
+        self._vault, self._open = vault, True
+        self.buffer = vault.arena.view(place, claim.size)
+
+    def keep(self) -> Outcome:
+        """Check the block and make it visible."""
+        try:
+            header = check_block(self.claim, self.buffer)
+        except Corrupt as error:
+            self._open = False
+            self._vault.refuse(self, corrupt=True)
+            return Outcome(Kept.CORRUPT, str(error))
+        self._open = False
+        stored = self._vault.settle(self, header.parent)
+        return Outcome(Kept.STORED if stored else Kept.EXPIRED)
+
+    def drop(self) -> None:
+        """Give the place back unless it was kept."""
+        if self._open:
+            self._open = False
+            self._vault.refuse(self, corrupt=False)
