@@ -1,7 +1,7 @@
 """Apply mutations, each in a process of its own, and say which test catches it.
 
-``python -m tests.accounting.mutate NUMBER`` runs the tests over one mutated copy of the core: the
-source on disk is never touched, the import is answered with the mutated text.
+``python -m tests.accounting.mutate NUMBER TEST...`` runs tests over one mutated copy of the core:
+the source on disk is never touched, the import is answered with the mutated text.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def _tell(number: int) -> str | None:
     return test
 
 
-def catch(number: int) -> str | None:
+def catch(number: int, *tests: str) -> str | None:
     """The test that catches a mutation, run in a process of its own; ``None`` if none does."""
-    command = [sys.executable, "-m", "tests.accounting.mutate", str(number)]
+    command = [sys.executable, "-m", "tests.accounting.mutate", str(number), *tests]
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False
@@ -108,12 +108,12 @@ class Recorder:
             self.first = str(getattr(report, "nodeid", "a test"))
 
 
-def main(number: int) -> int:
+def main(number: int, tests: Sequence[str]) -> int:
     import pytest
 
     sys.meta_path.insert(0, MutantFinder(MUTATIONS[number]))
     recorder = Recorder()
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=60", *TESTS]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=60", *(tests or TESTS)]
     status = pytest.main(options, plugins=[recorder])
     if status != pytest.ExitCode.OK:
         print(f"\n{CAUGHT}{(recorder.first or 'the import').split('::')[-1]}", flush=True)
@@ -121,4 +121,4 @@ def main(number: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

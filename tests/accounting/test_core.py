@@ -156,6 +156,21 @@ def test_abort_ends_a_request_in_every_state() -> None:
     assert bench.scheduler.late_events == 1
 
 
+def test_the_load_of_a_dead_request_is_not_that_of_its_namesake() -> None:
+    """Aborted while loading, submitted again under the same id: the old event is not its own."""
+    bench = Bench(limits(8, 4), lambda _: 4)
+    bench.submit("r", range(7), 2)
+    bench.step()
+    bench.scheduler.abort("r")
+    again = bench.submit("r", range(20, 27), 2)
+    bench.step()
+    old, new = bench.loads
+    bench.end_load(old)
+    assert (again.state, again.resident.computed) == (State.LOADING, 0)
+    bench.end_load(new)
+    assert (again.state, again.resident.computed) == (State.RUNNING, 4)
+
+
 def test_a_request_ends_with_the_first_ending_token() -> None:
     bench = Bench(limits(8, 4))
     tokens = answer([1, 2, 3], 6)
