@@ -114,10 +114,7 @@ def decode(data: Buffer) -> Header:
 
 
 def _own_checksum(data: Buffer) -> int:
-    view = memoryview(data)
-    hasher = xxhash.xxh3_64(view[: _CHECKSUM.start])
-    hasher.update(view[_CHECKSUM.stop :])
-    return hasher.intdigest()
+    return xxhash.xxh3_64_intdigest(bytes(data[: _CHECKSUM.start]) + data[_CHECKSUM.stop :])
 
 
 def _check_frame(available: int, magic: bytes, version: int, length: int, count: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.errors import Corrupt
-from kvblock.header import Buffer, Header, checksum
+from kvblock.header import Buffer, Header, checksum, decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,13 @@ def verify_payload(header: Header, payload: Buffer) -> None:
     """Raise ``Corrupt`` unless ``payload`` has the length and checksum the header states."""
     _same("payload_bytes", memoryview(payload).nbytes, header.payload_bytes)
     _same("payload_checksum", checksum(payload), header.payload_checksum)
+
+
+def verify_block(raw: Buffer, wanted: Wanted, payload: Buffer) -> None:
+    """All of the above for a header's bytes: ``Corrupt`` names the first field that is wrong."""
+    header = decode(raw)
+    verify(header, wanted)
+    verify_payload(header, payload)
 
 
 def _same(

@@ -50,7 +50,7 @@ class Calls:
         self.lookup = unary(
             _PATH + "Lookup", pb.LookupRequest.SerializeToString, pb.LookupResponse.FromString
         )
-        self.reserve = unary(
+        self._reserve = unary(
             _PATH + "Reserve", pb.ReserveRequest.SerializeToString, pb.ReserveResponse.FromString
         )
         self.release = unary(
@@ -89,6 +89,11 @@ class Calls:
             return self._locate(
                 pb.LocateRequest(names=names, lease_ms=hold), timeout=deadline.remaining()
             )
+
+    def claim(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
+        """``Reserve``."""
+        with mapped():
+            return self._reserve(request, timeout=deadline.remaining())
 
     def let_go(self, boot: bytes, lease: int, timeout: float) -> None:
         """``Release`` of one lease."""

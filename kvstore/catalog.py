@@ -236,8 +236,9 @@ class Catalog(Generic[V]):
         self._serial += 1
         for name in names:
             entry = self._entries[name]
-            self._use(name, entry, now)
-            if entry.leases == 0:
+            if entry.claim.partial:
+                self._lives.set(name, now + self._partial_life)
+            if entry.leases == 0:  # that it was used is noted when it is free again
                 self._policy.hold(name)
                 self._leased += entry.claim.size
             entry.leases += 1

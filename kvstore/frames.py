@@ -37,7 +37,7 @@ ANSWER_BYTES = _ANSWER.size
 
 
 class Op(IntEnum):
-    """What is asked. The first four only over a Unix socket."""
+    """What is asked. Those without lease or ticket only over a Unix socket."""
 
     ATTACH = 1  # answered with the arena's descriptor; body of the answer: its size, u64
     WINDOW = 2  # answered with the descriptor of a writable segment; its size, u64
@@ -46,6 +46,7 @@ class Op(IntEnum):
     GET = 5  # bytes of the blocks ``first`` to ``first + count`` of the lease
     PUT = 6  # rows, then their bytes -> PutResponse
     RELEASE = 7  # of the lease
+    RESERVE = 8  # ReserveRequest -> ReserveResponse, without waiting; over a Unix socket
 
 
 class Status(IntEnum):

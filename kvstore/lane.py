@@ -22,12 +22,15 @@ RELEASE_SECONDS = 1.0
 
 
 class Finder(Protocol):
-    """The gRPC side of a get."""
+    """The gRPC side."""
 
     def locate(
         self, names: Sequence[bytes], lease_ms: int, deadline: Deadline
     ) -> pb.LocateResponse:
         """``Locate``, held for ``hold`` milliseconds."""
+
+    def claim(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
+        """``Reserve``."""
 
     def let_go(self, boot: bytes, lease: int, timeout: float) -> None:
         """``Release``."""
@@ -72,6 +75,10 @@ class LaneWay:
         finally:
             if found.lease and not whole:
                 self._let_go(found)
+
+    def reserve(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
+        """As the protocol says."""
+        return self._finder.claim(request, deadline)
 
     def put(self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         """As the protocol says."""

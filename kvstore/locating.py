@@ -1,9 +1,9 @@
-"""The answer to ``Locate``, the same on whichever way the question came."""
+"""The answers to ``Locate`` and ``Reserve``, the same on whichever way they were asked."""
 
 from __future__ import annotations
 
 from common.errors import Rejected
-from kvstore.messages import MAX_LEASE_MS, MAX_NAMES, checked_names
+from kvstore.messages import MAX_LEASE_MS, MAX_NAMES, VERDICTS, checked_names, claims_of
 from kvstore.vault import Vault
 from protos import kvstore_pb2 as pb
 
@@ -21,4 +21,17 @@ def located(vault: Vault, request: pb.LocateRequest) -> pb.LocateResponse:
         lease=found.lease or 0,
         lease_ms=request.lease_ms if found.lease else 0,
         token=b"" if found.lease is None else vault.token(found.lease),
+    )
+
+
+def reserved(vault: Vault, request: pb.ReserveRequest) -> pb.ReserveResponse:
+    """A verdict on each claim, at once, and a ticket for those that are wanted."""
+    claims = claims_of(request.claims, len(request.claims), vault.limits.max_block)
+    grant = vault.reserve(claims)
+    return pb.ReserveResponse(
+        boot=vault.boot,
+        ticket=grant.ticket or 0,
+        verdicts=[VERDICTS[verdict] for verdict in grant.verdicts],
+        ticket_ms=round(vault.limits.ticket_life * 1000),
+        token=b"" if grant.ticket is None else vault.token(grant.ticket),
     )

@@ -75,8 +75,13 @@ class LeastRecentlyUsed:
 
     def free(self, name: bytes) -> None:
         """As the protocol says."""
-        self._nodes[name].held = False
-        self.touch(name)
+        node = self._nodes[name]
+        node.held = False
+        self._serial += 1
+        node.used = self._serial
+        if name not in self._children:
+            heapq.heappush(self._heap, (node.used, name))
+            self._trim()
 
     def remove(self, name: bytes) -> None:
         """As the protocol says."""
@@ -109,6 +114,9 @@ class LeastRecentlyUsed:
         if node is None or not self._is_free_leaf(name, node):
             return
         heapq.heappush(self._heap, (node.used, name))
+        self._trim()
+
+    def _trim(self) -> None:
         if len(self._heap) > 2 * len(self._nodes) + 64:
             leaves = ((n.used, k) for k, n in self._nodes.items() if self._is_free_leaf(k, n))
             self._heap = list(leaves)

@@ -143,8 +143,7 @@ class RemoteStore:
             claims=[claim_message(claim_of(offer)) for offer in offers],
             wait_ms=round(wait * 500),
         )
-        with mapped():
-            grant = self._calls.reserve(request, timeout=deadline.remaining())
+        grant = self._reserve(request, deadline, tried)
         verdicts = [_VERDICT_OF[verdict] for verdict in grant.verdicts]
         wanted = [o for o, v in zip(offers, verdicts, strict=True) if v is Verdict.RESERVED]
         ticket = Ticket(grant.ticket, grant.token, grant.boot)
@@ -153,6 +152,17 @@ class RemoteStore:
             next(sent) if verdict is Verdict.RESERVED else Outcome(NOT_SENT[verdict])
             for verdict in verdicts
         ]
+
+    def _reserve(
+        self, request: pb.ReserveRequest, deadline: Deadline, tried: set[str]
+    ) -> pb.ReserveResponse:
+        if not request.wait_ms:
+            way = self._ways.best(tried, deadline)
+            try:
+                return way.reserve(request, deadline)
+            except (Unavailable, Corrupt) as error:
+                self._after(way, error, tried)
+        return self._calls.claim(request, deadline)
 
     def _send_small(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         if not offers:

@@ -14,12 +14,11 @@ from google.protobuf.message import Message
 
 from common.errors import Corrupt, DeadlineExceeded, Rejected
 from kvstore.changes import Changes
-from kvstore.locating import located
+from kvstore.locating import located, reserved
 from kvstore.messages import (
     MAX_LEASE_MS,
     MAX_NAMES,
     MAX_SMALL,
-    VERDICTS,
     checked_names,
     claims_of,
     outcome_message,
@@ -87,16 +86,10 @@ class StoreService:
 
     async def reserve(self, request: pb.ReserveRequest, context: object) -> pb.ReserveResponse:
         """``Reserve``."""
-        claims = claims_of(request.claims, len(request.claims), self._vault.limits.max_block)
-        await self._wait_for_others(claims, min(request.wait_ms, MAX_LEASE_MS) / 1000)
-        grant = self._vault.reserve(claims)
-        return pb.ReserveResponse(
-            boot=self._vault.boot,
-            ticket=grant.ticket or 0,
-            verdicts=[VERDICTS[verdict] for verdict in grant.verdicts],
-            ticket_ms=round(self._vault.limits.ticket_life * 1000),
-            token=b"" if grant.ticket is None else self._vault.token(grant.ticket),
-        )
+        if request.wait_ms:
+            claims = claims_of(request.claims, len(request.claims), self._vault.limits.max_block)
+            await self._wait_for_others(claims, min(request.wait_ms, MAX_LEASE_MS) / 1000)
+        return reserved(self._vault, request)
 
     async def put(self, requests: AsyncIterator[bytes], context: object) -> pb.PutResponse:
         """``Put``."""

@@ -10,8 +10,9 @@ import mmap
 import os
 from collections.abc import Callable
 from contextlib import closing
+from typing import TypeVar
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError, Message
 
 from common.errors import Rejected
 from kvstore.arena import GROW, SEAL, SHRINK, memfd, seal
@@ -27,7 +28,7 @@ from kvstore.frames import (
     Status,
     request_of,
 )
-from kvstore.locating import located
+from kvstore.locating import located, reserved
 from kvstore.messages import outcome_message
 from kvstore.pipe import Pipe
 from kvstore.placing import places
@@ -36,7 +37,9 @@ from kvstore.wire import skip
 from protos import kvstore_pb2 as pb
 
 WINDOW_BYTES = 16 << 20
-LOCAL_ONLY = (Op.ATTACH, Op.WINDOW, Op.LOCATE, Op.STAGE)
+LOCAL_ONLY = (Op.ATTACH, Op.WINDOW, Op.LOCATE, Op.RESERVE, Op.STAGE)
+
+M = TypeVar("M", bound=Message)
 
 
 class Session:
@@ -54,6 +57,7 @@ class Session:
             Op.GET: self._get,
             Op.PUT: self._put,
             Op.RELEASE: self._release,
+            Op.RESERVE: self._reserve,
         }
 
     def run(self) -> None:
@@ -109,11 +113,14 @@ class Session:
         self._pipe.send_descriptor(answer + size.to_bytes(SIZE_BYTES, "little"), fd)
 
     def _locate(self, request: Request, body: bytes) -> None:
-        try:
-            message = pb.LocateRequest.FromString(body)
-        except DecodeError as error:
-            raise Rejected("body", f"is no LocateRequest: {error}") from error
+        message = _parsed(pb.LocateRequest, body)
         self._answer(Status.OK, located(self._vault, message).SerializeToString())
+
+    def _reserve(self, request: Request, body: bytes) -> None:
+        found = reserved(self._vault, _parsed(pb.ReserveRequest, body))
+        if found.ticket:
+            self._tickets.add(found.ticket)
+        self._answer(Status.OK, found.SerializeToString())
 
     def _release(self, request: Request, body: bytes) -> None:
         if self._vault.knows(request.serial, request.token):
@@ -168,3 +175,10 @@ class Session:
             self._vault.abandon(request.serial)
         message = pb.PutResponse(boot=self._vault.boot, outcomes=map(outcome_message, outcomes))
         self._answer(Status.OK, message.SerializeToString())
+
+
+def _parsed(kind: type[M], body: bytes) -> M:
+    try:
+        return kind.FromString(body)
+    except DecodeError as error:
+        raise Rejected("body", f"is no {kind.__name__}: {error}") from error

@@ -67,6 +67,13 @@ class SharedWay:
                     line.ask(Request(Op.RELEASE, found.lease, found.token))
                     line.body()
 
+    def reserve(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
+        """As the protocol says."""
+        body = request.SerializeToString()
+        with taken(self._lines, deadline) as line:
+            line.ask(Request(Op.RESERVE, body=len(body)), body)
+            return pb.ReserveResponse.FromString(line.body() or b"")
+
     def put(self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         """As the protocol says."""
         if ticket.boot != self._boot:

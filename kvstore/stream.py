@@ -39,6 +39,10 @@ class StreamWay:
             finally:
                 call.cancel()
 
+    def reserve(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
+        """As the protocol says."""
+        return self._calls.claim(request, deadline)
+
     def put(self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         """As the protocol says."""
         claims = [claim_message(claim_of(offer)) for offer in offers]

@@ -48,6 +48,9 @@ class Way(Protocol):
     ) -> Generator[Got, None, None]:
         """As ``Store.get``, from ``progress.done`` on."""
 
+    def reserve(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
+        """``Reserve``, without waiting for other writers."""
+
     def put(self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         """Send reserved blocks."""
 

@@ -1,0 +1,103 @@
+"""``python -m kvstore.bench``: how fast the bytes go, each way beside what it could be at best.
+
+The store is a process of its own, and so is whoever sends to the bare socket. Every round measures
+each row once and takes ratios within the round, for machines drift; the table shows medians.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from common.config import load, option
+from kvstore.benchrows import Bare, Memcpy, Rig, get_rows, lookup_seconds, put_rows
+
+SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+LOOKUP_NAMES = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig:
+    """What is measured."""
+
+    bytes: int = option(1 << 30, "moved for each row", unit="bytes", low=1 << 20)
+    rounds: int = option(5, "rounds the bytes are moved in", low=1)
+    working_set: int = option(256 << 20, "bytes of different blocks", unit="bytes", low=1 << 20)
+    sizes: tuple[int, ...] = option(SIZES, "bytes of a block's payload; may be repeated")
+    quick: bool = option(False, "a sixteenth of the bytes, two rounds: to see that it works")
+    json: bool = option(False, "print JSON instead of a table")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line: ``rate`` in GB/s, ``ratio`` to the row named ``rival``."""
+
+    size: int
+    what: str
+    rate: float
+    rival: str | None
+    ratio: float | None
+
+
+def measure(config: BenchConfig) -> tuple[list[Row], float]:
+    """Every row, and the seconds of a lookup."""
+    rounds = min(config.rounds, 2) if config.quick else config.rounds
+    total = config.bytes // 16 if config.quick else config.bytes
+    rows: list[Row] = []
+    for size in config.sizes:
+        rows += _of_size(size, total // rounds, rounds, config.working_set)
+    return rows, lookup_seconds(LOOKUP_NAMES)
+
+
+def _of_size(size: int, per_round: int, rounds: int, working_set: int) -> list[Row]:
+    """A round goes through all rows before the next begins."""
+    with Rig(size, max(working_set, 256 * size)) as rig:
+        gets, puts = get_rows(rig), put_rows(rig)
+        with Memcpy(rig) as memcpy, Bare(rig) as bare:
+            rivals: dict[str, Callable[[int], float]] = {"memcpy": memcpy, "bare socket": bare}
+            table = {**rivals, **gets, **puts}
+            for run in table.values():
+                run(min(per_round, 32 * size))  # connections, first touch, warm caches
+            rates = []
+            for _ in range(rounds):
+                rig.hold()
+                rates.append({what: run(per_round) for what, run in table.items()})
+    return [_row(size, what, rates) for what in table]
+
+
+def _row(size: int, what: str, rates: Sequence[dict[str, float]]) -> Row:
+    rival = {"shm get": "memcpy", "shm put": "memcpy"}.get(what)
+    if rival is None and what not in ("memcpy", "bare socket"):
+        rival = "bare socket"
+    ratio = None if rival is None else statistics.median(r[what] / r[rival] for r in rates)
+    return Row(size, what, statistics.median(r[what] for r in rates), rival, ratio)
+
+
+def table(rows: Sequence[Row], lookup: float) -> str:
+    """For people."""
+    lines = [f"{'block':>8}  {'row':<12} {'GB/s':>7}  {'ratio':>5}"]
+    for row in rows:
+        ratio = "" if row.ratio is None else f"{row.ratio:5.2f} of {row.rival}"
+        lines.append(f"{row.size >> 10:>5}KiB  {row.what:<12} {row.rate:7.2f}  {ratio}".rstrip())
+    lines.append(f"lookup of {LOOKUP_NAMES:,} names: {lookup * 1e3:.2f} ms")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    """Measure and print."""
+    config = load(
+        BenchConfig, argv, prog="python -m kvstore.bench", description="Speed of the store."
+    )
+    rows, lookup = measure(config)
+    if config.json:
+        print(json.dumps({"rows": [asdict(row) for row in rows], "lookup_seconds": lookup}))
+    else:
+        print(table(rows, lookup))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
