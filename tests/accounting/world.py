@@ -95,7 +95,31 @@ class World:
         scheduler, pool, case = self.scheduler, self.scheduler.pool, self.case
         requests = [scheduler.requests.get(order.request_id) for order in case.orders]
         saves = sorted([self.pieces[key] for key in scheduler.saves], key=_what_is_saved)
-        block: dict[int, int] = {old: new for new, old in enumerate(pool.free)}
+        block, epoch, loads = self._rename(requests, saves)
+        back = sorted(block, key=block.__getitem__)
+        core = Core(
+            tuple(
+                lives if request is None else _standing(lives, request, block, epoch)
+                for lives, request in zip(self.lives, requests, strict=True)
+            ),
+            tuple([case.indexes[request.id] for request in scheduler.waiting]),
+            tuple([case.indexes[request.id] for request in scheduler.running]),
+            tuple([(i, epoch[age], tuple([block[b] for b in held])) for i, age, held in loads]),
+            tuple([tuple([(block[b], n, c) for b, n, c in pieces]) for pieces in saves]),
+            tuple([block[old] for old in pool.free]),
+            tuple([pool.references[old] for old in back]),
+            tuple([pool.names[old] for old in back]),
+            None
+            if self.plan is None
+            else tuple([self._entry(e, epoch) for e in self.plan.entries]),
+        )
+        return Snapshot(core, tuple(map(self._log, range(len(requests)), requests)))
+
+    def _rename(
+        self, requests: list[Request | None], saves: list[Pieces]
+    ) -> tuple[dict[int, int], dict[int, int], list[tuple[int, int, Numbers]]]:
+        """New numbers for blocks and epochs, by place alone; and the loads in an order by place."""
+        block = {old: new for new, old in enumerate(self.scheduler.pool.free)}
         epoch: dict[int, int] = {}
         for request in requests:
             if request is not None and request.residency is not None:
@@ -103,8 +127,8 @@ class World:
                 for old in request.residency.blocks:
                     block.setdefault(old, len(block))
         loads = sorted(
-            (case.indexes[request_id], age not in epoch, len(blocks), age, blocks)
-            for (request_id, age), blocks in scheduler.loads.items()
+            (self.case.indexes[request_id], age not in epoch, len(blocks), age, blocks)
+            for (request_id, age), blocks in self.scheduler.loads.items()
         )
         for _, _, _, age, blocks in loads:
             epoch.setdefault(age, len(epoch) + 1)
@@ -113,28 +137,9 @@ class World:
         for pieces in saves:
             for old, _, _ in pieces:
                 block.setdefault(old, len(block))
-        for old in range(case.limits.num_blocks):
+        for old in range(self.case.limits.num_blocks):
             block.setdefault(old, len(block))
-        back = sorted(block, key=block.__getitem__)
-        plan = None
-        if self.plan is not None:
-            plan = tuple(self._entry(entry, epoch) for entry in self.plan.entries)
-        core = Core(
-            tuple(
-                lives if request is None else _standing(lives, request, block, epoch)
-                for lives, request in zip(self.lives, requests, strict=True)
-            ),
-            tuple([case.indexes[request.id] for request in scheduler.waiting]),
-            tuple([case.indexes[request.id] for request in scheduler.running]),
-            tuple([(i, epoch[e], tuple([block[b] for b in held])) for i, _, _, e, held in loads]),
-            tuple([tuple([(block[b], n, c) for b, n, c in pieces]) for pieces in saves]),
-            tuple([block[old] for old in pool.free]),
-            tuple([pool.references[old] for old in back]),
-            tuple([pool.names[old] for old in back]),
-            plan,
-        )
-        logs = tuple(map(self._log, range(len(requests)), requests))
-        return Snapshot(core, logs)
+        return block, epoch, [(index, age, blocks) for index, _, _, age, blocks in loads]
 
     def _entry(self, entry: Entry, epoch: dict[int, int]) -> tuple[int, int, int, int, bool]:
         index = self.case.indexes[entry.request.id]
@@ -154,7 +159,7 @@ class World:
     @classmethod
     def restore(cls, case: Case, snapshot: Snapshot) -> World:
         world, core = cls(case), snapshot.core
-        scheduler, pool = world.scheduler, world.scheduler.pool
+        scheduler = world.scheduler
         for index, standing in enumerate(core.requests):
             if isinstance(standing, int):
                 world.lives[index] = standing
@@ -163,14 +168,22 @@ class World:
         ids = [order.request_id for order in case.orders]
         scheduler.waiting.extend([scheduler.requests[ids[index]] for index in core.waiting])
         scheduler.running.extend([scheduler.requests[ids[index]] for index in core.running])
+        world._hold(core)
+        if core.plan is not None:
+            world._replan(core.plan)
+        return world
+
+    def _hold(self, core: Core) -> None:
+        """Loads, saves and the pool, with what saved and named blocks hold."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
         for index, epoch, blocks in core.loads:
-            scheduler.loads[ids[index], epoch] = blocks
+            scheduler.loads[self.case.orders[index].request_id, epoch] = blocks
             scheduler._epoch = max(scheduler._epoch, epoch)
         for serial, pieces in enumerate(core.saves):
-            world.pieces["saved", 0, serial] = pieces
+            self.pieces["saved", 0, serial] = pieces
             scheduler.saves["saved", 0, serial] = tuple([block for block, _, _ in pieces])
             for block, name, count in pieces:
-                world.slots[block][:count] = contents(name, count)
+                self.slots[block][:count] = contents(name, count)
         scheduler._serial = len(core.saves)
         pool.free.clear()
         pool.free.update(dict.fromkeys(core.free))
@@ -179,10 +192,7 @@ class World:
         for block, known in enumerate(core.names):
             if known is not None:
                 pool.by_name[known] = block
-                world.slots[block][:] = contents(known, case.limits.block_size)
-        if core.plan is not None:
-            world._replan(core.plan)
-        return world
+                self.slots[block][:] = contents(known, self.case.limits.block_size)
 
     def _stand(self, index: int, standing: Standing, log: Log) -> None:
         assert not isinstance(standing, int)
