@@ -45,6 +45,10 @@ class Unavailable(KvrelayError):
     """The party asked is not there or is leaving: ask another, or later."""
 
 
+class Draining(Unavailable):
+    """The party asked is leaving in good order: go on elsewhere, nothing went wrong."""
+
+
 class DeadlineExceeded(KvrelayError):
     """The time given ran out before the answer was there."""
 

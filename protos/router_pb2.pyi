@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from protos import types_pb2 as _types_pb2
 from protos import worker_pb2 as _worker_pb2
 import builtins as _builtins
@@ -19,6 +20,39 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _WorkerState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORKER_STATE_UNSPECIFIED: _WorkerState.ValueType  # 0
+    WORKER_STATE_STARTING: _WorkerState.ValueType  # 1
+    """not accepted yet: it did not answer, or does not belong to the fleet"""
+    WORKER_STATE_READY: _WorkerState.ValueType  # 2
+    """used"""
+    WORKER_STATE_DRAINING: _WorkerState.ValueType  # 3
+    """alive, takes nothing new"""
+    WORKER_STATE_SUSPECT: _WorkerState.ValueType  # 4
+    """silent, or a leg failed there; its streams were moved if silent"""
+    WORKER_STATE_GONE: _WorkerState.ValueType  # 5
+    """nobody answers at its address, or silent for long"""
+
+class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper): ...
+
+WORKER_STATE_UNSPECIFIED: WorkerState.ValueType  # 0
+WORKER_STATE_STARTING: WorkerState.ValueType  # 1
+"""not accepted yet: it did not answer, or does not belong to the fleet"""
+WORKER_STATE_READY: WorkerState.ValueType  # 2
+"""used"""
+WORKER_STATE_DRAINING: WorkerState.ValueType  # 3
+"""alive, takes nothing new"""
+WORKER_STATE_SUSPECT: WorkerState.ValueType  # 4
+"""silent, or a leg failed there; its streams were moved if silent"""
+WORKER_STATE_GONE: WorkerState.ValueType  # 5
+"""nobody answers at its address, or silent for long"""
+Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -232,15 +266,22 @@ class WorkerStatus(_message.Message):
     HEALTHY_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     healthy: _builtins.bool
     reason: _builtins.str
     """why it is not used, empty when it is"""
     in_flight: _builtins.int
     """legs this router has there now"""
+    state: Global___WorkerState.ValueType
     @_builtins.property
     def info(self) -> _worker_pb2.WorkerInfo:
         """absent until the worker answered once"""
+
+    @_builtins.property
+    def load(self) -> _worker_pb2.WorkerLoad:
+        """as of the last check"""
 
     def __init__(
         self,
@@ -250,10 +291,12 @@ class WorkerStatus(_message.Message):
         healthy: _builtins.bool = ...,
         reason: _builtins.str = ...,
         in_flight: _builtins.int = ...,
+        state: Global___WorkerState.ValueType = ...,
+        load: _worker_pb2.WorkerLoad | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "healthy", b"healthy", "in_flight", b"in_flight", "info", b"info", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "healthy", b"healthy", "in_flight", b"in_flight", "info", b"info", "load", b"load", "reason", b"reason", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -163,6 +163,7 @@ class WorkerLoad(_message.Message):
     EXECUTED_FIELD_NUMBER: _builtins.int
     PREEMPTIONS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    WORKER_FIELD_NUMBER: _builtins.int
     waiting: _builtins.int
     loading: _builtins.int
     running: _builtins.int
@@ -177,6 +178,8 @@ class WorkerLoad(_message.Message):
     """positions computed by the model runner"""
     preemptions: _builtins.int
     draining: _builtins.bool
+    worker: _builtins.str
+    """boot token: another one is another worker"""
     def __init__(
         self,
         *,
@@ -191,10 +194,11 @@ class WorkerLoad(_message.Message):
         executed: _builtins.int = ...,
         preemptions: _builtins.int = ...,
         draining: _builtins.bool = ...,
+        worker: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "executed", b"executed", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "loading", b"loading", "preemptions", b"preemptions", "running", b"running", "saving", b"saving", "steps", b"steps", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "executed", b"executed", "free_blocks", b"free_blocks", "held_blocks", b"held_blocks", "loading", b"loading", "preemptions", b"preemptions", "running", b"running", "saving", b"saving", "steps", b"steps", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

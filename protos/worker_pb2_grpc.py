@@ -72,7 +72,8 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new requests from now on; answers when the last one has ended.
+        """Takes no new legs from now on; answers when the last one has ended or was moved elsewhere. Legs
+        left at the call's deadline end UNAVAILABLE with the reason DRAINING, to be resumed elsewhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -34,7 +34,9 @@ class WorkerStub:
     GetInfo: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.WorkerInfo]
     GetLoad: _grpc.UnaryUnaryMultiCallable[_worker_pb2.GetLoadRequest, _worker_pb2.WorkerLoad]
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
-    """Takes no new requests from now on; answers when the last one has ended."""
+    """Takes no new legs from now on; answers when the last one has ended or was moved elsewhere. Legs
+    left at the call's deadline end UNAVAILABLE with the reason DRAINING, to be resumed elsewhere.
+    """
     Audit: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AuditRequest, _worker_pb2.AuditResponse]
     """Checks every invariant of the accounting between two steps and names what breaks one."""
 
@@ -44,7 +46,9 @@ class WorkerAsyncStub(WorkerStub):
     GetInfo: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetInfoRequest, _worker_pb2.WorkerInfo]  # type: ignore[assignment]
     GetLoad: _aio.UnaryUnaryMultiCallable[_worker_pb2.GetLoadRequest, _worker_pb2.WorkerLoad]  # type: ignore[assignment]
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
-    """Takes no new requests from now on; answers when the last one has ended."""
+    """Takes no new legs from now on; answers when the last one has ended or was moved elsewhere. Legs
+    left at the call's deadline end UNAVAILABLE with the reason DRAINING, to be resumed elsewhere.
+    """
     Audit: _aio.UnaryUnaryMultiCallable[_worker_pb2.AuditRequest, _worker_pb2.AuditResponse]  # type: ignore[assignment]
     """Checks every invariant of the accounting between two steps and names what breaks one."""
 
@@ -69,7 +73,9 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
-        """Takes no new requests from now on; answers when the last one has ended."""
+        """Takes no new legs from now on; answers when the last one has ended or was moved elsewhere. Legs
+        left at the call's deadline end UNAVAILABLE with the reason DRAINING, to be resumed elsewhere.
+        """
 
     @_abc_1.abstractmethod
     def Audit(

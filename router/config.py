@@ -24,13 +24,31 @@ class RouterConfig:
     workers_file: str | None = option(
         None, "JSON or TOML with lists `prefill` and `decode`, read again when it changes"
     )
-    health_interval: float = option(1.0, "between two checks of a worker", low=0.01)
-    health_timeout: float = option(2.0, "for the answer to a check", low=0.01)
+    health_interval: float = option(
+        0.15, "seconds between two checks of a worker; 0.05 for fast detection", low=0.01
+    )
+    health_timeout: float = option(
+        0.35, "seconds of silence that make a worker suspect; 0.15 for fast detection", low=0.01
+    )
+    gone_after: float = option(10.0, "seconds of silence that make a worker gone", low=0.01)
     worker_wait: float = option(5.0, "to wait for a worker when there is none", low=0.0)
+    resume_wait: float = option(
+        30.0, "the same for an answer that was begun: better late than broken off", low=0.0
+    )
+    handoff_wait: float = option(
+        1.0, "from the first token to the handoff; then decoding begins without it", low=0.0
+    )
     default_timeout: float = option(600.0, "of a request that names none", low=0.001)
     max_timeout: float = option(3600.0, "that a request may take at most", low=0.001)
     max_requests: int = option(1024, "requests at once; one more is told to retry", low=1)
-    max_failures: int = option(4, "legs of one request that may fail", low=0)
+    max_failures: int = option(8, "legs of one request that may fail", low=0)
+    max_deaths: int = option(
+        2, "workers that may die of one request; it is refused at the last of them", low=1
+    )
+    migration_rate: float = option(
+        100.0, "legs a second that may go on elsewhere after a loss; more wait", low=0.1
+    )
+    migration_burst: int = option(256, "such legs at once", low=1)
     max_prompt: int = option(4 << 20, "size of a prompt", unit="bytes", low=1)
     max_message: int = option(32 << 20, "size of a message", unit="bytes", low=1 << 16)
     grace: float = option(10.0, "that requests under way get at SIGTERM", low=0.0)

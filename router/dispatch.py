@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
 
 from common.errors import DeadlineExceeded, Exhausted, KvrelayError, Mismatch, Unavailable
 from kvblock.name import Namer
 from kvblock.namespace import Namespace
 from protos import types_pb2, worker_pb2
+from router.attempts import Attempts, Next
+from router.budget import Bucket
+from router.config import RouterConfig
 from router.policy import DECODE, PREFILL, Affinity, Prefix, Wish, choose
 from router.registry import Registry
 from router.request import Request
@@ -18,22 +21,14 @@ MAX_NAMES = 1024
 WEIGHTS = {types_pb2.ROLE_PREFILL: PREFILL, types_pb2.ROLE_DECODE: DECODE}
 
 
-@dataclass(slots=True)
-class Attempts:
-    """What was tried for one request. ``excluded`` are boot tokens of workers that failed it."""
-
-    excluded: set[str] = field(default_factory=set)
-    failures: int = 0
-    last: KvrelayError | None = None
-
-
 class Dispatcher:
     """Shared by all requests; it remembers which prefixes it sent where."""
 
-    def __init__(self, registry: Registry, worker_wait: float) -> None:
+    def __init__(self, registry: Registry, config: RouterConfig) -> None:
         self.registry = registry
-        self._worker_wait = worker_wait
+        self._worker_wait, self._resume_wait = config.worker_wait, config.resume_wait
         self._affinity = {role: Affinity() for role in WEIGHTS}
+        self._moves = Bucket(config.migration_rate, config.migration_burst)
 
     async def info(self, deadline: Deadline) -> worker_pb2.WorkerInfo:
         """What a worker that can finish requests says of itself; waits a while for one."""
@@ -69,10 +64,17 @@ class Dispatcher:
                 raise tried.last  # decode workers stand in for missing ones, not for full ones
         return await self._decode_worker(request, prefix, so_far, tried)
 
+    def pause(self, error: KvrelayError, what: Next) -> float:
+        """Seconds to wait before a leg that failed goes on."""
+        if isinstance(error, Exhausted):
+            return error.retry_after if what is Next.AGAIN else 0.0
+        return self._moves.take(time.monotonic())
+
     async def _decode_worker(
         self, request: Request, prefix: Prefix, so_far: int, tried: Attempts
     ) -> KnownWorker:
-        waiting = request.deadline.earlier(self._worker_wait)
+        seconds = self._resume_wait if so_far else self._worker_wait
+        waiting = request.deadline.earlier(seconds)
         while True:
             worker = self._choose(types_pb2.ROLE_DECODE, request, prefix, so_far, tried)
             if worker is not None:

@@ -7,13 +7,16 @@ after it, and one more after a worker died are the same loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from common.errors import Corrupt, Exhausted, KvrelayError, Mismatch, Rejected, Unavailable
+from common.errors import KvrelayError, Rejected, Unavailable
 from protos import router_pb2, types_pb2
-from router.dispatch import Attempts, Dispatcher
+from router.attempts import Attempts, Bounds, Next, Poisonous
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
 from router.legs import UNFINISHED, Event, Handoff, run_leg
 from router.policy import Prefix
 from router.request import Request
@@ -22,6 +25,7 @@ from router.worker import KnownWorker
 from text.output import OutputText
 from text.tokenizer import Tokenizer
 
+log = logging.getLogger("kvrelay.router")
 STOP, LENGTH = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
 
 
@@ -35,15 +39,15 @@ class Generation:
         digest: bytes,
         dispatcher: Dispatcher,
         tokenizer: Tokenizer,
-        max_failures: int,
+        config: RouterConfig,
         received: float,
     ) -> None:
         self._request = request
         self._prefix = prefix
         self._digest = digest
         self._dispatcher = dispatcher
-        self._max_failures = max_failures
-        self._tried = Attempts()
+        self._config = config
+        self._tried = Attempts(Bounds(config.max_failures, config.max_deaths))
         self._text = OutputText(tokenizer, request.sampling.stop, request.sampling.min_tokens)
         self._outputs = list(request.outputs)
         self._accounts: list[types_pb2.LegUsage] = []
@@ -75,19 +79,26 @@ class Generation:
             worker = await self._dispatcher.place(
                 self._request, self._prefix, len(self._outputs), self._tried
             )
+            before = len(self._outputs)
             try:
                 async with aclosing(self._leg(worker)) as responses:
                     async for response in responses:
                         yield response
-            except (Unavailable, Exhausted, Mismatch, Corrupt) as error:
-                await self._failed(worker, error)
+            except KvrelayError as error:
+                await self._failed(worker, error, len(self._outputs) - before)
         yield self._last()
 
     async def _leg(self, worker: KnownWorker) -> AsyncGenerator[router_pb2.GenerateResponse]:
         """Relay what one leg brings."""
         before, accounts = len(self._outputs), len(self._accounts)
         try:
-            events = run_leg(worker, self._message(), self._handoff, self._request.deadline)
+            events = run_leg(
+                worker,
+                self._message(),
+                self._handoff,
+                self._request.deadline,
+                self._config.handoff_wait,
+            )
             self._handoff = Handoff()
             async with aclosing(events):
                 async for event in events:
@@ -171,21 +182,19 @@ class Generation:
             worker=worker.key, address=worker.address, role=worker.role, generated=generated
         )
 
-    async def _failed(self, worker: KnownWorker, error: KvrelayError) -> None:
+    async def _failed(self, worker: KnownWorker, error: KvrelayError, gained: int) -> None:
         """Go on elsewhere, or raise the error when that cannot help or was done too often."""
-        if isinstance(error, Mismatch) and error.field != "leg.namespace_digest":
-            raise error
         if self._finish != UNFINISHED:
             return  # all tokens are there; only the account of the leg is lost
-        tried = self._tried
-        tried.failures += 1
-        tried.last = error
-        if tried.failures > self._max_failures:
-            raise error
-        if isinstance(error, Exhausted) and self._outputs:
-            self._request.deadline.check("to go on with the answer")
-            await asyncio.sleep(min(error.retry_after, self._request.deadline.remaining()))
-            return
-        tried.excluded.add(worker.key)
-        if not isinstance(error, Exhausted):
+        try:
+            what = self._tried.failed(worker.key, error, gained, bool(self._outputs))
+        except Poisonous as refused:
+            log.error("request %s: %s", self._request.id, refused)
+            raise
+        if what is Next.SUSPECT:
             self._dispatcher.registry.suspect(worker, error)
+        deadline = self._request.deadline
+        deadline.check("to go on with the answer")
+        seconds = self._dispatcher.pause(error, what)
+        if seconds:
+            await asyncio.sleep(min(seconds, deadline.remaining()))

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import grpc
 
-from common.errors import Unavailable
+from common.errors import KvrelayError, Unavailable
 from protos import decode_pb2, prefill_pb2, types_pb2
+from router.loss import Lost
+from router.stay import Stay
 from router.worker import KnownWorker
 from rpc.deadline import Deadline
 from rpc.message import received
-from rpc.status import from_rpc_error
+from rpc.status import from_rpc_error, told_by_peer
 
+Messages: TypeAlias = AsyncIterator[prefill_pb2.PrefillResponse]
 UNFINISHED = types_pb2.FINISH_REASON_UNSPECIFIED
 
 
@@ -37,55 +42,103 @@ class Event:
 
 
 async def run_leg(
-    worker: KnownWorker, leg: types_pb2.Leg, handoff: Handoff, deadline: Deadline
+    worker: KnownWorker,
+    leg: types_pb2.Leg,
+    handoff: Handoff,
+    deadline: Deadline,
+    handoff_wait: float,
 ) -> AsyncGenerator[Event]:
-    """The events of a leg, the usage last. Raises ``KvrelayError``; closing it cancels the call."""
-    prefills = worker.role == types_pb2.ROLE_PREFILL
-    events = (
-        _prefill(worker, leg, deadline) if prefills else _decode(worker, leg, handoff, deadline)
-    )
+    """The events of a leg, the usage last. Raises ``KvrelayError``; closing it cancels the call.
+
+    ``Lost`` and ``Silent`` say that the worker did not speak; ``Draining`` that it leaves.
+    """
     complete = False
-    with worker.occupied(len(leg.prompt_token_ids) + len(leg.output_token_ids)):
+    with worker.stay(len(leg.prompt_token_ids) + len(leg.output_token_ids)) as stay:
+        if worker.role == types_pb2.ROLE_PREFILL:
+            events = _prefill(worker, stay, leg, deadline, handoff_wait)
+        else:
+            events = _decode(worker, stay, leg, handoff, deadline)
         try:
             async with aclosing(events):
                 async for event in events:
-                    complete = event.usage is not None
+                    complete = event.usage is not None or event.handoff is not None
                     yield event
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+            raise _meaning(worker, stay, error) from error
     if not complete:
         raise Unavailable(f"{worker.address} ended its leg before its end")
 
 
+def _meaning(worker: KnownWorker, stay: Stay, error: grpc.RpcError) -> KvrelayError:
+    """A worker that was reached and then said nothing of its own was lost under this leg."""
+    meant = from_rpc_error(error)
+    if isinstance(meant, Unavailable) and not told_by_peer(error) and stay.connected:
+        return Lost(f"{worker.address} was lost: {meant}")
+    return meant
+
+
 async def _prefill(
-    worker: KnownWorker, leg: types_pb2.Leg, deadline: Deadline
+    worker: KnownWorker,
+    stay: Stay,
+    leg: types_pb2.Leg,
+    deadline: Deadline,
+    handoff_wait: float,
 ) -> AsyncGenerator[Event]:
     request = prefill_pb2.PrefillRequest(leg=leg)
     call = worker.prefill.Prefill(request, timeout=deadline.remaining())
+    messages = aiter(call)
+    stay.begin(call)
     try:
-        async for message in call:
-            response = received(message, worker.address)
-            if response.HasField("first_token"):
-                first = response.first_token
-                yield Event(tokens=(first.token,), finish=first.finish_reason)
-            elif response.HasField("handoff"):
-                end = response.handoff
-                yield Event(usage=end.usage, handoff=Handoff(end.tokens, end.last_name))
+        response = await _next(worker, stay, messages)
+        if response is not None and response.HasField("first_token"):
+            first = response.first_token
+            yield Event(tokens=(first.token,), finish=first.finish_reason)
+            yield await _handoff(worker, stay, messages, handoff_wait)
     finally:
         call.cancel()  # without effect on a call that has ended
 
 
+async def _handoff(worker: KnownWorker, stay: Stay, messages: Messages, seconds: float) -> Event:
+    """The end of a prefill leg; without one in time, the next leg begins with what it finds."""
+    try:
+        async with asyncio.timeout(seconds):
+            response = await _next(worker, stay, messages)
+    except TimeoutError:
+        return Event(handoff=Handoff())
+    if response is None or not response.HasField("handoff"):
+        return Event()
+    end = response.handoff
+    return Event(usage=end.usage, handoff=Handoff(end.tokens, end.last_name))
+
+
+async def _next(
+    worker: KnownWorker, stay: Stay, messages: Messages
+) -> prefill_pb2.PrefillResponse | None:
+    with stay.reading():
+        async for message in messages:
+            worker.hear()
+            return received(message, worker.address)
+    return None
+
+
 async def _decode(
-    worker: KnownWorker, leg: types_pb2.Leg, handoff: Handoff, deadline: Deadline
+    worker: KnownWorker,
+    stay: Stay,
+    leg: types_pb2.Leg,
+    handoff: Handoff,
+    deadline: Deadline,
 ) -> AsyncGenerator[Event]:
     request = decode_pb2.DecodeRequest(
         leg=leg, handoff_tokens=handoff.tokens, handoff_last_name=handoff.last_name
     )
     call = worker.decode.Decode(request, timeout=deadline.remaining())
+    stay.begin(call)
     try:
-        async for message in call:
-            response = received(message, worker.address)
-            usage = response.usage if response.HasField("usage") else None
-            yield Event(tokens=response.tokens, finish=response.finish_reason, usage=usage)
+        with stay.reading():
+            async for message in call:
+                worker.hear()
+                response = received(message, worker.address)
+                usage = response.usage if response.HasField("usage") else None
+                yield Event(tokens=response.tokens, finish=response.finish_reason, usage=usage)
     finally:
         call.cancel()

@@ -1,8 +1,8 @@
 """The workers, and which of them may be used: asked who they are, and whether they are well.
 
-One task per worker asks ``grpc.health.v1`` and ``Worker.GetInfo`` on an interval, so a restart
-(another boot token) is noticed. Workers that do not belong to the fleet stay listed, unused, with
-the field that keeps them out. The fleet's namespace is that of the first worker accepted; it
+A watcher per worker checks it on an interval; whoever is found silent, gone or restarted gives its
+legs back at once, to go on elsewhere. Workers that do not belong to the fleet stay listed, unused,
+with the field that keeps them out. The fleet's namespace is that of the first worker accepted; it
 changes only when no worker of it is left.
 """
 
@@ -11,23 +11,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
-import grpc
-
-from common.errors import DeadlineExceeded, KvrelayError, Mismatch, Rejected, Unavailable
+from common.errors import Draining, KvrelayError, Mismatch, Rejected, Unavailable
 from protos import types_pb2, worker_pb2
 from router.config import RouterConfig
 from router.fleet import check_worker
-from router.worker import SERVICES, KnownWorker, Role
+from router.life import State, Verdict
+from router.loss import Lost, Silent
+from router.watch import Pace, Watcher
+from router.worker import KnownWorker, Role
 from router.workersfile import Workers, read_workers
 from rpc.channel import ChannelOptions
 from rpc.deadline import Deadline
-from rpc.health import is_serving
-from rpc.status import from_rpc_error
 
 log = logging.getLogger("kvrelay.router")
+RECONNECT_SECONDS = 0.5  # at most, between two attempts to reach a worker that was started again
+FILE_SECONDS = 1.0
 
 
 class Registry:
@@ -36,8 +36,9 @@ class Registry:
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._workers: dict[tuple[Role, str], KnownWorker] = {}
-        self._watchers: dict[tuple[Role, str], asyncio.Task[None]] = {}
-        self._hurry: dict[tuple[Role, str], asyncio.Event] = {}
+        self._pace = Pace(config.health_interval, config.health_timeout, config.gone_after)
+        self._watchers: dict[tuple[Role, str], Watcher] = {}
+        self._tasks: dict[tuple[Role, str], asyncio.Task[None]] = {}
         self._file_watcher: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
@@ -50,7 +51,7 @@ class Registry:
 
     async def close(self) -> None:
         """Stop watching and close every channel."""
-        tasks = [*self._watchers.values(), *self._closing]
+        tasks = [*self._tasks.values(), *self._closing]
         tasks += [self._file_watcher] if self._file_watcher else []
         for task in tasks:
             task.cancel()
@@ -83,9 +84,10 @@ class Registry:
 
     def suspect(self, worker: KnownWorker, error: KvrelayError) -> None:
         """A leg there failed: do not use it until it answered a check, which is made at once."""
-        self._judge(worker, error)
-        if hurry := self._hurry.get((worker.role, worker.address)):
-            hurry.set()
+        if worker.usable:
+            self._enter(worker, Verdict(State.SUSPECT, error))
+        if watcher := self._watchers.get((worker.role, worker.address)):
+            watcher.hurry()
 
     def missing(self, role: Role) -> KvrelayError:
         """Why there is no worker of this role: ``Mismatch`` if that keeps all of them out."""
@@ -110,24 +112,27 @@ class Registry:
         for key in [key for key in self._workers if key not in wanted]:
             log.info("worker %s is no longer listed", key[1])
             retired = self._workers.pop(key)
-            self._watchers.pop(key).cancel()
+            self._tasks.pop(key).cancel()
+            del self._watchers[key]
             closing = asyncio.create_task(retired.channel.close(self._config.max_timeout))
             self._closing.add(closing)  # the loop itself holds tasks weakly
             closing.add_done_callback(self._closing.discard)
-            del self._hurry[key]
-        options = ChannelOptions(max_message_bytes=self._config.max_message)
+        options = ChannelOptions(
+            max_message_bytes=self._config.max_message, max_reconnect_seconds=RECONNECT_SECONDS
+        )
         for role, address in wanted:
             if (role, address) not in self._workers:
                 worker = KnownWorker(address, role, options)
                 self._workers[role, address] = worker
-                self._hurry[role, address] = hurry = asyncio.Event()
-                self._watchers[role, address] = asyncio.create_task(self._watch(worker, hurry))
+                watcher = Watcher(worker, self._pace, self._accept, self._judge, self._restarted)
+                self._watchers[role, address] = watcher
+                self._tasks[role, address] = asyncio.create_task(watcher.run())
         self._tell()
 
     async def _watch_file(self) -> None:
         known = self._listed()
         while True:
-            await asyncio.sleep(self._config.health_interval)
+            await asyncio.sleep(FILE_SECONDS)
             try:
                 listed = await asyncio.to_thread(self._listed)
             except Rejected as error:
@@ -137,53 +142,44 @@ class Registry:
                 known = listed
                 self.update(listed)
 
-    async def _watch(self, worker: KnownWorker, hurry: asyncio.Event) -> None:
-        slow = False
-        while True:
-            hurry.clear()
-            try:
-                await self._ask(worker)
-                self._judge(worker, None)
-                slow = False
-            except DeadlineExceeded as error:
-                if slow:  # once may be a busy machine; a dead worker refuses the connection
-                    self._judge(worker, error)
-                slow = True
-            except KvrelayError as error:
-                self._judge(worker, error)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(hurry.wait(), self._config.health_interval)
+    def _restarted(self, worker: KnownWorker) -> None:
+        log.info("worker %s was restarted (%s)", worker.address, worker.key)
+        worker.evict(Lost(f"{worker.address} was restarted"))
 
-    async def _ask(self, worker: KnownWorker) -> None:
-        """Raise why the worker cannot be used; else its ``info`` is up to date."""
-        deadline = Deadline.after(self._config.health_timeout)
-        if not await is_serving(worker.channel, deadline, SERVICES[worker.role]):
-            raise Unavailable("it says NOT_SERVING")
-        try:
-            request = worker_pb2.GetInfoRequest()
-            info = await worker.control.GetInfo(request, timeout=deadline.remaining())
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-        if worker.info is not None and worker.info.worker != info.worker:
-            log.info("worker %s was restarted (%s)", worker.address, info.worker)
-        worker.info = info
+    def _accept(self, worker: KnownWorker, info: worker_pb2.WorkerInfo) -> None:
         check_worker(info, worker.role, self._config.model_name, self._fleet(worker))
 
     def _fleet(self, asking: KnownWorker) -> worker_pb2.Namespace | None:
         others = (w for w in self.workers if w is not asking and w.usable and w.info is not None)
         return next((other.info.namespace for other in others if other.info), None)
 
-    def _judge(self, worker: KnownWorker, problem: KvrelayError | None) -> None:
+    def _judge(self, worker: KnownWorker, verdict: Verdict) -> None:
+        """A check found this. Whoever is lost gives its legs back; whoever leaves, its streams."""
+        self._enter(worker, verdict)
+        if verdict.lost and worker.legs:
+            error = Lost if verdict.state is State.GONE else Silent
+            moved = worker.evict(error(f"{worker.address}: {verdict.problem}"))
+            log.warning("%d legs leave worker %s", moved, worker.address)
+        elif verdict.state is State.DRAINING and self._others(worker):
+            worker.evict(Draining(f"{worker.address} is draining"))
+
+    def _others(self, worker: KnownWorker) -> bool:
+        """Whether its streams can go elsewhere. A prefill leg ends by itself, soon."""
+        return worker.role == types_pb2.ROLE_DECODE and bool(self.usable(worker.role))
+
+    def _enter(self, worker: KnownWorker, verdict: Verdict) -> None:
         """The one place that changes whether a worker is used."""
-        if str(problem) == str(worker.problem):
+        if verdict.says_the_same(worker.verdict):
             return
+        name, problem = role_name(worker.role), verdict.problem
         if problem is None:
-            log.info("%s worker %s is used", role_name(worker.role), worker.address)
+            log.info("%s worker %s is used", name, worker.address)
         else:
-            name = role_name(worker.role)
-            level = logging.INFO if worker.info is None else logging.WARNING  # it may yet start
-            log.log(level, "%s worker %s is not used: %s", name, worker.address, problem)
-        worker.problem = problem
+            expected = worker.info is None or verdict.state is State.DRAINING
+            level = logging.INFO if expected else logging.WARNING  # the first may yet start
+            state = verdict.state.name.lower()
+            log.log(level, "%s worker %s is %s: %s", name, worker.address, state, problem)
+        worker.verdict = verdict
         self._tell()
 
     def _tell(self) -> None:

@@ -36,7 +36,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._registry = registry
         self._tokenizer = tokenizer
         self._eos = eos_token_ids(config.model)
-        self._dispatcher = Dispatcher(registry, config.worker_wait)
+        self._dispatcher = Dispatcher(registry, config)
         self._open = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -82,7 +82,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             info.namespace.digest,
             self._dispatcher,
             self._tokenizer,
-            self._config.max_failures,
+            self._config,
             received,
         )
         sampling = request.sampling

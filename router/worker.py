@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from common.errors import KvrelayError, Unavailable
+import grpc
+
+from common.errors import KvrelayError
 from protos import (
     decode_pb2_grpc,
     prefill_pb2_grpc,
@@ -15,7 +18,9 @@ from protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from router.life import UNASKED, State, Verdict
 from router.policy import Candidate
+from router.stay import Stay
 from rpc.channel import ChannelOptions, open_channel
 
 Role: TypeAlias = "types_pb2.Role.ValueType"  # quoted: it is in the type stubs only
@@ -26,7 +31,7 @@ SERVICES: dict[Role, str] = {
 
 
 class KnownWorker:
-    """``problem`` is why it is not used, ``None`` while it is; only the registry changes it."""
+    """``verdict``, ``info`` and ``load`` are what the last check found; its watcher writes them."""
 
     def __init__(self, address: str, role: Role, options: ChannelOptions) -> None:
         self.address = address
@@ -36,38 +41,58 @@ class KnownWorker:
         self.prefill = prefill_pb2_grpc.PrefillStub(self.channel)
         self.decode = decode_pb2_grpc.DecodeStub(self.channel)
         self.info: worker_pb2.WorkerInfo | None = None
-        self.problem: KvrelayError | None = Unavailable("it was not asked yet")
-        self._legs = 0
-        self._tokens = 0
+        self.load = worker_pb2.WorkerLoad()
+        self.verdict: Verdict = UNASKED
+        self.heard = 0.0  # when it last said anything, in seconds of ``time.monotonic``
+        self._stays: set[Stay] = set()
 
     @property
     def usable(self) -> bool:
         """Whether it may be given legs."""
-        return self.problem is None and self.info is not None
+        return self.verdict.state is State.READY and self.info is not None
+
+    @property
+    def problem(self) -> KvrelayError | None:
+        """Why it is not used."""
+        return self.verdict.problem
 
     @property
     def key(self) -> str:
         """Its boot token; its address until it told one."""
         return self.info.worker if self.info is not None else self.address
 
+    @property
+    def legs(self) -> int:
+        """How many this router has there."""
+        return len(self._stays)
+
+    def hear(self) -> None:
+        """A message came: it is alive, whatever a check says."""
+        self.heard = time.monotonic()
+
     @contextmanager
-    def occupied(self, tokens: int) -> Iterator[None]:
-        """Counts a leg of so many tokens as being there."""
-        self._legs += 1
-        self._tokens += tokens
+    def stay(self, tokens: int) -> Iterator[Stay]:
+        """Counts a leg of so many tokens as being there, and makes it end if the worker is lost."""
+        stay = Stay(tokens, self.channel.get_state() is grpc.ChannelConnectivity.READY)
+        self._stays.add(stay)
         try:
-            yield
+            yield stay
         finally:
-            self._legs -= 1
-            self._tokens -= tokens
+            self._stays.discard(stay)
+
+    def evict(self, error: KvrelayError) -> int:
+        """End every leg there, so that each goes on elsewhere; how many there were."""
+        for stay in self._stays:
+            stay.evict(error)
+        return len(self._stays)
 
     def candidate(self) -> Candidate:
         """What the policy needs to know. Only of a worker that told its ``info``."""
         info = self.info or worker_pb2.WorkerInfo()
         return Candidate(
             key=self.key,
-            legs=self._legs,
-            tokens=self._tokens,
+            legs=self.legs,
+            tokens=sum(stay.tokens for stay in self._stays),
             max_model_len=info.max_model_len,
             capacity=info.num_blocks * info.namespace.block_size,
         )
@@ -79,5 +104,7 @@ class KnownWorker:
             info=self.info,
             healthy=self.usable,
             reason="" if self.problem is None else str(self.problem),
-            in_flight=self._legs,
+            in_flight=self.legs,
+            state=self.verdict.state.value,
+            load=self.load,
         )

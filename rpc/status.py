@@ -17,6 +17,7 @@ from google.rpc.status_pb2 import Status
 from common.errors import (
     Corrupt,
     DeadlineExceeded,
+    Draining,
     Exhausted,
     KvrelayError,
     Mismatch,
@@ -87,6 +88,13 @@ def from_rpc_error(error: grpc.RpcError) -> KvrelayError:
     return known or _from_code(code, text)
 
 
+def told_by_peer(error: grpc.RpcError) -> bool:
+    """Whether a server of ours said this itself; else the connection or the peer is lost."""
+    if not isinstance(error, grpc.aio.AioRpcError | grpc.Call):
+        return False
+    return any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
+
+
 def _cut(message: str) -> str:
     raw = message.encode("utf-8", "replace")
     if len(raw) <= MAX_MESSAGE_BYTES:
@@ -135,6 +143,8 @@ def _from_detail(code: grpc.StatusCode, text: str, status: Status) -> KvrelayErr
             return Exhausted(text, retry.retry_delay.ToNanoseconds() / 1e9)
         if detail.Unpack(info) and info.reason == "UNSERVABLE":
             return Unservable(text)
+        if info.reason == "DRAINING":
+            return Draining(text)
         if info.reason == "CORRUPT":
             field = info.metadata["field"]
             return Corrupt(field, text.removeprefix(f"{field}: "))

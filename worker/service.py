@@ -51,6 +51,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             executed=load.executed,
             preemptions=load.totals.preemptions,
             draining=self._worker.streams.draining,
+            worker=self._worker.boot,
         )
 
     async def Drain(

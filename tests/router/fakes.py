@@ -109,6 +109,9 @@ class Behaviour:
     no_handoff: bool = False
     handoff_gate: asyncio.Event | None = None
     ignore_stops: bool = False
+    checks: asyncio.Event | None = None  # answered while it is set
+    tokens: asyncio.Event | None = None  # made while it is set
+    draining: bool = False
 
 
 @dataclass(slots=True)
@@ -180,6 +183,8 @@ class FakeWorker(
                     await asyncio.sleep(30)
                 if does.step is not None:
                     await does.step.acquire()
+                if does.tokens is not None:
+                    await does.tokens.wait()
                 tokens.append(next_token(tokens, leg.sampling.seed))
                 made += 1
                 output = len(tokens) - len(leg.prompt_token_ids)
@@ -267,7 +272,9 @@ class FakeWorker(
         request: worker_pb2.GetLoadRequest,
         context: Context[worker_pb2.GetLoadRequest, worker_pb2.WorkerLoad],
     ) -> worker_pb2.WorkerLoad:
-        return worker_pb2.WorkerLoad()
+        if self.behaviour.checks is not None:
+            await self.behaviour.checks.wait()
+        return worker_pb2.WorkerLoad(worker=self.boot, draining=self.behaviour.draining)
 
     async def Drain(
         self,
@@ -337,6 +344,7 @@ async def running(
             "model": str(model()),
             "port": 0,
             "health_interval": 0.1,
+            "health_timeout": 2.0,
             "worker_wait": 1.0,
             "prefill": tuple(w.address for w in workers if w.role == types_pb2.ROLE_PREFILL),
             "decode": tuple(w.address for w in workers if w.role == types_pb2.ROLE_DECODE),

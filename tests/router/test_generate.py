@@ -163,7 +163,7 @@ async def test_prefill_dies_after_its_first_token() -> None:
 async def test_a_decode_worker_dies_in_the_stream(after: int) -> None:
     dying = [decode_worker(f"d{i}", behaviour=Behaviour(die_after=after)) for i in range(2)]
     workers = [prefill_worker(), *dying, decode_worker("d2")]
-    async with running(workers) as router:
+    async with running(workers, max_deaths=3) as router:
         responses = await router.generate(request(24))
     assert ids(responses) == answer(PROMPT, 24, 5)
     assert text(responses) == text_of(answer(PROMPT, 24, 5))

@@ -25,6 +25,7 @@ ERRORS = [
     (errors.Mismatch("namespace.dtype", "float32 is not bfloat16"), "FAILED_PRECONDITION"),
     (errors.Exhausted("the queue is full", 2.25), "RESOURCE_EXHAUSTED"),
     (errors.Unavailable("draining"), "UNAVAILABLE"),
+    (errors.Draining("leaving"), "UNAVAILABLE"),
     (errors.DeadlineExceeded("no time left"), "DEADLINE_EXCEEDED"),
     (errors.Corrupt("checksum", "differs"), "DATA_LOSS"),
     (errors.Unservable("sliding window"), "FAILED_PRECONDITION"),

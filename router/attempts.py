@@ -1,0 +1,94 @@
+"""What was tried for one request, and whether to go on after a leg that failed. Pure.
+
+A failure of any kind goes on elsewhere, within two bounds: so many failures in all, and so many
+deaths of workers, since a request that kills whoever serves it must not go round the fleet. A
+worker that dies after it served the request well did not die of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from common.errors import (
+    DeadlineExceeded,
+    Draining,
+    Exhausted,
+    KvrelayError,
+    Mismatch,
+    NotFound,
+    Rejected,
+    Unservable,
+)
+from router.loss import Lost
+
+WELL_SERVED = 32  # tokens of one leg
+
+
+class Poisonous(KvrelayError):
+    """Workers die of this request."""
+
+
+class Next(Enum):
+    """What to do with a worker that failed a leg."""
+
+    ELSEWHERE = "go on elsewhere"  # this one is well
+    SUSPECT = "go on elsewhere, and check this one before it is used again"
+    AGAIN = "wait, then go on here or elsewhere"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much may go wrong for one request. ``internal``: errors nobody expected."""
+
+    failures: int = 8
+    deaths: int = 2
+    internal: int = 1
+
+
+@dataclass(slots=True)
+class Attempts:
+    """``excluded`` are boot tokens of workers that failed this request."""
+
+    bounds: Bounds = Bounds()
+    excluded: set[str] = field(default_factory=set)
+    failures: int = 0
+    deaths: int = 0
+    internal: int = 0
+    last: KvrelayError | None = None
+
+    def failed(self, key: str, error: KvrelayError, gained: int, begun: bool) -> Next:
+        """A leg on worker ``key`` ended with ``error`` after ``gained`` tokens.
+
+        ``begun``: the client has tokens already. Raises what the client is to be told when going
+        on cannot help or was tried too often.
+        """
+        if _final(error):
+            raise error
+        self.last = error
+        if isinstance(error, Exhausted) and begun:
+            return Next.AGAIN
+        self.excluded.add(key)
+        if isinstance(error, Draining):
+            return Next.ELSEWHERE
+        self._count(error, gained)
+        return Next.ELSEWHERE if isinstance(error, Exhausted) else Next.SUSPECT
+
+    def _count(self, error: KvrelayError, gained: int) -> None:
+        self.failures += 1
+        self.deaths += isinstance(error, Lost) and gained < WELL_SERVED
+        self.internal += type(error) is KvrelayError
+        if self.deaths >= self.bounds.deaths:
+            raise Poisonous(
+                f"{self.deaths} workers died while they served this request, it is not tried again"
+                f" (the last one: {error})"
+            ) from error
+        if self.failures > self.bounds.failures or self.internal > self.bounds.internal:
+            raise error
+
+
+def _final(error: KvrelayError) -> bool:
+    """Whether every worker would say the same."""
+    if isinstance(error, Mismatch):
+        return error.field != "leg.namespace_digest"
+    return isinstance(error, Rejected | NotFound | Unservable | DeadlineExceeded)

@@ -1,0 +1,122 @@
+"""Watches one worker: asks it on an interval, and says what became of it.
+
+Every check asks ``GetLoad``, whose boot token shows a restart between two checks; every few of them
+``grpc.health.v1`` and ``GetInfo`` too. A worker is silent when no answer, and no token of any leg,
+came for the time allowed. That time is counted in turns of this process's own loop: while the
+router itself does not run, nobody is suspected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import dataclass
+
+import grpc
+
+from common.errors import DeadlineExceeded, KvrelayError
+from protos import worker_pb2
+from router.life import Verdict, of_answer, of_failure
+from router.worker import SERVICES, KnownWorker
+from rpc.deadline import Deadline
+from rpc.health import is_serving
+from rpc.status import from_rpc_error
+
+TURNS = 8
+WHOLE_EVERY = 4  # checks; the others only ask for the load
+LONGEST_CHECK_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds: between two checks, of silence that makes suspect, of silence that makes gone."""
+
+    interval: float
+    silence: float
+    gone_after: float
+
+
+class Watcher:
+    """``accept`` raises for a worker that may not join; ``judge`` is told each verdict."""
+
+    def __init__(
+        self,
+        worker: KnownWorker,
+        pace: Pace,
+        accept: Callable[[KnownWorker, worker_pb2.WorkerInfo], None],
+        judge: Callable[[KnownWorker, Verdict], None],
+        restarted: Callable[[KnownWorker], None],
+    ) -> None:
+        self._worker, self._pace = worker, pace
+        self._accept, self._judge, self._restarted = accept, judge, restarted
+        self._hurry = asyncio.Event()
+        self._answered = time.monotonic()
+        self._known = False
+        self._checks = 0
+
+    def hurry(self) -> None:
+        """Check now."""
+        self._hurry.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        while True:
+            self._hurry.clear()
+            self._judge(self._worker, await self._verdict())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._hurry.wait(), self._pace.interval)
+
+    async def _verdict(self) -> Verdict:
+        try:
+            verdict = await self._within(self._check())
+        except KvrelayError as error:
+            self._checks = 0  # whoever comes back is asked everything
+            silent_for = time.monotonic() - self._answered
+            return of_failure(error, self._known, silent_for, self._pace.gone_after)
+        self._answered, self._known = time.monotonic(), True
+        return verdict
+
+    async def _within(self, check: Coroutine[None, None, Verdict]) -> Verdict:
+        """The verdict of a check, or ``DeadlineExceeded`` once the worker is silent."""
+        task = asyncio.ensure_future(check)
+        begun, turns = time.monotonic(), 0
+        try:
+            while turns < TURNS:
+                done, _ = await asyncio.wait((task,), timeout=self._pace.silence / TURNS)
+                if done:
+                    return task.result()
+                turns += 1
+                if self._worker.heard > begun:  # busy, not silent
+                    begun, turns = time.monotonic(), 0
+        finally:
+            task.cancel()
+        raise DeadlineExceeded(f"it was silent for {self._pace.silence:g} s")
+
+    async def _check(self) -> Verdict:
+        worker, deadline = self._worker, Deadline.after(LONGEST_CHECK_SECONDS)
+        whole, serving = self._checks % WHOLE_EVERY == 0, True
+        if whole:
+            serving = await is_serving(worker.channel, deadline, SERVICES[worker.role])
+        try:
+            load = await worker.control.GetLoad(
+                worker_pb2.GetLoadRequest(), timeout=deadline.remaining()
+            )
+            if whole or load.worker != worker.key:
+                await self._meet(deadline)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        worker.load = load
+        self._checks += 1
+        return of_answer(serving, load.draining)
+
+    async def _meet(self, deadline: Deadline) -> None:
+        """Learn who it is; one with another boot token has none of the legs of the one before."""
+        worker = self._worker
+        request = worker_pb2.GetInfoRequest()
+        info = await worker.control.GetInfo(request, timeout=deadline.remaining())
+        before, worker.info = worker.info, info
+        if before is not None and before.worker != info.worker:
+            self._restarted(worker)
+        self._accept(worker, info)

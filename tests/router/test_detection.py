@@ -1,0 +1,241 @@
+"""Who is silent, restarted or leaving is noticed, and its streams go on elsewhere at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import TypedDict
+
+import pytest
+
+from common.errors import (
+    DeadlineExceeded,
+    Draining,
+    KvrelayError,
+    Mismatch,
+    Rejected,
+    Unavailable,
+)
+from protos import router_pb2, router_pb2_grpc, types_pb2
+from router.attempts import WELL_SERVED, Attempts, Bounds, Next, Poisonous
+from router.budget import Bucket
+from router.life import READY, State, of_answer, of_failure
+from router.loss import Lost, Silent
+from tests.router.fakes import (
+    Behaviour,
+    FakeWorker,
+    Running,
+    answer,
+    decode_worker,
+    ids,
+    prefill_worker,
+    running,
+)
+from tests.router.test_generate import PROMPT, failing, request
+
+
+class Pace(TypedDict):
+    """Flags of the router."""
+
+    health_interval: float
+    health_timeout: float
+
+
+FAST = Pace(health_interval=0.05, health_timeout=0.15)
+DEFAULT = Pace(health_interval=0.15, health_timeout=0.35)
+SLACK = 1.0  # a busy machine's; the bar is in docs/failures.md
+
+
+def awake() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+def sleeper(boot: str, tokens: int = 3) -> tuple[FakeWorker, asyncio.Event]:
+    """A decode worker that makes so many tokens and falls silent when its event is cleared."""
+    event = awake()
+    behaviour = Behaviour(step=asyncio.Semaphore(tokens), checks=event, tokens=event)
+    return decode_worker(boot, behaviour=behaviour), event
+
+
+async def states(router: Running) -> dict[str, str]:
+    stub = router_pb2_grpc.RouterStub(router.channel)
+    listed = await stub.ListWorkers(router_pb2.ListWorkersRequest())
+    return {w.address: router_pb2.WorkerState.Name(w.state) for w in listed.workers}
+
+
+async def first(call: AsyncIterator[router_pb2.GenerateResponse], count: int) -> list[int]:
+    """So many tokens of a stream."""
+    seen: list[int] = []
+    while len(seen) < count:
+        seen += ids([await anext(call)])
+    return seen
+
+
+async def rest(call: AsyncIterator[router_pb2.GenerateResponse]) -> list[int]:
+    return ids([response async for response in call])
+
+
+@pytest.mark.parametrize("pace", [DEFAULT, FAST], ids=["default", "fast"])
+async def test_streams_leave_a_silent_worker(pace: Pace) -> None:
+    sleeping, event = sleeper("d0")
+    async with running([sleeping], **pace) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        await stand_by(router, sleeping, other := decode_worker("d1"))
+        event.clear()
+        begun = time.monotonic()
+        seen += await first(call, 1)
+        pause = time.monotonic() - begun
+        print(f"pause {pause:.3f} s")
+        assert pause < pace["health_interval"] + pace["health_timeout"] + SLACK
+        assert (await states(router))[sleeping.address] == "WORKER_STATE_SUSPECT"
+        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+        await asyncio.wait_for(sleeping.cancelled.wait(), 2)  # the ghost's leg has ended
+        event.set()
+        await router.settled(used=2)
+        assert set((await states(router)).values()) == {"WORKER_STATE_READY"}
+        await other.stop()
+
+
+async def stand_by(router: Running, *workers: FakeWorker) -> None:
+    """List exactly these, and wait until all are used."""
+    from tests.router.test_registry import join
+
+    await join(router, *workers)
+    await router.settled(used=len(workers), listed=len(workers))
+
+
+async def test_a_worker_that_only_makes_tokens_is_not_silent() -> None:
+    checks, step = awake(), asyncio.Semaphore(0)
+    busy = decode_worker("d0", behaviour=Behaviour(checks=checks, step=step))
+    async with running([busy, decode_worker("d1", max_model_len=20)], **FAST) as router:
+        call = aiter(router.call(request(40)))
+        checks.clear()
+        seen: list[int] = []
+        for _ in range(40):
+            step.release()
+            seen += await first(call, 1)
+            await asyncio.sleep(0.02)  # the pace of its tokens: faster than the silence allowed
+        assert seen == answer(PROMPT, 40, 5)
+        assert len(busy.legs) == 1
+
+
+async def test_a_restart_between_two_checks_moves_its_streams() -> None:
+    restarted, _ = sleeper("d0")
+    async with running([restarted], **FAST) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        await stand_by(router, restarted, other := decode_worker("d1"))
+        restarted.boot = "d0-again"  # on the same connection, as behind a proxy
+        restarted.behaviour = Behaviour()
+        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+        await asyncio.wait_for(restarted.cancelled.wait(), 2)
+        await other.stop()
+
+
+async def test_streams_leave_a_draining_worker_if_they_can() -> None:
+    leaving, _ = sleeper("d0")
+    async with running([leaving], **FAST) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        leaving.behaviour.draining = True
+        await router.settled(used=0)
+        assert (await states(router))[leaving.address] == "WORKER_STATE_DRAINING"
+        assert not leaving.cancelled.is_set()  # nobody else could go on
+        await stand_by_draining(router, leaving, other := decode_worker("d1"))
+        responses = [response async for response in call]
+        assert seen + ids(responses) == answer(PROMPT, 8, 5)
+        assert [leg.generated for leg in responses[-1].usage.legs] == [3, 5]
+        await other.stop()
+
+
+async def stand_by_draining(router: Running, leaving: FakeWorker, other: FakeWorker) -> None:
+    from tests.router.test_registry import join
+
+    await join(router, leaving, other)
+    await router.settled(used=1, listed=2)
+
+
+async def test_a_worker_that_says_draining_is_no_failure() -> None:
+    gone = [
+        decode_worker(f"d{i}", behaviour=Behaviour(fail=Draining("leaving"), fail_after=i))
+        for i in range(4)
+    ]
+    async with running([*gone, decode_worker("d9")], max_failures=0) as router:
+        assert ids(await router.generate(request(12))) == answer(PROMPT, 12, 5)
+
+
+async def test_a_request_that_kills_is_refused() -> None:
+    workers = [decode_worker(f"d{i}", behaviour=Behaviour(die_after=0)) for i in range(4)]
+    async with running(workers) as router:
+        error = await failing(router.generate(request()))
+        assert type(error) is KvrelayError
+        assert "2 workers died while they served this request" in str(error)
+        assert sum(len(worker.legs) for worker in workers) == 2
+
+
+async def test_an_internal_error_is_retried_elsewhere_once() -> None:
+    bad = [decode_worker(f"d{i}", behaviour=Behaviour(fail=KvrelayError("bug"))) for i in range(3)]
+    async with running(bad) as router:
+        assert type(await failing(router.generate(request()))) is KvrelayError
+        assert sum(len(worker.legs) for worker in bad) == 2
+        for worker in bad[1:]:
+            worker.behaviour.fail = None
+        for seed in range(6):
+            assert ids(await router.generate(request(seed=seed))) == answer(PROMPT, 8, seed)
+
+
+async def test_the_wait_for_a_handoff_has_an_end() -> None:
+    prefill = prefill_worker(behaviour=Behaviour(handoff_gate=asyncio.Event()))
+    decode = decode_worker()
+    async with running([prefill, decode], handoff_wait=0.1, max_failures=0) as router:
+        responses = await router.generate(request())
+        assert prefill.legs
+        assert router.registry.workers[0].usable  # late is no fault
+    assert ids(responses) == answer(PROMPT, 8, 5)
+    assert decode.handoffs == [(0, b"")]
+    assert [leg.role for leg in responses[-1].usage.legs] == [
+        types_pb2.ROLE_PREFILL,
+        types_pb2.ROLE_DECODE,
+    ]
+
+
+def test_states() -> None:
+    silent, refused = DeadlineExceeded("s"), Unavailable("r")
+    assert of_answer(serving=True, draining=False) is READY
+    assert of_answer(serving=False, draining=False).state is State.DRAINING
+    assert of_answer(serving=True, draining=True).state is State.DRAINING
+    assert of_failure(silent, False, 0.4, 10).state is State.STARTING
+    assert of_failure(silent, True, 0.4, 10).state is State.SUSPECT
+    assert of_failure(silent, True, 10.4, 10).state is State.GONE
+    assert of_failure(refused, True, 0.4, 10).state is State.GONE
+    assert of_failure(Mismatch("role", "m"), True, 0.4, 10).state is State.STARTING
+
+
+def test_what_follows_a_failure() -> None:
+    attempts = Attempts(Bounds(failures=3, deaths=2))
+    assert attempts.failed("a", Lost("x"), WELL_SERVED, True) is Next.SUSPECT
+    assert attempts.failed("b", Silent("x"), 0, True) is Next.SUSPECT
+    assert attempts.failed("c", Draining("x"), 0, True) is Next.ELSEWHERE
+    assert attempts.failed("d", Lost("x"), WELL_SERVED - 1, True) is Next.SUSPECT
+    with pytest.raises(Poisonous, match="2 workers died"):
+        attempts.failed("e", Lost("x"), 0, True)
+    assert attempts.excluded == set("abcde")
+
+
+@pytest.mark.parametrize("error", [Rejected("a", "b"), DeadlineExceeded("x"), Mismatch("a", "b")])
+def test_what_no_other_worker_can_mend_is_told(error: KvrelayError) -> None:
+    with pytest.raises(type(error)):
+        Attempts().failed("a", error, 0, False)
+
+
+def test_moves_are_paced() -> None:
+    bucket = Bucket(rate=10.0, burst=5)
+    waits = [bucket.take(100.0) for _ in range(8)]
+    assert waits == pytest.approx([0, 0, 0, 0, 0, 0.1, 0.2, 0.3], abs=1e-9)
+    assert bucket.take(101.0) == 0.0
+    later: Sequence[float] = [bucket.take(200.0) for _ in range(6)]
+    assert later == pytest.approx([0, 0, 0, 0, 0, 0.1], abs=1e-9)
