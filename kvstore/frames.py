@@ -43,7 +43,7 @@ class Op(IntEnum):
     WINDOW = 2  # answered with the descriptor of a writable segment; its size, u64
     LOCATE = 3  # LocateRequest -> LocateResponse
     STAGE = 4  # rows, their bytes lie in the window -> PutResponse
-    GET = 5  # bytes of the blocks ``first`` to ``first + count`` of the lease
+    GET = 5  # bytes of the blocks ``first`` to ``first + count`` of the lease; LAST: and an answer
     PUT = 6  # rows, then their bytes -> PutResponse
     RELEASE = 7  # of the lease
     RESERVE = 8  # ReserveRequest -> ReserveResponse, without waiting; over a Unix socket

@@ -109,6 +109,7 @@ class LaneWay:
                         yield from ((absent, None) for absent in range(done, index))
                         yield index, header
                         done = index + 1
+                line.body()
         yield from ((absent, None) for absent in range(done, len(wants)))
 
     def _let_go(self, found: pb.LocateResponse) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import array
 import contextlib
+import os
 import socket
 import struct
 import sys
 from collections.abc import Iterator, Sequence
 
-from common.errors import DeadlineExceeded, Unavailable
+from common.errors import DeadlineExceeded, KvrelayError, Unavailable
 
 PIECES = 256
 """Buffers handed to the system at once; it takes 1,024 at most."""
@@ -97,7 +98,12 @@ class Pipe:
         for level, kind, payload in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
-        rest = b"" if len(data) == count else self.receive(count - len(data))
+        try:
+            rest = b"" if len(data) == count else self.receive(count - len(data))
+        except KvrelayError:
+            for fd in fds:
+                os.close(fd)
+            raise
         return data + rest, fds[0] if fds else None
 
     def cut(self) -> None:

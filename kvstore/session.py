@@ -132,14 +132,16 @@ class Session:
         blocks = self._vault.leased(request.serial) if known else None
         if blocks is None:
             self._answer(Status.GONE)
-            return
-        if request.first + request.count > len(blocks):
+        elif request.first + request.count > len(blocks):
             raise Rejected("count", f"the lease holds {len(blocks)} blocks")
-        views = blocks[request.first : request.first + request.count]
-        answer = Answer(Status.OK, sum(map(len, views)), self._vault.boot)
-        self._pipe.send([answer.encode(), *views])
+        else:
+            views = blocks[request.first : request.first + request.count]
+            answer = Answer(Status.OK, sum(map(len, views)), self._vault.boot)
+            self._pipe.send([answer.encode(), *views])
         if request.last:
-            self._vault.release([request.serial])
+            if known:
+                self._vault.release([request.serial])
+            self._answer(Status.OK)  # so that whoever has it all knows that nothing is held
 
     def _put(self, request: Request, body: bytes) -> None:
         with closing(places(self._vault, request, body)) as rows:

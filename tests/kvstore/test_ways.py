@@ -1,0 +1,472 @@
+"""The three ways to the bytes: how one is chosen, and what happens when it is cut or lies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from common.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Unavailable
+from kvblock.header import decode
+from kvblock.verify import verify_payload
+from kvstore import Block, Kept, Want, connect, lane, shared
+from kvstore.line import Line, dial_tcp, dial_unix
+from kvstore.remote import RemoteStore
+from kvstore.ways import ORDER
+from rpc.deadline import Deadline
+from tests.kvstore.conftest import start_service, stop
+from tests.kvstore.proxy import Fault, Proxy
+from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, put
+
+Proxied = Callable[[str], tuple[RemoteStore, Proxy]]
+
+
+def seeded() -> random.Random:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+def address_of(url: str) -> str:
+    return url.removeprefix("kvrelay://")
+
+
+@pytest.fixture
+def proxied(service_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxied]:
+    """A client that goes one way, with a proxy on it. The others are as they are."""
+    host, _, port = address_of(service_url).partition(":")
+    stores: list[RemoteStore] = []
+    proxies: list[Proxy] = []
+
+    def through(way: str) -> tuple[RemoteStore, Proxy]:
+        direct = RemoteStore(f"{host}:{port}")
+        stores.append(direct)
+        ways = direct._calls.ways(Deadline.after(TIMEOUT))
+        if way == "shm":
+            proxy = Proxy(socket.AF_UNIX, "\0" + ways.socket)
+            monkeypatch.setattr(
+                shared, "dial_unix", lambda _, limit, boot: dial_unix(proxy.name, limit, boot)
+            )
+        elif way == "lane":
+            proxy = Proxy(socket.AF_INET, (host, ways.lane_port))
+            monkeypatch.setattr(
+                lane, "dial_tcp", lambda h, _, limit, boot: dial_tcp(h, proxy.port, limit, boot)
+            )
+        else:
+            proxy = Proxy(socket.AF_INET, (host, int(port)))
+        proxies.append(proxy)
+        stores.append(RemoteStore(f"{host}:{proxy.port if way == 'grpc' else port}", way))
+        stores[-1].clear(TIMEOUT)
+        return stores[-1], proxy
+
+    yield through
+    for store in stores:
+        store.close()
+    for proxy in proxies:
+        proxy.close()
+
+
+@pytest.fixture
+def plain(service_url: str) -> Iterator[RemoteStore]:
+    store = RemoteStore(address_of(service_url), "grpc")
+    yield store
+    store.close()
+
+
+def accepted(store: RemoteStore, *blocks: Block) -> tuple[int, int]:
+    """Gets blocks as a careful reader does: how many it takes, how many it refuses."""
+    wants = [Want(name_of(b), memoryview(bytearray(b.payload.nbytes))) for b in blocks]
+    taken = refused = 0
+    for got in store.get(wants, 3.0):
+        if got.header is None:
+            continue
+        try:
+            header = decode(got.header)
+            if header != decode(blocks[got.index].header):
+                raise Corrupt("header", "another block")
+            verify_payload(header, wants[got.index].buffer)
+        except Corrupt:
+            refused += 1
+            continue
+        taken += 1
+        assert wants[got.index].buffer == blocks[got.index].payload
+    return taken, refused
+
+
+@pytest.mark.parametrize(
+    ("flags", "way"),
+    [((), "shm"), (("--no-shared",), "lane"), (("--no-shared", "--no-lane"), "grpc")],
+)
+def test_the_fastest_way_there_is_is_chosen_and_said_once(
+    flags: tuple[str, ...], way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    process, url = start_service("--budget=4MiB", *flags)
+    store = RemoteStore(address_of(url))
+    try:
+        with caplog.at_level(logging.INFO, "kvrelay.store"):
+            for _ in range(3):
+                block = make(300_000)
+                assert put(store, block) == [Kept.STORED]
+                assert get(store, block)[0].header is not None
+        assert store.used == {way: 9}
+        assert len([r for r in caplog.records if "blocks go by" in r.message]) == 1
+    finally:
+        store.close()
+        stop(process)
+
+
+def test_a_way_can_be_forced_and_fails_loudly_where_it_cannot_be_gone(service_url: str) -> None:
+    for way in ORDER:
+        store = RemoteStore(address_of(service_url), way)
+        block = make(300_000)
+        assert put(store, block) == [Kept.STORED]
+        get(store, block)
+        assert set(store.used) == {way}
+        store.close()
+    process, url = start_service("--budget=1MiB", "--no-shared", "--no-lane")
+    try:
+        for way in ("shm", "lane"):
+            store = RemoteStore(address_of(url), way)
+            with pytest.raises(Unavailable, match=f"way={way} cannot be gone"):
+                get(store, make())
+            store.close()
+    finally:
+        stop(process)
+
+
+@pytest.mark.parametrize("query", ["way=pigeon", "way", "fast=1"])
+def test_an_unknown_way_is_refused(query: str) -> None:
+    if query == "way":
+        connect(f"kvrelay://localhost:1?{query}").close()  # no value: as if it were not there
+        return
+    with pytest.raises(Rejected, match=r"way|fast"):
+        connect(f"kvrelay://localhost:1?{query}")
+
+
+@pytest.mark.parametrize("way", ["shm", "lane"])
+def test_a_way_that_is_cut_is_left_for_the_next_with_the_same_result(
+    proxied: Proxied, plain: RemoteStore, way: str
+) -> None:
+    source = seeded()
+    store, proxy = proxied(way)
+    blocks = [make(200_000) for _ in range(6)]
+    assert set(put(plain, *blocks)) == {Kept.STORED}
+    breaks = 0
+    for _ in range(12):
+        # After the 40 bytes with which shared memory is attached.
+        proxy.fault = Fault(cut_down=source.randrange(41, 250 if way == "shm" else 1_200_000))
+        store._ways.close()  # new connections, which meet the fault
+        assert all(got.header is not None for got in get(store, *blocks))
+        breaks += proxy.fault.hit.is_set()
+    assert breaks > 3
+    assert store.breaks[way] > 0
+
+
+@pytest.mark.parametrize("way", ["shm", "lane"])
+def test_a_put_that_is_cut_is_finished_on_the_next_way(
+    proxied: Proxied, plain: RemoteStore, way: str
+) -> None:
+    source = seeded()
+    store, proxy = proxied(way)
+    for _ in range(8):
+        blocks = [make(200_000) for _ in range(6)]
+        proxy.fault = Fault(cut_up=source.randrange(49, 900 if way == "shm" else 1_200_000))
+        store._ways.close()
+        assert set(put(store, *blocks)) <= {Kept.STORED, Kept.EXISTED}
+        assert all(got.header is not None for got in get(plain, *blocks))
+    proxy.fault = Fault()
+    stats = plain.stats(TIMEOUT)
+    assert (stats.reservations, stats.reserved_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("way", ORDER)
+def test_a_way_that_crawls_costs_its_deadline_and_no_more(
+    proxied: Proxied, plain: RemoteStore, way: str
+) -> None:
+    store, proxy = proxied(way)
+    block = make(4 << 20)
+    put(plain, block)
+    proxy.fault = Fault(delay=0.3)
+    with RemoteAgain(store, way, proxy) as fresh:
+        began = time.monotonic()
+        with pytest.raises((DeadlineExceeded, Unavailable)):
+            list(fresh.get([Want(name_of(block), memoryview(bytearray(4 << 20)))], 0.5))
+        assert time.monotonic() - began < 3
+
+
+@pytest.mark.parametrize("way", ["lane", "grpc"])
+def test_a_flipped_byte_on_the_way_out_is_found(
+    proxied: Proxied, plain: RemoteStore, way: str
+) -> None:
+    source = seeded()
+    store, proxy = proxied(way)
+    blocks = [make(30_000) for _ in range(3)]
+    put(plain, *blocks)
+    sums = [0, 0, 0]
+    for _ in range(25):
+        proxy.fault = Fault(flip_down=source.randrange(100, 90_000))
+        with RemoteAgain(store, way, proxy) as fresh:
+            try:
+                taken, refused = accepted(fresh, *blocks)
+            except KvrelayError:
+                taken, refused = 0, 0
+                sums[2] += 1
+            sums[0] += taken
+            sums[1] += refused
+    print(f"{sums[0]} right, {sums[1]} refused, {sums[2]} calls failed")
+    assert sums[0] > 10
+    assert sums[1] > 10
+
+
+class RemoteAgain:
+    """The client anew, so that its connections are made while the fault is set."""
+
+    def __init__(self, store: RemoteStore, way: str, proxy: Proxy) -> None:
+        host, _, port = address_of(store.url).partition("?")[0].partition(":")
+        self._store = RemoteStore(f"{host}:{proxy.port if way == 'grpc' else port}", way)
+
+    def __enter__(self) -> RemoteStore:
+        return self._store
+
+    def __exit__(self, *_: object) -> None:
+        self._store.close()
+
+
+@pytest.mark.parametrize("way", ["lane", "grpc"])
+def test_a_flipped_byte_on_the_way_in_is_refused_or_another_way_taken(
+    proxied: Proxied, plain: RemoteStore, way: str
+) -> None:
+    source = seeded()
+    store, proxy = proxied(way)
+    refused = 0
+    for _ in range(15):
+        block = make(300_000)
+        proxy.fault = Fault(flip_up=source.randrange(20, 250_000))
+        with RemoteAgain(store, way, proxy) as fresh:
+            try:
+                (outcome,) = fresh.put([offer(block)], 3.0)
+            except KvrelayError:
+                continue
+        refused += outcome.kept is Kept.CORRUPT
+        taken, wrong = accepted(plain, block)
+        assert (taken, wrong) == (int(outcome.present), 0)
+    assert refused > 3
+    assert plain.stats(TIMEOUT).tally.corrupt >= refused
+
+
+def arena_in(process: subprocess.Popen[str]) -> int:
+    """Address of the arena in the store's process."""
+    with open(f"/proc/{process.pid}/maps", encoding="ascii") as maps:
+        line = next(line for line in maps if "kvrelay-arena" in line)
+    return int(re.split("[- ]", line)[0], 16)
+
+
+def test_a_flipped_byte_in_shared_memory_is_found() -> None:
+    source = seeded()
+    process, url = start_service("--budget=4MiB")
+    store = RemoteStore(address_of(url), "shm")
+    try:
+        blocks = [make(30_000) for _ in range(3)]
+        put(store, *blocks)
+        found = store._calls.locate([name_of(b) for b in blocks], 60_000, Deadline.after(TIMEOUT))
+        address = arena_in(process)
+        with open(f"/proc/{process.pid}/mem", "r+b", buffering=0) as memory:
+            for number in range(200):
+                which = source.randrange(3)
+                at = (
+                    address
+                    + found.offsets[which]
+                    + (
+                        source.randrange(256)
+                        if number % 2
+                        else source.randrange(blocks[which].size)
+                    )
+                )
+                memory.seek(at)
+                byte = memory.read(1)
+                memory.seek(at)
+                memory.write(bytes([byte[0] ^ 1]))
+                assert accepted(store, *blocks) == (2, 1)
+                memory.seek(at)
+                memory.write(byte)
+        assert accepted(store, *blocks) == (3, 0)
+        assert store.breaks == {}
+    finally:
+        store.close()
+        stop(process)
+
+
+@pytest.mark.parametrize("way", ORDER)
+def test_a_killed_store_is_not_answered_from_stale_places(way: str) -> None:
+    process, url = start_service("--budget=4MiB")
+    store = RemoteStore(address_of(url), way)
+    try:
+        old = [make(50_000) for _ in range(4)]
+        put(store, *old)
+        assert accepted(store, *old) == (4, 0)
+        process.send_signal(signal.SIGKILL)
+        stop(process)
+        with pytest.raises(Unavailable):
+            accepted(store, *old)
+        process, _ = start_service("--budget=4MiB", f"--port={url.rpartition(':')[2]}")
+        deadline = time.monotonic() + TIMEOUT
+        while True:
+            try:
+                assert accepted(store, *old) == (0, 0)
+                break
+            except Unavailable:
+                assert time.monotonic() < deadline
+        new = [make(50_000) for _ in range(4)]
+        put(store, *new)
+        assert accepted(store, *old, *new) == (4, 0)
+        put(store, *old)
+        assert accepted(store, *old, *new) == (8, 0)
+        assert store.stats(TIMEOUT).leases == 0
+    finally:
+        store.close()
+        stop(process)
+
+
+def test_a_lease_that_ended_during_the_copy_makes_it_a_miss(
+    plain: RemoteStore, service_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = make(30_000)
+    put(plain, block)
+    for way in ("shm", "lane"):
+        store = RemoteStore(address_of(service_url), way)
+        get(store, block)
+        monkeypatch.setattr(f"kvstore.{'shared' if way == 'shm' else way}.lease_ms", lambda _: 1)
+        want = Want(name_of(block), memoryview(bytearray(30_000)))
+        late = [
+            got.header
+            for _ in range(30)
+            for got in store.get([Slow(want.name, want.buffer)], TIMEOUT)
+        ]
+        assert late == [None] * 30
+        store.close()
+
+
+class Slow(Want):
+    """A want whose buffer takes a while to be looked at."""
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "buffer":
+            time.sleep(0.001)
+        return object.__getattribute__(self, name)
+
+
+def test_nobody_but_the_store_writes_to_the_arena(service_url: str) -> None:
+    import mmap
+
+    from kvstore.frames import Op, Request
+
+    store = RemoteStore(address_of(service_url))
+    ways = store._calls.ways(Deadline.after(TIMEOUT))
+    line = dial_unix(ways.socket, Deadline.after(TIMEOUT), ways.boot)
+    line.ask(Request(Op.ATTACH))
+    fd, size = line.descriptor()
+    assert size == ways.arena_bytes
+    again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    for descriptor in (fd, again):
+        with pytest.raises(PermissionError):
+            mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(PermissionError):
+            os.pwrite(descriptor, b"x", 0)
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 0)
+        mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        assert mapped[:8] == b"KVRARENA"
+        mapped.close()
+        os.close(descriptor)
+    line.pipe.close()
+    store.close()
+
+
+def test_another_user_is_not_let_in(service_url: str) -> None:
+    store = RemoteStore(address_of(service_url))
+    ways = store._calls.ways(Deadline.after(TIMEOUT))
+    store.close()
+    script = f"""
+import os, socket
+os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX)
+sock.connect("\\0{ways.socket}")
+sock.settimeout(10)
+print(sock.recv(1))
+"""
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    done = subprocess.run(
+        ["python3", "-c", script], capture_output=True, text=True, check=False, timeout=TIMEOUT
+    )
+    assert "b''" in done.stdout or "reset" in done.stderr
+
+
+def tcp_line(url: str) -> tuple[Line, RemoteStore]:
+    store = RemoteStore(address_of(url), "grpc")
+    ways = store._calls.ways(Deadline.after(TIMEOUT))
+    line = dial_tcp("127.0.0.1", ways.lane_port, Deadline.after(TIMEOUT), ways.boot)
+    line.pipe.limit(TIMEOUT)
+    return line, store
+
+
+def test_nothing_is_read_from_a_lane_without_a_lookup(service_url: str) -> None:
+    from kvstore.frames import Op, Request, Status
+
+    line, store = tcp_line(service_url)
+    mine, theirs = make(1000), make(1000)
+    put(store, mine, theirs)
+    deadline = Deadline.after(TIMEOUT)
+    one = store._calls.locate([name_of(mine)], 60_000, deadline)
+    two = store._calls.locate([name_of(theirs)], 60_000, deadline)
+    for serial, token in (
+        (two.lease, one.token),
+        (two.lease, bytes(16)),
+        (one.lease + 10_000, one.token),
+        (0, bytes(16)),
+    ):
+        line.ask(Request(Op.GET, serial, token, 0, 1))
+        answer = line.answer()
+        assert (answer.status, answer.length) == (Status.GONE, 0)
+    line.ask(Request(Op.GET, one.lease, one.token, 0, 1, last=True))
+    assert line.answer().length == mine.size
+    assert line.pipe.receive(mine.size) == mine.header + bytes(mine.payload)
+    assert line.body() == b""
+    line.ask(Request(Op.GET, one.lease, one.token, 0, 1))
+    assert line.answer().status is Status.GONE
+    store._calls.let_go(two.boot, two.lease, TIMEOUT)
+    line.pipe.close()
+    store.close()
+
+
+def test_a_bad_request_on_a_lane_is_refused_and_ends_the_connection(service_url: str) -> None:
+    from kvstore.frames import Op, Request, Row
+
+    row = Row(b"n" * 32, 1 << 40).encode()
+    local = [Op.ATTACH, Op.WINDOW, Op.LOCATE, Op.STAGE, Op.RESERVE]
+    cases: list[tuple[bytes, str]] = [
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n".ljust(48), "magic"),
+        (Request(Op.GET).encode()[:5] + b"\x63" + Request(Op.GET).encode()[6:], "op"),
+        (Request(Op.GET, body=1 << 40).encode(), "body"),
+        (Request(Op.GET, count=1 << 20).encode(), "count"),
+        (Request(Op.PUT, count=2, body=len(row)).encode() + row, "body"),
+        (Request(Op.PUT, count=1, body=len(row)).encode() + row, r"rows\[0\].size"),
+        *((Request(op).encode(), "op") for op in local),
+    ]
+    for data, field in cases:
+        line, store = tcp_line(service_url)
+        line.pipe.send([data])
+        with pytest.raises(Corrupt, match=f"refused: {field}"):
+            line.answer()
+        with pytest.raises(Unavailable):
+            line.pipe.receive(1)
+        line.pipe.close()
+        store.close()
