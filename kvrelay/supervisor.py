@@ -11,13 +11,13 @@ process itself is killed.
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
 
 from common.errors import DeadlineExceeded, KvrelayError, NotFound, Unavailable
 from kvrelay.health import Prober
+from kvrelay.ports import Held
 from kvrelay.process import Backoff, Process, Spec
 from kvrelay.processes import ClusterConfig, specs
 from protos import router_pb2
@@ -59,7 +59,8 @@ class Cluster:
             for spec in self.specs
         }
         self.view = router_pb2.ListWorkersResponse()  # what the router knew when all was ready
-        self._stopping = threading.Event()
+        self._held: Held | None = None
+        self._stopping = False  # no lock: a signal handler sets it
 
     def __enter__(self) -> Cluster:
         try:
@@ -114,6 +115,7 @@ class Cluster:
 
     def start(self, timeout: float = START_SECONDS) -> None:
         """Starts everything at once and returns when all of it serves."""
+        self._held = Held((spec.host, spec.port) for spec in self.specs)
         for process in self._processes.values():
             process.start()
         self.view = self.wait(timeout)
@@ -135,7 +137,7 @@ class Cluster:
             return prober.workers()
 
     def _check(self, prober: Prober) -> None:
-        if self._stopping.is_set():
+        if self._stopping:
             raise Interrupted("told to stop while starting")
         for (role, index), process in self._processes.items():
             if prober.served(role, index):
@@ -147,11 +149,11 @@ class Cluster:
 
     def interrupt(self) -> None:
         """Makes a ``wait`` under way end; safe to call from a signal handler."""
-        self._stopping.set()
+        self._stopping = True
 
     def stop(self, timeout: float = STOP_SECONDS) -> None:
         """Ends everything: SIGTERM, and SIGKILL for what is left after ``timeout`` seconds."""
-        self._stopping.set()
+        self._stopping = True
         for process in self._processes.values():
             process.end()
         deadline = time.monotonic() + timeout
@@ -161,6 +163,8 @@ class Cluster:
         self.kill_all()
         for process in left:
             process.join(STOP_SECONDS)
+        if self._held is not None:
+            self._held.close()
 
     def kill_all(self) -> None:
         """SIGKILL to everything, at once."""

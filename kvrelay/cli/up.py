@@ -54,7 +54,9 @@ class Up:
     def __init__(self, config: UpConfig) -> None:
         self._config = config
         self._file = Path(config.endpoints).absolute() if config.endpoints else None
-        self._asked = threading.Event()
+        self._asked = False
+        # A handler may take no lock that the code it interrupts might hold: it writes a byte.
+        self._awake, self._waker = os.pipe()
         self._up = False
         self._lock = threading.Lock()  # lines of many threads
         self.cluster = Cluster(config, on_line=self._show_line, on_change=self._show_change)
@@ -68,7 +70,7 @@ class Up:
             self._publish()
             say(f"\nServing on {paint(self.cluster.router, 'bold')}; Ctrl-C ends it. Try:")
             say(f"  kvrelay generate --router {self.cluster.router} {self._example()}")
-            self._asked.wait()
+            os.read(self._awake, 1)
         except Interrupted:
             pass  # asked to stop before it was up: that is what happens below
         finally:
@@ -90,11 +92,12 @@ class Up:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked.is_set():
+        if self._asked:
             self.cluster.kill_now()
             os._exit(128 + number)
-        self._asked.set()
+        self._asked = True
         self.cluster.interrupt()
+        os.write(self._waker, b"!")
 
     def _example(self) -> str:
         """Something that the model can answer: the shipped one knows only what it is told."""
@@ -104,7 +107,7 @@ class Up:
         return f'--chat --system "{told}" "Where is the copper mask?"'
 
     def _publish(self) -> None:
-        if self._file and not self._asked.is_set():
+        if self._file and not self._asked:
             endpoints.write(self._file, self.cluster.describe())
 
     def _show_line(self, spec: Spec, line: str) -> None:

@@ -13,12 +13,15 @@ import pytest
 _NEVER = threading.Event()
 
 
-def until(condition: Callable[[], bool], what: str, timeout: float = 20.0) -> None:
+def until(
+    condition: Callable[[], bool], what: str | Callable[[], str], timeout: float = 20.0
+) -> None:
     """Polls for something that has no event of its own, as the end of a stranger's process."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
-            pytest.fail(f"after {timeout:g} s still not: {what}")
+            said = what if isinstance(what, str) else what()
+            pytest.fail(f"after {timeout:g} s still not: {said}")
         _NEVER.wait(0.02)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import DeadlineExceeded, Unavailable
+from common.errors import DeadlineExceeded, Rejected, Unavailable
 from kvrelay.ports import free_ports
 from kvrelay.process import Backoff, Process, Spec, describe
 from kvrelay.processes import ROOT, ClusterConfig
@@ -170,6 +171,27 @@ threading.Event().wait(600)
 def test_ports_are_free_and_differ() -> None:
     ports = free_ports(40)
     assert len(set(ports)) == 40
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ports can be held on Linux only")
+def test_a_held_port_is_kept_from_others_and_given_to_its_server() -> None:
+    with fakes("good") as cluster:
+        port = cluster.specs[0].port
+        cluster.kill("decode", 0)
+        until(lambda: cluster.process("decode", 0).starts == 2, "started again")
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        cluster.wait(timeout=20)
+
+
+def test_a_port_that_is_taken_is_an_error_before_anything_starts() -> None:
+    cluster = fakes("good", "good")
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", cluster.specs[1].port))
+        other.listen()
+        with pytest.raises(Rejected, match=rf"port: {cluster.specs[1].port} on 127.0.0.1 is taken"):
+            cluster.start()
+    assert cluster.process("decode", 0).starts == 0
 
 
 @pytest.mark.parametrize(

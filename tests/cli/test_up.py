@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,7 +44,11 @@ class Up:
             )
 
     def wait(self) -> None:
-        until(self._is_up, f"up; it said:\n{self.log.read_text()}", START_SECONDS)
+        until(self._is_up, self.told("up"), START_SECONDS)
+
+    def told(self, what: str) -> Callable[[], str]:
+        """For a failure: what was waited for, and what the command said meanwhile."""
+        return lambda: f"{what}; it said:\n{self.log.read_text()}"
 
     def _is_up(self) -> bool:
         assert self.popen.poll() is None, self.log.read_text()
@@ -78,12 +82,13 @@ def test_it_serves_restarts_and_stops(up: Up) -> None:
     assert "Serving on 127.0.0.1:" in text
 
     os.kill(before["store-0"], signal.SIGKILL)
-    until(lambda: up.pids()["store-0"] not in (None, before["store-0"]), "the store again")
+    again = up.told("the store started again")
+    until(lambda: up.pids()["store-0"] not in (None, before["store-0"]), again)
 
     after = up.pids()
     up.popen.send_signal(signal.SIGINT)
-    assert up.popen.wait(30) == 0
-    assert gone(after)
+    assert up.popen.wait(30) == 0, up.log.read_text()
+    assert gone(after), up.log.read_text()
     assert not up.file.exists()
 
 
@@ -93,7 +98,7 @@ def test_killing_it_leaves_nothing(up: Up) -> None:
     os.kill(pids["decode-0"], signal.SIGSTOP)
     up.popen.kill()
     up.popen.wait(10)
-    until(lambda: gone(pids), "every process gone")
+    until(lambda: gone(pids), up.told("every process gone"))
 
 
 def test_a_second_signal_does_not_wait(up: Up) -> None:
@@ -104,7 +109,7 @@ def test_a_second_signal_does_not_wait(up: Up) -> None:
     until(lambda: "Stopping" in up.log.read_text(), "stopping")
     up.popen.send_signal(signal.SIGINT)
     assert up.popen.wait(5) in (0, 128 + signal.SIGINT)
-    until(lambda: gone(pids), "every process gone")
+    until(lambda: gone(pids), up.told("every process gone"))
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
