@@ -70,4 +70,4 @@ def _ready(worker: Worker, name: str, address: str) -> str:
 
 async def _leave(worker: Worker, deadline: Deadline) -> None:
     log.info("draining, %d requests under way", worker.streams.open)
-    await asyncio.wait_for(worker.streams.drain(), deadline.remaining())
+    await worker.streams.drain(deadline)

@@ -60,7 +60,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         context: Context[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
     ) -> worker_pb2.DrainResponse:
         deadline = Deadline.from_context(context, DRAIN_SECONDS, DRAIN_SECONDS)
-        await asyncio.wait_for(self._worker.streams.drain(), deadline.remaining())
+        await self._worker.streams.drain(deadline)
         return worker_pb2.DrainResponse()
 
     async def Audit(

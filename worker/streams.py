@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 
-from common.errors import Unavailable
+from common.errors import Draining
 from engine.engine import Engine
 from engine.request import Order
 from engine.sampling import Sampling
 from engine.task import StopText
 from engine.updates import Ended, Failed, Token, Update
+from rpc.deadline import Deadline
 
 Batch = list[Token | Ended]
+LAST_SECONDS = 2.0  # before the end of a drain: for the legs that are handed back
 
 
 class Streams:
@@ -64,7 +66,7 @@ class Streams:
     ) -> AsyncGenerator[AsyncGenerator[Batch]]:
         """Submit an order; its updates as they come. Leaving early aborts it in the engine."""
         if self._draining:
-            raise Unavailable("this worker is draining: ask another one")
+            raise Draining("this worker is draining: ask another one")
         queue: asyncio.Queue[Update] = asyncio.Queue()
         self._queues[order.request_id] = queue
         self._idle.clear()
@@ -78,10 +80,19 @@ class Streams:
             if not self._queues:
                 self._idle.set()
 
-    async def drain(self) -> None:
-        """Turn new legs away and wait for the last one to end."""
+    async def drain(self, deadline: Deadline) -> None:
+        """Turn new legs away and wait for the last one to end.
+
+        A router that sees this moves the streams it can. What is left when most of the time is
+        over ends ``Draining`` after its last whole step, to be resumed from there.
+        """
         self._draining = True
-        await self._idle.wait()
+        remaining = deadline.remaining()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), remaining - min(LAST_SECONDS, remaining / 4))
+        for queue in self._queues.values():
+            queue.put_nowait(Failed(Draining("this worker is draining: go on elsewhere")))
+        await asyncio.wait_for(self._idle.wait(), deadline.remaining())
 
 
 async def _batches(queue: asyncio.Queue[Update]) -> AsyncGenerator[Batch]:
@@ -93,6 +104,8 @@ async def _batches(queue: asyncio.Queue[Update]) -> AsyncGenerator[Batch]:
         batch: Batch = []
         for update in updates:
             if isinstance(update, Failed):
+                if batch:
+                    yield batch  # tokens that were made before it failed
                 raise update.error
             batch.append(update)
         yield batch

@@ -1,0 +1,1 @@
+"""Any party may die: kill matrix, fault proxy, leavers, drain, chaos."""
