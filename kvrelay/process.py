@@ -7,16 +7,14 @@ Whatever was started before the last ``end`` is gone when ``join`` returns.
 from __future__ import annotations
 
 import logging
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
+
+from kvrelay.spawn import Running, forked, fresh, signal_group
 
 log = logging.getLogger(__name__)
 TAIL_LINES = 40
@@ -35,6 +33,7 @@ class Spec:
     host: str
     port: int
     environ: Mapping[str, str] = field(default_factory=dict)
+    forked: bool = False  # see ``spawn``
 
     @property
     def name(self) -> str:
@@ -96,7 +95,7 @@ class Process:
         with self._lock:
             if self._pid is None:
                 return False
-            os.killpg(self._pid, number)  # not reaped yet, so the number is still its own
+            signal_group(self._pid, number)
             return True
 
     def end(self, number: int = signal.SIGTERM) -> None:
@@ -109,8 +108,7 @@ class Process:
     def kill_now(self) -> None:
         """SIGKILL without a lock, for signal handlers of a process that ends right after."""
         if (pid := self._pid) is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)
+            signal_group(pid, signal.SIGKILL)
 
     def join(self, timeout: float) -> bool:
         """Whether it is gone within ``timeout`` seconds after ``end``."""
@@ -150,25 +148,25 @@ class Process:
         with self._lock:
             if self._stopping.is_set():
                 return None
-            popen, lifeline = _spawn(self.spec)
-            self._pid, self._started = popen.pid, time.monotonic()
+            start = forked if self.spec.forked else fresh
+            running = start(self.spec.module, self.spec.args, self.spec.environ)
+            self._pid, self._started = running.pid, time.monotonic()
             self.starts += 1
         if self.starts > 1:
-            self._on_change(self.spec, f"started again as process {popen.pid}")
-        pump = threading.Thread(target=self._pump, args=(popen,), daemon=True)
+            self._on_change(self.spec, f"started again as process {running.pid}")
+        pump = threading.Thread(target=self._pump, args=(running,), daemon=True)
         pump.start()
-        os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOWAIT)
+        status = running.wait(self._ended)
+        pump.join(PUMP_SECONDS)
+        return status
+
+    def _ended(self) -> None:
+        """Called when it has ended and its number is still its own: no signals from now on."""
         with self._lock:
             self._pid = None
-            os.killpg(popen.pid, signal.SIGKILL)  # whatever it left behind in its group
-        os.close(lifeline)
-        pump.join(PUMP_SECONDS)
-        return popen.wait()
 
-    def _pump(self, popen: subprocess.Popen[bytes]) -> None:
-        if popen.stdout is None:
-            return
-        with popen.stdout as stream:
+    def _pump(self, running: Running) -> None:
+        with running.output as stream:
             for raw in iter(lambda: stream.readline(LONGEST_LINE), b""):
                 line = raw.decode(errors="replace").rstrip()
                 self.tail.append(line)
@@ -183,24 +181,3 @@ def describe(status: int) -> str:
         return f"was ended by {signal.Signals(-status).name}"
     except ValueError:
         return f"was ended by signal {-status}"
-
-
-def _spawn(spec: Spec) -> tuple[subprocess.Popen[bytes], int]:
-    """The process and our end of its lifeline, which no other process inherits."""
-    reader, writer = os.pipe()
-    try:
-        popen = subprocess.Popen(
-            [sys.executable, "-m", "kvrelay.child", str(reader), spec.module, *spec.args],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=dict(spec.environ),
-            start_new_session=True,
-            pass_fds=(reader,),
-        )
-    except OSError:
-        os.close(writer)
-        raise
-    finally:
-        os.close(reader)
-    return popen, writer

@@ -6,6 +6,7 @@ The store and the workers stand on this machine; a store given by URL is used an
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvrelay.process import Spec
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED_MODEL = Path(__file__).resolve().parent / "recall" / "model"
 LOCAL = "127.0.0.1"
+NVIDIA = Path("/dev/nvidiactl")
 MODULES = {
     "store": "kvstore",
     "prefill": "prefill_service",
@@ -123,7 +125,13 @@ def _spec(config: ClusterConfig, role: str, index: int, port: int, args: tuple[s
         host=config.host if role == "router" else LOCAL,
         port=port,
         environ=_environ(config, os.environ),
+        forked=role in ("prefill", "decode") and _can_fork(config),
     )
+
+
+def _can_fork(config: ClusterConfig) -> bool:
+    """Where workers use the CPU: CUDA does not survive a fork."""
+    return config.device == "cpu" or (sys.platform == "linux" and not NVIDIA.exists())
 
 
 def _environ(config: ClusterConfig, outer: Mapping[str, str]) -> dict[str, str]:
