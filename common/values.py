@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)(B?)", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
@@ -50,7 +51,7 @@ def size(text: str) -> int:
         raise ValueError("a size is wanted, for example 512MiB, 1GiB or 1000000")
     digits, prefix, binary, byte = match.groups()
     base = 1000 if prefix and byte and not binary else 1024
-    return int(float(digits) * base ** _POWERS[prefix.upper()])
+    return int(Fraction(digits) * base ** _POWERS[prefix.upper()])  # exact at any size
 
 
 def show_size(value: int) -> str:

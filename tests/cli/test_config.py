@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from common.config import check, load, option, read, required
@@ -137,6 +137,7 @@ def test_a_configuration_built_by_hand_can_be_checked() -> None:
 
 
 @given(st.integers(min_value=0, max_value=2**60))
+@example(2**53 + 1)
 def test_sizes_round_trip(value: int) -> None:
     assert size(show_size(value)) == value
 
