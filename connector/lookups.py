@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from common.errors import KvrelayError
 from connector.counters import Meter
@@ -75,7 +75,7 @@ class Lookups:
             record = self._records.get(query.request_id)
             if record is not None and record.length == length:
                 if isinstance(record, Answer) and now < record.until:
-                    return record.tokens - query.local
+                    return self._told(query, record)
                 if isinstance(record, Asking) and now < record.deadline:
                     return None
                 if isinstance(record, Asking):  # late: its answer will find no record
@@ -90,6 +90,14 @@ class Lookups:
         self._meter.add(lookups=1, open_lookups=1)
         self._lane.submit(asking)
         return None
+
+    def _told(self, query: Query, answer: Answer) -> int:
+        """Tokens after ``query.local``. If there are none, no load will follow to end the lease."""
+        if answer.tokens <= query.local and answer.lease is not None:
+            until = min(answer.until, self.clock() + self.options.retry_seconds)
+            self._records[query.request_id] = replace(answer, lease=None, until=until)
+            self._leases.give_back(answer.lease)
+        return answer.tokens - query.local
 
     def take(self, request_id: str) -> Answer | None:
         """Forget a request; its answer, whose lease is now the caller's."""

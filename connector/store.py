@@ -88,7 +88,12 @@ class StoreConnector:
         )
 
     def save(self, save: Save) -> None:
-        """As the protocol says. Too much waiting: the save is dropped at once."""
+        """As the protocol says. Too much waiting: the save is dropped at once.
+
+        A request that saves has been admitted: if it has not loaded what was found for it, it never
+        will, and the lease goes back.
+        """
+        self._lookups.release(save.request_id)
         saving = Saving(
             save, self._store, self._pool, self._geometry, self._options, self._meter, self._post
         )

@@ -179,6 +179,29 @@ def test_a_release_gives_the_lease_back(making: Making, stage: Stage) -> None:
     assert stage.stats(1).leases == worker.counters.open_leases == 0
 
 
+def test_a_lease_no_load_will_follow_goes_back(making: Making, stage: Stage) -> None:
+    worker = making()
+    tokens = list(range(11))
+    saved(worker, tokens[:8])
+
+    def returned() -> bool:
+        deadline = time.monotonic() + WAIT
+        while worker.counters.open_leases and time.monotonic() < deadline:
+            pass
+        return worker.counters.open_leases == stage.stats(1).leases == 0
+
+    assert worker.ask("covered", tokens, local=8) == 0
+    assert returned()
+    assert worker.ask("covered", tokens, local=4) == 4  # the answer itself is kept
+    assert len(stage.lookups) == 1
+    assert worker.ask("admitted", tokens) == 8
+    assert worker.counters.open_leases == 1
+    worker.fill(tokens, [50, 51, 52])
+    worker.save("admitted", tokens, [50, 51, 52])
+    worker.event()
+    assert returned()
+
+
 def test_a_release_during_the_lookup_gives_the_lease_back(making: Making, stage: Stage) -> None:
     worker = making()
     saved(worker, list(range(8)))
