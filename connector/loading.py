@@ -16,8 +16,7 @@ from connector.geometry import MAX_NAMES, Geometry, Part
 from connector.lookups import Answer
 from connector.options import Options
 from engine.external import Event, Load, Loaded
-from kvblock.header import decode
-from kvblock.verify import verify, verify_payload
+from kvblock.verify import verify_block
 from kvstore import Got, Store, Want
 
 
@@ -143,11 +142,9 @@ class Loading:
         if got.header is None:
             self._meter.add(absent=1)
             return False
-        header = decode(got.header)
-        verify(header, part.wanted)
-        verify_payload(header, want.buffer)
+        verify_block(got.header, part.wanted, want.buffer, got.summed)
         if self._direct(part) is None:
-            self._pool.write(part.block, header.count, want.buffer)
+            self._pool.write(part.block, len(part.wanted.tokens), want.buffer)
         self._valid_to = part.end
         self._meter.add(loaded_bytes=want.buffer.nbytes)
         return True

@@ -73,6 +73,11 @@ def header_bytes(count: int) -> int:
     return -(-(_FIXED.size + 4 * count) // ALIGNMENT) * ALIGNMENT
 
 
+def stated_length(data: Buffer) -> int:
+    """What the first bytes of a block say of its header's length; not checked."""
+    return int.from_bytes(data[12:16], "little")
+
+
 def payload_bytes(dtype: str, shape: Sequence[int]) -> int:
     """Length of a payload of ``shape`` elements of ``dtype``."""
     return ITEM_BYTES[dtype] * math.prod(shape)

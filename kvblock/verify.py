@@ -35,17 +35,21 @@ def verify(header: Header, wanted: Wanted) -> None:
     _same("shape", header.shape, wanted.shape)
 
 
-def verify_payload(header: Header, payload: Buffer) -> None:
-    """Raise ``Corrupt`` unless ``payload`` has the length and checksum the header states."""
+def verify_payload(header: Header, payload: Buffer, summed: int | None = None) -> None:
+    """Raise ``Corrupt`` unless ``payload`` has the length and checksum the header states.
+
+    ``summed`` is the checksum of ``payload``, where it was computed as the bytes came.
+    """
     _same("payload_bytes", memoryview(payload).nbytes, header.payload_bytes)
-    _same("payload_checksum", checksum(payload), header.payload_checksum)
+    found = checksum(payload) if summed is None else summed
+    _same("payload_checksum", found, header.payload_checksum)
 
 
-def verify_block(raw: Buffer, wanted: Wanted, payload: Buffer) -> None:
+def verify_block(raw: Buffer, wanted: Wanted, payload: Buffer, summed: int | None = None) -> None:
     """All of the above for a header's bytes: ``Corrupt`` names the first field that is wrong."""
     header = decode(raw)
     verify(header, wanted)
-    verify_payload(header, payload)
+    verify_payload(header, payload, summed)
 
 
 def _same(

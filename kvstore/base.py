@@ -51,11 +51,13 @@ class Want:
 class Got:
     """``wants[index]`` has come: its header's bytes, the payload lies in the buffer.
 
-    ``header`` is ``None`` when the block is absent or not as long as its buffer says.
+    ``header`` is ``None`` when the block is absent or not as long as its buffer says. ``summed`` is
+    the checksum of the buffer, if it was computed here as the bytes came.
     """
 
     index: int
     header: bytes | None
+    summed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

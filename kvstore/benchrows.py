@@ -242,7 +242,9 @@ def _get(rig: Rig, store: RemoteStore, indices: range) -> None:
     for got in store.get(wants, TIMEOUT):
         if got.header is None:
             raise Corrupt("get", "a block that was put is not there")
-        verify_block(got.header, rig.wanted[indices[got.index]], wants[got.index].buffer)
+        verify_block(
+            got.header, rig.wanted[indices[got.index]], wants[got.index].buffer, got.summed
+        )
 
 
 def _all_stored(store: RemoteStore, offers: list[Offer]) -> None:

@@ -6,6 +6,8 @@ another. Whether it is what a reader wants is the reader's question; a store doe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from common.errors import Corrupt
 from kvblock.header import Buffer, Header, decode, header_bytes
 from kvblock.name import Digest, child_name, sha256
@@ -13,7 +15,17 @@ from kvblock.verify import verify_payload
 from kvstore.records import Claim
 
 
-def check_block(claim: Claim, data: Buffer, digest: Digest = sha256) -> Header:
+@dataclass(frozen=True, slots=True)
+class Summed:
+    """``checksum`` of a block's bytes from ``start`` on, computed as they came."""
+
+    start: int
+    checksum: int
+
+
+def check_block(
+    claim: Claim, data: Buffer, digest: Digest = sha256, summed: Summed | None = None
+) -> Header:
     """The header; ``Corrupt`` names the field unless ``data`` is a whole block of that name."""
     view = memoryview(data)
     if view.nbytes != claim.size:
@@ -24,5 +36,7 @@ def check_block(claim: Claim, data: Buffer, digest: Digest = sha256) -> Header:
     true = child_name(header.namespace, header.parent, header.tokens, digest)
     if true != header.name:
         raise Corrupt("name", f"what the header holds is called {true.hex()}")
-    verify_payload(header, view[header_bytes(header.count) :])
+    start = header_bytes(header.count)
+    known = summed.checksum if summed is not None and summed.start == start else None
+    verify_payload(header, view[start:], known)
     return header

@@ -18,7 +18,6 @@ from enum import IntEnum
 from common.errors import Corrupt, Rejected
 from kvblock.name import NAME_BYTES
 from kvstore.messages import MAX_NAMES
-from kvstore.records import Claim
 
 MAGIC = b"KVRL"
 VERSION = 1
@@ -136,10 +135,3 @@ def rows_of(body: bytes, count: int, max_block: int) -> list[Row]:
         if not 0 < row.size <= max_block:
             raise Rejected(f"rows[{index}].size", f"{row.size} is not in 1 .. {max_block}")
     return rows
-
-
-def claim_of(row: Row, reserved: Claim) -> Claim:
-    """The claim of a row; ``Rejected`` unless it is as it was reserved."""
-    if row.size != reserved.size:
-        raise Rejected("rows.size", f"{row.size} is not the {reserved.size} that was reserved")
-    return reserved

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Generator
 
-from kvstore.frames import Request, Row, claim_of, rows_of
+from common.errors import Rejected
+from kvstore.frames import Request, Row, rows_of
 from kvstore.vault import Slot, Vault
 
 
@@ -32,5 +33,8 @@ def places(
 
 
 def _place(vault: Vault, ticket: int, row: Row) -> Slot | None:
-    reserved = vault.reserved(ticket, row.name)
-    return None if reserved is None else vault.slot(ticket, claim_of(row, reserved))
+    slot = vault.slot(ticket, row.name)
+    if slot is not None and slot.claim.size != row.size:
+        slot.drop()
+        raise Rejected("rows.size", f"{row.size} is not the {slot.claim.size} that was reserved")
+    return slot

@@ -69,7 +69,7 @@ def _buffers(
         if verdict is not Verdict.RESERVED or grant.ticket is None:
             yield from skip(claim.size)
             outcomes.append(Outcome(NOT_SENT[verdict]))
-        elif (slot := vault.slot(grant.ticket, claim)) is None:
+        elif (slot := vault.slot(grant.ticket, claim.name)) is None:
             yield from skip(claim.size)
             outcomes.append(Outcome(Kept.EXPIRED))
         else:

@@ -17,7 +17,6 @@ from google.protobuf.message import DecodeError, Message
 from common.errors import Rejected
 from kvstore.arena import GROW, SEAL, SHRINK, memfd, seal
 from kvstore.base import Kept, Outcome
-from kvstore.copying import copy
 from kvstore.frames import (
     REQUEST_BYTES,
     SIZE_BYTES,
@@ -167,7 +166,7 @@ class Session:
                     raise Rejected("rows.offset", f"{row.offset} + {row.size} is beyond the window")
                 if slot is not None:
                     # Copied first and checked there: the peer may still write into the window.
-                    copy(slot.buffer, window[row.offset : row.offset + row.size])
+                    slot.fill(window[row.offset : row.offset + row.size])
                 outcomes.append(Outcome(Kept.EXPIRED) if slot is None else slot.keep())
         self._answer_put(request, outcomes)
 

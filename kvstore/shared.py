@@ -17,7 +17,7 @@ from collections.abc import Generator, Sequence
 from common.errors import Corrupt, Unavailable
 from kvstore.arena import open_arena
 from kvstore.base import Got, Offer, Outcome, Want
-from kvstore.copying import copy
+from kvstore.copying import copy_summed
 from kvstore.frames import Op, Request
 from kvstore.line import Line, Lines, dial_unix
 from kvstore.staging import batches, send, stage
@@ -57,11 +57,11 @@ class SharedWay:
             until = asked + found.lease_ms / 1000
             try:
                 for want, length, offset in zip(left, found.lengths, found.offsets, strict=True):
-                    header = self._fetch(want, length, offset)
-                    if time.monotonic() >= until:
-                        header = None  # what was copied may have been another block by then
+                    got = self._fetch(progress.done, want, length, offset)
+                    if time.monotonic() >= until:  # it may have been another block by then
+                        got = Got(progress.done, None)
                     progress.done += 1
-                    yield Got(progress.done - 1, header)
+                    yield got
             finally:
                 if found.lease:
                     line.ask(Request(Op.RELEASE, found.lease, found.token))
@@ -110,16 +110,16 @@ class SharedWay:
             raise Corrupt("lengths", f"{len(found.lengths)} came for {len(wants)} names")
         return found
 
-    def _fetch(self, want: Want, length: int, offset: int) -> bytes | None:
+    def _fetch(self, index: int, want: Want, length: int, offset: int) -> Got:
         """One block: its header's bytes, the payload goes into its buffer."""
         if not length or (split := split_of(length, want)) is None:
-            return None
+            return Got(index, None)
         if offset + length > len(self._arena):
             raise Corrupt("offsets", f"{offset} + {length} is beyond the arena")
         start = offset + split
         header = bytes(self._arena[offset:start])
-        copy(want.buffer, self._arena[start : offset + length])
-        return header
+        summed = copy_summed(want.buffer, self._arena[start : offset + length])
+        return Got(index, header, summed)
 
     def _window(self, line: Line) -> memoryview:
         window = self._windows.get(line)

@@ -35,7 +35,7 @@ class StreamWay:
             try:
                 for got in _received(left, call):
                     progress.done = base + got.index + 1
-                    yield Got(base + got.index, got.header)
+                    yield Got(base + got.index, got.header, got.summed)
             finally:
                 call.cancel()
 

@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from common.errors import Corrupt
+from kvblock.header import stated_length
 from kvstore.arena import Arena, capacity_for
 from kvstore.base import Kept, Outcome
 from kvstore.catalog import Catalog
-from kvstore.check import check_block
+from kvstore.check import Summed, check_block
+from kvstore.copying import copy, copy_summed
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.records import Claim, Grant, Holding, Located, Tail
 from kvstore.stats import Stats
@@ -117,11 +119,12 @@ class Vault:
             self._catalog.expire(time.monotonic())
             return all(self._catalog.is_being_written(claim.name) for claim in claims)
 
-    def slot(self, ticket: int, claim: Claim) -> Slot | None:
+    def slot(self, ticket: int, name: bytes) -> Slot | None:
         """Where to write a reserved block; ``None`` when the reservation has run out."""
         with self._lock:
-            place = self._catalog.borrow(ticket, claim.name, time.monotonic())
-        return None if place is None else Slot(self, ticket, claim, place)
+            claim = self._catalog.reserved(ticket, name)
+            place = self._catalog.borrow(ticket, name, time.monotonic())
+        return None if claim is None or place is None else Slot(self, ticket, claim, place)
 
     def stats(self) -> Stats:
         """A reading."""
@@ -158,12 +161,19 @@ class Slot:
     def __init__(self, vault: Vault, ticket: int, claim: Claim, place: int) -> None:
         self.ticket, self.claim, self.place = ticket, claim, place
         self._vault, self._open = vault, True
+        self._summed: Summed | None = None
         self.buffer = vault.arena.view(place, claim.size)
+
+    def fill(self, source: memoryview) -> None:
+        """Copy the block from memory that somebody may still write to: only the copy counts."""
+        start = min(stated_length(source), len(source))
+        copy(self.buffer[:start], source[:start])
+        self._summed = Summed(start, copy_summed(self.buffer[start:], source[start:]))
 
     def keep(self) -> Outcome:
         """Check the block and make it visible."""
         try:
-            header = check_block(self.claim, self.buffer)
+            header = check_block(self.claim, self.buffer, summed=self._summed)
         except Corrupt as error:
             self._open = False
             self._vault.refuse(self, corrupt=True)

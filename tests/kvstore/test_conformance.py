@@ -62,6 +62,7 @@ def get(store: Store, *blocks: Block) -> list[Got]:
         if got.header is not None:
             assert got.header == block.header
             assert want.buffer == block.payload
+            assert got.summed in (None, checksum(want.buffer))
             verify_payload(decode(got.header), want.buffer)
     return gots
 

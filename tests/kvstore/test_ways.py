@@ -92,7 +92,7 @@ def accepted(store: RemoteStore, *blocks: Block) -> tuple[int, int]:
             header = decode(got.header)
             if header != decode(blocks[got.index].header):
                 raise Corrupt("header", "another block")
-            verify_payload(header, wants[got.index].buffer)
+            verify_payload(header, wants[got.index].buffer, got.summed)
         except Corrupt:
             refused += 1
             continue
