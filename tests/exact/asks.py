@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 from kvrelay import AsyncClient, Completion
 from protos import types_pb2
@@ -46,8 +47,21 @@ def _length(chance: random.Random, longest: int) -> int:
     return chance.randint(1, longest if chance.random() < 0.2 else min(80, longest))
 
 
+class Sampling(TypedDict, total=False):
+    """How tokens are chosen, the same for all asks."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    min_tokens: int
+
+
 async def _ask_all(
-    address: str, asks: Sequence[Ask], at_once: int, sampling: dict[str, float | int]
+    address: str, asks: Sequence[Ask], at_once: int, sampling: Sampling
 ) -> list[Completion]:
     room = asyncio.Semaphore(at_once)
     async with AsyncClient(address) as client:
@@ -67,10 +81,11 @@ async def _ask_all(
 
 
 def ask_all(
-    address: str, asks: Sequence[Ask], at_once: int = 16, **sampling: float | int
+    address: str, asks: Sequence[Ask], at_once: int = 16, **sampling: Unpack[Sampling]
 ) -> list[Completion]:
     """The completions, in order; greedy unless told otherwise."""
-    return asyncio.run(_ask_all(address, asks, at_once, {"temperature": 0.0, **sampling}))
+    chosen: Sampling = {"temperature": 0.0, **sampling}
+    return asyncio.run(_ask_all(address, asks, at_once, chosen))
 
 
 def check_usage(ask: Ask, completion: Completion) -> None:

@@ -60,6 +60,7 @@ def refused(up: Cluster, request: Request | bytes, timeout: float = 30.0) -> grp
     raw = request if isinstance(request, bytes) else request.SerializeToString()
     options = [("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(up.router, options=options) as channel:
+        call: grpc.UnaryStreamMultiCallable[bytes, bytes]
         call = channel.unary_stream("/kvrelay.v1.Router/Generate")
         with pytest.raises(grpc.RpcError) as caught:
             list(call(raw, timeout=timeout))

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from kvrelay.supervisor import Cluster
-from tests.exact.asks import Ask, ask_all, check_usage, prompts
+from tests.exact.asks import Ask, Sampling, ask_all, check_usage, prompts
 from tests.exact.conftest import Models, cluster
 from tests.exact.idle import check_idle
 from tests.models import VOCAB
 
 MADE = 24
-PLAIN = {"temperature": 0.8}
-RICH = {
+PLAIN: Sampling = {"temperature": 0.8}
+RICH: Sampling = {
     "temperature": 0.8,
     "top_k": 40,
     "top_p": 0.9,
@@ -35,7 +35,7 @@ def asks() -> list[Ask]:
     return [Ask(prompt, MADE, seed=1000 + index) for index, prompt in enumerate(made)]
 
 
-def tokens(up: Cluster, asked: list[Ask], sampling: dict[str, float], at_once: int = 16) -> Tokens:
+def tokens(up: Cluster, asked: list[Ask], sampling: Sampling, at_once: int = 16) -> Tokens:
     answers = ask_all(up.router, asked, at_once, **sampling)
     for ask, answer in zip(asked, answers, strict=True):
         check_usage(ask, answer)
@@ -57,7 +57,7 @@ def relayed(models: Models) -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("sampling", [PLAIN, RICH], ids=["plain", "rich"])
-def test_disaggregated(both_roles: Cluster, relayed: Cluster, sampling: dict[str, float]) -> None:
+def test_disaggregated(both_roles: Cluster, relayed: Cluster, sampling: Sampling) -> None:
     asked = asks()
     alone = tokens(both_roles, asked, sampling)
     assert len(set(alone)) == len(alone), "seeds make no difference"
@@ -78,7 +78,7 @@ def test_preempted(both_roles: Cluster, models: Models) -> None:
 
 @pytest.mark.parametrize("sampling", [PLAIN, RICH], ids=["plain", "rich"])
 def test_resumed_at_every_position(
-    both_roles: Cluster, relayed: Cluster, sampling: dict[str, float]
+    both_roles: Cluster, relayed: Cluster, sampling: Sampling
 ) -> None:
     chosen = asks()[:6]
     alone = tokens(both_roles, chosen, sampling)
