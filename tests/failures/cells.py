@@ -1,0 +1,151 @@
+"""One cell of the matrix: strike a party at a moment, and compare all that came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+from dataclasses import dataclass
+
+from tests.exact.idle import check_idle
+from tests.exact.oracle import Oracle
+from tests.failures.moments import BEFORE, LAST, LOADING, Moment, Scene
+from tests.failures.rig import BLOCK, Observer, Rig, Seen
+from tests.failures.streams import Asked, Stream, draw, run_all, undisturbed
+
+MOMENT_SECONDS = 60.0
+MORE_TRIES = 5
+FREE_WITHIN = 1.0  # a ghost that comes back
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """What was done: to whom, when, and what it was doing."""
+
+    index: int
+    at: float
+    loads: tuple[Seen, ...]
+    met: bool  # whether any stream was still under way
+
+
+class Cell:
+    """``target`` is a role; the streams begin before the moment, or just after for ``BEFORE``."""
+
+    def __init__(self, rig: Rig, oracle: Oracle, target: str, moment: Moment, seed: int) -> None:
+        self.rig, self.target, self.moment = rig, target, moment
+        self._oracle = oracle
+        # The role that the moment is about: that of the party struck, if it can be.
+        self.role = target if target in ("prefill", "decode") else self._subject(moment)
+        self._chance = random.Random(seed)
+        print(f"cell {target}, {moment.name}: seed {seed}")
+        self.streams: list[Stream] = []
+
+    def _subject(self, moment: Moment) -> str:
+        return "decode" if moment is LOADING else "prefill"
+
+    def run(self, number: int = signal.SIGKILL) -> Strike:
+        """Play the scene; everything stands again when it returns."""
+        strike = self._try(number)
+        for _ in range(MORE_TRIES):  # on a busy machine a stream may be over before the blow falls
+            if strike.met or self.moment is LAST:
+                break
+            strike = self._try(number)
+        else:
+            raise AssertionError(f"{self.moment.name!r} was missed {MORE_TRIES} times")
+        return strike
+
+    def _try(self, number: int) -> Strike:
+        drawn = draw(self._chance, self.moment.streams, self.moment.prompt, self.moment.max_tokens)
+        self.streams = [Stream(one) for one in drawn]
+        self._prepare()
+        strike = asyncio.run(self._play(number))
+        if number == signal.SIGSTOP:
+            self.rig.cluster.kill(self.target, strike.index, signal.SIGCONT)
+            waited = check_idle(self.rig.cluster, within=FREE_WITHIN)
+            print(f"idle {waited:.2f} s after SIGCONT")
+        self.rig.settle()
+        return strike
+
+    def _prepare(self) -> None:
+        if self.moment is LOADING and self.role == "prefill":
+            # What it will load has to be in the store, and no longer in its own pool.
+            undisturbed(self.rig.cluster.router, [stream.asked for stream in self.streams])
+            self.rig.restart("prefill")
+        self.moment.prepare(self.rig, self.role)
+
+    async def _play(self, number: int) -> Strike:
+        observer = Observer(self.rig)
+        try:
+            before = {(s.role, s.index): s.load.executed for s in await observer.look()}
+            if self.moment is BEFORE:
+                strike = self._strike(0, (), number)
+                await self._stream()
+                return strike
+            streams = asyncio.ensure_future(self._stream())
+            strike = await self._wait(observer, before, streams, number)
+            await streams
+            return strike
+        finally:
+            await observer.close()
+
+    async def _stream(self) -> None:
+        await run_all(self.rig.cluster.router, self.streams, self.target == "router")
+
+    async def _wait(
+        self,
+        observer: Observer,
+        before: dict[tuple[str, int], int],
+        streams: asyncio.Future[None],
+        number: int,
+    ) -> Strike:
+        deadline = time.monotonic() + MOMENT_SECONDS
+        while time.monotonic() < deadline and not streams.done():
+            loads = await observer.look()
+            tokens = max(len(stream.tokens) for stream in self.streams)
+            index = self.moment.reached(Scene(loads, before, tokens), self.role)
+            if index is not None:
+                return self._strike(index, tuple(loads), number)
+        await streams
+        return Strike(0, time.monotonic(), (), met=False)
+
+    def _strike(self, index: int, loads: tuple[Seen, ...], number: int) -> Strike:
+        index = index if self.target == self.role else 0
+        self.rig.cluster.kill(self.target, index, number)
+        self.rig.heal()  # slowness was there to hold the moment, not the recovery
+        met = any(len(stream.tokens) < stream.asked.max_tokens for stream in self.streams)
+        return Strike(index, time.monotonic(), loads, met)
+
+    def check(self, strike: Strike) -> None:
+        """Same tokens as undisturbed, every token accounted for, nothing held."""
+        asked = [stream.asked for stream in self.streams]
+        again = undisturbed(self.rig.cluster.router, asked)
+        for stream, expected in zip(self.streams, again, strict=True):
+            assert stream.tokens == expected
+            self._check_greedy(stream.asked, stream.tokens)
+            stream.check_usage()
+        waited = check_idle(self.rig.cluster)
+        pauses = [stream.pause_after(strike.at) for stream in self.streams]
+        print(
+            f"MATRIX {self.target:7} {self.moment.name:27} longest pause {max(pauses):6.3f} s,"
+            f" recomputed {self.recomputed()}, resumed by the client"
+            f" {sum(stream.broken for stream in self.streams)}, idle after {waited:.2f} s"
+        )
+
+    def recomputed(self) -> list[int]:
+        """Tokens that legs after a loss computed again, beside the one each must compute."""
+        found = []
+        for stream in self.streams:
+            legs = stream.usage.legs if stream.usage is not None else ()
+            prompt = len(stream.asked.prompt)
+            found += [leg.computed - 1 for leg in legs[1:] if leg.length > prompt + 1]
+        return found
+
+    def _check_greedy(self, asked: Asked, tokens: list[int]) -> None:
+        if asked.seed is None and self.moment.streams <= 2:
+            assert tokens == self._oracle.greedy(asked.prompt, asked.max_tokens)
+
+
+def unsaved(strike: Strike) -> int:
+    """Tokens in saves that were under way, at most."""
+    return sum(seen.load.saving for seen in strike.loads if seen.role == "decode") * BLOCK

@@ -1,0 +1,140 @@
+"""A small cluster whose store is reached through fault proxies, and what can be seen of it.
+
+Chunks are small and few requests run at once, so that every stage of a request lasts long enough to
+be observed; what is observed is what the workers say of themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvrelay.process import Backoff, Spec
+from kvrelay.processes import ClusterConfig, specs
+from kvrelay.supervisor import Cluster
+from protos import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
+from tests.failures.proxy import Proxy
+
+BLOCK = 16
+SEQS = 2
+BACKOFF = Backoff(first=0.05, longest=0.2, tries=10_000)
+ROLES = ("prefill", "decode")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """The load of one worker at a moment."""
+
+    role: str
+    index: int
+    load: worker_pb2.WorkerLoad
+
+
+class Rig:
+    """The cluster, and the proxies between the workers of each role and the store."""
+
+    def __init__(self, cluster: Cluster, proxies: dict[str, Proxy], model: Path) -> None:
+        self.cluster, self.proxies, self.model = cluster, proxies, model
+
+    def heal(self) -> None:
+        """All proxies pass everything."""
+        for proxy in self.proxies.values():
+            proxy.heal()
+
+    def restart(self, role: str) -> None:
+        """Every worker of a role is another one, with an empty pool."""
+        for index in range(len(self.cluster.addresses(role))):
+            self.cluster.kill(role, index)
+        self.settle()
+
+    def settle(self) -> None:
+        """Everything that was killed is back."""
+        self.cluster.wait()
+
+    def store_stats(self) -> kvstore_pb2.StatsResponse:
+        """What the store counts."""
+        address = self.cluster.addresses("store")[0]
+        with grpc.insecure_channel(address) as channel:
+            stub = kvstore_pb2_grpc.KVStoreStub(channel)
+            return stub.Stats(kvstore_pb2.StatsRequest(), timeout=10.0)
+
+
+class Observer:
+    """Asks every worker for its load; those that do not answer are not seen."""
+
+    def __init__(self, rig: Rig) -> None:
+        self._channels = {
+            (role, index): grpc.aio.insecure_channel(address)
+            for role in ROLES
+            for index, address in enumerate(rig.cluster.addresses(role))
+        }
+
+    async def look(self) -> list[Seen]:
+        """All at once."""
+        found = await asyncio.gather(*(self._ask(*key) for key in self._channels))
+        return [seen for seen in found if seen is not None]
+
+    async def _ask(self, role: str, index: int) -> Seen | None:
+        stub = worker_pb2_grpc.WorkerStub(self._channels[role, index])
+        try:
+            return Seen(role, index, await stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=2.0))
+        except grpc.RpcError:
+            return None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for channel in self._channels.values():
+            await channel.close()
+
+
+@contextmanager
+def rig(model: Path, seqs: int = SEQS, **environ: str) -> Iterator[Rig]:
+    """A running one; the last lines of all processes are printed at the end.
+
+    ``environ`` are flags for all of its processes: ``max_deaths="9"``.
+    """
+    lines: list[str] = []
+    config = ClusterConfig(
+        model=str(model), port=0, dtype="float32", prefill=2, decode=2, block_size=BLOCK,
+        num_blocks=128, max_num_seqs=seqs, max_num_batched_tokens=16,
+    )  # fmt: skip
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVRELAY_AUDIT", "true")
+        patch.setenv("KVRELAY_DISAGGREGATE", "always")
+        for name, value in environ.items():
+            patch.setenv(f"KVRELAY_{name.upper()}", value)
+        proxies: dict[str, Proxy] = {}
+
+        def layout(config: ClusterConfig) -> tuple[Spec, ...]:
+            made = specs(config)
+            store = next(spec for spec in made if spec.role == "store")
+            for role in ROLES:
+                proxies[role] = stack.enter_context(Proxy(store.address))
+            return tuple(_through(spec, store.address, proxies) for spec in made)
+
+        def note(spec: Spec, line: str) -> None:
+            lines.append(f"{spec.name}| {line}")
+
+        try:
+            up = stack.enter_context(
+                Cluster(config, on_line=note, on_change=note, backoff=BACKOFF, layout=layout)
+            )
+            yield Rig(up, proxies, model)
+        finally:
+            print("\n".join(lines[-400:]))
+
+
+def _through(spec: Spec, store: str, proxies: dict[str, Proxy]) -> Spec:
+    """A worker that reaches the store through its role's proxy, by gRPC alone."""
+    if spec.role not in proxies:
+        return spec
+    url = f"kvrelay://{proxies[spec.role].address}?way=grpc"
+    return replace(
+        spec, args=tuple(url if word == f"kvrelay://{store}" else word for word in spec.args)
+    )

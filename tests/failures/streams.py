@@ -1,0 +1,100 @@
+"""Streams of a client that never gives up: what it saw and when, and who went on after whom."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass, field
+
+from common.errors import Unavailable
+from kvrelay import AsyncClient
+from kvrelay.ask import Ask
+from protos import types_pb2
+
+PATIENCE = 100.0
+RETRY_SECONDS = 0.05
+VOCAB = 256  # no special token in prompts
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt and how to answer it; ``seed`` is ``None`` for greedy."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    seed: int | None
+
+    @property
+    def ask(self) -> Ask:
+        """As the client library takes it."""
+        ask = Ask(token_ids=self.prompt, max_tokens=self.max_tokens, ignore_eos=True)
+        if self.seed is None:
+            return {**ask, "temperature": 0.0}
+        return {**ask, "temperature": 0.8, "top_p": 0.95, "seed": self.seed}
+
+
+def draw(chance: random.Random, count: int, prompt: int, max_tokens: int) -> list[Asked]:
+    """Fresh prompts; every other one is sampled."""
+    return [
+        Asked(
+            tuple(chance.randrange(VOCAB) for _ in range(prompt)),
+            max_tokens,
+            chance.randrange(1 << 32) if index % 2 else None,
+        )
+        for index in range(count)
+    ]
+
+
+@dataclass(slots=True)
+class Stream:
+    """One answer as it comes. ``broken`` counts errors after which the client resumed."""
+
+    asked: Asked
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    usage: types_pb2.Usage | None = None
+    broken: int = 0
+
+    async def run(self, client: AsyncClient, may_break: bool) -> None:
+        """To the end; an error counts as the client's fault unless it ``may_break``."""
+        deadline = time.monotonic() + PATIENCE
+        call = client.generate(timeout=PATIENCE, **self.asked.ask)
+        while True:
+            try:
+                async for piece in call:
+                    self.tokens += piece.token_ids
+                    self.times += [time.monotonic()] * len(piece.token_ids)
+                    self.usage = piece.usage or self.usage
+                return
+            except Unavailable:
+                if not may_break or time.monotonic() > deadline:
+                    raise
+            self.broken += 1
+            await asyncio.sleep(RETRY_SECONDS)
+            call = client.resume(call, timeout=PATIENCE)
+
+    def pause_after(self, moment: float) -> float:
+        """Seconds from ``moment`` to the next token; 0 when there was none."""
+        return next((seen - moment for seen in self.times if seen > moment), 0.0)
+
+    def check_usage(self) -> None:
+        """Every token is in the account of exactly one leg of the last call."""
+        assert self.usage is not None
+        assert self.usage.completion_tokens == self.asked.max_tokens
+        if not self.broken:
+            assert sum(leg.generated for leg in self.usage.legs) == len(self.tokens)
+
+
+async def run_all(address: str, streams: list[Stream], may_break: bool = False) -> None:
+    """All at once, over one connection."""
+    async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
+        for stream in streams:
+            group.create_task(stream.run(client, may_break))
+
+
+def undisturbed(address: str, asked: list[Asked]) -> list[list[int]]:
+    """The same asked of a cluster that is left alone."""
+    streams = [Stream(one) for one in asked]
+    asyncio.run(run_all(address, streams))
+    return [stream.tokens for stream in streams]

@@ -1,0 +1,137 @@
+"""Workers leave in good order: their streams go on elsewhere and no client sees an error."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+import time
+
+import grpc
+import pytest
+
+from kvrelay import AsyncClient
+from protos import worker_pb2, worker_pb2_grpc
+from tests.exact.idle import check_idle
+from tests.failures.rig import ROLES, Observer, Rig
+from tests.failures.streams import Stream, draw, run_all, undisturbed
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+AT_ONCE = 6
+RETURN_SECONDS = 60.0
+
+
+class Load:
+    """Streams that follow one another until told to stop; each one has to come out right."""
+
+    def __init__(self, rig: Rig, seed: int) -> None:
+        print(f"load: seed {seed}")
+        self._rig, self._chance = rig, random.Random(seed)
+        self.done: list[Stream] = []
+        self.stop = False
+
+    async def run(self) -> None:
+        """So many at once; raises the first error that a client sees."""
+        async with AsyncClient(self._rig.cluster.router) as client, asyncio.TaskGroup() as group:
+            for _ in range(AT_ONCE):
+                group.create_task(self._one_after_another(client))
+
+    async def _one_after_another(self, client: AsyncClient) -> None:
+        while not self.stop:
+            (asked,) = draw(self._chance, 1, self._chance.randrange(20, 200), 100)
+            stream = Stream(asked)
+            await stream.run(client, may_break=False)
+            self.done.append(stream)
+
+    def check(self) -> None:
+        """Every stream is what it would have been."""
+        again = undisturbed(self._rig.cluster.router, [stream.asked for stream in self.done])
+        assert [stream.tokens for stream in self.done] == again
+        for stream in self.done:
+            stream.check_usage()
+
+
+async def _restart(rig: Rig, observer: Observer, role: str, index: int) -> float:
+    """SIGTERM one worker and wait until the one started after it serves; seconds."""
+    begun, before = time.monotonic(), await _boot(observer, role, index)
+    rig.cluster.kill(role, index, signal.SIGTERM)
+    while time.monotonic() - begun < RETURN_SECONDS:
+        now = await _boot(observer, role, index)
+        if now is not None and now != before:
+            return time.monotonic() - begun
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"{role} {index} did not come back")
+
+
+async def _boot(observer: Observer, role: str, index: int) -> str | None:
+    seen = await observer.look()
+    return next((s.load.worker for s in seen if (s.role, s.index) == (role, index)), None)
+
+
+async def _roll(rig: Rig, load: Load) -> list[float]:
+    """Restart every worker, one after another, under load."""
+    observer = Observer(rig)
+    running = asyncio.ensure_future(load.run())
+    try:
+        took = []
+        for role in ROLES:
+            for index in range(len(rig.cluster.addresses(role))):
+                took.append(await _restart(rig, observer, role, index))
+                await asyncio.to_thread(rig.settle)
+                assert not running.done(), running.exception()
+        load.stop = True
+        await running
+        return took
+    finally:
+        load.stop = True
+        running.cancel()
+        await observer.close()
+
+
+@pytest.mark.slow
+def test_a_rolling_restart_of_every_worker_loses_nothing(stand: Rig) -> None:
+    load = Load(stand, random.randrange(1 << 32))
+    took = asyncio.run(_roll(stand, load))
+    print(f"ROLL {len(load.done)} streams, restarts {[round(one, 2) for one in took]} s")
+    load.check()
+    check_idle(stand.cluster)
+
+
+def test_drain_moves_the_streams_away(stand: Rig) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    streams = [Stream(asked) for asked in draw(random.Random(seed), 2, 100, 400)]
+    drained = asyncio.run(_drain(stand, streams))
+    print(f"DRAIN answered after {drained:.2f} s")
+    assert drained < 5.0
+    expected = undisturbed(stand.cluster.router, [stream.asked for stream in streams])
+    assert [stream.tokens for stream in streams] == expected
+    assert any(len(s.usage.legs) > 2 for s in streams if s.usage is not None)
+    stand.cluster.kill("decode", 0, signal.SIGTERM)  # it drains for good; another takes its place
+    deadline = time.monotonic() + RETURN_SECONDS
+    while stand.cluster.process("decode", 0).starts < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    stand.settle()
+    check_idle(stand.cluster)
+
+
+async def _drain(rig: Rig, streams: list[Stream]) -> float:
+    """Call ``Drain`` on the first decode worker in the middle of streams; seconds it took."""
+    running = asyncio.ensure_future(run_all(rig.cluster.router, streams))
+    observer = Observer(rig)
+    try:
+        while not running.done():
+            loads = [s for s in await observer.look() if (s.role, s.index) == ("decode", 0)]
+            if loads[0].load.running and max(len(s.tokens) for s in streams) > 40:
+                break
+        assert not running.done()
+        begun = time.monotonic()
+        async with grpc.aio.insecure_channel(rig.cluster.addresses("decode")[0]) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            await stub.Drain(worker_pb2.DrainRequest(), timeout=30.0)
+        drained = time.monotonic() - begun
+        await running
+        return drained
+    finally:
+        running.cancel()
+        await observer.close()
