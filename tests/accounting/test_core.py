@@ -195,6 +195,22 @@ def test_late_repeated_and_unknown_events_are_counted() -> None:
     bench.run()
 
 
+def test_the_account_of_a_leg_that_was_ended_in_the_middle_of_its_prefill() -> None:
+    """What it computed was its prompt and nothing of it was recomputed."""
+    bench = Bench(limits(8, 4, budget=4), lambda _: 3)
+    request = bench.submit("r", range(14), 5)
+    bench.step()
+    bench.end_load(bench.loads[0])
+    bench.step()
+    bench.scheduler.abort("r")
+    account = leg_tokens(request)
+    assert (account.length, account.local, account.external) == (14, 0, 3)
+    assert (account.computed, account.recomputed, account.executed) == (4, 0, 4)
+    never = bench.submit("never admitted", range(14), 5)
+    bench.scheduler.abort(never.id)
+    assert (leg_tokens(never).computed, leg_tokens(never).executed) == (0, 0)
+
+
 def test_equal_prompts_with_other_answers_share_the_prompt_only() -> None:
     """As with other seeds: a block that was partial when first looked at is not named by that."""
     bench = Bench(limits(12, 4, headroom=0))
