@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import random
 import socket
 import subprocess
 import sys
@@ -18,10 +19,13 @@ from kvblock.header import Header, checksum, encode, header_bytes
 from kvblock.name import child_name
 from kvblock.verify import Wanted, verify_block
 from kvstore.base import Block, Kept, Lease, Offer, Want
+from kvstore.messages import MAX_NAMES
 from kvstore.remote import RemoteStore
+from kvstore.vault import ENTRY_BYTES
 from kvstore.ways import ORDER
 
 GET_BLOCKS = 256
+FILL_BYTES = 4 << 20
 PUT_BLOCKS = 32
 TIMEOUT = 120.0
 HOLD_SECONDS = 600.0
@@ -50,7 +54,7 @@ class Rig:
         self.size, self.count = size, working_set // size
         self.pool = np.random.default_rng(7).integers(0, 256, self.count * size, np.uint8)
         self.block_bytes = header_bytes(len(TOKENS)) + size
-        budget = 2 * self.count * self.block_bytes
+        budget = 2 * self.count * (self.block_bytes + ENTRY_BYTES) + (8 << 20)
         command = [sys.executable, "-m", "kvstore", f"--budget={budget}", "--log-level=error"]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         line = self._process.stdout.readline() if self._process.stdout else ""
@@ -58,7 +62,7 @@ class Rig:
             raise Unavailable(f"the store did not start: {line!r}")
         self.address = line.split()[3].rstrip(",")
         self._stores = {way: RemoteStore(self.address, way) for way in ORDER}
-        self._lease: Lease | None = None
+        self._leases: list[Lease] = []
         self._parents = (n.to_bytes(32, "little") for n in itertools.count(1))
         self.wanted = [self._wanted() for _ in range(self.count)]
 
@@ -90,12 +94,15 @@ class Rig:
 
     def hold(self) -> None:
         """Keep the blocks that are read from being evicted by those that are put."""
-        store = self.store("grpc")
-        held = store.lookup([wanted.name for wanted in self.wanted], [], HOLD_SECONDS, TIMEOUT)
-        if held.lead != self.count:
-            raise Corrupt("lookup", f"{held.lead} of {self.count} blocks are there")
-        store.release([] if self._lease is None else [self._lease], TIMEOUT)
-        self._lease = held.lease
+        store, leases = self.store("grpc"), []
+        for start in range(0, self.count, MAX_NAMES):
+            names = [wanted.name for wanted in self.wanted[start : start + MAX_NAMES]]
+            held = store.lookup(names, [], HOLD_SECONDS, TIMEOUT)
+            if held.lead != len(names) or held.lease is None:
+                raise Corrupt("lookup", f"{held.lead} of {len(names)} blocks are there")
+            leases.append(held.lease)
+        store.release(self._leases, TIMEOUT)
+        self._leases = leases
 
     def offer(self, index: int, wanted: Wanted) -> Offer:
         """To put the block in the pool at ``index``; its header is made when it is read."""
@@ -120,8 +127,9 @@ class Rig:
         return Wanted(SPACE, parent, name, TOKENS, "uint8", (self.size,))
 
     def _fill(self) -> None:
-        for start in range(0, self.count, PUT_BLOCKS):
-            end = min(start + PUT_BLOCKS, self.count)
+        step = max(PUT_BLOCKS, FILL_BYTES // self.block_bytes)
+        for start in range(0, self.count, step):
+            end = min(start + step, self.count)
             offers = [self.offer(n, self.wanted[n]) for n in range(start, end)]
             _all_stored(self.store("shm"), offers)
         self.hold()
@@ -222,12 +230,13 @@ def put_rows(rig: Rig) -> dict[str, Run]:
     return {f"{way} put": row(rig.store(way)) for way in ORDER}
 
 
-def lookup_seconds(names: int) -> float:
-    """The best of a hundred lookups of so many names that are there, with a lease, given back."""
-    with Rig(256, names * 256) as rig:
-        store, wanted = rig.store("grpc"), [wanted.name for wanted in rig.wanted]
-        times = []
-        for _ in range(100):
+def lookup_seconds(names: int, blocks: int) -> float:
+    """The median of lookups of ``names`` neighbours among ``blocks`` small blocks, with a lease."""
+    with Rig(256, blocks * 256) as rig:
+        store, chooser, times = rig.store("grpc"), random.Random(7), []
+        for _ in range(200):
+            first = chooser.randrange(blocks - names + 1)
+            wanted = [wanted.name for wanted in rig.wanted[first : first + names]]
             began = time.perf_counter()
             found = store.lookup(wanted, [], 30.0, TIMEOUT)
             times.append(time.perf_counter() - began)

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from kvstore.deadlines import Deadlines
-from kvstore.policy import Policy
+from kvstore.policy import Node, Policy
 from kvstore.records import Claim, Grant, Holding, Located, Tail, Verdict
 from kvstore.reservations import Reservations
 from kvstore.stats import Stats, Tally
@@ -34,11 +33,12 @@ class Room(Protocol[V]):
         """Nobody uses the place any more."""
 
 
-@dataclass(slots=True)
-class _Entry(Generic[V]):
-    claim: Claim
-    value: V
-    leases: int = 0
+class _Entry(Node, Generic[V]):
+    __slots__ = ("leases", "partial", "size", "value")
+
+    def __init__(self, claim: Claim, value: V, parent: bytes | None) -> None:
+        super().__init__(claim.name, parent)
+        self.size, self.partial, self.value, self.leases = claim.size, claim.partial, value, 0
 
 
 class Catalog(Generic[V]):
@@ -46,8 +46,9 @@ class Catalog(Generic[V]):
 
     def __init__(
         self, budget: int, policy: Policy, partial_life: float, boot: bytes,
-        room: Room[V] | None = None,
+        room: Room[V] | None = None, entry_bytes: int = 0,
     ) -> None:  # fmt: skip
+        self._entry_bytes = entry_bytes  # what the bookkeeping of a block costs, of the budget too
         self._budget, self._policy, self._room = budget, policy, room
         self._partial_life, self._boot = partial_life, boot
         self._entries: dict[bytes, _Entry[V]] = {}
@@ -72,7 +73,7 @@ class Catalog(Generic[V]):
         self.tally.lookups += 1
         self.tally.hits += len(found)
         self.tally.misses += len(names) - lead
-        sizes = tuple(self._entries[name].claim.size for name in found)
+        sizes = tuple(self._entries[name].size for name in found)
         lease = self._hold(tuple(found), now + ttl, now) if found and ttl > 0 else None
         return Holding(lead, tail, sizes, lease, now + ttl)
 
@@ -83,9 +84,9 @@ class Catalog(Generic[V]):
         if entry is None:
             self.tally.absent += 1
             return None
-        self._use(name, entry, now)
+        self._use(entry, now)
         self.tally.served += 1
-        self.tally.bytes_out += entry.claim.size
+        self.tally.bytes_out += entry.size
         return entry.value
 
     def locate(self, names: Sequence[bytes], ttl: float, now: float) -> Located[V]:
@@ -94,11 +95,11 @@ class Catalog(Generic[V]):
         found = {name: self._entries[name] for name in names if name in self._entries}
         lease = self._hold(tuple(found), now + ttl, now) if found else None
         entries = [found.get(name) for name in names]
-        served = [entry.claim.size for entry in entries if entry is not None]
+        served = [entry.size for entry in entries if entry is not None]
         self.tally.served += len(served)
         self.tally.absent += len(names) - len(served)
         self.tally.bytes_out += sum(served)
-        blocks = tuple(None if e is None else (e.claim.size, e.value) for e in entries)
+        blocks = tuple(None if e is None else (e.size, e.value) for e in entries)
         return Located(blocks, lease)
 
     def leased(self, lease: int, now: float) -> list[tuple[int, V]] | None:
@@ -106,7 +107,7 @@ class Catalog(Generic[V]):
         self.expire(now)
         if (names := self._leases.get(lease)) is None:
             return None
-        return [(self._entries[name].claim.size, self._entries[name].value) for name in names]
+        return [(self._entries[name].size, self._entries[name].value) for name in names]
 
     def extend(self, lease: int, deadline: float, now: float) -> bool:
         """Move the end of a lease; false when it has ended already."""
@@ -121,7 +122,7 @@ class Catalog(Generic[V]):
         self.expire(now)
         for claim in reversed(claims):
             if (entry := self._entries.get(claim.name)) is not None:
-                self._use(claim.name, entry, now)
+                self._use(entry, now)
         self._serial += 1
         self._writing.open(self._serial, now + ttl)
         verdicts = tuple(self._claim(claim, self._serial) for claim in claims)
@@ -160,9 +161,9 @@ class Catalog(Generic[V]):
         self.expire(now)
         if (claim := self._writing.take(ticket, name)) is None:
             return False
-        self._entries[name] = _Entry(claim, value)
+        self._entries[name] = entry = _Entry(claim, value, parent)
         self._bytes += claim.size
-        self._policy.add(name, parent)
+        self._policy.add(entry)
         if claim.partial:
             self._lives.set(name, now + self._partial_life)
         self.tally.stored += 1
@@ -185,8 +186,8 @@ class Catalog(Generic[V]):
             entry = self._entries[name]
             entry.leases -= 1
             if entry.leases == 0:
-                self._leased -= entry.claim.size
-                self._policy.free(name)
+                self._leased -= entry.size
+                self._policy.free(entry)
 
     def clear(self, now: float) -> int:
         """Remove every block that no lease holds; how many."""
@@ -223,11 +224,11 @@ class Catalog(Generic[V]):
         entries = self._entries.values()
         held = sum(len(names) for names in self._leases.values())
         sums = {
-            "bytes": (self._bytes, sum(entry.claim.size for entry in entries)),
-            "leased": (self._leased, sum(e.claim.size for e in entries if e.leases)),
+            "bytes": (self._bytes, sum(entry.size for entry in entries)),
+            "leased": (self._leased, sum(e.size for e in entries if e.leases)),
             "leases": (held, sum(entry.leases for entry in entries)),
             "deadlines": (len(self._lease_ends), len(self._leases)),
-            "lives": (len(self._lives), sum(entry.claim.partial for entry in entries)),
+            "lives": (len(self._lives), sum(entry.partial for entry in entries)),
             "budget": (max(self._bytes + self._writing.bytes, self._budget), self._budget),
         }
         return [f"{what}: {one} is not {two}" for what, (one, two) in sums.items() if one != two]
@@ -236,20 +237,20 @@ class Catalog(Generic[V]):
         self._serial += 1
         for name in names:
             entry = self._entries[name]
-            if entry.claim.partial:
+            if entry.partial:
                 self._lives.set(name, now + self._partial_life)
             if entry.leases == 0:  # that it was used is noted when it is free again
-                self._policy.hold(name)
-                self._leased += entry.claim.size
+                self._policy.hold(entry)
+                self._leased += entry.size
             entry.leases += 1
         self._leases[self._serial] = names
         self._lease_ends.set(self._serial, deadline)
         return self._serial
 
-    def _use(self, name: bytes, entry: _Entry[V], now: float) -> None:
-        self._policy.touch(name)
-        if entry.claim.partial:
-            self._lives.set(name, now + self._partial_life)
+    def _use(self, entry: _Entry[V], now: float) -> None:
+        self._policy.touch(entry)
+        if entry.partial:
+            self._lives.set(entry.name, now + self._partial_life)
 
     def _claim(self, claim: Claim, ticket: int) -> Verdict:
         if claim.name in self._entries:
@@ -268,13 +269,18 @@ class Catalog(Generic[V]):
         """Evict until there is room, in bytes and in one piece; false if there cannot be."""
         if self._leased + self._writing.bytes + claim.size > self._budget:
             return False
-        while self._bytes + self._writing.bytes + claim.size > self._budget:
+        while self._charged + claim.size + self._entry_bytes > self._budget:
             if not self._evict():
                 return False
         while self._room is not None and not self._take_place(claim):
             if not self._evict():
                 return False
         return True
+
+    @property
+    def _charged(self) -> int:
+        count = len(self._entries) + len(self._writing)
+        return self._bytes + self._writing.bytes + count * self._entry_bytes
 
     def _take_place(self, claim: Claim) -> bool:
         place = None if self._room is None else self._room.take(claim.size)
@@ -283,16 +289,22 @@ class Catalog(Generic[V]):
         return place is not None
 
     def _evict(self) -> bool:
-        victim = self._policy.victim()
+        victim = self._policy.victim() or self._oldest_free()
         if victim is None:
             return False
-        self._remove(victim)
+        self._remove(victim.name)
         self.tally.evicted += 1
         return True
 
+    def _oldest_free(self) -> Node | None:
+        """When all that may go is followed by what is held: rare, so all are looked through."""
+        free = (entry for entry in self._entries.values() if not entry.leases)
+        return min(free, key=lambda entry: entry.used, default=None)
+
     def _remove(self, name: bytes) -> None:
-        self._policy.remove(name)
-        self._lives.drop(name)
         entry = self._entries.pop(name)
-        self._bytes -= entry.claim.size
-        self.give_back(entry.value, entry.claim.size)
+        parent = None if entry.parent is None else self._entries.get(entry.parent)
+        self._policy.remove(entry, parent)
+        self._lives.drop(name)
+        self._bytes -= entry.size
+        self.give_back(entry.value, entry.size)

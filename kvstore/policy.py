@@ -9,115 +9,108 @@ from __future__ import annotations
 import heapq
 from typing import Protocol
 
+SLACK = 1024
+"""Stale entries that are always allowed for."""
+
+
+class Node:
+    """What a policy knows of one block; ``parent`` is the name of the block it continues, if any.
+
+    The store's own records are nodes, so that a block is one object and not three.
+    """
+
+    __slots__ = ("held", "name", "parent", "used")
+
+    def __init__(self, name: bytes, parent: bytes | None) -> None:
+        self.name, self.parent = name, None if parent == name else parent
+        self.used, self.held = 0, False
+
 
 class Policy(Protocol):
     """Order among the blocks of the store."""
 
-    def add(self, name: bytes, parent: bytes | None) -> None:
-        """A new block, free and just used; ``parent`` is the block it continues, if known."""
+    def add(self, node: Node) -> None:
+        """A new block, free and just used."""
 
-    def touch(self, name: bytes) -> None:
+    def touch(self, node: Node) -> None:
         """A block was just used."""
 
-    def hold(self, name: bytes) -> None:
+    def hold(self, node: Node) -> None:
         """A free block is no victim from now on."""
 
-    def free(self, name: bytes) -> None:
+    def free(self, node: Node) -> None:
         """A held block may be a victim again, and was just used."""
 
-    def remove(self, name: bytes) -> None:
-        """A block is gone, free or held."""
+    def remove(self, node: Node, parent: Node | None) -> None:
+        """A block is gone, free or held; ``parent`` is the one it continued, if that is there."""
 
-    def victim(self) -> bytes | None:
-        """The free block to go next, left in place; ``None`` when there is none."""
-
-
-class _Node:
-    __slots__ = ("held", "parent", "used")
-
-    def __init__(self, parent: bytes | None, used: int) -> None:
-        self.parent, self.used = parent, used
-        self.held = False
+    def victim(self) -> Node | None:
+        """The free block to go next, left in place; ``None`` when the policy knows of none."""
 
 
 class LeastRecentlyUsed:
     """The block not used for the longest time goes first, but none before those that continue it.
 
     A run whose head is gone is of no use to anybody: lookups count from the head. So a block is a
-    victim only while nothing follows it. (Should blocks follow one another in a circle, which true
-    names cannot do, any free one goes.)
+    victim only while nothing follows it, which true names cannot do in a circle.
     """
 
     def __init__(self) -> None:
-        self._nodes: dict[bytes, _Node] = {}
         self._children: dict[bytes, int] = {}  # by parent, there or not
-        self._heap: list[tuple[int, bytes]] = []  # free leaves by last use, with stale entries
+        self._heap: list[tuple[int, Node]] = []  # free leaves by last use, and stale entries
         self._serial = 0
+        self._limit = SLACK
 
-    def add(self, name: bytes, parent: bytes | None) -> None:
+    def add(self, node: Node) -> None:
         """As the protocol says."""
-        parent = None if parent == name else parent
-        self._serial += 1
-        self._nodes[name] = _Node(parent, self._serial)
-        if parent is not None:
-            self._children[parent] = self._children.get(parent, 0) + 1
-        self._offer(name)
+        if node.parent is not None:
+            self._children[node.parent] = self._children.get(node.parent, 0) + 1
+        self.touch(node)
 
-    def touch(self, name: bytes) -> None:
+    def touch(self, node: Node) -> None:
         """As the protocol says."""
-        self._serial += 1
-        self._nodes[name].used = self._serial
-        self._offer(name)
-
-    def hold(self, name: bytes) -> None:
-        """As the protocol says."""
-        self._nodes[name].held = True
-
-    def free(self, name: bytes) -> None:
-        """As the protocol says."""
-        node = self._nodes[name]
-        node.held = False
         self._serial += 1
         node.used = self._serial
-        if name not in self._children:
-            heapq.heappush(self._heap, (node.used, name))
-            self._trim()
+        self._offer(node)
 
-    def remove(self, name: bytes) -> None:
+    def hold(self, node: Node) -> None:
         """As the protocol says."""
-        parent = self._nodes.pop(name).parent
-        if parent is None:
+        node.held = True
+
+    def free(self, node: Node) -> None:
+        """As the protocol says."""
+        node.held = False
+        self.touch(node)
+
+    def remove(self, node: Node, parent: Node | None) -> None:
+        """As the protocol says."""
+        node.held = True  # no entry of it stands any more
+        if node.parent is None:
             return
-        left = self._children[parent] - 1
+        left = self._children[node.parent] - 1
         if left:
-            self._children[parent] = left
-        else:
-            del self._children[parent]
+            self._children[node.parent] = left
+            return
+        del self._children[node.parent]
+        if parent is not None:
             self._offer(parent)
 
-    def victim(self) -> bytes | None:
+    def victim(self) -> Node | None:
         """As the protocol says."""
         while self._heap:
-            used, name = self._heap[0]
-            node = self._nodes.get(name)
-            if node is not None and node.used == used and self._is_free_leaf(name, node):
-                return name
+            if self._stands(self._heap[0]):
+                return self._heap[0][1]
             heapq.heappop(self._heap)
-        free = (name for name, node in self._nodes.items() if not node.held)
-        return min(free, key=lambda name: self._nodes[name].used, default=None)
+        return None
 
-    def _is_free_leaf(self, name: bytes, node: _Node) -> bool:
-        return not node.held and name not in self._children
+    def _stands(self, entry: tuple[int, Node]) -> bool:
+        used, node = entry
+        return not node.held and node.used == used and node.name not in self._children
 
-    def _offer(self, name: bytes) -> None:
-        node = self._nodes.get(name)
-        if node is None or not self._is_free_leaf(name, node):
-            return
-        heapq.heappush(self._heap, (node.used, name))
-        self._trim()
-
-    def _trim(self) -> None:
-        if len(self._heap) > 2 * len(self._nodes) + 64:
-            leaves = ((n.used, k) for k, n in self._nodes.items() if self._is_free_leaf(k, n))
-            self._heap = list(leaves)
-            heapq.heapify(self._heap)
+    def _offer(self, node: Node) -> None:
+        if not node.held and node.name not in self._children:
+            heapq.heappush(self._heap, (node.used, node))
+            if len(self._heap) > self._limit:
+                self._heap = [entry for entry in self._heap if self._stands(entry)]
+                heapq.heapify(self._heap)
+                self._limit = 2 * len(self._heap) + SLACK

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 
-from common.errors import Corrupt, KvrelayError, Rejected, Unavailable
+from common.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Unavailable
 from kvstore.base import NOT_SENT, Found, Got, Kept, Lease, Offer, Outcome, Want
 from kvstore.calls import Calls, mapped
 from kvstore.messages import VERDICTS, claim_message, outcome_of, stats_of
@@ -94,9 +94,12 @@ class RemoteStore:
             outcomes = self._put_asked(offers, 0.0, deadline, tried)
         late = [i for i, outcome in enumerate(outcomes) if outcome.kept is Kept.PENDING]
         while late and deadline.remaining() > GRACE:
-            again = self._put_asked(
-                [offers[i] for i in late], deadline.remaining(), deadline, tried
-            )
+            try:
+                again = self._put_asked(
+                    [offers[i] for i in late], deadline.remaining(), deadline, tried
+                )
+            except DeadlineExceeded:
+                break  # they are still pending when the time is over
             for i, outcome in zip(late, again, strict=True):
                 outcomes[i] = outcome
             late = [i for i in late if outcomes[i].kept is Kept.PENDING]

@@ -24,8 +24,9 @@ from rpc.deadline import Deadline
 log = logging.getLogger("kvrelay.store")
 
 ORDER = ("shm", "lane", "grpc")
-CONNECT_SECONDS = 1.0
-AVOID_SECONDS = 5.0
+CONNECT_SECONDS = 2.0
+AVOID_SECONDS = 5.0  # a way that broke
+ABSENT_SECONDS = 30.0  # one that could not be gone in the first place
 
 
 class Ways:
@@ -82,12 +83,12 @@ class Ways:
                 if forced:
                     raise Unavailable(f"way={name} cannot be gone: {error}") from error
                 log.info("kvrelay://%s: no way %s: %s", self._address, name, error)
-                self._avoid[name] = time.monotonic() + AVOID_SECONDS
+                self._avoid[name] = time.monotonic() + ABSENT_SECONDS
         return self._stream
 
     def _make(self, name: str, deadline: Deadline) -> Way:
-        limit = deadline.earlier(CONNECT_SECONDS)
-        offered = self._offered = self._offered or self._calls.ways(limit)
+        offered = self._offered = self._offered or self._calls.ways(deadline)
+        limit = deadline if name == self._forced else deadline.earlier(CONNECT_SECONDS)
         makers: dict[str, Callable[[], Way]] = {
             "shm": lambda: SharedWay(offered, limit),
             "lane": lambda: LaneWay(offered, self._address.host, self._calls, limit),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 
@@ -27,7 +28,7 @@ def put(catalog: Catalog[str], *names: bytes, size: int = 10, now: float = 0.0) 
     for name, verdict in zip(names, grant.verdicts, strict=True):
         if verdict is Verdict.RESERVED:
             assert grant.ticket is not None
-            assert catalog.commit(grant.ticket, name, name.decode(), now)
+            assert catalog.commit(grant.ticket, name, name.decode("latin-1"), now)
     return list(grant.verdicts)
 
 
@@ -138,6 +139,62 @@ def test_tails_follow_the_run_they_belong_to() -> None:
     found = catalog.lookup([b"a", b"b", b"c"], tails, 1.0, 0.0)
     assert (found.lead, found.tail, len(found.sizes)) == (2, 2, 3)
     assert catalog.lookup([b"x"], [Tail(0, b"a")], 0.0, 0.0).tail == 0
+
+
+def test_a_run_goes_from_its_end_even_if_put_and_used_in_parts() -> None:
+    catalog = new(40)
+    for name, parent in ((b"a", None), (b"b", b"a"), (b"c", b"b"), (b"x", None)):
+        grant = catalog.reserve([claim(name)], 5.0, 0.0)
+        assert grant.ticket is not None
+        catalog.commit(grant.ticket, name, "", 0.0, parent)
+    catalog.get(b"c", 0.0)
+    catalog.get(b"x", 0.0)
+    order = []
+    for name in (b"1", b"2", b"3"):
+        before = {n for n in (b"a", b"b", b"c", b"x") if lead(catalog, n)}
+        put(catalog, name)
+        order += [n for n in before if not lead(catalog, n)]
+    assert order == [b"c", b"b", b"a"]
+
+
+def test_what_is_followed_by_what_is_held_goes_when_nothing_else_can() -> None:
+    catalog = new(20)
+    for name, parent in ((b"a", None), (b"b", b"a")):
+        grant = catalog.reserve([claim(name)], 5.0, 0.0)
+        assert grant.ticket is not None
+        catalog.commit(grant.ticket, name, "", 0.0, parent)
+    assert catalog.lookup([b"b"], [], 10.0, 0.0).lease is not None
+    assert put(catalog, b"c") == [Verdict.RESERVED]
+    assert [lead(catalog, name) for name in (b"a", b"b", b"c")] == [0, 1, 1]
+
+
+def test_the_bookkeeping_is_paid_from_the_budget() -> None:
+    catalog: Catalog[str] = Catalog(100, LeastRecentlyUsed(), LIFE, BOOT, entry_bytes=15)
+    put(catalog, b"a", b"b", b"c", b"d")
+    assert lead(catalog, b"a", b"b", b"c", b"d") == 4
+    put(catalog, b"e")
+    stats = catalog.stats()
+    assert (stats.entries, stats.bytes) == (4, 40)
+
+
+def test_a_lookup_costs_the_same_among_many_blocks() -> None:
+    def seconds(blocks: int) -> float:
+        catalog = new(blocks * 10)
+        names = [n.to_bytes(32, "little") for n in range(blocks)]
+        for start in range(0, blocks, 1000):
+            put(catalog, *names[start : start + 1000])
+        times = []
+        for _ in range(20):
+            began = time.thread_time()
+            lease = catalog.lookup(names[:1000], [], 1.0, 0.0).lease
+            times.append(time.thread_time() - began)
+            assert lease is not None
+            catalog.release(lease)
+        return min(times)
+
+    few, many = seconds(1000), seconds(100_000)
+    print(f"{few * 1e6:.0f} and {many * 1e6:.0f} microseconds")
+    assert many < 1.5 * few
 
 
 @pytest.mark.parametrize("budget", [50, 200, 1000])

@@ -1,0 +1,26 @@
+"""The speed table is made and says what it must; no figure is judged here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvstore.bench import BenchConfig, main
+
+
+def test_a_quick_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--bytes=16MiB", "--working-set=2MiB", "--sizes=65536", "--quick", "--json"]
+    assert main(flags) == 0
+    found = json.loads(capsys.readouterr().out)
+    ways = [f"{way} {what}" for what in ("get", "put") for way in ("shm", "lane", "grpc")]
+    assert [row["what"] for row in found["rows"]] == ["memcpy", "bare socket", *ways]
+    assert all(row["rate"] >= row["median"] > 0 for row in found["rows"])
+    assert {row["rival"] for row in found["rows"]} == {None, "memcpy", "bare socket"}
+    assert [lookup["blocks"] for lookup in found["lookups"]] == [1000, 20_000]
+
+
+def test_a_full_run_moves_a_gibibyte_for_each_row() -> None:
+    config = BenchConfig()
+    assert config.bytes >= 1 << 30
+    assert set(config.sizes) == {64 << 10, 256 << 10, 1 << 20, 4 << 20}
