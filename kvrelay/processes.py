@@ -48,6 +48,11 @@ class ClusterConfig:
     max_num_batched_tokens: int | None = option(None, "token positions in one step", low=1)
     max_model_len: int | None = option(None, "longest prompt and answer together", low=1)
     attention_backend: str | None = option(None, "how attention is computed", metavar="NAME")
+    disaggregate: str | None = option(
+        None,
+        "which prompts go to prefill workers; default: the router's own",
+        choices=("always", "auto", "never"),
+    )
     allow_insecure: bool = option(False, "let --host be one that other machines can reach")
     threads: int | None = option(None, "threads of a worker; default: cores / workers", low=1)
 
@@ -111,6 +116,8 @@ def _router(
     args = ["--model", config.model_path, "--host", config.host, "--port", str(port)]
     for worker in (*prefill, *decode):
         args += [f"--{worker.role}", worker.address]
+    if config.disaggregate is not None:
+        args += ["--disaggregate", config.disaggregate]
     if config.allow_insecure:
         args.append("--allow-insecure")
     return _spec(config, "router", 0, port, tuple(args))

@@ -24,6 +24,11 @@ class RouterConfig:
     workers_file: str | None = option(
         None, "JSON or TOML with lists `prefill` and `decode`, read again when it changes"
     )
+    disaggregate: str = option(
+        "auto",
+        "send prompts to prefill workers: all, none, or those worth the hand-over",
+        choices=("always", "auto", "never"),
+    )
     health_interval: float = option(
         0.15, "seconds between two checks of a worker; 0.05 for fast detection", low=0.01
     )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from common.errors import DeadlineExceeded, Exhausted, KvrelayError, Mismatch, Unavailable
 from kvblock.name import Namer
 from kvblock.namespace import Namespace
 from protos import types_pb2, worker_pb2
+from router.affinity import Affinity
 from router.attempts import Attempts, Next
 from router.budget import Bucket
 from router.config import RouterConfig
-from router.policy import DECODE, PREFILL, Affinity, Prefix, Wish, choose
+from router.costs import Account, Costs, Offer
+from router.policy import DECODE, PREFILL, Prefix, Wish, choose
 from router.registry import Registry
 from router.request import Request
 from router.worker import KnownWorker, Role
@@ -21,11 +25,29 @@ MAX_NAMES = 1024
 WEIGHTS = {types_pb2.ROLE_PREFILL: PREFILL, types_pb2.ROLE_DECODE: DECODE}
 
 
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A worker chosen, and how many leading tokens it is thought to hold."""
+
+    worker: KnownWorker
+    hit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Blocks of a prefix that each worker is thought to hold, and tokens that any could fetch."""
+
+    leading: Mapping[Role, Mapping[str, int]]
+    stored: int
+
+
 class Dispatcher:
-    """Shared by all requests; it remembers which prefixes it sent where."""
+    """Shared by all requests; it remembers which prefixes it sent where, and what legs cost."""
 
     def __init__(self, registry: Registry, config: RouterConfig) -> None:
         self.registry = registry
+        self.costs = Costs()
+        self._mode = config.disaggregate
         self._worker_wait, self._resume_wait = config.worker_wait, config.resume_wait
         self._affinity = {role: Affinity() for role in WEIGHTS}
         self._moves = Bucket(config.migration_rate, config.migration_burst)
@@ -52,17 +74,52 @@ class Dispatcher:
         names = Namer(namespace).chain(request.prompt[: MAX_NAMES * ns.block_size], ns.block_size)
         return Prefix(tuple(names), ns.block_size)
 
-    async def place(
-        self, request: Request, prefix: Prefix, so_far: int, tried: Attempts
-    ) -> KnownWorker:
-        """A prefill worker for a request without tokens, if there is one; else a decode worker."""
-        if not so_far:
-            worker = self._choose(types_pb2.ROLE_PREFILL, request, prefix, so_far, tried)
-            if worker is not None:
-                return worker
-            if isinstance(tried.last, Exhausted):
+    async def place(self, request: Request, prefix: Prefix, so_far: int, tried: Attempts) -> Found:
+        """A prefill worker for a request without tokens, if that is worth it; else a decode one."""
+        if not so_far and self._mode != "never":
+            held = self._look(prefix)
+            found = self._choose(types_pb2.ROLE_PREFILL, request, prefix, so_far, tried, held)
+            if found is not None and not self._direct(request, prefix, found, tried, held):
+                return self._send(found, prefix)
+            if found is None and isinstance(tried.last, Exhausted):
                 raise tried.last  # decode workers stand in for missing ones, not for full ones
         return await self._decode_worker(request, prefix, so_far, tried)
+
+    def _look(self, prefix: Prefix) -> Held:
+        leading = {role: known.leading(prefix.names) for role, known in self._affinity.items()}
+        most = max((count for counts in leading.values() for count in counts.values()), default=0)
+        return Held(leading, most * prefix.block_size)
+
+    def _direct(
+        self, request: Request, prefix: Prefix, prefill: Found, tried: Attempts, held: Held
+    ) -> bool:
+        """Whether a decode worker had better compute the prompt itself."""
+        if self._mode != "auto":
+            return False
+        decode = self._choose(types_pb2.ROLE_DECODE, request, prefix, 0, tried, held)
+        if decode is None:
+            return False
+        there, here = prefill.worker.candidate(), decode.worker.candidate()
+        return self.costs.prefers_direct(
+            len(request.prompt),
+            Offer(prefill.hit, held.stored, there.queued),
+            Offer(decode.hit, held.stored, here.queued, here.legs),
+        )
+
+    def _send(self, found: Found, prefix: Prefix) -> Found:
+        info = found.worker.info
+        capacity = info.num_blocks if info is not None else 0
+        self._affinity[found.worker.role].record(prefix.names, found.worker.key, capacity)
+        return found
+
+    def learn(self, found: Found, leg: types_pb2.LegUsage) -> None:
+        """Take in the account of a leg."""
+        if leg.generated and not (leg.failed or leg.preemptions):
+            account = Account(leg.computed, leg.run_seconds, leg.external, leg.load_seconds)
+            self.costs.learn(account)
+        info = found.worker.info
+        if info is not None and leg.local + info.namespace.block_size < found.hit:
+            self._affinity[found.worker.role].mistaken(leg.worker)
 
     def pause(self, error: KvrelayError, what: Next) -> float:
         """Seconds to wait before a leg that failed goes on."""
@@ -72,13 +129,14 @@ class Dispatcher:
 
     async def _decode_worker(
         self, request: Request, prefix: Prefix, so_far: int, tried: Attempts
-    ) -> KnownWorker:
+    ) -> Found:
         seconds = self._resume_wait if so_far else self._worker_wait
         waiting = request.deadline.earlier(seconds)
         while True:
-            worker = self._choose(types_pb2.ROLE_DECODE, request, prefix, so_far, tried)
-            if worker is not None:
-                return worker
+            held = self._look(prefix)
+            found = self._choose(types_pb2.ROLE_DECODE, request, prefix, so_far, tried, held)
+            if found is not None:
+                return self._send(found, prefix)
             if isinstance(tried.last, Exhausted):
                 raise tried.last
             if not await self.registry.wait_for(lambda: self._any_left(tried), waiting):
@@ -103,7 +161,8 @@ class Dispatcher:
         prefix: Prefix,
         so_far: int,
         tried: Attempts,
-    ) -> KnownWorker | None:
+        held: Held,
+    ) -> Found | None:
         """Raises ``Rejected`` when no decode worker could ever hold the request."""
         workers = {w.key: w for w in self.registry.usable(role) if w.key not in tried.excluded}
         candidates = [worker.candidate() for worker in workers.values()]
@@ -116,10 +175,7 @@ class Dispatcher:
             positions=request.positions,
             prefix=prefix,
             weights=WEIGHTS[role],
+            stored=held.stored,
         )
-        affinity = self._affinity[role]
-        choice = choose(wish, candidates, affinity.leading(prefix.names))
-        if choice is None:
-            return None
-        affinity.record(prefix.names, choice.key)
-        return workers[choice.key]
+        choice = choose(wish, candidates, held.leading[role])
+        return None if choice is None else Found(workers[choice.key], choice.hit)

@@ -16,7 +16,7 @@ from common.errors import KvrelayError, Rejected, Unavailable
 from protos import router_pb2, types_pb2
 from router.attempts import Attempts, Bounds, Next, Poisonous
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
+from router.dispatch import Dispatcher, Found
 from router.legs import UNFINISHED, Event, Handoff, run_leg
 from router.policy import Prefix
 from router.request import Request
@@ -76,20 +76,21 @@ class Generation:
     async def responses(self) -> AsyncGenerator[router_pb2.GenerateResponse]:
         """The whole stream; closing it cancels whatever leg is under way."""
         while self._finish == UNFINISHED:
-            worker = await self._dispatcher.place(
+            found = await self._dispatcher.place(
                 self._request, self._prefix, len(self._outputs), self._tried
             )
             before = len(self._outputs)
             try:
-                async with aclosing(self._leg(worker)) as responses:
+                async with aclosing(self._leg(found)) as responses:
                     async for response in responses:
                         yield response
             except KvrelayError as error:
-                await self._failed(worker, error, len(self._outputs) - before)
+                await self._failed(found.worker, error, len(self._outputs) - before)
         yield self._last()
 
-    async def _leg(self, worker: KnownWorker) -> AsyncGenerator[router_pb2.GenerateResponse]:
+    async def _leg(self, found: Found) -> AsyncGenerator[router_pb2.GenerateResponse]:
         """Relay what one leg brings."""
+        worker = found.worker
         before, accounts = len(self._outputs), len(self._accounts)
         try:
             events = run_leg(
@@ -102,7 +103,7 @@ class Generation:
             self._handoff = Handoff()
             async with aclosing(events):
                 async for event in events:
-                    response = self._take(event, worker)
+                    response = self._take(event, found)
                     if response is not None:
                         yield response
                     if self._stopped and event.finish == UNFINISHED:
@@ -127,10 +128,11 @@ class Generation:
             namespace_digest=self._digest,
         )
 
-    def _take(self, event: Event, worker: KnownWorker) -> router_pb2.GenerateResponse | None:
+    def _take(self, event: Event, found: Found) -> router_pb2.GenerateResponse | None:
         """Book one event; the response that relays it, ``None`` without tokens."""
         if event.usage is not None:
-            event.usage.address = worker.address
+            event.usage.address = found.worker.address
+            self._dispatcher.learn(found, event.usage)
             self._accounts.append(event.usage)
         if event.handoff is not None:
             self._handoff = event.handoff

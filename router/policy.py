@@ -8,15 +8,12 @@ it. Equal scores are decided by XXH3 rendezvous on the prefix, so equal prefixes
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
 from common.errors import Rejected
-
-MAX_HOLDERS = 4  # of one block name; more would not be chosen between
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +25,8 @@ class Candidate:
     tokens: int  # of those legs
     max_model_len: int
     capacity: int  # positions that its whole pool holds
+    free: int | None = None  # positions not held by requests now; ``None``: not told
+    queued: int = 0  # tokens to compute before a request that comes now
 
     def fits(self, positions: int) -> bool:
         """DESIGN.md, D5."""
@@ -36,15 +35,18 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What a token to come, a token in flight and a leg in flight cost, in one unit."""
+    """What a token to compute, in flight, a leg in flight and a token to fetch cost."""
 
     fresh: float
     token: float
     leg: float
+    fetch: float
 
 
-PREFILL = Weights(fresh=1.0, token=1.0, leg=16.0)  # computing is all there is
-DECODE = Weights(fresh=0.05, token=0.02, leg=64.0)  # fetching is cheap; a stream costs every step
+PREFILL = Weights(fresh=1.0, token=1.0, leg=16.0, fetch=0.1)  # computing is all there is
+DECODE = Weights(
+    fresh=0.05, token=0.02, leg=64.0, fetch=0.05
+)  # fetching is cheap; a stream costs every step
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,7 @@ class Wish:
     positions: int
     prefix: Prefix
     weights: Weights
+    stored: int = 0  # leading tokens that any worker could fetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,35 +74,6 @@ class Choice:
 
     key: str
     hit: int
-
-
-class Affinity:
-    """Who was lately sent which blocks. At most ``capacity`` names, the oldest forgotten."""
-
-    def __init__(self, capacity: int = 100_000) -> None:
-        self._capacity = capacity
-        self._holders: OrderedDict[bytes, tuple[str, ...]] = OrderedDict()
-
-    def record(self, names: Iterable[bytes], key: str) -> None:
-        """``key`` was sent these blocks just now."""
-        for name in names:
-            others = tuple(k for k in self._holders.pop(name, ()) if k != key)
-            self._holders[name] = (key, *others[: MAX_HOLDERS - 1])
-        while len(self._holders) > self._capacity:
-            self._holders.popitem(last=False)
-
-    def leading(self, names: Sequence[bytes]) -> Mapping[str, int]:
-        """For each worker that was sent the first of ``names``: how many in a row."""
-        counts: dict[str, int] = {}
-        for index, name in enumerate(names):
-            still = [k for k in self._holders.get(name, ()) if counts.get(k, 0) == index]
-            if not still:
-                break
-            counts.update(dict.fromkeys(still, index + 1))
-        return counts
-
-    def __len__(self) -> int:
-        return len(self._holders)
 
 
 def choose(
@@ -136,7 +110,14 @@ def _hit(wish: Wish, blocks: int) -> int:
 def _score(wish: Wish, candidate: Candidate, hit: int) -> float:
     weights = wish.weights
     waiting = candidate.tokens * weights.token + candidate.legs * weights.leg
-    return waiting + (wish.tokens - hit) * weights.fresh
+    found = max(hit, min(wish.stored, wish.tokens - 1))
+    missing = (found - hit) * weights.fetch + (wish.tokens - found) * weights.fresh
+    return waiting + missing + _shortage(wish, candidate, hit)
+
+
+def _shortage(wish: Wish, candidate: Candidate, hit: int) -> float:
+    """Positions that have to be given up by others first."""
+    return 0.0 if candidate.free is None else max(0.0, wish.tokens - hit - candidate.free)
 
 
 def _rendezvous(wish: Wish, key: str) -> tuple[int, str]:

@@ -88,13 +88,18 @@ class KnownWorker:
 
     def candidate(self) -> Candidate:
         """What the policy needs to know. Only of a worker that told its ``info``."""
-        info = self.info or worker_pb2.WorkerInfo()
+        info, load = self.info or worker_pb2.WorkerInfo(), self.load
+        size, own = info.namespace.block_size, sum(stay.tokens for stay in self._stays)
+        prefills = self.role == types_pb2.ROLE_PREFILL
         return Candidate(
             key=self.key,
-            legs=self.legs,
-            tokens=sum(stay.tokens for stay in self._stays),
+            # Other routers may send work too, and a check may be older than our own legs.
+            legs=max(self.legs, load.waiting + load.loading + load.running),
+            tokens=max(own, load.waiting_tokens),
             max_model_len=info.max_model_len,
-            capacity=info.num_blocks * info.namespace.block_size,
+            capacity=info.num_blocks * size,
+            free=load.free_blocks * size if load.steps else None,
+            queued=max(own, load.waiting_tokens) if prefills else load.waiting_tokens,
         )
 
     def status(self) -> router_pb2.WorkerStatus:

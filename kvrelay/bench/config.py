@@ -72,6 +72,7 @@ class BenchConfig:
             threads=self.cores,
             block_size=self.block_size,
             num_blocks=self.num_blocks,
+            disaggregate="always",  # the hand-over is measured, whatever it is worth
         )
 
 

@@ -64,7 +64,11 @@ class Demo:
     def __init__(self, config: DemoConfig, plan: Plan) -> None:
         self._config, self._plan = config, plan
         size = ClusterConfig(
-            model=config.model, prefill=config.prefill, decode=config.decode, port=0
+            model=config.model,
+            prefill=config.prefill,
+            decode=config.decode,
+            port=0,
+            disaggregate="always",  # what is to be seen is the hand-over
         )
         self._cluster = Cluster(size, on_change=self._on_change)
         self._names = {spec.address: spec.name for spec in self._cluster.specs}

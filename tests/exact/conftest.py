@@ -41,7 +41,8 @@ def audited() -> Iterator[None]:
 def cluster(model: Path, **settings: int | str) -> Iterator[Cluster]:
     """A running cluster; its logs are printed when the test fails."""
     lines: list[str] = []
-    config = ClusterConfig(model=str(model), port=0, **{"dtype": "float32", **settings})  # type: ignore[arg-type]
+    defaults = {"dtype": "float32", "disaggregate": "always"}
+    config = ClusterConfig(model=str(model), port=0, **{**defaults, **settings})  # type: ignore[arg-type]
     try:
         with Cluster(config, on_line=lambda spec, line: lines.append(f"{spec.name}| {line}")) as up:
             yield up

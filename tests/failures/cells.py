@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tests.exact.idle import check_idle
 from tests.exact.oracle import Oracle
@@ -128,17 +129,17 @@ class Cell:
         pauses = [stream.pause_after(strike.at) for stream in self.streams]
         print(
             f"MATRIX {self.target:7} {self.moment.name:27} longest pause {max(pauses):6.3f} s,"
-            f" recomputed {self.recomputed()}, resumed by the client"
+            f" recomputed {self.recomputed()} (unsaved {unsaved(strike)}), retried by the client"
             f" {sum(stream.broken for stream in self.streams)}, idle after {waited:.2f} s"
         )
 
     def recomputed(self) -> list[int]:
-        """Tokens that legs after a loss computed again, beside the one each must compute."""
+        """Tokens that legs after a lost one computed, beside the one that each has to compute."""
         found = []
         for stream in self.streams:
             legs = stream.usage.legs if stream.usage is not None else ()
-            prompt = len(stream.asked.prompt)
-            found += [leg.computed - 1 for leg in legs[1:] if leg.length > prompt + 1]
+            pairs = pairwise(legs)
+            found += [leg.computed - 1 for lost, leg in pairs if not lost.length and leg.length]
         return found
 
     def _check_greedy(self, asked: Asked, tokens: list[int]) -> None:

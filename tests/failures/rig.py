@@ -102,11 +102,10 @@ def rig(model: Path, seqs: int = SEQS, **environ: str) -> Iterator[Rig]:
     lines: list[str] = []
     config = ClusterConfig(
         model=str(model), port=0, dtype="float32", prefill=2, decode=2, block_size=BLOCK,
-        num_blocks=128, max_num_seqs=seqs, max_num_batched_tokens=16,
+        num_blocks=128, max_num_seqs=seqs, max_num_batched_tokens=16, disaggregate="always",
     )  # fmt: skip
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVRELAY_AUDIT", "true")
-        patch.setenv("KVRELAY_DISAGGREGATE", "always")
         for name, value in environ.items():
             patch.setenv(f"KVRELAY_{name.upper()}", value)
         proxies: dict[str, Proxy] = {}

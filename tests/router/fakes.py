@@ -112,6 +112,7 @@ class Behaviour:
     checks: asyncio.Event | None = None  # answered while it is set
     tokens: asyncio.Event | None = None  # made while it is set
     draining: bool = False
+    pace: float | None = None  # seconds told for each token computed; fetching costs a hundredth
 
 
 @dataclass(slots=True)
@@ -204,6 +205,7 @@ class FakeWorker(
 
     def _usage(self, leg: types_pb2.Leg, made: int, external: int) -> types_pb2.LegUsage:
         length = len(leg.prompt_token_ids) + len(leg.output_token_ids)
+        pace = self.behaviour.pace
         return types_pb2.LegUsage(
             worker=self.boot,
             role=self.role,
@@ -211,8 +213,8 @@ class FakeWorker(
             external=external,
             computed=length - external,
             generated=made,
-            load_seconds=0.25,
-            run_seconds=0.5,
+            load_seconds=0.25 if pace is None else pace * external / 100,
+            run_seconds=0.5 if pace is None else pace * (length - external),
             queue_seconds=0.125,
         )
 
@@ -345,6 +347,7 @@ async def running(
             "port": 0,
             "health_interval": 0.1,
             "health_timeout": 2.0,
+            "disaggregate": "always",
             "worker_wait": 1.0,
             "prefill": tuple(w.address for w in workers if w.role == types_pb2.ROLE_PREFILL),
             "decode": tuple(w.address for w in workers if w.role == types_pb2.ROLE_DECODE),

@@ -8,7 +8,8 @@ from collections import Counter
 import pytest
 
 from common.errors import Rejected
-from router.policy import DECODE, PREFILL, Affinity, Candidate, Choice, Prefix, Wish, choose
+from router.affinity import Affinity
+from router.policy import DECODE, PREFILL, Candidate, Choice, Prefix, Wish, choose
 
 
 def candidate(key: str, legs: int = 0, tokens: int = 0, length: int = 4096) -> Candidate:
@@ -45,26 +46,56 @@ def test_a_full_hit_still_computes_one_token() -> None:
 
 def test_leading_counts_in_a_row() -> None:
     affinity = Affinity()
-    affinity.record(names(1, 2, 3), "a")
-    affinity.record(names(1, 2), "b")
-    affinity.record(names(9, 3), "c")
+    affinity.record(names(1, 2, 3), "a", 10)
+    affinity.record(names(1, 2), "b", 10)
+    affinity.record(names(9, 3), "c", 10)
     assert affinity.leading(names(1, 2, 3, 4)) == {"a": 3, "b": 2}
     assert affinity.leading(names(9, 2)) == {"c": 1}
     assert affinity.leading(names(4, 1)) == {}
     assert affinity.leading(()) == {}
 
 
-def test_affinity_is_bounded_and_forgets_the_oldest() -> None:
-    affinity = Affinity(capacity=3)
-    affinity.record(names(1, 2), "a")
-    affinity.record(names(1), "a")
-    affinity.record(names(3, 4), "a")
+def test_a_worker_is_believed_to_hold_what_its_pool_can() -> None:
+    affinity = Affinity()
+    affinity.record(names(1, 2), "a", 3)
+    affinity.record(names(1), "a", 3)
+    affinity.record(names(3, 4), "a", 3)
     assert len(affinity) == 3
-    assert affinity.leading(names(1)) == {"a": 1}
-    assert affinity.leading(names(2)) == {}
-    for key in "bcdefg":
-        affinity.record(names(1), key)
-    assert set(affinity.leading(names(1))) == set("defg")
+    assert affinity.leading(names(3, 4)) == {"a": 2}
+    assert affinity.leading(names(1, 2)) == {"a": 1}  # the end of a chain goes before its head
+    affinity.mistaken("a")
+    assert len(affinity) == 2
+    affinity.mistaken("nobody")
+
+
+def test_beliefs_are_those_of_a_pool_that_evicts() -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance, affinity = random.Random(seed), Affinity()
+    held: list[bytes] = []
+    for _ in range(300):
+        chain = names(*(chance.randrange(2) for _ in range(1)), 7, 8, 9)
+        tree = tuple(b"/".join(chain[: n + 1]) for n in range(chance.randint(1, 4)))
+        affinity.record(tree, "a", 5)
+        for name in reversed(tree):
+            held = [one for one in held if one != name] + [name]
+        held = held[-5:]
+        leading = next((i for i, name in enumerate(tree) if name not in held), len(tree))
+        assert affinity.leading(tree).get("a", 0) == leading
+
+
+def test_what_can_be_fetched_evens_the_choice() -> None:
+    workers = [candidate("a", 1, 400), candidate("b")]
+    asked = Wish(1600, 10, Prefix((), 16), PREFILL)
+    assert choose(asked, workers, {"a": 60}) == Choice("a", 960)
+    asked = Wish(1600, 10, Prefix((), 16), PREFILL, stored=960)
+    assert choose(asked, workers, {"a": 60}) == Choice("b", 0)
+
+
+def test_a_worker_without_room_is_avoided() -> None:
+    full = Candidate("a", 0, 0, 4096, 4096, free=100)
+    assert choose(wish(500), [full, candidate("b", 1, 300)], {}) == Choice("b", 0)
+    assert choose(wish(90), [full, candidate("b", 1, 300)], {}) == Choice("a", 0)
 
 
 def test_ties_spread_but_a_prefix_stays() -> None:
@@ -92,7 +123,7 @@ def test_a_hot_prefix_does_not_bury_one_worker(weights: object) -> None:
         asked = Wish(1024, 10, Prefix(hot, 16), PREFILL if weights is PREFILL else DECODE)
         choice = choose(asked, workers, affinity.leading(hot))
         assert choice is not None
-        affinity.record(hot, choice.key)
+        affinity.record(hot, choice.key, 1000)
         load[choice.key] += 1024
         legs[choice.key] += 1
     assert max(legs.values()) < 1.5 * min(legs.values())

@@ -1,0 +1,83 @@
+"""Which prompts are worth a hand-over: estimates, what they are learnt from, and what is done."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from protos import router_pb2
+from router.costs import Account, Costs, Line, Offer
+from tests.router.fakes import answer, decode_worker, ids, prefill_worker, running
+
+
+def asked(prompt: list[int], seed: int = 1) -> router_pb2.GenerateRequest:
+    request = router_pb2.GenerateRequest(max_tokens=3)
+    request.token_ids.ids.extend(prompt)
+    request.sampling.seed = seed
+    return request
+
+
+LONG, SHORT = [7] * 900, [7] * 5
+
+
+@pytest.mark.parametrize(
+    ("mode", "short", "long"), [("always", 1, 1), ("auto", 0, 1), ("never", 0, 0)]
+)
+async def test_modes(mode: str, short: int, long: int) -> None:
+    prefill, decode = prefill_worker(num_blocks=1000), decode_worker(num_blocks=1000)
+    prefill.behaviour.pace = decode.behaviour.pace = 0.0005
+    async with running([prefill, decode], disaggregate=mode) as router:
+        assert ids(await router.generate(asked(SHORT))) == answer(SHORT, 3, 1)
+        assert len(prefill.legs) == short
+        assert ids(await router.generate(asked(LONG))) == answer(LONG, 3, 1)
+        assert len(prefill.legs) == short + long
+
+
+async def test_a_prompt_that_the_decode_worker_holds_stays_there() -> None:
+    prefill, decode = prefill_worker(num_blocks=1000), decode_worker(num_blocks=1000)
+    prefill.behaviour.pace = decode.behaviour.pace = 0.0005
+    async with running([prefill, decode], disaggregate="auto") as router:
+        for _ in range(3):
+            assert ids(await router.generate(asked(LONG))) == answer(LONG, 3, 1)
+        assert len(prefill.legs) == 1
+        assert len(decode.legs) == 3
+
+
+def test_a_line_is_learnt_from_noise_and_forgets() -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance, line = random.Random(seed), Line(0.001, 0.0005)
+    for slope in (0.0001, 0.002):
+        for _ in range(400):
+            tokens = chance.randrange(1, 3000)
+            line.learn(tokens, (0.004 + slope * tokens) * chance.uniform(0.9, 1.1))
+        assert line.slope == pytest.approx(slope, rel=0.15)
+    assert line.at(0) == 0.0
+
+
+def test_points_of_one_size_are_no_trouble() -> None:
+    line = Line(0.001, 0.0005)
+    for _ in range(2000):
+        line.learn(100, 0.2)
+    assert line.at(100) == pytest.approx(0.2, rel=0.01)
+    assert line.slope >= 0
+
+
+def test_prefers() -> None:
+    costs = Costs()
+    nothing = Offer(0, 0, 0)
+    assert costs.prefers_direct(10, nothing, nothing)
+    assert not costs.prefers_direct(2000, nothing, nothing)
+    assert costs.prefers_direct(2000, nothing, Offer(1990, 1990, 0))
+    assert costs.prefers_direct(2000, Offer(0, 0, 50_000), nothing)  # a queue before prefill
+    assert not costs.prefers_direct(2000, nothing, Offer(0, 0, 50_000))
+    assert not costs.prefers_direct(60, nothing, Offer(0, 0, 0, streams=50))
+
+
+def test_a_slow_transfer_and_a_fast_machine_favour_the_decode_worker() -> None:
+    costs, nothing = Costs(), Offer(0, 0, 0)
+    for tokens in (100, 500, 1000) * 50:
+        costs.learn(Account(tokens, 0.00001 * tokens, tokens, 0.1 + 0.001 * tokens))
+    assert costs.prefers_direct(2000, nothing, nothing)
+    assert costs.fetch_ratio == 1.0
