@@ -7,6 +7,7 @@ from pathlib import Path
 
 from common.config import check, option, required
 from common.errors import Rejected
+from router.policies import POLICIES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,11 @@ class RouterConfig:
     decode: tuple[str, ...] = option((), "a decode worker; may be repeated", metavar="HOST:PORT")
     workers_file: str | None = option(
         None, "JSON or TOML with lists `prefill` and `decode`, read again when it changes"
+    )
+    policy: str = option(
+        "affinity",
+        "how a worker is chosen; all but the default are for comparison",
+        choices=POLICIES,
     )
     disaggregate: str = option(
         "auto",

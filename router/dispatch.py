@@ -15,7 +15,8 @@ from router.attempts import Attempts, Next
 from router.budget import Bucket
 from router.config import RouterConfig
 from router.costs import Account, Costs, Offer
-from router.policy import DECODE, PREFILL, Prefix, Wish, choose
+from router.policies import policy
+from router.policy import DECODE, PREFILL, Prefix, Wish
 from router.registry import Registry
 from router.request import Request
 from router.worker import KnownWorker, Role
@@ -27,10 +28,11 @@ WEIGHTS = {types_pb2.ROLE_PREFILL: PREFILL, types_pb2.ROLE_DECODE: DECODE}
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A worker chosen, and how many leading tokens it is thought to hold."""
+    """A worker chosen, tokens it is thought to hold, and the work that the leg is there."""
 
     worker: KnownWorker
     hit: int
+    work: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Dispatcher:
         self.registry = registry
         self.costs = Costs()
         self._mode = config.disaggregate
+        self._policy = {role: policy(config.policy) for role in WEIGHTS}
         self._worker_wait, self._resume_wait = config.worker_wait, config.resume_wait
         self._affinity = {role: Affinity() for role in WEIGHTS}
         self._moves = Bucket(config.migration_rate, config.migration_burst)
@@ -177,5 +180,5 @@ class Dispatcher:
             weights=WEIGHTS[role],
             stored=held.stored,
         )
-        choice = choose(wish, candidates, held.leading[role])
-        return None if choice is None else Found(workers[choice.key], choice.hit)
+        choice = self._policy[role].choose(wish, candidates, held.leading[role])
+        return None if choice is None else Found(workers[choice.key], choice.hit, choice.work)

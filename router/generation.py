@@ -95,6 +95,7 @@ class Generation:
         try:
             events = run_leg(
                 worker,
+                found.work,
                 self._message(),
                 self._handoff,
                 self._request.deadline,

@@ -43,6 +43,7 @@ class Event:
 
 async def run_leg(
     worker: KnownWorker,
+    work: int,
     leg: types_pb2.Leg,
     handoff: Handoff,
     deadline: Deadline,
@@ -53,7 +54,7 @@ async def run_leg(
     ``Lost`` and ``Silent`` say that the worker did not speak; ``Draining`` that it leaves.
     """
     complete = False
-    with worker.stay(len(leg.prompt_token_ids) + len(leg.output_token_ids)) as stay:
+    with worker.stay(work) as stay:
         if worker.role == types_pb2.ROLE_PREFILL:
             events = _prefill(worker, stay, leg, deadline, handoff_wait)
         else:

@@ -41,12 +41,13 @@ class Weights:
     token: float
     leg: float
     fetch: float
+    whole: bool  # a leg in flight weighs all its tokens, not only those it had to compute
 
 
-PREFILL = Weights(fresh=1.0, token=1.0, leg=16.0, fetch=0.1)  # computing is all there is
-DECODE = Weights(
-    fresh=0.05, token=0.02, leg=64.0, fetch=0.05
-)  # fetching is cheap; a stream costs every step
+PREFILL = Weights(
+    fresh=1.0, token=1.0, leg=16.0, fetch=0.1, whole=False
+)  # computing is all there is
+DECODE = Weights(fresh=0.05, token=0.02, leg=64.0, fetch=0.05, whole=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +71,11 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The worker picked, and how many leading tokens it is thought to hold."""
+    """The worker picked, how many leading tokens it is thought to hold, and the work that makes."""
 
     key: str
     hit: int
+    work: int  # tokens that the leg counts for while it is there
 
 
 def choose(
@@ -85,12 +87,12 @@ def choose(
         if candidates:
             raise too_long(wish.positions, candidates)
         return None
-    hits = {c.key: _hit(wish, leading.get(c.key, 0)) for c in fitting}
+    hits = {c.key: held_by(wish, leading.get(c.key, 0)) for c in fitting}
     scores = [(_score(wish, c, hits[c.key]), c.key) for c in fitting]
     best = min(score for score, _ in scores)
     ties = [key for score, key in scores if score == best]
     picked = ties[0] if len(ties) == 1 else max(ties, key=lambda key: _rendezvous(wish, key))
-    return Choice(picked, hits[picked])
+    return Choice(picked, hits[picked], _work(wish, hits[picked]))
 
 
 def too_long(positions: int, candidates: Sequence[Candidate]) -> Rejected:
@@ -103,16 +105,26 @@ def too_long(positions: int, candidates: Sequence[Candidate]) -> Rejected:
     )
 
 
-def _hit(wish: Wish, blocks: int) -> int:
+def held_by(wish: Wish, blocks: int) -> int:
+    """Tokens that a hit of so many blocks saves: the last one is always computed."""
     return min(blocks * wish.prefix.block_size, wish.tokens - 1)
 
 
 def _score(wish: Wish, candidate: Candidate, hit: int) -> float:
     weights = wish.weights
     waiting = candidate.tokens * weights.token + candidate.legs * weights.leg
+    return waiting + _missing(wish, hit) + _shortage(wish, candidate, hit)
+
+
+def _missing(wish: Wish, hit: int) -> float:
+    """What is to be computed or fetched."""
     found = max(hit, min(wish.stored, wish.tokens - 1))
-    missing = (found - hit) * weights.fetch + (wish.tokens - found) * weights.fresh
-    return waiting + missing + _shortage(wish, candidate, hit)
+    weights = wish.weights
+    return (found - hit) * weights.fetch + (wish.tokens - found) * weights.fresh
+
+
+def _work(wish: Wish, hit: int) -> int:
+    return wish.tokens if wish.weights.whole else round(_missing(wish, hit))
 
 
 def _shortage(wish: Wish, candidate: Candidate, hit: int) -> float:

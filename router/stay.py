@@ -21,7 +21,7 @@ class Call(Protocol):
 
 
 class Stay:
-    """One leg. ``tokens`` is its length at the start; ``evicted`` why it was ended from here."""
+    """One leg. ``tokens`` is its work, as the policy says; ``evicted`` why it was ended here."""
 
     def __init__(self, tokens: int, connected: bool) -> None:
         self.tokens = tokens

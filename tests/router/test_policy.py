@@ -9,11 +9,19 @@ import pytest
 
 from common.errors import Rejected
 from router.affinity import Affinity
-from router.policy import DECODE, PREFILL, Candidate, Choice, Prefix, Wish, choose
+from router.policies import POLICIES, policy
+from router.policy import DECODE, PREFILL, Candidate, Prefix, Wish, choose
 
 
 def candidate(key: str, legs: int = 0, tokens: int = 0, length: int = 4096) -> Candidate:
     return Candidate(key, legs, tokens, length, length)
+
+
+def picked(
+    asked: Wish, candidates: list[Candidate], leading: dict[str, int]
+) -> tuple[str, int] | None:
+    choice = choose(asked, candidates, leading)
+    return None if choice is None else (choice.key, choice.hit)
 
 
 def names(*parts: int) -> tuple[bytes, ...]:
@@ -29,19 +37,20 @@ def test_nobody_and_nobody_large_enough() -> None:
     with pytest.raises(Rejected, match="4097 positions, the largest worker has 4096") as caught:
         choose(wish(10, positions=4097), [candidate("a"), candidate("b", length=10)], {})
     assert caught.value.field == "max_tokens"
-    assert choose(wish(10, positions=20), [candidate("a", length=10), candidate("b")], {}) == (
-        Choice("b", 0)
+    assert picked(wish(10, positions=20), [candidate("a", length=10), candidate("b")], {}) == (
+        "b",
+        0,
     )
 
 
 def test_the_prefix_wins_until_the_queue_costs_more() -> None:
     workers = [candidate("a", 1, 800), candidate("b")]
-    assert choose(wish(1600), workers, {"a": 60}) == Choice("a", 960)
-    assert choose(wish(1600), workers, {"a": 40}) == Choice("b", 0)
+    assert picked(wish(1600), workers, {"a": 60}) == ("a", 960)
+    assert picked(wish(1600), workers, {"a": 40}) == ("b", 0)
 
 
 def test_a_full_hit_still_computes_one_token() -> None:
-    assert choose(wish(32), [candidate("a")], {"a": 2}) == Choice("a", 31)
+    assert picked(wish(32), [candidate("a")], {"a": 2}) == ("a", 31)
 
 
 def test_leading_counts_in_a_row() -> None:
@@ -87,15 +96,15 @@ def test_beliefs_are_those_of_a_pool_that_evicts() -> None:
 def test_what_can_be_fetched_evens_the_choice() -> None:
     workers = [candidate("a", 1, 400), candidate("b")]
     asked = Wish(1600, 10, Prefix((), 16), PREFILL)
-    assert choose(asked, workers, {"a": 60}) == Choice("a", 960)
+    assert picked(asked, workers, {"a": 60}) == ("a", 960)
     asked = Wish(1600, 10, Prefix((), 16), PREFILL, stored=960)
-    assert choose(asked, workers, {"a": 60}) == Choice("b", 0)
+    assert picked(asked, workers, {"a": 60}) == ("b", 0)
 
 
 def test_a_worker_without_room_is_avoided() -> None:
     full = Candidate("a", 0, 0, 4096, 4096, free=100)
-    assert choose(wish(500), [full, candidate("b", 1, 300)], {}) == Choice("b", 0)
-    assert choose(wish(90), [full, candidate("b", 1, 300)], {}) == Choice("a", 0)
+    assert picked(wish(500), [full, candidate("b", 1, 300)], {}) == ("b", 0)
+    assert picked(wish(90), [full, candidate("b", 1, 300)], {}) == ("a", 0)
 
 
 def test_ties_spread_but_a_prefix_stays() -> None:
@@ -124,6 +133,39 @@ def test_a_hot_prefix_does_not_bury_one_worker(weights: object) -> None:
         choice = choose(asked, workers, affinity.leading(hot))
         assert choice is not None
         affinity.record(hot, choice.key, 1000)
-        load[choice.key] += 1024
+        load[choice.key] += choice.work
         legs[choice.key] += 1
     assert max(legs.values()) < 1.5 * min(legs.values())
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_picks_one_that_fits(name: str) -> None:
+    chosen = policy(name, seed=3)
+    assert chosen.choose(wish(10), [], {}) is None
+    small, large = candidate("a", length=5), candidate("b")
+    for _ in range(20):
+        choice = chosen.choose(wish(10, positions=20), [small, large], {"b": 60})
+        assert choice is not None
+        assert (choice.key, choice.hit) == ("b", 9)
+    with pytest.raises(Rejected, match="max_tokens"):
+        chosen.choose(wish(10, positions=20), [small], {})
+
+
+def test_policies_differ_as_their_names_say() -> None:
+    workers = [candidate("a", 3, 3000), candidate("b", 1, 100), candidate("c", 2, 900)]
+    turns = policy("round-robin")
+    picks = [choice.key for _ in range(6) if (choice := turns.choose(wish(10), workers, {}))]
+    assert sorted(picks[:3]) == sorted(picks[3:]) == ["a", "b", "c"]
+    least = policy("least-loaded").choose(wish(10), workers, {"a": 60})
+    assert least is not None
+    assert least.key == "b"
+    drawn = policy("random", seed=1)
+    assert {c.key for _ in range(99) if (c := drawn.choose(wish(9), workers, {}))} == set("abc")
+
+
+def test_a_prefill_leg_weighs_what_it_computes_and_a_stream_all_it_holds() -> None:
+    held = {"a": 60}
+    for weights, work in ((PREFILL, 640), (DECODE, 1600)):
+        choice = choose(Wish(1600, 10, Prefix((), 16), weights), [candidate("a")], held)
+        assert choice is not None
+        assert choice.work == work

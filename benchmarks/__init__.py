@@ -1,0 +1,1 @@
+"""Benchmarks of parts; ``kvrelay bench`` measures the whole."""

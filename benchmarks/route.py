@@ -1,0 +1,146 @@
+"""Replays a trace of conversations through the router's policies, with a simulated clock.
+
+    python -m benchmarks.route TRACE [--speed 1.0] [--limit N]
+
+TRACE holds one JSON object a line: ``timestamp`` (ms), ``input_length``, ``output_length`` and
+``hash_ids`` (of blocks of 512 tokens). Then the time that one decision takes is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from benchmarks.fleet import Asked, Fleet, Served, Shape
+from router.affinity import Affinity
+from router.policies import POLICIES, policy
+from router.policy import PREFILL, Candidate, Prefix, Wish, choose
+
+SEED = 1
+WORKERS, PREFIXES, DECISIONS, REPEATS = 64, 10_000, 500, 7
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One policy on one trace. Times in seconds."""
+
+    policy: str
+    local: float  # share of prompt tokens
+    fetched: float
+    queue: float
+    balance: float  # computed tokens: the busiest worker beside the mean
+    streams: float  # the same of stream seconds on decode workers
+    mean: float
+    p99: float
+
+
+def read(path: Path, speed: float, limit: int | None) -> Iterator[Asked]:
+    """The requests, in order; ``speed`` 2 asks them in half the time."""
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines):
+            if limit is not None and number >= limit:
+                return
+            row = json.loads(line)
+            names = tuple(int(name).to_bytes(8, "little") for name in row["hash_ids"])
+            full = row["input_length"] // 512
+            yield Asked(
+                row["timestamp"] / 1000 / speed,
+                row["input_length"],
+                row["output_length"],
+                names[:full],
+            )
+
+
+def replay(name: str, trace: Sequence[Asked], shape: Shape) -> Result:
+    """One policy over the whole trace."""
+    fleet = Fleet(shape, policy(name, SEED), policy(name, SEED + 1))
+    served = [fleet.serve(asked) for asked in trace]
+    tokens = sum(asked.tokens for asked in trace)
+    work = [0] * shape.prefill
+    for one in served:
+        work[one.worker] += one.computed
+    firsts = sorted(one.first_token for one in served)
+    return Result(
+        policy=name,
+        local=sum(one.local for one in served) / tokens,
+        fetched=sum(one.fetched for one in served) / tokens,
+        queue=_mean_queue(served),
+        balance=max(work) / mean(work),
+        streams=max(fleet.streams) / mean(fleet.streams),
+        mean=mean(firsts),
+        p99=firsts[len(firsts) * 99 // 100],
+    )
+
+
+def _mean_queue(served: Sequence[Served]) -> float:
+    return mean(one.queue for one in served)
+
+
+def decision_seconds() -> float:
+    """Of one choice among many workers that hold many prefixes: lookup, choice, record."""
+    chance, known = random.Random(SEED), Affinity()
+    keys = [f"worker-{n}" for n in range(WORKERS)]
+    chains = [
+        tuple(f"{n}/{i}".encode() for i in range(chance.randrange(1, 40))) for n in range(PREFIXES)
+    ]
+    for chain in chains:
+        known.record(chain, chance.choice(keys), 4096)
+    candidates = [
+        Candidate(key, chance.randrange(9), chance.randrange(9000), 1 << 20, 1 << 20)
+        for key in keys
+    ]
+    asked = [chance.choice(chains) for _ in range(DECISIONS)]
+    return min(_decide(known, candidates, asked) for _ in range(REPEATS))  # others use the machine
+
+
+def _decide(
+    known: Affinity, candidates: Sequence[Candidate], asked: Sequence[tuple[bytes, ...]]
+) -> float:
+    begun = time.perf_counter()
+    for chain in asked:
+        wish = Wish(len(chain) * 16 + 5, 10, Prefix(chain, 16), PREFILL)
+        choice = choose(wish, candidates, known.leading(chain))
+        if choice is not None:
+            known.record(chain, choice.key, 4096)
+    return (time.perf_counter() - begun) / DECISIONS
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.route", description=__doc__)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--speed", type=float, default=1.0, help="times as fast as recorded")
+    parser.add_argument("--store", type=int, default=Shape().store, help="its capacity in blocks")
+    parser.add_argument("--limit", type=int, help="only so many requests")
+    options = parser.parse_args(argv)
+    trace, shape = (
+        list(read(options.trace, options.speed, options.limit)),
+        Shape(store=options.store),
+    )
+    print(f"{len(trace)} requests, {trace[-1].at:.0f} s, {shape}")
+    print(
+        f"{'policy':14}{'local':>8}{'fetched':>9}{'queue s':>9}{'balance':>9}"
+        f"{'streams':>9}{'mean s':>9}{'p99 s':>9}"
+    )
+    for name in POLICIES:
+        row = replay(name, trace, shape)
+        print(
+            f"{row.policy:14}{row.local:8.1%}{row.fetched:9.1%}{row.queue:9.3f}{row.balance:9.3f}"
+            f"{row.streams:9.3f}{row.mean:9.3f}{row.p99:9.3f}"
+        )
+    print(
+        f"one decision among {WORKERS} workers and {PREFIXES} prefixes:"
+        f" {decision_seconds() * 1e6:.0f} us"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""The ways to choose a worker, behind one call: ours, and those it is compared with."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from router.policy import Candidate, Choice, Wish, choose, held_by, too_long
+
+
+class Policy(Protocol):
+    """Pure but for what it keeps of its own turns."""
+
+    def choose(
+        self, wish: Wish, candidates: Sequence[Candidate], leading: Mapping[str, int]
+    ) -> Choice | None:
+        """``None`` without candidates, ``Rejected`` if none could ever hold the request."""
+
+
+class Affine:
+    """Least work in front, prefixes counted: see ``router.policy``."""
+
+    def choose(
+        self, wish: Wish, candidates: Sequence[Candidate], leading: Mapping[str, int]
+    ) -> Choice | None:
+        """As the protocol says."""
+        return choose(wish, candidates, leading)
+
+
+class RoundRobin:
+    """One after another."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+
+    def choose(
+        self, wish: Wish, candidates: Sequence[Candidate], leading: Mapping[str, int]
+    ) -> Choice | None:
+        """As the protocol says."""
+        fitting = _fitting(wish, candidates)
+        self._turn += 1
+        return _choice(wish, fitting[self._turn % len(fitting)], leading) if fitting else None
+
+
+class AnyOne:
+    """At random."""
+
+    def __init__(self, seed: int) -> None:
+        self._chance = random.Random(seed)
+
+    def choose(
+        self, wish: Wish, candidates: Sequence[Candidate], leading: Mapping[str, int]
+    ) -> Choice | None:
+        """As the protocol says."""
+        fitting = _fitting(wish, candidates)
+        return _choice(wish, self._chance.choice(fitting), leading) if fitting else None
+
+
+class LeastLoaded:
+    """The one with the least in flight, whatever it holds."""
+
+    def choose(
+        self, wish: Wish, candidates: Sequence[Candidate], leading: Mapping[str, int]
+    ) -> Choice | None:
+        """As the protocol says."""
+        fitting = _fitting(wish, candidates)
+        if not fitting:
+            return None
+        weights = wish.weights
+        return _choice(
+            wish,
+            min(fitting, key=lambda c: c.tokens * weights.token + c.legs * weights.leg),
+            leading,
+        )
+
+
+def _fitting(wish: Wish, candidates: Sequence[Candidate]) -> list[Candidate]:
+    fitting = [candidate for candidate in candidates if candidate.fits(wish.positions)]
+    if candidates and not fitting:
+        raise too_long(wish.positions, candidates)
+    return fitting
+
+
+def _choice(wish: Wish, candidate: Candidate, leading: Mapping[str, int]) -> Choice:
+    return Choice(candidate.key, held_by(wish, leading.get(candidate.key, 0)), wish.tokens)
+
+
+POLICIES = ("affinity", "least-loaded", "round-robin", "random")
+
+
+def policy(name: str, seed: int = 0) -> Policy:
+    """One of ``POLICIES``, new."""
+    match name:
+        case "affinity":
+            return Affine()
+        case "least-loaded":
+            return LeastLoaded()
+        case "round-robin":
+            return RoundRobin()
+        case "random":
+            return AnyOne(seed)
+    raise ValueError(f"{name!r} is no policy; there are {', '.join(POLICIES)}")
