@@ -11,7 +11,7 @@ from connector.geometry import Geometry
 from connector.loading import Pool
 from connector.options import Options
 from engine.external import Event, Piece, Save, Saved
-from kvblock.header import Header, checksum, encode, header_bytes
+from kvblock.header import Header, encode, header_bytes
 from kvstore import Block, Kept, Offer, Outcome, Store
 
 
@@ -64,9 +64,9 @@ class Saving:
             dtype=self._geometry.dtype,
             shape=self._geometry.shape(len(piece.tokens)),
             payload_bytes=payload.nbytes,
-            payload_checksum=checksum(payload),
+            payload_checksum=0,
         )
-        return Block(encode(header), payload)
+        return Block(encode(header), payload, sealed=False)
 
     def _count(self, outcomes: list[Outcome]) -> None:
         self._stored = sum(1 for _ in takewhile(lambda outcome: outcome.present, outcomes))

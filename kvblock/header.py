@@ -42,6 +42,7 @@ ITEM_BYTES = {
 
 _FIXED = struct.Struct("<8sHBBIQQQI20s32s32s32s8I")
 _CHECKSUM = slice(16, 24)
+_PAYLOAD_CHECKSUM = slice(32, 40)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,14 @@ def encode(header: Header) -> bytes:
         header.parent, header.name, *dimensions,
     )  # fmt: skip
     struct.pack_into(f"<{header.count}I", data, _FIXED.size, *header.tokens)
+    data[_CHECKSUM] = _own_checksum(data).to_bytes(8, "little")
+    return bytes(data)
+
+
+def seal(header: bytes, payload_checksum: int) -> bytes:
+    """The same header with its payload's checksum, for one that was made before it was known."""
+    data = bytearray(header)
+    data[_PAYLOAD_CHECKSUM] = payload_checksum.to_bytes(8, "little")
     data[_CHECKSUM] = _own_checksum(data).to_bytes(8, "little")
     return bytes(data)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from kvblock.header import checksum, seal
 from kvstore.records import Tail, Verdict
 from kvstore.stats import Stats
 
@@ -62,15 +63,25 @@ class Got:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The bytes of one block."""
+    """The bytes of one block. ``sealed=False``: its header still lacks the payload's checksum.
+
+    Then it is computed on the way, which costs less than a pass over the payload of its own.
+    """
 
     header: bytes
     payload: memoryview
+    sealed: bool = True
 
     @property
     def size(self) -> int:
         """Bytes in all."""
         return len(self.header) + self.payload.nbytes
+
+    def seal(self) -> Block:
+        """The block with a whole header."""
+        if self.sealed:
+            return self
+        return Block(seal(self.header, checksum(self.payload)), self.payload)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from types import TracebackType
 import numpy as np
 
 from common.errors import Corrupt, Unavailable
-from kvblock.header import Header, checksum, encode, header_bytes
+from kvblock.header import Header, encode, header_bytes
 from kvblock.name import child_name
 from kvblock.verify import Wanted, verify_block
 from kvstore.base import Block, Kept, Lease, Offer, Want
@@ -110,10 +110,9 @@ class Rig:
 
         def read() -> Block:
             header = Header(
-                SPACE, wanted.parent, wanted.name, TOKENS, "uint8", (self.size,), self.size,
-                checksum(payload),
-            )  # fmt: skip
-            return Block(encode(header), payload)
+                SPACE, wanted.parent, wanted.name, TOKENS, "uint8", (self.size,), self.size, 0
+            )
+            return Block(encode(header), payload, sealed=False)
 
         return Offer(wanted.name, self.block_bytes, False, read)
 

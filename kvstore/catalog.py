@@ -102,12 +102,13 @@ class Catalog(Generic[V]):
         blocks = tuple(None if e is None else (e.size, e.value) for e in entries)
         return Located(blocks, lease)
 
-    def leased(self, lease: int, now: float) -> list[tuple[int, V]] | None:
-        """Sizes and values of what a lease holds, in its order; ``None`` once it has ended."""
+    def leased(self, lease: int, first: int, count: int, now: float) -> list[tuple[int, V]] | None:
+        """Sizes and values of blocks a lease holds, in its order; ``None`` once it has ended."""
         self.expire(now)
         if (names := self._leases.get(lease)) is None:
             return None
-        return [(self._entries[name].size, self._entries[name].value) for name in names]
+        entries = [self._entries[name] for name in names[first : first + count]]
+        return [(entry.size, entry.value) for entry in entries]
 
     def extend(self, lease: int, deadline: float, now: float) -> bool:
         """Move the end of a lease; false when it has ended already."""

@@ -19,6 +19,8 @@ from protos import kvstore_pb2 as pb
 from rpc.deadline import Deadline
 
 RELEASE_SECONDS = 1.0
+AHEAD = 2
+"""Requests on their way while the blocks of another are received."""
 
 
 class Finder(Protocol):
@@ -100,10 +102,11 @@ class LaneWay:
         done = 0
         if batches:
             with taken(self._lines, deadline) as line:
-                ask(line, found, batches, 0)
+                for number in range(min(AHEAD, len(batches))):
+                    ask(line, found, batches, number)
                 for number, batch in enumerate(batches):
-                    if number + 1 < len(batches):
-                        ask(line, found, batches, number + 1)
+                    if number + AHEAD < len(batches):
+                        ask(line, found, batches, number + AHEAD)
                     headers = receive(line, wants, found.lengths, batch)
                     for index, header in zip(batch.wants, headers, strict=True):
                         yield from ((absent, None) for absent in range(done, index))

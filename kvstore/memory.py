@@ -94,7 +94,7 @@ class MemoryStore:
         try:
             for claim, offer, verdict in zip(claims, offers, grant.verdicts, strict=True):
                 if verdict is Verdict.RESERVED and grant.ticket is not None:
-                    outcomes.append(self._write(grant.ticket, claim, offer.read()))
+                    outcomes.append(self._write(grant.ticket, claim, offer.read().seal()))
                 else:
                     outcomes.append(Outcome(NOT_SENT[verdict]))
         finally:

@@ -128,15 +128,15 @@ class Session:
 
     def _get(self, request: Request, body: bytes) -> None:
         known = self._vault.knows(request.serial, request.token)
-        blocks = self._vault.leased(request.serial) if known else None
+        first, count = request.first, request.count
+        blocks = self._vault.leased(request.serial, first, count) if known else None
         if blocks is None:
             self._answer(Status.GONE)
-        elif request.first + request.count > len(blocks):
-            raise Rejected("count", f"the lease holds {len(blocks)} blocks")
+        elif len(blocks) != count:
+            raise Rejected("count", f"the lease holds {first + len(blocks)} blocks")
         else:
-            views = blocks[request.first : request.first + request.count]
-            answer = Answer(Status.OK, sum(map(len, views)), self._vault.boot)
-            self._pipe.send([answer.encode(), *views])
+            answer = Answer(Status.OK, sum(map(len, blocks)), self._vault.boot)
+            self._pipe.send([answer.encode(), *blocks])
         if request.last:
             if known:
                 self._vault.release([request.serial])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvstore.base import Offer
-from kvstore.copying import copy
+from kvblock.header import seal
+from kvstore.base import Block, Offer
+from kvstore.copying import copy, copy_summed
 from kvstore.frames import Op, Request, Row
 from kvstore.line import Line
 from kvstore.way import Ticket, block_of
 
-BATCH_BYTES = 1 << 20
+BATCH_BYTES = 512 << 10
 """Staged at once, two times: what the store copies then still lies in the CPU's cache."""
 
 
@@ -34,12 +35,9 @@ def stage(
     """Blocks into the window, and a request to take them from there."""
     rows = []
     for offer in offers:
-        block = block_of(offer)
+        _place(block_of(offer), window[start : start + offer.size])
         rows.append(Row(offer.name, offer.size, start).encode())
-        split = start + len(block.header)
-        window[start:split] = block.header
         start += offer.size
-        copy(window[split:start], block.payload)
     body = b"".join(rows)
     count = len(offers)
     line.ask(Request(Op.STAGE, ticket.serial, ticket.token, 0, count, len(body), last=last), body)
@@ -51,5 +49,14 @@ def send(line: Line, ticket: Ticket, offers: Sequence[Offer], last: bool) -> Non
     count = len(offers)
     line.ask(Request(Op.PUT, ticket.serial, ticket.token, 0, count, len(body), last=last), body)
     for offer in offers:
-        block = block_of(offer)
+        block = block_of(offer).seal()
         line.pipe.send([block.header, block.payload])
+
+
+def _place(block: Block, target: memoryview) -> None:
+    split = len(block.header)
+    if block.sealed:
+        target[:split] = block.header
+        copy(target[split:], block.payload)
+    else:
+        target[:split] = seal(block.header, copy_summed(target[split:], block.payload))

@@ -72,7 +72,7 @@ def _messages(head: pb.PutHead, offers: Sequence[Offer]) -> Iterator[bytes]:
 def buffers_of(offers: Sequence[Offer]) -> Iterator[memoryview]:
     """The bytes of the blocks, one after another, each read when its turn comes."""
     for offer in offers:
-        block = block_of(offer)
+        block = block_of(offer).seal()
         yield memoryview(block.header)
         yield block.payload
 

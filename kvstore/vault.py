@@ -75,10 +75,10 @@ class Vault:
         with self._lock:
             return self._catalog.locate(names, ttl, time.monotonic())
 
-    def leased(self, lease: int) -> list[memoryview] | None:
-        """The bytes of what a lease holds, ``None`` once it has ended."""
+    def leased(self, lease: int, first: int, count: int) -> list[memoryview] | None:
+        """The bytes of blocks a lease holds, ``None`` once it has ended."""
         with self._lock:
-            blocks = self._catalog.leased(lease, time.monotonic())
+            blocks = self._catalog.leased(lease, first, count, time.monotonic())
         if blocks is None:
             return None
         return [self.arena.view(place, size).toreadonly() for size, place in blocks]
