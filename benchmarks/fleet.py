@@ -120,7 +120,7 @@ class Fleet:
             positions=1,
             prefix=Prefix(asked.names, BLOCK),
             weights=(PREFILL, DECODE)[role],
-            stored=most * BLOCK,
+            stored=most * BLOCK if self._shape.store else 0,
         )
         choice = self._policies[role].choose(wish, candidates, leading[role])
         if choice is None:

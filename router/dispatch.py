@@ -91,7 +91,7 @@ class Dispatcher:
     def _look(self, prefix: Prefix) -> Held:
         leading = {role: known.leading(prefix.names) for role, known in self._affinity.items()}
         most = max((count for counts in leading.values() for count in counts.values()), default=0)
-        return Held(leading, most * prefix.block_size)
+        return Held(leading, most * prefix.block_size if self.registry.stores else 0)
 
     def _direct(
         self, request: Request, prefix: Prefix, prefill: Found, tried: Attempts, held: Held

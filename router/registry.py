@@ -72,6 +72,11 @@ class Registry:
         """The fleet's, ``None`` while no worker is usable."""
         return next((w.info.namespace for w in self.workers if w.usable and w.info), None)
 
+    @property
+    def stores(self) -> bool:
+        """Whether the workers share a store, from which one fetches what another computed."""
+        return any(w.info is not None and bool(w.info.store) for w in self.workers if w.usable)
+
     async def wait_for(self, enough: Callable[[], bool], deadline: Deadline) -> bool:
         """Wait until ``enough`` holds after a change of any worker; whether it does."""
         while not enough():

@@ -267,6 +267,7 @@ class FakeWorker(
             num_blocks=self.num_blocks,
             max_model_len=self.max_model_len,
             vocab_size=VOCAB,
+            store="kvrelay://fake",
         )
 
     async def GetLoad(
