@@ -201,6 +201,8 @@ class Catalog(Generic[V]):
 
     def expire(self, now: float) -> None:
         """End the leases, reservations and partial blocks whose time is over."""
+        if self._lease_ends.quiet(now) and self._writing.quiet(now) and self._lives.quiet(now):
+            return
         for lease in self._lease_ends.due(now):
             self.release(lease)
         for ticket in self._writing.due(now):

@@ -40,6 +40,10 @@ class Deadlines(Generic[K]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
+    def quiet(self, now: float) -> bool:
+        """Whether certainly nothing is due; costs next to nothing."""
+        return not self._heap or self._heap[0][0] > now
+
     def due(self, now: float) -> Iterator[K]:
         """Take out the keys whose time is ``now`` or earlier, earliest first."""
         while (earliest := self.next()) is not None and earliest <= now:

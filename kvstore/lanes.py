@@ -23,6 +23,7 @@ from protos import kvstore_pb2 as pb
 log = logging.getLogger("kvrelay.store")
 
 MAX_CONNECTIONS = 1024
+RETRY_SECONDS = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class Lanes:
         self._vault = vault
         self._lock = threading.Lock()
         self._pipes: set[Pipe] = set()
+        self._stopping = threading.Event()
         self.ways = pb.WaysResponse(boot=vault.boot)
         self._listeners: list[socket.socket] = []
         if options.lane:
@@ -68,6 +70,7 @@ class Lanes:
 
     def stop(self) -> None:
         """Accept no more, and cut what is open."""
+        self._stopping.set()
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
@@ -78,14 +81,12 @@ class Lanes:
 
     def _accept(self, listener: socket.socket) -> None:
         local = listener.family == socket.AF_UNIX
-        while True:
+        while not self._stopping.is_set():
             try:
                 sock, _ = listener.accept()
-            except OSError:
-                return  # stopped
-            if (local and not is_trusted(sock)) or len(self._pipes) >= MAX_CONNECTIONS:
-                log.warning("lane: a connection was refused, of another user or one too many")
-                sock.close()
+            except OSError as error:
+                if not self._stopping.wait(RETRY_SECONDS):  # too many open files, most likely
+                    log.warning("lane: a connection could not be taken: %s", error)
                 continue
             threading.Thread(
                 target=self._serve, args=(sock, local), name="lane", daemon=True
@@ -94,6 +95,9 @@ class Lanes:
     def _serve(self, sock: socket.socket, local: bool) -> None:
         with sock:
             try:
+                if (local and not is_trusted(sock)) or len(self._pipes) >= MAX_CONNECTIONS:
+                    log.warning("lane: a connection was refused, of another user or one too many")
+                    return
                 pipe = Pipe(sock)
             except OSError:
                 return  # gone already

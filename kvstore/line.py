@@ -8,7 +8,16 @@ import threading
 from collections.abc import Callable
 
 from common.errors import Corrupt, KvrelayError, Unavailable
-from kvstore.frames import ANSWER_BYTES, MAX_BODY, SIZE_BYTES, Answer, Request, Status, answer_of
+from kvstore.frames import (
+    ANSWER_BYTES,
+    MAX_BODY,
+    SIZE_BYTES,
+    Answer,
+    Op,
+    Request,
+    Status,
+    answer_of,
+)
 from kvstore.peer import address_of, is_trusted
 from kvstore.pipe import Pipe
 from rpc.deadline import Deadline
@@ -21,6 +30,7 @@ class Line:
 
     def __init__(self, sock: socket.socket, boot: bytes) -> None:
         self.pipe, self.boot = Pipe(sock), boot
+        self.sound = True
 
     def ask(self, request: Request, *bodies: bytes | memoryview) -> None:
         """Send a request, its body and what follows it."""
@@ -37,6 +47,14 @@ class Line:
             raise Corrupt("answer", f"{answer.length} bytes are more than {MAX_BODY}")
         body = self.pipe.receive(answer.length)
         return None if answer.status is Status.GONE else body
+
+    def release(self, lease: int, token: bytes) -> None:
+        """Give a lease back. If that fails it ends by its deadline, and this line is no more."""
+        try:
+            self.ask(Request(Op.RELEASE, lease, token))
+            self.body()
+        except KvrelayError:
+            self.sound = False
 
     def descriptor(self) -> tuple[int, int]:
         """The descriptor that comes with the next answer, and the size of what it is of."""

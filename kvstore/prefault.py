@@ -50,12 +50,22 @@ class Prefault:
         began = reported = time.monotonic()
         total = len(self._memory)
         for start in range(0, total, STEP):
+            if _memory_is_short():
+                log.warning("arena: memory is short; the rest of it is touched when it is needed")
+                return
             if self._stop.is_set() or not _populate(self._memory[start : start + STEP]):
                 return
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
                 log.info("arena: %d %% of %s touched", 100 * start // total, show_size(total))
         log.info("arena: %s touched in %.1f s", show_size(total), time.monotonic() - began)
+
+
+def _memory_is_short() -> bool:
+    """Whether less than a tenth of the machine's memory is left."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        sizes = {name: int(rest.split()[0]) for name, _, rest in (s.partition(":") for s in file)}
+    return sizes.get("MemAvailable", 1) < sizes.get("MemTotal", 0) // 10
 
 
 def _populate(memory: memoryview) -> bool:

@@ -64,6 +64,10 @@ class Reservations:
         if ticket in self._tickets:
             self._ends.set(ticket, deadline)
 
+    def quiet(self, now: float) -> bool:
+        """Whether certainly no ticket's time is over."""
+        return self._ends.quiet(now)
+
     def due(self, now: float) -> Iterator[int]:
         """Tickets whose time is over."""
         return self._ends.due(now)

@@ -64,8 +64,7 @@ class SharedWay:
                     yield got
             finally:
                 if found.lease:
-                    line.ask(Request(Op.RELEASE, found.lease, found.token))
-                    line.body()
+                    line.release(found.lease, found.token)
 
     def reserve(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
         """As the protocol says."""

@@ -7,6 +7,7 @@ slab that is empty goes back to the heap. Slabs lie at the far end, so they do n
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kvstore.runs import Runs
 
@@ -17,6 +18,7 @@ SMALL = 32 << 10
 """Slots up to this size are kept in slabs."""
 
 
+@lru_cache(maxsize=4096)
 def slot_bytes(size: int) -> int:
     """Bytes of the slot for ``size``: at most an eighth more, for large ones a 32nd."""
     parts = 3 if size <= SMALL else 5

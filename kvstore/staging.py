@@ -11,7 +11,7 @@ from kvstore.frames import Op, Request, Row
 from kvstore.line import Line
 from kvstore.way import Ticket, block_of
 
-BATCH_BYTES = 512 << 10
+BATCH_BYTES = 1 << 20
 """Staged at once, two times: what the store copies then still lies in the CPU's cache."""
 
 

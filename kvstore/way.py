@@ -68,7 +68,10 @@ def taken(lines: Lines, deadline: Deadline) -> Iterator[Line]:
     except BaseException:
         lines.drop(line)
         raise
-    lines.give(line)
+    if line.sound:
+        lines.give(line)
+    else:
+        lines.drop(line)
 
 
 def lease_ms(deadline: Deadline) -> int:
