@@ -12,33 +12,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from kvstore.deadlines import Deadlines
+from kvstore.entries import Entry, Room
 from kvstore.policy import Node, Policy
 from kvstore.records import Claim, Grant, Holding, Located, Tail, Verdict
 from kvstore.reservations import Reservations
 from kvstore.stats import Stats, Tally
 
 V = TypeVar("V")
-
-
-class Room(Protocol[V]):
-    """Where blocks lie."""
-
-    def take(self, size: int) -> V | None:
-        """A place for ``size`` bytes, ``None`` when there is none."""
-
-    def give(self, place: V, size: int) -> None:
-        """Nobody uses the place any more."""
-
-
-class _Entry(Node, Generic[V]):
-    __slots__ = ("leases", "partial", "size", "value")
-
-    def __init__(self, claim: Claim, value: V, parent: bytes | None) -> None:
-        super().__init__(claim.name, parent)
-        self.size, self.partial, self.value, self.leases = claim.size, claim.partial, value, 0
 
 
 class Catalog(Generic[V]):
@@ -51,7 +34,7 @@ class Catalog(Generic[V]):
         self._entry_bytes = entry_bytes  # what the bookkeeping of a block costs, of the budget too
         self._budget, self._policy, self._room = budget, policy, room
         self._partial_life, self._boot = partial_life, boot
-        self._entries: dict[bytes, _Entry[V]] = {}
+        self._entries: dict[bytes, Entry[V]] = {}
         self._writing = Reservations()
         self._places: dict[bytes, V] = {}  # of reservations, until a writer borrows them
         self._leases: dict[int, tuple[bytes, ...]] = {}
@@ -162,7 +145,7 @@ class Catalog(Generic[V]):
         self.expire(now)
         if (claim := self._writing.take(ticket, name)) is None:
             return False
-        self._entries[name] = entry = _Entry(claim, value, parent)
+        self._entries[name] = entry = Entry(claim, value, parent)
         self._bytes += claim.size
         self._policy.add(entry)
         if claim.partial:
@@ -250,7 +233,7 @@ class Catalog(Generic[V]):
         self._lease_ends.set(self._serial, deadline)
         return self._serial
 
-    def _use(self, entry: _Entry[V], now: float) -> None:
+    def _use(self, entry: Entry[V], now: float) -> None:
         self._policy.touch(entry)
         if entry.partial:
             self._lives.set(entry.name, now + self._partial_life)

@@ -1,0 +1,30 @@
+"""One block of the catalog, and where blocks lie."""
+
+from __future__ import annotations
+
+from typing import Generic, Protocol, TypeVar
+
+from kvstore.policy import Node
+from kvstore.records import Claim
+
+V = TypeVar("V")
+
+
+class Room(Protocol[V]):
+    """Where blocks lie."""
+
+    def take(self, size: int) -> V | None:
+        """A place for ``size`` bytes, ``None`` when there is none."""
+
+    def give(self, place: V, size: int) -> None:
+        """Nobody uses the place any more."""
+
+
+class Entry(Node, Generic[V]):
+    """A block that is there; ``leases`` is how many hold it."""
+
+    __slots__ = ("leases", "partial", "size", "value")
+
+    def __init__(self, claim: Claim, value: V, parent: bytes | None) -> None:
+        super().__init__(claim.name, parent)
+        self.size, self.partial, self.value, self.leases = claim.size, claim.partial, value, 0
