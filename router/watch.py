@@ -3,7 +3,8 @@
 Every check asks ``GetLoad``, whose boot token shows a restart between two checks; every few of them
 ``grpc.health.v1`` and ``GetInfo`` too. A worker is silent when no answer, and no token of any leg,
 came for the time allowed. That time is counted in turns of this process's own loop: while the
-router itself does not run, nobody is suspected.
+router itself does not run, nobody is suspected. A worker that answers slowly, because it is busy,
+is given more time: to take its work away would make others slow.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ from rpc.status import from_rpc_error
 TURNS = 8
 WHOLE_EVERY = 4  # checks; the others only ask for the load
 LONGEST_CHECK_SECONDS = 10.0
+PATIENCE = 3.0  # times the slowest of its last answers
+MOST_PATIENCE = 6.0  # times the silence configured
+FORGET = 0.8  # of how slow it was, with each answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,13 @@ class Watcher:
         self._answered = time.monotonic()
         self._known = False
         self._checks = 0
+        self._slowest = 0.0
+
+    @property
+    def silence(self) -> float:
+        """Seconds that this worker may take now."""
+        configured = self._pace.silence
+        return min(max(configured, PATIENCE * self._slowest), MOST_PATIENCE * configured)
 
     def hurry(self) -> None:
         """Check now."""
@@ -69,22 +80,26 @@ class Watcher:
                 await asyncio.wait_for(self._hurry.wait(), self._pace.interval)
 
     async def _verdict(self) -> Verdict:
+        begun = time.monotonic()
         try:
             verdict = await self._within(self._check())
         except KvrelayError as error:
             self._checks = 0  # whoever comes back is asked everything
+            if isinstance(error, DeadlineExceeded):
+                self._slowest = max(self._slowest, time.monotonic() - begun)
             silent_for = time.monotonic() - self._answered
             return of_failure(error, self._known, silent_for, self._pace.gone_after)
         self._answered, self._known = time.monotonic(), True
+        self._slowest = max(self._answered - begun, FORGET * self._slowest)
         return verdict
 
     async def _within(self, check: Coroutine[None, None, Verdict]) -> Verdict:
         """The verdict of a check, or ``DeadlineExceeded`` once the worker is silent."""
         task = asyncio.ensure_future(check)
-        begun, turns = time.monotonic(), 0
+        silence, begun, turns = self.silence, time.monotonic(), 0
         try:
             while turns < TURNS:
-                done, _ = await asyncio.wait((task,), timeout=self._pace.silence / TURNS)
+                done, _ = await asyncio.wait((task,), timeout=silence / TURNS)
                 if done:
                     return task.result()
                 turns += 1
@@ -92,7 +107,7 @@ class Watcher:
                     begun, turns = time.monotonic(), 0
         finally:
             task.cancel()
-        raise DeadlineExceeded(f"it was silent for {self._pace.silence:g} s")
+        raise DeadlineExceeded(f"it was silent for {silence:.2g} s")
 
     async def _check(self) -> Verdict:
         worker, deadline = self._worker, Deadline.after(LONGEST_CHECK_SECONDS)

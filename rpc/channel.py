@@ -23,6 +23,7 @@ class ChannelOptions:
     keepalive_seconds: float = 10.0
     keepalive_timeout_seconds: float = 5.0
     max_reconnect_seconds: float = 2.0
+    connect_seconds: float = 3.0
     credentials: grpc.ChannelCredentials | None = None
 
     def arguments(self) -> list[tuple[str, int]]:
@@ -34,7 +35,9 @@ class ChannelOptions:
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_seconds * 1000)),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
+            # Its name misleads: this is how long one attempt may take, not a wait between two. A
+            # short one fails on a busy machine, where the handshake is answered late.
+            ("grpc.min_reconnect_backoff_ms", round(self.connect_seconds * 1000)),
             ("grpc.max_reconnect_backoff_ms", round(self.max_reconnect_seconds * 1000)),
             ("grpc.enable_retries", 0),  # who retries decides where; gRPC cannot know
             ("grpc.enable_http_proxy", 0),  # an http_proxy in the environment is not for us

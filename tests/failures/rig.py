@@ -7,7 +7,7 @@ be observed; what is observed is what the workers say of themselves.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,10 +94,13 @@ class Observer:
 
 
 @contextmanager
-def rig(model: Path, seqs: int = SEQS, **environ: str) -> Iterator[Rig]:
+def rig(
+    model: Path, seqs: int = SEQS, links: bool = False, environ: Mapping[str, str] | None = None
+) -> Iterator[Rig]:
     """A running one; the last lines of all processes are printed at the end.
 
-    ``environ`` are flags for all of its processes: ``max_deaths="9"``.
+    With ``links`` the router reaches each worker through a proxy named as the worker is, such as
+    ``decode-1``. ``environ`` are flags for all of its processes: ``{"max_deaths": "9"}``.
     """
     lines: list[str] = []
     config = ClusterConfig(
@@ -106,7 +109,7 @@ def rig(model: Path, seqs: int = SEQS, **environ: str) -> Iterator[Rig]:
     )  # fmt: skip
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVRELAY_AUDIT", "true")
-        for name, value in environ.items():
+        for name, value in (environ or {}).items():
             patch.setenv(f"KVRELAY_{name.upper()}", value)
         proxies: dict[str, Proxy] = {}
 
@@ -115,7 +118,11 @@ def rig(model: Path, seqs: int = SEQS, **environ: str) -> Iterator[Rig]:
             store = next(spec for spec in made if spec.role == "store")
             for role in ROLES:
                 proxies[role] = stack.enter_context(Proxy(store.address))
-            return tuple(_through(spec, store.address, proxies) for spec in made)
+            for spec in made if links else ():
+                if spec.role in ROLES:
+                    proxies[spec.name] = stack.enter_context(Proxy(spec.address))
+            ways = {s.address: proxies[s.name].address for s in made if s.name in proxies}
+            return tuple(_through(spec, store.address, proxies, ways) for spec in made)
 
         def note(spec: Spec, line: str) -> None:
             lines.append(f"{spec.name}| {line}")
@@ -129,8 +136,10 @@ def rig(model: Path, seqs: int = SEQS, **environ: str) -> Iterator[Rig]:
             print("\n".join(lines[-400:]))
 
 
-def _through(spec: Spec, store: str, proxies: dict[str, Proxy]) -> Spec:
-    """A worker that reaches the store through its role's proxy, by gRPC alone."""
+def _through(spec: Spec, store: str, proxies: dict[str, Proxy], ways: dict[str, str]) -> Spec:
+    """A worker that reaches the store through its role's proxy, by gRPC alone; or the router."""
+    if spec.role == "router":
+        return replace(spec, args=tuple(ways.get(word, word) for word in spec.args))
     if spec.role not in proxies:
         return spec
     url = f"kvrelay://{proxies[spec.role].address}?way=grpc"

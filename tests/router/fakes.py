@@ -112,6 +112,7 @@ class Behaviour:
     checks: asyncio.Event | None = None  # answered while it is set
     tokens: asyncio.Event | None = None  # made while it is set
     draining: bool = False
+    slow: float = 0.0  # seconds before a check is answered
     pace: float | None = None  # seconds told for each token computed; fetching costs a hundredth
 
 
@@ -275,6 +276,7 @@ class FakeWorker(
         request: worker_pb2.GetLoadRequest,
         context: Context[worker_pb2.GetLoadRequest, worker_pb2.WorkerLoad],
     ) -> worker_pb2.WorkerLoad:
+        await asyncio.sleep(self.behaviour.slow)
         if self.behaviour.checks is not None:
             await self.behaviour.checks.wait()
         return worker_pb2.WorkerLoad(worker=self.boot, draining=self.behaviour.draining)

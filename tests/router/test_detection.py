@@ -123,6 +123,25 @@ async def test_a_worker_that_only_makes_tokens_is_not_silent() -> None:
         assert len(busy.legs) == 1
 
 
+async def test_a_busy_worker_is_given_time() -> None:
+    step = asyncio.Semaphore(3)
+    slow = decode_worker("d0", behaviour=Behaviour(step=step))
+    async with running([slow], **FAST) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        await stand_by(router, slow, other := decode_worker("d1"))
+        for seconds in (0.1, 0.2, 0.4):  # the last far beyond the silence configured
+            slow.behaviour.slow = seconds
+            await asyncio.sleep(4 * seconds)
+        assert (await states(router))[slow.address] == "WORKER_STATE_READY"
+        assert not slow.cancelled.is_set()
+        for _ in range(5):
+            step.release()
+        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+        assert not other.legs
+        await other.stop()
+
+
 async def test_a_restart_between_two_checks_moves_its_streams() -> None:
     restarted, _ = sleeper("d0")
     async with running([restarted], **FAST) as router:
