@@ -15,7 +15,7 @@ ARGS ?=
 
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help venv demo up test test-fast check format protos bench clean
+.PHONY: help venv demo up test test-fast check format protos chaos bench clean
 
 help: ## show this list
 	@echo "kvrelay: LLM serving with prefill and decode on separate workers"
@@ -49,6 +49,9 @@ protos: $(READY) ## regenerate the modules in protos/ from the .proto files
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I. \
 		--python_out=. --mypy_out=quiet:. --grpc_python_out=. --mypy_grpc_out=quiet:. $(PROTOS)
 	@git status --short protos 2>/dev/null || true
+
+chaos: $(READY) ## kill at random under load, every token compared: ARGS='--minutes 30 --seed 7'
+	@$(BIN)/python -m tests.failures.chaos $(ARGS)
 
 bench: $(READY) ## measure the cluster beside plain transformers
 	@$(BIN)/kvrelay bench $(ARGS)

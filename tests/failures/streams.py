@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from common.errors import Unavailable
 from kvrelay import AsyncClient
@@ -75,8 +76,12 @@ class Stream:
             call = client.resume(call, timeout=PATIENCE)
 
     def pause_after(self, moment: float) -> float:
-        """Seconds from ``moment`` to the next token; 0 when there was none."""
-        return next((seen - moment for seen in self.times if seen > moment), 0.0)
+        """The longest time without a token from ``moment`` on, in seconds.
+
+        Tokens that were on their way may still arrive at first, so it is not the wait for the next.
+        """
+        after = [moment, *(seen for seen in self.times if seen > moment)]
+        return max((later - one for one, later in pairwise(after)), default=0.0)
 
     def check_usage(self) -> None:
         """Every token is in the account of exactly one leg of the last call."""
