@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 import sys
+import time
 from collections.abc import Iterator, Sequence
 
 from common.errors import DeadlineExceeded, KvrelayError, Unavailable
@@ -29,6 +30,7 @@ class Pipe:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._until: float | None = None
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -37,7 +39,11 @@ class Pipe:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
 
     def limit(self, seconds: float | None) -> None:
-        """From now on a single operation ends after so long; ``None``: it waits."""
+        """All operations from now on end within so long, the last a little later; ``None``: never.
+
+        An operation is begun in this time, and takes no longer than it.
+        """
+        self._until = None if seconds is None else time.monotonic() + seconds
         if seconds is not None and seconds <= 0:
             raise DeadlineExceeded("no time is left for this connection")
         value = max(round((seconds or 0.0) * 1e6), 1 if seconds else 0)
@@ -52,6 +58,7 @@ class Pipe:
         first = 0
         with _mapped():
             while first < len(views):
+                self._check()
                 group = views[first : first + PIECES]
                 sent = self._sock.sendmsg(group)
                 first += _advance(views, first, len(group), sent)
@@ -62,6 +69,7 @@ class Pipe:
         first = 0
         with _mapped():
             while first < len(views):
+                self._check()
                 group = views[first : first + PIECES]
                 count = self._sock.recvmsg_into(group, 0, socket.MSG_WAITALL)[0]
                 if not count:
@@ -105,6 +113,10 @@ class Pipe:
                 os.close(fd)
             raise
         return data + rest, fds[0] if fds else None
+
+    def _check(self) -> None:
+        if self._until is not None and time.monotonic() > self._until:
+            raise DeadlineExceeded("the other side of the connection was too slow")
 
     def cut(self) -> None:
         """The operation under way fails at once, and so does every later one."""

@@ -153,6 +153,7 @@ class Session:
             for scratch in skip(row.size):
                 self._pipe.receive_into([scratch])
             return Outcome(Kept.EXPIRED)
+        self._pipe.limit(self._vault.limits.ticket_life)
         self._pipe.receive_into([slot.buffer])
         return slot.keep()
 
