@@ -95,7 +95,7 @@ def check_usage(ask: Ask, completion: Completion) -> None:
     assert usage.completion_tokens == len(completion.token_ids) + len(ask.so_far)
     for leg in usage.legs:
         assert leg.local + leg.external + leg.computed == leg.length, leg
-        assert leg.computed >= 1
+        assert leg.computed >= 1, usage
         for admission in leg.admissions:
             assert admission.local + admission.external + admission.fresh == admission.length
             assert admission.fresh >= 1

@@ -34,6 +34,7 @@ def audited() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVRELAY_AUDIT", "true")
         patch.setenv("KVRELAY_HEALTH_TIMEOUT", "20")
+        patch.setenv("KVRELAY_HANDOFF_WAIT", "30")
         yield
 
 

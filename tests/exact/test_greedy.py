@@ -57,11 +57,14 @@ def test_workers_block_sizes_and_chunks(
     models: Models, prefill: int, decode: int, block_size: int, budget: int
 ) -> None:
     """Budgets that cut prompts at every offset; one, several and no workers for prefill."""
-    asks = asks_of(60, block_size, seed=budget)
+    longest = 40 * budget if budget < 15 else LONGEST
+    made = prompts(60, block_size, VOCAB, seed=budget, longest=longest)
+    asks = [Ask(prompt, MADE) for prompt in made]
     oracle = Oracle(models("llama"))
     wanted = [oracle.greedy(ask.prompt, MADE) for ask in asks]
     settings = {"prefill": prefill, "decode": decode, "block_size": block_size}
-    with cluster(models("llama"), **settings, max_num_batched_tokens=budget) as up:
+    settings |= {"num_blocks": 2400 // block_size, "max_num_batched_tokens": budget}
+    with cluster(models("llama"), **settings) as up:
         compare(up, asks, wanted)
         compare(up, asks, wanted)
         check_idle(up)
