@@ -18,6 +18,7 @@ from common.errors import (
     Mismatch,
     NotFound,
     Rejected,
+    Unavailable,
     Unservable,
 )
 from router.loss import Lost
@@ -52,6 +53,7 @@ class Attempts:
 
     bounds: Bounds = Bounds()
     excluded: set[str] = field(default_factory=set)
+    avoided: set[str] = field(default_factory=set)
     failures: int = 0
     deaths: int = 0
     internal: int = 0
@@ -68,9 +70,10 @@ class Attempts:
         self.last = error
         if isinstance(error, Exhausted) and begun:
             return Next.AGAIN
-        self.excluded.add(key)
         if isinstance(error, Draining):
+            self.excluded.add(key)
             return Next.ELSEWHERE
+        (self.avoided if isinstance(error, Unavailable) else self.excluded).add(key)
         self._count(error, gained)
         return Next.ELSEWHERE if isinstance(error, Exhausted) else Next.SUSPECT
 

@@ -167,7 +167,12 @@ class Dispatcher:
         held: Held,
     ) -> Found | None:
         """Raises ``Rejected`` when no decode worker could ever hold the request."""
-        workers = {w.key: w for w in self.registry.usable(role) if w.key not in tried.excluded}
+        left = [w for w in self.registry.usable(role) if w.key not in tried.excluded]
+        fresh = [w for w in left if w.key not in tried.avoided]
+        again = (
+            left if role == types_pb2.ROLE_DECODE else []
+        )  # a prefill worker can be done without
+        workers = {worker.key: worker for worker in fresh or again}
         candidates = [worker.candidate() for worker in workers.values()]
         if role == types_pb2.ROLE_PREFILL:  # a decode worker can do it too
             candidates = [c for c in candidates if c.fits(request.positions)]

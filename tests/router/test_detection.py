@@ -123,6 +123,21 @@ async def test_a_worker_that_only_makes_tokens_is_not_silent() -> None:
         assert len(busy.legs) == 1
 
 
+async def test_who_was_silent_for_a_while_may_go_on_when_nobody_else_can() -> None:
+    sleeping, event = sleeper("d0")
+    async with running([sleeping], **FAST) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        for _ in range(3):
+            event.clear()
+            await router.settled(used=0)
+            event.set()
+            await router.settled(used=1)
+        sleeping.behaviour.step = None
+        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+        assert len(sleeping.legs) == 4
+
+
 async def test_a_busy_worker_is_given_time() -> None:
     step = asyncio.Semaphore(3)
     slow = decode_worker("d0", behaviour=Behaviour(step=step))
@@ -242,7 +257,8 @@ def test_what_follows_a_failure() -> None:
     assert attempts.failed("d", Lost("x"), WELL_SERVED - 1, True) is Next.SUSPECT
     with pytest.raises(Poisonous, match="2 workers died"):
         attempts.failed("e", Lost("x"), 0, True)
-    assert attempts.excluded == set("abcde")
+    assert attempts.excluded == {"c"}
+    assert attempts.avoided == set("abde")
 
 
 @pytest.mark.parametrize("error", [Rejected("a", "b"), DeadlineExceeded("x"), Mismatch("a", "b")])
