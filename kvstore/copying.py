@@ -14,8 +14,8 @@ from kvblock.header import checksum
 LARGE = 128 << 10
 """From here on a copy takes longer than calling numpy, which lets other threads run meanwhile."""
 
-PIECE = 256 << 10
-"""Copied and then hashed; small enough for the second level of cache."""
+PIECE = 1 << 20
+"""Copied and then hashed; about what the second level of cache holds."""
 
 
 def copy(target: memoryview, source: memoryview) -> None:

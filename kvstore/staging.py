@@ -11,16 +11,20 @@ from kvstore.frames import Op, Request, Row
 from kvstore.line import Line
 from kvstore.way import Ticket, block_of
 
-BATCH_BYTES = 1 << 20
-"""Staged at once, two times: what the store copies then still lies in the CPU's cache."""
+LEAST_BATCH, MOST_BATCH = 1 << 20, 4 << 20
+BATCHES = 4
+"""Staged at once: a part of the call, so that both sides work at the same time, but not so little
+that the store reads what has not left the writer's own cache yet, which is slow."""
 
 
 def batches(offers: Sequence[Offer], half: int) -> Iterator[list[Offer]]:
     """In order: as many as fit the batch, and each that is too long for the window alone."""
+    total = sum(offer.size for offer in offers)
+    limit = min(max(total // BATCHES, LEAST_BATCH), MOST_BATCH, half)
     batch: list[Offer] = []
     size = 0
     for offer in offers:
-        if batch and size + offer.size > min(BATCH_BYTES, half):
+        if batch and size + offer.size > limit:
             yield batch
             batch, size = [], 0
         batch.append(offer)
