@@ -15,7 +15,7 @@ ARGS ?=
 
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help venv demo up test test-fast check format protos chaos bench clean
+.PHONY: help venv demo up test test-fast check format protos chaos prove bench clean
 
 help: ## show this list
 	@echo "kvrelay: LLM serving with prefill and decode on separate workers"
@@ -52,6 +52,9 @@ protos: $(READY) ## regenerate the modules in protos/ from the .proto files
 
 chaos: $(READY) ## kill at random under load, every token compared: ARGS='--minutes 30 --seed 7'
 	@$(BIN)/python -m tests.failures.chaos $(ARGS)
+
+prove: $(READY) ## explore the accounting's states and mutations at full size (half an hour)
+	@$(BIN)/python -m tests.accounting.prove $(ARGS)
 
 bench: $(READY) ## measure the cluster beside plain transformers
 	@$(BIN)/kvrelay bench $(ARGS)

@@ -46,8 +46,9 @@ class Engine:
         max_waiting: int = 1024,
         audit_steps: bool = False,
         on_fatal: Callable[[], None] = lambda: None,
+        journal: Callable[[str], object] | None = None,
     ) -> None:
-        self._steps = Steps(runner, limits, naming, connector, max_waiting)
+        self._steps = Steps(runner, limits, naming, connector, max_waiting, journal)
         self._load = self._steps.measure()
         self._connector = connector
         self._deliver = deliver

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import Exhausted, KvrelayError, Unavailable
 from engine.audit import Finding, audit
 from engine.external import Connector, Event, Loaded, Save
+from engine.journal import Journal
 from engine.plan import Committed, Limits, Plan
 from engine.request import Finish, Naming, Order, Request, State
 from engine.sampling import Sampling
@@ -55,7 +56,10 @@ class EngineLoad:
 
 
 class Steps:
-    """Used by one thread. ``max_waiting`` bounds the queue, in requests."""
+    """Used by one thread. ``max_waiting`` bounds the queue, in requests.
+
+    ``journal`` is handed a line for every call of the scheduler: see ``engine.journal``.
+    """
 
     def __init__(
         self,
@@ -64,11 +68,16 @@ class Steps:
         naming: Naming,
         connector: Connector,
         max_waiting: int,
+        journal: Callable[[str], object] | None = None,
     ) -> None:
         self.limits = limits
         self._runner = runner
         self._connector = connector
-        self._scheduler = Scheduler(limits, naming, connector.lookup)
+        self._scheduler = (
+            Scheduler(limits, naming, connector.lookup)
+            if journal is None
+            else Journal(limits, naming, connector.lookup, journal)
+        )
         self._max_waiting = max_waiting
         self._tasks: dict[str, Task] = {}
         self._saves: dict[tuple[str, int, int], tuple[Task | None, Save]] = {}

@@ -19,15 +19,21 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
+import grpc
+
 from common.values import show_size
 from kvrelay.ports import is_free
 from kvrelay.processes import SHIPPED_MODEL
+from protos import worker_pb2, worker_pb2_grpc
+from rpc.channel import ChannelOptions, open_sync_channel
+from rpc.status import from_rpc_error
 
 State = Literal["ok", "absent", "missing"]
 NEEDED = ("torch", "transformers", "tokenizers", "grpcio", "protobuf", "xxhash", "safetensors")
 ROUTER_PORT, REDIS_PORT = 50051, 6379
 MEMORY_WANTED = 2 << 30
 PROBE_SECONDS = 1.0
+AUDIT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,16 @@ def examine() -> Iterator[Finding]:
     yield _model()
     yield _port()
     yield from _redis()
+
+
+def audit(address: str) -> worker_pb2.AuditResponse:
+    """What a running worker finds wrong with its accounting, between two of its steps."""
+    with open_sync_channel(address, ChannelOptions()) as channel:
+        try:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            return stub.Audit(worker_pb2.AuditRequest(), timeout=AUDIT_SECONDS)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
 
 
 def _python() -> Finding:

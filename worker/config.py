@@ -41,6 +41,9 @@ class WorkerConfig:
     metrics_port: int | None = option(
         None, "port for Prometheus, on --host; default: no metrics", low=1, high=65535
     )
+    journal: str | None = option(
+        None, "file for every call of the scheduler, prompts too, to replay", metavar="FILE"
+    )
     allow_insecure: bool = option(
         False, "listen on an address other machines can reach, without encryption"
     )

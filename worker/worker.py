@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
@@ -67,6 +67,7 @@ class Worker:
             config.max_waiting,
             config.audit,
             lambda: os._exit(os.EX_SOFTWARE),
+            journal_of(config),
         )
         return cls(
             config, role, secrets.token_hex(8), model, runner, namespace, namer, limits, engine,
@@ -146,9 +147,21 @@ def limits_of(config: WorkerConfig, model: LoadedModel) -> Limits:
         num_blocks=blocks,
         block_size=size,
         max_model_len=length,
-        max_num_seqs=config.max_num_seqs,
+        # Every running request gets its position in a step, so that none waits behind others.
+        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
+
+
+def journal_of(config: WorkerConfig) -> Callable[[str], object] | None:
+    """Where the journal's lines go; the file is as private as the prompts in it."""
+    if config.journal is None:
+        return None
+    try:
+        descriptor = os.open(config.journal, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    except OSError as error:
+        raise Rejected("journal", f"cannot write {config.journal}: {error.strerror}") from error
+    return os.fdopen(descriptor, "w", buffering=1, encoding="utf-8").write
 
 
 def connector(

@@ -6,13 +6,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from google.protobuf import json_format
+
 from common.config import load, option
 from kvrelay.cli.screen import paint, say
-from kvrelay.doctor import Finding, examine
+from kvrelay.doctor import Finding, audit, examine
 
 DESCRIPTION = """\
 Looks at this machine and says what kvrelay would use, what is absent without harm, and what is
-missing. Ends with status 1 only if something needed is missing."""
+missing. With --audit it asks a running worker to check every invariant of its accounting instead.
+Ends with status 1 only if something needed is missing or an invariant is broken."""
 MARKS = {"ok": ("+", "green"), "absent": ("-", "yellow"), "missing": ("!", "red")}
 
 
@@ -21,10 +24,13 @@ class DoctorConfig:
     """How to show the findings."""
 
     json: bool = option(False, "print the findings as JSON")
+    audit: str | None = option(None, "check the accounting of this worker", metavar="HOST:PORT")
 
 
 def main(argv: Sequence[str]) -> int:
     config = load(DoctorConfig, argv, "kvrelay doctor", DESCRIPTION)
+    if config.audit is not None:
+        return show_audit(config.audit, config.json)
     findings = []
     for finding in examine():
         findings.append(finding)
@@ -39,6 +45,20 @@ def main(argv: Sequence[str]) -> int:
         names = ", ".join(finding.name for finding in missing)
         say(f"\nMissing: {names}." if missing else "\nNothing needed is missing.")
     return 1 if missing else 0
+
+
+def show_audit(address: str, as_json: bool) -> int:
+    """What a worker's ``Audit`` finds, and 1 if it finds anything."""
+    found = audit(address)
+    if as_json:
+        say(json_format.MessageToJson(found, always_print_fields_with_no_presence=True))
+        return 1 if found.findings else 0
+    for one in found.findings:
+        who = one.request_id or "the pool"
+        say(f"{paint('!', 'red')} {one.invariant} {who}: {one.message}")
+    broken = f"{len(found.findings)} invariants are broken" if found.findings else "all of it holds"
+    say(f"{address}: {found.requests} requests, {found.blocks} blocks: {broken}.")
+    return 1 if found.findings else 0
 
 
 def line(finding: Finding) -> str:

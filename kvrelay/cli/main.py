@@ -39,6 +39,7 @@ COMMANDS = (
     Command("generate", "kvrelay.cli.generate", "send one prompt and stream the answer"),
     Command("doctor", "kvrelay.cli.doctor", "what this machine has, and what would be used"),
     Command("bench", "kvrelay.cli.bench", "measure the cluster beside plain transformers"),
+    Command("replay", "kvrelay.cli.replay", "repeat a worker's journal, find what differs"),
     Command("make-model", "kvrelay.cli.make_model", "write a model of random weights"),
 )
 

@@ -10,7 +10,6 @@ from types import TracebackType
 from common.sampling import Sampling
 from connector.mock import MockConnector, Script
 from engine.engine import Engine
-from engine.journal import Journal
 from engine.plan import Limits
 from engine.request import Order
 from engine.updates import Ended, Failed, Token, Update
@@ -33,12 +32,14 @@ class Served:
         self.told: defaultdict[str, list[Update]] = defaultdict(list)
         self._news = threading.Condition()
         self.engine = Engine(
-            self.runner, bounds, naming(), self.connector, self._deliver, audit_steps=True
+            self.runner,
+            bounds,
+            naming(),
+            self.connector,
+            self._deliver,
+            audit_steps=True,
+            journal=None if journal is None else journal.append,
         )
-        if journal is not None:
-            self.engine._steps._scheduler = Journal(
-                bounds, naming(), self.connector.lookup, journal.append
-            )
 
     def __enter__(self) -> Served:
         self.engine.start()

@@ -1,0 +1,27 @@
+"""``kvrelay replay FILE``: repeats a worker's journal on the same core, call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from common.config import load, required
+
+DESCRIPTION = """\
+Repeats the journal that a worker wrote with --journal FILE: every call of its scheduler, with the
+answers it got. The core is pure, so every plan, counter and account must come out the same; the
+first event that differs is shown. Ends with status 1 if one does, 2 if FILE is no journal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayConfig:
+    """What to repeat."""
+
+    file: str = required(str, "the journal", metavar="FILE", positional=True)
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load(ReplayConfig, argv, "kvrelay replay", DESCRIPTION)
+    from engine import replay
+
+    return replay.main([config.file])

@@ -1,0 +1,35 @@
+"""An audit of a running engine whose books were broken on purpose: named, and the others served."""
+
+from __future__ import annotations
+
+from connector.mock import Script
+from engine.plan import Limits
+from tests.accounting.served import Served
+from tests.engine.fakes import answer
+
+LIMITS = Limits(
+    num_blocks=8, block_size=4, max_model_len=32, max_num_seqs=4, max_num_batched_tokens=16
+)
+BLOCK = 7
+
+
+def test_a_broken_book_is_named_and_the_worker_goes_on() -> None:
+    served = Served(LIMITS, Script())
+    served.engine._audit_steps = False  # as in production: the audit is asked for
+    pool = served.engine._steps._scheduler.pool
+
+    def forget_a_holder() -> None:
+        pool.references[BLOCK] += 1
+        pool.free.pop(BLOCK)
+
+    with served:
+        assert served.engine.audit().result(10) == []
+        served.engine._call(forget_a_holder).result(10)
+        (finding,) = served.engine.audit().result(10)
+        assert finding.invariant == "I1"
+        assert f"block {BLOCK} counts 1 holders and has 0" in finding.message
+        for name, prompt in (("a", [1, 2, 3]), ("b", [1, 2, 3, 4, 5, 6])):
+            served.submit(name, prompt, 8)
+            served.wait(name)
+            assert served.tokens(name) == answer(prompt, 8)
+        assert len(served.engine.audit().result(10)) == 1

@@ -1,0 +1,36 @@
+"""What a worker did under pressure, written down and repeated; and its books, asked for from afar."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from engine.replay import replay
+from kvrelay.cli.main import main
+from tests.exact.asks import Ask, ask_all, prompts
+from tests.exact.conftest import Models, cluster
+from tests.models import VOCAB
+
+
+def test_replay_of_a_run_with_preemptions(
+    models: Models,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    journal = tmp_path / "journal.jsonl"
+    monkeypatch.setenv("KVRELAY_JOURNAL", str(journal))
+    asks = [Ask(prompt, 40) for prompt in prompts(160, 4, VOCAB, seed=8, longest=24)]
+    with cluster(models("llama"), prefill=0, block_size=4, num_blocks=40) as up:
+        answers = ask_all(up.router, asks, at_once=64)
+        assert main(["doctor", "--audit", up.addresses("decode")[0]]) == 0
+        assert "all of it holds" in capsys.readouterr().out
+    preemptions = sum(leg.preemptions for answer in answers for leg in answer.usage.legs)
+    with journal.open(encoding="utf-8") as lines:
+        done = replay(lines)
+    print(done)
+    assert done.difference is None
+    assert done.preemptions == preemptions
+    assert preemptions >= 100
+    assert main(["replay", str(journal)]) == 0
