@@ -1,4 +1,4 @@
-"""What a worker did under pressure, written down and repeated; and its books, asked for from afar."""
+"""What a worker did under pressure, written down and repeated; and its books, asked for."""
 
 from __future__ import annotations
 
