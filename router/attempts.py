@@ -7,6 +7,7 @@ worker that dies after it served the request well did not die of it.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -54,15 +55,18 @@ class Attempts:
     bounds: Bounds = Bounds()
     excluded: set[str] = field(default_factory=set)
     avoided: set[str] = field(default_factory=set)
+    lost: list[str] = field(default_factory=list)
     failures: int = 0
-    deaths: int = 0
     internal: int = 0
     last: KvrelayError | None = None
 
-    def failed(self, key: str, error: KvrelayError, gained: int, begun: bool) -> Next:
+    def failed(
+        self, key: str, error: KvrelayError, gained: int, begun: bool, alive: Set[str] = frozenset()
+    ) -> Next:
         """A leg on worker ``key`` ended with ``error`` after ``gained`` tokens.
 
-        ``begun``: the client has tokens already. Raises what the client is to be told when going
+        ``begun``: the client has tokens already. ``alive`` are workers that answer checks: to lose
+        the connection to one is not its death. Raises what the client is to be told when going
         on cannot help or was tried too often.
         """
         if _final(error):
@@ -74,16 +78,18 @@ class Attempts:
             self.excluded.add(key)
             return Next.ELSEWHERE
         (self.avoided if isinstance(error, Unavailable) else self.excluded).add(key)
-        self._count(error, gained)
+        self._count(key, error, gained, alive)
         return Next.ELSEWHERE if isinstance(error, Exhausted) else Next.SUSPECT
 
-    def _count(self, error: KvrelayError, gained: int) -> None:
+    def _count(self, key: str, error: KvrelayError, gained: int, alive: Set[str]) -> None:
         self.failures += 1
-        self.deaths += isinstance(error, Lost) and gained < WELL_SERVED
         self.internal += type(error) is KvrelayError
-        if self.deaths >= self.bounds.deaths:
+        if isinstance(error, Lost) and gained < WELL_SERVED:
+            self.lost.append(key)
+        deaths = sum(lost not in alive for lost in self.lost)
+        if deaths >= self.bounds.deaths:
             raise Poisonous(
-                f"{self.deaths} workers died while they served this request, it is not tried again"
+                f"{deaths} workers died while they served this request, it is not tried again"
                 f" (the last one: {error})"
             ) from error
         if self.failures > self.bounds.failures or self.internal > self.bounds.internal:

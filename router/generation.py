@@ -190,7 +190,8 @@ class Generation:
         if self._finish != UNFINISHED:
             return  # all tokens are there; only the account of the leg is lost
         try:
-            what = self._tried.failed(worker.key, error, gained, bool(self._outputs))
+            alive = self._dispatcher.registry.alive - {worker.key}
+            what = self._tried.failed(worker.key, error, gained, bool(self._outputs), alive)
         except Poisonous as refused:
             log.error("request %s: %s", self._request.id, refused)
             raise

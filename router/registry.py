@@ -73,6 +73,11 @@ class Registry:
         return next((w.info.namespace for w in self.workers if w.usable and w.info), None)
 
     @property
+    def alive(self) -> set[str]:
+        """Boot tokens of workers that answer checks."""
+        return {worker.key for worker in self.workers if not worker.verdict.lost}
+
+    @property
     def stores(self) -> bool:
         """Whether the workers share a store, from which one fetches what another computed."""
         return any(w.info is not None and bool(w.info.store) for w in self.workers if w.usable)

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 
+from protos import types_pb2
 from tests.exact.idle import check_idle
 from tests.exact.oracle import Oracle
 from tests.failures.moments import BEFORE, LAST, LOADING, Moment, Scene
@@ -28,6 +29,7 @@ class Strike:
     at: float
     loads: tuple[Seen, ...]
     met: bool  # whether any stream was still under way
+    tokens: tuple[int, ...]  # of each stream, when the loads were asked for
 
 
 class Cell:
@@ -102,20 +104,23 @@ class Cell:
     ) -> Strike:
         deadline = time.monotonic() + MOMENT_SECONDS
         while time.monotonic() < deadline and not streams.done():
+            tokens = tuple(len(stream.tokens) for stream in self.streams)
             loads = await observer.look()
-            tokens = max(len(stream.tokens) for stream in self.streams)
-            index = self.moment.reached(Scene(loads, before, tokens), self.role)
+            most = max(len(stream.tokens) for stream in self.streams)
+            index = self.moment.reached(Scene(loads, before, most), self.role)
             if index is not None:
-                return self._strike(index, tuple(loads), number)
+                return self._strike(index, tuple(loads), number, tokens)
         await streams
-        return Strike(0, time.monotonic(), (), met=False)
+        return Strike(0, time.monotonic(), (), False, ())
 
-    def _strike(self, index: int, loads: tuple[Seen, ...], number: int) -> Strike:
+    def _strike(
+        self, index: int, loads: tuple[Seen, ...], number: int, tokens: tuple[int, ...] = ()
+    ) -> Strike:
         index = index if self.target == self.role else 0
         self.rig.cluster.kill(self.target, index, number)
         self.rig.heal()  # slowness was there to hold the moment, not the recovery
         met = any(len(stream.tokens) < stream.asked.max_tokens for stream in self.streams)
-        return Strike(index, time.monotonic(), loads, met)
+        return Strike(index, time.monotonic(), loads, met, tokens)
 
     def check(self, strike: Strike) -> None:
         """Same tokens as undisturbed, every token accounted for, nothing held."""
@@ -135,16 +140,26 @@ class Cell:
 
     def recomputed(self) -> list[int]:
         """Tokens that legs after a lost one computed, beside the one that each has to compute."""
+        return [leg.computed - 1 for stream in self.streams for _, leg in _resumed(stream)]
+
+    def beyond(self, strike: Strike) -> int:
+        """The most of them that were neither being saved nor made after the last look."""
         found = []
-        for stream in self.streams:
-            legs = stream.usage.legs if stream.usage is not None else ()
-            pairs = pairwise(legs)
-            found += [leg.computed - 1 for lost, leg in pairs if not lost.length and leg.length]
-        return found
+        for stream, tokens in zip(self.streams, strike.tokens, strict=True):
+            for lost, leg in _resumed(stream):
+                since = max(0, 1 + lost.generated - tokens)
+                found.append(leg.computed - 1 - since - unsaved(strike))
+        return max(found, default=0)
 
     def _check_greedy(self, asked: Asked, tokens: list[int]) -> None:
         if asked.seed is None and self.moment.streams <= 2:
             assert tokens == self._oracle.greedy(asked.prompt, asked.max_tokens)
+
+
+def _resumed(stream: Stream) -> list[tuple[types_pb2.LegUsage, types_pb2.LegUsage]]:
+    """Legs that were lost, which left no account, each with the one that went on."""
+    legs = stream.usage.legs if stream.usage is not None else ()
+    return [(lost, leg) for lost, leg in pairwise(legs) if not lost.length and leg.length]
 
 
 def unsaved(strike: Strike) -> int:

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 from tests.exact.oracle import Oracle
-from tests.failures.cells import Cell, unsaved
+from tests.failures.cells import Cell
 from tests.failures.moments import MIDDLE
 from tests.failures.rig import Rig, rig
 from tests.models import tiny_model
@@ -40,7 +40,7 @@ def measure(stand: Rig, oracle: Oracle, number: signal.Signals, times: int) -> s
         if cell.recomputed():  # else the worker struck served no stream any more
             pauses.append(max(stream.pause_after(strike.at) for stream in cell.streams))
             again += cell.recomputed()
-            beyond.append(max(cell.recomputed()) - unsaved(strike))
+            beyond.append(cell.beyond(strike))
     return (
         f"{number.name}: median pause {median(pauses):.3f} s, longest {max(pauses):.3f} s;"
         f" computed again: median {median(again):g}, most {max(again)} tokens,"

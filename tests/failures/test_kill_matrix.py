@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests.exact.oracle import Oracle
-from tests.failures.cells import Cell, unsaved
+from tests.failures.cells import Cell
 from tests.failures.moments import FIRST, MIDDLE, MOMENTS, PREFILLING, QUEUED, SAVING, Moment
 from tests.failures.rig import BLOCK, Rig
 
@@ -34,7 +34,7 @@ def test_killed(stand: Rig, oracle: Oracle, target: str, moment: Moment) -> None
     cell.check(strike)
     if target == "decode" and moment is MIDDLE:
         assert cell.recomputed()
-        assert max(cell.recomputed()) <= 2 * BLOCK + unsaved(strike)
+        assert cell.beyond(strike) <= 2 * BLOCK
 
 
 @pytest.mark.slow

@@ -261,6 +261,15 @@ def test_what_follows_a_failure() -> None:
     assert attempts.avoided == set("abde")
 
 
+def test_a_lost_connection_to_a_worker_that_lives_is_no_death() -> None:
+    attempts = Attempts(Bounds(failures=9, deaths=2))
+    for key in "abcde":
+        alive = set("abcde") - {key}
+        assert attempts.failed(key, Lost("x"), 0, False, alive) is Next.SUSPECT
+    with pytest.raises(Poisonous, match="2 workers died"):
+        attempts.failed("f", Lost("x"), 0, False, set("abcd"))
+
+
 @pytest.mark.parametrize("error", [Rejected("a", "b"), DeadlineExceeded("x"), Mismatch("a", "b")])
 def test_what_no_other_worker_can_mend_is_told(error: KvrelayError) -> None:
     with pytest.raises(type(error)):
