@@ -12,7 +12,7 @@ from protos import decode_pb2, decode_pb2_grpc
 from rpc.server import Server
 from worker import convert
 from worker.streams import Batch
-from worker.worker import Worker
+from worker.worker import Handoff, Worker
 
 Context: TypeAlias = "grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]"
 SERVICE = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
@@ -27,8 +27,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Decode(
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncGenerator[decode_pb2.DecodeResponse]:
-        self._worker.check_handoff(request.leg, request.handoff_tokens, request.handoff_last_name)
-        async with self._worker.run(request.leg, prefill_only=False) as batches:
+        handoff = Handoff(request.handoff_tokens, request.handoff_last_name)
+        async with self._worker.run(request.leg, handoff=handoff) as batches:
             async for batch in batches:
                 yield self._response(batch)
 

@@ -14,11 +14,11 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from common.errors import Unavailable
+from common.sampling import Sampling
 from engine.audit import Finding
 from engine.external import Connector
 from engine.plan import Limits
 from engine.request import Naming, Order
-from engine.sampling import Sampling
 from engine.steps import EngineLoad, ModelRunner, Steps
 from engine.task import StopText
 from engine.updates import Update
@@ -109,18 +109,26 @@ class Engine:
         self._wake.set()
 
     def _run(self) -> None:
-        while not self._closing.is_set():
-            try:
-                busy = self._step()
-            except Exception as error:  # noqa: BLE001 - the edge: it ends the requests of the step
-                busy = self._survive(error)
+        try:
+            while not self._closing.is_set():
+                self._turn()
+            self._run_commands()
+        except Exception as error:  # noqa: BLE001 - the edge: nothing here can be trusted now
+            self._give_up(error)
+        finally:
+            self._steps.fail_all("the worker is stopping")
             self._publish()
-            if not busy:
-                self._wake.wait(IDLE_SECONDS)
-            self._wake.clear()
-        self._run_commands()
-        self._steps.fail_all("the worker is stopping")
+
+    def _turn(self) -> None:
+        try:
+            busy = self._step()
+        except Exception as error:  # noqa: BLE001 - the edge: it ends the requests of the step
+            self._steps.fail_step(error)  # if not even that goes, the accounting is lost
+            busy = True
         self._publish()
+        if not busy:
+            self._wake.wait(IDLE_SECONDS)
+        self._wake.clear()
 
     def _step(self) -> bool:
         self._run_commands()
@@ -128,14 +136,6 @@ class Engine:
         if self._audit_steps and (findings := self._steps.audit()):
             raise RuntimeError(f"the accounting is broken: {findings}")
         return busy
-
-    def _survive(self, error: Exception) -> bool:
-        """End the requests of a failed step. If not even that goes, the accounting is lost."""
-        try:
-            self._steps.fail_step(error)
-        except Exception as second:  # noqa: BLE001 - the edge: nothing here can be trusted now
-            self._give_up(second)
-        return True
 
     def _give_up(self, error: Exception) -> None:
         log.critical("the engine cannot go on", exc_info=error)

@@ -90,7 +90,15 @@ class Journal(Scheduler):
         self._line({"call": call, "given": given, "answers": answers, "result": result})
 
     def _line(self, record: Record) -> None:
-        self._write(json.dumps(record, separators=(",", ":")) + "\n")
+        """A journal that cannot be written ends here, not the worker."""
+        try:
+            self._write(json.dumps(record, separators=(",", ":")) + "\n")
+        except OSError:
+            self._write = _nowhere
+
+
+def _nowhere(line: str) -> None:
+    """After the disk was full: a reader sees where the journal breaks off."""
 
 
 def is_empty(plan: Plan) -> bool:

@@ -139,12 +139,12 @@ class Request:
         return self.residency.admission if self.residency else self.runs[-1].admission
 
     @property
-    def executing(self) -> int:
-        """Positions computed in the residency so far; ``runs`` have the others."""
-        residency = self.residency
+    def executed(self) -> int:
+        """Positions computed so far, in all residencies (invariant I5)."""
+        before, residency = sum(run.executed for run in self.runs), self.residency
         if residency is None or self.state is not State.RUNNING:
-            return 0
-        return residency.computed - residency.admission.hit
+            return before
+        return before + residency.computed - residency.admission.hit
 
     @property
     def work(self) -> int:

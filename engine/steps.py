@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import Exhausted, KvrelayError, Unavailable
+from common.sampling import Sampling
 from engine.audit import Finding, audit
 from engine.external import Connector, Event, Loaded, Save
 from engine.journal import Journal
 from engine.plan import Committed, Limits, Plan
 from engine.request import Finish, Naming, Order, Request, State
-from engine.sampling import Sampling
 from engine.scheduler import Scheduler
 from engine.task import StopText, Task
 from engine.totals import Totals
@@ -126,8 +126,11 @@ class Steps:
         """End the requests of the step that failed; all of them, if it failed outside a plan."""
         log.error("a step failed; its requests are ended", exc_info=error)
         plan = self._scheduler.discard()
-        entries = plan.entries if plan is not None else ()
-        self._fail([entry.request.id for entry in entries] or list(self._tasks), "a step failed")
+        failed = list(self._tasks)
+        if plan is not None and plan.entries:
+            failed = [entry.request.id for entry in plan.entries]
+            failed += [load.request_id for load in plan.loads]
+        self._fail(failed, "a step failed")
 
     def fail_all(self, reason: str) -> None:
         """End every request."""
@@ -142,8 +145,7 @@ class Steps:
         """The invariants of the core, and I5: the runner's own count against the admissions'."""
         findings = audit(self._scheduler)
         counted = self._totals.executed + sum(
-            leg_tokens(task.request).executed + task.request.executing
-            for task in self._tasks.values()
+            task.request.executed for task in self._tasks.values()
         )
         if counted != self._runner.executed_positions:
             ran = self._runner.executed_positions
@@ -213,12 +215,26 @@ class Steps:
             if task.first_token is None:
                 task.first_token = now
                 self._totals = self._totals.with_first_token(request.last_admission)
-            if task.stop_text is not None and task.stop_text.stops_at(output.token):
+            stops = self._stops(task, output.token)
+            if stops is None:
+                self._fail([request.id], "the output has no text to look for stop strings in")
+                continue
+            if stops:
                 finish = finish or Finish.STOP
                 self._scheduler.abort(request.id, finish)
             self._updates.append((request.id, Token(item, finish)))
             if request.state is State.FINISHED:
                 self._retire(task)
+
+    def _stops(self, task: Task, token: int) -> bool | None:
+        """Whether a stop string is complete; ``None`` when no text can be made of the token."""
+        try:
+            return task.stop_text is not None and task.stop_text.stops_at(token)
+        except Exception as error:  # noqa: BLE001 - the edge of one request: it ends that request
+            return self._no_text(task, token, error)
+
+    def _no_text(self, task: Task, token: int, error: Exception) -> None:
+        log.error("no text for token %d of %s", token, task.request.id, exc_info=error)
 
     def _start_saves(self, saves: Sequence[Save]) -> None:
         for save in saves:

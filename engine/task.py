@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from common.sampling import Sampling
 from engine.external import Piece, Save
 from engine.request import Request
-from engine.sampling import Sampling
 from engine.updates import Ended, Timing
 from engine.usage import leg_tokens
 

@@ -16,7 +16,7 @@ from router.budget import Bucket
 from router.config import RouterConfig
 from router.costs import Account, Costs, Offer
 from router.policies import policy
-from router.policy import DECODE, PREFILL, Prefix, Wish
+from router.policy import DECODE, PREFILL, Prefix, Wish, too_long
 from router.registry import Registry
 from router.request import Request
 from router.worker import KnownWorker, Role
@@ -76,6 +76,13 @@ class Dispatcher:
         )
         names = Namer(namespace).chain(request.prompt[: MAX_NAMES * ns.block_size], ns.block_size)
         return Prefix(tuple(names), ns.block_size)
+
+    def check_fits(self, request: Request) -> None:
+        """``Rejected`` when no decode worker that is usable now could ever hold the request."""
+        usable = self.registry.usable(types_pb2.ROLE_DECODE)
+        candidates = [worker.candidate() for worker in usable]
+        if candidates and not any(c.fits(request.positions) for c in candidates):
+            raise too_long(request.positions, candidates)
 
     async def place(self, request: Request, prefix: Prefix, so_far: int, tried: Attempts) -> Found:
         """A prefill worker for a request without tokens, if that is worth it; else a decode one."""
@@ -140,8 +147,8 @@ class Dispatcher:
             found = self._choose(types_pb2.ROLE_DECODE, request, prefix, so_far, tried, held)
             if found is not None:
                 return self._send(found, prefix)
-            if isinstance(tried.last, Exhausted):
-                raise tried.last
+            if not so_far and isinstance(tried.last, Exhausted):
+                raise tried.last  # an answer that has begun waits for its worker instead
             if not await self.registry.wait_for(lambda: self._any_left(tried), waiting):
                 raise self._none_left(request, tried)
 

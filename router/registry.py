@@ -45,9 +45,10 @@ class Registry:
 
     async def start(self) -> None:
         """Watch the workers named; ``Rejected`` when the workers file cannot be used."""
-        self.update(self._listed())
+        listed = self._listed()
+        self.update(listed)
         if self._config.workers_file is not None:
-            self._file_watcher = asyncio.create_task(self._watch_file())
+            self._file_watcher = asyncio.create_task(self._watch_file(listed))
 
     async def close(self) -> None:
         """Stop watching and close every channel."""
@@ -139,8 +140,7 @@ class Registry:
                 self._tasks[role, address] = asyncio.create_task(watcher.run())
         self._tell()
 
-    async def _watch_file(self) -> None:
-        known = self._listed()
+    async def _watch_file(self, known: Workers) -> None:
         while True:
             await asyncio.sleep(FILE_SECONDS)
             try:

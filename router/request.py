@@ -91,6 +91,16 @@ async def prompt_of(message: router_pb2.GenerateRequest, tokenizer: Tokenizer) -
     return tuple(tokenizer.encode(message.prompt))
 
 
+def check_length(message: router_pb2.GenerateRequest, longest: int) -> None:
+    """Refuse more ids than any model position, before they are looked at one by one."""
+    for field, count in (
+        ("token_ids.ids", len(message.token_ids.ids)),
+        ("output_token_ids", len(message.output_token_ids)),
+    ):
+        if count > longest:
+            raise Rejected(field, f"{count} ids, and the model has {longest} positions")
+
+
 def build(
     message: router_pb2.GenerateRequest,
     prompt: tuple[int, ...],

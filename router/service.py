@@ -16,12 +16,13 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher
 from router.generation import Generation
 from router.registry import Registry
-from router.request import build, check_envelope, prompt_of
+from router.request import build, check_envelope, check_length, prompt_of
 from rpc.deadline import Deadline
 from text.tokenizer import Tokenizer, eos_token_ids
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 RETRY_SECONDS = 1.0
+MANY_TOKENS = 4096  # so many make text for some milliseconds: not on the event loop
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -75,7 +76,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         received = time.monotonic()
         prompt = await prompt_of(message, self._tokenizer)
         info = await self._dispatcher.info(deadline)
+        check_length(message, info.max_model_len)
         request = build(message, prompt, info.vocab_size, deadline)
+        self._dispatcher.check_fits(request)
         generation = Generation(
             request,
             self._dispatcher.prefix(request, info),
@@ -86,7 +89,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
             received,
         )
         sampling = request.sampling
-        generation.replay((*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)))
+        ending = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos))
+        if len(request.outputs) > MANY_TOKENS:
+            await asyncio.to_thread(generation.replay, ending)
+        else:
+            generation.replay(ending)
         return generation
 
     @contextmanager

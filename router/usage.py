@@ -13,10 +13,11 @@ def usage(
     """``cached_prompt_tokens`` is the first leg's hit: a transfer between legs is no cache hit.
 
     It never exceeds the prompt: a resumed request may also hit blocks of its tokens so far.
-    Legs that failed left no account (their ``length`` is 0) and are listed only.
+    A leg that failed left no account (its ``length`` is 0). If it made tokens it was the first one
+    all the same: what it found is not known, and what later legs loaded is no hit.
     """
-    told = [leg for leg in legs if leg.length]
-    first = told[0] if told else types_pb2.LegUsage()
+    begun = [leg for leg in legs if leg.length or leg.generated]
+    first = begun[0] if begun else types_pb2.LegUsage()
     return types_pb2.Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
@@ -24,6 +25,6 @@ def usage(
         legs=legs,
         queue_seconds=first.queue_seconds,
         prefill_seconds=first.run_seconds,
-        transfer_seconds=sum(leg.load_seconds for leg in told[1:]),
+        transfer_seconds=sum(leg.load_seconds for leg in begun[1:]),
         first_token_seconds=first_token_seconds,
     )

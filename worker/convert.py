@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Sequence
 
 from common.errors import Rejected
+from common.sampling import Sampling
 from engine.request import Finish, Order
-from engine.sampling import Sampling
 from engine.updates import Ended
 from engine.work import Logprob, Sampled
 from protos import types_pb2

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from common.errors import Rejected, Unservable
+from common.sampling import Sampling
 from engine.request import Order
-from engine.sampling import Sampling
 from text.output import OutputText
 from text.tokenizer import Tokenizer
 

@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 
 from common.errors import Draining
+from common.sampling import Sampling
 from engine.engine import Engine
 from engine.request import Order
-from engine.sampling import Sampling
 from engine.task import StopText
 from engine.updates import Ended, Failed, Token, Update
 from rpc.deadline import Deadline

@@ -32,6 +32,14 @@ LAYOUT = "block,layer,k|v,position,head,dim"
 
 
 @dataclass(frozen=True, slots=True)
+class Handoff:
+    """What another worker says it saved: so many leading tokens, and the last block's name."""
+
+    tokens: int
+    last_name: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class Worker:
     """Everything one worker process holds. ``boot`` is new at every start."""
 
@@ -80,17 +88,20 @@ class Worker:
         self.engine.start()
 
     def run(
-        self, leg: types_pb2.Leg, prefill_only: bool
+        self, leg: types_pb2.Leg, prefill_only: bool = False, handoff: Handoff | None = None
     ) -> AbstractAsyncContextManager[AsyncGenerator[Batch]]:
         """Check a leg and submit it; see ``Streams.run``."""
         self._check(leg)
+        if handoff is not None:
+            self._check_handoff(leg, handoff)
         rules = convert.sampling(leg.sampling, self.model.info.eos_token_ids)
         rules.check(self.model.info.vocab_size)
         order = convert.order(leg, self.streams.new_id(leg.request_id), rules, prefill_only)
         return self.streams.run(self.engine, order, rules, self.stop_texts.of(order, rules))
 
-    def check_handoff(self, leg: types_pb2.Leg, tokens: int, last_name: bytes) -> None:
+    def _check_handoff(self, leg: types_pb2.Leg, handoff: Handoff) -> None:
         """Compare a handoff's last name, which commits to all before it, with our own."""
+        tokens = handoff.tokens
         if not tokens:
             return
         size = self.limits.block_size
@@ -101,7 +112,7 @@ class Worker:
         name = names[-1] if names else self.namer.root
         if rest := covered[len(names) * size :]:
             name = self.namer.child(name, rest)
-        if name != last_name:
+        if name != handoff.last_name:
             raise Mismatch("handoff_last_name", "these blocks were not computed from these tokens")
 
     def usage(self, ended: Ended) -> types_pb2.LegUsage:

@@ -37,7 +37,7 @@ BARRED = {
     "kvblock": {"protos"},
     "text": {"protos", "rpc", "kvblock"},
 }
-PURE = ("blocks", "external", "plan", "request", "sampling", "scheduler", "stats", "work")
+PURE = ("blocks", "external", "plan", "request", "scheduler", "stats", "work")
 CORE = ("blocks", "plan", "request", "scheduler", "stats")
 CORE_LINES = 600
 NOT_CODE = {

@@ -1,5 +1,0 @@
-"""The sampling record under its former name; it lives in ``common.sampling``."""
-
-from common.sampling import Sampling
-
-__all__ = ["Sampling"]
