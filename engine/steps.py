@@ -231,7 +231,8 @@ class Steps:
         try:
             return task.stop_text is not None and task.stop_text.stops_at(token)
         except Exception as error:  # noqa: BLE001 - the edge of one request: it ends that request
-            return self._no_text(task, token, error)
+            self._no_text(task, token, error)
+            return None
 
     def _no_text(self, task: Task, token: int, error: Exception) -> None:
         log.error("no text for token %d of %s", token, task.request.id, exc_info=error)
