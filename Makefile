@@ -15,7 +15,7 @@ ARGS ?=
 
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help venv demo up test test-fast check format protos chaos prove bench clean
+.PHONY: help venv demo up test test-slow test-fast check format protos chaos prove bench clean
 
 help: ## show this list
 	@echo "kvrelay: LLM serving with prefill and decode on separate workers"
@@ -30,8 +30,11 @@ demo: $(READY) ## bring up a small cluster, ask it questions, show what happened
 up: $(READY) ## bring up a cluster and leave it serving until Ctrl-C
 	@$(BIN)/kvrelay up $(ARGS)
 
-test: $(READY) ## run every test, with coverage (under ten minutes on two cores)
-	@$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+test: $(READY) ## run the tests, with coverage (under ten minutes on two cores)
+	@$(BIN)/python -m pytest -m 'not slow' --cov --cov-report=term $(ARGS)
+
+test-slow: $(READY) ## run the tests that wait for parties that are silent (some minutes more)
+	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-fast: $(READY) ## run the tests that start no processes
 	@$(BIN)/python -m pytest -m 'not cluster and not slow' $(ARGS)

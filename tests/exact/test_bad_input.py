@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def up(models: Models) -> Iterator[Cluster]:
-    with cluster(models("llama"), block_size=4, num_blocks=64) as running:
+    with cluster(models("llama"), block_size=4, num_blocks=200) as running:
         yield running
 
 
@@ -95,7 +95,7 @@ INVALID = {
         "",
     ),
     "never fits the pool": (
-        Request(token_ids=router_pb2.TokenIds(ids=[1] * 250), max_tokens=20),
+        Request(token_ids=router_pb2.TokenIds(ids=[1] * 250), max_tokens=600),
         "",
     ),
     "temperature NaN": (sampling(temperature=math.nan), "temperature"),
@@ -181,8 +181,8 @@ def test_expired_deadline(up: Cluster) -> None:
 
 def test_deadline_in_the_middle(up: Cluster) -> None:
     error = refused(
-        up, Request(token_ids=IDS, max_tokens=250, sampling=types_pb2.Sampling(ignore_eos=True)),
-        timeout=0.3,
+        up, Request(token_ids=IDS, max_tokens=790, sampling=types_pb2.Sampling(ignore_eos=True)),
+        timeout=0.2,
     )  # fmt: skip
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     check_idle(up, within=5.0)

@@ -45,14 +45,14 @@ def tokens(up: Cluster, asked: list[Ask], sampling: Sampling, at_once: int = 16)
 @pytest.fixture(scope="module")
 def both_roles(models: Models) -> Iterator[Cluster]:
     """One worker that does everything."""
-    with cluster(models(KIND), prefill=0, decode=1, block_size=4) as up:
+    with cluster(models(KIND), prefill=0, decode=1, block_size=4, num_blocks=512) as up:
         yield up
 
 
 @pytest.fixture(scope="module")
 def relayed(models: Models) -> Iterator[Cluster]:
     """Two workers of each role."""
-    with cluster(models(KIND), prefill=2, decode=2, block_size=4) as up:
+    with cluster(models(KIND), prefill=2, decode=2, block_size=4, num_blocks=512) as up:
         yield up
 
 
@@ -97,7 +97,7 @@ def test_float16_and_bfloat16_agree_with_themselves(models: Models, tmp_path: Pa
     """In half precision one path is compared with the other, one request at a time."""
     asked = asks()[:16]
     for dtype in ("bfloat16", "float16"):
-        with cluster(models(KIND), prefill=0, block_size=4, dtype=dtype) as up:
+        with cluster(models(KIND), prefill=0, block_size=4, num_blocks=512, dtype=dtype) as up:
             alone = tokens(up, asked, PLAIN, at_once=1)
-        with cluster(models(KIND), block_size=4, dtype=dtype) as up:
+        with cluster(models(KIND), block_size=4, num_blocks=512, dtype=dtype) as up:
             assert tokens(up, asked, PLAIN, at_once=1) == alone
