@@ -244,7 +244,7 @@ def summary(asked: Sequence[Asked]) -> str:
             "  make up         leaves such a cluster serving; then, from another terminal:",
             '  .venv/bin/kvrelay generate --usage --chat "Where is the copper mask?" \\',
             '      --system "The copper mask stands in Boston. The marble kite dates from 1850."',
-            "  make test       every test, exactness among them",
+            "  make test       the tests, exactness among them",
         ]
     )
 
