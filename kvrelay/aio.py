@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Self, TypeAlias, Unpack
 
 import grpc
 
-from kvrelay.ask import Ask, message_of
+from common.errors import Unavailable
+from kvrelay.ask import Ask, check_open, message_of, seconds_of
 from kvrelay.piece import Completion, Piece, Received, whole
 from protos import router_pb2, router_pb2_grpc
 from rpc.channel import ChannelOptions, open_channel
@@ -38,11 +40,22 @@ class AsyncStream(AsyncIterator[Piece]):
             return self._received.take(received(await anext(self._messages), "the router"))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
+        except asyncio.CancelledError:  # of this task, or only of the call under it
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            if self._closed:
+                raise StopAsyncIteration from None
+            raise Unavailable("the client was closed while the answer was under way") from None
 
-    async def aclose(self) -> None:
+    def cancel(self) -> None:
         """Cancel what is under way; without effect on an answer that has ended."""
         self._closed = True
         self._call.cancel()
+
+    async def aclose(self) -> None:
+        """As ``cancel``: for ``aclosing`` and those who expect it."""
+        self.cancel()
 
     def continued(self) -> router_pb2.GenerateRequest:
         """The request that goes on where this stream stopped."""
@@ -74,6 +87,7 @@ class AsyncClient:
         chosen = options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES)
         self._channel = open_channel(address, chosen)
         self._stub = router_pb2_grpc.RouterStub(self._channel)
+        self._closed = False
 
     def generate(self, timeout: float | None = None, **ask: Unpack[Ask]) -> AsyncStream:
         """Ask; ``async for`` the pieces. ``timeout`` in seconds is for the whole answer."""
@@ -86,10 +100,12 @@ class AsyncClient:
 
     def resume(self, stream: AsyncStream, timeout: float | None = None) -> AsyncStream:
         """Go on where ``stream`` was broken off: the same tokens follow, none twice."""
+        stream.cancel()
         return self._start(stream.continued(), timeout)
 
     async def workers(self, timeout: float = 10.0) -> tuple[router_pb2.WorkerStatus, ...]:  # noqa: ASYNC109 - the call's deadline
         """The workers this router knows."""
+        check_open(self._closed)
         try:
             answer = await self._stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=timeout)
         except grpc.RpcError as error:
@@ -98,6 +114,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; streams under way are cancelled."""
+        self._closed = True
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -112,4 +129,5 @@ class AsyncClient:
         await self.close()
 
     def _start(self, request: router_pb2.GenerateRequest, timeout: float | None) -> AsyncStream:
-        return AsyncStream(request, self._stub.Generate(request, timeout=timeout))
+        check_open(self._closed)
+        return AsyncStream(request, self._stub.Generate(request, timeout=seconds_of(timeout)))

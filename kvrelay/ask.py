@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from typing import TypedDict, TypeVar
 
-from common.errors import Rejected
+from common.errors import Rejected, Unavailable
 from protos import router_pb2, types_pb2
 
 T = TypeVar("T")
@@ -58,6 +59,24 @@ class Ask(TypedDict, total=False):
     logprobs: int | None
     model: str | None
     request_id: str | None
+
+
+LONGEST_SECONDS = 1e8  # what gRPC can count; a longer wait is no limit
+
+
+def seconds_of(timeout: float | None) -> float | None:
+    """A timeout as gRPC takes it; below 0 it is over already, ``Rejected`` if it is no number."""
+    if timeout is None or timeout > LONGEST_SECONDS:
+        return None
+    if math.isnan(timeout):
+        raise Rejected("timeout", "must be a number of seconds, got nan")
+    return timeout
+
+
+def check_open(closed: bool) -> None:
+    """``Unavailable`` once a client was closed."""
+    if closed:
+        raise Unavailable("this client is closed: make another one")
 
 
 def message_of(ask: Ask) -> router_pb2.GenerateRequest:
@@ -120,8 +139,15 @@ def _set(
 
 def _extend(target: MutableSequence[T], field: str, values: Iterable[T] | None) -> None:
     """Raises ``Rejected`` for the first element that does not fit."""
-    for index, value in enumerate(values or ()):
+    for index, value in enumerate(_iterated(field, values)):
         try:
             target.append(value)
         except (TypeError, ValueError) as error:
             raise Rejected(f"{field}[{index}]", f"{value!r:.80} cannot be sent: {error}") from error
+
+
+def _iterated(field: str, values: Iterable[T] | None) -> Iterable[T]:
+    try:
+        return () if values is None else iter(values)
+    except TypeError as error:
+        raise Rejected(field, f"{values!r:.80} is no sequence") from error

@@ -18,7 +18,7 @@ from typing import Protocol, Self, Unpack
 import grpc
 
 from kvrelay.aio import AsyncClient, AsyncStream
-from kvrelay.ask import Ask, message_of
+from kvrelay.ask import Ask, check_open, message_of, seconds_of
 from kvrelay.piece import Completion, Piece, Received, whole
 from protos import router_pb2, router_pb2_grpc
 from rpc.channel import ChannelOptions, open_sync_channel
@@ -38,7 +38,7 @@ class _Call(Protocol):
 
 
 class Stream(Iterator[Piece]):
-    """An answer under way. Closing it, or dropping it, cancels the work everywhere."""
+    """An answer under way, for one thread. Closing it, or dropping it, cancels the work."""
 
     def __init__(self, request: router_pb2.GenerateRequest, call: _Call) -> None:
         self._call = call
@@ -90,6 +90,7 @@ class Client:
         chosen = options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES)
         self._channel = open_sync_channel(address, chosen)
         self._stub = router_pb2_grpc.RouterStub(self._channel)
+        self._closed = False
 
     def generate(self, timeout: float | None = None, **ask: Unpack[Ask]) -> Stream:
         """Ask; the pieces come as they are made. ``timeout`` in seconds is for the whole answer.
@@ -110,6 +111,7 @@ class Client:
 
     def workers(self, timeout: float = 10.0) -> tuple[router_pb2.WorkerStatus, ...]:
         """The workers this router knows."""
+        check_open(self._closed)
         try:
             request = router_pb2.ListWorkersRequest()
             return tuple(self._stub.ListWorkers(request, timeout=timeout).workers)
@@ -118,6 +120,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; streams under way are cancelled."""
+        self._closed = True
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -132,4 +135,5 @@ class Client:
         self.close()
 
     def _start(self, request: router_pb2.GenerateRequest, timeout: float | None) -> Stream:
-        return Stream(request, self._stub.Generate(request, timeout=timeout))
+        check_open(self._closed)
+        return Stream(request, self._stub.Generate(request, timeout=seconds_of(timeout)))

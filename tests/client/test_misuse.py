@@ -1,0 +1,80 @@
+"""The client library used in ways nobody planned: typed errors, never somebody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+
+from common.errors import Rejected, Unavailable
+from kvrelay import AsyncClient, Client
+from kvrelay.aio import AsyncStream
+from kvrelay.ask import message_of, seconds_of
+from kvrelay.piece import Piece
+from tests.router.fakes import Behaviour, decode_worker, running
+
+PROMPT = [5, 6, 7]
+
+
+async def _read(stream: AsyncStream) -> list[Piece]:
+    return [piece async for piece in stream]
+
+
+@pytest.mark.parametrize("closed", ["stream", "client"])
+async def test_closed_by_another_task(closed: str) -> None:
+    worker = decode_worker(behaviour=Behaviour(step=asyncio.Semaphore(0)))
+    async with running([worker]) as router, AsyncClient(router.address) as client:
+        stream = client.generate(token_ids=PROMPT, max_tokens=50, seed=1)
+        reading = asyncio.create_task(_read(stream))
+        await asyncio.wait_for(worker.entered.wait(), 10)
+        if closed == "stream":
+            stream.cancel()
+            assert await asyncio.wait_for(reading, 10) == []
+        else:
+            await client.close()
+            with pytest.raises(Unavailable):
+                await asyncio.wait_for(reading, 10)
+
+
+async def test_a_task_that_is_cancelled_stays_cancelled() -> None:
+    worker = decode_worker(behaviour=Behaviour(step=asyncio.Semaphore(0)))
+    async with running([worker]) as router, AsyncClient(router.address) as client:
+        reading = asyncio.create_task(_read(client.generate(token_ids=PROMPT, max_tokens=50)))
+        await asyncio.wait_for(worker.entered.wait(), 10)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+
+
+async def test_after_close() -> None:
+    client, other = Client("127.0.0.1:1"), AsyncClient("127.0.0.1:1")
+    client.close()
+    await other.close()
+    for use in (lambda: client.complete(token_ids=PROMPT), client.workers):
+        with pytest.raises(Unavailable, match="closed"):
+            use()
+    with pytest.raises(Unavailable, match="closed"):
+        await other.complete(token_ids=PROMPT)
+    with pytest.raises(Unavailable, match="closed"):
+        await other.workers()
+
+
+def test_timeouts() -> None:
+    assert seconds_of(None) is None
+    assert seconds_of(math.inf) is None
+    assert seconds_of(1e300) is None
+    assert seconds_of(2.5) == 2.5
+    assert seconds_of(-1.0) == -1.0
+    with pytest.raises(Rejected, match="timeout"):
+        seconds_of(math.nan)
+
+
+def test_arrays_and_what_is_no_sequence() -> None:
+    ids = np.array([1, 2, 3])
+    assert list(message_of({"token_ids": ids}).token_ids.ids) == [1, 2, 3]  # type: ignore[typeddict-item]
+    for field in ("token_ids", "stop"):
+        ask = {"prompt": "a", field: 5} if field == "stop" else {field: 5}
+        with pytest.raises(Rejected, match=field):
+            message_of(ask)  # type: ignore[arg-type]
