@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.processes import ClusterConfig
+from kvrelay.processes import SHIPPED_MODEL, ClusterConfig
 from kvrelay.supervisor import Cluster
 from tests.models import tiny_model
 
 Models = Callable[[str], Path]
+TRAINED = "recall"  # the kind of the model that is shipped
 
 
 @pytest.fixture(scope="session")
@@ -21,6 +22,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     made: dict[str, Path] = {}
 
     def folder(kind: str) -> Path:
+        if kind == TRAINED:
+            return SHIPPED_MODEL
         if kind not in made:
             made[kind] = tiny_model(kind, tmp_path_factory.mktemp(kind) / kind)
         return made[kind]

@@ -8,11 +8,12 @@ import pytest
 
 from kvrelay.supervisor import Cluster
 from tests.exact.asks import Ask, ask_all, check_usage, prompts
-from tests.exact.conftest import Models, cluster
+from tests.exact.conftest import TRAINED, Models, cluster
 from tests.exact.idle import check_idle
 from tests.exact.oracle import Oracle
 from tests.models import KINDS, VOCAB
 
+ARCHITECTURES = (*KINDS, TRAINED)
 BLOCK_SIZES = (1, 4, 16)
 LONGEST = 600
 MADE = 12
@@ -31,11 +32,11 @@ def compare(up: Cluster, asks: Sequence[Ask], wanted: Sequence[list[int]]) -> in
     return sum(answer.usage.cached_prompt_tokens for answer in answers)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ARCHITECTURES)
 def test_every_architecture(kind: str, models: Models) -> None:
     """Cold, then again with a pool that has lost most of it: from the store, and mixed."""
-    block_size = BLOCK_SIZES[list(KINDS).index(kind) % 3]
-    asks = asks_of(100, block_size, seed=len(kind))
+    block_size = BLOCK_SIZES[ARCHITECTURES.index(kind) % 3]
+    asks = asks_of(200, block_size, seed=len(kind))
     oracle = Oracle(models(kind))
     wanted = [oracle.greedy(ask.prompt, MADE) for ask in asks]
     blocks = -(-(LONGEST + MADE) // block_size) + 8
