@@ -2,7 +2,7 @@
 
 Layout ``[block, layer, k|v, position, kv head, head dim]``, so a block is one contiguous range. The
 engine's thread computes into some blocks while I/O threads read and write others; who may touch
-which block is decided by the holders of references (DESIGN.md, section 2), not here.
+which block is decided by the holders of references (docs/accounting.md), not here.
 """
 
 from __future__ import annotations

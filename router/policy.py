@@ -29,7 +29,7 @@ class Candidate:
     queued: int = 0  # tokens to compute before a request that comes now
 
     def fits(self, positions: int) -> bool:
-        """DESIGN.md, D5."""
+        """D5 of docs/accounting.md."""
         return positions <= min(self.max_model_len, self.capacity)
 
 

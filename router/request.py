@@ -32,7 +32,7 @@ class Request:
 
     @property
     def positions(self) -> int:
-        """All it can ever need: the last sampled token is never stored (DESIGN.md, D5)."""
+        """All it can ever need: the last sampled token is never stored (D5)."""
         return len(self.prompt) + self.max_tokens - 1
 
 

@@ -1,4 +1,4 @@
-"""The account of a whole request, derived from those of its legs (DESIGN.md, I6)."""
+"""The account of a whole request, derived from those of its legs (docs/accounting.md, I6)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Imports go down only: a package sees the floors below its own, and never a sibling.
 
-The floors are those of DESIGN.md, section 4; CONTRIBUTING.md says what belongs on which.
+CONTRIBUTING.md says what belongs on which floor.
 """
 
 from __future__ import annotations
