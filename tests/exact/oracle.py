@@ -31,3 +31,10 @@ class Oracle:
             num_beams=1,
         )
         return cast("list[int]", made[0, len(prompt) :].tolist())
+
+    def gap(self, prompt: Sequence[int], made: Sequence[int]) -> float:
+        """The smallest distance between the two likeliest logits at any of the tokens made."""
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([[*prompt, *made]])).logits[0]
+        best = logits[len(prompt) - 1 : -1].topk(2).values
+        return float((best[:, 0] - best[:, 1]).min())

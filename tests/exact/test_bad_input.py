@@ -205,7 +205,7 @@ def test_full_queue(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
             except grpc.RpcError as error:
                 codes.append(error.code())
                 delays.append(rpc_status.from_call(error))  # type: ignore[arg-type]
-        assert codes.count(grpc.StatusCode.OK) >= 3
+        assert codes.count(grpc.StatusCode.OK) >= 2  # the queue; one more if the first had begun
         assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes
         assert set(codes) <= {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
         assert all(delay is not None and "RetryInfo" in str(delay) for delay in delays)

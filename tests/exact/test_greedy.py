@@ -16,11 +16,21 @@ from tests.models import KINDS, VOCAB
 ARCHITECTURES = (*KINDS, TRAINED)
 BLOCK_SIZES = (1, 4, 16)
 LONGEST = 600
+TIE = 1e-4  # of logits around 5, in float32; two orders of summing differ by up to 1e-5
 MADE = 12
 
 
 def asks_of(count: int, block_size: int, seed: int) -> list[Ask]:
     return [Ask(prompt, MADE) for prompt in prompts(count, block_size, VOCAB, seed, LONGEST)]
+
+
+def without_ties(oracle: Oracle, asks: Sequence[Ask]) -> list[Ask]:
+    """Random weights now and then tie two tokens: then the order of a sum decides, and no token is
+    the right one. Whatever is further apart than ``TIE`` must be equal."""
+    gaps = [oracle.gap(ask.prompt, oracle.greedy(ask.prompt, MADE)) for ask in asks]
+    ties = [gap for gap in gaps if gap < TIE]
+    print(f"{len(ties)} ties: {ties}")
+    return [ask for ask, gap in zip(asks, gaps, strict=True) if gap >= TIE]
 
 
 def compare(up: Cluster, asks: Sequence[Ask], wanted: Sequence[list[int]]) -> int:
@@ -36,8 +46,9 @@ def compare(up: Cluster, asks: Sequence[Ask], wanted: Sequence[list[int]]) -> in
 def test_every_architecture(kind: str, models: Models) -> None:
     """Cold, then again with a pool that has lost most of it: from the store, and mixed."""
     block_size = BLOCK_SIZES[ARCHITECTURES.index(kind) % 3]
-    asks = asks_of(200, block_size, seed=len(kind))
     oracle = Oracle(models(kind))
+    asks = without_ties(oracle, asks_of(210, block_size, seed=len(kind)))[:200]
+    assert len(asks) == 200
     wanted = [oracle.greedy(ask.prompt, MADE) for ask in asks]
     blocks = -(-(LONGEST + MADE) // block_size) + 8
     with cluster(models(kind), block_size=block_size, num_blocks=blocks) as up:
