@@ -27,7 +27,7 @@ def asks_of(count: int, block_size: int, seed: int) -> list[Ask]:
 def without_ties(oracle: Oracle, asks: Sequence[Ask]) -> list[Ask]:
     """Random weights now and then tie two tokens: then the order of a sum decides, and no token is
     the right one. Whatever is further apart than ``TIE`` must be equal."""
-    gaps = [oracle.gap(ask.prompt, oracle.greedy(ask.prompt, MADE)) for ask in asks]
+    gaps = [oracle.gap(ask.prompt, oracle.greedy(ask.prompt, ask.max_tokens)) for ask in asks]
     ties = [gap for gap in gaps if gap < TIE]
     print(f"{len(ties)} ties: {ties}")
     return [ask for ask, gap in zip(asks, gaps, strict=True) if gap >= TIE]
@@ -86,6 +86,7 @@ def test_preemptions(models: Models) -> None:
     """64 at once in a pool so small that they push each other out, at least 100 times."""
     asks = [Ask(prompt[:24], 40) for prompt in prompts(192, 4, VOCAB, seed=7, longest=24)]
     oracle = Oracle(models("qwen3"))
+    asks = without_ties(oracle, asks)
     wanted = [oracle.greedy(ask.prompt, ask.max_tokens) for ask in asks]
     with cluster(models("qwen3"), block_size=4, num_blocks=40) as up:
         answers = ask_all(up.router, asks, at_once=64)
