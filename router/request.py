@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from common.errors import NotFound, Rejected
-from common.sampling import Sampling
 from protos import router_pb2, types_pb2
 from rpc.deadline import Deadline
+from rpc.sampling import check_ids, sampling_of
 from text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
@@ -110,13 +109,13 @@ def build(
     """The request, after the checks that need the vocabulary."""
     if not prompt:
         raise Rejected("prompt", "has no tokens")
-    _check_ids("token_ids.ids", prompt, vocab_size)
-    _check_ids("output_token_ids", message.output_token_ids, vocab_size)
+    check_ids("token_ids.ids", prompt, vocab_size)
+    check_ids("output_token_ids", message.output_token_ids, vocab_size)
     sampling = types_pb2.Sampling()
     sampling.CopyFrom(message.sampling)
     if not sampling.HasField("seed"):
         sampling.seed = secrets.randbits(64)
-    values(sampling).check(vocab_size)
+    sampling_of(sampling).check(vocab_size)
     return Request(
         id=message.request_id or secrets.token_hex(8),
         prompt=prompt,
@@ -125,19 +124,3 @@ def build(
         sampling=sampling,
         deadline=deadline,
     )
-
-
-def values(message: types_pb2.Sampling) -> Sampling:
-    """The record of a message; absent fields take its defaults."""
-    lists = ("stop", "stop_token_ids")
-    given = {f.name: value for f, value in message.ListFields() if f.name not in lists}
-    # A zero that was given explicitly is listed too: every scalar field is `optional`.
-    return Sampling(**given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids))
-
-
-def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    if ids and max(ids) >= vocab_size:
-        index = next(index for index, token in enumerate(ids) if token >= vocab_size)
-        raise Rejected(
-            f"{field}[{index}]", f"{ids[index]} is outside the vocabulary of {vocab_size}"
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from dataclasses import replace
 
 from common.errors import Rejected
 from common.sampling import Sampling
@@ -11,6 +11,7 @@ from engine.request import Finish, Order
 from engine.updates import Ended
 from engine.work import Logprob, Sampled
 from protos import types_pb2
+from rpc.sampling import check_ids, sampling_of
 
 _FINISH: dict[Finish, types_pb2.FinishReason.ValueType] = {
     Finish.STOP: types_pb2.FINISH_REASON_STOP,
@@ -22,18 +23,8 @@ MAX_REQUEST_ID = 256
 
 def sampling(message: types_pb2.Sampling, eos_token_ids: tuple[int, ...]) -> Sampling:
     """The record of a message; fields that are absent take ``Sampling``'s defaults."""
-    given = {
-        field.name: getattr(message, field.name)
-        for field, _ in message.ListFields()
-        if field.name not in ("stop", "stop_token_ids")
-    }
-    given.setdefault("seed", secrets.randbits(64))
-    return Sampling(
-        **given,
-        stop=tuple(message.stop),
-        stop_token_ids=tuple(message.stop_token_ids),
-        eos_token_ids=eos_token_ids,
-    )
+    rules = replace(sampling_of(message), eos_token_ids=eos_token_ids)
+    return rules if message.HasField("seed") else replace(rules, seed=secrets.randbits(64))
 
 
 def order(leg: types_pb2.Leg, engine_id: str, rules: Sampling, prefill_only: bool) -> Order:
@@ -60,16 +51,8 @@ def check_leg(leg: types_pb2.Leg, vocab_size: int) -> None:
             f"must be more than the {len(leg.output_token_ids)} output tokens so far,"
             f" got {leg.max_tokens}",
         )
-    _check_ids("leg.prompt_token_ids", leg.prompt_token_ids, vocab_size)
-    _check_ids("leg.output_token_ids", leg.output_token_ids, vocab_size)
-
-
-def _check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
-    if ids and max(ids) >= vocab_size:
-        index = next(index for index, token in enumerate(ids) if token >= vocab_size)
-        raise Rejected(
-            f"{field}[{index}]", f"{ids[index]} is outside the vocabulary of {vocab_size}"
-        )
+    check_ids("leg.prompt_token_ids", leg.prompt_token_ids, vocab_size)
+    check_ids("leg.output_token_ids", leg.output_token_ids, vocab_size)
 
 
 def token(sampled: Sampled) -> types_pb2.Token:
