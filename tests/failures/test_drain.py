@@ -19,6 +19,8 @@ from tests.failures.streams import Stream, draw, run_all, undisturbed
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 AT_ONCE = 6
 RETURN_SECONDS = 60.0
+TRIES = 20
+LONG = 800
 
 
 class Load:
@@ -113,8 +115,7 @@ def test_a_rolling_restart_of_everything_but_the_router_loses_nothing(stand: Rig
 def test_drain_moves_the_streams_away(stand: Rig) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    streams = [Stream(asked) for asked in draw(random.Random(seed), 2, 100, 400)]
-    drained = asyncio.run(_drain(stand, streams))
+    streams, drained = asyncio.run(_drain(stand, random.Random(seed)))
     print(f"DRAIN answered after {drained:.2f} s")
     expected = undisturbed(stand.cluster.router, [stream.asked for stream in streams])
     assert [stream.tokens for stream in streams] == expected
@@ -127,23 +128,44 @@ def test_drain_moves_the_streams_away(stand: Rig) -> None:
     check_idle(stand.cluster)
 
 
-async def _drain(rig: Rig, streams: list[Stream]) -> float:
-    """Call ``Drain`` on the first decode worker in the middle of streams; seconds it took."""
-    running = asyncio.ensure_future(run_all(rig.cluster.router, streams))
+async def _drain(rig: Rig, chance: random.Random) -> tuple[list[Stream], float]:
+    """Call ``Drain`` on the first decode worker in the middle of streams; seconds it took.
+
+    A stream that the worker runs and of which the client has less than half is in the
+    middle; where that was seen too late, other streams are asked for.
+    """
     observer = Observer(rig)
     try:
-        while not running.done():
-            loads = [s for s in await observer.look() if (s.role, s.index) == ("decode", 0)]
-            if loads[0].load.running and max(len(s.tokens) for s in streams) > 40:
-                break
-        assert not running.done()
-        begun = time.monotonic()
-        async with grpc.aio.insecure_channel(rig.cluster.addresses("decode")[0]) as channel:
-            stub = worker_pb2_grpc.WorkerStub(channel)
-            await stub.Drain(worker_pb2.DrainRequest(), timeout=30.0)
-        drained = time.monotonic() - begun
-        await running
-        return drained
+        for _ in range(TRIES):
+            streams = [Stream(asked) for asked in draw(chance, 2, 100, LONG)]
+            running = asyncio.ensure_future(run_all(rig.cluster.router, streams))
+            try:
+                if await _is_in_the_middle(observer, streams, running):
+                    drained = await _ask_to_drain(rig)
+                    await running
+                    return streams, drained
+                await running
+            finally:
+                running.cancel()
+        raise AssertionError(f"no stream was seen in its first half in {TRIES} tries")
     finally:
-        running.cancel()
         await observer.close()
+
+
+async def _is_in_the_middle(
+    observer: Observer, streams: list[Stream], running: asyncio.Future[None]
+) -> bool:
+    """Wait for the first decode worker to run a stream, and every stream to be begun."""
+    while not running.done():
+        loads = [s for s in await observer.look() if (s.role, s.index) == ("decode", 0)]
+        if loads[0].load.running and all(stream.tokens for stream in streams):
+            return max(len(stream.tokens) for stream in streams) < LONG // 2
+    return False
+
+
+async def _ask_to_drain(rig: Rig) -> float:
+    begun = time.monotonic()
+    async with grpc.aio.insecure_channel(rig.cluster.addresses("decode")[0]) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        await stub.Drain(worker_pb2.DrainRequest(), timeout=30.0)
+    return time.monotonic() - begun
