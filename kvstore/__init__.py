@@ -1,6 +1,6 @@
 """The store of KV blocks: ``connect(url)`` for its users, ``python -m kvstore`` for the service."""
 
-from kvstore.base import Block, Found, Got, Kept, Lease, Offer, Outcome, Store, Want
+from kvstore.base import Block, Found, Got, Kept, Lease, Offer, Outcome, Seen, Store, Want
 from kvstore.connect import connect
 from kvstore.records import Tail
 from kvstore.stats import Stats, Tally
@@ -13,6 +13,7 @@ __all__ = [
     "Lease",
     "Offer",
     "Outcome",
+    "Seen",
     "Stats",
     "Store",
     "Tail",

@@ -20,32 +20,51 @@ from kvstore.stats import Stats
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The store keeps the blocks until ``deadline`` (``time.monotonic`` of this process)."""
+    """The store keeps the blocks until ``deadline`` (``time.monotonic`` of this process).
+
+    ``parts`` are those of several stores in one, each with the name of the store that gave it.
+    """
 
     id: int
     boot: bytes
     deadline: float
+    parts: tuple[tuple[str, Lease], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """A lookup's answer: ``lead`` names are there, then ``tails[tail]``; held by ``lease``.
 
-    ``sizes`` are the bytes (header and payload) of these blocks, in order.
+    ``sizes`` are the bytes (header and payload) of these blocks, in order. ``sources`` name the
+    one of several stores that has each; empty when there is only one.
     """
 
     lead: int
     tail: int | None
     sizes: tuple[int, ...]
     lease: Lease | None
+    sources: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A survey's answer: bytes of each block in order, ``None`` if absent; held by ``lease``."""
+
+    sizes: tuple[int | None, ...]
+    lease: Lease | None
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A block to get. ``buffer`` is writable, contiguous and as long as the payload must be."""
+    """A block to get. ``buffer`` is writable, contiguous and as long as the payload must be.
+
+    ``source`` is the one of several stores that a lookup found it in; ``None``: any of them.
+    """
 
     name: bytes
     buffer: memoryview
+    source: str | None = None
+    partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +72,14 @@ class Got:
     """``wants[index]`` has come: its header's bytes, the payload lies in the buffer.
 
     ``header`` is ``None`` when the block is absent or not as long as its buffer says. ``summed`` is
-    the checksum of the buffer, if it was computed here as the bytes came.
+    the checksum of the buffer, if it was computed here as the bytes came. ``source`` is the one of
+    several stores that it came from.
     """
 
     index: int
     header: bytes | None
     summed: int | None = None
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +158,9 @@ class Store(Protocol):
         self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, timeout: float
     ) -> Found:
         """How many of ``names`` lead without a gap, held for ``ttl`` seconds (0: not held)."""
+
+    def survey(self, names: Sequence[bytes], ttl: float, timeout: float) -> Seen:
+        """Which of ``names`` are there, each for itself, held for ``ttl`` seconds (0: not held)."""
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
         """Each want once, in order, as it arrives. Close the generator to stop early."""

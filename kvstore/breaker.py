@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 
 from common.errors import DeadlineExceeded, KvrelayError, Unavailable
-from kvstore.base import Found, Got, Lease, Offer, Outcome, Store, Want
+from kvstore.base import Found, Got, Lease, Offer, Outcome, Seen, Store, Want
 from kvstore.records import Tail
 from kvstore.stats import Stats
 
@@ -42,6 +42,11 @@ class Breaker:
         """As the protocol says."""
         with self._guarded():
             return self._store.lookup(names, tails, ttl, timeout)
+
+    def survey(self, names: Sequence[bytes], ttl: float, timeout: float) -> Seen:
+        """As the protocol says."""
+        with self._guarded():
+            return self._store.survey(names, ttl, timeout)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
         """As the protocol says."""

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from kvstore.deadlines import Deadlines
 from kvstore.entries import Entry, Room
 from kvstore.policy import Node, Policy
-from kvstore.records import Claim, Grant, Holding, Located, Tail, Verdict
+from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail, Verdict
 from kvstore.reservations import Reservations
 from kvstore.stats import Stats, Tally
 
@@ -59,6 +59,17 @@ class Catalog(Generic[V]):
         sizes = tuple(self._entries[name].size for name in found)
         lease = self._hold(tuple(found), now + ttl, now) if found and ttl > 0 else None
         return Holding(lead, tail, sizes, lease, now + ttl)
+
+    def survey(self, names: Sequence[bytes], ttl: float, now: float) -> Surveyed:
+        """Which of ``names`` are there, each for itself; held for ``ttl``."""
+        self.expire(now)
+        found = {name: self._entries[name].size for name in names if name in self._entries}
+        sizes = tuple(found.get(name) for name in names)
+        self.tally.lookups += 1
+        self.tally.hits += len(names) - sizes.count(None)
+        self.tally.misses += sizes.count(None)
+        lease = self._hold(tuple(found), now + ttl, now) if found and ttl > 0 else None
+        return Surveyed(sizes, lease, now + ttl)
 
     def get(self, name: bytes, now: float) -> V | None:
         """The block's value, or ``None``; the block counts as just used."""

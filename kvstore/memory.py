@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from common.errors import Corrupt
 from kvblock.name import Digest, sha256
-from kvstore.base import NOT_SENT, Block, Found, Got, Kept, Lease, Offer, Outcome, Want
+from kvstore.base import NOT_SENT, Block, Found, Got, Kept, Lease, Offer, Outcome, Seen, Want
 from kvstore.catalog import Catalog
 from kvstore.check import check_block
 from kvstore.policy import LeastRecentlyUsed
@@ -69,8 +69,13 @@ class MemoryStore:
         """As the protocol says."""
         with self._shelf.changed:
             held = self._shelf.catalog.lookup(names, tails, ttl, time.monotonic())
-        lease = None if held.lease is None else Lease(held.lease, self._shelf.boot, held.deadline)
-        return Found(held.lead, held.tail, held.sizes, lease)
+        return Found(held.lead, held.tail, held.sizes, self._lease(held.lease, held.deadline))
+
+    def survey(self, names: Sequence[bytes], ttl: float, timeout: float) -> Seen:
+        """As the protocol says."""
+        with self._shelf.changed:
+            seen = self._shelf.catalog.survey(names, ttl, time.monotonic())
+        return Seen(seen.sizes, self._lease(seen.lease, seen.deadline))
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
         """As the protocol says."""
@@ -121,6 +126,9 @@ class MemoryStore:
 
     def close(self) -> None:
         """As the protocol says."""
+
+    def _lease(self, serial: int | None, deadline: float) -> Lease | None:
+        return None if serial is None else Lease(serial, self._shelf.boot, deadline)
 
     def _write(self, ticket: int, claim: Claim, block: Block) -> Outcome:
         data = b"".join((block.header, block.payload))

@@ -56,6 +56,15 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
+class Surveyed:
+    """``sizes`` of the blocks asked about, ``None`` for those absent; held by ``lease``."""
+
+    sizes: tuple[int | None, ...]
+    lease: int | None
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
 class Located(Generic[V]):
     """Size and value of each block asked for, ``None`` for those absent; held by ``lease``."""
 

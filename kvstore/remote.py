@@ -11,7 +11,7 @@ import time
 from collections.abc import Generator, Sequence
 
 from common.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Unavailable
-from kvstore.base import NOT_SENT, Found, Got, Kept, Lease, Offer, Outcome, Want
+from kvstore.base import NOT_SENT, Found, Got, Kept, Lease, Offer, Outcome, Seen, Want
 from kvstore.calls import Calls, mapped
 from kvstore.messages import VERDICTS, claim_message, outcome_of, stats_of
 from kvstore.records import Tail, Verdict
@@ -61,16 +61,22 @@ class RemoteStore:
             tails=[pb.Tail(after=tail.after, name=tail.name) for tail in tails],
             lease_ms=round(ttl * 1000),
         )
-        asked = time.monotonic()
-        with mapped():
-            answer = self._calls.lookup(request, timeout=timeout)
-        lease = Lease(answer.lease, answer.boot, asked + answer.lease_ms / 1000)
+        answer, lease = self._ask(request, timeout)
         return Found(
             lead=answer.lead,
             tail=answer.tail if answer.HasField("tail") else None,
             sizes=tuple(answer.places.lengths),
-            lease=lease if answer.lease else None,
+            lease=lease,
         )
+
+    def survey(self, names: Sequence[bytes], ttl: float, timeout: float) -> Seen:
+        """As the protocol says."""
+        request = pb.LookupRequest(names=names, lease_ms=round(ttl * 1000), each=True)
+        answer, lease = self._ask(request, timeout)
+        lengths = answer.places.lengths
+        if len(lengths) != len(names):
+            raise Corrupt("lengths", f"{len(lengths)} came for {len(names)} names")
+        return Seen(tuple(length or None for length in lengths), lease)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
         """As the protocol says."""
@@ -127,6 +133,15 @@ class RemoteStore:
         self._closed.set()
         self._calls.close()
         self._ways.close()
+
+    def _ask(
+        self, request: pb.LookupRequest, timeout: float
+    ) -> tuple[pb.LookupResponse, Lease | None]:
+        asked = time.monotonic()
+        with mapped():
+            answer = self._calls.lookup(request, timeout=timeout)
+        lease = Lease(answer.lease, answer.boot, asked + answer.lease_ms / 1000)
+        return answer, lease if answer.lease else None
 
     def _after(self, way: Way, error: KvrelayError, tried: set[str]) -> None:
         """A way has failed: raise, or return to have the next one tried."""

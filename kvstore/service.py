@@ -54,6 +54,8 @@ class StoreService:
         checked_names("names", request.names, len(request.names), MAX_NAMES)
         if request.lease_ms > MAX_LEASE_MS:
             raise Rejected("lease_ms", f"{request.lease_ms} is more than {MAX_LEASE_MS}")
+        if request.each:
+            return self._surveyed(request)
         held = self._vault.lookup(request.names, tails_of(request), request.lease_ms / 1000)
         return pb.LookupResponse(
             boot=self._vault.boot,
@@ -62,6 +64,17 @@ class StoreService:
             places=pb.Places(lengths=held.sizes),
             lease=held.lease or 0,
             lease_ms=request.lease_ms if held.lease else 0,
+        )
+
+    def _surveyed(self, request: pb.LookupRequest) -> pb.LookupResponse:
+        if request.tails:
+            raise Rejected("tails", "must be empty with each: ask for them as names")
+        seen = self._vault.survey(request.names, request.lease_ms / 1000)
+        return pb.LookupResponse(
+            boot=self._vault.boot,
+            places=pb.Places(lengths=[size or 0 for size in seen.sizes]),
+            lease=seen.lease or 0,
+            lease_ms=request.lease_ms if seen.lease else 0,
         )
 
     async def locate(self, request: pb.LocateRequest, context: object) -> pb.LocateResponse:

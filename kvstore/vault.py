@@ -22,7 +22,7 @@ from kvstore.catalog import Catalog
 from kvstore.check import Summed, check_block
 from kvstore.copying import copy, copy_summed
 from kvstore.policy import LeastRecentlyUsed
-from kvstore.records import Claim, Grant, Holding, Located, Tail
+from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail
 from kvstore.stats import Stats
 
 ENTRY_BYTES = 384
@@ -69,6 +69,11 @@ class Vault:
         """See ``Catalog.lookup``."""
         with self._lock:
             return self._catalog.lookup(names, tails, ttl, time.monotonic())
+
+    def survey(self, names: Sequence[bytes], ttl: float) -> Surveyed:
+        """See ``Catalog.survey``."""
+        with self._lock:
+            return self._catalog.survey(names, ttl, time.monotonic())
 
     def locate(self, names: Sequence[bytes], ttl: float) -> Located[int]:
         """See ``Catalog.locate``; the values are offsets in the arena."""

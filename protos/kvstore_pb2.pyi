@@ -101,8 +101,13 @@ class LookupRequest(_message.Message):
     NAMES_FIELD_NUMBER: _builtins.int
     TAILS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    EACH_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
     """how long to hold what is found; 0 takes no lease; at most 10 minutes"""
+    each: _builtins.bool
+    """Tell of every name for itself, not only of the leading run: the answer's places then have a
+    length for each name, 0 for those absent, and all that are there are held. No tails then.
+    """
     @_builtins.property
     def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """32 bytes each, in the order of the sequence; at most 65,536"""
@@ -117,10 +122,11 @@ class LookupRequest(_message.Message):
         names: _abc.Iterable[_builtins.bytes] | None = ...,
         tails: _abc.Iterable[Global___Tail] | None = ...,
         lease_ms: _builtins.int = ...,
+        each: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "names", b"names", "tails", b"tails"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["each", b"each", "lease_ms", b"lease_ms", "names", b"names", "tails", b"tails"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -172,7 +178,7 @@ class LookupResponse(_message.Message):
     """from when the store answered; counting from when it was asked is safe"""
     @_builtins.property
     def places(self) -> Global___Places:
-        """of the leading blocks, then the tail's if one was taken"""
+        """of the leading blocks, then the tail's if one was taken; or of each"""
 
     def __init__(
         self,

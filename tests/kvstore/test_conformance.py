@@ -15,7 +15,7 @@ from common.errors import Corrupt, Rejected
 from kvblock.header import Header, checksum, decode, encode
 from kvblock.name import child_name
 from kvblock.verify import verify_payload
-from kvstore import Block, Got, Kept, Offer, Store, Tail, Want, connect
+from kvstore import Block, Got, Kept, Offer, Seen, Store, Tail, Want, connect
 
 TIMEOUT = 10.0
 Connect = Callable[[], Store]
@@ -150,6 +150,24 @@ def test_lookup_answers_the_leading_run(store: Store) -> None:
     assert found.lead == 3
     assert found.sizes == tuple(b.size for b in blocks[:3])
     assert found.lease is None
+
+
+def test_a_survey_tells_of_each_block_and_holds_what_is_there(store: Store) -> None:
+    blocks = [make(100 + i) for i in range(6)]
+    put(store, *blocks[:2], blocks[3], blocks[5])
+    names = [name_of(b) for b in (*blocks, blocks[3])]
+    there = [0, 1, 3, 5, 6]
+    seen = store.survey(names, 60, TIMEOUT)
+    sizes = [b.size for b in (*blocks, blocks[3])]
+    assert seen.sizes == tuple(size if i in there else None for i, size in enumerate(sizes))
+    assert seen.lease is not None
+    store.clear(TIMEOUT)
+    assert store.survey(names, 0, TIMEOUT) == Seen(seen.sizes, None)
+    store.release([seen.lease], TIMEOUT)
+    assert store.stats(TIMEOUT).leases == 0
+    store.clear(TIMEOUT)
+    assert store.survey(names, 60, TIMEOUT) == Seen((None,) * 7, None)
+    assert store.survey([], 60, TIMEOUT) == Seen((), None)
 
 
 def test_the_first_tail_after_the_run_is_taken(store: Store) -> None:
