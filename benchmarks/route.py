@@ -9,7 +9,6 @@ TRACE holds one JSON object a line: ``timestamp`` (ms), ``input_length``, ``outp
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.fleet import Asked, Fleet, Served, Shape
+from kvstore.trace import BLOCK_TOKENS, read_trace
 from router.affinity import Affinity
 from router.policies import POLICIES, policy
 from router.policy import PREFILL, Candidate, Prefix, Wish, choose
@@ -43,19 +43,9 @@ class Result:
 
 def read(path: Path, speed: float, limit: int | None) -> Iterator[Asked]:
     """The requests, in order; ``speed`` 2 asks them in half the time."""
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines):
-            if limit is not None and number >= limit:
-                return
-            row = json.loads(line)
-            names = tuple(int(name).to_bytes(8, "little") for name in row["hash_ids"])
-            full = row["input_length"] // 512
-            yield Asked(
-                row["timestamp"] / 1000 / speed,
-                row["input_length"],
-                row["output_length"],
-                names[:full],
-            )
+    for one in read_trace(path, limit):
+        full = one.names[: one.tokens // BLOCK_TOKENS]
+        yield Asked(one.at / speed, one.tokens, one.output, full)
 
 
 def replay(name: str, trace: Sequence[Asked], shape: Shape) -> Result:

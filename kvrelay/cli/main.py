@@ -5,32 +5,18 @@ Exit status: 0 done, 1 failed, 2 asked for something that cannot be, 130 after C
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from importlib import import_module
+from collections.abc import Sequence
 
 from common.errors import KvrelayError, Rejected
 from kvrelay import __version__
-from kvrelay.cli.screen import paint, say, tell
+from kvrelay.cli import commands
+from kvrelay.cli.commands import Command
+from kvrelay.cli.screen import say, tell
 
 BROKEN_PIPE = 141
 INTERRUPTED = 130
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A command: the module that holds its ``main``, imported when it is called."""
-
-    name: str
-    module: str
-    summary: str
-
-    def run(self, argv: Sequence[str]) -> int:
-        main: Callable[[Sequence[str]], int] = import_module(self.module).main
-        return main(argv)
 
 
 COMMANDS = (
@@ -40,23 +26,19 @@ COMMANDS = (
     Command("doctor", "kvrelay.cli.doctor", "what this machine has, and what would be used"),
     Command("bench", "kvrelay.cli.bench", "measure the cluster beside plain transformers"),
     Command("replay", "kvrelay.cli.replay", "repeat a worker's journal, find what differs"),
+    Command("store", "kvrelay.cli.store", "look into a store, try its policy on a trace"),
     Command("make-model", "kvrelay.cli.make_model", "write a model of random weights"),
 )
 
 
 def usage() -> str:
     """The page of ``kvrelay --help``."""
-    lines = [
-        "usage: kvrelay COMMAND [options]",
-        "",
+    return commands.usage(
+        "kvrelay",
         "Serves language models with prefill and decode on separate workers.",
-        "",
-        paint("commands:", "bold"),
-        *(f"  {command.name:<12}{command.summary}" for command in COMMANDS),
-        "",
+        COMMANDS,
         "kvrelay COMMAND --help says more; kvrelay --version shows the version.",
-    ]
-    return "\n".join(lines)
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,9 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[0] in ("--version", "-V", "version"):
         say(f"kvrelay {__version__}")
         return 0
-    command = next((one for one in COMMANDS if one.name == words[0]), None)
-    if command is None:
-        tell(_unknown(words[0]))
+    command = commands.find("kvrelay", COMMANDS, words[0])
+    if isinstance(command, str):
+        tell(command)
         return 2
     return guarded(command, words[1:])
 
@@ -94,13 +76,6 @@ def guarded(command: Command, argv: Sequence[str]) -> int:
     except KvrelayError as error:
         tell(f"kvrelay {command.name}: {error}")
         return 1
-
-
-def _unknown(word: str) -> str:
-    names = [command.name for command in COMMANDS]
-    close = difflib.get_close_matches(word, names, 1)
-    hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-    return f"kvrelay: no command {word!r}; {hint}"
 
 
 if __name__ == "__main__":

@@ -13,12 +13,14 @@ import pytest
 from common.errors import NotFound, Rejected
 from kvrelay import endpoints
 from kvrelay import make_model as kvrelay_make_model
-from kvrelay.cli import make_model
+from kvrelay.cli import make_model, store
 from kvrelay.cli.main import COMMANDS, main
 from kvrelay.ports import free_ports
 from kvrelay.processes import ROOT
 
 NAMES = [command.name for command in COMMANDS]
+LEAVES: list[tuple[str, ...]] = [(name,) for name in NAMES if name != "store"]
+LEAVES += [("store", command.name) for command in store.COMMANDS]
 
 
 def kvrelay(*argv: str, stdin: bytes | None = None) -> subprocess.CompletedProcess[bytes]:
@@ -40,24 +42,37 @@ def test_the_page_names_every_command(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["--version"]) == 0
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_command_has_a_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", LEAVES, ids=" ".join)
+def test_every_command_has_a_page(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([name, "--help"])
+        main([*words, "--help"])
     page = capsys.readouterr().out
     assert ended.value.code == 0
-    assert page.startswith(f"usage: kvrelay {name}")
+    assert page.startswith(f"usage: kvrelay {' '.join(words)} ")
     assert max(map(len, page.splitlines())) <= 100
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_wrong_flag_is_one_line(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("words", LEAVES, ids=" ".join)
+def test_a_wrong_flag_is_one_line(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as ended:
-        main([name, "--no-such-flag"])
+        main([*words, "--no-such-flag"])
     line = capsys.readouterr().err
     assert ended.value.code == 2
     assert line.count("\n") == 1
-    assert line.startswith(f"kvrelay {name}: ")
+    assert line.startswith(f"kvrelay {' '.join(words)}: ")
+
+
+def test_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["store", "--help"]) == 0
+    page = capsys.readouterr().out
+    assert all(command.name in page for command in store.COMMANDS)
+    assert main(["store"]) == 2
+    assert main(["store", "simulat"]) == 2
+    assert "did you mean simulate?" in capsys.readouterr().err
 
 
 def test_an_unknown_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> None:

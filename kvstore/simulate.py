@@ -1,0 +1,65 @@
+"""A trace of requests replayed through the store's own bookkeeping, no bytes moved.
+
+A request looks its prompt up, holds what leads, gives it back and puts the rest, as a worker does.
+Every block counts one, partial ones too, and all of a prompt is put at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.catalog import Catalog
+from kvstore.policy import Policy
+from kvstore.records import Claim, Verdict
+from kvstore.trace import Request
+
+FOREVER = 1e18
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a trace: ``blocks`` asked for, ``hits`` of them found."""
+
+    blocks: int
+    hits: int
+    evicted: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Share of blocks found; 0 of an empty trace."""
+        return self.hits / self.blocks if self.blocks else 0.0
+
+
+def replay(trace: Sequence[Request], budget: int, make: Callable[[], Policy]) -> Outcome:
+    """The whole trace against a new store of ``budget`` blocks."""
+    catalog: Catalog[None] = Catalog(budget, make(), FOREVER, b"simulated")
+    for request in trace:
+        _serve(catalog, request.names, request.at)
+    tally = catalog.tally
+    return Outcome(sum(len(request.names) for request in trace), tally.hits, tally.evicted)
+
+
+def _serve(catalog: Catalog[None], names: Sequence[bytes], now: float) -> None:
+    holding = catalog.lookup(names, [], FOREVER, now)
+    if holding.lease is not None:
+        catalog.release(holding.lease)
+    parent = names[holding.lead - 1] if holding.lead else None
+    missing = names[holding.lead :]
+    grant = catalog.reserve([Claim(name, 1, False) for name in missing], FOREVER, now)
+    for name, verdict in zip(missing, grant.verdicts, strict=True):
+        if verdict is Verdict.RESERVED and grant.ticket is not None:
+            catalog.commit(grant.ticket, name, None, now, parent)
+        parent = name
+
+
+def unbounded(trace: Sequence[Request]) -> Outcome:
+    """What a store that never evicts finds."""
+    seen: set[bytes] = set()
+    hits = 0
+    for request in trace:
+        hits += next(
+            (i for i, name in enumerate(request.names) if name not in seen), len(request.names)
+        )
+        seen.update(request.names)
+    return Outcome(sum(len(request.names) for request in trace), hits)

@@ -1,0 +1,73 @@
+"""Request traces in the format of Mooncake's release: one JSON object a line, in order of time.
+
+``timestamp`` (ms), ``input_length`` and ``output_length`` (tokens), and ``hash_ids``: the prompt's
+blocks of 512 tokens, each id standing for its block and all before it. The last may be partial.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from common.errors import Rejected
+
+BLOCK_TOKENS = 512
+ID_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One line; ``at`` in seconds from the start of the trace, ``names`` as a store has them."""
+
+    at: float
+    tokens: int
+    output: int
+    names: tuple[bytes, ...]
+
+
+def read_trace(path: Path, limit: int | None = None) -> Iterator[Request]:
+    """The requests of a file, the first ``limit``; ``Rejected`` names the line that is none."""
+    last = 0.0
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(islice(lines, limit), 1):
+                request = _request(line, f"{path}:{number}")
+                if request.at < last:
+                    raise Rejected("trace", f"{path}:{number}: earlier than the line before it")
+                last = request.at
+                yield request
+    except (OSError, UnicodeDecodeError) as error:
+        raise Rejected("trace", f"{path} cannot be read: {error}") from error
+
+
+def write_trace(path: Path, requests: Sequence[Request]) -> None:
+    """The file that ``read_trace`` gives these of."""
+    with path.open("w", encoding="utf-8") as file:
+        for one in requests:
+            row = {
+                "timestamp": round(one.at * 1000),
+                "input_length": one.tokens,
+                "output_length": one.output,
+                "hash_ids": [int.from_bytes(name, "little") for name in one.names],
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+def _request(line: str, where: str) -> Request:
+    try:
+        row = json.loads(line)
+        return Request(
+            float(row["timestamp"]) / 1000,
+            int(row["input_length"]),
+            int(row["output_length"]),
+            tuple(int(one).to_bytes(ID_BYTES, "little") for one in row["hash_ids"]),
+        )
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise Rejected(
+            "trace",
+            f"{where}: not a request ({type(error).__name__}: {error}); wanted is an object with"
+            " timestamp, input_length, output_length and hash_ids",
+        ) from error
