@@ -147,8 +147,9 @@ class Catalog(Generic[V]):
             self._room.give(place, size)
 
     def commit(
-        self, ticket: int, name: bytes, value: V, now: float, parent: bytes | None = None
-    ) -> bool:
+        self, ticket: int, name: bytes, value: V, now: float, parent: bytes | None = None,
+        tokens: int = 0,
+    ) -> bool:  # fmt: skip
         """Make a reserved block visible; false when the reservation has run out.
 
         Its value is then still the writer's. ``parent`` is the block that it continues.
@@ -156,7 +157,7 @@ class Catalog(Generic[V]):
         self.expire(now)
         if (claim := self._writing.take(ticket, name)) is None:
             return False
-        self._entries[name] = entry = Entry(claim, value, parent)
+        self._entries[name] = entry = Entry(claim, value, parent, tokens)
         self._bytes += claim.size
         self._policy.add(entry)
         if claim.partial:
@@ -207,6 +208,16 @@ class Catalog(Generic[V]):
             else:
                 self._remove(name)
                 self.tally.expired += 1
+
+    def find(self, name: bytes, now: float) -> Entry[V] | None:
+        """The block, which does not count as used."""
+        self.expire(now)
+        return self._entries.get(name)
+
+    def entries(self, now: float) -> list[Entry[V]]:
+        """Every block there is now, oldest first."""
+        self.expire(now)
+        return list(self._entries.values())
 
     def stats(self) -> Stats:
         """A reading; the tally in it is a copy."""

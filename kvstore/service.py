@@ -13,7 +13,9 @@ import grpc
 from google.protobuf.message import Message
 
 from common.errors import Corrupt, DeadlineExceeded, Rejected
+from kvblock.name import NAME_BYTES
 from kvstore.changes import Changes
+from kvstore.listing import inspected, pages
 from kvstore.locating import located, reserved
 from kvstore.messages import (
     MAX_LEASE_MS,
@@ -135,6 +137,20 @@ class StoreService:
         """``Clear``."""
         return pb.ClearResponse(boot=self._vault.boot, removed=self._vault.clear())
 
+    async def list(
+        self, request: pb.ListRequest, context: object
+    ) -> AsyncGenerator[pb.ListResponse, None]:
+        """``List``."""
+        if len(request.prefix) > NAME_BYTES:
+            raise Rejected("prefix", f"{len(request.prefix)} bytes are more than a name has")
+        for page in pages(self._vault, request.prefix, request.limit):
+            yield page
+
+    async def inspect(self, request: pb.InspectRequest, context: object) -> pb.InspectResponse:
+        """``Inspect``."""
+        checked_names("name", [request.name], 1, 1)
+        return inspected(self._vault, request.name)
+
     async def _put(self, head: pb.PutHead, data: AsyncIterator[bytes]) -> pb.PutResponse:
         claims = claims_of(head.claims, len(head.claims), self._vault.limits.max_block)
         grant = granted(self._vault, head.ticket, claims)
@@ -174,6 +190,8 @@ def register(service: StoreService, server: grpc.aio.Server) -> None:
         "Stats": unary(service.stats, pb.StatsRequest.FromString, _serialized),
         "Clear": unary(service.clear, pb.ClearRequest.FromString, _serialized),
         "PutSmall": unary(service.put_small, pb.PutRequest.FromString, _serialized),
+        "Inspect": unary(service.inspect, pb.InspectRequest.FromString, _serialized),
+        "List": bytes_out(service.list, pb.ListRequest.FromString, _serialized),
         "Get": bytes_out(service.get, pb.GetRequest.FromString, None),
         "Put": bytes_in(service.put, None, _serialized),
     }

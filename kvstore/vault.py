@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from common.errors import Corrupt
-from kvblock.header import stated_length
+from kvblock.header import Header, stated_length
 from kvstore.arena import Arena, capacity_for
 from kvstore.base import Kept, Outcome
 from kvstore.catalog import Catalog
 from kvstore.check import Summed, check_block
 from kvstore.copying import copy, copy_summed
+from kvstore.entries import Entry
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail
 from kvstore.stats import Stats
@@ -146,12 +147,26 @@ class Vault:
         with self._lock:
             return self._catalog.clear(time.monotonic())
 
-    def settle(self, slot: Slot, parent: bytes | None) -> bool:
+    def entries(self) -> list[Entry[int]]:
+        """See ``Catalog.entries``. All but the number of leases stays as it is."""
+        with self._lock:
+            return self._catalog.entries(time.monotonic())
+
+    def inspect(self, name: bytes) -> tuple[Entry[int], bytes] | None:
+        """A block and the bytes of its header."""
+        with self._lock:
+            if (entry := self._catalog.find(name, time.monotonic())) is None:
+                return None
+            data = self.arena.view(entry.value, entry.size)
+            return entry, bytes(data[: stated_length(data)])
+
+    def settle(self, slot: Slot, header: Header) -> bool:
         """Make a slot's block visible; else it is given back. For ``Slot`` alone."""
         with self._lock:
             stored = self._catalog.commit(
-                slot.ticket, slot.claim.name, slot.place, time.monotonic(), parent
-            )
+                slot.ticket, slot.claim.name, slot.place, time.monotonic(), header.parent,
+                header.count,
+            )  # fmt: skip
             if not stored:
                 self._catalog.give_back(slot.place, slot.claim.size)
         return stored
@@ -188,7 +203,7 @@ class Slot:
             self._vault.refuse(self, corrupt=True)
             return Outcome(Kept.CORRUPT, str(error))
         self._open = False
-        stored = self._vault.settle(self, header.parent)
+        stored = self._vault.settle(self, header)
         return Outcome(Kept.STORED if stored else Kept.EXPIRED)
 
     def drop(self) -> None:

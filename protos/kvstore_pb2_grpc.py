@@ -84,6 +84,16 @@ class KVStoreStub:
                 request_serializer=protos_dot_kvstore__pb2.ClearRequest.SerializeToString,
                 response_deserializer=protos_dot_kvstore__pb2.ClearResponse.FromString,
                 _registered_method=True)
+        self.List = channel.unary_stream(
+                '/kvrelay.v1.KVStore/List',
+                request_serializer=protos_dot_kvstore__pb2.ListRequest.SerializeToString,
+                response_deserializer=protos_dot_kvstore__pb2.ListResponse.FromString,
+                _registered_method=True)
+        self.Inspect = channel.unary_unary(
+                '/kvrelay.v1.KVStore/Inspect',
+                request_serializer=protos_dot_kvstore__pb2.InspectRequest.SerializeToString,
+                response_deserializer=protos_dot_kvstore__pb2.InspectResponse.FromString,
+                _registered_method=True)
 
 
 class KVStoreServicer:
@@ -160,6 +170,20 @@ class KVStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def List(self, request, context):
+        """What is there, as of one moment, in pages.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Inspect(self, request, context):
+        """One block: its header, and who holds it. It does not count as used.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_KVStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -212,6 +236,16 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.Clear,
                     request_deserializer=protos_dot_kvstore__pb2.ClearRequest.FromString,
                     response_serializer=protos_dot_kvstore__pb2.ClearResponse.SerializeToString,
+            ),
+            'List': grpc.unary_stream_rpc_method_handler(
+                    servicer.List,
+                    request_deserializer=protos_dot_kvstore__pb2.ListRequest.FromString,
+                    response_serializer=protos_dot_kvstore__pb2.ListResponse.SerializeToString,
+            ),
+            'Inspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=protos_dot_kvstore__pb2.InspectRequest.FromString,
+                    response_serializer=protos_dot_kvstore__pb2.InspectResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -484,6 +518,60 @@ class KVStore:
             '/kvrelay.v1.KVStore/Clear',
             protos_dot_kvstore__pb2.ClearRequest.SerializeToString,
             protos_dot_kvstore__pb2.ClearResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def List(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.KVStore/List',
+            protos_dot_kvstore__pb2.ListRequest.SerializeToString,
+            protos_dot_kvstore__pb2.ListResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.KVStore/Inspect',
+            protos_dot_kvstore__pb2.InspectRequest.SerializeToString,
+            protos_dot_kvstore__pb2.InspectResponse.FromString,
             options,
             channel_credentials,
             insecure,

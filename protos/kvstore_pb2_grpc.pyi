@@ -63,6 +63,10 @@ class KVStoreStub:
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]
     Clear: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ClearRequest, _kvstore_pb2.ClearResponse]
     """Removes every block that no lease holds."""
+    List: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.ListRequest, _kvstore_pb2.ListResponse]
+    """What is there, as of one moment, in pages."""
+    Inspect: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.InspectRequest, _kvstore_pb2.InspectResponse]
+    """One block: its header, and who holds it. It does not count as used."""
 
 @_typing.type_check_only
 class KVStoreAsyncStub(KVStoreStub):
@@ -90,6 +94,10 @@ class KVStoreAsyncStub(KVStoreStub):
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsResponse]  # type: ignore[assignment]
     Clear: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ClearRequest, _kvstore_pb2.ClearResponse]  # type: ignore[assignment]
     """Removes every block that no lease holds."""
+    List: _aio.UnaryStreamMultiCallable[_kvstore_pb2.ListRequest, _kvstore_pb2.ListResponse]  # type: ignore[assignment]
+    """What is there, as of one moment, in pages."""
+    Inspect: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.InspectRequest, _kvstore_pb2.InspectResponse]  # type: ignore[assignment]
+    """One block: its header, and who holds it. It does not count as used."""
 
 class KVStoreServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -174,5 +182,21 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.ClearResponse, _abc.Awaitable[_kvstore_pb2.ClearResponse]]:
         """Removes every block that no lease holds."""
+
+    @_abc_1.abstractmethod
+    def List(
+        self,
+        request: _kvstore_pb2.ListRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.ListResponse], _abc.AsyncIterator[_kvstore_pb2.ListResponse]]:
+        """What is there, as of one moment, in pages."""
+
+    @_abc_1.abstractmethod
+    def Inspect(
+        self,
+        request: _kvstore_pb2.InspectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.InspectResponse, _abc.Awaitable[_kvstore_pb2.InspectResponse]]:
+        """One block: its header, and who holds it. It does not count as used."""
 
 def add_KVStoreServicer_to_server(servicer: KVStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
