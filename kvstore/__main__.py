@@ -29,6 +29,7 @@ class StoreConfig:
     max_block: int = option(256 << 20, "largest block taken", unit="bytes", low=1 << 10)
     partial_life: float = option(60.0, "seconds an unused partial block is kept", low=0.1)
     ticket_life: float = option(30.0, "seconds a writer may stand still", low=0.1)
+    events: int = option(1 << 15, "events kept for those who watch", low=1, high=1 << 24)
     lane_port: int = option(0, "port of the socket lane; 0 picks a free one", low=0, high=65535)
     lane: bool = option(True, "offer the socket lane")
     shared: bool = option(True, "offer shared memory to this user's processes on this host")
@@ -39,7 +40,9 @@ class StoreConfig:
 
 async def serve(config: StoreConfig) -> int:
     """Until a signal; the exit status."""
-    limits = Limits(config.budget, config.max_block, config.partial_life, config.ticket_life)
+    limits = Limits(
+        config.budget, config.max_block, config.partial_life, config.ticket_life, config.events
+    )
     vault = Vault(limits)
     lanes = Lanes(vault, LaneOptions(config.host, config.lane_port, config.lane, config.shared))
     service = StoreService(vault, lanes.ways)

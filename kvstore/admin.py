@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import grpc
@@ -38,6 +38,10 @@ class Admin:
         self._list = self._channel.unary_stream(
             _PATH + "List", pb.ListRequest.SerializeToString, pb.ListResponse.FromString
         )
+        self._watch: grpc.UnaryStreamMultiCallable[pb.WatchRequest, pb.WatchResponse]
+        self._watch = self._channel.unary_stream(
+            _PATH + "Watch", pb.WatchRequest.SerializeToString, pb.WatchResponse.FromString
+        )
         self._inspect: grpc.UnaryUnaryMultiCallable[pb.InspectRequest, pb.InspectResponse]
         self._inspect = self._channel.unary_unary(
             _PATH + "Inspect", pb.InspectRequest.SerializeToString, pb.InspectResponse.FromString
@@ -51,6 +55,20 @@ class Admin:
             try:
                 for page in call:
                     yield from map(_listed, page.blocks)
+            finally:
+                call.cancel()
+
+    def watch(
+        self, timeout: float, boot: bytes = b"", sequence: int = 0
+    ) -> Generator[pb.WatchResponse, None, None]:
+        """What comes and what leaves, after what was read before; ``Mirror`` makes sense of it.
+
+        Close it to stop. Ends with ``Exhausted`` when it is not read fast enough: watch again.
+        """
+        with mapped():
+            call = self._watch(pb.WatchRequest(boot=boot, sequence=sequence), timeout=timeout)
+            try:
+                yield from call
             finally:
                 call.cancel()
 

@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 
 from kvstore.deadlines import Deadlines
 from kvstore.entries import Entry, Room
+from kvstore.events import KEPT_EVENTS, Events, Reason
 from kvstore.policy import Node, Policy
 from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail, Verdict
 from kvstore.reservations import Reservations
@@ -29,7 +30,7 @@ class Catalog(Generic[V]):
 
     def __init__(
         self, budget: int, policy: Policy, partial_life: float, boot: bytes,
-        room: Room[V] | None = None, entry_bytes: int = 0,
+        room: Room[V] | None = None, entry_bytes: int = 0, kept_events: int = KEPT_EVENTS,
     ) -> None:  # fmt: skip
         self._entry_bytes = entry_bytes  # what the bookkeeping of a block costs, of the budget too
         self._budget, self._policy, self._room = budget, policy, room
@@ -42,6 +43,7 @@ class Catalog(Generic[V]):
         self._lives: Deadlines[bytes] = Deadlines()
         self._bytes = self._leased = self._serial = 0
         self.tally = Tally()
+        self.events: Events[V] = Events(kept_events)
 
     def lookup(
         self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, now: float
@@ -164,6 +166,7 @@ class Catalog(Generic[V]):
             self._lives.set(name, now + self._partial_life)
         self.tally.stored += 1
         self.tally.bytes_in += claim.size
+        self.events.add(entry)
         return True
 
     def abandon(self, ticket: int, names: Iterable[bytes] | None = None) -> None:
@@ -190,7 +193,7 @@ class Catalog(Generic[V]):
         self.expire(now)
         idle = [name for name, entry in self._entries.items() if entry.leases == 0]
         for name in idle:
-            self._remove(name)
+            self._remove(name, Reason.CLEARED)
         self.tally.cleared += len(idle)
         return len(idle)
 
@@ -206,7 +209,7 @@ class Catalog(Generic[V]):
             if self._entries[name].leases:
                 self._lives.set(name, now + self._partial_life)
             else:
-                self._remove(name)
+                self._remove(name, Reason.EXPIRED)
                 self.tally.expired += 1
 
     def find(self, name: bytes, now: float) -> Entry[V] | None:
@@ -300,7 +303,7 @@ class Catalog(Generic[V]):
         victim = self._policy.victim() or self._oldest_free()
         if victim is None:
             return False
-        self._remove(victim.name)
+        self._remove(victim.name, Reason.EVICTED)
         self.tally.evicted += 1
         return True
 
@@ -309,8 +312,9 @@ class Catalog(Generic[V]):
         free = (entry for entry in self._entries.values() if not entry.leases)
         return min(free, key=lambda entry: entry.used, default=None)
 
-    def _remove(self, name: bytes) -> None:
+    def _remove(self, name: bytes, reason: Reason) -> None:
         entry = self._entries.pop(name)
+        self.events.add(entry, reason)
         parent = None if entry.parent is None else self._entries.get(entry.parent)
         self._policy.remove(entry, parent)
         self._lives.drop(name)

@@ -16,11 +16,17 @@ PAGE = 1000
 
 def pages(vault: Vault, prefix: bytes, limit: int) -> Iterator[pb.ListResponse]:
     """What is there now, whose names begin with ``prefix``; one page at least."""
-    wanted = (entry for entry in vault.entries() if entry.name.startswith(prefix))
-    chosen = islice(wanted, limit or None)
+    last, entries = vault.snapshot()
+    wanted = (entry for entry in entries if entry.name.startswith(prefix))
+    for page in paged(islice(wanted, limit or None)):
+        yield pb.ListResponse(boot=vault.boot, sequence=last, blocks=page)
+
+
+def paged(entries: Iterator[Entry[int]]) -> Iterator[list[pb.BlockInfo]]:
+    """In messages; the last one is not full, and may be empty."""
     while True:
-        page = [info_of(entry) for entry in islice(chosen, PAGE)]
-        yield pb.ListResponse(boot=vault.boot, blocks=page)
+        page = [info_of(entry) for entry in islice(entries, PAGE)]
+        yield page
         if len(page) < PAGE:
             return
 

@@ -30,6 +30,7 @@ from kvstore.messages import (
 from kvstore.receiving import first_head, granted, receive
 from kvstore.records import Claim
 from kvstore.vault import Vault
+from kvstore.watching import Pace, Watching, Writer
 from kvstore.wire import cut, data_message
 from protos import kvstore_pb2 as pb
 
@@ -41,11 +42,19 @@ STREAM_SECONDS = 60.0
 class StoreService:
     """Handlers of ``kvrelay.v1.KVStore``; ``ways`` is what ``Ways`` answers."""
 
-    def __init__(self, vault: Vault, ways: pb.WaysResponse | None = None) -> None:
+    def __init__(
+        self, vault: Vault, ways: pb.WaysResponse | None = None, pace: Pace | None = None
+    ) -> None:
         self._vault = vault
         self._ways = ways or pb.WaysResponse(boot=vault.boot)
         self._changed = Changes()
+        self._watching = Watching(vault, pace)
         vault.watch(self._changed.tell)
+
+    @property
+    def watchers(self) -> int:
+        """How many calls of ``Watch`` there are."""
+        return self._watching.count
 
     async def ways(self, request: pb.WaysRequest, context: object) -> pb.WaysResponse:
         """``Ways``."""
@@ -146,6 +155,10 @@ class StoreService:
         for page in pages(self._vault, request.prefix, request.limit):
             yield page
 
+    async def watch(self, request: pb.WatchRequest, context: Writer) -> None:
+        """``Watch``."""
+        await self._watching.serve(request, context)
+
     async def inspect(self, request: pb.InspectRequest, context: object) -> pb.InspectResponse:
         """``Inspect``."""
         checked_names("name", [request.name], 1, 1)
@@ -192,6 +205,7 @@ def register(service: StoreService, server: grpc.aio.Server) -> None:
         "PutSmall": unary(service.put_small, pb.PutRequest.FromString, _serialized),
         "Inspect": unary(service.inspect, pb.InspectRequest.FromString, _serialized),
         "List": bytes_out(service.list, pb.ListRequest.FromString, _serialized),
+        "Watch": bytes_out(service.watch, pb.WatchRequest.FromString, _serialized),
         "Get": bytes_out(service.get, pb.GetRequest.FromString, None),
         "Put": bytes_in(service.put, None, _serialized),
     }

@@ -22,6 +22,7 @@ from kvstore.catalog import Catalog
 from kvstore.check import Summed, check_block
 from kvstore.copying import copy, copy_summed
 from kvstore.entries import Entry
+from kvstore.events import KEPT_EVENTS, Told
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail
 from kvstore.stats import Stats
@@ -38,6 +39,7 @@ class Limits:
     max_block: int = 256 << 20
     partial_life: float = 60.0
     ticket_life: float = 30.0
+    events: int = KEPT_EVENTS
 
 
 class Vault:
@@ -48,7 +50,7 @@ class Vault:
         self.arena = Arena(self.boot, capacity_for(limits.budget))
         self._catalog: Catalog[int] = Catalog(
             limits.budget, LeastRecentlyUsed(), limits.partial_life, self.boot, self.arena,
-            ENTRY_BYTES,
+            ENTRY_BYTES, limits.events,
         )  # fmt: skip
         self._lock = threading.Lock()
         self._key = os.urandom(32)
@@ -147,10 +149,20 @@ class Vault:
         with self._lock:
             return self._catalog.clear(time.monotonic())
 
-    def entries(self) -> list[Entry[int]]:
-        """See ``Catalog.entries``. All but the number of leases stays as it is."""
+    def snapshot(self) -> tuple[int, list[Entry[int]]]:
+        """The number of the last event, and every block there is after it.
+
+        Of a block all but the number of leases stays as it is, so this may be read at leisure.
+        """
         with self._lock:
-            return self._catalog.entries(time.monotonic())
+            entries = self._catalog.entries(time.monotonic())
+            return self._catalog.events.last, entries
+
+    def events(self, after: int, limit: int) -> list[Told[int]] | None:
+        """See ``Events.after``."""
+        with self._lock:
+            self._catalog.expire(time.monotonic())
+            return self._catalog.events.after(after, limit)
 
     def inspect(self, name: bytes) -> tuple[Entry[int], bytes] | None:
         """A block and the bytes of its header."""

@@ -69,6 +69,33 @@ VERDICT_EXPIRED: Verdict.ValueType  # 7
 """Put: the reservation had run out"""
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
+class _Removal:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RemovalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Removal.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REMOVAL_UNSPECIFIED: _Removal.ValueType  # 0
+    REMOVAL_EVICTED: _Removal.ValueType  # 1
+    """there was no room for it"""
+    REMOVAL_EXPIRED: _Removal.ValueType  # 2
+    """a partial block whose life was over"""
+    REMOVAL_CLEARED: _Removal.ValueType  # 3
+    REMOVAL_CORRUPT: _Removal.ValueType  # 4
+    """its bytes on disk were not those that were written"""
+
+class Removal(_Removal, metaclass=_RemovalEnumTypeWrapper): ...
+
+REMOVAL_UNSPECIFIED: Removal.ValueType  # 0
+REMOVAL_EVICTED: Removal.ValueType  # 1
+"""there was no room for it"""
+REMOVAL_EXPIRED: Removal.ValueType  # 2
+"""a partial block whose life was over"""
+REMOVAL_CLEARED: Removal.ValueType  # 3
+REMOVAL_CORRUPT: Removal.ValueType  # 4
+"""its bytes on disk were not those that were written"""
+Global___Removal: _TypeAlias = Removal  # noqa: Y015
+
 @_typing.final
 class Tail(_message.Message):
     """A block to look for if exactly the first `after` names lead."""
@@ -939,3 +966,142 @@ class InspectResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InspectResponse: _TypeAlias = InspectResponse  # noqa: Y015
+
+@_typing.final
+class WatchRequest(_message.Message):
+    """What was read before. Where the store cannot go on from there, it begins with a snapshot: at
+    another start of the store, and when the events after that number are not kept any more.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    boot: _builtins.bytes
+    """empty: begin with a snapshot"""
+    sequence: _builtins.int
+    """of the last event read"""
+    def __init__(
+        self,
+        *,
+        boot: _builtins.bytes = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class Event(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REMOVED_FIELD_NUMBER: _builtins.int
+    BLOCK_FIELD_NUMBER: _builtins.int
+    removed: Global___Removal.ValueType
+    """REMOVAL_UNSPECIFIED: the block was stored"""
+    @_builtins.property
+    def block(self) -> Global___BlockInfo:
+        """of one that was removed: name, length and tenant"""
+
+    def __init__(
+        self,
+        *,
+        removed: Global___Removal.ValueType = ...,
+        block: Global___BlockInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block", b"block"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block", b"block", "removed", b"removed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Event: _TypeAlias = Event  # noqa: Y015
+
+@_typing.final
+class Events(_message.Message):
+    """Events that follow one another, at most 1,000. None: nothing happened for some seconds."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___Event]: ...
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___Event] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Events: _TypeAlias = Events  # noqa: Y015
+
+@_typing.final
+class Page(_message.Message):
+    """A part of a snapshot. With the first page everything known before is void; with the last one
+    what is known is what the store held after the event `sequence`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    first: _builtins.bool
+    last: _builtins.bool
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockInfo]: ...
+    def __init__(
+        self,
+        *,
+        first: _builtins.bool = ...,
+        last: _builtins.bool = ...,
+        blocks: _abc.Iterable[Global___BlockInfo] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "first", b"first", "last", b"last"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Page: _TypeAlias = Page  # noqa: Y015
+
+@_typing.final
+class WatchResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    PAGE_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    boot: _builtins.bytes
+    sequence: _builtins.int
+    """of the last event that this message and those before it tell of"""
+    @_builtins.property
+    def page(self) -> Global___Page: ...
+    @_builtins.property
+    def events(self) -> Global___Events: ...
+    def __init__(
+        self,
+        *,
+        boot: _builtins.bytes = ...,
+        sequence: _builtins.int = ...,
+        page: Global___Page | None = ...,
+        events: Global___Events | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "page", b"page", "part", b"part"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "events", b"events", "page", b"page", "part", b"part", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["page", "events"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___WatchResponse: _TypeAlias = WatchResponse  # noqa: Y015

@@ -89,6 +89,11 @@ class KVStoreStub:
                 request_serializer=protos_dot_kvstore__pb2.ListRequest.SerializeToString,
                 response_deserializer=protos_dot_kvstore__pb2.ListResponse.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/kvrelay.v1.KVStore/Watch',
+                request_serializer=protos_dot_kvstore__pb2.WatchRequest.SerializeToString,
+                response_deserializer=protos_dot_kvstore__pb2.WatchResponse.FromString,
+                _registered_method=True)
         self.Inspect = channel.unary_unary(
                 '/kvrelay.v1.KVStore/Inspect',
                 request_serializer=protos_dot_kvstore__pb2.InspectRequest.SerializeToString,
@@ -177,6 +182,13 @@ class KVStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """What comes and what leaves, from now on or from where the caller was.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Inspect(self, request, context):
         """One block: its header, and who holds it. It does not count as used.
         """
@@ -241,6 +253,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.List,
                     request_deserializer=protos_dot_kvstore__pb2.ListRequest.FromString,
                     response_serializer=protos_dot_kvstore__pb2.ListResponse.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=protos_dot_kvstore__pb2.WatchRequest.FromString,
+                    response_serializer=protos_dot_kvstore__pb2.WatchResponse.SerializeToString,
             ),
             'Inspect': grpc.unary_unary_rpc_method_handler(
                     servicer.Inspect,
@@ -545,6 +562,33 @@ class KVStore:
             '/kvrelay.v1.KVStore/List',
             protos_dot_kvstore__pb2.ListRequest.SerializeToString,
             protos_dot_kvstore__pb2.ListResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvrelay.v1.KVStore/Watch',
+            protos_dot_kvstore__pb2.WatchRequest.SerializeToString,
+            protos_dot_kvstore__pb2.WatchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -65,6 +65,8 @@ class KVStoreStub:
     """Removes every block that no lease holds."""
     List: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.ListRequest, _kvstore_pb2.ListResponse]
     """What is there, as of one moment, in pages."""
+    Watch: _grpc.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]
+    """What comes and what leaves, from now on or from where the caller was."""
     Inspect: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.InspectRequest, _kvstore_pb2.InspectResponse]
     """One block: its header, and who holds it. It does not count as used."""
 
@@ -96,6 +98,8 @@ class KVStoreAsyncStub(KVStoreStub):
     """Removes every block that no lease holds."""
     List: _aio.UnaryStreamMultiCallable[_kvstore_pb2.ListRequest, _kvstore_pb2.ListResponse]  # type: ignore[assignment]
     """What is there, as of one moment, in pages."""
+    Watch: _aio.UnaryStreamMultiCallable[_kvstore_pb2.WatchRequest, _kvstore_pb2.WatchResponse]  # type: ignore[assignment]
+    """What comes and what leaves, from now on or from where the caller was."""
     Inspect: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.InspectRequest, _kvstore_pb2.InspectResponse]  # type: ignore[assignment]
     """One block: its header, and who holds it. It does not count as used."""
 
@@ -190,6 +194,14 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.ListResponse], _abc.AsyncIterator[_kvstore_pb2.ListResponse]]:
         """What is there, as of one moment, in pages."""
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _kvstore_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_kvstore_pb2.WatchResponse], _abc.AsyncIterator[_kvstore_pb2.WatchResponse]]:
+        """What comes and what leaves, from now on or from where the caller was."""
 
     @_abc_1.abstractmethod
     def Inspect(

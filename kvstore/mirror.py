@@ -1,0 +1,42 @@
+"""A store's content as somebody else knows it, kept from what ``Watch`` tells."""
+
+from __future__ import annotations
+
+from common.errors import Corrupt
+from protos import kvstore_pb2 as pb
+
+
+class Mirror:
+    """``blocks`` by tenant and name, as they were after the event ``sequence`` of ``boot``.
+
+    ``whole`` is false before the first snapshot and in the middle of one.
+    """
+
+    def __init__(self) -> None:
+        self.boot, self.sequence, self.whole = b"", 0, False
+        self.blocks: dict[tuple[str, bytes], pb.BlockInfo] = {}
+
+    def apply(self, message: pb.WatchResponse) -> None:
+        """Take in one message; ``Corrupt`` if something between it and the last one is missing."""
+        if message.WhichOneof("part") == "page":
+            self._page(message)
+            return
+        count = len(message.events.events)
+        if not self.whole or message.boot != self.boot or message.sequence != self.sequence + count:
+            raise Corrupt("sequence", f"{count} events up to {message.sequence} do not follow")
+        for event in message.events.events:
+            key = (event.block.tenant, event.block.name)
+            if event.removed:
+                self.blocks.pop(key, None)
+            else:
+                self.blocks[key] = event.block
+        self.sequence = message.sequence
+
+    def _page(self, message: pb.WatchResponse) -> None:
+        if message.page.first:
+            self.boot, self.sequence, self.blocks = message.boot, message.sequence, {}
+        elif self.whole or (self.boot, self.sequence) != (message.boot, message.sequence):
+            raise Corrupt("page", "the pages before it are missing")
+        for block in message.page.blocks:
+            self.blocks[block.tenant, block.name] = block
+        self.whole = message.page.last
