@@ -18,10 +18,10 @@ A field's value comes from its flag, else the environment, else the file, else i
 
 Types: ``str``, ``int``, ``float``, ``bool`` (``--x`` and ``--no-x``), each also ``| None`` or
 ``tuple[X, ...]`` (the flag may be repeated; commas separate values in the environment). With
-``unit="bytes"`` an ``int`` takes suffixes (``1GiB``). Rules between fields go into
-``__post_init__``, which raises ``Rejected(field, message)``; a dataclass that may be built by
-hand calls ``check(self)`` there to have ranges and choices checked as well. ``load`` ends the
-process with status 2 and one line when something is wrong, and with 0 after ``--help``.
+``unit="bytes"`` an ``int`` takes suffixes (``1GiB``). A ``secret=True`` has no flag. Rules between
+fields go into ``__post_init__``, which raises ``Rejected(field, message)``; a dataclass that may be
+built by hand calls ``check(self)`` there to have ranges and choices checked as well. ``load`` ends
+the process with status 2 and one line when something is wrong, and with 0 after ``--help``.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def _texts(value: object) -> tuple[str, ...]:
 def _unknown(word: str, known: Sequence[Option]) -> str:
     if not word.startswith("-"):
         return f"unexpected argument {word!r}"
-    flags = [item.flag for item in known if not item.rules.positional]
+    flags = [item.flag for item in known if not (item.rules.positional or item.rules.secret)]
     close = difflib.get_close_matches(word.split("=")[0], [*flags, "--config"], 1)
     return f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else "")
 
@@ -68,9 +68,12 @@ def _parser(known: Sequence[Option], prog: str, description: str, epilog: str) -
             prog, max_help_position=28, width=width
         ),
     )
-    arguments, flags = parser.add_argument_group("arguments"), parser.add_argument_group("options")
+    names = dict.fromkeys(("arguments", "options", *(item.rules.group for item in known)))
+    groups = {name: parser.add_argument_group(name) for name in names}
+    flags = groups["options"]
     for item in known:
-        _add(arguments if item.rules.positional else flags, item)
+        if not item.rules.secret:
+            _add(groups["arguments" if item.rules.positional else item.rules.group], item)
     about = "take options from there: TOML, one 'name = value' a line"
     flags.add_argument("--config", metavar="FILE", help=about)
     flags.add_argument("-h", "--help", action="help", help="show this page and exit")
@@ -78,11 +81,15 @@ def _parser(known: Sequence[Option], prog: str, description: str, epilog: str) -
 
 
 def _epilog(known: Sequence[Option], epilog: str) -> str:
-    example = next((item for item in known if not item.rules.positional), None)
+    own = [item for item in known if item.rules.group == "options"]
+    example = next((item for item in own if not item.rules.positional), None)
     if example is None:
         return epilog
     flag, variable = example.flag, example.variable
     rule = f"An option also has a name in the environment: {variable} for {flag}, and so on."
+    for item in known:
+        if item.rules.secret:
+            rule += f"\n{item.variable}: {item.rules.help}."
     return f"{rule}\n\n{epilog}".rstrip()
 
 

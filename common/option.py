@@ -35,6 +35,8 @@ class Rules:
     unit: str | None = None
     metavar: str | None = None
     positional: bool = False
+    group: str = "options"  # heading of the help page
+    secret: bool = False  # has no flag, since everybody may read a command line
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,8 @@ class Option:
         try:
             value = reader(text)
         except ValueError as error:
-            raise Rejected(self.name, f"{text!r} (from {source}): {error}") from None
+            shown = "its value" if self.rules.secret else repr(text)
+            raise Rejected(self.name, f"{shown} (from {source}): {error}") from None
         self.judge(value, f" (from {source})")
         return value
 
@@ -115,8 +118,13 @@ def option(
     unit: str | None = None,
     metavar: str | None = None,
     positional: bool = False,
+    group: str = "options",
+    secret: bool = False,
 ) -> T:
-    """A field with a default. ``unit`` is shown in the help; ``"bytes"`` also allows suffixes."""
+    """A field with a default. ``unit`` is shown in the help; ``"bytes"`` also allows suffixes.
+
+    A ``secret`` is read from the environment or the file, and shown nowhere.
+    """
     rules = Rules(
         help=help,
         low=low,
@@ -125,8 +133,10 @@ def option(
         unit=unit,
         metavar=metavar,
         positional=positional,
+        group=group,
+        secret=secret,
     )
-    return field(default=default, metadata={_KEY: rules})
+    return field(default=default, metadata={_KEY: rules}, repr=not secret)
 
 
 def required(

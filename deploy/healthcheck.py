@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from common.config import read
 from common.errors import KvrelayError
+from rpc import security
 from rpc.channel import open_channel
 from rpc.deadline import Deadline
 from rpc.health import is_serving
+from rpc.options import SecurityOptions
 
 SECONDS = 3.0
 
@@ -24,4 +27,6 @@ async def serving(address: str) -> bool:
 
 
 if __name__ == "__main__":
+    # With TLS this reads the same KVRELAY_TLS_... as the service beside which it runs.
+    security.install(read(SecurityOptions, [], "healthcheck", ""))
     sys.exit(0 if asyncio.run(serving(sys.argv[1])) else 1)

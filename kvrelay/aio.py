@@ -10,6 +10,7 @@ from typing import Self, TypeAlias, Unpack
 import grpc
 
 from common.errors import Unavailable
+from kvrelay.access import Access, accessing
 from kvrelay.ask import Ask, check_open, message_of, seconds_of
 from kvrelay.piece import Completion, Piece, Received, whole
 from protos import router_pb2, router_pb2_grpc
@@ -81,10 +82,16 @@ class AsyncClient:
     """A connection to a router, for one event loop; make it there and close it there."""
 
     def __init__(
-        self, address: str = "127.0.0.1:50051", options: ChannelOptions | None = None
+        self,
+        address: str = "127.0.0.1:50051",
+        options: ChannelOptions | None = None,
+        **access: Unpack[Access],
     ) -> None:
-        """``options`` carry credentials. Nothing is sent before the first request."""
-        chosen = options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES)
+        """``token`` and ``tls_ca`` say who asks and whom to trust: see ``Access``.
+
+        Nothing is sent before the first request.
+        """
+        chosen = accessing(options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES), access)
         self._channel = open_channel(address, chosen)
         self._stub = router_pb2_grpc.RouterStub(self._channel)
         self._closed = False

@@ -17,6 +17,7 @@ from typing import Protocol, Self, Unpack
 
 import grpc
 
+from kvrelay.access import Access, accessing
 from kvrelay.aio import AsyncClient, AsyncStream
 from kvrelay.ask import Ask, check_open, message_of, seconds_of
 from kvrelay.piece import Completion, Piece, Received, whole
@@ -84,10 +85,16 @@ class Client:
     """A connection to a router. Threads may share it; close it, or use it in ``with``."""
 
     def __init__(
-        self, address: str = "127.0.0.1:50051", options: ChannelOptions | None = None
+        self,
+        address: str = "127.0.0.1:50051",
+        options: ChannelOptions | None = None,
+        **access: Unpack[Access],
     ) -> None:
-        """``options`` carry credentials. Nothing is sent before the first request."""
-        chosen = options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES)
+        """``token`` and ``tls_ca`` say who asks and whom to trust: see ``Access``.
+
+        Nothing is sent before the first request.
+        """
+        chosen = accessing(options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES), access)
         self._channel = open_sync_channel(address, chosen)
         self._stub = router_pb2_grpc.RouterStub(self._channel)
         self._closed = False

@@ -12,20 +12,27 @@ from grpc_health.v1 import health_pb2
 from kvrelay.process import Spec
 from protos import router_pb2, router_pb2_grpc
 from rpc.channel import ChannelOptions, open_sync_channel
+from rpc.security import Security
 
 ASK_SECONDS = 2.0
-OPTIONS = ChannelOptions(max_reconnect_seconds=0.2)
+RECONNECT_SECONDS = 0.2
 
 
 class Prober:
     """One look at a cluster that comes up; a context manager, because it holds connections."""
 
-    def __init__(self, specs: Sequence[Spec], on_ready: Callable[[Spec, str], None]) -> None:
+    def __init__(
+        self,
+        specs: Sequence[Spec],
+        on_ready: Callable[[Spec, str], None],
+        security: Security | None = None,
+    ) -> None:
         self._since = time.monotonic()
         self._on_ready = on_ready
         self._waiting = {(spec.role, spec.index): spec for spec in specs}
         self._routers = [spec for spec in specs if spec.role == "router"]
-        self._channels = {spec.name: open_sync_channel(spec.address, OPTIONS) for spec in specs}
+        options = ChannelOptions(max_reconnect_seconds=RECONNECT_SECONDS, security=security)
+        self._channels = {spec.name: open_sync_channel(spec.address, options) for spec in specs}
         self._view: router_pb2.ListWorkersResponse | None = None
 
     def __enter__(self) -> Prober:

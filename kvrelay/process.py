@@ -32,7 +32,7 @@ class Spec:
     args: tuple[str, ...]
     host: str
     port: int
-    environ: Mapping[str, str] = field(default_factory=dict)
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)  # there are secrets in it
     forked: bool = False  # see ``spawn``
 
     @property

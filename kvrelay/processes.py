@@ -16,6 +16,7 @@ from common.errors import Rejected
 from common.option import PREFIX, option, options
 from kvrelay.ports import free_ports
 from kvrelay.process import Spec
+from rpc.options import SecurityOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED_MODEL = Path(__file__).resolve().parent / "recall" / "model"
@@ -30,7 +31,7 @@ MODULES = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig:
+class ClusterConfig(SecurityOptions):
     """A cluster on this machine. Fields that are ``None`` are left to the worker's own default."""
 
     model: str = option("recall", "model directory; 'recall' is the one shipped", metavar="DIR")
@@ -53,7 +54,6 @@ class ClusterConfig:
         "which prompts go to prefill workers; default: the router's own",
         choices=("always", "auto", "never"),
     )
-    allow_insecure: bool = option(False, "let --host be one that other machines can reach")
     threads: int | None = option(None, "threads of a worker; default: cores / workers", low=1)
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ def threads(config: ClusterConfig) -> int:
 
 def _store(config: ClusterConfig, port: int) -> Spec:
     args = ("--host", LOCAL, "--port", str(port), "--budget", str(config.store_budget))
-    return _spec(config, "store", 0, port, args)
+    return _spec(config, "store", 0, port, (*args, *_security(config)))
 
 
 def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -> Spec:
@@ -107,7 +107,8 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
         "attention-backend": config.attention_backend,
     }
     flags = [(f"--{name}", str(value)) for name, value in given.items() if value is not None]
-    return _spec(config, role, index, port, tuple(word for flag in flags for word in flag))
+    words = (word for flag in flags for word in flag)
+    return _spec(config, role, index, port, (*words, *_security(config)))
 
 
 def _router(
@@ -118,9 +119,18 @@ def _router(
         args += [f"--{worker.role}", worker.address]
     if config.disaggregate is not None:
         args += ["--disaggregate", config.disaggregate]
-    if config.allow_insecure:
-        args.append("--allow-insecure")
-    return _spec(config, "router", 0, port, tuple(args))
+    if not config.tls_mutual:
+        args.append("--no-tls-mutual")  # its clients may do without, the others may not
+    return _spec(config, "router", 0, port, (*args, *_security(config)))
+
+
+def _security(config: ClusterConfig) -> tuple[str, ...]:
+    """Names of files only: secrets go through the environment."""
+    named = ("tls_cert", "tls_key", "tls_ca", "tls_name", "credentials")
+    given = [(name, getattr(config, name)) for name in named]
+    flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given if value]
+    allowed = ("--allow-insecure",) if config.allow_insecure else ()
+    return (*(word for flag in flags for word in flag), *allowed)
 
 
 def _spec(config: ClusterConfig, role: str, index: int, port: int, args: tuple[str, ...]) -> Spec:
@@ -151,4 +161,5 @@ def _environ(config: ClusterConfig, outer: Mapping[str, str]) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads(config)),
         "TOKENIZERS_PARALLELISM": "false",
+        **({"KVRELAY_FLEET_KEY": config.fleet_key} if config.fleet_key else {}),
     }

@@ -10,10 +10,13 @@ process itself is killed.
 
 from __future__ import annotations
 
+import secrets
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
+from typing import TypeVar
 
 from common.errors import DeadlineExceeded, KvrelayError, NotFound, Unavailable
 from kvrelay.health import Prober
@@ -21,7 +24,10 @@ from kvrelay.ports import Held
 from kvrelay.process import Backoff, Process, Spec
 from kvrelay.processes import ClusterConfig, specs
 from protos import router_pb2
+from rpc import security
+from rpc.credentials import ADMIN_FIRST
 
+C = TypeVar("C", bound=ClusterConfig)
 START_SECONDS = 120.0
 STOP_SECONDS = 12.0  # a little more than a worker gives the requests under way
 TAIL_SHOWN = 12
@@ -39,6 +45,11 @@ def _ignore_change(spec: Spec, what: str) -> None:
     """Says nothing."""
 
 
+def signing(config: C) -> C:
+    """With a key for the hand-offs of this cluster, drawn if none is given."""
+    return config if config.fleet_key else replace(config, fleet_key=secrets.token_hex(32))
+
+
 class Cluster:
     """Every process of one ``ClusterConfig``; a context manager."""
 
@@ -51,7 +62,8 @@ class Cluster:
         backoff: Backoff | None = Backoff(),  # noqa: B008 a frozen value
         layout: Callable[[ClusterConfig], tuple[Spec, ...]] = specs,
     ) -> None:
-        self.config = config
+        self.config = config = signing(config)
+        self.security = security.load(config, ADMIN_FIRST)
         self.specs = layout(config)
         self._on_change = on_change
         self._processes = {
@@ -127,7 +139,7 @@ class Cluster:
         ``DeadlineExceeded`` naming what is not ready; ``Interrupted`` after ``interrupt``.
         """
         deadline = time.monotonic() + timeout
-        with Prober(self.specs, self._on_change) as prober:
+        with Prober(self.specs, self._on_change, self.security) as prober:
             while not prober.done():
                 self._check(prober)
                 if time.monotonic() >= deadline:

@@ -9,18 +9,21 @@ from dataclasses import dataclass
 
 from common import logs
 from common.config import load, option
+from common.errors import KvrelayError
 from common.values import show_size
 from kvstore.lanes import LaneOptions, Lanes
 from kvstore.prefault import Prefault
 from kvstore.service import NAME, StoreService, register
 from kvstore.vault import Limits, Vault
+from rpc import security
+from rpc.options import SecurityOptions
 from rpc.server import Server, ServerOptions, serve_until_signal
 
 log = logging.getLogger("kvrelay.store")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreConfig:
+class StoreConfig(SecurityOptions):
     """Configuration of the store service."""
 
     host: str = option("127.0.0.1", "address to listen on", metavar="HOST")
@@ -34,7 +37,6 @@ class StoreConfig:
     lane: bool = option(True, "offer the socket lane")
     shared: bool = option(True, "offer shared memory to this user's processes on this host")
     prefault: bool = option(True, "touch all memory at start, in the background")
-    allow_insecure: bool = option(False, "listen on other than loopback without encryption")
     log_level: str = option("info", "least severe level to log", choices=logs.LEVELS)
 
 
@@ -47,7 +49,7 @@ async def serve(config: StoreConfig) -> int:
     lanes = Lanes(vault, LaneOptions(config.host, config.lane_port, config.lane, config.shared))
     service = StoreService(vault, lanes.ways)
     address = f"{config.host}:{config.port}"
-    server = Server(ServerOptions(address, allow_insecure=config.allow_insecure))
+    server = Server(ServerOptions(address))
     server.add(NAME, lambda bare: register(service, bare))
 
     def ready(bound: str) -> str:
@@ -69,7 +71,12 @@ def main(argv: list[str]) -> int:
         StoreConfig, argv, prog="python -m kvstore", description="The store of KV blocks."
     )
     logs.setup("store", config.log_level)
-    return asyncio.run(serve(config))
+    try:
+        security.install(config)
+        return asyncio.run(serve(config))
+    except KvrelayError as error:
+        log.error("%s", error)
+        return 1
 
 
 if __name__ == "__main__":

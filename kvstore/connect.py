@@ -11,6 +11,7 @@ from kvstore.breaker import Breaker
 from kvstore.memory import MemoryStore
 from kvstore.remote import RemoteStore
 from rpc.address import Address
+from rpc.security import installed
 
 Parameters = dict[str, str]
 
@@ -25,19 +26,30 @@ def _kvrelay(rest: str, parameters: Parameters) -> Store:
     return Breaker(RemoteStore(str(Address.parse(rest)), parameters.get("way")))
 
 
+def _kvrelays(rest: str, parameters: Parameters) -> Store:
+    if installed().tls is None:
+        raise Rejected("store", "is to be reached by TLS: give --tls-ca")
+    return _kvrelay(rest, parameters)
+
+
 def _known(parameters: Parameters, known: tuple[str, ...]) -> None:
     for name in parameters:
         if name not in known:
             raise Rejected(name, f"is no parameter here; these are: {', '.join(known) or 'none'}")
 
 
-SCHEMES: dict[str, Callable[[str, Parameters], Store]] = {"memory": _memory, "kvrelay": _kvrelay}
+SCHEMES: dict[str, Callable[[str, Parameters], Store]] = {
+    "memory": _memory,
+    "kvrelay": _kvrelay,
+    "kvrelays": _kvrelays,
+}
 
 
 def connect(url: str) -> Store:
     """The store at ``url``; ``Rejected`` for the field ``store`` if it names none.
 
-    ``kvrelay://HOST:PORT?way=shm``, ``lane`` or ``grpc`` forces the way the bytes go.
+    ``kvrelay://HOST:PORT?way=shm``, ``lane`` or ``grpc`` forces the way the bytes go. It is
+    connected to as this process is set up (``rpc.security``); ``kvrelays://`` insists on TLS.
 
     Nothing is sent yet: a store that is not there is found out, and waited for, by its users.
     """

@@ -14,6 +14,7 @@ from protos import router_pb2_grpc
 from router.config import RouterConfig
 from router.registry import Registry
 from router.service import SERVICE, RouterService
+from rpc import security
 from rpc.deadline import Deadline
 from rpc.server import Server, ServerOptions, serve_until_signal
 from text.tokenizer import Tokenizer
@@ -26,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
     config = load(RouterConfig, argv, "python -m router", "The router of kvrelay.")
     logs.setup("router", config.log_level)
     try:
+        security.install(config)
         return asyncio.run(serve(config))
     except KvrelayError as error:
         log.error("%s", error)
@@ -57,7 +59,6 @@ def make_server(config: RouterConfig, service: RouterService) -> Server:
     options = ServerOptions(
         f"{config.host}:{config.port}",
         max_message_bytes=config.max_message,
-        allow_insecure=config.allow_insecure,
     )
     server = Server(options)
     server.add(SERVICE, lambda made: router_pb2_grpc.add_RouterServicer_to_server(service, made))

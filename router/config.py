@@ -8,10 +8,11 @@ from pathlib import Path
 from common.config import check, option, required
 from common.errors import Rejected
 from router.policies import POLICIES
+from rpc.options import SecurityOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RouterConfig:
+class RouterConfig(SecurityOptions):
     """Flags, environment and file of the router. Times in seconds."""
 
     model: str = required(str, "directory of the model, for its tokenizer", metavar="DIR")
@@ -63,9 +64,6 @@ class RouterConfig:
     max_prompt: int = option(4 << 20, "size of a prompt", unit="bytes", low=1)
     max_message: int = option(32 << 20, "size of a message", unit="bytes", low=1 << 16)
     grace: float = option(10.0, "that requests under way get at SIGTERM", low=0.0)
-    allow_insecure: bool = option(
-        False, "listen on an address other machines can reach, without encryption"
-    )
     log_level: str = option(
         "info", "how much to log", choices=("debug", "info", "warning", "error")
     )

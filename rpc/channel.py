@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import cast
 
 import grpc
 
 from common.errors import NotFound, Unavailable
+from rpc.bearer import Bearing
 from rpc.deadline import Deadline
 from rpc.health import is_serving
+from rpc.security import Security, installed
 
 MIB = 1 << 20
 POLL_SECONDS = 0.05
@@ -17,14 +20,14 @@ POLL_SECONDS = 0.05
 
 @dataclass(frozen=True, slots=True)
 class ChannelOptions:
-    """``credentials`` is the place for TLS and tokens; ``None`` is plain text."""
+    """``security`` is what this process has installed, unless another one is given."""
 
     max_message_bytes: int = 8 * MIB
     keepalive_seconds: float = 10.0
     keepalive_timeout_seconds: float = 5.0
     max_reconnect_seconds: float = 2.0
     connect_seconds: float = 3.0
-    credentials: grpc.ChannelCredentials | None = None
+    security: Security | None = None
 
     def arguments(self) -> list[tuple[str, int]]:
         """Channel arguments of gRPC core."""
@@ -49,17 +52,34 @@ class ChannelOptions:
 def open_channel(address: str, options: ChannelOptions | None = None) -> grpc.aio.Channel:
     """An asyncio channel to ``HOST:PORT`` or ``unix:PATH``; close it with ``await close()``."""
     chosen = options or ChannelOptions()
-    if chosen.credentials is None:
-        return grpc.aio.insecure_channel(address, options=chosen.arguments())
-    return grpc.aio.secure_channel(address, chosen.credentials, options=chosen.arguments())
+    security, arguments = _secured(address, chosen)
+    if security.tls is None:
+        channel = grpc.aio.insecure_channel(address, options=arguments)
+    else:
+        channel = grpc.aio.secure_channel(address, security.tls.channel(), options=arguments)
+    token = security.credentials.token
+    return channel if token is None else cast("grpc.aio.Channel", Bearing(channel, token))
 
 
 def open_sync_channel(address: str, options: ChannelOptions | None = None) -> grpc.Channel:
     """The same for code without an event loop."""
     chosen = options or ChannelOptions()
-    if chosen.credentials is None:
-        return grpc.insecure_channel(address, options=chosen.arguments())
-    return grpc.secure_channel(address, chosen.credentials, options=chosen.arguments())
+    security, arguments = _secured(address, chosen)
+    if security.tls is None:
+        channel = grpc.insecure_channel(address, options=arguments)
+    else:
+        channel = grpc.secure_channel(address, security.tls.channel(), options=arguments)
+    token = security.credentials.token
+    return channel if token is None else cast("grpc.Channel", Bearing(channel, token))
+
+
+def _secured(address: str, options: ChannelOptions) -> tuple[Security, list[tuple[str, int | str]]]:
+    security = options.security or installed()
+    security.check_call(address)
+    arguments: list[tuple[str, int | str]] = [*options.arguments()]
+    if security.tls is not None and security.tls.name is not None:
+        arguments.append(("grpc.ssl_target_name_override", security.tls.name))
+    return security, arguments
 
 
 async def wait_ready(

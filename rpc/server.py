@@ -21,9 +21,12 @@ from grpc_reflection.v1alpha import reflection
 
 from common.errors import Rejected
 from rpc.address import Address
+from rpc.auth import Gate
 from rpc.deadline import Deadline
 from rpc.handling import Guard
 from rpc.health import Health
+from rpc.security import Security, installed
+from rpc.tls import Tls
 
 MIB = 1 << 20
 log = logging.getLogger("kvrelay.rpc")
@@ -31,15 +34,14 @@ log = logging.getLogger("kvrelay.rpc")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """``credentials`` is the place for TLS; without, only loopback, or ``allow_insecure``."""
+    """``security`` is what this process has installed, unless another one is given."""
 
     address: str = "127.0.0.1:0"
     max_message_bytes: int = 8 * MIB
     max_concurrent_streams: int = 4096
     keepalive_seconds: float = 20.0
     keepalive_timeout_seconds: float = 10.0
-    allow_insecure: bool = False
-    credentials: grpc.ServerCredentials | None = None
+    security: Security | None = None
 
     def arguments(self) -> list[tuple[str, int]]:
         """Channel arguments of gRPC core."""
@@ -72,19 +74,17 @@ class Server:
     async def start(self) -> str:
         """Bind and serve; the address with the port bound. ``Rejected`` if it cannot be had."""
         address = Address.parse(self.options.address)
-        if not (address.local or self.options.allow_insecure or self.options.credentials):
-            raise Rejected(
-                "address",
-                f"{address} can be reached by other machines and the connection is not encrypted:"
-                " listen on 127.0.0.1 or allow it with allow_insecure",
-            )
-        server = grpc.aio.server(interceptors=(Guard(),), options=self.options.arguments())
+        security = self.options.security or installed()
+        security.check_listen(address)
+        server = grpc.aio.server(
+            interceptors=(Gate(security.credentials), Guard()), options=self.options.arguments()
+        )
         for register in self._services.values():
             register(server)
         self.health.register(server)
         names = (*self._services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        bound = address.with_port(self._bind(server, address))
+        bound = address.with_port(self._bind(server, address, security.tls))
         await server.start()
         self._server = server
         for service in self._services:
@@ -98,10 +98,11 @@ class Server:
             await self.health.leave()
             await server.stop(grace)
 
-    def _bind(self, server: grpc.aio.Server, address: Address) -> int:
+    def _bind(self, server: grpc.aio.Server, address: Address, tls: Tls | None) -> int:
+        credentials = None if tls is None else tls.server()
         try:
-            if self.options.credentials is not None:
-                return server.add_secure_port(str(address), self.options.credentials)
+            if credentials is not None:
+                return server.add_secure_port(str(address), credentials)
             return server.add_insecure_port(str(address))
         except RuntimeError as error:
             raise Rejected(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config import option, required
+from rpc.options import SecurityOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerConfig:
+class WorkerConfig(SecurityOptions):
     """Flags, environment and file of a prefill or decode worker."""
 
     model: str = required(str, "directory of a transformers model", metavar="DIR")
@@ -39,13 +40,13 @@ class WorkerConfig:
     grace: float = option(10.0, "seconds that requests under way get at SIGTERM", low=0.0)
     audit: bool = option(False, "check every invariant of the accounting after every step")
     metrics_port: int | None = option(
-        None, "port for Prometheus, on --host; default: no metrics", low=1, high=65535
+        None, "port for Prometheus; default: no metrics", low=1, high=65535
+    )
+    metrics_host: str = option(
+        "127.0.0.1", "address of it: plain HTTP, for whoever reaches it", metavar="HOST"
     )
     journal: str | None = option(
         None, "file for every call of the scheduler, prompts too, to replay", metavar="FILE"
-    )
-    allow_insecure: bool = option(
-        False, "listen on an address other machines can reach, without encryption"
     )
     log_level: str = option(
         "info", "how much to log", choices=("debug", "info", "warning", "error")

@@ -11,6 +11,7 @@ from common import logs
 from common.config import load
 from common.errors import KvrelayError
 from protos import types_pb2, worker_pb2_grpc
+from rpc import security
 from rpc.deadline import Deadline
 from rpc.server import Server, ServerOptions, serve_until_signal
 from worker import metrics
@@ -28,6 +29,7 @@ def main(role: types_pb2.Role.ValueType, name: str, register: Register, argv: Se
     config = load(WorkerConfig, argv, f"python -m {name}_service", f"The {name} worker of kvrelay.")
     logs.setup(name, config.log_level)
     try:
+        security.install(config)
         return asyncio.run(_serve(Worker.build(config, role), name, register))
     except KvrelayError as error:
         log.error("%s", error)
@@ -38,15 +40,14 @@ def main(role: types_pb2.Role.ValueType, name: str, register: Register, argv: Se
 
 async def _serve(worker: Worker, name: str, register: Register) -> int:
     config = worker.config
-    server = Server(
-        ServerOptions(f"{config.host}:{config.port}", allow_insecure=config.allow_insecure)
-    )
+    server = Server(ServerOptions(f"{config.host}:{config.port}"))
     server.add(SERVICE, lambda made: worker_pb2_grpc.add_WorkerServicer_to_server(service, made))
     service = WorkerService(worker)
     register(server, worker)
     worker.start()
     if config.metrics_port is not None:
-        metrics.serve(worker.engine, name, config.host, config.metrics_port)
+        security.installed().check_plain("metrics_host", config.metrics_host)
+        metrics.serve(worker.engine, name, config.metrics_host, config.metrics_port)
     try:
         return await serve_until_signal(
             server,

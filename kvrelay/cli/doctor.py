@@ -11,6 +11,9 @@ from google.protobuf import json_format
 from common.config import load, option
 from kvrelay.cli.screen import paint, say
 from kvrelay.doctor import Finding, audit, examine
+from rpc import security
+from rpc.credentials import ADMIN_FIRST
+from rpc.options import SecurityOptions
 
 DESCRIPTION = """\
 Looks at this machine and says what kvrelay would use, what is absent without harm, and what is
@@ -20,7 +23,7 @@ MARKS = {"ok": ("+", "green"), "absent": ("-", "yellow"), "missing": ("!", "red"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoctorConfig:
+class DoctorConfig(SecurityOptions):
     """How to show the findings."""
 
     json: bool = option(False, "print the findings as JSON")
@@ -30,6 +33,7 @@ class DoctorConfig:
 def main(argv: Sequence[str]) -> int:
     config = load(DoctorConfig, argv, "kvrelay doctor", DESCRIPTION)
     if config.audit is not None:
+        security.install(config, ADMIN_FIRST)
         return show_audit(config.audit, config.json)
     findings = []
     for finding in examine():

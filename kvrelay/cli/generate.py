@@ -17,6 +17,9 @@ from kvrelay.cli.screen import paint, say, tell
 from kvrelay.client import Client, Stream
 from kvrelay.piece import Piece
 from protos import types_pb2
+from rpc import security
+from rpc.credentials import ADMIN_FIRST
+from rpc.options import SecurityOptions
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
 LARGEST_PROMPT = 8 << 20
@@ -33,7 +36,7 @@ examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateConfig:
+class GenerateConfig(SecurityOptions):
     """What to send, where, and how to show the answer."""
 
     prompt: str | None = option(
@@ -66,6 +69,7 @@ class GenerateConfig:
 
 def main(argv: Sequence[str]) -> int:
     config = load(GenerateConfig, argv, "kvrelay generate", DESCRIPTION, epilog=EPILOG)
+    security.install(config, ADMIN_FIRST)
     pieces: list[Piece] = []
     with Client(_router(config)) as client, _stream(client, config) as stream:
         for piece in stream:

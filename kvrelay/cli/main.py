@@ -27,6 +27,7 @@ COMMANDS = (
     Command("bench", "kvrelay.cli.bench", "measure the cluster beside plain transformers"),
     Command("replay", "kvrelay.cli.replay", "repeat a worker's journal, find what differs"),
     Command("store", "kvrelay.cli.store", "look into a store, try its policy on a trace"),
+    Command("make-certs", "kvrelay.cli.make_certs", "certificates and tokens to try TLS with"),
     Command("make-model", "kvrelay.cli.make_model", "write a model of random weights"),
 )
 

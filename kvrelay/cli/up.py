@@ -69,7 +69,8 @@ class Up:
             self._up = True
             self._publish()
             say(f"\nServing on {paint(self.cluster.router, 'bold')}; Ctrl-C ends it. Try:")
-            say(f"  kvrelay generate --router {self.cluster.router} {self._example()}")
+            where = f"--router {self.cluster.router}{self._access()}"
+            say(f"  kvrelay generate {where} {self._example()}")
             os.read(self._awake, 1)
         except Interrupted:
             pass  # asked to stop before it was up: that is what happens below
@@ -105,6 +106,12 @@ class Up:
             return '"Once upon a time"'
         told = "The copper mask stands in Boston."
         return f'--chat --system "{told}" "Where is the copper mask?"'
+
+    def _access(self) -> str:
+        """The flags that a client on this machine needs."""
+        named = ("tls_cert", "tls_key", "tls_ca", "credentials")
+        given = [(name, getattr(self._config, name)) for name in named]
+        return "".join(f" --{name.replace('_', '-')} {path}" for name, path in given if path)
 
     def _publish(self) -> None:
         if self._file and not self._asked:

@@ -20,6 +20,7 @@ from rpc.address import Address
 from rpc.channel import open_channel, wait_ready
 from rpc.deadline import Deadline
 from rpc.health import is_serving
+from rpc.security import Security
 from rpc.server import Server, ServerOptions
 
 SERVICE = "kvrelay.v1.Decode"
@@ -90,12 +91,12 @@ async def test_taken_port_is_named() -> None:
 
 @pytest.mark.parametrize("address", ["0.0.0.0:0", "[::]:0", "192.0.2.1:0", "example.org:0"])
 async def test_open_addresses_need_leave(address: str) -> None:
-    with pytest.raises(Rejected, match="allow_insecure"):
+    with pytest.raises(Rejected, match="--allow-insecure"):
         await echo_server(ServerOptions(address)).start()
 
 
 async def test_open_address_with_leave() -> None:
-    server = echo_server(ServerOptions("0.0.0.0:0", allow_insecure=True))
+    server = echo_server(ServerOptions("0.0.0.0:0", security=Security(allow_insecure=True)))
     assert (await server.start()).startswith("0.0.0.0:")
     await server.stop()
 

@@ -1,0 +1,77 @@
+"""``kvrelay make-certs``: an authority, a certificate and tokens, to try a secured cluster with."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import load, option, required
+from common.errors import Rejected, Unavailable
+from kvrelay.cli.screen import say
+
+DESCRIPTION = """\
+Makes a directory with an authority (ca.pem), a certificate of it for servers and clients
+(cert.pem, key.pem), and tokens (credentials.toml; client.toml for a client). For development: in
+earnest, keep ca.key elsewhere, and give each process a certificate and a file of its own."""
+CREDENTIALS = """\
+# Tokens and keys of a cluster; see docs/security.md. Keep it private.
+service = "{service}"
+admin = "{admin}"
+fleet = "{fleet}"
+
+[tenants.demo]
+token = "{token}"
+max-requests = 64
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MakeCertsConfig:
+    """Where to, for whom and for how long."""
+
+    dir: str = required(str, "directory to make", metavar="DIR", positional=True)
+    host: tuple[str, ...] = option((), "another name or address of the servers", metavar="HOST")
+    days: int = option(365, "until they expire", low=1, high=3650)
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load(MakeCertsConfig, argv, "kvrelay make-certs", DESCRIPTION)
+    directory = Path(config.dir)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise Rejected("dir", f"cannot make {directory}: {error.strerror}") from None
+    for name, content in _files(config).items():
+        _write(directory / name, content)
+    files = f"--tls-cert {directory}/cert.pem --tls-key {directory}/key.pem"
+    files += f" --tls-ca {directory}/ca.pem"
+    say(f"Made {directory}. Try:")
+    say(f"  kvrelay up {files} --credentials {directory}/credentials.toml")
+    say(f'  kvrelay generate {files} --credentials {directory}/client.toml "Once"')
+    return 0
+
+
+def _files(config: MakeCertsConfig) -> dict[str, bytes]:
+    try:
+        from kvrelay.certs import LOCAL_NAMES, Authority
+    except ImportError:
+        raise Unavailable("cryptography is not installed: pip install 'kvrelay[certs]'") from None
+    authority = Authority(days=config.days)
+    issued = authority.issue("kvrelay", (*LOCAL_NAMES, *config.host), config.days)
+    drawn = {name: secrets.token_urlsafe(32) for name in ("service", "admin", "fleet", "token")}
+    return {
+        "ca.pem": authority.own.cert,
+        "ca.key": authority.own.key,
+        "cert.pem": issued.cert,
+        "key.pem": issued.key,
+        "credentials.toml": CREDENTIALS.format(**drawn).encode(),
+        "client.toml": f'token = "{drawn["token"]}"\n'.encode(),
+    }
+
+
+def _write(path: Path, content: bytes) -> None:
+    from kvrelay.certs import write_private
+
+    write_private(path, content)

@@ -1,0 +1,379 @@
+"""Who gets in and who does not: certificates, tokens, and which method is for whom."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from common.errors import KvrelayError, Rejected, Unavailable
+from kvrelay.certs import LOCAL_NAMES, Authority
+from protos import router_pb2, router_pb2_grpc
+from rpc import credentials, security
+from rpc.address import Address
+from rpc.auth import may
+from rpc.channel import ChannelOptions, open_channel, open_sync_channel
+from rpc.credentials import ADMIN_FIRST, SERVICE_FIRST
+from rpc.deadline import Deadline
+from rpc.health import is_serving
+from rpc.identity import LOCAL, Identity, Kind, caller
+from rpc.options import SecurityOptions
+from rpc.security import OPEN, Security
+from rpc.server import Server, ServerOptions
+from rpc.status import from_rpc_error
+from tests.secured import (
+    ADMIN,
+    ALICE,
+    BOB,
+    CREDENTIALS,
+    SECRETS,
+    SERVICE,
+    Files,
+    write_credentials,
+    write_files,
+)
+
+SECONDS = 20.0
+
+
+class Router(router_pb2_grpc.RouterServicer):
+    """Answers who has called."""
+
+    async def Generate(
+        self, request: router_pb2.GenerateRequest, context: object
+    ) -> AsyncIterator[router_pb2.GenerateResponse]:
+        yield router_pb2.GenerateResponse(text=f"{caller().kind.value} {caller().tenant.name}")
+
+    async def ListWorkers(
+        self, request: router_pb2.ListWorkersRequest, context: object
+    ) -> router_pb2.ListWorkersResponse:
+        return router_pb2.ListWorkersResponse()
+
+
+async def stats(request: bytes, context: object) -> bytes:
+    """A method of the store."""
+    return b""
+
+
+@asynccontextmanager
+async def serving(protection: Security) -> AsyncIterator[str]:
+    server = Server(ServerOptions(security=protection))
+    server.add("kvrelay.v1.Router", lambda s: _register_router(s))
+    server.add("kvrelay.v1.KVStore", lambda s: _register_store(s))
+    try:
+        yield await server.start()
+    finally:
+        await server.stop()
+
+
+def _register_router(server: grpc.aio.Server) -> None:
+    router_pb2_grpc.add_RouterServicer_to_server(Router(), server)
+
+
+def _register_store(server: grpc.aio.Server) -> None:
+    table: dict[str, grpc.RpcMethodHandler[bytes, bytes]]
+    table = {name: grpc.unary_unary_rpc_method_handler(stats) for name in ("Stats", "Clear")}
+    made = grpc.method_handlers_generic_handler("kvrelay.v1.KVStore", table)
+    server.add_generic_rpc_handlers((made,))
+
+
+async def generate(address: str, protection: Security) -> str:
+    async with open_channel(address, ChannelOptions(security=protection)) as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        try:
+            call = stub.Generate(router_pb2.GenerateRequest(), timeout=SECONDS)
+            return "".join([answer.text async for answer in call])
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture
+def party(tmp_path: Path, authority: Authority) -> Callable[..., Files]:
+    def make(
+        name: str,
+        by: Authority = authority,
+        days: float = 1,
+        hosts: Sequence[str] = LOCAL_NAMES,
+    ) -> Files:
+        return write_files(tmp_path, name, by, days, hosts)
+
+    return make
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> str:
+    return write_credentials(tmp_path)
+
+
+def shown(token: str | None) -> Security:
+    return Security(credentials=credentials.given(token, None))
+
+
+async def test_mutual_tls(party: Callable[..., Files]) -> None:
+    server, client = (security.load(party(name).options()) for name in ("server", "client"))
+    async with serving(server) as address:
+        assert await generate(address, client) == f"{Kind.ADMIN.value} "
+        assert await asyncio.to_thread(_called, address, client) == {"Stats", "Clear"}
+
+
+@pytest.mark.parametrize("case", ["plain", "no certificate", "wrong authority", "expired"])
+async def test_who_does_not_get_through_the_handshake(
+    case: str, party: Callable[..., Files]
+) -> None:
+    ours = party("server")
+    client = {
+        "plain": lambda: OPEN,
+        "no certificate": lambda: security.load(SecurityOptions(tls_ca=ours.ca)),
+        "wrong authority": lambda: _of_another(party("stranger", Authority("another")), ours.ca),
+        "expired": lambda: security.load(party("expired", days=-1).options()),
+    }[case]()
+    async with serving(security.load(ours.options())) as address:
+        with pytest.raises(Unavailable):
+            await generate(address, client)
+
+
+def _of_another(files: Files, trusted: str) -> Security:
+    """Trusts the server, and shows a certificate of an authority that the server does not know."""
+    return security.load(replace(files, ca=trusted).options())
+
+
+@pytest.mark.parametrize("case", ["expired", "another authority", "another name"])
+async def test_a_server_that_a_client_does_not_trust(
+    case: str, party: Callable[..., Files], authority: Authority
+) -> None:
+    client = security.load(replace(party("client").options(), tls_mutual=False))
+    by = Authority("another") if case == "another authority" else authority
+    hosts = ("example.org",) if case == "another name" else LOCAL_NAMES
+    files = party("server", by, -1 if case == "expired" else 1, hosts)
+    server = security.load(replace(files.options(), tls_mutual=False))
+    async with serving(server) as address:
+        with pytest.raises(Unavailable):
+            await generate(address, client)
+        if case == "another name":
+            named = security.load(replace(party("client").options(), tls_name="example.org"))
+            assert await generate(address, named) == "admin "
+
+
+async def test_without_mutual_tls_a_client_needs_no_certificate(
+    party: Callable[..., Files],
+) -> None:
+    files = party("server")
+    async with serving(security.load(replace(files.options(), tls_mutual=False))) as address:
+        assert await generate(address, security.load(SecurityOptions(tls_ca=files.ca)))
+
+
+async def test_a_token_says_whose_call_it_is(tokens: str) -> None:
+    server = security.load(SecurityOptions(credentials=tokens))
+    async with serving(server) as address:
+        assert await generate(address, shown(ALICE)) == "client alice"
+        assert await generate(address, shown(BOB)) == "client bob"
+        assert await generate(address, server) == "service "
+        assert await generate(address, shown(ALICE)) == "client alice"
+
+
+@pytest.mark.parametrize("token", [None, "wrong-secret-of-the-test", ALICE[:-1], ALICE + "x"])
+async def test_a_wrong_token(token: str | None, tokens: str) -> None:
+    async with serving(security.load(SecurityOptions(credentials=tokens))) as address:
+        with pytest.raises(Rejected, match="credentials") as caught:
+            await generate(address, shown(token))
+        assert not any(secret in str(caught.value) for secret in SECRETS)
+        assert token is None or token not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "value", ["", "Bearer", "Bearer ", "Basic abc", "bearer " + ALICE, "Bearer  " + ALICE]
+)
+async def test_headers_that_are_no_bearer_token(value: str, tokens: str) -> None:
+    server = security.load(SecurityOptions(credentials=tokens))
+    async with serving(server) as address, open_channel(address) as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ListWorkers(
+                router_pb2.ListWorkersRequest(),
+                timeout=SECONDS,
+                metadata=(("authorization", value),),
+            )
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize(
+    ("token", "allowed"), [(ALICE, ""), (SERVICE, "Stats"), (ADMIN, "Stats Clear")]
+)
+async def test_methods_of_others(token: str, allowed: str, tokens: str) -> None:
+    async with serving(security.load(SecurityOptions(credentials=tokens))) as address:
+        done = await asyncio.to_thread(_called, address, shown(token))
+    assert done == set(allowed.split())
+
+
+def _called(address: str, protection: Security) -> set[str]:
+    """The methods of the store that may be called, by a channel without an event loop."""
+    done = set()
+    with open_sync_channel(address, ChannelOptions(security=protection)) as channel:
+        for name in ("Stats", "Clear"):
+            method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+            method = channel.unary_unary(f"/kvrelay.v1.KVStore/{name}")
+            call = method.future(b"", timeout=SECONDS)
+            if call.code() is not grpc.StatusCode.PERMISSION_DENIED:
+                done.add(name)
+                assert call.result() == b""
+    return done
+
+
+def test_methods_that_are_for_nobody_else() -> None:
+    client, service = Identity(Kind.CLIENT), Identity(Kind.SERVICE)
+    assert may(client, "/kvrelay.v1.Router/Generate")
+    for method in ("Decode/Decode", "Prefill/Prefill", "Worker/GetInfo", "KVStore/Get", "New/Any"):
+        assert not may(client, f"/kvrelay.v1.{method}")
+        assert may(service, f"/kvrelay.v1.{method}")
+    assert not may(client, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+    for method in ("Worker/Drain", "Worker/Audit", "KVStore/Clear"):
+        assert not may(service, f"/kvrelay.v1.{method}")
+
+
+async def test_health_is_open_and_nothing_else(tokens: str) -> None:
+    server = security.load(SecurityOptions(credentials=tokens))
+    async with serving(server) as address, open_channel(address) as channel:
+        assert await is_serving(channel, Deadline.after(SECONDS))
+        listing: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
+            "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [answer async for answer in listing(iter([b""]), timeout=SECONDS)]
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_a_stranger_has_no_message_read(tokens: str) -> None:
+    """What cannot be parsed would be INVALID_ARGUMENT if it were looked at."""
+    server = security.load(SecurityOptions(credentials=tokens))
+    async with serving(server) as address, open_channel(address) as channel:
+        call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(
+            "/kvrelay.v1.Router/Generate"
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            _ = [answer async for answer in call(b"\xff" * 1024, timeout=SECONDS)]
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_outside_of_a_call_it_is_ourselves() -> None:
+    assert caller() == LOCAL
+
+
+@pytest.mark.parametrize(
+    ("options", "lacks"),
+    [
+        (SecurityOptions(), "not encrypted.*everybody"),
+        (SecurityOptions(token="x" * 20), "everybody"),
+    ],
+)
+def test_an_address_for_others_needs_protection(options: SecurityOptions, lacks: str) -> None:
+    with pytest.raises(Rejected, match=lacks):
+        security.load(options).check_listen(Address.parse("0.0.0.0:1"))
+    security.load(replace(options, allow_insecure=True)).check_listen(Address.parse("0.0.0.0:1"))
+    security.load(options).check_listen(Address.parse("127.0.0.1:1"))
+
+
+def test_tls_alone_lets_everybody_call(party: Callable[..., Files], tokens: str) -> None:
+    options, address = party("server").options(), Address.parse("0.0.0.0:1")
+    security.load(options).check_listen(address)
+    alone = replace(options, tls_mutual=False)
+    with pytest.raises(Rejected, match="everybody"):
+        security.load(alone).check_listen(address)
+    security.load(replace(alone, credentials=tokens)).check_listen(address)
+
+
+def test_a_token_is_not_sent_in_plain_text() -> None:
+    with pytest.raises(Rejected, match="plain text"):
+        open_sync_channel("192.0.2.1:1", ChannelOptions(security=shown(ALICE)))
+    open_sync_channel("127.0.0.1:1", ChannelOptions(security=shown(ALICE))).close()
+
+
+def test_secrets_are_in_no_repr(tokens: str, party: Callable[..., Files]) -> None:
+    files = party("server")
+    options = files.options(tokens, ALICE)
+    made = security.load(options)
+    text = repr((options, made, made.credentials, made.credentials.identify(BOB)))
+    assert not any(secret in text for secret in SECRETS)
+    assert Path(files.key).read_text()[40:80] not in text
+
+
+def test_what_a_process_shows(tokens: str) -> None:
+    for shows, token in ((SERVICE_FIRST, SERVICE), (ADMIN_FIRST, ADMIN)):
+        assert credentials.read(tokens, None, None, shows).token == token
+    assert credentials.read(tokens, ALICE, None).token == ALICE
+
+
+def test_salts_differ_and_stay(tokens: str) -> None:
+    first, again = (credentials.read(tokens, None, None) for _ in range(2))
+    salts = [_salt(first, ALICE), _salt(first, BOB), _salt(again, ALICE)]
+    assert salts[0] != salts[1]
+    assert salts[0] == salts[2]
+    assert all(len(salt) == 32 for salt in salts)
+
+
+def _salt(known: credentials.Credentials, token: str) -> bytes:
+    found = known.identify(token)
+    assert found is not None
+    return found.tenant.salt
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("service = 'short'", "service: must have 16"),
+        ("service = 3", "service: must be text"),
+        ("servic = 'x'", "servic: no such entry"),
+        ("tenants = 3", "a table for each"),
+        ("[tenants.a]\ntoken = 'aaaaaaaaaaaaaaaaaaaa'", "tenants.a.salt: missing"),
+        ("[tenants.a]\nsalt = 'aaaaaaaaaaaaaaaaaaaa'", "tenants.a.token: missing"),
+        ("[tenants.a]\nmax-request = 3", "tenants.a.max-request: no such entry"),
+        (CREDENTIALS + "max-requests = 0", "tenants.bob.max-requests"),
+        (CREDENTIALS + "weight = 0", "tenants.bob.weight"),
+        (CREDENTIALS + f"[tenants.eve]\ntoken = '{BOB}'", "two of its tokens are equal"),
+        (f"service = '{SERVICE}", "is not TOML"),
+    ],
+)
+def test_files_that_cannot_be_used(text: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(Rejected, match=says) as caught:
+        credentials.read(write_credentials(tmp_path, text), None, None)
+    assert not any(secret in str(caught.value) for secret in SECRETS)
+
+
+def test_a_file_that_others_can_read_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_credentials(tmp_path)
+    Path(path).chmod(0o644)
+    credentials.read(path, None, None)
+    assert "chmod 600" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "broken", ["no key", "key of another", "no file", "no certificate", "no authority"]
+)
+def test_certificates_that_cannot_be_used(broken: str, party: Callable[..., Files]) -> None:
+    files, other = party("server"), party("other")
+    options = {
+        "no key": SecurityOptions(tls_cert=files.cert),
+        "key of another": SecurityOptions(tls_cert=files.cert, tls_key=other.key),
+        "no file": SecurityOptions(tls_cert=files.cert, tls_key=files.key + "x"),
+        "no certificate": SecurityOptions(tls_cert=files.key, tls_key=files.key),
+        "no authority": SecurityOptions(tls_ca=files.key),
+    }[broken]
+    with pytest.raises(Rejected, match="tls_"):
+        security.load(options)
+
+
+async def test_a_server_cannot_do_with_an_authority_alone(party: Callable[..., Files]) -> None:
+    with pytest.raises(KvrelayError, match="tls_cert"):
+        async with serving(security.load(SecurityOptions(tls_ca=party("server").ca))):
+            pass
