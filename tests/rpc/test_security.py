@@ -236,7 +236,7 @@ def test_methods_that_are_for_nobody_else() -> None:
         assert not may(client, f"/kvrelay.v1.{method}")
         assert may(service, f"/kvrelay.v1.{method}")
     assert not may(client, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
-    for method in ("Worker/Drain", "Worker/Audit", "KVStore/Clear"):
+    for method in ("Worker/Drain", "Worker/Audit", "KVStore/Clear", "KVStore/Inspect"):
         assert not may(service, f"/kvrelay.v1.{method}")
 
 
