@@ -12,7 +12,7 @@ from tests.house.sources import PACKAGES, ROOT, python_files, show
 from tests.house.test_imports import imported
 
 OWN = {*PACKAGES, "tests", "benchmarks", "_typeshed"}
-OPTIONAL = {"flash-attn", "triton"}  # imported where they are found, never needed
+OPTIONAL = {"cryptography", "flash-attn", "triton"}  # imported where they are found, never needed
 # The runtime of these comes with another one's module of the same name.
 SHARED = {"google": {"protobuf", "googleapis-common-protos"}}
 
