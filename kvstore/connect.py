@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from common.errors import Rejected
+from kvstore.arm import Arm
 from kvstore.base import Store
 from kvstore.breaker import Breaker
 from kvstore.memory import MemoryStore
 from kvstore.remote import RemoteStore
+from kvstore.several import Several
+from kvstore.urls import public_name, urls_of
 from rpc.address import Address
 from rpc.security import installed
 
@@ -51,8 +54,33 @@ def connect(url: str) -> Store:
     ``kvrelay://HOST:PORT?way=shm``, ``lane`` or ``grpc`` forces the way the bytes go. It is
     connected to as this process is set up (``rpc.security``); ``kvrelays://`` insists on TLS.
 
+    A list of URLs with commas between them is several stores in one, the first one preferred.
+    Those after it are only read, unless they say ``write=yes`` (what is saved goes there too) or
+    ``promote=yes`` (what is read there is put into the first).
+
     Nothing is sent yet: a store that is not there is found out, and waited for, by its users.
     """
+    urls = urls_of(url)
+    if len(urls) == 1:
+        return _one(url.strip())
+    return Several([_arm(one, index) for index, one in enumerate(urls)])
+
+
+def _arm(url: str, index: int) -> Arm:
+    parts = urlsplit(url)
+    parameters = dict(parse_qsl(parts.query))
+    chosen = {name: parameters.pop(name) for name in ("write", "promote") if name in parameters}
+    for name, value in chosen.items():
+        if value not in ("yes", "no"):
+            raise Rejected("store", f"{public_name(url)}: {name}={value} is neither yes nor no")
+        if not index:
+            raise Rejected("store", f"{public_name(url)}: the first store has no {name}=")
+    store = _one(parts._replace(query=urlencode(parameters)).geturl())
+    yes = {name for name, value in chosen.items() if value == "yes"}
+    return Arm(public_name(url), store, "write" in yes, "promote" in yes)
+
+
+def _one(url: str) -> Store:
     parts = urlsplit(url)
     if parts.scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(slots=True)
@@ -40,3 +41,16 @@ class Stats:
     leases: int
     reservations: int
     tally: Tally
+
+
+def total(found: Sequence[Stats]) -> Stats:
+    """The sums of several readings, at least one; ``boot`` is all of theirs."""
+    sums = {
+        field.name: sum(getattr(stats, field.name) for stats in found)
+        for field in fields(Stats)
+        if field.type == "int"
+    }
+    tallies = [stats.tally for stats in found]
+    tally = {f.name: sum(getattr(one, f.name) for one in tallies) for f in fields(Tally)}
+    boot = b"".join(stats.boot for stats in found)
+    return replace(found[0], boot=boot, tally=Tally(**tally), **sums)

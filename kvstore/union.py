@@ -1,0 +1,57 @@
+"""What several stores have together: block by block, the first one that has it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvstore.base import Found, Lease, Seen
+from kvstore.records import Tail
+
+Answers = Mapping[str, Seen]
+"""By store, the one to be preferred first."""
+
+
+def owners(answers: Answers, count: int) -> list[str | None]:
+    """Of each of ``count`` blocks the store to get it from."""
+    found: list[str | None] = [None] * count
+    for name, seen in reversed(list(answers.items())):
+        pairs = zip(seen.sizes, found, strict=True)
+        found = [owner if size is None else name for size, owner in pairs]
+    return found
+
+
+def united(answers: Answers, leading: int, tails: Sequence[Tail]) -> Found:
+    """The lead of the first ``leading`` blocks asked about, and a tail of the others."""
+    having = owners(answers, leading + len(tails))
+    lead = next((i for i in range(leading) if having[i] is None), leading)
+    tail = next((i for i, t in enumerate(tails) if t.after == lead and having[leading + i]), None)
+    found = [*range(lead), *([] if tail is None else [leading + tail])]
+    sources = tuple(owner for i in found if (owner := having[i]) is not None)
+    sizes = tuple(answers[owner].sizes[i] or 0 for i, owner in zip(found, sources, strict=True))
+    return Found(lead, tail, sizes, lease_of(answers, set(sources)), sources)
+
+
+def surveyed(answers: Answers, count: int) -> Seen:
+    """Which of ``count`` blocks are anywhere."""
+    having = owners(answers, count)
+    sizes = tuple(
+        None if owner is None else answers[owner].sizes[i] for i, owner in enumerate(having)
+    )
+    return Seen(sizes, lease_of(answers, {owner for owner in having if owner is not None}))
+
+
+def lease_of(answers: Answers, used: set[str]) -> Lease | None:
+    """The leases of the stores that are ``used``, as one that ends with the first of them."""
+    parts = tuple(
+        (name, seen.lease)
+        for name, seen in answers.items()
+        if name in used and seen.lease is not None
+    )
+    if not parts:
+        return None
+    return Lease(0, boot_of(parts), min(lease.deadline for _, lease in parts), parts)
+
+
+def boot_of(parts: Sequence[tuple[str, Lease]]) -> bytes:
+    """Stands for the starts of all the stores of a lease."""
+    return b"".join(lease.boot for _, lease in parts)
