@@ -44,11 +44,15 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One block of a load: where it goes, and what has to be in it. It begins at ``start``."""
+    """One block of a load: where it goes, and what has to be in it. It begins at ``start``.
+
+    ``source`` is the one of several stores it was found in.
+    """
 
     block: int
     start: int
     wanted: Wanted
+    source: str | None = None
 
     @property
     def end(self) -> int:
@@ -87,12 +91,13 @@ class Geometry:
         return Question(tuple(names), tails, counts)
 
     def part(
-        self, tokens: Sequence[int], names: Sequence[bytes], index: int, count: int, block: int
-    ) -> Part:
+        self, tokens: Sequence[int], names: Sequence[bytes], index: int, count: int, block: int,
+        source: str | None = None,
+    ) -> Part:  # fmt: skip
         """The ``index``-th block of a request, of ``count`` positions, to lie in ``block``."""
         start = index * self.block_size
         held = tuple(tokens[start : start + count])
         parent = names[index - 1] if index else self._namer.root
         name = names[index] if count == self.block_size else self._namer.child(parent, held)
         wanted = Wanted(self.namespace, parent, name, held, self.dtype, self.shape(count))
-        return Part(block, start, wanted)
+        return Part(block, start, wanted, source)

@@ -18,6 +18,7 @@ from connector.options import Options
 from engine.external import Event, Load, Loaded
 from kvblock.verify import verify_block
 from kvstore import Got, Store, Want
+from kvstore.urls import public_name
 
 
 class Pool(Protocol):
@@ -52,7 +53,8 @@ def parts_of(load: Load, answer: Answer | None, geometry: Geometry) -> list[Part
         count = size if index < lead else tail if index == lead else 0
         if count == 0 or index * size >= end:
             break
-        parts.append(geometry.part(load.tokens, load.names, index, count, block))
+        source = None if known is None else known.source(index)
+        parts.append(geometry.part(load.tokens, load.names, index, count, block, source))
     return parts
 
 
@@ -60,15 +62,18 @@ class Loading:
     """A job of the lane of loads; its end is one ``Loaded``."""
 
     def __init__(
-        self, load: Load, parts: Sequence[Part], store: Store, pool: Pool, options: Options,
-        meter: Meter, end: Callable[[Event], None],
+        self, load: Load, parts: Sequence[Part], store: Store, pool: Pool, block_size: int,
+        options: Options, meter: Meter, end: Callable[[Event], None],
     ) -> None:  # fmt: skip
         self._load, self._parts = load, parts
         self._store, self._pool, self._options = store, pool, options
+        self._block_size = block_size
         self._meter, self._end = meter, end
         self._give_up_at = time.monotonic() + options.queue_seconds
         self._deadline = self._give_up_at
+        self._default = public_name(store.url)
         self._valid_to = load.local
+        self._sources: dict[str, int] = {}  # tokens of valid blocks by the store they came from
 
     def run(self) -> None:
         """Get, verify and count until the end or the first failure."""
@@ -100,7 +105,7 @@ class Loading:
         load = self._load
         valid = min(self._valid_to - load.local, load.external)
         self._meter.add(open_loads=-1, loaded_tokens=valid, loads_short=valid < load.external)
-        self._end(Loaded(load.request_id, load.epoch, valid))
+        self._end(Loaded(load.request_id, load.epoch, valid, tuple(self._sources.items())))
 
     def _batches(self) -> Iterator[list[Part]]:
         """As many blocks at a time as scratch memory is allowed for."""
@@ -122,9 +127,13 @@ class Loading:
         remaining = self._deadline - time.monotonic()
         if remaining <= 0:
             raise DeadlineExceeded("the load's time was over between two batches")
-        wants = [Want(part.wanted.name, self._buffer(part)) for part in parts]
+        wants = [self._want(part) for part in parts]
         with closing(self._store.get(wants, remaining)) as arriving:
             return all(self._accept(parts[g.index], wants[g.index], g) for g in arriving)
+
+    def _want(self, part: Part) -> Want:
+        partial = len(part.wanted.tokens) < self._block_size
+        return Want(part.wanted.name, self._buffer(part), part.source, partial)
 
     def _buffer(self, part: Part) -> memoryview:
         direct = self._direct(part)
@@ -145,6 +154,9 @@ class Loading:
         verify_block(got.header, part.wanted, want.buffer, got.summed)
         if self._direct(part) is None:
             self._pool.write(part.block, len(part.wanted.tokens), want.buffer)
+        source, last = got.source or self._default, self._load.local + self._load.external
+        tokens = min(part.end, last) - self._valid_to
+        self._sources[source] = self._sources.get(source, 0) + tokens
         self._valid_to = part.end
         self._meter.add(loaded_bytes=want.buffer.nbytes)
         return True

@@ -22,7 +22,10 @@ from kvstore import Found, Lease, Store
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Of ``length`` tokens, ``tokens`` are there: ``lead`` full blocks and a tail of ``tail``."""
+    """Of ``length`` tokens, ``tokens`` are there: ``lead`` full blocks and a tail of ``tail``.
+
+    ``sources`` name the one of several stores that has each of these blocks.
+    """
 
     length: int
     tokens: int
@@ -30,6 +33,11 @@ class Answer:
     tail: int
     lease: Lease | None
     until: float  # after this it is not relied upon
+    sources: tuple[str, ...] = ()
+
+    def source(self, index: int) -> str | None:
+        """Which of several stores has the request's block ``index``."""
+        return self.sources[index] if index < len(self.sources) else None
 
 
 class Asking:
@@ -158,7 +166,7 @@ class Lookups:
             until = self.clock() + self.options.retry_seconds
         else:
             until = found.lease.deadline - self.options.lease_margin_seconds
-        return Answer(asking.length, tokens, found.lead, tail, found.lease, until)
+        return Answer(asking.length, tokens, found.lead, tail, found.lease, until, found.sources)
 
     def _nothing(self, length: int) -> Answer:
         return Answer(length, 0, 0, 0, None, self.clock() + self.options.retry_seconds)

@@ -84,8 +84,11 @@ class StoreConnector:
 
         self._meter.add(loads=1, open_loads=1)
         self._loads.submit(
-            Loading(load, parts, self._store, self._pool, self._options, self._meter, end)
-        )
+            Loading(
+                load, parts, self._store, self._pool, self._geometry.block_size, self._options,
+                self._meter, end,
+            )
+        )  # fmt: skip
 
     def save(self, save: Save) -> None:
         """As the protocol says. Too much waiting: the save is dropped at once.

@@ -8,7 +8,7 @@ references on their blocks until their event comes back, whatever became of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -76,11 +76,16 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A load has ended: the first ``valid`` of its ``external`` tokens are written and verified."""
+    """A load has ended: the first ``valid`` of its ``external`` tokens are written and verified.
+
+    ``sources`` are the stores they came from, each with its number of tokens. Two events are equal
+    whoever gave the tokens.
+    """
 
     request_id: str
     epoch: int
     valid: int
+    sources: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)

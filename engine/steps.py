@@ -214,7 +214,9 @@ class Steps:
             task = self._tasks[request.id]
             if task.first_token is None:
                 task.first_token = now
-                self._totals = self._totals.with_first_token(request.last_admission)
+                admission = request.last_admission
+                sources = task.sources_of(admission)
+                self._totals = self._totals.with_first_token(admission, sources)
             stops = self._stops(task, output.token)
             if stops is None:
                 self._fail([request.id], "the output has no text to look for stop strings in")
@@ -249,7 +251,7 @@ class Steps:
         if isinstance(event, Loaded):
             request = self._scheduler.loaded(event.request_id, event.epoch, event.valid)
             if request is not None:
-                self._note_loaded(request)
+                self._note_loaded(request, event)
             return
         self._scheduler.saved(event.request_id, event.epoch, event.serial)
         task, save = self._saves.pop((event.request_id, event.epoch, event.serial), (None, None))
@@ -258,10 +260,10 @@ class Steps:
             if task.request.state is State.FINISHED:
                 self._retire(task)
 
-    def _note_loaded(self, request: Request) -> None:
+    def _note_loaded(self, request: Request, event: Loaded) -> None:
         admission, size = request.resident.admission, self.limits.block_size
         names = request.names[admission.local // size : admission.hit // size]
-        self._tasks[request.id].note_loaded(names)
+        self._tasks[request.id].note_loaded(names, event.sources)
 
     def _retire(self, task: Task) -> None:
         """Tell the account of a finished request, once its saves are over if they matter."""

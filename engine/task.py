@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from common.sampling import Sampling
 from engine.external import Piece, Save
-from engine.request import Request
+from engine.request import Admission, Request
+from engine.sources import apportioned
 from engine.updates import Ended, Timing
-from engine.usage import leg_tokens
+from engine.usage import first_run, leg_tokens
 
 
 class StopText(Protocol):
@@ -35,6 +36,7 @@ class Task:
     open_saves: int = 0
     stored: set[bytes] = field(default_factory=set)
     tail: Piece | None = None  # the partial last block, once it is on its way to the store
+    sources: dict[int, Mapping[str, int]] = field(default_factory=dict)  # of loads, by epoch
 
     def note_saving(self, save: Save, block_size: int) -> None:
         """A save has begun."""
@@ -47,9 +49,15 @@ class Task:
         self.open_saves -= 1
         self.stored.update(piece.name for piece in save.pieces[: max(stored, 0)])
 
-    def note_loaded(self, names: Sequence[bytes]) -> None:
-        """These blocks came from the store, so there they are."""
+    def note_loaded(self, names: Sequence[bytes], told: Sequence[tuple[str, int]]) -> None:
+        """These blocks came from the store, so there they are; ``told``: tokens by store."""
         self.stored.update(names)
+        admission = self.request.resident.admission
+        self.sources[admission.epoch] = apportioned(told, admission.external)
+
+    def sources_of(self, admission: Admission) -> Mapping[str, int]:
+        """The external tokens of an admission, by store."""
+        return self.sources.get(admission.epoch, {})
 
     def ended(self, block_size: int) -> Ended:
         """The account of the finished request."""
@@ -61,7 +69,15 @@ class Task:
             if name not in self.stored:
                 break
             saved, last = saved + count, name
-        return Ended(leg_tokens(self.request), self._timing(), self.preemptions, saved, last)
+        first = first_run(self.request)
+        return Ended(
+            leg_tokens(self.request),
+            self._timing(),
+            self.preemptions,
+            saved,
+            last,
+            {} if first is None else self.sources_of(first.admission),
+        )
 
     def _timing(self) -> Timing:
         admitted = self.submitted if self.admitted is None else self.admitted

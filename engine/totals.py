@@ -10,12 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from engine.request import Admission, Finish
+from engine.sources import added
 from engine.usage import LegTokens
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Tokens, but for ``finished`` (legs by how they ended) and ``preemptions``."""
+    """Tokens, but for ``finished`` (legs by how they ended) and ``preemptions``.
+
+    ``sources`` are the ``external`` ones by the store they came from.
+    """
 
     prompt: int = 0
     local: int = 0
@@ -26,19 +30,21 @@ class Totals:
     executed: int = 0
     preemptions: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
+    sources: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def computed(self) -> int:
         """Prompt tokens that were computed here: the rest."""
         return self.prompt - self.local - self.external
 
-    def with_first_token(self, admission: Admission) -> Totals:
-        """A leg made its first token out of ``admission``."""
+    def with_first_token(self, admission: Admission, sources: Mapping[str, int]) -> Totals:
+        """A leg made its first token out of ``admission``; ``sources`` are its external tokens."""
         return replace(
             self,
             prompt=self.prompt + admission.length,
             local=self.local + admission.local,
             external=self.external + admission.external,
+            sources=added(self.sources, sources),
         )
 
     def with_leg(self, leg: LegTokens, preemptions: int, finish: Finish | None) -> Totals:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from common.errors import KvrelayError
 from engine.request import Finish
@@ -32,7 +33,8 @@ class Ended:
     """The request has left the engine, after its last token and, if it was to, its last save.
 
     ``saved`` leading tokens are in the store, as far as this leg knows; ``last_name`` is the name
-    of the last block among them, ``None`` without any.
+    of the last block among them, ``None`` without any. ``sources`` are the leg's external tokens by
+    the store they came from.
     """
 
     tokens: LegTokens
@@ -40,6 +42,7 @@ class Ended:
     preemptions: int
     saved: int
     last_name: bytes | None
+    sources: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

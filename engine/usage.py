@@ -27,11 +27,17 @@ class LegTokens:
     runs: tuple[Run, ...]
 
 
+def first_run(request: Request) -> Run | None:
+    """The run that made the leg's first token; the last one if none did, ``None`` without any."""
+    runs, length = request.runs, len(request.order.tokens)
+    return next((run for run in runs if run.frontier >= length), runs[-1] if runs else None)
+
+
 def leg_tokens(request: Request) -> LegTokens:
     """The account of a finished request."""
     length, runs = len(request.order.tokens), tuple(request.runs)
     executed = sum(run.executed for run in runs)
-    first = next((run for run in runs if run.frontier >= length), runs[-1] if runs else None)
+    first = first_run(request)
     local, external = (first.admission.local, first.admission.external) if first else (0, 0)
     computed = min(first.frontier, length) - local - external if first else 0
     beyond = max((run.frontier - length for run in runs if run.frontier > length), default=0)

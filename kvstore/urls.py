@@ -21,4 +21,4 @@ def public_name(url: str) -> str:
 
 def public_names(text: str) -> str:
     """The same for a list."""
-    return ",".join(map(public_name, urls_of(text)))
+    return ",".join(map(public_name, urls_of(text))) if text else ""

@@ -313,6 +313,7 @@ class LegUsage(_message.Message):
     RUN_SECONDS_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     SAVED_FIELD_NUMBER: _builtins.int
+    EXTERNAL_BY_STORE_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """boot token of the worker"""
     role: Global___Role.ValueType
@@ -345,6 +346,10 @@ class LegUsage(_message.Message):
     """leading tokens that are in the store at the end of the leg"""
     @_builtins.property
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admission]: ...
+    @_builtins.property
+    def external_by_store(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreTokens]:
+        """their sum is external"""
+
     def __init__(
         self,
         *,
@@ -365,16 +370,42 @@ class LegUsage(_message.Message):
         run_seconds: _builtins.float = ...,
         address: _builtins.str = ...,
         saved: _builtins.int | None = ...,
+        external_by_store: _abc.Iterable[Global___StoreTokens] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_saved", b"_saved", "saved", b"saved"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved", b"_saved", "address", b"address", "admissions", b"admissions", "computed", b"computed", "executed", b"executed", "external", b"external", "failed", b"failed", "generated", b"generated", "length", b"length", "load_seconds", b"load_seconds", "local", b"local", "preemptions", b"preemptions", "queue_seconds", b"queue_seconds", "recomputed", b"recomputed", "role", b"role", "run_seconds", b"run_seconds", "saved", b"saved", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved", b"_saved", "address", b"address", "admissions", b"admissions", "computed", b"computed", "executed", b"executed", "external", b"external", "external_by_store", b"external_by_store", "failed", b"failed", "generated", b"generated", "length", b"length", "load_seconds", b"load_seconds", "local", b"local", "preemptions", b"preemptions", "queue_seconds", b"queue_seconds", "recomputed", b"recomputed", "role", b"role", "run_seconds", b"run_seconds", "saved", b"saved", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__saved: _TypeAlias = _typing.Literal["saved"]  # noqa: Y015
     _WhichOneofArgType__saved: _TypeAlias = _typing.Literal["_saved", b"_saved"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__saved) -> _WhichOneofReturnType__saved | None: ...
 
 Global___LegUsage: _TypeAlias = LegUsage  # noqa: Y015
+
+@_typing.final
+class StoreTokens(_message.Message):
+    """Tokens that came from one store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    store: _builtins.str
+    """its URL, without user, password and parameters"""
+    tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        store: _builtins.str = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["store", b"store", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoreTokens: _TypeAlias = StoreTokens  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):

@@ -105,4 +105,8 @@ def leg_usage(ended: Ended, worker: str, role: types_pb2.Role.ValueType) -> type
         load_seconds=timing.load,
         run_seconds=timing.run,
         saved=ended.saved,
+        external_by_store=[
+            types_pb2.StoreTokens(store=store, tokens=count)
+            for store, count in ended.sources.items()
+        ],
     )

@@ -38,6 +38,7 @@ class EngineCollector(Collector):
             counter.add_metric([self._role], value)
             yield counter
         yield self._by_source(load)
+        yield self._by_store(load)
         yield self._finished(load)
 
     def _by_source(self, load: EngineLoad) -> Metric:
@@ -53,6 +54,16 @@ class EngineCollector(Collector):
             ("external_kv_transfer", totals.external),
         ):
             family.add_metric([self._role, source], value)
+        return family
+
+    def _by_store(self, load: EngineLoad) -> Metric:
+        family = CounterMetricFamily(
+            PREFIX + "external_tokens_by_store",
+            "Prompt tokens loaded and verified, by the store they came from.",
+            labels=["role", "store"],
+        )
+        for store, value in load.totals.sources.items():
+            family.add_metric([self._role, store], value)
         return family
 
     def _finished(self, load: EngineLoad) -> Metric:

@@ -21,6 +21,7 @@ from engine.updates import Ended
 from kvblock.name import Namer
 from kvblock.namespace import Namespace
 from kvstore.connect import connect
+from kvstore.urls import public_names
 from protos import types_pb2, worker_pb2
 from worker import convert
 from worker.config import WorkerConfig
@@ -127,7 +128,7 @@ class Worker:
             namespace=namespace_message(self.namespace),
             attention_backend=self.runner.attention_backend,
             device=self.model.info.device,
-            store=self.config.store or "",
+            store=public_names(self.config.store or ""),
             num_blocks=self.limits.num_blocks,
             max_model_len=self.limits.max_model_len,
             max_num_seqs=self.limits.max_num_seqs,

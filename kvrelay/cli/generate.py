@@ -147,6 +147,14 @@ def usage_json(usage: types_pb2.Usage) -> dict[str, object]:
     return made
 
 
+def _stores(leg: types_pb2.LegUsage) -> str:
+    """Which of several stores the external tokens came from."""
+    if len(leg.external_by_store) < 2:
+        return ""
+    parts = (f"{one.tokens} from {one.store}" for one in leg.external_by_store)
+    return f" ({', '.join(parts)})"
+
+
 def usage_lines(usage: types_pb2.Usage) -> str:
     """A usage as a person reads it."""
     lines = [
@@ -162,6 +170,7 @@ def usage_lines(usage: types_pb2.Usage) -> str:
         lines.append(
             f"  {role:<8} {leg.address or leg.worker:<16} {leg.length} ="
             f" {leg.local} local + {leg.external} external + {leg.computed} computed"
+            + _stores(leg)
             + (f", {leg.recomputed} recomputed" if leg.recomputed else "")
             + (f", {leg.failed} failed" if leg.failed else "")
         )

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvstore import Store, connect
+from kvstore.arm import Arm
 from kvstore.memory import MemoryStore, forget
+from kvstore.several import Several
 
 BUDGET = 16 << 20
 _NUMBERS = itertools.count()
@@ -45,17 +47,22 @@ def service_url() -> Iterator[str]:
     stop(process)
 
 
-@pytest.fixture(params=["memory", "shm", "lane", "grpc"])
+@pytest.fixture(params=["memory", "shm", "lane", "grpc", "several"])
 def connecting(request: pytest.FixtureRequest) -> Iterator[Connect]:
     """Makes stores that share their blocks, as two clients of one service do."""
     stores: list[Store] = []
     name = f"test-{next(_NUMBERS)}"
-    url = None
-    if request.param != "memory":
-        url = f"{request.getfixturevalue('service_url')}?way={request.param}"
+    way = "shm" if request.param == "several" else request.param
+    url = None if way == "memory" else f"{request.getfixturevalue('service_url')}?way={way}"
+
+    def one() -> Store:
+        return MemoryStore(name, BUDGET) if url is None else connect(url)
+
+    def two() -> Store:
+        return Several([Arm("near", one()), Arm("far", MemoryStore(name, BUDGET))])
 
     def make() -> Store:
-        stores.append(MemoryStore(name, BUDGET) if url is None else connect(url))
+        stores.append(two() if request.param == "several" else one())
         return stores[-1]
 
     first = make()
