@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from engine.external import Piece
 from kvblock import Namer, Namespace, Wanted
 from kvstore import Tail
-
-MAX_NAMES = 1 << 16
-"""Names in one question; stores take no more in one call."""
+from kvstore.messages import MAX_NAMES
 
 
 class PoolShape(Protocol):
@@ -35,11 +34,15 @@ class PoolShape(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Names of the full blocks, then alternatives; ``counts`` are the tails' tokens."""
+    """Names of the full blocks, then alternatives; ``counts`` are the tails' tokens.
+
+    ``openings`` are those of the first block, full and partial, as far as it is asked for.
+    """
 
     names: tuple[bytes, ...]
     tails: tuple[Tail, ...]
     counts: tuple[int, ...]
+    openings: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +89,15 @@ class Geometry:
         tails = tuple(
             Tail(after, self._namer.child(parent, tokens[start : start + n])) for n in counts
         )
+        firsts = [size] * bool(names) + [n for n in counts if not after]
+        openings = tuple(self._namer.opening(tokens[:n]) for n in firsts)
         if len(names) > MAX_NAMES:  # blocks of one token and a very long prompt
-            return Question(tuple(names[:MAX_NAMES]), (), ())
-        return Question(tuple(names), tails, counts)
+            return Question(tuple(names[:MAX_NAMES]), (), (), openings)
+        return Question(tuple(names), tails, counts, openings)
+
+    def opening(self, piece: Piece) -> int | None:
+        """That of a piece that begins a sequence."""
+        return self._namer.opening(piece.tokens) if piece.parent == self._namer.root else None
 
     def part(
         self, tokens: Sequence[int], names: Sequence[bytes], index: int, count: int, block: int,

@@ -11,13 +11,15 @@ from contextlib import closing
 from typing import Protocol
 
 from common.errors import Corrupt, DeadlineExceeded, KvrelayError
+from common.miss import Miss
 from connector.counters import Meter
-from connector.geometry import MAX_NAMES, Geometry, Part
+from connector.geometry import Geometry, Part
 from connector.lookups import Answer
 from connector.options import Options
 from engine.external import Event, Load, Loaded
 from kvblock.verify import verify_block
 from kvstore import Got, Store, Want
+from kvstore.messages import MAX_NAMES
 from kvstore.urls import public_name
 
 
@@ -74,6 +76,7 @@ class Loading:
         self._default = public_name(store.url)
         self._valid_to = load.local
         self._sources: dict[str, int] = {}  # tokens of valid blocks by the store they came from
+        self._missed = Miss.UNKNOWN  # why, if it ends short
 
     def run(self) -> None:
         """Get, verify and count until the end or the first failure."""
@@ -82,16 +85,23 @@ class Loading:
             for batch in self._batches():
                 if not self._fill(batch):
                     break
-        except Corrupt:
+        except Corrupt as error:
             self._meter.add(corrupt=1)
+            other = error.field == "namespace"
+            self._missed = Miss.OTHER_NAMESPACE if other else Miss.FAILED_VERIFICATION
+        except DeadlineExceeded:
+            self._meter.add(load_failures=1)
+            self._missed = Miss.TOO_LATE
         except KvrelayError:
             self._meter.add(load_failures=1)
+            self._missed = Miss.UNREACHABLE
         finally:
             self._finish()
 
     def give_up(self) -> None:
         """End with what is valid: nothing."""
         self._meter.add(load_failures=1)
+        self._missed = Miss.UNREACHABLE
         self._finish()
 
     def _begin(self) -> None:
@@ -105,7 +115,9 @@ class Loading:
         load = self._load
         valid = min(self._valid_to - load.local, load.external)
         self._meter.add(open_loads=-1, loaded_tokens=valid, loads_short=valid < load.external)
-        self._end(Loaded(load.request_id, load.epoch, valid, tuple(self._sources.items())))
+        missed = self._missed if valid < load.external else None
+        sources = tuple(self._sources.items())
+        self._end(Loaded(load.request_id, load.epoch, valid, missed, sources))
 
     def _batches(self) -> Iterator[list[Part]]:
         """As many blocks at a time as scratch memory is allowed for."""
@@ -150,6 +162,7 @@ class Loading:
         """Verify one block and count it; false when it did not come."""
         if got.header is None:
             self._meter.add(absent=1)
+            self._missed = Miss.TOO_LATE  # it was there when it was looked up
             return False
         verify_block(got.header, part.wanted, want.buffer, got.summed)
         if self._direct(part) is None:

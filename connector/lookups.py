@@ -10,7 +10,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from common.errors import KvrelayError
+from common.errors import DeadlineExceeded, KvrelayError
+from common.miss import Miss
 from connector.counters import Meter
 from connector.geometry import Geometry, Question
 from connector.lane import Lane
@@ -24,7 +25,8 @@ from kvstore import Found, Lease, Store
 class Answer:
     """Of ``length`` tokens, ``tokens`` are there: ``lead`` full blocks and a tail of ``tail``.
 
-    ``sources`` name the one of several stores that has each of these blocks.
+    ``sources`` name the one of several stores that has each of these blocks. ``missing`` says why
+    the next one is not there.
     """
 
     length: int
@@ -33,6 +35,7 @@ class Answer:
     tail: int
     lease: Lease | None
     until: float  # after this it is not relied upon
+    missing: Miss | None
     sources: tuple[str, ...] = ()
 
     def source(self, index: int) -> str | None:
@@ -50,7 +53,7 @@ class Asking:
 
     def run(self) -> None:
         """Ask."""
-        found: Found | None = None
+        found: Found | Miss = Miss.UNKNOWN
         try:
             found = self._owner.ask(self)
         finally:
@@ -58,7 +61,7 @@ class Asking:
 
     def give_up(self) -> None:
         """End without asking."""
-        self._owner.answered(self, None)
+        self._owner.answered(self, Miss.UNREACHABLE)
 
 
 class Lookups:
@@ -73,6 +76,7 @@ class Lookups:
         self._leases, self._meter, self._notify = leases, meter, notify
         self._lock = threading.Lock()
         self._records: dict[str, Asking | Answer] = {}
+        self._boot: bytes | None = None
 
     def find(self, query: Query) -> int | None:
         """Tokens after ``query.local``, or ``None`` while nothing is known."""
@@ -87,7 +91,7 @@ class Lookups:
                 if isinstance(record, Asking) and now < record.deadline:
                     return None
                 if isinstance(record, Asking):  # late: its answer will find no record
-                    self._records[query.request_id] = self._nothing(length)
+                    self._records[query.request_id] = self._nothing(length, Miss.TOO_LATE)
                     self._meter.add(lookup_failures=1)
                     return -query.local
             question = self._geometry.question(query.tokens, query.names)
@@ -106,6 +110,12 @@ class Lookups:
             self._records[query.request_id] = replace(answer, lease=None, until=until)
             self._leases.give_back(answer.lease)
         return answer.tokens - query.local
+
+    def why(self, request_id: str) -> Miss | None:
+        """Why the block after those that were found is not there."""
+        with self._lock:
+            record = self._records.get(request_id)
+        return record.missing if isinstance(record, Answer) else None
 
     def take(self, request_id: str) -> Answer | None:
         """Forget a request; its answer, whose lease is now the caller's."""
@@ -126,22 +136,32 @@ class Lookups:
             if isinstance(record, Answer):
                 self._leases.give_back(record.lease)
 
-    def ask(self, asking: Asking) -> Found | None:
-        """The store's answer, ``None`` when there is none in time."""
+    def ask(self, asking: Asking) -> Found | Miss:
+        """The store's answer, or why there is none."""
         remaining = asking.deadline - self.clock()
         if remaining <= 0:
-            return None
+            return Miss.TOO_LATE
         question = asking.question
         try:
             return self._store.lookup(
-                question.names, question.tails, self.options.lease_seconds, remaining
+                question.names,
+                question.tails,
+                self.options.lease_seconds,
+                remaining,
+                question.openings,
             )
+        except DeadlineExceeded:
+            return Miss.TOO_LATE
         except KvrelayError:
-            return None
+            return Miss.UNREACHABLE
 
-    def answered(self, asking: Asking, found: Found | None) -> None:
+    def answered(self, asking: Asking, found: Found | Miss) -> None:
         """Record the answer, unless nobody waits for it any more."""
-        answer = self._nothing(asking.length) if found is None else self._answer(asking, found)
+        failed = isinstance(found, Miss)
+        if isinstance(found, Miss):
+            answer = self._nothing(asking.length, found)
+        else:
+            answer = self._answer(asking, found)
         if answer.lease is not None:
             self._leases.took()
         with self._lock:
@@ -150,7 +170,7 @@ class Lookups:
                 self._records[asking.request_id] = answer
         if current:
             self._meter.add(
-                lookup_failures=found is None,
+                lookup_failures=failed,
                 lookup_hits=answer.tokens > 0,
                 lookup_tokens=answer.tokens,
             )
@@ -166,7 +186,18 @@ class Lookups:
             until = self.clock() + self.options.retry_seconds
         else:
             until = found.lease.deadline - self.options.lease_margin_seconds
-        return Answer(asking.length, tokens, found.lead, tail, found.lease, until, found.sources)
+        missing = self._since_restart(found)
+        return Answer(
+            asking.length, tokens, found.lead, tail, found.lease, until, missing, found.sources
+        )
 
-    def _nothing(self, length: int) -> Answer:
-        return Answer(length, 0, 0, 0, None, self.clock() + self.options.retry_seconds)
+    def _since_restart(self, found: Found) -> Miss | None:
+        """A store that was started anew does not know what it held before."""
+        with self._lock:
+            self._boot = self._boot or found.boot
+            same = self._boot == found.boot
+        unsure = found.missing is Miss.NEVER_STORED and not same
+        return Miss.UNKNOWN if unsure else found.missing
+
+    def _nothing(self, length: int, why: Miss) -> Answer:
+        return Answer(length, 0, 0, 0, None, self.clock() + self.options.retry_seconds, why)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from common.miss import Miss
 from engine.external import Connector, Event, Load, Loaded, Query, Save, Saved
 
 T = TypeVar("T")
@@ -24,13 +25,15 @@ class Verdict:
     ``amount`` is what its event claims (tokens of a load, pieces of a save), any number at all;
     ``None`` is the truth: what the inner connector did, or everything without one. The event
     comes ``after`` that many polls, ``times`` times (0: never). Before it comes one event for each
-    of ``strays``, its epoch off by that much: nobody asked for it.
+    of ``strays``, its epoch off by that much: nobody asked for it. ``missed`` is what a short load
+    gives as its reason.
     """
 
     amount: int | None = None
     after: int = 0
     times: int = 1
     strays: tuple[int, ...] = ()
+    missed: Miss = Miss.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +42,14 @@ class Script:
 
     Each line is used once, the last one for ever after. A lookup's line is the number of tokens
     after ``local`` (any number: a lie is a line), ``None`` for "ask later", or ``"ask"`` for the
-    inner connector's answer. With ``reverse`` the events of one poll come in reverse order.
+    inner connector's answer. With ``reverse`` the events of one poll come in reverse order. A line
+    of ``misses`` is why an admission found no more; without any, it is what the inner one says.
     """
 
     lookups: Mapping[str, Sequence[int | str | None]] = field(default_factory=dict)
     loads: Mapping[str, Sequence[Verdict]] = field(default_factory=dict)
     saves: Mapping[str, Sequence[Verdict]] = field(default_factory=dict)
+    misses: Mapping[str, Sequence[Miss]] = field(default_factory=dict)
     reverse: bool = False
 
 
@@ -62,7 +67,7 @@ class MockConnector:
         self.loads: list[Load] = []
         self.saves: list[Save] = []
         self.released: list[str] = []
-        self._inner = inner
+        self.inner = inner
         self._fill = fill
         self._used: defaultdict[tuple[int, str], int] = defaultdict(int)
         self._asked: dict[tuple[str, int], Verdict] = {}
@@ -72,33 +77,38 @@ class MockConnector:
 
     def start(self, notify: Callable[[], None]) -> None:
         self._notify = notify
-        if self._inner is not None:
-            self._inner.start(notify)
+        if self.inner is not None:
+            self.inner.start(notify)
 
     def lookup(self, query: Query) -> int | None:
         self.queries.append(replace(query, tokens=tuple(query.tokens), names=tuple(query.names)))
         line = self._line(self.script.lookups, query.request_id, "ask")
         if isinstance(line, str):
-            return 0 if self._inner is None else self._inner.lookup(query)
+            return 0 if self.inner is None else self.inner.lookup(query)
         if line is None:
             self._notify()
         return line
 
+    def why(self, request_id: str) -> Miss | None:
+        inner = Miss.NEVER_STORED if self.inner is None else self.inner.why(request_id)
+        return self._line(self.script.misses, request_id, inner)
+
     def load(self, load: Load) -> None:
         self.loads.append(load)
         verdict = self._line(self.script.loads, load.request_id, Verdict())
-        if self._inner is not None:
+        if self.inner is not None:
             self._asked[load.request_id, load.epoch] = verdict
-            self._inner.load(load)
+            self.inner.load(load)
             return
         valid = load.external if verdict.amount is None else verdict.amount
         self._filling[load.request_id, load.epoch] = load, min(max(valid, 0), load.external)
-        self._enqueue(Loaded(load.request_id, load.epoch, valid), verdict)
+        missed = verdict.missed if valid < load.external else None
+        self._enqueue(Loaded(load.request_id, load.epoch, valid, missed), verdict)
 
     def save(self, save: Save) -> None:
         self.saves.append(save)
-        if self._inner is not None:
-            self._inner.save(save)
+        if self.inner is not None:
+            self.inner.save(save)
             return
         verdict = self._line(self.script.saves, save.request_id, Verdict())
         stored = len(save.pieces) if verdict.amount is None else verdict.amount
@@ -106,12 +116,12 @@ class MockConnector:
 
     def release(self, request_id: str) -> None:
         self.released.append(request_id)
-        if self._inner is not None:
-            self._inner.release(request_id)
+        if self.inner is not None:
+            self.inner.release(request_id)
 
     def poll(self) -> list[Event]:
-        if self._inner is not None:
-            for event in self._inner.poll():
+        if self.inner is not None:
+            for event in self.inner.poll():
                 self._distort(event)
         due = [event for polls, event in self._due if polls <= 0]
         self._due = deque((polls - 1, event) for polls, event in self._due if polls > 0)
@@ -122,8 +132,8 @@ class MockConnector:
         return due[::-1] if self.script.reverse else due
 
     def close(self) -> None:
-        if self._inner is not None:
-            self._inner.close()
+        if self.inner is not None:
+            self.inner.close()
 
     def _write(self, event: Event) -> None:
         """The KV of a load, once, as late as can be: until its event the blocks are ours."""
@@ -136,8 +146,8 @@ class MockConnector:
         """What the inner connector really did, told as the script wants it."""
         if isinstance(event, Loaded):
             verdict = self._asked.pop((event.request_id, event.epoch), Verdict())
-            if verdict.amount is not None:
-                event = replace(event, valid=min(event.valid, verdict.amount))
+            if verdict.amount is not None and verdict.amount < event.valid:
+                event = replace(event, valid=verdict.amount, missed=verdict.missed)
         else:
             verdict = self._line(self.script.saves, event.request_id, Verdict())
             if verdict.amount is not None:

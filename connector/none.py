@@ -20,6 +20,9 @@ class NoConnector:
     def lookup(self, query: Query) -> int:
         return 0
 
+    def why(self, request_id: str) -> None:
+        return None
+
     def load(self, load: Load) -> None:
         self._events.append(Loaded(load.request_id, load.epoch, 0))
 

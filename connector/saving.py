@@ -52,7 +52,8 @@ class Saving:
         count = len(piece.tokens)
         size = header_bytes(count) + self._pool.nbytes(count)
         partial = count < self._geometry.block_size
-        return Offer(piece.name, size, partial, lambda: self._block(piece))
+        opening = self._geometry.opening(piece)
+        return Offer(piece.name, size, partial, lambda: self._block(piece), opening)
 
     def _block(self, piece: Piece) -> Block:
         payload = self._pool.read(piece.block, len(piece.tokens))

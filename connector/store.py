@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from typing import Protocol
 
+from common.miss import Miss
 from connector.counters import Counters, Meter
 from connector.geometry import Geometry, PoolShape
 from connector.lane import Lane
@@ -71,6 +72,10 @@ class StoreConnector:
     def lookup(self, query: Query) -> int | None:
         """As the protocol says; ``None`` at most as long as a lookup may take."""
         return self._lookups.find(query)
+
+    def why(self, request_id: str) -> Miss | None:
+        """As the protocol says."""
+        return self._lookups.why(request_id)
 
     def load(self, load: Load) -> None:
         """As the protocol says. The lookup's answer and lease end with the load."""

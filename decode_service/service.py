@@ -8,7 +8,7 @@ from typing import TypeAlias
 import grpc
 
 from engine.updates import Ended
-from protos import decode_pb2, decode_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, types_pb2
 from rpc.server import Server
 from worker import convert
 from worker.streams import Batch
@@ -30,13 +30,13 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         handoff = Handoff(request.handoff_tokens, request.handoff_last_name)
         async with self._worker.run(request.leg, handoff=handoff) as batches:
             async for batch in batches:
-                yield self._response(batch)
+                yield self._response(batch, request.leg)
 
-    def _response(self, batch: Batch) -> decode_pb2.DecodeResponse:
+    def _response(self, batch: Batch, leg: types_pb2.Leg) -> decode_pb2.DecodeResponse:
         response = decode_pb2.DecodeResponse()
         for update in batch:
             if isinstance(update, Ended):
-                response.usage.CopyFrom(self._worker.usage(update))
+                response.usage.CopyFrom(self._worker.usage(update, leg))
             else:
                 response.tokens.append(convert.token(update.sampled))
                 response.finish_reason = convert.finish(update.finish)

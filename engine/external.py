@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from common.miss import Miss
+
 
 @dataclass(frozen=True, slots=True)
 class Query:
@@ -78,13 +80,14 @@ class Save:
 class Loaded:
     """A load has ended: the first ``valid`` of its ``external`` tokens are written and verified.
 
-    ``sources`` are the stores they came from, each with its number of tokens. Two events are equal
-    whoever gave the tokens.
+    ``missed`` says why there are no more, if there should have been. ``sources`` are the stores
+    they came from, each with its number of tokens; two events are equal whoever gave the tokens.
     """
 
     request_id: str
     epoch: int
     valid: int
+    missed: Miss | None = None
     sources: tuple[tuple[str, int], ...] = field(default=(), compare=False)
 
 
@@ -116,6 +119,12 @@ class Connector(Protocol):
         """Tokens available after ``query.local``; ``None`` means ask again after a notify.
 
         vLLM: ``get_num_new_matched_tokens``.
+        """
+
+    def why(self, request_id: str) -> Miss | None:
+        """Why the block after those that the last lookup found is not there.
+
+        Asked once an admission, between its lookup and its load; ``None``: nothing was asked.
         """
 
     def load(self, load: Load) -> None:

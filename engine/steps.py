@@ -175,18 +175,18 @@ class Steps:
         for request in plan.preempted:
             self._tasks[request.id].preemptions += 1
         for load in plan.loads:
-            self._note_admitted(self._tasks[load.request_id], now)
+            self._note_admitted(self._tasks[load.request_id], load.epoch, now)
             self._connector.load(load)
         for entry in plan.entries:
             task = self._tasks[entry.request.id]
-            self._note_admitted(task, now)
+            self._note_admitted(task, entry.epoch, now)
             if task.running is None:
                 task.running = now
         self._start_saves(plan.saves)
 
-    def _note_admitted(self, task: Task, now: float) -> None:
-        if task.admitted is None:
-            task.admitted = now
+    def _note_admitted(self, task: Task, epoch: int, now: float) -> None:
+        if task.epoch != epoch:
+            task.note_admitted(epoch, self._connector.why(task.request.id), now)
 
     def _execute(self, plan: Plan) -> Sequence[Sampled | None]:
         if not plan.entries:
@@ -213,10 +213,10 @@ class Steps:
             request, finish = output.request, output.finish
             task = self._tasks[request.id]
             if task.first_token is None:
-                task.first_token = now
                 admission = request.last_admission
+                task.note_first_token(admission, self.limits.block_size, now)
                 sources = task.sources_of(admission)
-                self._totals = self._totals.with_first_token(admission, sources)
+                self._totals = self._totals.with_first_token(admission, sources, task.missed)
             stops = self._stops(task, output.token)
             if stops is None:
                 self._fail([request.id], "the output has no text to look for stop strings in")
@@ -263,7 +263,7 @@ class Steps:
     def _note_loaded(self, request: Request, event: Loaded) -> None:
         admission, size = request.resident.admission, self.limits.block_size
         names = request.names[admission.local // size : admission.hit // size]
-        self._tasks[request.id].note_loaded(names, event.sources)
+        self._tasks[request.id].note_loaded(names, event)
 
     def _retire(self, task: Task) -> None:
         """Tell the account of a finished request, once its saves are over if they matter."""

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from common.miss import Miss
 from common.sampling import Sampling
-from engine.external import Piece, Save
+from engine.external import Loaded, Piece, Save
 from engine.request import Admission, Request
 from engine.sources import apportioned
-from engine.updates import Ended, Timing
-from engine.usage import first_run, leg_tokens
+from engine.updates import Ended, Missed, Timing
+from engine.usage import first_run, leg_tokens, missed_blocks
 
 
 class StopText(Protocol):
@@ -29,6 +30,9 @@ class Task:
     sampling: Sampling
     stop_text: StopText | None
     submitted: float
+    epoch: int = 0  # of the last admission that was noted
+    why: Miss | None = None  # what it found outside ended there for this reason
+    missed: Missed | None = None  # by the admission that made the first token
     admitted: float | None = None
     running: float | None = None
     first_token: float | None = None
@@ -37,6 +41,19 @@ class Task:
     stored: set[bytes] = field(default_factory=set)
     tail: Piece | None = None  # the partial last block, once it is on its way to the store
     sources: dict[int, Mapping[str, int]] = field(default_factory=dict)  # of loads, by epoch
+
+    def note_admitted(self, epoch: int, why: Miss | None, now: float) -> None:
+        """An admission; one that did not ask again has its last reason."""
+        self.epoch = epoch
+        self.why = why or self.why
+        if self.admitted is None:
+            self.admitted = now
+
+    def note_first_token(self, admission: Admission, block_size: int, now: float) -> None:
+        """The first token was made out of ``admission``, once."""
+        self.first_token = now
+        blocks = missed_blocks(admission, block_size)
+        self.missed = Missed(self.why, blocks) if self.why is not None and blocks else None
 
     def note_saving(self, save: Save, block_size: int) -> None:
         """A save has begun."""
@@ -49,11 +66,12 @@ class Task:
         self.open_saves -= 1
         self.stored.update(piece.name for piece in save.pieces[: max(stored, 0)])
 
-    def note_loaded(self, names: Sequence[bytes], told: Sequence[tuple[str, int]]) -> None:
-        """These blocks came from the store, so there they are; ``told``: tokens by store."""
+    def note_loaded(self, names: Sequence[bytes], event: Loaded) -> None:
+        """These blocks came from the store, so there they are; and why no more came."""
         self.stored.update(names)
+        self.why = event.missed or self.why
         admission = self.request.resident.admission
-        self.sources[admission.epoch] = apportioned(told, admission.external)
+        self.sources[admission.epoch] = apportioned(event.sources, admission.external)
 
     def sources_of(self, admission: Admission) -> Mapping[str, int]:
         """The external tokens of an admission, by store."""
@@ -77,6 +95,7 @@ class Task:
             saved,
             last,
             {} if first is None else self.sources_of(first.admission),
+            self.missed,
         )
 
     def _timing(self) -> Timing:

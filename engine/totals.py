@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from common.miss import Miss
 from engine.request import Admission, Finish
 from engine.sources import added
+from engine.updates import Missed
 from engine.usage import LegTokens
 
 
@@ -18,7 +20,8 @@ from engine.usage import LegTokens
 class Totals:
     """Tokens, but for ``finished`` (legs by how they ended) and ``preemptions``.
 
-    ``sources`` are the ``external`` ones by the store they came from.
+    ``sources`` are the ``external`` ones by the store they came from. ``missed`` are blocks, by why
+    they were.
     """
 
     prompt: int = 0
@@ -31,16 +34,26 @@ class Totals:
     preemptions: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
     sources: Mapping[str, int] = field(default_factory=dict)
+    missed: Mapping[Miss, int] = field(default_factory=dict)
 
     @property
     def computed(self) -> int:
         """Prompt tokens that were computed here: the rest."""
         return self.prompt - self.local - self.external
 
-    def with_first_token(self, admission: Admission, sources: Mapping[str, int]) -> Totals:
-        """A leg made its first token out of ``admission``; ``sources`` are its external tokens."""
+    def with_first_token(
+        self, admission: Admission, sources: Mapping[str, int], missed: Missed | None
+    ) -> Totals:
+        """A leg made its first token out of ``admission``.
+
+        ``sources`` are its external tokens, ``missed`` the blocks it could have had and had not.
+        """
+        by_reason = dict(self.missed)
+        if missed is not None:
+            by_reason[missed.reason] = by_reason.get(missed.reason, 0) + missed.blocks
         return replace(
             self,
+            missed=by_reason,
             prompt=self.prompt + admission.length,
             local=self.local + admission.local,
             external=self.external + admission.external,

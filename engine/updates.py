@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from common.errors import KvrelayError
+from common.miss import Miss
 from engine.request import Finish
 from engine.usage import LegTokens
 from engine.work import Sampled
@@ -29,6 +30,14 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class Missed:
+    """So many blocks were looked for outside and not had; why the first of them was not."""
+
+    reason: Miss
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """The request has left the engine, after its last token and, if it was to, its last save.
 
@@ -43,6 +52,7 @@ class Ended:
     saved: int
     last_name: bytes | None
     sources: Mapping[str, int] = field(default_factory=dict)
+    missed: Missed | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.request import Request, Run
+from engine.request import Admission, Request, Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +52,11 @@ def leg_tokens(request: Request) -> LegTokens:
         failed=request.failed,
         runs=runs,
     )
+
+
+def missed_blocks(admission: Admission, block_size: int) -> int:
+    """Blocks of an admission that were found neither here nor outside, and could have been.
+
+    That is all but those found, up to the position that is computed here whatever is found.
+    """
+    return -((admission.length - 1) // -block_size) + admission.hit // -block_size

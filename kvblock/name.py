@@ -21,6 +21,7 @@ Digest = Callable[[bytes], bytes]
 
 _ROOT = b"kvrelay.root.v1".ljust(32, b"\0")
 _CHILD = b"kvrelay.child.v1".ljust(32, b"\0")
+_OPENING = b"kvrelay.opening.v1"
 
 
 def sha256(data: bytes) -> bytes:
@@ -53,10 +54,20 @@ class Namer:
     def __init__(self, namespace: Namespace, digest: Digest = sha256) -> None:
         self._digest, self._namespace = digest, namespace.digest
         self.root = digest(_ROOT + namespace.digest)
+        self._tenant = hashlib.sha256(_OPENING + namespace.tenant_salt).digest()
 
     def child(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """Name of the block that holds ``tokens`` after the block ``parent``."""
         return child_name(self._namespace, parent, tokens, self._digest)
+
+    def opening(self, tokens: Sequence[int]) -> int:
+        """64 bits that all namespaces of one tenant share for a sequence's first block.
+
+        It tells a block that is there under another namespace from one that is nowhere, and says
+        nothing about blocks of other tenants.
+        """
+        packed = _packer(len(tokens)).pack(len(tokens), *tokens)
+        return int.from_bytes(hashlib.blake2b(packed, digest_size=8, key=self._tenant).digest())
 
     def chain(self, tokens: Sequence[int], block_size: int) -> list[bytes]:
         """Names of the full blocks of ``tokens``, in order; a shorter rest has none."""

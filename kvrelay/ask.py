@@ -26,7 +26,7 @@ _SAMPLING = (
 )
 _KNOWN = {
     *_SAMPLING, "prompt", "messages", "token_ids", "output_token_ids", "max_tokens", "stop",
-    "stop_token_ids", "model", "request_id",
+    "stop_token_ids", "model", "request_id", "explain",
 }  # fmt: skip
 
 
@@ -36,7 +36,8 @@ class Ask(TypedDict, total=False):
     ``messages`` are mappings with ``role`` and ``content``, or such pairs. ``max_tokens`` counts
     all output tokens (default 16), those in ``output_token_ids`` included, with which a stream is
     continued. ``seed`` is drawn when absent and told with the first piece. The meaning of the rest
-    is in protos/types.proto.
+    is in protos/types.proto. ``explain`` fills in ``missed`` in the usage of each leg: how many
+    blocks were not found, and why.
     """
 
     prompt: str | None
@@ -59,6 +60,7 @@ class Ask(TypedDict, total=False):
     logprobs: int | None
     model: str | None
     request_id: str | None
+    explain: bool | None
 
 
 LONGEST_SECONDS = 1e8  # what gRPC can count; a longer wait is no limit
@@ -86,7 +88,7 @@ def message_of(ask: Ask) -> router_pb2.GenerateRequest:
         raise TypeError(f"unexpected argument {name!r}")
     request = router_pb2.GenerateRequest()
     _set_input(request, ask)
-    for name in ("max_tokens", "model", "request_id"):
+    for name in ("max_tokens", "model", "request_id", "explain"):
         if name in values:
             _set(request, name, values[name])
     for name in _SAMPLING:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from common.miss import Miss
 from kvblock.header import checksum, seal
-from kvstore.records import Tail, Verdict
+from kvstore.records import Claim, Tail, Verdict
 from kvstore.stats import Stats
 
 
@@ -36,7 +37,9 @@ class Found:
     """A lookup's answer: ``lead`` names are there, then ``tails[tail]``; held by ``lease``.
 
     ``sizes`` are the bytes (header and payload) of these blocks, in order. ``sources`` name the
-    one of several stores that has each; empty when there is only one.
+    one of several stores that has each; empty when there is only one. ``missing`` says why the
+    first block after these is not there, ``None`` if all are. ``boot`` tells starts of the store
+    apart, for those that have any.
     """
 
     lead: int
@@ -44,6 +47,8 @@ class Found:
     sizes: tuple[int, ...]
     lease: Lease | None
     sources: tuple[str, ...] = ()
+    missing: Miss | None = Miss.UNKNOWN
+    boot: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +112,21 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A block to put. ``read`` is called only if the store wants it; it gives ``size`` bytes."""
+    """A block to put. ``read`` is called only if the store wants it; it gives ``size`` bytes.
+
+    ``opening`` is ``kvblock.Namer.opening`` of a sequence's first block.
+    """
 
     name: bytes
     size: int
     partial: bool
     read: Callable[[], Block]
+    opening: int | None = None
+
+
+def claim_of(offer: Offer) -> Claim:
+    """What an offer claims."""
+    return Claim(offer.name, offer.size, offer.partial, offer.opening)
 
 
 class Kept(Enum):
@@ -155,9 +169,17 @@ class Store(Protocol):
         """Where it is, as ``connect`` takes it."""
 
     def lookup(
-        self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, timeout: float
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        timeout: float,
+        openings: Sequence[int] = (),
     ) -> Found:
-        """How many of ``names`` lead without a gap, held for ``ttl`` seconds (0: not held)."""
+        """How many of ``names`` lead without a gap, held for ``ttl`` seconds (0: not held).
+
+        ``openings`` of the first block, full and partial, serve ``Found.missing`` alone.
+        """
 
     def survey(self, names: Sequence[bytes], ttl: float, timeout: float) -> Seen:
         """Which of ``names`` are there, each for itself, held for ``ttl`` seconds (0: not held)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from common.errors import DeadlineExceeded, KvrelayError, Unavailable
 from kvstore.base import Found, Got, Lease, Offer, Outcome, Seen, Store, Want
@@ -37,11 +37,16 @@ class Breaker:
         return self._store.url
 
     def lookup(
-        self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, timeout: float
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        timeout: float,
+        openings: Sequence[int] = (),
     ) -> Found:
         """As the protocol says."""
         with self._guarded():
-            return self._store.lookup(names, tails, ttl, timeout)
+            return self._store.lookup(names, tails, ttl, timeout, openings)
 
     def survey(self, names: Sequence[bytes], ttl: float, timeout: float) -> Seen:
         """As the protocol says."""
@@ -49,9 +54,14 @@ class Breaker:
             return self._store.survey(names, ttl, timeout)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
-        """As the protocol says."""
-        with self._guarded():
-            yield from self._store.get(wants, timeout)
+        """As the protocol says. The first block is an answer, even if nobody reads the rest."""
+        first = True
+        with self._guarded(), closing(self._store.get(wants, timeout)) as arriving:
+            for got in arriving:
+                if first:
+                    self._answered()
+                    first = False
+                yield got
 
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
         """As the protocol says."""

@@ -14,9 +14,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
+from common.miss import Miss
 from kvstore.deadlines import Deadlines
 from kvstore.entries import Entry, Room
 from kvstore.events import KEPT_EVENTS, Events, Reason
+from kvstore.gone import MISSES, Gone
 from kvstore.policy import Node, Policy
 from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail, Verdict
 from kvstore.reservations import Reservations
@@ -42,12 +44,14 @@ class Catalog(Generic[V]):
         self._lease_ends: Deadlines[int] = Deadlines()
         self._lives: Deadlines[bytes] = Deadlines()
         self._bytes = self._leased = self._serial = 0
+        self._gone = Gone()
         self.tally = Tally()
         self.events: Events[V] = Events(kept_events)
 
     def lookup(
-        self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, now: float
-    ) -> Holding:
+        self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, now: float,
+        openings: Sequence[int] = (),
+    ) -> Holding:  # fmt: skip
         """The longest leading run of ``names``, then the first tail there is; held for ``ttl``."""
         self.expire(now)
         lead = next((i for i, name in enumerate(names) if name not in self._entries), len(names))
@@ -60,7 +64,19 @@ class Catalog(Generic[V]):
         self.tally.misses += len(names) - lead
         sizes = tuple(self._entries[name].size for name in found)
         lease = self._hold(tuple(found), now + ttl, now) if found and ttl > 0 else None
-        return Holding(lead, tail, sizes, lease, now + ttl)
+        # With a tail there may be a full block that is missing all the same, of later tokens.
+        there = tail is not None or (lead == len(names) and not any(t.after == lead for t in tails))
+        missing = None if there else self._why(names, tails, lead, openings)
+        return Holding(lead, tail, sizes, lease, now + ttl, missing)
+
+    def _why(
+        self, names: Sequence[bytes], tails: Sequence[Tail], lead: int, openings: Sequence[int]
+    ) -> Miss:
+        """Why neither ``names[lead]`` nor a tail in its place is there."""
+        wanted = [*names[lead : lead + 1], *(tail.name for tail in tails if tail.after == lead)]
+        if any(name in self._writing for name in wanted):
+            return Miss.TOO_LATE
+        return self._gone.why(wanted, openings if lead == 0 else ())
 
     def survey(self, names: Sequence[bytes], ttl: float, now: float) -> Surveyed:
         """Which of ``names`` are there, each for itself; held for ``ttl``."""
@@ -161,6 +177,7 @@ class Catalog(Generic[V]):
             return False
         self._entries[name] = entry = Entry(claim, value, parent, tokens)
         self._bytes += claim.size
+        self._gone.came(claim.opening)
         self._policy.add(entry)
         if claim.partial:
             self._lives.set(name, now + self._partial_life)
@@ -315,6 +332,7 @@ class Catalog(Generic[V]):
     def _remove(self, name: bytes, reason: Reason) -> None:
         entry = self._entries.pop(name)
         self.events.add(entry, reason)
+        self._gone.went(name, entry.opening, MISSES[reason])
         parent = None if entry.parent is None else self._entries.get(entry.parent)
         self._policy.remove(entry, parent)
         self._lives.drop(name)

@@ -23,9 +23,10 @@ class Room(Protocol[V]):
 class Entry(Node, Generic[V]):
     """A block that is there, of ``tokens`` positions; ``leases`` is how many hold it."""
 
-    __slots__ = ("leases", "partial", "size", "tokens", "value")
+    __slots__ = ("leases", "opening", "partial", "size", "tokens", "value")
 
     def __init__(self, claim: Claim, value: V, parent: bytes | None, tokens: int) -> None:
         super().__init__(claim.name, parent)
         self.size, self.partial, self.value, self.leases = claim.size, claim.partial, value, 0
         self.tokens = tokens
+        self.opening = claim.opening

@@ -13,7 +13,19 @@ from dataclasses import dataclass, field
 
 from common.errors import Corrupt
 from kvblock.name import Digest, sha256
-from kvstore.base import NOT_SENT, Block, Found, Got, Kept, Lease, Offer, Outcome, Seen, Want
+from kvstore.base import (
+    NOT_SENT,
+    Block,
+    Found,
+    Got,
+    Kept,
+    Lease,
+    Offer,
+    Outcome,
+    Seen,
+    Want,
+    claim_of,
+)
 from kvstore.catalog import Catalog
 from kvstore.check import check_block
 from kvstore.policy import LeastRecentlyUsed
@@ -64,12 +76,20 @@ class MemoryStore:
         self._shelf = _shelf(name, budget)
 
     def lookup(
-        self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, timeout: float
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        timeout: float,
+        openings: Sequence[int] = (),
     ) -> Found:
         """As the protocol says."""
         with self._shelf.changed:
-            held = self._shelf.catalog.lookup(names, tails, ttl, time.monotonic())
-        return Found(held.lead, held.tail, held.sizes, self._lease(held.lease, held.deadline))
+            held = self._shelf.catalog.lookup(names, tails, ttl, time.monotonic(), openings)
+        lease = self._lease(held.lease, held.deadline)
+        return Found(
+            held.lead, held.tail, held.sizes, lease, missing=held.missing, boot=self._shelf.boot
+        )
 
     def survey(self, names: Sequence[bytes], ttl: float, timeout: float) -> Seen:
         """As the protocol says."""
@@ -92,7 +112,7 @@ class MemoryStore:
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
         """As the protocol says."""
         deadline = time.monotonic() + timeout
-        claims = [Claim(offer.name, offer.size, offer.partial) for offer in offers]
+        claims = [claim_of(offer) for offer in offers]
         with self._shelf.changed:
             grant = self._shelf.catalog.reserve(claims, TICKET_LIFE, time.monotonic())
         outcomes: list[Outcome] = []

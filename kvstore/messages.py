@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Iterable
 
 from common.errors import Rejected
+from common.miss import Miss
 from kvblock.header import MAX_COUNT, MAX_PAYLOAD, header_bytes
 from kvblock.name import NAME_BYTES
 from kvstore.base import Kept, Outcome
 from kvstore.records import Claim, Tail, Verdict
 from kvstore.stats import Stats, Tally
 from protos import kvstore_pb2 as pb
+from protos import types_pb2
 
 MAX_NAMES = 1 << 16
 MAX_TAILS = 16
@@ -34,6 +36,7 @@ KEPT: dict[Kept, pb.Verdict.ValueType] = {
     Kept.EXPIRED: pb.VERDICT_EXPIRED,
 }
 _FROM_WIRE = {wire: kept for kept, wire in KEPT.items()}
+MAX_OPENINGS = 16
 
 
 def checked_names(field: str, names: Iterable[bytes], count: int, limit: int) -> None:
@@ -55,7 +58,7 @@ def claims_of(claims: Iterable[pb.Claim], count: int, max_block: int) -> list[Cl
     """Claims, checked: number, names (none twice) and lengths."""
     if count > MAX_NAMES:
         raise Rejected("claims", f"{count} are more than {MAX_NAMES}: split the call")
-    values = [Claim(claim.name, claim.length, claim.partial) for claim in claims]
+    values = [_claim_of(claim) for claim in claims]
     checked_names("claims.name", (claim.name for claim in values), count, MAX_NAMES)
     if len({claim.name for claim in values}) != count:
         raise Rejected("claims", "a name stands there twice: send each block once")
@@ -69,9 +72,33 @@ def claims_of(claims: Iterable[pb.Claim], count: int, max_block: int) -> list[Cl
     return values
 
 
+def _claim_of(claim: pb.Claim) -> Claim:
+    opening = claim.opening if claim.HasField("opening") else None
+    return Claim(claim.name, claim.length, claim.partial, opening)
+
+
 def claim_message(claim: Claim) -> pb.Claim:
     """For the wire."""
-    return pb.Claim(name=claim.name, length=claim.size, partial=claim.partial)
+    return pb.Claim(
+        name=claim.name, length=claim.size, partial=claim.partial, opening=claim.opening
+    )
+
+
+def miss_message(missing: Miss | None) -> types_pb2.Miss.ValueType:
+    """For the wire; unspecified when nothing is missing."""
+    return types_pb2.MISS_UNSPECIFIED if missing is None else types_pb2.Miss.Value(_label(missing))
+
+
+def miss_of(wire: types_pb2.Miss.ValueType) -> Miss | None:
+    """From the wire; ``UNKNOWN`` for one this version does not know."""
+    return None if wire == types_pb2.MISS_UNSPECIFIED else _MISSES.get(wire, Miss.UNKNOWN)
+
+
+def _label(missing: Miss) -> str:
+    return f"MISS_{missing.name}"
+
+
+_MISSES = {types_pb2.Miss.Value(_label(missing)): missing for missing in Miss}
 
 
 def outcome_message(outcome: Outcome) -> pb.Outcome:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
+from common.miss import Miss
+
 V = TypeVar("V")
 
 
@@ -20,11 +22,15 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A block somebody wants to put: its name, its bytes in all, and whether it is partial."""
+    """A block somebody wants to put: its name, its bytes in all, and whether it is partial.
+
+    ``opening`` is ``kvblock.Namer.opening`` of a sequence's first block.
+    """
 
     name: bytes
     size: int
     partial: bool
+    opening: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +52,17 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The leading run found: ``sizes`` of its blocks in order, the tail's last if one was taken."""
+    """The leading run found: ``sizes`` of its blocks in order, the tail's last if one was taken.
+
+    ``missing`` says why the first block after them is not there, ``None`` if all are.
+    """
 
     lead: int
     tail: int | None
     sizes: tuple[int, ...]
     lease: int | None
     deadline: float
+    missing: Miss | None = None
 
 
 @dataclass(frozen=True, slots=True)

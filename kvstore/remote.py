@@ -11,12 +11,12 @@ import time
 from collections.abc import Generator, Sequence
 
 from common.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Unavailable
-from kvstore.base import NOT_SENT, Found, Got, Kept, Lease, Offer, Outcome, Seen, Want
+from kvstore.base import NOT_SENT, Found, Got, Kept, Lease, Offer, Outcome, Seen, Want, claim_of
 from kvstore.calls import Calls, mapped
-from kvstore.messages import VERDICTS, claim_message, outcome_of, stats_of
+from kvstore.messages import VERDICTS, claim_message, miss_of, outcome_of, stats_of
 from kvstore.records import Tail, Verdict
 from kvstore.stats import Stats
-from kvstore.stream import buffers_of, claim_of
+from kvstore.stream import buffers_of
 from kvstore.way import Progress, Ticket, Way
 from kvstore.ways import ORDER, Ways
 from protos import kvstore_pb2 as pb
@@ -53,13 +53,19 @@ class RemoteStore:
         return dict(self._ways.breaks)
 
     def lookup(
-        self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, timeout: float
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        timeout: float,
+        openings: Sequence[int] = (),
     ) -> Found:
         """As the protocol says."""
         request = pb.LookupRequest(
             names=names,
             tails=[pb.Tail(after=tail.after, name=tail.name) for tail in tails],
             lease_ms=round(ttl * 1000),
+            openings=openings,
         )
         answer, lease = self._ask(request, timeout)
         return Found(
@@ -67,6 +73,8 @@ class RemoteStore:
             tail=answer.tail if answer.HasField("tail") else None,
             sizes=tuple(answer.places.lengths),
             lease=lease,
+            missing=miss_of(answer.missing),
+            boot=answer.boot,
         )
 
     def survey(self, names: Sequence[bytes], ttl: float, timeout: float) -> Seen:

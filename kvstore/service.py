@@ -20,9 +20,11 @@ from kvstore.locating import located, reserved
 from kvstore.messages import (
     MAX_LEASE_MS,
     MAX_NAMES,
+    MAX_OPENINGS,
     MAX_SMALL,
     checked_names,
     claims_of,
+    miss_message,
     outcome_message,
     stats_message,
     tails_of,
@@ -67,7 +69,10 @@ class StoreService:
             raise Rejected("lease_ms", f"{request.lease_ms} is more than {MAX_LEASE_MS}")
         if request.each:
             return self._surveyed(request)
-        held = self._vault.lookup(request.names, tails_of(request), request.lease_ms / 1000)
+        if len(request.openings) > MAX_OPENINGS:
+            raise Rejected("openings", f"{len(request.openings)} are more than {MAX_OPENINGS}")
+        tails, seconds = tails_of(request), request.lease_ms / 1000
+        held = self._vault.lookup(request.names, tails, seconds, request.openings)
         return pb.LookupResponse(
             boot=self._vault.boot,
             lead=held.lead,
@@ -75,6 +80,7 @@ class StoreService:
             places=pb.Places(lengths=held.sizes),
             lease=held.lease or 0,
             lease_ms=request.lease_ms if held.lease else 0,
+            missing=miss_message(held.missing),
         )
 
     def _surveyed(self, request: pb.LookupRequest) -> pb.LookupResponse:

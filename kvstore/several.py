@@ -42,7 +42,12 @@ class Several:
         return ",".join(arm.store.url for arm in self.arms)
 
     def lookup(
-        self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, timeout: float
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        timeout: float,
+        openings: Sequence[int] = (),
     ) -> Found:
         """As the protocol says, over all stores."""
         names = names[: MAX_NAMES - len(tails)]

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 
 from common.errors import Corrupt
-from kvstore.base import Got, Offer, Outcome, Want
+from kvstore.base import Got, Offer, Outcome, Want, claim_of
 from kvstore.calls import Calls, mapped
 from kvstore.messages import claim_message, outcome_of
-from kvstore.records import Claim
 from kvstore.way import Progress, Ticket, block_of, split_of
 from kvstore.wire import HEAD, Pour, cut, parse, skip
 from protos import kvstore_pb2 as pb
@@ -53,11 +52,6 @@ class StreamWay:
 
     def close(self, cut: bool = True) -> None:
         """As the protocol says; the channel is its owner's."""
-
-
-def claim_of(offer: Offer) -> Claim:
-    """What an offer claims."""
-    return Claim(offer.name, offer.size, offer.partial)
 
 
 def _messages(head: pb.PutHead, offers: Sequence[Offer]) -> Iterator[bytes]:

@@ -68,10 +68,16 @@ class Vault:
         """Whether ``token`` is that of ``serial``; in constant time."""
         return hmac.compare_digest(self.token(serial), token)
 
-    def lookup(self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float) -> Holding:
+    def lookup(
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        openings: Sequence[int] = (),
+    ) -> Holding:
         """See ``Catalog.lookup``."""
         with self._lock:
-            return self._catalog.lookup(names, tails, ttl, time.monotonic())
+            return self._catalog.lookup(names, tails, ttl, time.monotonic(), openings)
 
     def survey(self, names: Sequence[bytes], ttl: float) -> Surveyed:
         """See ``Catalog.survey``."""

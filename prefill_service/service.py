@@ -8,7 +8,7 @@ from typing import TypeAlias
 import grpc
 
 from engine.updates import Ended, Token
-from protos import prefill_pb2, prefill_pb2_grpc
+from protos import prefill_pb2, prefill_pb2_grpc, types_pb2
 from rpc.server import Server
 from worker import convert
 from worker.worker import Worker
@@ -31,9 +31,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         async with self._worker.run(request.leg, prefill_only=True) as batches:
             async for batch in batches:
                 for update in batch:
-                    yield self._response(update)
+                    yield self._response(update, request.leg)
 
-    def _response(self, update: Token | Ended) -> prefill_pb2.PrefillResponse:
+    def _response(self, update: Token | Ended, leg: types_pb2.Leg) -> prefill_pb2.PrefillResponse:
         if isinstance(update, Token):
             first = prefill_pb2.FirstToken(
                 token=convert.token(update.sampled), finish_reason=convert.finish(update.finish)
@@ -42,7 +42,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         handoff = prefill_pb2.Handoff(
             tokens=update.saved,
             last_name=update.last_name or b"",
-            usage=self._worker.usage(update),
+            usage=self._worker.usage(update, leg),
         )
         return prefill_pb2.PrefillResponse(handoff=handoff)
 

@@ -17,6 +17,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from protos import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -129,6 +130,7 @@ class LookupRequest(_message.Message):
     TAILS_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     EACH_FIELD_NUMBER: _builtins.int
+    OPENINGS_FIELD_NUMBER: _builtins.int
     lease_ms: _builtins.int
     """how long to hold what is found; 0 takes no lease; at most 10 minutes"""
     each: _builtins.bool
@@ -143,6 +145,12 @@ class LookupRequest(_message.Message):
     def tails(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tail]:
         """tried in order, the first that is there is taken; at most 16"""
 
+    @_builtins.property
+    def openings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """What the sequence's first block may be, whatever the namespace (kvblock/name.py); at most 16.
+        Only for `missing`: the same opening under another name is of another namespace.
+        """
+
     def __init__(
         self,
         *,
@@ -150,10 +158,11 @@ class LookupRequest(_message.Message):
         tails: _abc.Iterable[Global___Tail] | None = ...,
         lease_ms: _builtins.int = ...,
         each: _builtins.bool = ...,
+        openings: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["each", b"each", "lease_ms", b"lease_ms", "names", b"names", "tails", b"tails"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["each", b"each", "lease_ms", b"lease_ms", "names", b"names", "openings", b"openings", "tails", b"tails"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -193,6 +202,7 @@ class LookupResponse(_message.Message):
     PLACES_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    MISSING_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     """random, new at every start of the store: old leases are void"""
     lead: _builtins.int
@@ -203,6 +213,8 @@ class LookupResponse(_message.Message):
     """0: no lease"""
     lease_ms: _builtins.int
     """from when the store answered; counting from when it was asked is safe"""
+    missing: _types_pb2.Miss.ValueType
+    """why the first block after these is not there; unspecified if all are"""
     @_builtins.property
     def places(self) -> Global___Places:
         """of the leading blocks, then the tail's if one was taken; or of each"""
@@ -216,10 +228,11 @@ class LookupResponse(_message.Message):
         places: Global___Places | None = ...,
         lease: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
+        missing: _types_pb2.Miss.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tail", b"_tail", "places", b"places", "tail", b"tail"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tail", b"_tail", "boot", b"boot", "lead", b"lead", "lease", b"lease", "lease_ms", b"lease_ms", "places", b"places", "tail", b"tail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tail", b"_tail", "boot", b"boot", "lead", b"lead", "lease", b"lease", "lease_ms", b"lease_ms", "missing", b"missing", "places", b"places", "tail", b"tail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tail: _TypeAlias = _typing.Literal["tail"]  # noqa: Y015
     _WhichOneofArgType__tail: _TypeAlias = _typing.Literal["_tail", b"_tail"]  # noqa: Y015
@@ -310,23 +323,29 @@ class Claim(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
     name: _builtins.bytes
     length: _builtins.int
     """bytes of header and payload"""
     partial: _builtins.bool
     """fewer positions than a full block: it gets a short life"""
+    opening: _builtins.int
+    """of a sequence's first block: see LookupRequest"""
     def __init__(
         self,
         *,
         name: _builtins.bytes = ...,
         length: _builtins.int = ...,
         partial: _builtins.bool = ...,
+        opening: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_opening", b"_opening", "opening", b"opening"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["length", b"length", "name", b"name", "partial", b"partial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_opening", b"_opening", "length", b"length", "name", b"name", "opening", b"opening", "partial", b"partial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__opening: _TypeAlias = _typing.Literal["opening"]  # noqa: Y015
+    _WhichOneofArgType__opening: _TypeAlias = _typing.Literal["_opening", b"_opening"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__opening) -> _WhichOneofReturnType__opening | None: ...
 
 Global___Claim: _TypeAlias = Claim  # noqa: Y015
 

@@ -128,6 +128,7 @@ class GenerateRequest(_message.Message):
     OUTPUT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
+    EXPLAIN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """default: drawn by the router"""
     model: _builtins.str
@@ -136,6 +137,8 @@ class GenerateRequest(_message.Message):
     """text"""
     max_tokens: _builtins.int
     """output tokens in all, >= 1; default 16"""
+    explain: _builtins.bool
+    """say in the usage of each leg why blocks were missed"""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """already tokenised"""
@@ -161,10 +164,11 @@ class GenerateRequest(_message.Message):
         output_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         max_tokens: _builtins.int | None = ...,
         sampling: _types_pb2.Sampling | None = ...,
+        explain: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "chat", b"chat", "input", b"input", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "chat", b"chat", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "output_token_ids", b"output_token_ids", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "chat", b"chat", "explain", b"explain", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "output_token_ids", b"output_token_ids", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015

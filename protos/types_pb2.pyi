@@ -57,6 +57,56 @@ ROLE_PREFILL: Role.ValueType  # 1
 ROLE_DECODE: Role.ValueType  # 2
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
+class _Miss:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _MissEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Miss.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MISS_UNSPECIFIED: _Miss.ValueType  # 0
+    MISS_NEVER_STORED: _Miss.ValueType  # 1
+    """since the store's start, as far back as it remembers"""
+    MISS_EVICTED: _Miss.ValueType  # 2
+    """another block needed the room"""
+    MISS_EXPIRED: _Miss.ValueType  # 3
+    """a partial block whose life was over"""
+    MISS_CLEARED: _Miss.ValueType  # 4
+    """somebody cleared the store"""
+    MISS_OTHER_NAMESPACE: _Miss.ValueType  # 5
+    """the same tokens are there, of another model, dtype, block size"""
+    MISS_FAILED_VERIFICATION: _Miss.ValueType  # 6
+    """it came, and was not what was wanted"""
+    MISS_TOO_LATE: _Miss.ValueType  # 7
+    """it was there or on its way, and not here in time"""
+    MISS_UNREACHABLE: _Miss.ValueType  # 8
+    """the store did not answer"""
+    MISS_UNKNOWN: _Miss.ValueType  # 9
+    """the store cannot tell, or was started anew"""
+
+class Miss(_Miss, metaclass=_MissEnumTypeWrapper):
+    """Why a block could not be had from the store. Of several in a row the first one decides."""
+
+MISS_UNSPECIFIED: Miss.ValueType  # 0
+MISS_NEVER_STORED: Miss.ValueType  # 1
+"""since the store's start, as far back as it remembers"""
+MISS_EVICTED: Miss.ValueType  # 2
+"""another block needed the room"""
+MISS_EXPIRED: Miss.ValueType  # 3
+"""a partial block whose life was over"""
+MISS_CLEARED: Miss.ValueType  # 4
+"""somebody cleared the store"""
+MISS_OTHER_NAMESPACE: Miss.ValueType  # 5
+"""the same tokens are there, of another model, dtype, block size"""
+MISS_FAILED_VERIFICATION: Miss.ValueType  # 6
+"""it came, and was not what was wanted"""
+MISS_TOO_LATE: Miss.ValueType  # 7
+"""it was there or on its way, and not here in time"""
+MISS_UNREACHABLE: Miss.ValueType  # 8
+"""the store did not answer"""
+MISS_UNKNOWN: Miss.ValueType  # 9
+"""the store cannot tell, or was started anew"""
+Global___Miss: _TypeAlias = Miss  # noqa: Y015
+
 @_typing.final
 class Sampling(_message.Message):
     """How the next token is chosen. Absent fields take the default named with them. The meaning is
@@ -254,6 +304,30 @@ class Token(_message.Message):
 Global___Token: _TypeAlias = Token  # noqa: Y015
 
 @_typing.final
+class MissedBlocks(_message.Message):
+    """Blocks of a leg that were looked for in the store and not had, and why the first of them was not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    reason: Global___Miss.ValueType
+    blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        reason: Global___Miss.ValueType = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MissedBlocks: _TypeAlias = MissedBlocks  # noqa: Y015
+
+@_typing.final
 class Admission(_message.Message):
     """One residency's beginning: length = local + external + fresh, fresh >= 1."""
 
@@ -314,6 +388,7 @@ class LegUsage(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     SAVED_FIELD_NUMBER: _builtins.int
     EXTERNAL_BY_STORE_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """boot token of the worker"""
     role: Global___Role.ValueType
@@ -350,6 +425,10 @@ class LegUsage(_message.Message):
     def external_by_store(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreTokens]:
         """their sum is external"""
 
+    @_builtins.property
+    def missed(self) -> _containers.RepeatedCompositeFieldContainer[Global___MissedBlocks]:
+        """when asked for with `explain`"""
+
     def __init__(
         self,
         *,
@@ -371,10 +450,11 @@ class LegUsage(_message.Message):
         address: _builtins.str = ...,
         saved: _builtins.int | None = ...,
         external_by_store: _abc.Iterable[Global___StoreTokens] | None = ...,
+        missed: _abc.Iterable[Global___MissedBlocks] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_saved", b"_saved", "saved", b"saved"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved", b"_saved", "address", b"address", "admissions", b"admissions", "computed", b"computed", "executed", b"executed", "external", b"external", "external_by_store", b"external_by_store", "failed", b"failed", "generated", b"generated", "length", b"length", "load_seconds", b"load_seconds", "local", b"local", "preemptions", b"preemptions", "queue_seconds", b"queue_seconds", "recomputed", b"recomputed", "role", b"role", "run_seconds", b"run_seconds", "saved", b"saved", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved", b"_saved", "address", b"address", "admissions", b"admissions", "computed", b"computed", "executed", b"executed", "external", b"external", "external_by_store", b"external_by_store", "failed", b"failed", "generated", b"generated", "length", b"length", "load_seconds", b"load_seconds", "local", b"local", "missed", b"missed", "preemptions", b"preemptions", "queue_seconds", b"queue_seconds", "recomputed", b"recomputed", "role", b"role", "run_seconds", b"run_seconds", "saved", b"saved", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__saved: _TypeAlias = _typing.Literal["saved"]  # noqa: Y015
     _WhichOneofArgType__saved: _TypeAlias = _typing.Literal["_saved", b"_saved"]  # noqa: Y015
@@ -464,11 +544,14 @@ class Leg(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
     NAMESPACE_DIGEST_FIELD_NUMBER: _builtins.int
+    EXPLAIN_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_tokens: _builtins.int
     """output tokens in all, those so far included"""
     namespace_digest: _builtins.bytes
     """Digest of the namespace the sender expects; FAILED_PRECONDITION if the worker's differs."""
+    explain: _builtins.bool
+    """fill in `LegUsage.missed`"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -486,10 +569,11 @@ class Leg(_message.Message):
         max_tokens: _builtins.int = ...,
         sampling: Global___Sampling | None = ...,
         namespace_digest: _builtins.bytes = ...,
+        explain: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_tokens", b"max_tokens", "namespace_digest", b"namespace_digest", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "max_tokens", b"max_tokens", "namespace_digest", b"namespace_digest", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -127,6 +127,7 @@ class Generation:
             max_tokens=request.max_tokens,
             sampling=request.sampling,
             namespace_digest=self._digest,
+            explain=request.explain,
         )
 
     def _take(self, event: Event, found: Found) -> router_pb2.GenerateResponse | None:

@@ -28,6 +28,7 @@ class Request:
     max_tokens: int
     sampling: types_pb2.Sampling
     deadline: Deadline
+    explain: bool = False  # each leg says why blocks were missed
 
     @property
     def positions(self) -> int:
@@ -123,4 +124,5 @@ def build(
         max_tokens=max_tokens_of(message),
         sampling=sampling,
         deadline=deadline,
+        explain=message.explain,
     )

@@ -6,9 +6,10 @@ import secrets
 from dataclasses import replace
 
 from common.errors import Rejected
+from common.miss import Miss
 from common.sampling import Sampling
 from engine.request import Finish, Order
-from engine.updates import Ended
+from engine.updates import Ended, Missed
 from engine.work import Logprob, Sampled
 from protos import types_pb2
 from rpc.sampling import check_ids, sampling_of
@@ -16,6 +17,10 @@ from rpc.sampling import check_ids, sampling_of
 _FINISH: dict[Finish, types_pb2.FinishReason.ValueType] = {
     Finish.STOP: types_pb2.FINISH_REASON_STOP,
     Finish.LENGTH: types_pb2.FINISH_REASON_LENGTH,
+}
+
+_MISS: dict[Miss, types_pb2.Miss.ValueType] = {
+    miss: types_pb2.Miss.Value(f"MISS_{miss.name}") for miss in Miss
 }
 
 MAX_REQUEST_ID = 256
@@ -27,8 +32,13 @@ def sampling(message: types_pb2.Sampling, eos_token_ids: tuple[int, ...]) -> Sam
     return rules if message.HasField("seed") else replace(rules, seed=secrets.randbits(64))
 
 
-def order(leg: types_pb2.Leg, engine_id: str, rules: Sampling, prefill_only: bool) -> Order:
-    """What the engine is asked for; ``engine_id`` is this stay's own id, never seen outside."""
+def order(
+    leg: types_pb2.Leg, engine_id: str, rules: Sampling, prefill_only: bool, save: bool
+) -> Order:
+    """What the engine is asked for; ``engine_id`` is this stay's own id, never seen outside.
+
+    Without a store there is nothing to ``save`` to.
+    """
     return Order(
         request_id=engine_id,
         tokens=(*leg.prompt_token_ids, *leg.output_token_ids),
@@ -36,6 +46,7 @@ def order(leg: types_pb2.Leg, engine_id: str, rules: Sampling, prefill_only: boo
         max_tokens=leg.max_tokens,
         ending=frozenset(rules.ending_token_ids),
         prefill_only=prefill_only,
+        save=save,
     )
 
 
@@ -75,9 +86,12 @@ def finish(reason: Finish | None) -> types_pb2.FinishReason.ValueType:
     return types_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH[reason]
 
 
-def leg_usage(ended: Ended, worker: str, role: types_pb2.Role.ValueType) -> types_pb2.LegUsage:
-    """The account of a leg."""
+def leg_usage(
+    ended: Ended, worker: str, role: types_pb2.Role.ValueType, explain: bool = False
+) -> types_pb2.LegUsage:
+    """The account of a leg; with ``explain`` it says why blocks were missed."""
     tokens, timing = ended.tokens, ended.timing
+    missed = ended.missed if explain else None
     return types_pb2.LegUsage(
         worker=worker,
         role=role,
@@ -109,4 +123,10 @@ def leg_usage(ended: Ended, worker: str, role: types_pb2.Role.ValueType) -> type
             types_pb2.StoreTokens(store=store, tokens=count)
             for store, count in ended.sources.items()
         ],
+        missed=[] if missed is None else [missed_message(missed)],
     )
+
+
+def missed_message(missed: Missed) -> types_pb2.MissedBlocks:
+    """For the wire."""
+    return types_pb2.MissedBlocks(reason=_MISS[missed.reason], blocks=missed.blocks)

@@ -47,7 +47,8 @@ async def _serve(worker: Worker, name: str, register: Register) -> int:
     worker.start()
     if config.metrics_port is not None:
         security.installed().check_plain("metrics_host", config.metrics_host)
-        metrics.serve(worker.engine, name, config.metrics_host, config.metrics_port)
+        registry = metrics.registry_of(worker.engine, name, worker.store_counters)
+        metrics.serve(registry, config.metrics_host, config.metrics_port)
     try:
         return await serve_until_signal(
             server,

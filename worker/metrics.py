@@ -6,15 +6,18 @@ the prompt tokens on every one of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from common.errors import Rejected
+from common.miss import Miss
+from connector.counters import Counters
 from engine.engine import Engine
 from engine.steps import EngineLoad
+from worker.storemetrics import StoreCollector
 
 PREFIX = "kvrelay:"
 
@@ -40,6 +43,7 @@ class EngineCollector(Collector):
         yield self._by_source(load)
         yield self._by_store(load)
         yield self._finished(load)
+        yield self._missed(load)
 
     def _by_source(self, load: EngineLoad) -> Metric:
         totals = load.totals
@@ -76,6 +80,16 @@ class EngineCollector(Collector):
             family.add_metric([self._role, reason], value)
         return family
 
+    def _missed(self, load: EngineLoad) -> Metric:
+        family = CounterMetricFamily(
+            PREFIX + "missed_blocks",
+            "Blocks looked for in the store and not had, by why the first of each leg was missed.",
+            labels=["role", "reason"],
+        )
+        for miss in Miss:
+            family.add_metric([self._role, miss.value], load.totals.missed.get(miss, 0))
+        return family
+
 
 def gauges(load: EngineLoad) -> Iterator[tuple[str, str, float]]:
     """Name, help and value of what goes up and down."""
@@ -105,10 +119,19 @@ def counters(load: EngineLoad) -> Iterator[tuple[str, str, float]]:
     yield "engine_steps", "Steps of the model.", load.steps
 
 
-def serve(engine: Engine, role: str, host: str, port: int) -> None:
-    """Answer scrapes at ``http://host:port/metrics``, from a thread of its own."""
+def registry_of(
+    engine: Engine, role: str, store: Callable[[], Counters] | None = None
+) -> CollectorRegistry:
+    """All metrics of a worker; ``store`` reads those of its store connector, if it has one."""
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine, role))
+    if store is not None:
+        registry.register(StoreCollector(store, role, PREFIX))
+    return registry
+
+
+def serve(registry: CollectorRegistry, host: str, port: int) -> None:
+    """Answer scrapes at ``http://host:port/metrics``, from a thread of its own."""
     try:
         start_http_server(port, addr=host, registry=registry)
     except OSError as error:

@@ -9,6 +9,8 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 
 from common.errors import Mismatch, Rejected
+from connector.counters import Counters
+from connector.mock import MockConnector
 from connector.none import NoConnector
 from connector.store import StoreConnector
 from engine.engine import Engine
@@ -52,6 +54,7 @@ class Worker:
     namespace: Namespace
     namer: Namer
     limits: Limits
+    connector: Connector
     engine: Engine
     streams: Streams
     stop_texts: StopTexts
@@ -67,11 +70,12 @@ class Worker:
             model, limits.num_blocks, limits.block_size, config.attention_backend, config.threads
         )
         namer, streams = Namer(namespace), Streams()
+        outside = connector(config, runner, namespace, namer)
         engine = Engine(
             runner,
             limits,
             Naming(namer.root, namer.child),
-            connector(config, runner, namespace, namer),
+            outside,
             streams.deliver,
             config.max_waiting,
             config.audit,
@@ -79,9 +83,17 @@ class Worker:
             journal_of(config),
         )
         return cls(
-            config, role, secrets.token_hex(8), model, runner, namespace, namer, limits, engine,
-            streams, StopTexts(config.model),
+            config, role, secrets.token_hex(8), model, runner, namespace, namer, limits, outside,
+            engine, streams, StopTexts(config.model),
         )  # fmt: skip
+
+    @property
+    def store_counters(self) -> Callable[[], Counters] | None:
+        """Reads what the store connector counts; ``None`` without one."""
+        outside = self.connector
+        if isinstance(outside, MockConnector) and outside.inner is not None:
+            outside = outside.inner
+        return (lambda: outside.counters) if isinstance(outside, StoreConnector) else None
 
     def start(self) -> None:
         """Serve legs; called on the event loop that gets the updates."""
@@ -97,7 +109,8 @@ class Worker:
             self._check_handoff(leg, handoff)
         rules = convert.sampling(leg.sampling, self.model.info.eos_token_ids)
         rules.check(self.model.info.vocab_size)
-        order = convert.order(leg, self.streams.new_id(leg.request_id), rules, prefill_only)
+        engine_id, save = self.streams.new_id(leg.request_id), self.config.store is not None
+        order = convert.order(leg, engine_id, rules, prefill_only, save)
         return self.streams.run(self.engine, order, rules, self.stop_texts.of(order, rules))
 
     def _check_handoff(self, leg: types_pb2.Leg, handoff: Handoff) -> None:
@@ -116,9 +129,9 @@ class Worker:
         if name != handoff.last_name:
             raise Mismatch("handoff_last_name", "these blocks were not computed from these tokens")
 
-    def usage(self, ended: Ended) -> types_pb2.LegUsage:
-        """The account of one leg, signed with who did it."""
-        return convert.leg_usage(ended, self.boot, self.role)
+    def usage(self, ended: Ended, leg: types_pb2.Leg) -> types_pb2.LegUsage:
+        """The account of one leg, signed with who did it; explained if it asked for that."""
+        return convert.leg_usage(ended, self.boot, self.role, leg.explain)
 
     def info(self) -> worker_pb2.WorkerInfo:
         """What ``GetInfo`` answers."""

@@ -31,6 +31,7 @@ examples:
   kvrelay generate "Once upon a time" --max-tokens 64
   kvrelay generate --chat "Who are you?" --temperature 0.8 --seed 7 --usage
   kvrelay generate --token-ids 1,2,3 --json
+  kvrelay generate "Once upon a time" --explain
   cat prompt.txt | kvrelay generate --endpoints up.json
 """
 
@@ -56,6 +57,7 @@ class GenerateConfig(SecurityOptions):
     ignore_eos: bool = option(False, "go on after the end-of-sequence token")
     timeout: float = option(600.0, "give up after that", unit="seconds", low=0.001)
     usage: bool = option(False, "tell afterwards what was computed where (standard error)")
+    explain: bool = option(False, "tell also why blocks of KV were not found; implies --usage")
     json: bool = option(False, "print text, token ids, finish reason and usage as JSON at the end")
 
     def __post_init__(self) -> None:
@@ -82,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
         say(json.dumps(_as_json(pieces), ensure_ascii=False, indent=2))
     else:
         say()
-    if config.usage and last is not None:
+    if (config.usage or config.explain) and last is not None:
         tell(usage_lines(last))
     return 0
 
@@ -100,6 +102,7 @@ def _stream(client: Client, config: GenerateConfig) -> Stream:
         seed=config.seed,
         stop=config.stop,
         ignore_eos=config.ignore_eos or None,
+        explain=config.explain or None,
         timeout=config.timeout,
     )
 
@@ -155,6 +158,16 @@ def _stores(leg: types_pb2.LegUsage) -> str:
     return f" ({', '.join(parts)})"
 
 
+def reason_of(miss: types_pb2.Miss.ValueType) -> str:
+    """As docs/accounting.md and the metrics call it."""
+    return types_pb2.Miss.Name(miss).removeprefix("MISS_").lower()
+
+
+def count_of(blocks: int) -> str:
+    """A number of blocks in words."""
+    return f"{blocks} block{'' if blocks == 1 else 's'}"
+
+
 def usage_lines(usage: types_pb2.Usage) -> str:
     """A usage as a person reads it."""
     lines = [
@@ -174,4 +187,8 @@ def usage_lines(usage: types_pb2.Usage) -> str:
             + (f", {leg.recomputed} recomputed" if leg.recomputed else "")
             + (f", {leg.failed} failed" if leg.failed else "")
         )
+        lines += [
+            f"           {count_of(missed.blocks)} missed: {reason_of(missed.reason)}"
+            for missed in leg.missed
+        ]
     return "\n".join(lines)

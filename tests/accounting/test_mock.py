@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from common.miss import Miss
 from connector.mock import MockConnector, Script, Verdict
 from engine.external import Load, Loaded, Piece, Query, Save, Saved
 
@@ -56,7 +57,8 @@ def test_a_load_claims_any_amount_and_writes_what_is_real(amount: int) -> None:
     )
     connector.load(LOAD)
     assert not written, "the bytes come as late as the event"
-    assert connector.poll() == [Loaded("r", 5, amount)]
+    short = Miss.UNKNOWN if amount < 10 else None
+    assert connector.poll() == [Loaded("r", 5, amount, short)]
     assert written == [min(max(amount, 0), 10)]
 
 
@@ -96,10 +98,10 @@ def test_around_another_connector_it_never_claims_more_than_is_there() -> None:
     )
     assert ask(outer, "r", 3) == [None, 8, 3]
     outer.load(LOAD)
-    assert outer.poll() == [Loaded("r", 5, 6)] * 2
+    assert outer.poll() == [Loaded("r", 5, 6, Miss.UNKNOWN)] * 2
     outer.load(replace(LOAD, epoch=6))
     outer.save(SAVE)
     outer.release("r")
-    assert outer.poll() == [Loaded("r", 6, 2), Saved("r", 5, 1, 2)]
+    assert outer.poll() == [Loaded("r", 6, 2, Miss.UNKNOWN), Saved("r", 5, 1, 2)]
     assert (inner.released, outer.released) == (["r"], ["r"])
     assert inner.loads == outer.loads

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from common.errors import Unavailable
+from common.errors import KvrelayError, Unavailable
 from connector.counters import Counters
 from connector.options import Options
 from connector.store import StoreConnector
@@ -17,7 +17,7 @@ from engine.external import Event, Load, Piece, Query, Save
 from kvblock import Namer, Namespace
 from kvblock.name import Digest, sha256
 from kvstore import Found, Got, Lease, Offer, Outcome, Store, Tail, Want
-from kvstore.memory import MemoryStore
+from kvstore.memory import MemoryStore, forget
 
 B = 4
 WAIT = 10.0
@@ -93,16 +93,22 @@ class Stage(MemoryStore):
         self.go.set()
         self.asked = threading.Semaphore(0)
         self.failing: Callable[[], bool] = lambda: False
+        self.error: KvrelayError | None = None
         self.flip: Callable[[int], bool] = lambda index: False
         self.lookups: list[tuple[int, int]] = []
         self.puts: list[list[bytes]] = []
 
     def lookup(
-        self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, timeout: float
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        timeout: float,
+        openings: Sequence[int] = (),
     ) -> Found:
         self.lookups.append((len(names), len(tails)))
         self._pass()
-        return super().lookup(names, tails, ttl, timeout)
+        return super().lookup(names, tails, ttl, timeout, openings)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
         self._pass()
@@ -129,6 +135,13 @@ class Stage(MemoryStore):
         self.go.wait(WAIT)
         if self.failing():
             raise Unavailable("as told")
+        if self.error is not None:
+            raise self.error
+
+    def restart(self) -> None:
+        """Lose everything, as a store that was started anew."""
+        forget(self.name)
+        super().__init__(self.name, digest=self._digest)
 
 
 class Worker:
@@ -141,10 +154,11 @@ class Worker:
         host: bool = True,
         digest: Digest = sha256,
         clock: Callable[[], float] = time.monotonic,
+        space: Namespace = SPACE,
     ) -> None:
         self.pool = FakePool(host)
-        self.namer = Namer(SPACE, digest)
-        self.connector = StoreConnector(store, self.namer, SPACE, self.pool, options, clock)
+        self.namer = Namer(space, digest)
+        self.connector = StoreConnector(store, self.namer, space, self.pool, options, clock)
         self.news = threading.Condition()
         self.events: list[Event] = []
         self.epochs = itertools.count(1)

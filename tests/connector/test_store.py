@@ -7,14 +7,17 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
+from common.errors import DeadlineExceeded
+from common.miss import Miss
 from connector.options import Options
 from engine.external import Event, Loaded, Saved
 from kvstore import connect
 from kvstore.memory import forget
-from tests.connector.rig import WAIT, B, Stage, Worker, blocks_for
+from tests.connector.rig import SPACE, WAIT, B, Stage, Worker, blocks_for
 
 Making = Callable[..., Worker]
 
@@ -224,7 +227,7 @@ def test_nothing_counts_from_the_first_wrong_block_on(
     stage.flip = lambda index: index == bad
     assert worker.ask("r", [*tokens, 7]) == 15
     load = worker.load("r", [*tokens, 7], 0, 15, blocks_for(15))
-    assert worker.event() == Loaded("r", load.epoch, bad * B)
+    assert worker.event() == Loaded("r", load.epoch, bad * B, Miss.FAILED_VERIFICATION)
     assert (worker.counters.corrupt, worker.counters.loads_short) == (1, 1)
     assert worker.holds(tokens, 0, bad * B, blocks_for(bad * B))
 
@@ -234,7 +237,7 @@ def test_an_absent_block_ends_the_load_there(making: Making) -> None:
     worker = making()
     saved(worker, tokens[:8])
     load = worker.load("r", tokens, 0, 15, blocks_for(15))
-    assert worker.event() == Loaded("r", load.epoch, 8)
+    assert worker.event() == Loaded("r", load.epoch, 8, Miss.TOO_LATE)
     assert (worker.counters.absent, worker.counters.corrupt) == (1, 0)
 
 
@@ -268,7 +271,7 @@ def test_a_failed_load_has_one_event(making: Making, stage: Stage) -> None:
     assert worker.ask("r", list(range(9))) == 8
     stage.failing = lambda: True
     load = worker.load("r", list(range(9)), 0, 8, blocks_for(8))
-    assert worker.event() == Loaded("r", load.epoch, 0)
+    assert worker.event() == Loaded("r", load.epoch, 0, Miss.UNREACHABLE)
     assert worker.counters.load_failures == 1
     assert worker.connector.poll() == []
 
@@ -277,7 +280,7 @@ def test_a_load_that_waits_too_long_for_its_turn_is_given_up(making: Making, sta
     worker = making(Options(load_threads=1, queue_seconds=0.0))
     saved(worker, list(range(8)))
     load = worker.load("r", list(range(9)), 0, 8, blocks_for(8))
-    assert worker.event() == Loaded("r", load.epoch, 0)
+    assert worker.event() == Loaded("r", load.epoch, 0, Miss.TOO_LATE)
     assert worker.counters.load_failures == 1
 
 
@@ -452,8 +455,85 @@ def test_a_bug_ends_one_job_and_no_thread(
     with monkeypatch.context() as patch:
         patch.setattr(worker.pool, "write", broken)
         load = worker.load("r", list(range(9)), 0, 8, blocks_for(8))
-        assert worker.event() == Loaded("r", load.epoch, 0)
+        assert worker.event() == Loaded("r", load.epoch, 0, Miss.UNKNOWN)
     load = worker.load("r", list(range(9)), 0, 8, blocks_for(8))
     assert worker.event() == Loaded("r", load.epoch, 8)
     assert worker.counters.crashes == 1
     assert "device lost" in caplog.text
+
+
+# --- why a block was missed -----------------------------------------------------------------------
+
+
+def test_a_lookup_says_why_it_found_no_more(making: Making, stage: Stage) -> None:
+    tokens = list(range(11))
+    worker = making()
+    saved(worker, tokens[:8])
+    assert worker.ask("new", [50, *tokens]) == 0
+    assert worker.connector.why("new") is Miss.NEVER_STORED
+    assert worker.ask("part", [*tokens, 7]) == 8
+    assert worker.connector.why("part") is Miss.NEVER_STORED
+    assert worker.ask("all", tokens[:9]) == 8
+    assert worker.ask("whole", tokens[:8]) == 8
+    assert worker.connector.why("whole") is None
+    assert worker.connector.why("unknown") is None
+
+
+def test_a_cleared_store_is_told_as_such(making: Making, stage: Stage) -> None:
+    worker = making()
+    saved(worker, list(range(8)))
+    stage.clear(1)
+    assert worker.ask("r", list(range(9))) == 0
+    assert worker.connector.why("r") is Miss.CLEARED
+
+
+@pytest.mark.parametrize("prompt", [3, 4, 9])
+def test_the_same_prompt_under_another_namespace_is_told_as_such(
+    making: Making, prompt: int
+) -> None:
+    tokens = list(range(prompt))
+    saved(making(space=replace(SPACE, revision="other")), tokens)
+    worker = making()
+    assert worker.ask("r", tokens) == worker.ask("next", [*tokens, 7]) == 0
+    assert worker.connector.why("r") is Miss.OTHER_NAMESPACE
+    assert worker.connector.why("next") is Miss.OTHER_NAMESPACE
+    assert worker.ask("other", [50, *tokens]) == 0
+    assert worker.connector.why("other") is Miss.NEVER_STORED
+
+
+def test_what_another_tenant_holds_is_not_told(making: Making) -> None:
+    tokens = list(range(9))
+    saved(making(space=replace(SPACE, tenant_salt=b"theirs")), tokens)
+    worker = making(space=replace(SPACE, tenant_salt=b"ours"))
+    assert worker.ask("r", tokens) == 0
+    assert worker.connector.why("r") is Miss.NEVER_STORED
+
+
+def test_a_store_that_does_not_answer_is_unreachable_and_a_slow_one_too_late(
+    making: Making, stage: Stage
+) -> None:
+    now = [time.monotonic()]
+    worker = making(Options(lookup_seconds=1), clock=lambda: now[0])
+    stage.failing = lambda: True
+    assert worker.ask("r", list(range(9))) == 0
+    assert worker.connector.why("r") is Miss.UNREACHABLE
+    stage.failing = lambda: False
+    stage.error = DeadlineExceeded("slow")
+    assert worker.ask("slow", list(range(9))) == 0
+    assert worker.connector.why("slow") is Miss.TOO_LATE
+    stage.error = None
+    stage.go.clear()
+    assert worker.connector.lookup(worker.query("later", list(range(9)))) is None
+    now[0] += 2
+    assert worker.connector.lookup(worker.query("later", list(range(9)))) == 0
+    assert worker.connector.why("later") is Miss.TOO_LATE
+    stage.go.set()
+
+
+def test_after_a_restart_nothing_is_called_never_stored(making: Making, stage: Stage) -> None:
+    worker = making()
+    assert worker.ask("before", list(range(9))) == 0
+    assert worker.connector.why("before") is Miss.NEVER_STORED
+    stage.restart()
+    assert worker.ask("after", list(range(9))) == 0
+    assert worker.connector.why("after") is Miss.UNKNOWN

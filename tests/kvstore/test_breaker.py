@@ -21,12 +21,17 @@ class Patient(MemoryStore):
         self.asked = 0
 
     def lookup(
-        self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, timeout: float
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        timeout: float,
+        openings: Sequence[int] = (),
     ) -> Found:
         self.asked += 1
         if self.error is not None:
             raise self.error
-        return super().lookup(names, tails, ttl, timeout)
+        return super().lookup(names, tails, ttl, timeout, openings)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
         self.asked += 1
@@ -114,3 +119,20 @@ def test_a_get_counts_when_it_is_read() -> None:
     rig.now += FIRST_PAUSE
     rig.store.error = None
     assert list(rig.breaker.get([], 1)) == []
+
+
+def test_a_get_that_nobody_reads_to_its_end_was_answered_all_the_same() -> None:
+    """A timeout before it and one after it are not two in a row."""
+    rig = Rig()
+    with pytest.raises(DeadlineExceeded):
+        rig.ask(DeadlineExceeded("slow"))
+    wants = [Want(b"a" * 32, memoryview(bytearray(4))), Want(b"b" * 32, memoryview(bytearray(4)))]
+    rig.store.error = None
+    arriving = rig.breaker.get(wants, 1)
+    assert next(arriving).header is None
+    arriving.close()
+    with pytest.raises(DeadlineExceeded):
+        rig.ask(DeadlineExceeded("slow"))
+    asked = rig.store.asked
+    rig.ask(None)
+    assert rig.store.asked == asked + 1, "the one timeout since then does not close it"

@@ -7,11 +7,13 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from common.errors import Corrupt, Rejected
+from common.miss import Miss
 from kvblock.header import Header, checksum, decode, encode
 from kvblock.name import child_name
 from kvblock.verify import verify_payload
@@ -390,3 +392,60 @@ def test_an_impossible_url_is_refused_with_what_would_be_possible(url: str) -> N
         connect(url)
     assert caught.value.field == "store"
     assert "kvrelay" in str(caught.value) or "HOST:PORT" in str(caught.value)
+
+
+def why(
+    store: Store, *names: bytes, tails: Sequence[Tail] = (), openings: Sequence[int] = ()
+) -> Miss | None:
+    return store.lookup(list(names), tails, 0, TIMEOUT, openings).missing
+
+
+def test_a_lookup_says_why_the_first_missing_block_is_not_there(store: Store) -> None:
+    there, cleared, never = make(), make(), name_of(make())
+    assert why(store, never) is Miss.NEVER_STORED
+    put(store, cleared)
+    store.clear(TIMEOUT)
+    put(store, there)
+    assert why(store, name_of(there)) is None
+    assert why(store) is None
+    assert why(store, name_of(there), name_of(cleared), never) is Miss.CLEARED
+    assert why(store, name_of(there), never, name_of(cleared)) is Miss.NEVER_STORED
+    tails = [Tail(1, never), Tail(1, name_of(cleared))]
+    assert why(store, name_of(there), tails=tails) is Miss.CLEARED, "of two ways the known one"
+    assert why(store, name_of(there), tails=[Tail(0, name_of(cleared))]) is None
+    put(store, cleared)
+    assert why(store, name_of(there), name_of(cleared)) is None
+
+
+def test_an_evicted_block_is_told_as_such(store: Store) -> None:
+    first, size = make(1 << 20), 1 << 20
+    put(store, first)
+    for _ in range(40):
+        if not present(store, first)[0]:
+            break
+        put(store, make(size))
+    assert why(store, name_of(first)) is Miss.EVICTED
+
+
+def test_the_same_opening_under_another_name_is_of_another_namespace(store: Store) -> None:
+    mine, other, later = make(), make(), make()
+    store.put(
+        [replace(offer(other), opening=7), replace(offer(later), name=name_of(later))], TIMEOUT
+    )
+    assert why(store, name_of(mine), openings=[6, 7]) is Miss.OTHER_NAMESPACE
+    assert why(store, name_of(mine), openings=[6]) is Miss.NEVER_STORED
+    assert why(store, name_of(later), name_of(mine), openings=[7]) is Miss.NEVER_STORED
+    store.clear(TIMEOUT)
+    assert why(store, name_of(mine), openings=[7]) is Miss.NEVER_STORED
+    assert why(store, name_of(other), openings=[7]) is Miss.CLEARED
+
+
+def test_a_block_on_its_way_is_too_late(store: Store, connecting: Connect) -> None:
+    block, other, told = make(1 << 20), connecting(), list[Miss | None]()
+
+    def read() -> Block:
+        told.append(why(other, name_of(block)))
+        return block
+
+    store.put([Offer(name_of(block), block.size, False, read)], TIMEOUT)
+    assert told == [Miss.TOO_LATE]

@@ -1,0 +1,68 @@
+"""What the store remembers of blocks that are not there: why the last ones went. Pure.
+
+And, for the first block of a sequence, whether the same tokens are there under another namespace.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from common.miss import Miss
+from kvstore.events import Reason
+
+MISSES = {
+    Reason.EVICTED: Miss.EVICTED,
+    Reason.EXPIRED: Miss.EXPIRED,
+    Reason.CLEARED: Miss.CLEARED,
+    Reason.CORRUPT: Miss.FAILED_VERIFICATION,
+}
+"""What a reader misses it for."""
+
+REMEMBERED = 1 << 16
+"""Names remembered; measured, a full memory takes 5 MiB beside the budget."""
+
+
+class Gone:
+    """Why blocks went, by the first 8 bytes of their names, newest last; and openings that stay."""
+
+    def __init__(self, remembered: int = REMEMBERED) -> None:
+        self._most = remembered
+        self._reasons: dict[int, Miss] = {}
+        self._openings: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._reasons)
+
+    def came(self, opening: int | None) -> None:
+        """A block is there."""
+        if opening is not None:
+            self._openings[opening] += 1
+
+    def went(self, name: bytes, opening: int | None, why: Miss) -> None:
+        """A block is there no more."""
+        key = _key(name)
+        self._reasons.pop(key, None)
+        self._reasons[key] = why
+        if len(self._reasons) > self._most:
+            del self._reasons[next(iter(self._reasons))]
+        if opening is not None:
+            self._openings[opening] -= 1
+            if not self._openings[opening]:
+                del self._openings[opening]
+
+    def why(self, names: Iterable[bytes], openings: Iterable[int]) -> Miss:
+        """Why none of ``names``, each one way to have the same positions, is there.
+
+        ``openings`` are theirs if they begin a sequence.
+        """
+        known = (self._reasons.get(_key(name)) for name in names)
+        if (reason := next(filter(None, known), None)) is not None:
+            return reason
+        if any(opening in self._openings for opening in openings):
+            return Miss.OTHER_NAMESPACE
+        return Miss.NEVER_STORED
+
+
+def _key(name: bytes) -> int:
+    return int.from_bytes(name[:8])

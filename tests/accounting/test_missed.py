@@ -1,0 +1,122 @@
+"""Why blocks were missed: in the account of a leg and in the totals, once, in the same words."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from common.miss import Miss
+from connector.mock import Script, Verdict
+from engine.request import Admission
+from engine.updates import Missed
+from engine.usage import missed_blocks
+from tests.accounting.bench import limits
+from tests.accounting.served import Served
+
+LENGTH, SIZE = 11, 4
+"""Positions 0 to 9 can come from outside: 3 blocks, the last one partial."""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 16])
+def test_every_block_is_here_or_outside_or_missed_or_computed_here_whatever_is_found(
+    size: int,
+) -> None:
+    for length in range(1, 40):
+        possible = range(0, length - 1, size)
+        for hit in range(length):
+            there = [first for first in possible if first < hit]
+            missed = missed_blocks(Admission(1, length, 0, hit), size)
+            assert len(there) + missed == len(possible)
+
+
+@pytest.mark.parametrize(
+    ("script", "missed"),
+    [
+        (Script(), Missed(Miss.NEVER_STORED, 3)),
+        (Script(lookups={"*": [99]}), None),
+        (Script(lookups={"*": [8]}, misses={"*": [Miss.EVICTED]}), Missed(Miss.EVICTED, 1)),
+        (Script(lookups={"*": [-9]}, misses={"*": [Miss.EXPIRED]}), Missed(Miss.EXPIRED, 3)),
+        (
+            Script(lookups={"*": [99]}, loads={"*": [Verdict(4, missed=Miss.FAILED_VERIFICATION)]}),
+            Missed(Miss.FAILED_VERIFICATION, 2),
+        ),
+        (
+            Script(
+                lookups={"*": [8]},
+                loads={"*": [Verdict(0, times=3, missed=Miss.TOO_LATE)]},
+                misses={"*": [Miss.EVICTED]},
+            ),
+            Missed(Miss.TOO_LATE, 3),
+        ),
+        (
+            Script(
+                lookups={"*": [None, None, 4]},
+                loads={"*": [Verdict(after=3)]},
+                misses={"*": [Miss.OTHER_NAMESPACE]},
+            ),
+            Missed(Miss.OTHER_NAMESPACE, 2),
+        ),
+    ],
+)
+def test_a_leg_says_how_many_blocks_it_missed_and_why(
+    script: Script, missed: Missed | None
+) -> None:
+    with Served(limits(12, SIZE), script) as served:
+        served.submit("r", range(LENGTH), 6)
+        served.wait("r")
+        assert served.check("r").missed == missed
+        total = served.engine.load().totals.missed
+        assert total == ({} if missed is None else {missed.reason: missed.blocks})
+
+
+def test_the_reason_is_that_of_the_admission_that_made_the_first_token() -> None:
+    """Preempted in its prefill: what the first admission missed is not counted, nor twice."""
+    script = Script(
+        lookups={"long": [4, 8], "short": [0]},
+        misses={"long": [Miss.EVICTED, Miss.EXPIRED], "short": [Miss.NEVER_STORED]},
+    )
+    served = Served(limits(12, SIZE, budget=4, headroom=0), script)
+    served.submit("short", range(500, 515), 20)
+    served.submit("long", range(29), 2)
+    with served:
+        served.wait("short", "long")
+        ended = served.check("long")
+        assert ended.preemptions == 1
+        first, last = ended.tokens.runs
+        assert (first.admission.local, first.admission.external) == (0, 4)
+        assert (last.admission.local, last.admission.external) == (8, 8)
+        assert ended.missed == Missed(Miss.EXPIRED, 3)
+        assert served.engine.load().totals.missed == {Miss.NEVER_STORED: 4, Miss.EXPIRED: 3}
+
+
+def test_the_totals_are_the_sum_of_the_legs_under_preemption_and_failure() -> None:
+    ways: tuple[
+        tuple[list[int | str | None], Verdict, Miss], ...
+    ] = (  # what a lookup says, how a load ends, why there was no more
+        ([None, 0], Verdict(), Miss.EVICTED),
+        ([5], Verdict(after=3), Miss.NEVER_STORED),
+        ([99], Verdict(3, missed=Miss.TOO_LATE), Miss.CLEARED),
+        ([10**6], Verdict(0, times=2, missed=Miss.FAILED_VERIFICATION), Miss.CLEARED),
+        ([-3], Verdict(), Miss.OTHER_NAMESPACE),
+    )
+    names = [f"r{number}" for number in range(30)]
+    told = dict(zip(names, ways * 6, strict=True))
+    script = Script(
+        lookups={name: way[0] for name, way in told.items()},
+        loads={name: [way[1]] for name, way in told.items()},
+        misses={name: [way[2]] for name, way in told.items()},
+    )
+    with Served(limits(12, SIZE, budget=16, headroom=0), script) as served:
+        for number, name in enumerate(names):
+            served.submit(name, range(10 * number, 10 * number + 9), 30)
+        served.wait(*served.orders)
+        legs = [served.check(request_id) for request_id in served.orders]
+        served.settle()
+        sums = Counter[Miss]()
+        for leg in legs:
+            if leg.missed is not None:
+                sums[leg.missed.reason] += leg.missed.blocks
+        assert sums == served.engine.load().totals.missed
+        assert set(sums) >= {Miss.EVICTED, Miss.TOO_LATE, Miss.FAILED_VERIFICATION}
+        assert sum(leg.preemptions for leg in legs) > 10

@@ -1,0 +1,63 @@
+"""Why blocks went, as far back as is remembered."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+
+from common.miss import Miss
+from kvstore.catalog import Catalog
+from kvstore.gone import REMEMBERED, Gone
+from kvstore.policy import LeastRecentlyUsed
+from kvstore.records import Claim, Tail
+
+A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
+
+
+def test_the_newest_are_remembered_with_their_last_reason() -> None:
+    gone = Gone(remembered=2)
+    for name, why in ((A, Miss.EVICTED), (B, Miss.EXPIRED), (A, Miss.CLEARED), (C, Miss.EVICTED)):
+        gone.went(name, None, why)
+    assert [gone.why([name], []) for name in (A, B, C)] == [
+        Miss.CLEARED,
+        Miss.NEVER_STORED,
+        Miss.EVICTED,
+    ]
+    assert len(gone) == 2
+
+
+def test_an_opening_counts_while_one_block_of_it_is_there() -> None:
+    gone = Gone()
+    gone.came(5)
+    gone.came(5)
+    gone.went(A, 5, Miss.EVICTED)
+    assert gone.why([B], [5]) is Miss.OTHER_NAMESPACE
+    gone.went(C, 5, Miss.EVICTED)
+    assert gone.why([B], [5]) is Miss.NEVER_STORED
+    assert gone.why([A], [5]) is Miss.EVICTED
+
+
+def test_a_full_memory_takes_what_is_said_of_it() -> None:
+    tracemalloc.start()
+    try:
+        gone = Gone()
+        for _ in range(REMEMBERED + 1000):
+            gone.went(os.urandom(32), None, Miss.EVICTED)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    print(f"{taken / 2**20:.1f} MiB")
+    assert len(gone) == REMEMBERED
+    assert taken < 6 << 20
+
+
+def test_a_partial_block_whose_life_is_over_has_expired() -> None:
+    catalog: Catalog[str] = Catalog(100, LeastRecentlyUsed(), 10.0, b"boot")
+    grant = catalog.reserve([Claim(A, 10, True)], 5.0, 0.0)
+    assert catalog.lookup([], [Tail(0, A)], 0.0, 0.0).missing is Miss.TOO_LATE
+    assert grant.ticket is not None
+    catalog.commit(grant.ticket, A, "A", 0.0)
+    assert catalog.lookup([], [Tail(0, A)], 0.0, 5.0).missing is None
+    assert catalog.lookup([], [Tail(0, A)], 0.0, 11.0).missing is Miss.EXPIRED
+    assert catalog.lookup([B], [Tail(0, A)], 0.0, 11.0).missing is Miss.EXPIRED
+    assert catalog.lookup([B], [], 0.0, 11.0).missing is Miss.NEVER_STORED
