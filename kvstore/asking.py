@@ -19,7 +19,12 @@ R = TypeVar("R")
 
 
 def survey(
-    arms: Sequence[Arm], names: Sequence[bytes], leading: int, ttl: float, timeout: float
+    arms: Sequence[Arm],
+    names: Sequence[bytes],
+    leading: int,
+    ttl: float,
+    timeout: float,
+    openings: Sequence[int] = (),
 ) -> dict[str, Seen]:
     """The answers that came in time, doubted stores last; what is held by others goes back.
 
@@ -27,7 +32,7 @@ def survey(
     was late. The first error when all failed.
     """
     deadline = time.monotonic() + timeout * PATIENCE
-    asked = {arm.name: arm.ask(_surveying(names, ttl), timeout) for arm in arms}
+    asked = {arm.name: arm.ask(_surveying(names, ttl, openings), timeout) for arm in arms}
     while waited := _worth_waiting(arms, asked, leading):
         left = deadline - time.monotonic()
         if left <= 0:
@@ -74,9 +79,11 @@ def result(future: Future[R]) -> R | KvrelayError:
     raise error
 
 
-def _surveying(names: Sequence[bytes], ttl: float) -> Callable[[Store, float], Seen]:
+def _surveying(
+    names: Sequence[bytes], ttl: float, openings: Sequence[int]
+) -> Callable[[Store, float], Seen]:
     def ask(store: Store, left: float) -> Seen:
-        seen = store.survey(names, ttl, left)
+        seen = store.survey(names, ttl, left, openings)
         if len(seen.sizes) != len(names):
             raise Corrupt("sizes", f"{len(seen.sizes)} came for {len(names)} names")
         return seen

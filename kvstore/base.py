@@ -9,7 +9,7 @@ reader compares header and payload with what it wanted (``kvblock.verify``).
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -53,10 +53,16 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A survey's answer: bytes of each block in order, ``None`` if absent; held by ``lease``."""
+    """A survey's answer: bytes of each block in order, ``None`` if absent; held by ``lease``.
+
+    ``misses`` says why each of those is absent, if the store can tell; ``opening`` whether one of
+    the openings asked about is there.
+    """
 
     sizes: tuple[int | None, ...]
     lease: Lease | None
+    misses: tuple[Miss | None, ...] = field(default=(), compare=False)
+    opening: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +187,9 @@ class Store(Protocol):
         ``openings`` of the first block, full and partial, serve ``Found.missing`` alone.
         """
 
-    def survey(self, names: Sequence[bytes], ttl: float, timeout: float) -> Seen:
+    def survey(
+        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+    ) -> Seen:
         """Which of ``names`` are there, each for itself, held for ``ttl`` seconds (0: not held)."""
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:

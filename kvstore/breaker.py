@@ -48,10 +48,12 @@ class Breaker:
         with self._guarded():
             return self._store.lookup(names, tails, ttl, timeout, openings)
 
-    def survey(self, names: Sequence[bytes], ttl: float, timeout: float) -> Seen:
+    def survey(
+        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+    ) -> Seen:
         """As the protocol says."""
         with self._guarded():
-            return self._store.survey(names, ttl, timeout)
+            return self._store.survey(names, ttl, timeout, openings)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
         """As the protocol says. The first block is an answer, even if nobody reads the rest."""

@@ -66,19 +66,19 @@ class Catalog(Generic[V]):
         lease = self._hold(tuple(found), now + ttl, now) if found and ttl > 0 else None
         # With a tail there may be a full block that is missing all the same, of later tokens.
         there = tail is not None or (lead == len(names) and not any(t.after == lead for t in tails))
-        missing = None if there else self._why(names, tails, lead, openings)
+        wanted = [*names[lead : lead + 1], *(t.name for t in tails if t.after == lead)]
+        missing = None if there else self._why(wanted, openings if lead == 0 else ())
         return Holding(lead, tail, sizes, lease, now + ttl, missing)
 
-    def _why(
-        self, names: Sequence[bytes], tails: Sequence[Tail], lead: int, openings: Sequence[int]
-    ) -> Miss:
-        """Why neither ``names[lead]`` nor a tail in its place is there."""
-        wanted = [*names[lead : lead + 1], *(tail.name for tail in tails if tail.after == lead)]
+    def _why(self, wanted: Sequence[bytes], openings: Sequence[int] = ()) -> Miss:
+        """Why none of ``wanted``, each one way to have the same positions, is there."""
         if any(name in self._writing for name in wanted):
             return Miss.TOO_LATE
-        return self._gone.why(wanted, openings if lead == 0 else ())
+        return self._gone.why(wanted, openings)
 
-    def survey(self, names: Sequence[bytes], ttl: float, now: float) -> Surveyed:
+    def survey(
+        self, names: Sequence[bytes], ttl: float, now: float, openings: Sequence[int] = ()
+    ) -> Surveyed:
         """Which of ``names`` are there, each for itself; held for ``ttl``."""
         self.expire(now)
         found = {name: self._entries[name].size for name in names if name in self._entries}
@@ -87,7 +87,8 @@ class Catalog(Generic[V]):
         self.tally.hits += len(names) - sizes.count(None)
         self.tally.misses += sizes.count(None)
         lease = self._hold(tuple(found), now + ttl, now) if found and ttl > 0 else None
-        return Surveyed(sizes, lease, now + ttl)
+        misses = tuple(None if name in found else self._why([name]) for name in names)
+        return Surveyed(sizes, lease, now + ttl, misses, self._gone.begins(openings))
 
     def get(self, name: bytes, now: float) -> V | None:
         """The block's value, or ``None``; the block counts as just used."""

@@ -59,9 +59,11 @@ class Gone:
         known = (self._reasons.get(_key(name)) for name in names)
         if (reason := next(filter(None, known), None)) is not None:
             return reason
-        if any(opening in self._openings for opening in openings):
-            return Miss.OTHER_NAMESPACE
-        return Miss.NEVER_STORED
+        return Miss.OTHER_NAMESPACE if self.begins(openings) else Miss.NEVER_STORED
+
+    def begins(self, openings: Iterable[int]) -> bool:
+        """Whether a sequence that is there begins with one of them."""
+        return any(opening in self._openings for opening in openings)
 
 
 def _key(name: bytes) -> int:

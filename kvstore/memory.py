@@ -91,11 +91,14 @@ class MemoryStore:
             held.lead, held.tail, held.sizes, lease, missing=held.missing, boot=self._shelf.boot
         )
 
-    def survey(self, names: Sequence[bytes], ttl: float, timeout: float) -> Seen:
+    def survey(
+        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+    ) -> Seen:
         """As the protocol says."""
         with self._shelf.changed:
-            seen = self._shelf.catalog.survey(names, ttl, time.monotonic())
-        return Seen(seen.sizes, self._lease(seen.lease, seen.deadline))
+            seen = self._shelf.catalog.survey(names, ttl, time.monotonic(), openings)
+        lease = self._lease(seen.lease, seen.deadline)
+        return Seen(seen.sizes, lease, seen.misses, seen.opening)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
         """As the protocol says."""

@@ -67,11 +67,16 @@ class Holding:
 
 @dataclass(frozen=True, slots=True)
 class Surveyed:
-    """``sizes`` of the blocks asked about, ``None`` for those absent; held by ``lease``."""
+    """``sizes`` of the blocks asked about, ``None`` for those absent; held by ``lease``.
+
+    ``misses`` says why those are, ``opening`` whether one of the openings is there.
+    """
 
     sizes: tuple[int | None, ...]
     lease: int | None
     deadline: float
+    misses: tuple[Miss | None, ...] = ()
+    opening: bool = False
 
 
 @dataclass(frozen=True, slots=True)

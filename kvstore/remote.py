@@ -77,14 +77,19 @@ class RemoteStore:
             boot=answer.boot,
         )
 
-    def survey(self, names: Sequence[bytes], ttl: float, timeout: float) -> Seen:
+    def survey(
+        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+    ) -> Seen:
         """As the protocol says."""
-        request = pb.LookupRequest(names=names, lease_ms=round(ttl * 1000), each=True)
+        request = pb.LookupRequest(
+            names=names, lease_ms=round(ttl * 1000), each=True, openings=openings
+        )
         answer, lease = self._ask(request, timeout)
         lengths = answer.places.lengths
         if len(lengths) != len(names):
             raise Corrupt("lengths", f"{len(lengths)} came for {len(names)} names")
-        return Seen(tuple(length or None for length in lengths), lease)
+        misses = tuple(map(miss_of, answer.misses))
+        return Seen(tuple(length or None for length in lengths), lease, misses, answer.opening)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
         """As the protocol says."""

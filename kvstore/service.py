@@ -67,10 +67,10 @@ class StoreService:
         checked_names("names", request.names, len(request.names), MAX_NAMES)
         if request.lease_ms > MAX_LEASE_MS:
             raise Rejected("lease_ms", f"{request.lease_ms} is more than {MAX_LEASE_MS}")
-        if request.each:
-            return self._surveyed(request)
         if len(request.openings) > MAX_OPENINGS:
             raise Rejected("openings", f"{len(request.openings)} are more than {MAX_OPENINGS}")
+        if request.each:
+            return self._surveyed(request)
         tails, seconds = tails_of(request), request.lease_ms / 1000
         held = self._vault.lookup(request.names, tails, seconds, request.openings)
         return pb.LookupResponse(
@@ -86,12 +86,14 @@ class StoreService:
     def _surveyed(self, request: pb.LookupRequest) -> pb.LookupResponse:
         if request.tails:
             raise Rejected("tails", "must be empty with each: ask for them as names")
-        seen = self._vault.survey(request.names, request.lease_ms / 1000)
+        seen = self._vault.survey(request.names, request.lease_ms / 1000, request.openings)
         return pb.LookupResponse(
             boot=self._vault.boot,
             places=pb.Places(lengths=[size or 0 for size in seen.sizes]),
             lease=seen.lease or 0,
             lease_ms=request.lease_ms if seen.lease else 0,
+            misses=map(miss_message, seen.misses),
+            opening=seen.opening,
         )
 
     async def locate(self, request: pb.LocateRequest, context: object) -> pb.LocateResponse:

@@ -15,6 +15,7 @@ from concurrent.futures import wait
 from contextlib import closing
 
 from common.errors import DeadlineExceeded, KvrelayError, Rejected, Unavailable
+from common.miss import Miss
 from kvstore.arm import Arm
 from kvstore.asking import everyone, survey
 from kvstore.base import Block, Found, Got, Kept, Lease, Offer, Outcome, Seen, Store, Want
@@ -52,14 +53,18 @@ class Several:
         """As the protocol says, over all stores."""
         names = names[: MAX_NAMES - len(tails)]
         asked = [*names, *(tail.name for tail in tails)]
-        answers = survey(self.arms, asked, len(names), ttl, timeout)
+        answers = survey(self.arms, asked, len(names), ttl, timeout, openings)
         found = united(answers, len(names), tails)
         self._give_back(answers, found.lease)
+        if len(answers) < len(self.arms) and found.missing is Miss.NEVER_STORED:
+            return dataclasses.replace(found, missing=Miss.UNREACHABLE)
         return found
 
-    def survey(self, names: Sequence[bytes], ttl: float, timeout: float) -> Seen:
+    def survey(
+        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+    ) -> Seen:
         """As the protocol says, over all stores."""
-        answers = survey(self.arms, names, len(names), ttl, timeout)
+        answers = survey(self.arms, names, len(names), ttl, timeout, openings)
         seen = surveyed(answers, len(names))
         self._give_back(answers, seen.lease)
         return seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from common.miss import Miss
 from kvstore.base import Found, Lease, Seen
 from kvstore.records import Tail
 
@@ -28,7 +29,30 @@ def united(answers: Answers, leading: int, tails: Sequence[Tail]) -> Found:
     found = [*range(lead), *([] if tail is None else [leading + tail])]
     sources = tuple(owner for i in found if (owner := having[i]) is not None)
     sizes = tuple(answers[owner].sizes[i] or 0 for i, owner in zip(found, sources, strict=True))
-    return Found(lead, tail, sizes, lease_of(answers, set(sources)), sources)
+    lease = lease_of(answers, set(sources))
+    wanted = [i for i, t in enumerate(tails, leading) if t.after == lead]
+    if tail is not None or (lead == leading and not wanted):
+        return Found(lead, tail, sizes, lease, sources, None)
+    wanted += [lead] if lead < leading else []
+    return Found(lead, tail, sizes, lease, sources, _why(answers, wanted, lead == 0))
+
+
+def _why(answers: Answers, wanted: Sequence[int], first: bool) -> Miss:
+    """Why none of the blocks ``wanted``, each a way to have the same positions, is anywhere.
+
+    What one store knows counts more than that another one never had it.
+    """
+    told = [
+        seen.misses[i] or Miss.UNKNOWN if seen.misses else Miss.UNKNOWN
+        for seen in answers.values()
+        for i in wanted
+    ]
+    known = (miss for miss in told if miss not in (Miss.NEVER_STORED, Miss.UNKNOWN))
+    if (reason := next(known, None)) is not None:
+        return reason
+    if first and any(seen.opening for seen in answers.values()):
+        return Miss.OTHER_NAMESPACE
+    return Miss.UNKNOWN if Miss.UNKNOWN in told else Miss.NEVER_STORED
 
 
 def surveyed(answers: Answers, count: int) -> Seen:
@@ -37,7 +61,11 @@ def surveyed(answers: Answers, count: int) -> Seen:
     sizes = tuple(
         None if owner is None else answers[owner].sizes[i] for i, owner in enumerate(having)
     )
-    return Seen(sizes, lease_of(answers, {owner for owner in having if owner is not None}))
+    lease = lease_of(answers, {owner for owner in having if owner is not None})
+    misses = tuple(
+        _why(answers, [i], False) if owner is None else None for i, owner in enumerate(having)
+    )
+    return Seen(sizes, lease, misses, any(seen.opening for seen in answers.values()))
 
 
 def lease_of(answers: Answers, used: set[str]) -> Lease | None:

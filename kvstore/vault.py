@@ -79,10 +79,10 @@ class Vault:
         with self._lock:
             return self._catalog.lookup(names, tails, ttl, time.monotonic(), openings)
 
-    def survey(self, names: Sequence[bytes], ttl: float) -> Surveyed:
+    def survey(self, names: Sequence[bytes], ttl: float, openings: Sequence[int] = ()) -> Surveyed:
         """See ``Catalog.survey``."""
         with self._lock:
-            return self._catalog.survey(names, ttl, time.monotonic())
+            return self._catalog.survey(names, ttl, time.monotonic(), openings)
 
     def locate(self, names: Sequence[bytes], ttl: float) -> Located[int]:
         """See ``Catalog.locate``; the values are offsets in the arena."""

@@ -203,6 +203,8 @@ class LookupResponse(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
+    MISSES_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     """random, new at every start of the store: old leases are void"""
     lead: _builtins.int
@@ -215,9 +217,15 @@ class LookupResponse(_message.Message):
     """from when the store answered; counting from when it was asked is safe"""
     missing: _types_pb2.Miss.ValueType
     """why the first block after these is not there; unspecified if all are"""
+    opening: _builtins.bool
+    """with `each`: whether one of the openings is there"""
     @_builtins.property
     def places(self) -> Global___Places:
         """of the leading blocks, then the tail's if one was taken; or of each"""
+
+    @_builtins.property
+    def misses(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.Miss.ValueType]:
+        """with `each`: of every name, unspecified for those that are there"""
 
     def __init__(
         self,
@@ -229,10 +237,12 @@ class LookupResponse(_message.Message):
         lease: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
         missing: _types_pb2.Miss.ValueType = ...,
+        misses: _abc.Iterable[_types_pb2.Miss.ValueType] | None = ...,
+        opening: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tail", b"_tail", "places", b"places", "tail", b"tail"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tail", b"_tail", "boot", b"boot", "lead", b"lead", "lease", b"lease", "lease_ms", b"lease_ms", "missing", b"missing", "places", b"places", "tail", b"tail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tail", b"_tail", "boot", b"boot", "lead", b"lead", "lease", b"lease", "lease_ms", b"lease_ms", "misses", b"misses", "missing", b"missing", "opening", b"opening", "places", b"places", "tail", b"tail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tail: _TypeAlias = _typing.Literal["tail"]  # noqa: Y015
     _WhichOneofArgType__tail: _TypeAlias = _typing.Literal["_tail", b"_tail"]  # noqa: Y015

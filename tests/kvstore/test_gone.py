@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import tracemalloc
 
+import pytest
+
 from common.miss import Miss
+from kvstore.base import Seen
 from kvstore.catalog import Catalog
 from kvstore.gone import REMEMBERED, Gone
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.records import Claim, Tail
+from kvstore.union import united
 
 A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
 
@@ -61,3 +65,23 @@ def test_a_partial_block_whose_life_is_over_has_expired() -> None:
     assert catalog.lookup([], [Tail(0, A)], 0.0, 11.0).missing is Miss.EXPIRED
     assert catalog.lookup([B], [Tail(0, A)], 0.0, 11.0).missing is Miss.EXPIRED
     assert catalog.lookup([B], [], 0.0, 11.0).missing is Miss.NEVER_STORED
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "opening", "told"),
+    [
+        ((Miss.NEVER_STORED,), (Miss.EVICTED,), False, Miss.EVICTED),
+        ((Miss.EXPIRED,), (Miss.EVICTED,), True, Miss.EXPIRED),
+        ((Miss.NEVER_STORED,), (Miss.NEVER_STORED,), False, Miss.NEVER_STORED),
+        ((Miss.NEVER_STORED,), (Miss.NEVER_STORED,), True, Miss.OTHER_NAMESPACE),
+        ((Miss.NEVER_STORED,), (), False, Miss.UNKNOWN),
+    ],
+)
+def test_of_several_stores_the_one_that_knows_is_believed(
+    near: tuple[Miss, ...], far: tuple[Miss, ...], opening: bool, told: Miss
+) -> None:
+    answers = {"near": Seen((None,), None, near), "far": Seen((None,), None, far, opening)}
+    assert united(answers, 1, []).missing is told
+    assert united(answers, 0, [Tail(0, A)]).missing is told
+    there = {**answers, "third": Seen((5,), None)}
+    assert united(there, 1, []).missing is None
