@@ -1,12 +1,13 @@
-"""``python -m decode_service``: one decode worker."""
+"""``python -m decode_service``: one decode worker, which may be told to prefill."""
 
 from __future__ import annotations
 
 import sys
 
-from decode_service.service import register
+from decode_service.service import register as decode
+from prefill_service.service import register as prefill
 from protos import types_pb2
 from worker.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(types_pb2.ROLE_DECODE, "decode", register, sys.argv[1:]))
+    sys.exit(main(types_pb2.ROLE_DECODE, (decode, prefill), sys.argv[1:]))

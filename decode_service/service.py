@@ -28,7 +28,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncGenerator[decode_pb2.DecodeResponse]:
         handoff = Handoff(request.handoff_tokens, request.handoff_last_name)
-        async with self._worker.run(request.leg, handoff=handoff) as batches:
+        async with self._worker.run(types_pb2.ROLE_DECODE, request.leg, handoff) as batches:
             async for batch in batches:
                 yield self._response(batch, request.leg)
 
@@ -46,4 +46,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 def register(server: Server, worker: Worker) -> None:
     """Add the service to a worker's server."""
     service = DecodeService(worker)
-    server.add(SERVICE, lambda made: decode_pb2_grpc.add_DecodeServicer_to_server(service, made))
+    server.add(
+        SERVICE,
+        lambda made: decode_pb2_grpc.add_DecodeServicer_to_server(service, made),
+        serving=worker.identity.role == types_pb2.ROLE_DECODE,
+    )

@@ -38,6 +38,14 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
+DEFAULT_ROUTER = "127.0.0.1:50051"
+
+
+def address_of(router: str | None, file: str | None) -> str:
+    """The router that a command's flags name, or where one usually is."""
+    return router_of(Path(file)) if file is not None else router or DEFAULT_ROUTER
+
+
 def router_of(path: Path) -> str:
     """The router's address in an endpoints file."""
     try:

@@ -153,7 +153,8 @@ def _can_fork(config: ClusterConfig) -> bool:
 
 def _environ(config: ClusterConfig, outer: Mapping[str, str]) -> dict[str, str]:
     """What children inherit: without our own variables, which may mean something else to them."""
-    own = {item.variable for item in options(type(config))} | {PREFIX + "CONFIG"}
+    own = {item.variable for item in options(type(config))}
+    own |= {PREFIX + "CONFIG", PREFIX + "ROUTER"}  # the last is where a person asks, not a worker
     path = os.pathsep.join(filter(None, (str(ROOT), outer.get("PYTHONPATH"))))
     return {
         **{name: value for name, value in outer.items() if name not in own},

@@ -1,12 +1,13 @@
-"""``python -m prefill_service``: one prefill worker."""
+"""``python -m prefill_service``: one prefill worker, which may be told to decode."""
 
 from __future__ import annotations
 
 import sys
 
-from prefill_service.service import register
+from decode_service.service import register as decode
+from prefill_service.service import register as prefill
 from protos import types_pb2
 from worker.main import main
 
 if __name__ == "__main__":
-    sys.exit(main(types_pb2.ROLE_PREFILL, "prefill", register, sys.argv[1:]))
+    sys.exit(main(types_pb2.ROLE_PREFILL, (prefill, decode), sys.argv[1:]))

@@ -28,7 +28,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse]:
-        async with self._worker.run(request.leg, prefill_only=True) as batches:
+        async with self._worker.run(types_pb2.ROLE_PREFILL, request.leg) as batches:
             async for batch in batches:
                 for update in batch:
                     yield self._response(update, request.leg)
@@ -50,4 +50,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 def register(server: Server, worker: Worker) -> None:
     """Add the service to a worker's server."""
     service = PrefillService(worker)
-    server.add(SERVICE, lambda made: prefill_pb2_grpc.add_PrefillServicer_to_server(service, made))
+    server.add(
+        SERVICE,
+        lambda made: prefill_pb2_grpc.add_PrefillServicer_to_server(service, made),
+        serving=worker.identity.role == types_pb2.ROLE_PREFILL,
+    )

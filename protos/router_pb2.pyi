@@ -227,6 +227,53 @@ class GenerateResponse(_message.Message):
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
+class AnnounceRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """HOST:PORT, as the router reaches it"""
+    ttl_seconds: _builtins.float
+    """1 to 300"""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        ttl_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "ttl_seconds", b"ttl_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnounceRequest: _TypeAlias = AnnounceRequest  # noqa: Y015
+
+@_typing.final
+class AnnounceResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    state: Global___WorkerState.ValueType
+    reason: _builtins.str
+    """why it is not used, empty when it is"""
+    def __init__(
+        self,
+        *,
+        state: Global___WorkerState.ValueType = ...,
+        reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AnnounceResponse: _TypeAlias = AnnounceResponse  # noqa: Y015
+
+@_typing.final
 class ListWorkersRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -272,6 +319,7 @@ class WorkerStatus(_message.Message):
     IN_FLIGHT_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
     address: _builtins.str
     healthy: _builtins.bool
     reason: _builtins.str
@@ -279,6 +327,8 @@ class WorkerStatus(_message.Message):
     in_flight: _builtins.int
     """legs this router has there now"""
     state: Global___WorkerState.ValueType
+    role: _types_pb2.Role.ValueType
+    """as it is used; unspecified until an announced one told it"""
     @_builtins.property
     def info(self) -> _worker_pb2.WorkerInfo:
         """absent until the worker answered once"""
@@ -297,10 +347,11 @@ class WorkerStatus(_message.Message):
         in_flight: _builtins.int = ...,
         state: Global___WorkerState.ValueType = ...,
         load: _worker_pb2.WorkerLoad | None = ...,
+        role: _types_pb2.Role.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "healthy", b"healthy", "in_flight", b"in_flight", "info", b"info", "load", b"load", "reason", b"reason", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "healthy", b"healthy", "in_flight", b"in_flight", "info", b"info", "load", b"load", "reason", b"reason", "role", b"role", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -39,6 +39,11 @@ class RouterStub:
                 request_serializer=protos_dot_router__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=protos_dot_router__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Announce = channel.unary_unary(
+                '/kvrelay.v1.Router/Announce',
+                request_serializer=protos_dot_router__pb2.AnnounceRequest.SerializeToString,
+                response_deserializer=protos_dot_router__pb2.AnnounceResponse.FromString,
+                _registered_method=True)
         self.ListWorkers = channel.unary_unary(
                 '/kvrelay.v1.Router/ListWorkers',
                 request_serializer=protos_dot_router__pb2.ListWorkersRequest.SerializeToString,
@@ -58,6 +63,15 @@ class RouterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Announce(self, request, context):
+        """A worker says where it serves. It is asked back at that address before it is used and as long as
+        it is, and forgotten when it does not say so again in time. INVALID_ARGUMENT for the field
+        `announce` where the router takes no announcements.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListWorkers(self, request, context):
         """The workers this router knows and what it thinks of them.
         """
@@ -72,6 +86,11 @@ def add_RouterServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=protos_dot_router__pb2.GenerateRequest.FromString,
                     response_serializer=protos_dot_router__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Announce': grpc.unary_unary_rpc_method_handler(
+                    servicer.Announce,
+                    request_deserializer=protos_dot_router__pb2.AnnounceRequest.FromString,
+                    response_serializer=protos_dot_router__pb2.AnnounceResponse.SerializeToString,
             ),
             'ListWorkers': grpc.unary_unary_rpc_method_handler(
                     servicer.ListWorkers,
@@ -106,6 +125,33 @@ class Router:
             '/kvrelay.v1.Router/Generate',
             protos_dot_router__pb2.GenerateRequest.SerializeToString,
             protos_dot_router__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Announce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Router/Announce',
+            protos_dot_router__pb2.AnnounceRequest.SerializeToString,
+            protos_dot_router__pb2.AnnounceResponse.FromString,
             options,
             channel_credentials,
             insecure,

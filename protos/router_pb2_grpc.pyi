@@ -36,6 +36,11 @@ class RouterStub:
     reason and the usage. Cancelling the call cancels the work. A call that ended UNAVAILABLE can be
     continued with the same request, `output_token_ids` set to the tokens received and the seed told.
     """
+    Announce: _grpc.UnaryUnaryMultiCallable[_router_pb2.AnnounceRequest, _router_pb2.AnnounceResponse]
+    """A worker says where it serves. It is asked back at that address before it is used and as long as
+    it is, and forgotten when it does not say so again in time. INVALID_ARGUMENT for the field
+    `announce` where the router takes no announcements.
+    """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]
     """The workers this router knows and what it thinks of them."""
 
@@ -46,6 +51,11 @@ class RouterAsyncStub(RouterStub):
     """Answers one prompt as a stream: every response carries the new tokens, the last one the finish
     reason and the usage. Cancelling the call cancels the work. A call that ended UNAVAILABLE can be
     continued with the same request, `output_token_ids` set to the tokens received and the seed told.
+    """
+    Announce: _aio.UnaryUnaryMultiCallable[_router_pb2.AnnounceRequest, _router_pb2.AnnounceResponse]  # type: ignore[assignment]
+    """A worker says where it serves. It is asked back at that address before it is used and as long as
+    it is, and forgotten when it does not say so again in time. INVALID_ARGUMENT for the field
+    `announce` where the router takes no announcements.
     """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]  # type: ignore[assignment]
     """The workers this router knows and what it thinks of them."""
@@ -60,6 +70,17 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
         """Answers one prompt as a stream: every response carries the new tokens, the last one the finish
         reason and the usage. Cancelling the call cancels the work. A call that ended UNAVAILABLE can be
         continued with the same request, `output_token_ids` set to the tokens received and the seed told.
+        """
+
+    @_abc_1.abstractmethod
+    def Announce(
+        self,
+        request: _router_pb2.AnnounceRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_router_pb2.AnnounceResponse, _abc.Awaitable[_router_pb2.AnnounceResponse]]:
+        """A worker says where it serves. It is asked back at that address before it is used and as long as
+        it is, and forgotten when it does not say so again in time. INVALID_ARGUMENT for the field
+        `announce` where the router takes no announcements.
         """
 
     @_abc_1.abstractmethod

@@ -92,6 +92,8 @@ class WorkerInfo(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
+    STARTED_AS_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """boot token: new at every start"""
     role: _types_pb2.Role.ValueType
@@ -106,6 +108,10 @@ class WorkerInfo(_message.Message):
     vocab_size: _builtins.int
     pid: _builtins.int
     version: _builtins.str
+    protocol: _builtins.int
+    """of these messages; parties of different ones do not work together"""
+    started_as: _types_pb2.Role.ValueType
+    """its role at start: where it is listed, whatever it was told since"""
     @_builtins.property
     def namespace(self) -> Global___Namespace: ...
     def __init__(
@@ -124,10 +130,12 @@ class WorkerInfo(_message.Message):
         vocab_size: _builtins.int = ...,
         pid: _builtins.int = ...,
         version: _builtins.str = ...,
+        protocol: _builtins.int = ...,
+        started_as: _types_pb2.Role.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "namespace", b"namespace", "num_blocks", b"num_blocks", "pid", b"pid", "role", b"role", "store", b"store", "version", b"version", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "namespace", b"namespace", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "started_as", b"started_as", "store", b"store", "version", b"version", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -233,6 +241,45 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class SetRoleRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    role: _types_pb2.Role.ValueType
+    def __init__(
+        self,
+        *,
+        role: _types_pb2.Role.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleRequest: _TypeAlias = SetRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetRoleResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INFO_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def info(self) -> Global___WorkerInfo: ...
+    def __init__(
+        self,
+        *,
+        info: Global___WorkerInfo | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["info", b"info"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoleResponse: _TypeAlias = SetRoleResponse  # noqa: Y015
 
 @_typing.final
 class AuditRequest(_message.Message):

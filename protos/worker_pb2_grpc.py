@@ -49,6 +49,11 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetRole = channel.unary_unary(
+                '/kvrelay.v1.Worker/SetRole',
+                request_serializer=protos_dot_worker__pb2.SetRoleRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.SetRoleResponse.FromString,
+                _registered_method=True)
         self.Audit = channel.unary_unary(
                 '/kvrelay.v1.Worker/Audit',
                 request_serializer=protos_dot_worker__pb2.AuditRequest.SerializeToString,
@@ -79,6 +84,14 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetRole(self, request, context):
+        """Makes a prefill worker of a decode worker, or the other way round: it drains first, then it has a
+        new boot token. Without effect on one that has the role. FAILED_PRECONDITION while it is leaving.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Audit(self, request, context):
         """Checks every invariant of the accounting between two steps and names what breaks one.
         """
@@ -103,6 +116,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=protos_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRole,
+                    request_deserializer=protos_dot_worker__pb2.SetRoleRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.SetRoleResponse.SerializeToString,
             ),
             'Audit': grpc.unary_unary_rpc_method_handler(
                     servicer.Audit,
@@ -191,6 +209,33 @@ class Worker:
             '/kvrelay.v1.Worker/Drain',
             protos_dot_worker__pb2.DrainRequest.SerializeToString,
             protos_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.Worker/SetRole',
+            protos_dot_worker__pb2.SetRoleRequest.SerializeToString,
+            protos_dot_worker__pb2.SetRoleResponse.FromString,
             options,
             channel_credentials,
             insecure,

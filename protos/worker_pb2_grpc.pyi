@@ -37,6 +37,10 @@ class WorkerStub:
     """Takes no new legs from now on; answers when the last one has ended or was moved elsewhere. Legs
     left at the call's deadline end UNAVAILABLE with the reason DRAINING, to be resumed elsewhere.
     """
+    SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
+    """Makes a prefill worker of a decode worker, or the other way round: it drains first, then it has a
+    new boot token. Without effect on one that has the role. FAILED_PRECONDITION while it is leaving.
+    """
     Audit: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AuditRequest, _worker_pb2.AuditResponse]
     """Checks every invariant of the accounting between two steps and names what breaks one."""
 
@@ -48,6 +52,10 @@ class WorkerAsyncStub(WorkerStub):
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes no new legs from now on; answers when the last one has ended or was moved elsewhere. Legs
     left at the call's deadline end UNAVAILABLE with the reason DRAINING, to be resumed elsewhere.
+    """
+    SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
+    """Makes a prefill worker of a decode worker, or the other way round: it drains first, then it has a
+    new boot token. Without effect on one that has the role. FAILED_PRECONDITION while it is leaving.
     """
     Audit: _aio.UnaryUnaryMultiCallable[_worker_pb2.AuditRequest, _worker_pb2.AuditResponse]  # type: ignore[assignment]
     """Checks every invariant of the accounting between two steps and names what breaks one."""
@@ -75,6 +83,16 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
         """Takes no new legs from now on; answers when the last one has ended or was moved elsewhere. Legs
         left at the call's deadline end UNAVAILABLE with the reason DRAINING, to be resumed elsewhere.
+        """
+
+    @_abc_1.abstractmethod
+    def SetRole(
+        self,
+        request: _worker_pb2.SetRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SetRoleResponse, _abc.Awaitable[_worker_pb2.SetRoleResponse]]:
+        """Makes a prefill worker of a decode worker, or the other way round: it drains first, then it has a
+        new boot token. Without effect on one that has the role. FAILED_PRECONDITION while it is leaving.
         """
 
     @_abc_1.abstractmethod

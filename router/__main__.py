@@ -15,7 +15,6 @@ from router.config import RouterConfig
 from router.registry import Registry
 from router.service import SERVICE, RouterService
 from rpc import security
-from rpc.deadline import Deadline
 from rpc.server import Server, ServerOptions, serve_until_signal
 from text.tokenizer import Tokenizer
 
@@ -47,7 +46,7 @@ async def serve(config: RouterConfig) -> int:
         return await serve_until_signal(
             server,
             ready=lambda address: f"router ready on {address}: {config.model_name}",
-            on_stop=lambda deadline: _leave(service, deadline),
+            on_stop=lambda _: service.drain(),
             grace=config.grace,
         )
     finally:
@@ -63,10 +62,6 @@ def make_server(config: RouterConfig, service: RouterService) -> Server:
     server = Server(options)
     server.add(SERVICE, lambda made: router_pb2_grpc.add_RouterServicer_to_server(service, made))
     return server
-
-
-async def _leave(service: RouterService, deadline: Deadline) -> None:
-    await asyncio.wait_for(service.drain(), deadline.remaining())
 
 
 if __name__ == "__main__":

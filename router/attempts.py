@@ -99,5 +99,5 @@ class Attempts:
 def _final(error: KvrelayError) -> bool:
     """Whether every worker would say the same."""
     if isinstance(error, Mismatch):
-        return error.field != "leg.namespace_digest"
+        return error.field not in ("leg.namespace_digest", "role")  # another worker may fit
     return isinstance(error, Rejected | NotFound | Unservable | DeadlineExceeded)

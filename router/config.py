@@ -21,11 +21,20 @@ class RouterConfig(SecurityOptions):
     )
     host: str = option("127.0.0.1", "address to listen on", metavar="HOST")
     port: int = option(50051, "port to listen on; 0 picks a free one", low=0, high=65535)
-    prefill: tuple[str, ...] = option((), "a prefill worker; may be repeated", metavar="HOST:PORT")
-    decode: tuple[str, ...] = option((), "a decode worker; may be repeated", metavar="HOST:PORT")
+    prefill: tuple[str, ...] = option(
+        (),
+        "a prefill worker, or with dns:///NAME:PORT every one behind a name; may be repeated",
+        metavar="HOST:PORT",
+    )
+    decode: tuple[str, ...] = option(
+        (), "a decode worker, in the same way; may be repeated", metavar="HOST:PORT"
+    )
     workers_file: str | None = option(
         None, "JSON or TOML with lists `prefill` and `decode`, read again when it changes"
     )
+    dns_interval: float = option(5.0, "seconds between two look-ups of a name", low=0.1)
+    announce: bool = option(False, "take workers that announce themselves with their --router")
+    max_workers: int = option(512, "workers listed at once; more are left out", low=1)
     policy: str = option(
         "affinity",
         "how a worker is chosen; all but the default are for comparison",
@@ -70,8 +79,12 @@ class RouterConfig(SecurityOptions):
 
     def __post_init__(self) -> None:
         check(self)
-        if not (self.decode or self.workers_file):
-            raise Rejected("decode", "name a decode worker, or a --workers-file that does")
+        if not (self.decode or self.workers_file or self.announce):
+            raise Rejected(
+                "decode",
+                "name a decode worker, a --workers-file that does, or let workers --announce"
+                " themselves",
+            )
 
     @property
     def model_name(self) -> str:

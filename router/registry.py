@@ -11,23 +11,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
-from common.errors import Draining, KvrelayError, Mismatch, Rejected, Unavailable
+from common.errors import Draining, Exhausted, KvrelayError, Mismatch, Rejected, Unavailable
 from protos import types_pb2, worker_pb2
 from router.config import RouterConfig
 from router.fleet import check_worker
 from router.life import State, Verdict
 from router.loss import Lost, Silent
+from router.sources import Sources
 from router.watch import Pace, Watcher
 from router.worker import KnownWorker, Role
-from router.workersfile import Workers, read_workers
+from router.workersfile import Workers
 from rpc.channel import ChannelOptions
 from rpc.deadline import Deadline
+from rpc.security import installed
 
 log = logging.getLogger("kvrelay.router")
 RECONNECT_SECONDS = 0.5  # at most, between two attempts to reach a worker that was started again
-FILE_SECONDS = 1.0
+FOLLOW_SECONDS = 1.0
 
 
 class Registry:
@@ -35,29 +36,40 @@ class Registry:
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
+        self._sources = Sources(config)
         self._workers: dict[tuple[Role, str], KnownWorker] = {}
         self._pace = Pace(config.health_interval, config.health_timeout, config.gone_after)
         self._watchers: dict[tuple[Role, str], Watcher] = {}
         self._tasks: dict[tuple[Role, str], asyncio.Task[None]] = {}
-        self._file_watcher: asyncio.Task[None] | None = None
+        self._follower: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        self._left_out = 0
         self._changed = asyncio.Event()
 
     async def start(self) -> None:
-        """Watch the workers named; ``Rejected`` when the workers file cannot be used."""
-        listed = self._listed()
+        """Watch the workers listed; ``Rejected`` when the workers file cannot be used."""
+        listed = await self._sources.read()
         self.update(listed)
-        if self._config.workers_file is not None:
-            self._file_watcher = asyncio.create_task(self._watch_file(listed))
+        self._follower = asyncio.create_task(self._follow(listed))
 
     async def close(self) -> None:
         """Stop watching and close every channel."""
         tasks = [*self._tasks.values(), *self._closing]
-        tasks += [self._file_watcher] if self._file_watcher else []
+        tasks += [self._follower] if self._follower else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(worker.channel.close() for worker in self.workers))
+        self._sources.close()
+
+    def announce(self, address: str, ttl: float) -> KnownWorker:
+        """A worker says that it serves there: list it, and ask it. ``Rejected``, ``Exhausted``."""
+        listed = self._sources.hear(address, ttl)
+        self.update(self._sources.now())
+        found = next((worker for worker in self.workers if worker.address == listed), None)
+        if found is None:
+            raise Exhausted(f"this router lists {len(self._workers)} workers, no more", ttl)
+        return found
 
     @property
     def workers(self) -> tuple[KnownWorker, ...]:
@@ -67,11 +79,6 @@ class Registry:
     def usable(self, role: Role) -> list[KnownWorker]:
         """Those of a role that may be given legs."""
         return [worker for worker in self.workers if worker.role == role and worker.usable]
-
-    @property
-    def namespace(self) -> worker_pb2.Namespace | None:
-        """The fleet's, ``None`` while no worker is usable."""
-        return next((w.info.namespace for w in self.workers if w.usable and w.info), None)
 
     @property
     def alive(self) -> set[str]:
@@ -97,7 +104,7 @@ class Registry:
         """A leg there failed: do not use it until it answered a check, which is made at once."""
         if worker.usable:
             self._enter(worker, Verdict(State.SUSPECT, error))
-        if watcher := self._watchers.get((worker.role, worker.address)):
+        if watcher := self._watchers.get((worker.listed, worker.address)):
             watcher.hurry()
 
     def missing(self, role: Role) -> KvrelayError:
@@ -110,24 +117,11 @@ class Registry:
             return Mismatch(refused[0].field, message)
         return Unavailable(message)
 
-    def _listed(self) -> Workers:
-        config, file = self._config, Workers((), ())
-        if config.workers_file is not None:
-            file = read_workers(Path(config.workers_file))
-        return Workers((*config.prefill, *file.prefill), (*config.decode, *file.decode))
-
     def update(self, listed: Workers) -> None:
         """Start watching who is new, forget who is gone; legs under way there go on."""
-        wanted = [(types_pb2.ROLE_PREFILL, address) for address in listed.prefill]
-        wanted += [(types_pb2.ROLE_DECODE, address) for address in listed.decode]
+        wanted = self._wanted(listed)
         for key in [key for key in self._workers if key not in wanted]:
-            log.info("worker %s is no longer listed", key[1])
-            retired = self._workers.pop(key)
-            self._tasks.pop(key).cancel()
-            del self._watchers[key]
-            closing = asyncio.create_task(retired.channel.close(self._config.max_timeout))
-            self._closing.add(closing)  # the loop itself holds tasks weakly
-            closing.add_done_callback(self._closing.discard)
+            self._retire(key)
         options = ChannelOptions(
             max_message_bytes=self._config.max_message, max_reconnect_seconds=RECONNECT_SECONDS
         )
@@ -140,24 +134,66 @@ class Registry:
                 self._tasks[role, address] = asyncio.create_task(watcher.run())
         self._tell()
 
-    async def _watch_file(self, known: Workers) -> None:
+    def _wanted(self, listed: Workers) -> list[tuple[Role, str]]:
+        """Who is to be watched, no more than allowed."""
+        every = [(types_pb2.ROLE_PREFILL, address) for address in listed.prefill]
+        every += [(types_pb2.ROLE_DECODE, address) for address in listed.decode]
+        every += [(types_pb2.ROLE_UNSPECIFIED, address) for address in listed.announced]
+        wanted = [key for key in dict.fromkeys(every) if self._may_call(key[1])]
+        most = self._config.max_workers
+        if (left_out := max(0, len(wanted) - most)) != self._left_out:
+            log.warning("%d workers are listed, %d at most are used", len(wanted), most)
+            self._left_out = left_out
+        return wanted[:most]
+
+    def _may_call(self, address: str) -> bool:
+        try:
+            installed().check_call(address)
+        except Rejected as error:
+            log.warning("worker %s is left out: %s", address, error)
+            return False
+        return True
+
+    def _retire(self, key: tuple[Role, str]) -> None:
+        log.info("worker %s is no longer listed", key[1])
+        del self._watchers[key]
+        outliving = self._outlive(self._workers.pop(key), self._tasks.pop(key))
+        closing = asyncio.create_task(outliving)
+        self._closing.add(closing)  # the loop itself holds tasks weakly
+        closing.add_done_callback(self._closing.discard)
+
+    async def _outlive(self, worker: KnownWorker, watching: asyncio.Task[None]) -> None:
+        """Watch a worker that is no longer listed until its last leg has ended."""
+        try:
+            await worker.idle.wait()
+        finally:
+            watching.cancel()
+            await worker.channel.close()
+
+    async def _follow(self, known: Workers) -> None:
+        """Look for changes in every source."""
         while True:
-            await asyncio.sleep(FILE_SECONDS)
+            await asyncio.sleep(FOLLOW_SECONDS)
             try:
-                listed = await asyncio.to_thread(self._listed)
+                listed = await self._sources.read()
             except Rejected as error:
                 log.warning("%s; the workers listed before stay", error)
-                continue
+                listed = self._sources.now()
             if listed != known:
                 known = listed
                 self.update(listed)
 
-    def _restarted(self, worker: KnownWorker) -> None:
-        log.info("worker %s was restarted (%s)", worker.address, worker.key)
-        worker.evict(Lost(f"{worker.address} was restarted"))
+    def _restarted(self, worker: KnownWorker, before: worker_pb2.WorkerInfo) -> None:
+        """It has another boot token than ``before``: the legs it had are none of its own."""
+        if worker.info is not None and worker.info.role != before.role:
+            log.info("worker %s is a %s worker now", worker.address, role_name(worker.role))
+            worker.evict(Draining(f"{worker.address} changed its role"))
+        else:
+            log.info("worker %s was restarted (%s)", worker.address, worker.key)
+            worker.evict(Lost(f"{worker.address} was restarted"))
 
     def _accept(self, worker: KnownWorker, info: worker_pb2.WorkerInfo) -> None:
-        check_worker(info, worker.role, self._config.model_name, self._fleet(worker))
+        check_worker(info, worker.listed, self._config.model_name, self._fleet(worker))
 
     def _fleet(self, asking: KnownWorker) -> worker_pb2.Namespace | None:
         others = (w for w in self.workers if w is not asking and w.usable and w.info is not None)

@@ -58,6 +58,14 @@ class RouterService(router_pb2_grpc.RouterServicer):
                 async for response in responses:
                     yield response
 
+    async def Announce(
+        self,
+        request: router_pb2.AnnounceRequest,
+        context: Context[router_pb2.AnnounceRequest, router_pb2.AnnounceResponse],
+    ) -> router_pb2.AnnounceResponse:
+        status = self._registry.announce(request.address, request.ttl_seconds).status()
+        return router_pb2.AnnounceResponse(state=status.state, reason=status.reason)
+
     async def ListWorkers(
         self,
         request: router_pb2.ListWorkersRequest,

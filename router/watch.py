@@ -51,7 +51,7 @@ class Watcher:
         pace: Pace,
         accept: Callable[[KnownWorker, worker_pb2.WorkerInfo], None],
         judge: Callable[[KnownWorker, Verdict], None],
-        restarted: Callable[[KnownWorker], None],
+        restarted: Callable[[KnownWorker, worker_pb2.WorkerInfo], None],
     ) -> None:
         self._worker, self._pace = worker, pace
         self._accept, self._judge, self._restarted = accept, judge, restarted
@@ -112,8 +112,6 @@ class Watcher:
     async def _check(self) -> Verdict:
         worker, deadline = self._worker, Deadline.after(LONGEST_CHECK_SECONDS)
         whole, serving = self._checks % WHOLE_EVERY == 0, True
-        if whole:
-            serving = await is_serving(worker.channel, deadline, SERVICES[worker.role])
         try:
             load = await worker.control.GetLoad(
                 worker_pb2.GetLoadRequest(), timeout=deadline.remaining()
@@ -122,6 +120,8 @@ class Watcher:
                 await self._meet(deadline)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
+        if whole:
+            serving = await is_serving(worker.channel, deadline, SERVICES[worker.role])
         worker.load = load
         self._checks += 1
         return of_answer(serving, load.draining)
@@ -133,5 +133,5 @@ class Watcher:
         info = await worker.control.GetInfo(request, timeout=deadline.remaining())
         before, worker.info = worker.info, info
         if before is not None and before.worker != info.worker:
-            self._restarted(worker)
+            self._restarted(worker, before)
         self._accept(worker, info)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from router.fleet import belongs
 from router.life import UNASKED, State, Verdict
 from router.policy import Candidate
 from router.stay import Stay
@@ -33,9 +35,9 @@ SERVICES: dict[Role, str] = {
 class KnownWorker:
     """``verdict``, ``info`` and ``load`` are what the last check found; its watcher writes them."""
 
-    def __init__(self, address: str, role: Role, options: ChannelOptions) -> None:
+    def __init__(self, address: str, listed: Role, options: ChannelOptions) -> None:
         self.address = address
-        self.role = role
+        self.listed = listed  # unspecified for one that announced itself
         self.channel = open_channel(address, options)
         self.control = worker_pb2_grpc.WorkerStub(self.channel)
         self.prefill = prefill_pb2_grpc.PrefillStub(self.channel)
@@ -44,7 +46,15 @@ class KnownWorker:
         self.load = worker_pb2.WorkerLoad()
         self.verdict: Verdict = UNASKED
         self.heard = 0.0  # when it last said anything, in seconds of ``time.monotonic``
+        self.idle = asyncio.Event()  # no leg is there
+        self.idle.set()
         self._stays: set[Stay] = set()
+
+    @property
+    def role(self) -> Role:
+        """As it says itself, if it may; else as it is listed."""
+        info = self.info
+        return info.role if info is not None and belongs(info, self.listed) else self.listed
 
     @property
     def usable(self) -> bool:
@@ -75,10 +85,13 @@ class KnownWorker:
         """Counts a leg of so many tokens as being there, and makes it end if the worker is lost."""
         stay = Stay(tokens, self.channel.get_state() is grpc.ChannelConnectivity.READY)
         self._stays.add(stay)
+        self.idle.clear()
         try:
             yield stay
         finally:
             self._stays.discard(stay)
+            if not self._stays:
+                self.idle.set()
 
     def evict(self, error: KvrelayError) -> int:
         """End every leg there, so that each goes on elsewhere; how many there were."""
@@ -112,4 +125,5 @@ class KnownWorker:
             in_flight=self.legs,
             state=self.verdict.state.value,
             load=self.load,
+            role=self.role,
         )

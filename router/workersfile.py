@@ -15,10 +15,11 @@ MAX_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Addresses by role."""
+    """Addresses by role, and of those who announced themselves, whose role they tell."""
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
+    announced: tuple[str, ...] = ()
 
 
 def read_workers(path: Path) -> Workers:

@@ -64,12 +64,14 @@ class Server:
     def __init__(self, options: ServerOptions | None = None) -> None:
         self.options = options or ServerOptions()
         self.health = Health()
-        self._services: dict[str, Callable[[grpc.aio.Server], None]] = {}
+        self._services: dict[str, tuple[Callable[[grpc.aio.Server], None], bool]] = {}
         self._server: grpc.aio.Server | None = None
 
-    def add(self, service: str, register: Callable[[grpc.aio.Server], None]) -> None:
-        """Serve ``service`` (its full name, as in ``kvrelay.v1.Decode``)."""
-        self._services[service] = register
+    def add(
+        self, service: str, register: Callable[[grpc.aio.Server], None], serving: bool = True
+    ) -> None:
+        """Serve ``service`` (its full name: ``kvrelay.v1.Decode``); its health says ``serving``."""
+        self._services[service] = register, serving
 
     async def start(self) -> str:
         """Bind and serve; the address with the port bound. ``Rejected`` if it cannot be had."""
@@ -79,7 +81,7 @@ class Server:
         server = grpc.aio.server(
             interceptors=(Gate(security.credentials), Guard()), options=self.options.arguments()
         )
-        for register in self._services.values():
+        for register, _ in self._services.values():
             register(server)
         self.health.register(server)
         names = (*self._services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
@@ -87,8 +89,8 @@ class Server:
         bound = address.with_port(self._bind(server, address, security.tls))
         await server.start()
         self._server = server
-        for service in self._services:
-            await self.health.set(service, True)
+        for service, (_, serving) in self._services.items():
+            await self.health.set(service, serving)
         return str(bound)
 
     async def stop(self, grace: float = 0.0) -> None:
@@ -138,7 +140,9 @@ async def serve_until_signal(
     hurried = asyncio.ensure_future(hurry.wait())
     await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
     hurried.cancel()
-    if not drained.done():
+    if drained.done():
+        drained.result()  # what went wrong on the way is not to be hidden
+    else:
         drained.cancel()
         await server.stop(0.0)
     return 0
@@ -148,9 +152,10 @@ async def _drain(
     server: Server, on_stop: Callable[[Deadline], Awaitable[None]] | None, deadline: Deadline
 ) -> None:
     await server.health.leave()
-    if on_stop is not None:
-        try:
+    try:
+        if on_stop is not None:
             await asyncio.wait_for(on_stop(deadline), deadline.remaining())
-        except TimeoutError:
-            log.warning("not drained in time: the calls under way are cut")
-    await server.stop(deadline.remaining())
+    except TimeoutError:
+        log.warning("not drained in time: the calls under way are cut")
+    finally:
+        await server.stop(deadline.remaining())

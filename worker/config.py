@@ -13,6 +13,12 @@ class WorkerConfig(SecurityOptions):
     """Flags, environment and file of a prefill or decode worker."""
 
     model: str = required(str, "directory of a transformers model", metavar="DIR")
+    router: tuple[str, ...] = option(
+        (), "routers to announce this worker to; may be repeated", metavar="HOST:PORT"
+    )
+    advertise: str | None = option(
+        None, "the address announced; default: the one listened on", metavar="HOST:PORT"
+    )
     host: str = option("127.0.0.1", "address to listen on", metavar="HOST")
     port: int = option(0, "port to listen on; 0 picks a free one", low=0, high=65535)
     store: str | None = option(
@@ -51,3 +57,9 @@ class WorkerConfig(SecurityOptions):
     log_level: str = option(
         "info", "how much to log", choices=("debug", "info", "warning", "error")
     )
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Each of ``router``; one text may name several, with commas between them."""
+        named = (part.strip() for text in self.router for part in text.split(","))
+        return tuple(dict.fromkeys(part for part in named if part))

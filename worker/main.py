@@ -10,12 +10,15 @@ from collections.abc import Callable, Sequence
 from common import logs
 from common.config import load
 from common.errors import KvrelayError
-from protos import types_pb2, worker_pb2_grpc
+from protos import worker_pb2_grpc
 from rpc import security
 from rpc.deadline import Deadline
 from rpc.server import Server, ServerOptions, serve_until_signal
 from worker import metrics
+from worker.announce import Announcer
 from worker.config import WorkerConfig
+from worker.identity import NAMES, Role
+from worker.roles import Roles
 from worker.service import SERVICE, WorkerService
 from worker.worker import Worker
 
@@ -24,13 +27,14 @@ log = logging.getLogger(__name__)
 Register = Callable[[Server, Worker], None]
 
 
-def main(role: types_pb2.Role.ValueType, name: str, register: Register, argv: Sequence[str]) -> int:
-    """Run a worker of one role; the exit status. ``register`` adds the role's own service."""
+def main(role: Role, faces: Sequence[Register], argv: Sequence[str]) -> int:
+    """Run a worker; the exit status. ``faces`` add the services of both roles, it begins as one."""
+    name = NAMES[role]
     config = load(WorkerConfig, argv, f"python -m {name}_service", f"The {name} worker of kvrelay.")
     logs.setup(name, config.log_level)
     try:
         security.install(config)
-        return asyncio.run(_serve(Worker.build(config, role), name, register))
+        return asyncio.run(_serve(Worker.build(config, role), faces))
     except KvrelayError as error:
         log.error("%s", error)
         return 1
@@ -38,34 +42,43 @@ def main(role: types_pb2.Role.ValueType, name: str, register: Register, argv: Se
         return 130
 
 
-async def _serve(worker: Worker, name: str, register: Register) -> int:
+async def _serve(worker: Worker, faces: Sequence[Register]) -> int:
     config = worker.config
     server = Server(ServerOptions(f"{config.host}:{config.port}"))
+    service = WorkerService(worker, Roles(worker, server.health))
     server.add(SERVICE, lambda made: worker_pb2_grpc.add_WorkerServicer_to_server(service, made))
-    service = WorkerService(worker)
-    register(server, worker)
+    for register in faces:
+        register(server, worker)
+    announcer = Announcer(config.routers, config.advertise)
+
+    def ready(address: str) -> str:
+        announcer.begin(address)
+        return _ready(worker, address)
+
     worker.start()
     if config.metrics_port is not None:
         security.installed().check_plain("metrics_host", config.metrics_host)
-        registry = metrics.registry_of(worker.engine, name, worker.store_counters)
+        started_as = NAMES[worker.identity.started_as]  # one series, whatever it is told later
+        registry = metrics.registry_of(worker.engine, started_as, worker.store_counters)
         metrics.serve(registry, config.metrics_host, config.metrics_port)
     try:
         return await serve_until_signal(
             server,
-            ready=lambda address: _ready(worker, name, address),
+            ready=ready,
             on_stop=lambda deadline: _leave(worker, deadline),
             grace=config.grace,
         )
     finally:
+        announcer.end()
         await asyncio.to_thread(worker.engine.close)
         sys.stdout.flush()
 
 
-def _ready(worker: Worker, name: str, address: str) -> str:
+def _ready(worker: Worker, address: str) -> str:
     info = worker.model.info
     return (
-        f"{name} worker ready on {address}: {info.name} {info.dtype} on {info.device},"
-        f" attention {worker.runner.attention_backend},"
+        f"{worker.identity.name} worker ready on {address}: {info.name} {info.dtype} on"
+        f" {info.device}, attention {worker.runner.attention_backend},"
         f" {worker.limits.num_blocks} blocks of {worker.limits.block_size}"
     )
 

@@ -9,6 +9,7 @@ import grpc
 
 from protos import worker_pb2, worker_pb2_grpc
 from rpc.deadline import Deadline
+from worker.roles import Roles
 from worker.worker import Worker
 
 SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
@@ -23,8 +24,8 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Q, R]"  # generic in the type stu
 class WorkerService(worker_pb2_grpc.WorkerServicer):
     """See protos/worker.proto."""
 
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
+    def __init__(self, worker: Worker, roles: Roles) -> None:
+        self._worker, self._roles = worker, roles
 
     async def GetInfo(
         self,
@@ -51,7 +52,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             executed=load.executed,
             preemptions=load.totals.preemptions,
             draining=self._worker.streams.draining,
-            worker=self._worker.boot,
+            worker=self._worker.identity.boot,
         )
 
     async def Drain(
@@ -62,6 +63,15 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         deadline = Deadline.from_context(context, DRAIN_SECONDS, DRAIN_SECONDS)
         await self._worker.streams.drain(deadline)
         return worker_pb2.DrainResponse()
+
+    async def SetRole(
+        self,
+        request: worker_pb2.SetRoleRequest,
+        context: Context[worker_pb2.SetRoleRequest, worker_pb2.SetRoleResponse],
+    ) -> worker_pb2.SetRoleResponse:
+        deadline = Deadline.from_context(context, DRAIN_SECONDS, DRAIN_SECONDS)
+        await self._roles.set(request.role, deadline)
+        return worker_pb2.SetRoleResponse(info=self._worker.info())
 
     async def Audit(
         self,

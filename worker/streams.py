@@ -28,7 +28,8 @@ class Streams:
         self._ids = itertools.count(1)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._draining = False
+        self._leaving = False  # for good
+        self._emptying = False  # for a while
 
     def attach(self) -> None:
         """Deliver into the running loop from now on."""
@@ -42,7 +43,7 @@ class Streams:
     @property
     def draining(self) -> bool:
         """Whether new legs are turned away."""
-        return self._draining
+        return self._leaving or self._emptying
 
     def deliver(self, updates: Sequence[tuple[str, Update]]) -> None:
         """Called by the engine, once a step."""
@@ -65,7 +66,7 @@ class Streams:
         self, engine: Engine, order: Order, sampling: Sampling, stop_text: StopText | None
     ) -> AsyncGenerator[AsyncGenerator[Batch]]:
         """Submit an order; its updates as they come. Leaving early aborts it in the engine."""
-        if self._draining:
+        if self.draining:
             raise Draining("this worker is draining: ask another one")
         queue: asyncio.Queue[Update] = asyncio.Queue()
         self._queues[order.request_id] = queue
@@ -86,7 +87,22 @@ class Streams:
         A router that sees this moves the streams it can. What is left when most of the time is
         over ends ``Draining`` after its last whole step, to be resumed from there.
         """
-        self._draining = True
+        self._leaving = True
+        await self._empty(deadline)
+
+    @asynccontextmanager
+    async def emptied(self, deadline: Deadline) -> AsyncGenerator[None]:
+        """The same for a while: inside of it no leg is here. ``Draining`` for one that leaves."""
+        self._emptying = True
+        try:
+            await self._empty(deadline)
+            if self._leaving:
+                raise Draining("this worker is leaving")
+            yield
+        finally:
+            self._emptying = False
+
+    async def _empty(self, deadline: Deadline) -> None:
         remaining = deadline.remaining()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), remaining - min(LAST_SECONDS, remaining / 4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -25,8 +24,10 @@ from kvblock.namespace import Namespace
 from kvstore.connect import connect
 from kvstore.urls import public_names
 from protos import types_pb2, worker_pb2
+from rpc.protocol import PROTOCOL
 from worker import convert
 from worker.config import WorkerConfig
+from worker.identity import Identity, Role
 from worker.stop_text import StopTexts
 from worker.streams import Batch, Streams
 
@@ -44,11 +45,10 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """Everything one worker process holds. ``boot`` is new at every start."""
+    """Everything one worker process holds."""
 
     config: WorkerConfig
-    role: types_pb2.Role.ValueType
-    boot: str
+    identity: Identity
     model: LoadedModel
     runner: Runner
     namespace: Namespace
@@ -60,7 +60,7 @@ class Worker:
     stop_texts: StopTexts
 
     @classmethod
-    def build(cls, config: WorkerConfig, role: types_pb2.Role.ValueType) -> Worker:
+    def build(cls, config: WorkerConfig, role: Role) -> Worker:
         """Load the model, make the rest; nothing runs yet. ``Unservable``, ``Rejected``."""
         model = load_model(config.model, config.dtype, config.device, config.max_model_len)
         info = model.info
@@ -83,8 +83,8 @@ class Worker:
             journal_of(config),
         )
         return cls(
-            config, role, secrets.token_hex(8), model, runner, namespace, namer, limits, outside,
-            engine, streams, StopTexts(config.model),
+            config, Identity(role), model, runner, namespace, namer, limits, outside, engine,
+            streams, StopTexts(config.model),
         )  # fmt: skip
 
     @property
@@ -101,16 +101,18 @@ class Worker:
         self.engine.start()
 
     def run(
-        self, leg: types_pb2.Leg, prefill_only: bool = False, handoff: Handoff | None = None
+        self, role: Role, leg: types_pb2.Leg, handoff: Handoff | None = None
     ) -> AbstractAsyncContextManager[AsyncGenerator[Batch]]:
-        """Check a leg and submit it; see ``Streams.run``."""
+        """Check a leg for a worker of that role and submit it; see ``Streams.run``."""
+        if role != self.identity.role:
+            raise Mismatch("role", f"this is a {self.identity.name} worker now")
         self._check(leg)
         if handoff is not None:
             self._check_handoff(leg, handoff)
         rules = convert.sampling(leg.sampling, self.model.info.eos_token_ids)
         rules.check(self.model.info.vocab_size)
         engine_id, save = self.streams.new_id(leg.request_id), self.config.store is not None
-        order = convert.order(leg, engine_id, rules, prefill_only, save)
+        order = convert.order(leg, engine_id, rules, role == types_pb2.ROLE_PREFILL, save)
         return self.streams.run(self.engine, order, rules, self.stop_texts.of(order, rules))
 
     def _check_handoff(self, leg: types_pb2.Leg, handoff: Handoff) -> None:
@@ -131,13 +133,15 @@ class Worker:
 
     def usage(self, ended: Ended, leg: types_pb2.Leg) -> types_pb2.LegUsage:
         """The account of one leg, signed with who did it; explained if it asked for that."""
-        return convert.leg_usage(ended, self.boot, self.role, leg.explain)
+        return convert.leg_usage(ended, self.identity.boot, self.identity.role, leg.explain)
 
     def info(self) -> worker_pb2.WorkerInfo:
         """What ``GetInfo`` answers."""
         return worker_pb2.WorkerInfo(
-            worker=self.boot,
-            role=self.role,
+            worker=self.identity.boot,
+            role=self.identity.role,
+            started_as=self.identity.started_as,
+            protocol=PROTOCOL,
             namespace=namespace_message(self.namespace),
             attention_backend=self.runner.attention_backend,
             device=self.model.info.device,

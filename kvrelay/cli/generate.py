@@ -6,22 +6,20 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from google.protobuf.json_format import MessageToDict
 
 from common.config import load, option
 from common.errors import Rejected
-from kvrelay import endpoints
 from kvrelay.cli.screen import paint, say, tell
 from kvrelay.client import Client, Stream
+from kvrelay.endpoints import DEFAULT_ROUTER, address_of
 from kvrelay.piece import Piece
 from protos import types_pb2
 from rpc import security
 from rpc.credentials import ADMIN_FIRST
 from rpc.options import SecurityOptions
 
-DEFAULT_ROUTER = "127.0.0.1:50051"
 LARGEST_PROMPT = 8 << 20
 DESCRIPTION = """\
 Sends one prompt to a running cluster and prints the answer as it comes. The prompt is the
@@ -73,7 +71,8 @@ def main(argv: Sequence[str]) -> int:
     config = load(GenerateConfig, argv, "kvrelay generate", DESCRIPTION, epilog=EPILOG)
     security.install(config, ADMIN_FIRST)
     pieces: list[Piece] = []
-    with Client(_router(config)) as client, _stream(client, config) as stream:
+    router = address_of(config.router, config.endpoints)
+    with Client(router) as client, _stream(client, config) as stream:
         for piece in stream:
             pieces.append(piece)
             if not config.json:
@@ -110,12 +109,6 @@ def _stream(client: Client, config: GenerateConfig) -> Stream:
 def _messages(config: GenerateConfig) -> list[tuple[str, str]]:
     system = [] if config.system is None else [("system", config.system)]
     return [*system, ("user", _text(config))]
-
-
-def _router(config: GenerateConfig) -> str:
-    if config.endpoints is not None:
-        return endpoints.router_of(Path(config.endpoints))
-    return config.router or DEFAULT_ROUTER
 
 
 def _text(config: GenerateConfig) -> str:

@@ -95,7 +95,12 @@ class Observer:
 
 @contextmanager
 def rig(
-    model: Path, seqs: int = SEQS, links: bool = False, environ: Mapping[str, str] | None = None
+    model: Path,
+    seqs: int = SEQS,
+    links: bool = False,
+    environ: Mapping[str, str] | None = None,
+    prefill: int = 2,
+    decode: int = 2,
 ) -> Iterator[Rig]:
     """A running one; the last lines of all processes are printed at the end.
 
@@ -104,8 +109,9 @@ def rig(
     """
     lines: list[str] = []
     config = ClusterConfig(
-        model=str(model), port=0, dtype="float32", prefill=2, decode=2, block_size=BLOCK,
-        num_blocks=128, max_num_seqs=seqs, max_num_batched_tokens=16, disaggregate="always",
+        model=str(model), port=0, dtype="float32", prefill=prefill, decode=decode,
+        block_size=BLOCK, num_blocks=128, max_num_seqs=seqs, max_num_batched_tokens=16,
+        disaggregate="always",
     )  # fmt: skip
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVRELAY_AUDIT", "true")

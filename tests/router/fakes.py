@@ -36,6 +36,7 @@ from router.registry import Registry
 from router.service import RouterService
 from rpc.channel import open_channel
 from rpc.deadline import Deadline
+from rpc.protocol import PROTOCOL
 from rpc.server import Server, ServerOptions
 from tests.text.kinds import write
 from text.output import OutputText
@@ -127,6 +128,8 @@ class FakeWorker(
     namespace: worker_pb2.Namespace = field(default_factory=namespace)
     max_model_len: int = 1000
     num_blocks: int = 100
+    protocol: int = PROTOCOL
+    started_as: types_pb2.Role.ValueType = types_pb2.ROLE_UNSPECIFIED
     behaviour: Behaviour = field(default_factory=Behaviour)
     legs: list[types_pb2.Leg] = field(default_factory=list)
     handoffs: list[tuple[int, bytes]] = field(default_factory=list)
@@ -264,6 +267,9 @@ class FakeWorker(
         return worker_pb2.WorkerInfo(
             worker=self.boot,
             role=self.role,
+            started_as=self.started_as or self.role,
+            protocol=self.protocol,
+            pid=1,
             namespace=self.namespace,
             num_blocks=self.num_blocks,
             max_model_len=self.max_model_len,
@@ -280,6 +286,13 @@ class FakeWorker(
         if self.behaviour.checks is not None:
             await self.behaviour.checks.wait()
         return worker_pb2.WorkerLoad(worker=self.boot, draining=self.behaviour.draining)
+
+    async def SetRole(
+        self,
+        request: worker_pb2.SetRoleRequest,
+        context: Context[worker_pb2.SetRoleRequest, worker_pb2.SetRoleResponse],
+    ) -> worker_pb2.SetRoleResponse:
+        return worker_pb2.SetRoleResponse()
 
     async def Drain(
         self,

@@ -49,6 +49,13 @@ class Router(router_pb2_grpc.RouterServicer):
     ) -> AsyncIterator[router_pb2.GenerateResponse]:
         yield router_pb2.GenerateResponse(text=f"{caller().kind.value} {caller().tenant.name}")
 
+    async def Announce(
+        self,
+        request: router_pb2.AnnounceRequest,
+        context: object,
+    ) -> router_pb2.AnnounceResponse:
+        return router_pb2.AnnounceResponse()
+
     async def ListWorkers(
         self, request: router_pb2.ListWorkersRequest, context: object
     ) -> router_pb2.ListWorkersResponse:

@@ -61,6 +61,11 @@ class Faulty(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.WorkerLoad:
         raise self.error
 
+    async def SetRole(
+        self, request: worker_pb2.SetRoleRequest, context: worker_pb2_grpc._ServicerContext
+    ) -> worker_pb2.SetRoleResponse:
+        raise NotImplementedError
+
     async def Drain(
         self, request: worker_pb2.DrainRequest, context: worker_pb2_grpc._ServicerContext
     ) -> worker_pb2.DrainResponse:

@@ -1,0 +1,143 @@
+"""``kvrelay top``: the workers a router knows, what they do, and why one is not used."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from common.config import load, option
+from common.errors import Rejected
+from kvrelay.cli.screen import coloured, paint, say, table
+from kvrelay.client import Client
+from kvrelay.endpoints import DEFAULT_ROUTER, address_of
+from protos import router_pb2, types_pb2
+from rpc import security
+from rpc.credentials import ADMIN_FIRST
+from rpc.options import SecurityOptions
+
+DESCRIPTION = """\
+Shows every worker that a router knows: its state, what runs and waits there, its free KV blocks,
+and why it is not used. Refreshed until Ctrl-C; with --once it ends with status 1 when no worker
+can decode."""
+HOME = "\x1b[H\x1b[J"  # to the corner, and nothing below
+STATES = {
+    router_pb2.WORKER_STATE_STARTING: ("starting", "dim"),
+    router_pb2.WORKER_STATE_READY: ("ready", "green"),
+    router_pb2.WORKER_STATE_DRAINING: ("draining", "yellow"),
+    router_pb2.WORKER_STATE_SUSPECT: ("suspect", "yellow"),
+    router_pb2.WORKER_STATE_GONE: ("gone", "red"),
+}
+ROLES = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode"}
+HEAD = ("worker", "role", "state", "legs", "run", "load", "wait", "free blocks", "pos/s", "why")
+RIGHT = frozenset({3, 4, 5, 6, 7, 8})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopConfig(SecurityOptions):
+    """Whom to ask and how often."""
+
+    router: str | None = option(None, f"the router; else {DEFAULT_ROUTER}", metavar="HOST:PORT")
+    endpoints: str | None = option(None, "take the router from kvrelay up's file", metavar="FILE")
+    interval: float = option(1.0, "seconds between two looks", low=0.1)
+    once: bool = option(False, "look once and end")
+    json: bool = option(False, "print each look as one line of JSON")
+
+    def __post_init__(self) -> None:
+        if self.router is not None and self.endpoints is not None:
+            raise Rejected("router", "give either --router or --endpoints")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One worker. ``rate``: positions computed a second since the look before, if there was one."""
+
+    address: str
+    role: str
+    state: str
+    legs: int  # of the router asked
+    running: int
+    loading: int
+    waiting: int
+    free_blocks: int
+    blocks: int
+    executed: int
+    reason: str
+    rate: float | None = None
+
+    @classmethod
+    def of(cls, status: router_pb2.WorkerStatus, before: Mapping[str, int], passed: float) -> Line:
+        """``before`` is what each had executed ``passed`` seconds ago."""
+        load, earlier = status.load, before.get(status.address)
+        known = earlier is not None and passed > 0 and load.executed >= earlier
+        return cls(
+            address=status.address,
+            role=ROLES.get(status.role, "-"),
+            state=STATES.get(status.state, ("unknown", "dim"))[0],
+            legs=status.in_flight,
+            running=load.running,
+            loading=load.loading,
+            waiting=load.waiting,
+            free_blocks=load.free_blocks,
+            blocks=status.info.num_blocks,
+            executed=load.executed,
+            reason=status.reason,
+            rate=(load.executed - (earlier or 0)) / passed if known else None,
+        )
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load(TopConfig, argv, "kvrelay top", DESCRIPTION)
+    security.install(config, ADMIN_FIRST)
+    address = address_of(config.router, config.endpoints)
+    before: Mapping[str, int] = {}
+    looked = time.monotonic()
+    with Client(address) as client:
+        while True:
+            statuses, now = client.workers(), time.monotonic()
+            lines = [Line.of(status, before, now - looked) for status in statuses]
+            _show(lines, address, config)
+            if config.once:
+                able = (line.role == "decode" and line.state == "ready" for line in lines)
+                return 0 if any(able) else 1
+            before, looked = {line.address: line.executed for line in lines}, now
+            time.sleep(config.interval)
+
+
+def _show(lines: Sequence[Line], address: str, config: TopConfig) -> None:
+    if config.json:
+        say(json.dumps({"router": address, "workers": [asdict(line) for line in lines]}))
+        return
+    if not config.once and coloured(sys.stdout):
+        sys.stdout.write(HOME)
+    say(screen(lines, address))
+
+
+def screen(lines: Sequence[Line], address: str) -> str:
+    """One look, as a person reads it."""
+    colours = dict(STATES.values())
+    ready = sum(line.state == "ready" for line in lines)
+    rows = [
+        (
+            line.address,
+            line.role,
+            line.state,
+            str(line.legs),
+            str(line.running),
+            str(line.loading),
+            str(line.waiting),
+            f"{line.free_blocks}/{line.blocks}" if line.blocks else "-",
+            "-" if line.rate is None else f"{line.rate:,.0f}",
+            line.reason,
+        )
+        for line in lines
+    ]
+    head, *body = table(HEAD, rows, RIGHT).splitlines()
+    painted = [
+        text.replace(f" {line.state} ", f" {paint(line.state, colours.get(line.state, 'dim'))} ", 1)
+        for text, line in zip(body, lines, strict=True)
+    ]
+    title = f"router {address}: {ready} of {len(lines)} workers ready"
+    return "\n".join([paint(title, "bold"), "", head, *painted, ""])

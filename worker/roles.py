@@ -1,0 +1,51 @@
+"""Changes the role of a running worker: drained, renamed, and open again, with its KV kept."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from common.errors import DeadlineExceeded, Mismatch, Rejected
+from rpc.deadline import Deadline
+from rpc.health import Health
+from worker.identity import NAMES, Role
+from worker.worker import Worker
+
+log = logging.getLogger(__name__)
+SERVICES = {role: f"kvrelay.v1.{name.capitalize()}" for role, name in NAMES.items()}
+
+
+class Roles:
+    """One change at a time."""
+
+    def __init__(self, worker: Worker, health: Health) -> None:
+        self._worker, self._health = worker, health
+        self._changing = asyncio.Lock()
+
+    async def tell(self) -> None:
+        """Health: only the service of the role is served."""
+        for role, service in SERVICES.items():
+            await self._health.set(service, role == self._worker.identity.role)
+
+    async def set(self, role: Role, deadline: Deadline) -> None:
+        """Take a role when the legs of the one before have ended or were moved.
+
+        Without effect on a worker that has it. ``Mismatch`` for one that is leaving, and
+        ``DeadlineExceeded`` when legs are left: then it goes on as it was.
+        """
+        if role not in NAMES:
+            raise Rejected("role", "choose ROLE_PREFILL or ROLE_DECODE")
+        async with self._changing:
+            worker = self._worker
+            if role == worker.identity.role:
+                return
+            if worker.streams.draining:
+                raise Mismatch("draining", "this worker is leaving and keeps its role")
+            log.info("to be a %s worker, %d legs are under way", NAMES[role], worker.streams.open)
+            try:
+                async with worker.streams.emptied(deadline):
+                    worker.identity.become(role)
+                    await self.tell()
+            except TimeoutError as error:
+                raise DeadlineExceeded("legs are under way still, the role is as before") from error
+            log.info("a %s worker from now on", NAMES[role])
