@@ -1,35 +1,26 @@
 """A store in front of a store: when the one behind is gone, calls fail at once.
 
-Without it every request would wait for its own timeout on a dead store. After a failure nobody
-asks for a while, then one caller tries; the pause doubles up to a limit and ends with an answer.
+Without it every request would wait for its own timeout on a dead store.
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from common.errors import DeadlineExceeded, KvrelayError, Unavailable
 from kvstore.base import Found, Got, Lease, Offer, Outcome, Seen, Store, Want
+from kvstore.circuit import Circuit
 from kvstore.records import Tail
 from kvstore.stats import Stats
-
-FIRST_PAUSE = 0.1
-LONGEST_PAUSE = 2.0
-TIMEOUTS_TO_OPEN = 2
 
 
 class Breaker:
     """A ``Store``. ``clock`` is for tests."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._clock = store, clock
-        self._lock = threading.Lock()
-        self._failures = 0
-        self._pause = 0.0
-        self._closed_at = 0.0  # when the next caller may try
+        self._store, self._circuit = store, Circuit(clock)
 
     @property
     def url(self) -> str:
@@ -61,7 +52,7 @@ class Breaker:
         with self._guarded(), closing(self._store.get(wants, timeout)) as arriving:
             for got in arriving:
                 if first:
-                    self._answered()
+                    self._circuit.answered()
                     first = False
                 yield got
 
@@ -91,34 +82,14 @@ class Breaker:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        self._enter()
+        if wait := self._circuit.enter():
+            raise Unavailable(f"{self.url} did not answer; the next try is in {wait:.1f} s")
         try:
             yield
         except (Unavailable, DeadlineExceeded) as error:
-            self._failed(isinstance(error, Unavailable))
+            self._circuit.failed(isinstance(error, Unavailable))
             raise
         except KvrelayError:
-            self._answered()
+            self._circuit.answered()
             raise
-        self._answered()
-
-    def _enter(self) -> None:
-        with self._lock:
-            now = self._clock()
-            if now < self._closed_at:
-                raise Unavailable(
-                    f"{self.url} did not answer; the next try is in {self._closed_at - now:.1f} s"
-                )
-            if self._pause:
-                self._closed_at = now + self._pause  # this caller tries; the others wait for it
-
-    def _failed(self, gone: bool) -> None:
-        with self._lock:
-            self._failures += 1
-            if gone or self._failures >= TIMEOUTS_TO_OPEN:
-                self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
-                self._closed_at = self._clock() + self._pause
-
-    def _answered(self) -> None:
-        with self._lock:
-            self._failures, self._pause, self._closed_at = 0, 0.0, 0.0
+        self._circuit.answered()

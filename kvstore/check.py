@@ -31,12 +31,17 @@ def check_block(
     if view.nbytes != claim.size:
         raise Corrupt("length", f"{view.nbytes} bytes came and {claim.size} were claimed")
     header = decode(view)
-    if header.name != claim.name:
-        raise Corrupt("name", f"{header.name.hex()} is in the header of {claim.name.hex()}")
-    true = child_name(header.namespace, header.parent, header.tokens, digest)
-    if true != header.name:
-        raise Corrupt("name", f"what the header holds is called {true.hex()}")
+    check_name(claim.name, header, digest)
     start = header_bytes(header.count)
     known = summed.checksum if summed is not None and summed.start == start else None
     verify_payload(header, view[start:], known)
     return header
+
+
+def check_name(name: bytes, header: Header, digest: Digest = sha256) -> None:
+    """``Corrupt`` unless a block with this header is called ``name``, and rightly."""
+    if header.name != name:
+        raise Corrupt("name", f"{header.name.hex()} is in the header of {name.hex()}")
+    true = child_name(header.namespace, header.parent, header.tokens, digest)
+    if true != header.name:
+        raise Corrupt("name", f"what the header holds is called {true.hex()}")

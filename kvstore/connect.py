@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from urllib.parse import parse_qsl, urlencode, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
 from common.errors import Rejected
+from kvstore import redis
 from kvstore.arm import Arm
 from kvstore.base import Store
 from kvstore.breaker import Breaker
@@ -19,20 +20,25 @@ from rpc.security import installed
 Parameters = dict[str, str]
 
 
-def _memory(rest: str, parameters: Parameters) -> Store:
+def _memory(parts: SplitResult, parameters: Parameters) -> Store:
     _known(parameters, ())
-    return MemoryStore(rest)
+    return MemoryStore(parts.netloc)
 
 
-def _kvrelay(rest: str, parameters: Parameters) -> Store:
+def _kvrelay(parts: SplitResult, parameters: Parameters) -> Store:
     _known(parameters, ("way",))
-    return Breaker(RemoteStore(str(Address.parse(rest)), parameters.get("way")))
+    return Breaker(RemoteStore(str(Address.parse(parts.netloc)), parameters.get("way")))
 
 
-def _kvrelays(rest: str, parameters: Parameters) -> Store:
+def _kvrelays(parts: SplitResult, parameters: Parameters) -> Store:
     if installed().tls is None:
         raise Rejected("store", "is to be reached by TLS: give --tls-ca")
-    return _kvrelay(rest, parameters)
+    return _kvrelay(parts, parameters)
+
+
+def _redis(parts: SplitResult, parameters: Parameters) -> Store:
+    _known(parameters, redis.PARAMETERS)
+    return redis.RedisStore(redis.settings_of(parts, parameters))
 
 
 def _known(parameters: Parameters, known: tuple[str, ...]) -> None:
@@ -41,10 +47,11 @@ def _known(parameters: Parameters, known: tuple[str, ...]) -> None:
             raise Rejected(name, f"is no parameter here; these are: {', '.join(known) or 'none'}")
 
 
-SCHEMES: dict[str, Callable[[str, Parameters], Store]] = {
+SCHEMES: dict[str, Callable[[SplitResult, Parameters], Store]] = {
     "memory": _memory,
     "kvrelay": _kvrelay,
     "kvrelays": _kvrelays,
+    **dict.fromkeys(redis.SCHEMES, _redis),
 }
 
 
@@ -53,6 +60,9 @@ def connect(url: str) -> Store:
 
     ``kvrelay://HOST:PORT?way=shm``, ``lane`` or ``grpc`` forces the way the bytes go. It is
     connected to as this process is set up (``rpc.security``); ``kvrelays://`` insists on TLS.
+    ``redis://[USER:PASSWORD@]HOST:PORT[/DB]`` is a Redis, ``unix:///PATH`` one by its socket,
+    ``redis+cluster://HOST:PORT,HOST:PORT`` a cluster as these of its servers tell it; ``rediss://``
+    and ``rediss+cluster://`` go by TLS. Their parameters are in ``kvstore/README.md``.
 
     A list of URLs with commas between them is several stores in one, the first one preferred.
     Those after it are only read, unless they say ``write=yes`` (what is saved goes there too) or
@@ -81,11 +91,15 @@ def _arm(url: str, index: int) -> Arm:
 
 
 def _one(url: str) -> Store:
-    parts = urlsplit(url)
+    shown = public_name(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise Rejected("store", f"{shown!r} is no URL: {error}") from None
     if parts.scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise Rejected("store", f"{url!r} has none of the schemes {known}")
+        raise Rejected("store", f"{shown!r} has none of the schemes {known}")
     try:
-        return SCHEMES[parts.scheme](parts.netloc, dict(parse_qsl(parts.query)))
+        return SCHEMES[parts.scheme](parts, dict(parse_qsl(parts.query)))
     except Rejected as error:
-        raise Rejected("store", f"{url!r}: {error.message}") from error
+        raise Rejected("store", f"{shown!r}: {error.message}") from error

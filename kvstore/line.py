@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
 
 from common.errors import Corrupt, KvrelayError, Unavailable
 from kvstore.frames import (
@@ -101,17 +102,28 @@ def dial_tcp(host: str, port: int, deadline: Deadline, boot: bytes) -> Line:
         raise Unavailable(f"no lane to {host}:{port}: {error}") from error
 
 
-class Lines:
+class Piped(Protocol):
+    """A connection."""
+
+    @property
+    def pipe(self) -> Pipe:
+        """What it sends and receives by."""
+
+
+P = TypeVar("P", bound=Piped)
+
+
+class Lines(Generic[P]):
     """Connections at rest and in use; as many as there are calls at once."""
 
-    def __init__(self, dial: Callable[[Deadline], Line]) -> None:
+    def __init__(self, dial: Callable[[Deadline], P]) -> None:
         self._dial = dial
         self._lock = threading.Lock()
-        self._resting: list[Line] = []
-        self._used: set[Line] = set()
+        self._resting: list[P] = []
+        self._used: set[P] = set()
         self._closed = False
 
-    def take(self, deadline: Deadline) -> Line:
+    def take(self, deadline: Deadline) -> P:
         """One for the caller alone; to be given back or dropped."""
         with self._lock:
             line = self._resting.pop() if self._resting else None
@@ -123,7 +135,7 @@ class Lines:
         line.pipe.close()
         raise Unavailable("this store was closed")
 
-    def give(self, line: Line) -> None:
+    def give(self, line: P) -> None:
         """All that was asked has been answered."""
         with self._lock:
             self._used.discard(line)
@@ -132,19 +144,24 @@ class Lines:
                 return
         line.pipe.close()
 
-    def drop(self, line: Line) -> None:
+    def drop(self, line: P) -> None:
         """It broke, or was left in the middle."""
         with self._lock:
             self._used.discard(line)
         line.pipe.close()
 
+    def clear(self) -> None:
+        """End those at rest."""
+        with self._lock:
+            resting, self._resting = self._resting, []
+        for line in resting:
+            line.pipe.close()
+
     def close(self, cut: bool = True) -> None:
         """No more calls. Those under way fail, or with ``cut=False`` end; each closes its own."""
         with self._lock:
             self._closed = True
-            resting, self._resting = self._resting, []
             used = list(self._used) if cut else []
-        for line in resting:
-            line.pipe.close()
+        self.clear()
         for line in used:
             line.pipe.cut()

@@ -38,19 +38,23 @@ class Pipe:
         else:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
 
-    def limit(self, seconds: float | None) -> None:
+    def limit(self, seconds: float | None, stall: float | None = None) -> None:
         """All operations from now on end within so long, the last a little later; ``None``: never.
 
-        An operation is begun in this time, and takes no longer than it.
+        An operation is begun in this time, and takes no longer than it. With ``stall`` it is over
+        earlier when not a byte moves for so many seconds.
         """
         self._until = None if seconds is None else time.monotonic() + seconds
         if seconds is not None and seconds <= 0:
             raise DeadlineExceeded("no time is left for this connection")
+        with _mapped():
+            self._wait_at_most(seconds if stall is None or seconds is None else min(seconds, stall))
+
+    def _wait_at_most(self, seconds: float | None) -> None:
         value = max(round((seconds or 0.0) * 1e6), 1 if seconds else 0)
         packed = _TIMEVAL.pack(value // 1_000_000, value % 1_000_000)
-        with _mapped():
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
 
     def send(self, buffers: Sequence[bytes | memoryview]) -> None:
         """All the bytes of ``buffers``."""
@@ -60,8 +64,7 @@ class Pipe:
             while first < len(views):
                 self._check()
                 group = views[first : first + PIECES]
-                sent = self._sock.sendmsg(group)
-                first += _advance(views, first, len(group), sent)
+                first += _advance(views, first, len(group), self._send_some(group))
 
     def receive_into(self, buffers: Sequence[memoryview]) -> None:
         """Fill all of ``buffers``."""
@@ -71,10 +74,19 @@ class Pipe:
             while first < len(views):
                 self._check()
                 group = views[first : first + PIECES]
-                count = self._sock.recvmsg_into(group, 0, socket.MSG_WAITALL)[0]
-                if not count:
-                    raise Unavailable("the connection was closed by the other side")
-                first += _advance(views, first, len(group), count)
+                first += _advance(views, first, len(group), _some(self._fill(group)))
+
+    def receive_some(self, buffer: memoryview) -> int:
+        """As much as there is, at least a byte and at most all of ``buffer``; how much."""
+        with _mapped():
+            self._check()
+            return _some(self._sock.recv_into(buffer))
+
+    def _send_some(self, group: list[memoryview]) -> int:
+        return self._sock.sendmsg(group)
+
+    def _fill(self, group: list[memoryview]) -> int:
+        return self._sock.recvmsg_into(group, 0, socket.MSG_WAITALL)[0]
 
     def receive(self, count: int) -> bytes:
         """``count`` bytes, which the caller has found to be few."""
@@ -101,8 +113,7 @@ class Pipe:
             fds = array.array("i")
             room = socket.CMSG_SPACE(fds.itemsize)
             data, ancillary, _, _ = self._sock.recvmsg(count, room, _CLOSE_ON_EXEC)
-        if not data:
-            raise Unavailable("the connection was closed by the other side")
+        _some(len(data))
         for level, kind, payload in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
@@ -136,6 +147,12 @@ def _mapped() -> Iterator[None]:
         raise DeadlineExceeded("the other side of the connection was too slow") from error
     except OSError as error:
         raise Unavailable(f"the connection broke: {error}") from error
+
+
+def _some(count: int) -> int:
+    if not count:
+        raise Unavailable("the connection was closed by the other side")
+    return count
 
 
 def _advance(views: list[memoryview], first: int, count: int, done: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
 
 _BETWEEN = re.compile(r"\s*,\s*(?=[a-z][a-z0-9+.-]*://)")
 
@@ -14,9 +13,13 @@ def urls_of(text: str) -> list[str]:
 
 
 def public_name(url: str) -> str:
-    """A URL without what is nobody's business: user, password and parameters."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
+    """A URL without what is nobody's business: user, password and parameters.
+
+    Taken apart at its last ``@``, so that a password with a ``/`` or ``?`` in it is not shown.
+    """
+    head, between, rest = url.rpartition("@")[2].rpartition("://")
+    scheme = head or url.partition("://")[0]
+    return f"{scheme}{between or '://'}{rest.partition('?')[0].rstrip('/')}"
 
 
 def public_names(text: str) -> str:

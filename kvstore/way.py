@@ -59,7 +59,7 @@ class Way(Protocol):
 
 
 @contextmanager
-def taken(lines: Lines, deadline: Deadline) -> Iterator[Line]:
+def taken(lines: Lines[Line], deadline: Deadline) -> Iterator[Line]:
     """A connection for one call; it is kept only if all went well."""
     line = lines.take(deadline)
     try:

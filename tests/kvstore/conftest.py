@@ -13,9 +13,20 @@ from kvstore import Store, connect
 from kvstore.arm import Arm
 from kvstore.memory import MemoryStore, forget
 from kvstore.several import Several
+from tests.kvstore.redisserver import Cluster, Server, running
 
 BUDGET = 16 << 20
 _NUMBERS = itertools.count()
+
+CLEAR_SECONDS = 30.0
+OURS = ("memory", "shm", "lane", "grpc", "several")
+"""Stores that keep the books of their blocks themselves."""
+
+REDIS = ("redis", "unix", "cluster")
+"""Stores that leave them to Redis, which knows of no leases and evicts by itself."""
+
+ours_only = pytest.mark.parametrize("connecting", OURS, indirect=True)
+"""For what Redis cannot promise; what holds there instead stands in ``test_redis.py``."""
 
 Connect = Callable[[], Store]
 
@@ -47,13 +58,37 @@ def service_url() -> Iterator[str]:
     stop(process)
 
 
-@pytest.fixture(params=["memory", "shm", "lane", "grpc", "several"])
+@pytest.fixture(scope="session")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    server = Server(tmp_path_factory.mktemp("redis"))
+    with running(server):
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("cluster"))
+    with running(cluster):
+        yield cluster
+
+
+def _url(kind: str, request: pytest.FixtureRequest) -> str:
+    """Of the session's store of a kind."""
+    if kind in ("redis", "unix"):
+        server = request.getfixturevalue("redis_server")
+        return f"redis://{server.address}" if kind == "redis" else f"unix://{server.socket}"
+    if kind == "cluster":
+        return f"redis+cluster://{request.getfixturevalue('redis_cluster').addresses}"
+    return f"{request.getfixturevalue('service_url')}?way={kind}"
+
+
+@pytest.fixture(params=[*OURS, *REDIS])
 def connecting(request: pytest.FixtureRequest) -> Iterator[Connect]:
     """Makes stores that share their blocks, as two clients of one service do."""
     stores: list[Store] = []
     name = f"test-{next(_NUMBERS)}"
-    way = "shm" if request.param == "several" else request.param
-    url = None if way == "memory" else f"{request.getfixturevalue('service_url')}?way={way}"
+    kind = "shm" if request.param == "several" else request.param
+    url = None if kind == "memory" else _url(kind, request)
 
     def one() -> Store:
         return MemoryStore(name, BUDGET) if url is None else connect(url)
@@ -66,7 +101,7 @@ def connecting(request: pytest.FixtureRequest) -> Iterator[Connect]:
         return stores[-1]
 
     first = make()
-    first.clear(5.0)
+    first.clear(CLEAR_SECONDS)
     yield make
     for store in stores:
         store.close()

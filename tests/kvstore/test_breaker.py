@@ -8,7 +8,8 @@ import pytest
 
 from common.errors import DeadlineExceeded, KvrelayError, Rejected, Unavailable
 from kvstore import Found, Got, Tail, Want
-from kvstore.breaker import FIRST_PAUSE, LONGEST_PAUSE, Breaker
+from kvstore.breaker import Breaker
+from kvstore.circuit import FIRST_PAUSE, LONGEST_PAUSE
 from kvstore.memory import MemoryStore
 
 

@@ -19,6 +19,7 @@ from kvblock.name import child_name
 from kvblock.verify import verify_payload
 from kvstore import Block, Got, Kept, Offer, Seen, Store, Tail, Want, connect
 from kvstore.several import Several
+from tests.kvstore.conftest import ours_only
 
 TIMEOUT = 10.0
 Connect = Callable[[], Store]
@@ -155,7 +156,7 @@ def test_lookup_answers_the_leading_run(store: Store) -> None:
     assert found.lease is None
 
 
-def test_a_survey_tells_of_each_block_and_holds_what_is_there(store: Store) -> None:
+def test_a_survey_tells_of_each_block(store: Store) -> None:
     blocks = [make(100 + i) for i in range(6)]
     put(store, *blocks[:2], blocks[3], blocks[5])
     names = [name_of(b) for b in (*blocks, blocks[3])]
@@ -164,13 +165,26 @@ def test_a_survey_tells_of_each_block_and_holds_what_is_there(store: Store) -> N
     sizes = [b.size for b in (*blocks, blocks[3])]
     assert seen.sizes == tuple(size if i in there else None for i, size in enumerate(sizes))
     assert seen.lease is not None
-    store.clear(TIMEOUT)
     assert store.survey(names, 0, TIMEOUT) == Seen(seen.sizes, None)
     store.release([seen.lease], TIMEOUT)
     assert store.stats(TIMEOUT).leases == 0
     store.clear(TIMEOUT)
     assert store.survey(names, 60, TIMEOUT) == Seen((None,) * 7, None)
     assert store.survey([], 60, TIMEOUT) == Seen((), None)
+
+
+@ours_only
+def test_a_survey_holds_what_is_there(store: Store) -> None:
+    block, absent = make(), make()
+    put(store, block)
+    names = [name_of(absent), name_of(block)]
+    seen = store.survey(names, 60, TIMEOUT)
+    assert seen.lease is not None
+    store.clear(TIMEOUT)
+    assert store.survey(names, 0, TIMEOUT) == Seen(seen.sizes, None)
+    store.release([seen.lease], TIMEOUT)
+    store.clear(TIMEOUT)
+    assert store.survey(names, 0, TIMEOUT) == Seen((None, None), None)
 
 
 def test_the_first_tail_after_the_run_is_taken(store: Store) -> None:
@@ -238,6 +252,7 @@ def test_a_name_that_does_not_follow_from_the_header_is_refused(store: Store) ->
     assert put(store, block, victim) == [Kept.STORED] * 2
 
 
+@ours_only
 def test_of_a_run_put_in_parts_the_tail_goes_first(store: Store) -> None:
     run = [make(3 << 20)]
     put(store, run[0])
@@ -254,6 +269,7 @@ def test_of_a_run_put_in_parts_the_tail_goes_first(store: Store) -> None:
     assert present(store, *run, other, *newer) == [True, True, False, False, True, True, True]
 
 
+@ours_only
 def test_least_recently_used_goes_first(store: Store) -> None:
     blocks = [make(4 << 20) for _ in range(3)]
     put(store, *blocks)
@@ -262,6 +278,7 @@ def test_least_recently_used_goes_first(store: Store) -> None:
     assert present(store, *blocks) == [True, False, True]
 
 
+@ours_only
 def test_a_lease_outlives_eviction_and_clear_but_not_its_deadline(store: Store) -> None:
     held, other = make(6 << 20), make(6 << 20)
     put(store, held, other)
@@ -279,6 +296,7 @@ def test_a_lease_outlives_eviction_and_clear_but_not_its_deadline(store: Store) 
     assert present(store, held) == [False]
 
 
+@ours_only
 def test_no_room_beside_what_is_held(store: Store) -> None:
     held = [make(7 << 20), make(7 << 20)]
     put(store, *held)
@@ -290,6 +308,7 @@ def test_no_room_beside_what_is_held(store: Store) -> None:
     assert put(store, make(7 << 20)) == [Kept.STORED]
 
 
+@ours_only
 def test_leases_of_another_start_are_ignored(store: Store) -> None:
     block = make()
     put(store, block)
@@ -301,6 +320,7 @@ def test_leases_of_another_start_are_ignored(store: Store) -> None:
     assert store.stats(TIMEOUT).leases == 0
 
 
+@ours_only
 def test_concurrent_puts_of_one_name_cost_one_copy(connecting: Connect) -> None:
     stores = [connecting() for _ in range(4)]
     blocks = [make(700_000) for _ in range(10)]
@@ -320,6 +340,7 @@ def test_concurrent_puts_of_one_name_cost_one_copy(connecting: Connect) -> None:
     get(stores[1], *blocks)
 
 
+@ours_only
 def test_a_block_is_not_visible_before_it_is_whole(connecting: Connect) -> None:
     writer, reader = connecting(), connecting()
     block = make(5 << 20)
@@ -353,7 +374,6 @@ def test_stats_count_what_happened(store: Store) -> None:
     store.lookup([name_of(block), b"x" * 32], [], 0, TIMEOUT)
     after = store.stats(TIMEOUT)
     assert after.entries == before.entries + 1
-    assert after.bytes == before.bytes + block.size
     changes = {
         field.name: getattr(after.tally, field.name) - getattr(before.tally, field.name)
         for field in dataclasses.fields(after.tally)
@@ -371,6 +391,16 @@ def test_stats_count_what_happened(store: Store) -> None:
     else:
         assert {name: n for name, n in changes.items() if n} == {**moved, **asked}
     assert store.clear(TIMEOUT) == 1
+    assert store.stats(TIMEOUT).entries == before.entries
+
+
+@ours_only
+def test_bytes_are_counted_to_the_last(store: Store) -> None:
+    block = make()
+    before = store.stats(TIMEOUT).bytes
+    put(store, block)
+    assert store.stats(TIMEOUT).bytes == before + block.size
+    store.clear(TIMEOUT)
     assert store.stats(TIMEOUT).bytes == 0
 
 
@@ -400,6 +430,7 @@ def why(
     return store.lookup(list(names), tails, 0, TIMEOUT, openings).missing
 
 
+@ours_only
 def test_a_lookup_says_why_the_first_missing_block_is_not_there(store: Store) -> None:
     there, cleared, never = make(), make(), name_of(make())
     assert why(store, never) is Miss.NEVER_STORED
@@ -417,6 +448,7 @@ def test_a_lookup_says_why_the_first_missing_block_is_not_there(store: Store) ->
     assert why(store, name_of(there), name_of(cleared)) is None
 
 
+@ours_only
 def test_an_evicted_block_is_told_as_such(store: Store) -> None:
     first, size = make(1 << 20), 1 << 20
     put(store, first)
@@ -427,6 +459,7 @@ def test_an_evicted_block_is_told_as_such(store: Store) -> None:
     assert why(store, name_of(first)) is Miss.EVICTED
 
 
+@ours_only
 def test_the_same_opening_under_another_name_is_of_another_namespace(store: Store) -> None:
     mine, other, later = make(), make(), make()
     store.put(
@@ -440,6 +473,7 @@ def test_the_same_opening_under_another_name_is_of_another_namespace(store: Stor
     assert why(store, name_of(other), openings=[7]) is Miss.CLEARED
 
 
+@ours_only
 def test_a_block_on_its_way_is_too_late(store: Store, connecting: Connect) -> None:
     block, other, told = make(1 << 20), connecting(), list[Miss | None]()
 

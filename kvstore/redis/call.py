@@ -1,0 +1,168 @@
+"""One call of a store: the servers it counts on, its links to them, and what becomes of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from common.errors import KvrelayError, Unavailable
+from kvstore.redis.link import Link
+from kvstore.redis.node import Node, Unwilling, is_old
+from kvstore.redis.topology import Topology
+from rpc.deadline import Deadline
+
+ROUNDS = 4
+"""A call tries again when a server was lost or a key was elsewhere, but not for ever."""
+
+CHUNK = 4096
+"""Names in one round trip."""
+
+STALL_SECONDS = 2.0
+"""In a cluster no server is waited for any longer, nor for more than half of the time left."""
+
+ELSEWHERE = frozenset(
+    ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "LOADING", "READONLY")
+)
+"""First words of the errors of a server that has not got the key, or not now."""
+
+
+def code_of(line: bytes) -> str | None:
+    """The first word of an answer that is an error."""
+    return line[1:].split(b" ", 1)[0].decode("ascii", "replace") if line[:1] == b"-" else None
+
+
+def is_elsewhere(line: bytes) -> bool:
+    """Whether an answer says that the server has not got the key, or not now."""
+    return line[:1] == b"-" and code_of(line) in ELSEWHERE
+
+
+class Call:
+    """A context: what is left unanswered when it ends costs its connection."""
+
+    def __init__(self, topology: Topology, deadline: Deadline, cluster: bool) -> None:
+        self.topology, self.deadline = topology, deadline
+        self.error: KvrelayError | None = None
+        self._cluster = cluster
+        self._up: dict[Node, bool] = {}
+        self._links: dict[Node, Link] = {}
+        self._busy: set[Node] = set()
+        self._changed = False  # since the last round
+
+    def __enter__(self) -> Call:
+        self.topology.prepare(self.deadline)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node, link in self._links.items():
+            node.drop(link) if node in self._busy else node.give(link)
+        self._links.clear()
+        self._busy.clear()
+
+    def place(self, name: bytes) -> tuple[Node, bytes] | None:
+        """The server and the key of a block; ``None`` if there is no server to ask for it."""
+        return self.topology.place(name, self._is_up)
+
+    def begin(self, node: Node) -> Link:
+        """The link to a server, which from now on owes answers."""
+        if node not in self._links:
+            stall = min(STALL_SECONDS, self.deadline.remaining() / 2) if self._cluster else None
+            self._links[node] = node.take(self.deadline, stall)
+        self._busy.add(node)
+        return self._links[node]
+
+    def done(self, node: Node) -> None:
+        """It has answered everything."""
+        self._busy.discard(node)
+
+    def lost(self, node: Node, error: KvrelayError) -> None:
+        """A server failed: it is not asked again, unless it was only an old connection's end."""
+        link = self._links.pop(node, None)
+        self._busy.discard(node)
+        self._up[node] = is_old(link, error)
+        self.error, self._changed = error, True
+        node.failed(link, error)
+        self.topology.doubt()
+
+    def again(self) -> bool:
+        """Before another round, and whether it might end better than the last.
+
+        Links that still owe answers are given up, and it is asked again who has what.
+        """
+        for node in self._busy:
+            node.drop(self._links.pop(node))
+        self._busy.clear()
+        if self.deadline.expired:
+            return False
+        refreshed = self.topology.prepare(self.deadline)
+        changed, self._changed = self._changed, False
+        return changed or refreshed
+
+    def ask(
+        self, names: Sequence[bytes], request: Callable[[int, bytes], bytes], lines: int
+    ) -> list[list[bytes] | None]:
+        """So many lines for each name, in one round trip to each server; ``None``: no answer.
+
+        ``request`` makes the commands from a name's number and its key. Raises only if no server
+        answered at all.
+        """
+        answers: list[list[bytes] | None] = [None] * len(names)
+        for start in range(0, len(names), CHUNK):
+            pending = list(range(start, min(start + CHUNK, len(names))))
+            for _ in range(ROUNDS):
+                self._round(names, pending, request, lines, answers)
+                pending = [index for index in pending if answers[index] is None]
+                if not pending or not self.again():
+                    break
+        if names and all(answer is None for answer in answers):
+            raise self.error or Unavailable("no server of the store is to be asked now")
+        return answers
+
+    def _round(
+        self, names: Sequence[bytes], pending: Iterable[int],
+        request: Callable[[int, bytes], bytes], lines: int, answers: list[list[bytes] | None],
+    ) -> None:  # fmt: skip
+        plan: dict[Node, list[int]] = {}
+        commands: dict[Node, list[bytes]] = {}
+        for index in pending:
+            if (place := self.place(names[index])) is not None:
+                plan.setdefault(place[0], []).append(index)
+                commands.setdefault(place[0], []).append(request(index, place[1]))
+        asked = [node for node in plan if self._sent(node, b"".join(commands[node]))]
+        for node in asked:
+            self._received(node, plan[node], lines, answers)
+
+    def _sent(self, node: Node, commands: bytes) -> bool:
+        try:
+            self.begin(node).ask(commands)
+        except KvrelayError as error:
+            self.lost(node, error)
+            return False
+        return True
+
+    def _received(
+        self, node: Node, indices: list[int], lines: int, answers: list[list[bytes] | None]
+    ) -> None:
+        try:
+            found = self._links[node].replies.lines(lines * len(indices))
+            errors = [line for line in found if line[:1] == b"-" and not is_elsewhere(line)]
+            if errors:
+                raise Unwilling(node.address, errors[0])
+        except KvrelayError as error:
+            self.lost(node, error)
+            return
+        self.done(node)
+        for number, index in enumerate(indices):
+            answer = found[number * lines : (number + 1) * lines]
+            if any(map(is_elsewhere, answer)):
+                self.topology.doubt()
+            else:
+                answers[index] = answer
+
+    def _is_up(self, node: Node) -> bool:
+        if node not in self._up:
+            wait = node.circuit.enter()
+            self._up[node] = not wait
+            if wait and self.error is None:
+                self.error = Unavailable(
+                    f"{node.address} did not answer; the next try is in {wait:.1f} s"
+                )
+        return self._up[node]

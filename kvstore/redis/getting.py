@@ -1,0 +1,157 @@
+"""Blocks on their way from the servers, in the order in which they are wanted.
+
+Each server has a few megabytes of them under way, no more: its answers wait in its own memory and
+in the kernel's until their turn, and pipelines of large values that are longer become slower.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from typing import TypeVar
+
+from common.errors import DeadlineExceeded, KvrelayError, Unavailable
+from kvstore.base import Got, Want
+from kvstore.redis.call import ROUNDS, Call, is_elsewhere
+from kvstore.redis.link import Link
+from kvstore.redis.node import Node, Unwilling
+from kvstore.redis.replies import Refused
+from kvstore.way import split_of
+
+WINDOW = 8 << 20
+"""Bytes of payload asked for and not yet received, on one connection, if more than one block."""
+
+MOST_ASKED = 512
+"""And blocks, however small they are."""
+
+AHEAD = 64
+"""Bytes read to learn the length of a large block; all others go where they belong at once."""
+
+LARGE = 16 << 10
+
+T = TypeVar("T")
+
+
+class Astray(Exception):
+    """The server that was asked for a block is gone or has not got its slot."""
+
+
+class Queue:
+    """What one server is asked for in a call, and what it owes."""
+
+    def __init__(self, node: Node, link: Link) -> None:
+        self.node, self._link = node, link
+        self._waiting: deque[tuple[bytes, int]] = deque()
+        self._asked: deque[int] = deque()
+        self._under_way = 0
+
+    def add(self, key: bytes, size: int) -> None:
+        """Ask for a block with ``size`` bytes of payload, in its turn."""
+        self._waiting.append((key, size))
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is owed or to be asked."""
+        return not self._asked and not self._waiting
+
+    def pump(self) -> None:
+        """Ask for as much as may be under way; seldom, so that many questions go in one piece."""
+        if not self._waiting or self._under_way > WINDOW // 2 or len(self._asked) > MOST_ASKED // 2:
+            return
+        commands = []
+        while self._waiting and len(self._asked) < MOST_ASKED:
+            key, size = self._waiting[0]
+            if self._asked and self._under_way + size > WINDOW:
+                break
+            self._waiting.popleft()
+            self._asked.append(size)
+            self._under_way += size
+            commands.append(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key))
+        self._link.ask(b"".join(commands))
+
+    def take(self, want: Want) -> bytes | None:
+        """The header of the next block, whose payload is then in its buffer."""
+        replies, wanted = self._link.replies, len(want.buffer)
+        try:
+            length = replies.bulk(AHEAD if wanted >= LARGE else LARGE)
+            split = None if length is None else split_of(length, want)
+            if split is not None:
+                header = bytearray(split)
+                replies.into((memoryview(header), want.buffer))
+                return bytes(header)
+            if length is not None:
+                replies.skip(length)
+            return None
+        finally:
+            self._under_way -= self._asked.popleft()
+
+
+def received(call: Call, wants: Sequence[Want]) -> Generator[Got, None, None]:
+    """Each want once, in order. Raises only if no server is there to be asked, or no time left."""
+    done = 0
+    for _ in range(ROUNDS):
+        arriving = _round(call, wants, done)
+        try:
+            for got in arriving:
+                done += 1
+                yield got
+            return
+        except Astray:
+            if not call.again():
+                break
+        finally:
+            arriving.close()
+    if call.deadline.expired:
+        raise call.error or DeadlineExceeded("no time was left for the rest of the blocks")
+    yield from (Got(index, None) for index in range(done, len(wants)))
+
+
+def _round(call: Call, wants: Sequence[Want], first: int) -> Generator[Got, None, None]:
+    queues: dict[Node, Queue] = {}
+    order = [_queued(call, queues, want) for want in wants[first:]]
+    if order and not queues:
+        raise call.error or Unavailable("no server of the store is to be asked now")
+    for asked in queues.values():
+        _tried(call, asked.node, asked.pump)
+    for index, queue in enumerate(order, first):
+        yield Got(index, None if queue is None else _next(call, queue, wants[index]))
+
+
+def _queued(call: Call, queues: dict[Node, Queue], want: Want) -> Queue | None:
+    """The queue a want was added to; ``None`` if no server that might have it is there."""
+    while (place := call.place(want.name)) is not None:
+        node, key = place
+        if node not in queues:
+            try:
+                queues[node] = Queue(node, call.begin(node))
+            except KvrelayError as error:
+                call.lost(node, error)
+                continue
+        queues[node].add(key, len(want.buffer))
+        return queues[node]
+    return None
+
+
+def _next(call: Call, queue: Queue, want: Want) -> bytes | None:
+    def step() -> bytes | None:
+        queue.pump()
+        return queue.take(want)
+
+    header = _tried(call, queue.node, step)
+    if queue.empty:
+        call.done(queue.node)
+    return header
+
+
+def _tried(call: Call, node: Node, step: Callable[[], T]) -> T:
+    try:
+        return step()
+    except Refused as refusal:
+        if is_elsewhere(refusal.line):
+            call.topology.doubt()
+        else:
+            call.lost(node, Unwilling(node.address, refusal.line))
+        raise Astray from refusal
+    except KvrelayError as error:
+        call.lost(node, error)
+        raise Astray from error

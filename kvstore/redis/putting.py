@@ -1,0 +1,137 @@
+"""Blocks on their way to the servers: each is one value, set only where there is none yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from common.errors import Corrupt, KvrelayError, Unavailable
+from kvblock.header import checksum, decode, seal
+from kvblock.verify import verify_payload
+from kvstore.base import Block, Kept, Offer, Outcome
+from kvstore.check import check_name
+from kvstore.redis.call import ROUNDS, Call, code_of, is_elsewhere
+from kvstore.redis.node import Node, Unwilling
+from kvstore.redis.outbox import Outbox
+from kvstore.redis.settings import Settings
+
+SEND_UNASKED = 64 << 10
+"""Up to so many bytes in all a round trip costs more than sending in vain."""
+
+
+def checked(offer: Offer) -> Block:
+    """The block, sealed; ``Corrupt`` names the field if it is not what it is said to be.
+
+    Here and not at the server, which knows nothing of blocks.
+    """
+    block = offer.read()
+    if block.size != offer.size:
+        raise Corrupt("length", f"{block.size} bytes came and {offer.size} were offered")
+    summed = checksum(block.payload)
+    header = block.header if block.sealed else seal(block.header, summed)
+    found = decode(header)
+    check_name(offer.name, found)
+    verify_payload(found, block.payload, summed)
+    return Block(header, block.payload)
+
+
+class Putting:
+    """The offers of one call and their outcomes."""
+
+    def __init__(self, call: Call, offers: Sequence[Offer], settings: Settings) -> None:
+        self._call, self._offers, self._settings = call, offers, settings
+        self._outcomes: list[Outcome | None] = [None] * len(offers)
+        self._boxes: dict[Node, Outbox] = {}
+
+    def run(self) -> list[Outcome]:
+        """Put everything. Raises only if no server took or refused any of it."""
+        if sum(offer.size for offer in self._offers) > SEND_UNASKED:
+            self._ask()
+        for _ in range(ROUNDS):
+            self._round()
+            if not self._pending() or not self._call.again():
+                break
+        if self._offers and len(self._pending()) == len(self._offers):
+            raise self._call.error or Unavailable("no server of the store is to be asked now")
+        return [outcome or Outcome(Kept.NO_ROOM) for outcome in self._outcomes]
+
+    def _pending(self) -> list[int]:
+        return [index for index, outcome in enumerate(self._outcomes) if outcome is None]
+
+    def _ask(self) -> None:
+        """What is there lives on, and is not sent."""
+
+        def prolong(index: int, key: bytes) -> bytes:
+            life = self._settings.lives(self._offers[index].partial)
+            return b"*3\r\n$7\r\nPEXPIRE\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
+                len(key), key, len(life), life,
+            )  # fmt: skip
+
+        for index, answer in enumerate(self._call.ask([o.name for o in self._offers], prolong, 1)):
+            if answer == [b":1"]:
+                self._outcomes[index] = Outcome(Kept.EXISTED)
+
+    def _round(self) -> None:
+        self._boxes = {}
+        for index in self._pending():
+            self._send(index)
+        for box in list(self._boxes.values()):
+            self._settle(box, whole=True)
+
+    def _send(self, index: int) -> None:
+        offer = self._offers[index]
+        if (found := self._box(offer.name)) is None:
+            return
+        box, key = found
+        try:
+            block = checked(offer)
+        except Corrupt as error:
+            self._outcomes[index] = Outcome(Kept.CORRUPT, str(error))
+            return
+        try:
+            box.add(index, key, block, self._settings.lives(offer.partial))
+        except KvrelayError as error:
+            self._lost(box, error)
+            return
+        self._settle(box, whole=False)
+
+    def _box(self, name: bytes) -> tuple[Outbox, bytes] | None:
+        """Where a block goes, and its key there; ``None`` if no server is there to take it."""
+        while (place := self._call.place(name)) is not None:
+            node, key = place
+            if node not in self._boxes:
+                try:
+                    self._boxes[node] = Outbox(node, self._call.begin(node))
+                except KvrelayError as error:
+                    self._call.lost(node, error)
+                    continue
+            return self._boxes[node], key
+        return None
+
+    def _settle(self, box: Outbox, whole: bool) -> None:
+        """Read answers: all of them, or until more may be sent."""
+        try:
+            while not box.empty if whole else box.full:
+                index, line = box.take()
+                self._outcomes[index] = self._outcome(box, line)
+        except KvrelayError as error:
+            self._lost(box, error)
+            return
+        if box.empty:
+            self._call.done(box.node)
+
+    def _outcome(self, box: Outbox, line: bytes) -> Outcome | None:
+        if line == b"+OK":
+            return Outcome(Kept.STORED)
+        if line == b"$-1":
+            return Outcome(Kept.EXISTED)
+        if is_elsewhere(line):
+            self._call.topology.doubt()
+            return None
+        if code_of(line) == "OOM":
+            return Outcome(Kept.NO_ROOM)
+        raise Unwilling(box.node.address, line)
+
+    def _lost(self, box: Outbox, error: KvrelayError) -> None:
+        """Blocks it has not answered to are sent again; one that had arrived then exists."""
+        self._boxes.pop(box.node, None)
+        self._call.lost(box.node, error)

@@ -1,0 +1,178 @@
+"""What a Redis URL says, checked; secrets are kept out of every text that is made of it."""
+
+from __future__ import annotations
+
+import math
+import os
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import SplitResult, unquote
+
+from common.config import option, options, read
+from common.errors import Rejected
+from rpc.address import Address
+
+PORT = 6379
+SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
+FILES = ("ca", "cert", "key", "password_file")
+PARAMETERS = ("db", "prefix", "life", "partial_life", "username", *FILES)
+DAY = 86_400.0
+SHORTEST_LIFE, LONGEST_LIFE = 1.0, 365 * DAY
+MAX_PREFIX, MAX_SECRET = 64, 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Secrets:
+    """What the environment may say, so that no command line has to."""
+
+    redis_username: str | None = option(None, "user of a Redis store")
+    redis_password: str | None = option(None, "password of a Redis store")
+
+
+@dataclass(frozen=True, slots=True)
+class Tls:
+    """Files: whom to trust (the system's own authorities if ``None``), and who we are."""
+
+    ca: str | None
+    cert: str | None
+    key: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``life`` seconds after its last use a block expires, a partial one after ``partial_life``."""
+
+    url: str  # without user and password
+    addresses: tuple[Address, ...]
+    cluster: bool
+    tls: Tls | None
+    db: int
+    prefix: str
+    life: float
+    partial_life: float
+    username: str | None
+    password: str | None = field(repr=False)
+
+    def lives(self, partial: bool) -> bytes:
+        """Milliseconds until a block expires that is not used, as an argument of a command."""
+        return b"%d" % round(1000 * (self.partial_life if partial else self.life))
+
+
+def settings_of(
+    parts: SplitResult, given: Mapping[str, str], environ: Mapping[str, str] | None = None
+) -> Settings:
+    """The settings of a URL with parameters ``given``; ``Rejected`` names what is wrong with it."""
+    cluster, safe = parts.scheme.endswith("+cluster"), parts.scheme.startswith("rediss")
+    userinfo, _, hosts = parts.netloc.rpartition("@")
+    path = unquote(parts.path)
+    if parts.scheme == "unix":
+        addresses: tuple[Address, ...] = (_socket(hosts + path),)
+    else:
+        addresses = tuple(_address(host, parts.scheme) for host in hosts.split(","))
+    if len(addresses) > 1 and not cluster:
+        raise Rejected("host", f"several are for redis+cluster://, not for {parts.scheme}://")
+    if not safe and (wrong := [name for name in ("ca", "cert", "key") if name in given]):
+        raise Rejected(wrong[0], "is for TLS: rediss:// or rediss+cluster://")
+    secrets = _secrets(os.environ if environ is None else environ)
+    username, _, password = userinfo.partition(":")
+    return Settings(
+        url=f"{parts.scheme}://{hosts}{parts.path}" + _shown(parts.query),
+        addresses=addresses,
+        cluster=cluster,
+        tls=_tls(given) if safe else None,
+        db=_db("" if parts.scheme == "unix" else path, given, cluster),
+        prefix=_prefix(given.get("prefix", "kvrelay")),
+        life=_seconds("life", given, DAY),
+        partial_life=_seconds("partial_life", given, 60.0),
+        username=given.get("username") or unquote(username) or secrets.redis_username,
+        password=_secret(given) or unquote(password) or secrets.redis_password,
+    )
+
+
+def _secrets(environ: Mapping[str, str]) -> Secrets:
+    """From the environment alone: a file with options is another configuration's."""
+    names = {item.variable for item in options(Secrets)}
+    own = {name: value for name, value in environ.items() if name in names}
+    return read(Secrets, (), "", "", own)
+
+
+def _shown(query: str) -> str:
+    return f"?{query}" if query else ""
+
+
+def _socket(path: str) -> Address:
+    if not path.startswith("/"):
+        raise Rejected("path", f"{path!r} is not the whole path of a socket: unix:///PATH")
+    return Address(path, None)
+
+
+def _address(text: str, scheme: str) -> Address:
+    """``HOST`` or ``HOST:PORT``."""
+    try:
+        named = text and not text.rpartition("]")[2].count(":")
+        return Address.parse(f"{text}:{PORT}" if named else text)
+    except Rejected:
+        more = ",HOST:PORT" if "cluster" in scheme else ""
+        # What stands there is not shown: it may be the beginning of a password.
+        raise Rejected("host", f"is not HOST:PORT: {scheme}://HOST:PORT{more}") from None
+
+
+def _tls(given: Mapping[str, str]) -> Tls:
+    """The files are tried here, so that a wrong one is found before the first connection."""
+    for name in ("ca", "cert", "key"):
+        if name in given and not Path(given[name]).is_file():
+            raise Rejected(name, f"{given[name]!r} is no file")
+    if "key" in given and "cert" not in given:
+        raise Rejected("key", "is of no use without cert")
+    try:
+        context = ssl.create_default_context(cafile=given.get("ca"))
+        if "cert" in given:
+            context.load_cert_chain(given["cert"], given.get("key"))
+    except (ssl.SSLError, OSError) as error:
+        name = "ca" if "cert" not in given else "cert"
+        raise Rejected(name, f"cannot be used: {error}") from None
+    return Tls(given.get("ca"), given.get("cert"), given.get("key"))
+
+
+def _db(path: str, given: Mapping[str, str], cluster: bool) -> int:
+    text = given.get("db") or path.strip("/") or "0"
+    if not (text.isascii() and text.isdigit() and len(text) <= 5):
+        raise Rejected("db", f"{text!r} is not the number of a database")
+    if cluster and int(text):
+        raise Rejected("db", "a cluster has database 0 only")
+    return int(text)
+
+
+def _prefix(text: str) -> str:
+    """Letters and such only: a brace would decide the slot, a star what ``clear`` removes."""
+    if not 0 < len(text) <= MAX_PREFIX or not all(c.isalnum() or c in "._:-" for c in text):
+        raise Rejected("prefix", f"{text!r} is not 1 to {MAX_PREFIX} of letters, digits and ._:-")
+    return text
+
+
+def _seconds(name: str, given: Mapping[str, str], default: float) -> float:
+    try:
+        value = float(given.get(name, default))
+    except ValueError:
+        value = math.nan
+    if not SHORTEST_LIFE <= value <= LONGEST_LIFE:
+        raise Rejected(
+            name, f"{given[name]!r} is not between {SHORTEST_LIFE:g} and {LONGEST_LIFE:g} seconds"
+        )
+    return value
+
+
+def _secret(given: Mapping[str, str]) -> str | None:
+    """The first line of ``password_file``."""
+    if "password_file" not in given:
+        return None
+    try:
+        with Path(given["password_file"]).open(encoding="utf-8") as file:
+            text = file.readline(MAX_SECRET).rstrip("\r\n")
+    except (OSError, ValueError) as error:
+        raise Rejected("password_file", f"cannot be read: {error}") from None
+    if not text:
+        raise Rejected("password_file", f"{given['password_file']!r} begins with an empty line")
+    return text

@@ -1,0 +1,117 @@
+"""``redis://`` and its kin: blocks in Redis, one value each, in the format of every store.
+
+Redis evicts and expires; it counts no leases. What a lookup finds lives on for as long as a block
+lives that is used, and a value that is read is whole, or it is absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+from kvstore.base import Found, Got, Kept, Lease, Offer, Outcome, Seen, Want
+from kvstore.records import Tail
+from kvstore.redis.call import Call
+from kvstore.redis.counting import Counting
+from kvstore.redis.getting import received
+from kvstore.redis.putting import Putting
+from kvstore.redis.rarely import cleared, readings, stats_of
+from kvstore.redis.settings import Settings
+from kvstore.redis.surveying import Surveyed, surveyed
+from kvstore.redis.topology import Topology
+from kvstore.stats import Stats
+from rpc.deadline import Deadline
+
+
+class RedisStore:
+    """A ``Store``. Connects when first used and again whenever it must."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.url = settings.url
+        self._settings = settings
+        self._topology = Topology(settings)
+        self._counting = Counting()
+
+    def lookup(
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        timeout: float,
+        openings: Sequence[int] = (),
+    ) -> Found:
+        """As the protocol says. Of a block that is not there Redis cannot tell why."""
+        full = len(names)
+        seen = self._survey([*names, *(tail.name for tail in tails)], full, ttl, timeout)
+        lead = next((i for i in range(full) if seen.sizes[i] is None), full)
+        fits = [i for i, t in enumerate(tails) if t.after == lead]
+        tail = next((i for i in fits if seen.sizes[full + i] is not None), None)
+        found = [*range(lead), *([] if tail is None else [full + tail])]
+        self._counting.add(lookups=1, hits=len(found), misses=full - lead)
+        first = lead if lead < full else full + fits[0] if fits else None
+        return Found(
+            lead,
+            tail,
+            sizes=tuple(seen.sizes[i] or 0 for i in found),
+            lease=seen.lease(found),
+            missing=None if tail is not None or first is None else seen.why(first),
+        )
+
+    def survey(self, names: Sequence[bytes], ttl: float, timeout: float) -> Seen:
+        """As the protocol says. A partial block lives on as a full one does: both look the same."""
+        seen = self._survey(names, len(names), ttl, timeout)
+        found = [i for i, size in enumerate(seen.sizes) if size is not None]
+        self._counting.add(lookups=1, hits=len(found), misses=len(names) - len(found))
+        return Seen(seen.sizes, seen.lease(found))
+
+    def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
+        """As the protocol says."""
+        with self._call(timeout) as call:
+            for got in received(call, wants):
+                if got.header is None:
+                    self._counting.add(absent=1)
+                else:
+                    nbytes = len(got.header) + wants[got.index].buffer.nbytes
+                    self._counting.add(served=1, bytes_out=nbytes)
+                yield got
+
+    def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
+        """As the protocol says, but that a block another writer is putting is put once more."""
+        with self._call(timeout) as call:
+            outcomes = Putting(call, offers, self._settings).run()
+        kept = [outcome.kept for outcome in outcomes]
+        self._counting.add(
+            stored=kept.count(Kept.STORED),
+            existed=kept.count(Kept.EXISTED),
+            rejected=kept.count(Kept.NO_ROOM),
+            corrupt=kept.count(Kept.CORRUPT),
+            bytes_in=sum(o.size for o, k in zip(offers, kept, strict=True) if k is Kept.STORED),
+        )
+        return outcomes
+
+    def release(self, leases: Sequence[Lease], timeout: float) -> None:
+        """Nothing: a block expires some time after it was last used, and makes room before that."""
+
+    def stats(self, timeout: float) -> Stats:
+        """What the servers say, with whatever else they keep, and what this client did."""
+        deadline = Deadline.after(timeout)
+        self._topology.prepare(deadline)
+        return stats_of(readings(self._topology, self._settings, deadline), self._counting.tally())
+
+    def clear(self, timeout: float) -> int:
+        """Remove every block with this store's prefix, also those somebody is about to read."""
+        deadline = Deadline.after(timeout)
+        self._topology.prepare(deadline)
+        removed = cleared(self._topology, self._settings, deadline)
+        self._counting.add(cleared=removed)
+        return removed
+
+    def close(self) -> None:
+        """As the protocol says."""
+        self._topology.close()
+
+    def _call(self, timeout: float) -> Call:
+        return Call(self._topology, Deadline.after(timeout), self._settings.cluster)
+
+    def _survey(self, names: Sequence[bytes], full: int, ttl: float, timeout: float) -> Surveyed:
+        with self._call(timeout) as call:
+            return surveyed(call, names, full, ttl, self._settings)
