@@ -102,4 +102,5 @@ def _one(url: str) -> Store:
     try:
         return SCHEMES[parts.scheme](parts, dict(parse_qsl(parts.query)))
     except Rejected as error:
-        raise Rejected("store", f"{shown!r}: {error.message}") from error
+        why = error.message if error.field == "store" else error
+        raise Rejected("store", f"{shown!r}: {why}") from error

@@ -28,7 +28,7 @@ class Secrets:
     """What the environment may say, so that no command line has to."""
 
     redis_username: str | None = option(None, "user of a Redis store")
-    redis_password: str | None = option(None, "password of a Redis store")
+    redis_password: str | None = option(None, "password of a Redis store", secret=True)
 
 
 @dataclass(frozen=True, slots=True)

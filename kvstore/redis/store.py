@@ -56,12 +56,15 @@ class RedisStore:
             missing=None if tail is not None or first is None else seen.why(first),
         )
 
-    def survey(self, names: Sequence[bytes], ttl: float, timeout: float) -> Seen:
+    def survey(
+        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+    ) -> Seen:
         """As the protocol says. A partial block lives on as a full one does: both look the same."""
         seen = self._survey(names, len(names), ttl, timeout)
         found = [i for i, size in enumerate(seen.sizes) if size is not None]
         self._counting.add(lookups=1, hits=len(found), misses=len(names) - len(found))
-        return Seen(seen.sizes, seen.lease(found))
+        misses = tuple(None if size else seen.why(i) for i, size in enumerate(seen.sizes))
+        return Seen(seen.sizes, seen.lease(found), misses)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
         """As the protocol says."""
