@@ -32,6 +32,7 @@ def survey(
     was late. The first error when all failed.
     """
     deadline = time.monotonic() + timeout * PATIENCE
+    arms = sorted(arms, key=lambda arm: arm.doubted)
     asked = {arm.name: arm.ask(_surveying(names, ttl, openings), timeout) for arm in arms}
     while waited := _worth_waiting(arms, asked, leading):
         left = deadline - time.monotonic()
@@ -42,7 +43,7 @@ def survey(
         wait([asked[arm.name] for arm in waited], left, FIRST_COMPLETED)
     answers: dict[str, Seen] = {}
     errors: list[KvrelayError] = []
-    for arm in sorted(arms, key=lambda arm: arm.doubted):
+    for arm in arms:
         found = result(asked[arm.name])
         if isinstance(found, Seen):
             answers[arm.name] = found

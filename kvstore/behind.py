@@ -107,10 +107,11 @@ class Behind:
             batch: dict[bytes, Offer] = {}
             size = 0
             while self._queue and self._queue[0].name not in batch:
-                size += self._queue[0].size
+                offer = self._queue[0]
+                size += offer.size
                 if batch and size > BATCH_BYTES:
                     break
-                batch[self._queue[0].name] = self._queue.popleft()
+                batch[offer.name] = self._queue.popleft()
         return list(batch.values())
 
     def _put(self, batch: list[Offer]) -> None:

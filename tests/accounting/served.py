@@ -90,12 +90,15 @@ class Served:
         assert account.local + account.external + account.computed == account.length
         assert min(account.computed, account.recomputed, account.failed) >= 0
         assert account.generated == new
+        assert sum(ended.sources.values()) == account.external
         return ended
 
     def settle(self) -> None:
         """Nothing is held in the end, and the books are right."""
         for _ in range(1000):
             assert self.engine.audit().result(DEADLINE) == []
+            totals = self.engine.load().totals
+            assert sum(totals.sources.values()) == totals.external
             if self.engine.load().held_blocks == 0:
                 return
         raise AssertionError(f"blocks are still held: {self.engine.load()}")

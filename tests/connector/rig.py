@@ -16,7 +16,7 @@ from connector.store import StoreConnector
 from engine.external import Event, Load, Piece, Query, Save
 from kvblock import Namer, Namespace
 from kvblock.name import Digest, sha256
-from kvstore import Found, Got, Lease, Offer, Outcome, Store, Tail, Want
+from kvstore import Found, Got, Lease, Offer, Outcome, Seen, Store, Tail, Want
 from kvstore.memory import MemoryStore, forget
 
 B = 4
@@ -109,6 +109,12 @@ class Stage(MemoryStore):
         self.lookups.append((len(names), len(tails)))
         self._pass()
         return super().lookup(names, tails, ttl, timeout, openings)
+
+    def survey(
+        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+    ) -> Seen:
+        self._pass()
+        return super().survey(names, ttl, timeout, openings)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
         self._pass()

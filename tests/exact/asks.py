@@ -96,6 +96,7 @@ def check_usage(ask: Ask, completion: Completion) -> None:
     for leg in usage.legs:
         assert leg.local + leg.external + leg.computed == leg.length, leg
         assert leg.computed >= 1, usage
+        assert sum(one.tokens for one in leg.external_by_store) == leg.external, leg
         for admission in leg.admissions:
             assert admission.local + admission.external + admission.fresh == admission.length
             assert admission.fresh >= 1
