@@ -8,6 +8,7 @@ the partial block of the last ``L % B`` tokens (saved by a twin of this request)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +74,14 @@ class Geometry:
             shape.block_size,
         )
         self._namer, self._pool = namer, shape
+
+    def of(self, space: bytes) -> Geometry:
+        """Blocks of a tenant's namespace, by its digest; these for the empty ``space``."""
+        if not space:
+            return self
+        made = copy(self)
+        made.namespace, made._namer = space, self._namer.within(space)
+        return made
 
     def shape(self, count: int) -> tuple[int, ...]:
         """The payload's: ``[layer, k|v, position, kv head, head dim]``."""

@@ -94,7 +94,7 @@ class Lookups:
                     self._records[query.request_id] = self._nothing(length, Miss.TOO_LATE)
                     self._meter.add(lookup_failures=1)
                     return -query.local
-            question = self._geometry.question(query.tokens, query.names)
+            question = self._geometry.of(query.space).question(query.tokens, query.names)
             asking = Asking(self, query.request_id, length, question)
             self._records[query.request_id] = asking
         if isinstance(record, Answer):

@@ -81,7 +81,7 @@ class StoreConnector:
         """As the protocol says. The lookup's answer and lease end with the load."""
         answer = self._lookups.take(load.request_id)
         lease = None if answer is None else answer.lease
-        parts = parts_of(load, answer, self._geometry)
+        parts = parts_of(load, answer, self._geometry.of(load.space))
 
         def end(event: Event) -> None:
             self._leases.give_back(lease)
@@ -103,8 +103,9 @@ class StoreConnector:
         """
         self._lookups.release(save.request_id)
         saving = Saving(
-            save, self._store, self._pool, self._geometry, self._options, self._meter, self._post
-        )
+            save, self._store, self._pool, self._geometry.of(save.space), self._options,
+            self._meter, self._post,
+        )  # fmt: skip
         waiting = self._meter.reading.open_save_bytes
         if waiting and waiting + saving.nbytes > self._options.max_pending_save_bytes:
             self._meter.add(saves=1, saves_dropped=1)

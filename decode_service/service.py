@@ -11,8 +11,9 @@ from engine.updates import Ended
 from protos import decode_pb2, decode_pb2_grpc, types_pb2
 from rpc.server import Server
 from worker import convert
+from worker.handoff import Handoff
 from worker.streams import Batch
-from worker.worker import Handoff, Worker
+from worker.worker import Worker
 
 Context: TypeAlias = "grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]"
 SERVICE = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
@@ -27,7 +28,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Decode(
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncGenerator[decode_pb2.DecodeResponse]:
-        handoff = Handoff(request.handoff_tokens, request.handoff_last_name)
+        handoff = Handoff(
+            request.handoff_tokens, request.handoff_last_name, request.handoff_signature
+        )
         async with self._worker.run(types_pb2.ROLE_DECODE, request.leg, handoff) as batches:
             async for batch in batches:
                 yield self._response(batch, request.leg)

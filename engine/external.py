@@ -20,13 +20,15 @@ class Query:
 
     ``tokens`` are the request's ``L`` token ids and ``names`` the names of its full blocks, in
     order; both are the request's own lists, to be read and never kept or changed. ``local`` is the
-    number of leading tokens found in this worker's pool, a multiple of the block size.
+    number of leading tokens found in this worker's pool, a multiple of the block size. ``space`` is
+    as in ``engine.request.Order``.
     """
 
     request_id: str
     tokens: Sequence[int]
     names: Sequence[bytes]
     local: int
+    space: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class Load:
     tokens: tuple[int, ...]
     names: tuple[bytes, ...]
     blocks: tuple[int, ...]
+    space: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,7 @@ class Save:
     epoch: int
     serial: int
     pieces: tuple[Piece, ...]
+    space: bytes = b""
 
     @property
     def blocks(self) -> tuple[int, ...]:

@@ -2,11 +2,13 @@
 
 One JSON object a line: the first says the limits, each other one is a call with what it was
 ``given``, the ``answers`` its lookups got, and its ``result`` with the counters after it. That is
-all the core depends on, so ``engine.replay`` can repeat it. Prompts are in it: keep it private.
+all the core depends on, so ``engine.replay`` can repeat it. Prompts are in it: keep it private. Of
+a tenant it tells a digest, by which its requests are told from those of others.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -155,6 +157,7 @@ def _order(order: Order) -> Record:
         "ending": sorted(order.ending),
         "prefill_only": order.prefill_only,
         "save": order.save,
+        "space": hashlib.sha256(order.space).hexdigest()[:16] if order.space else "",
     }
 
 

@@ -88,6 +88,7 @@ class Replay:
             frozenset(_ints(given, "ending")),
             bool(given["prefill_only"]),
             bool(given["save"]),
+            str(given.get("space", "")).encode(),
         )
         try:
             self.core.submit(order)
@@ -196,7 +197,7 @@ def _naming() -> Naming:
     def child(parent: bytes, tokens: Sequence[int]) -> bytes:
         return hashlib.sha256(parent + repr(list(tokens)).encode()).digest()
 
-    return Naming(b"replay", child)
+    return Naming(b"replay", child, lambda space: Naming(b"replay" + space, child))
 
 
 def _value(record: Record, name: str) -> Json:

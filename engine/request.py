@@ -88,7 +88,8 @@ class Order:
 
     ``max_tokens`` counts output tokens in all, those so far included. ``ending`` holds the token
     ids that end the request when sampled. A ``prefill_only`` order ends with its first new token
-    and saves its partial last block too; ``save`` offers full blocks to the store.
+    and saves its partial last block too; ``save`` offers full blocks to the store. ``space`` is
+    whose blocks it may find: the digest of a tenant's namespace, empty where there are none.
     """
 
     request_id: str
@@ -98,6 +99,7 @@ class Order:
     ending: frozenset[int] = frozenset()
     prefill_only: bool = False
     save: bool = True
+    space: bytes = b""
 
 
 @dataclass(eq=False, slots=True)
@@ -197,7 +199,19 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """The hash chain that names blocks: a root, and a child of (parent, tokens)."""
+    """The hash chain that names blocks: a root, and a child of (parent, tokens).
+
+    ``spaces`` gives that of a tenant's namespace, in which no name is one of another's.
+    """
 
     root: bytes
     child: Callable[[bytes, Sequence[int]], bytes]
+    spaces: Callable[[bytes], Naming] | None = None
+
+    def of(self, space: bytes) -> Naming:
+        """The chain of a tenant; this one for the empty ``space``."""
+        if not space:
+            return self
+        if self.spaces is None:
+            raise RuntimeError("this engine knows no tenants")
+        return self.spaces(space)

@@ -182,7 +182,7 @@ class Scheduler:
             residents = len(self.running) + self.loading
             if residents >= self.limits.max_num_seqs:
                 break
-            request.name_full_blocks(self.naming, self.limits.block_size)
+            request.name_full_blocks(self._naming(request), self.limits.block_size)
             found = self.pool.leading(request.names, (request.length - 1) // self.limits.block_size)
             local = len(found) * self.limits.block_size
             answer = self._ask(request, local)
@@ -203,7 +203,8 @@ class Scheduler:
     def _ask(self, request: Request, local: int) -> int | None:
         if request.lookups_left == 0:
             return 0
-        return self._lookup(Query(request.id, request.tokens, request.names, local))
+        order = request.order
+        return self._lookup(Query(request.id, request.tokens, request.names, local, order.space))
 
     def _fits(self, request: Request, found: list[int], residents: int) -> bool:
         """All blocks of the request as it stands, beside what the residents may need next.
@@ -238,7 +239,7 @@ class Scheduler:
         self.loads[request.id, admission.epoch] = blocks
         return Load(
             request.id, admission.epoch, admission.local, admission.external,
-            tuple(request.tokens), tuple(request.names), blocks,
+            tuple(request.tokens), tuple(request.names), blocks, request.order.space,
         )  # fmt: skip
 
     # --- events and commit ----------------------------------------------------------------------
@@ -279,10 +280,14 @@ class Scheduler:
         if finish or request.order.prefill_only:
             self._finish(request, finish)
 
+    def _naming(self, request: Request) -> Naming:
+        """Of the tenant whose request it is: what it finds and leaves behind is its own."""
+        return self.naming.of(request.order.space)
+
     def _name(self, request: Request, start: int, stop: int) -> None:
         """D6: the blocks that became full between ``start`` and ``stop`` can now be found."""
         size = self.limits.block_size
-        request.name_full_blocks(self.naming, size)
+        request.name_full_blocks(self._naming(request), size)
         for index in range(start // size, stop // size):
             self.pool.name(request.resident.blocks[index], request.names[index])
 
@@ -298,16 +303,18 @@ class Scheduler:
         if not request.order.save or not pieces:
             return []
         self._serial += 1
-        save = Save(request.id, request.resident.admission.epoch, self._serial, pieces)
+        epoch, space = request.resident.admission.epoch, request.order.space
+        save = Save(request.id, epoch, self._serial, pieces, space)
         self.saves[save.request_id, save.epoch, save.serial] = save.blocks
         self.pool.hold(save.blocks)
         return [save]
 
     def _piece(self, request: Request, start: int, stop: int) -> Piece:
         index, tokens = start // self.limits.block_size, tuple(request.tokens[start:stop])
-        parent = request.names[index - 1] if index else self.naming.root
+        naming = self._naming(request)
+        parent = request.names[index - 1] if index else naming.root
         full = len(tokens) == self.limits.block_size
-        name = request.names[index] if full else self.naming.child(parent, tokens)
+        name = request.names[index] if full else naming.child(parent, tokens)
         return Piece(request.resident.blocks[index], name, parent, tokens)
 
     def _finish(self, request: Request, finish: Finish | None) -> None:

@@ -51,10 +51,18 @@ def child_name(
 class Namer:
     """Makes the names of one namespace. Stateless, so any thread may use it."""
 
-    def __init__(self, namespace: Namespace, digest: Digest = sha256) -> None:
-        self._digest, self._namespace = digest, namespace.digest
-        self.root = digest(_ROOT + namespace.digest)
-        self._tenant = hashlib.sha256(_OPENING + namespace.tenant_salt).digest()
+    def __init__(self, namespace: Namespace | bytes, digest: Digest = sha256) -> None:
+        """``namespace`` may be given by its digest."""
+        if isinstance(namespace, Namespace):
+            self._namespace, whose = namespace.digest, namespace.tenant_salt
+        else:
+            self._namespace = whose = namespace
+        self._digest, self.root = digest, digest(_ROOT + self._namespace)
+        self._tenant = hashlib.sha256(_OPENING + whose).digest()
+
+    def within(self, namespace: bytes) -> Namer:
+        """The same for another namespace, by its digest."""
+        return Namer(namespace, self._digest)
 
     def child(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """Name of the block that holds ``tokens`` after the block ``parent``."""

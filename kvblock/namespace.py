@@ -7,7 +7,7 @@ layout, block size, format or tenant are not merely refused: they cannot be foun
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 
 from common.errors import Rejected
@@ -33,24 +33,28 @@ class Namespace:
     layout: str
     block_size: int
     format_version: int = FORMAT_VERSION
-    tenant_salt: bytes = b""
+    tenant_salt: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
-        for field in ("block_size", "format_version"):
-            if not 1 <= getattr(self, field) < 1 << 32:
-                raise Rejected(field, f"{getattr(self, field)} is not in 1 .. 2**32 - 1")
+        for name in ("block_size", "format_version"):
+            if not 1 <= getattr(self, name) < 1 << 32:
+                raise Rejected(name, f"{getattr(self, name)} is not in 1 .. 2**32 - 1")
 
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 over the name and value of every field; 32 bytes. It hides the salt."""
         parts = [_framed(_DOMAIN)]
-        for field in fields(self):
-            parts += _framed(field.name.encode()), _framed(_encoded(getattr(self, field.name)))
+        for each in fields(self):
+            parts += _framed(each.name.encode()), _framed(_encoded(getattr(self, each.name)))
         return hashlib.sha256(b"".join(parts)).digest()
+
+    def of_tenant(self, salt: bytes) -> Namespace:
+        """The same for the tenant with this salt."""
+        return replace(self, tenant_salt=salt) if salt else self
 
     def differences(self, other: Namespace) -> list[str]:
         """Names of the fields that differ, in order; never the values (a salt is secret)."""
-        names = [field.name for field in fields(self)]
+        names = [each.name for each in fields(self)]
         return [name for name in names if getattr(self, name) != getattr(other, name)]
 
 

@@ -34,9 +34,9 @@ class StoreConfig(SecurityOptions):
     ticket_life: float = option(30.0, "seconds a writer may stand still", low=0.1)
     events: int = option(1 << 15, "events kept for those who watch", low=1, high=1 << 24)
     lane_port: int = option(0, "port of the socket lane; 0 picks a free one", low=0, high=65535)
-    lane: bool = option(True, "offer the socket lane")
-    shared: bool = option(True, "offer shared memory to this user's processes on this host")
-    prefault: bool = option(True, "touch all memory at start, in the background")
+    lane: bool = option(True, "do not offer the socket lane; with TLS there is none")
+    shared: bool = option(True, "do not offer shared memory to this user's processes here")
+    prefault: bool = option(True, "do not touch all memory at start, in the background")
     log_level: str = option("info", "least severe level to log", choices=logs.LEVELS)
 
 
@@ -46,7 +46,9 @@ async def serve(config: StoreConfig) -> int:
         config.budget, config.max_block, config.partial_life, config.ticket_life, config.events
     )
     vault = Vault(limits)
-    lanes = Lanes(vault, LaneOptions(config.host, config.lane_port, config.lane, config.shared))
+    plain = security.installed().tls is None  # what a lane carries is not encrypted
+    offered = LaneOptions(config.host, config.lane_port, config.lane and plain, config.shared)
+    lanes = Lanes(vault, offered)
     service = StoreService(vault, lanes.ways)
     address = f"{config.host}:{config.port}"
     server = Server(ServerOptions(address))

@@ -39,9 +39,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 token=convert.token(update.sampled), finish_reason=convert.finish(update.finish)
             )
             return prefill_pb2.PrefillResponse(first_token=first)
+        made = self._worker.handoff(leg, update)
         handoff = prefill_pb2.Handoff(
-            tokens=update.saved,
-            last_name=update.last_name or b"",
+            tokens=made.tokens,
+            last_name=made.last_name,
+            signature=made.signature,
             usage=self._worker.usage(update, leg),
         )
         return prefill_pb2.PrefillResponse(handoff=handoff)

@@ -26,10 +26,13 @@ class DecodeRequest(_message.Message):
     LEG_FIELD_NUMBER: _builtins.int
     HANDOFF_TOKENS_FIELD_NUMBER: _builtins.int
     HANDOFF_LAST_NAME_FIELD_NUMBER: _builtins.int
+    HANDOFF_SIGNATURE_FIELD_NUMBER: _builtins.int
     handoff_tokens: _builtins.int
     """from the handoff; 0 without one"""
     handoff_last_name: _builtins.bytes
     """compared with the name this worker computes: FAILED_PRECONDITION"""
+    handoff_signature: _builtins.bytes
+    """of the leg before this one, as it came"""
     @_builtins.property
     def leg(self) -> _types_pb2.Leg: ...
     def __init__(
@@ -38,10 +41,11 @@ class DecodeRequest(_message.Message):
         leg: _types_pb2.Leg | None = ...,
         handoff_tokens: _builtins.int = ...,
         handoff_last_name: _builtins.bytes = ...,
+        handoff_signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["leg", b"leg"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_last_name", b"handoff_last_name", "handoff_tokens", b"handoff_tokens", "leg", b"leg"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_last_name", b"handoff_last_name", "handoff_signature", b"handoff_signature", "handoff_tokens", b"handoff_tokens", "leg", b"leg"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -96,10 +96,15 @@ class Handoff(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     LAST_NAME_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    SIGNATURE_FIELD_NUMBER: _builtins.int
     tokens: _builtins.int
     """leading tokens whose blocks are in the store"""
     last_name: _builtins.bytes
     """name of the last saved block; a name commits to every token before it"""
+    signature: _builtins.bytes
+    """HMAC-SHA256 with the fleet's key over the above and what it belongs to (worker/handoff.py); empty
+    where there is no key.
+    """
     @_builtins.property
     def usage(self) -> _types_pb2.LegUsage: ...
     def __init__(
@@ -108,10 +113,11 @@ class Handoff(_message.Message):
         tokens: _builtins.int = ...,
         last_name: _builtins.bytes = ...,
         usage: _types_pb2.LegUsage | None = ...,
+        signature: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_name", b"last_name", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_name", b"last_name", "signature", b"signature", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -545,13 +545,24 @@ class Leg(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     NAMESPACE_DIGEST_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
+    TENANT_SALT_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     max_tokens: _builtins.int
     """output tokens in all, those so far included"""
     namespace_digest: _builtins.bytes
-    """Digest of the namespace the sender expects; FAILED_PRECONDITION if the worker's differs."""
+    """Digest of the namespace the sender expects, the salt included; FAILED_PRECONDITION if the
+    worker's differs.
+    """
     explain: _builtins.bool
     """fill in `LegUsage.missed`"""
+    tenant_salt: _builtins.bytes
+    """whose blocks may be found: 32 bytes, or none where there are no tenants"""
+    generation: _builtins.int
+    """drawn by the router for each call of its clients, whatever its id"""
+    number: _builtins.int
+    """of this leg in it, from 0"""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -570,10 +581,13 @@ class Leg(_message.Message):
         sampling: Global___Sampling | None = ...,
         namespace_digest: _builtins.bytes = ...,
         explain: _builtins.bool = ...,
+        tenant_salt: _builtins.bytes = ...,
+        generation: _builtins.int = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "max_tokens", b"max_tokens", "namespace_digest", b"namespace_digest", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explain", b"explain", "generation", b"generation", "max_tokens", b"max_tokens", "namespace_digest", b"namespace_digest", "number", b"number", "output_token_ids", b"output_token_ids", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant_salt", b"tenant_salt"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -94,6 +94,7 @@ class WorkerInfo(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     PROTOCOL_FIELD_NUMBER: _builtins.int
     STARTED_AS_FIELD_NUMBER: _builtins.int
+    FLEET_KEY_ID_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """boot token: new at every start"""
     role: _types_pb2.Role.ValueType
@@ -112,6 +113,8 @@ class WorkerInfo(_message.Message):
     """of these messages; parties of different ones do not work together"""
     started_as: _types_pb2.Role.ValueType
     """its role at start: where it is listed, whatever it was told since"""
+    fleet_key_id: _builtins.bytes
+    """says which key signs hand-offs here, and nothing of it; empty: none"""
     @_builtins.property
     def namespace(self) -> Global___Namespace: ...
     def __init__(
@@ -132,10 +135,11 @@ class WorkerInfo(_message.Message):
         version: _builtins.str = ...,
         protocol: _builtins.int = ...,
         started_as: _types_pb2.Role.ValueType = ...,
+        fleet_key_id: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "namespace", b"namespace", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "started_as", b"started_as", "store", b"store", "version", b"version", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "fleet_key_id", b"fleet_key_id", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "namespace", b"namespace", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "started_as", b"started_as", "store", b"store", "version", b"version", "vocab_size", b"vocab_size", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

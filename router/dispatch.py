@@ -21,6 +21,7 @@ from router.registry import Registry
 from router.request import Request
 from router.worker import KnownWorker, Role
 from rpc.deadline import Deadline
+from rpc.identity import Tenant
 
 MAX_NAMES = 1024
 WEIGHTS = {types_pb2.ROLE_PREFILL: PREFILL, types_pb2.ROLE_DECODE: DECODE}
@@ -33,6 +34,15 @@ class Found:
     worker: KnownWorker
     hit: int
     work: int
+
+
+def namespace_of(info: worker_pb2.WorkerInfo, tenant: Tenant) -> Namespace:
+    """In which the blocks of a tenant are named, on any worker of the fleet."""
+    told = info.namespace
+    fleet = Namespace(
+        told.model, told.revision, told.dtype, told.layout, told.block_size, told.format_version
+    )
+    return fleet.of_tenant(tenant.salt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,14 +78,11 @@ class Dispatcher:
         deadline.check("to find a worker")
         raise self.registry.missing(decode)
 
-    def prefix(self, request: Request, info: worker_pb2.WorkerInfo) -> Prefix:
+    def prefix(self, request: Request, namespace: Namespace) -> Prefix:
         """Names of the prompt's full blocks; longer prefixes are not told apart."""
-        ns = info.namespace
-        namespace = Namespace(
-            ns.model, ns.revision, ns.dtype, ns.layout, ns.block_size, ns.format_version
-        )
-        names = Namer(namespace).chain(request.prompt[: MAX_NAMES * ns.block_size], ns.block_size)
-        return Prefix(tuple(names), ns.block_size)
+        size = namespace.block_size
+        names = Namer(namespace).chain(request.prompt[: MAX_NAMES * size], size)
+        return Prefix(tuple(names), size)
 
     def check_fits(self, request: Request) -> None:
         """``Rejected`` when no decode worker that is usable now could ever hold the request."""

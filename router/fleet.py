@@ -42,6 +42,16 @@ def check_worker(
         check_namespace(info.namespace, fleet)
 
 
+def check_key(info: worker_pb2.WorkerInfo, ours: bytes) -> None:
+    """Raise ``Mismatch`` for a worker whose hand-offs the others would refuse."""
+    if ours and info.fleet_key_id != ours:
+        raise Mismatch(
+            "fleet_key",
+            "it signs hand-offs with another key than this router was given, or with none: give"
+            " all of them the same credentials",
+        )
+
+
 def check_namespace(mine: worker_pb2.Namespace, fleet: worker_pb2.Namespace) -> None:
     """Raise ``Mismatch`` naming the first field that differs, with both values."""
     for field in _FIELDS:

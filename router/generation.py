@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -57,6 +58,7 @@ class Generation:
         self._received = received
         self._first_token_seconds = 0.0
         self._told = False
+        self._generation, self._legs = secrets.randbits(64), 0  # what a hand-off is bound to
 
     def replay(self, ending: Sequence[int]) -> None:
         """Take the tokens so far in; they may have finished it, but only with the last one."""
@@ -93,10 +95,12 @@ class Generation:
         worker = found.worker
         before, accounts = len(self._outputs), len(self._accounts)
         try:
+            message = self._message()
+            self._legs += 1
             events = run_leg(
                 worker,
                 found.work,
-                self._message(),
+                message,
                 self._handoff,
                 self._request.deadline,
                 self._config.handoff_wait,
@@ -128,6 +132,9 @@ class Generation:
             sampling=request.sampling,
             namespace_digest=self._digest,
             explain=request.explain,
+            tenant_salt=request.tenant.salt,
+            generation=self._generation,
+            number=self._legs,
         )
 
     def _take(self, event: Event, found: Found) -> router_pb2.GenerateResponse | None:

@@ -29,6 +29,7 @@ class Handoff:
 
     tokens: int = 0
     last_name: bytes = b""
+    signature: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ async def _handoff(worker: KnownWorker, stay: Stay, messages: Messages, seconds:
     if response is None or not response.HasField("handoff"):
         return Event()
     end = response.handoff
-    return Event(usage=end.usage, handoff=Handoff(end.tokens, end.last_name))
+    return Event(usage=end.usage, handoff=Handoff(end.tokens, end.last_name, end.signature))
 
 
 async def _next(
@@ -130,7 +131,10 @@ async def _decode(
     deadline: Deadline,
 ) -> AsyncGenerator[Event]:
     request = decode_pb2.DecodeRequest(
-        leg=leg, handoff_tokens=handoff.tokens, handoff_last_name=handoff.last_name
+        leg=leg,
+        handoff_tokens=handoff.tokens,
+        handoff_last_name=handoff.last_name,
+        handoff_signature=handoff.signature,
     )
     call = worker.decode.Decode(request, timeout=deadline.remaining())
     stay.begin(call)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from common.errors import Draining, Exhausted, KvrelayError, Mismatch, Rejected, Unavailable
 from protos import types_pb2, worker_pb2
 from router.config import RouterConfig
-from router.fleet import check_worker
+from router.fleet import check_key, check_worker
 from router.life import State, Verdict
 from router.loss import Lost, Silent
 from router.sources import Sources
@@ -193,6 +193,7 @@ class Registry:
             worker.evict(Lost(f"{worker.address} was restarted"))
 
     def _accept(self, worker: KnownWorker, info: worker_pb2.WorkerInfo) -> None:
+        check_key(info, installed().credentials.fleet_key_id)
         check_worker(info, worker.listed, self._config.model_name, self._fleet(worker))
 
     def _fleet(self, asking: KnownWorker) -> worker_pb2.Namespace | None:

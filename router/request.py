@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from common.errors import NotFound, Rejected
 from protos import router_pb2, types_pb2
 from rpc.deadline import Deadline
+from rpc.identity import Tenant
 from rpc.sampling import check_ids, sampling_of
 from text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 MAX_REQUEST_ID_CHARS = 128
+NOBODY = Tenant()
 MAX_MESSAGES = 4096
 LONG_TEXT_CHARS = 2048  # from here on tokenising takes too long for the event loop
 
@@ -29,6 +31,12 @@ class Request:
     sampling: types_pb2.Sampling
     deadline: Deadline
     explain: bool = False  # each leg says why blocks were missed
+    tenant: Tenant = NOBODY
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and output at most, those so far left out."""
+        return len(self.prompt) + self.max_tokens - len(self.outputs)
 
     @property
     def positions(self) -> int:
@@ -106,6 +114,7 @@ def build(
     prompt: tuple[int, ...],
     vocab_size: int,
     deadline: Deadline,
+    tenant: Tenant,
 ) -> Request:
     """The request, after the checks that need the vocabulary."""
     if not prompt:
@@ -125,4 +134,5 @@ def build(
         sampling=sampling,
         deadline=deadline,
         explain=message.explain,
+        tenant=tenant,
     )

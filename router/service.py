@@ -13,11 +13,13 @@ import grpc
 from common.errors import Exhausted, Unavailable
 from protos import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
+from router.dispatch import Dispatcher, namespace_of
 from router.generation import Generation
+from router.quotas import Place, Quotas
 from router.registry import Registry
 from router.request import build, check_envelope, check_length, prompt_of
 from rpc.deadline import Deadline
+from rpc.identity import caller
 from text.tokenizer import Tokenizer, eos_token_ids
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
@@ -38,6 +40,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._tokenizer = tokenizer
         self._eos = eos_token_ids(config.model)
         self._dispatcher = Dispatcher(registry, config)
+        self._quotas = Quotas(time.monotonic)
         self._open = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -52,10 +55,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
         deadline = Deadline.from_context(context, config.default_timeout, config.max_timeout)
         check_envelope(request, config.model_name)
         deadline.check("to begin")
-        with self._admitted():
-            generation = await self._prepare(request, deadline)
+        with self._admitted(), self._quotas.place(caller().tenant) as place:
+            generation = await self._prepare(request, deadline, place)
             async with aclosing(generation.responses()) as responses:
                 async for response in responses:
+                    place.used += len(response.tokens)
                     yield response
 
     async def Announce(
@@ -80,17 +84,23 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._draining = True
         await self._idle.wait()
 
-    async def _prepare(self, message: router_pb2.GenerateRequest, deadline: Deadline) -> Generation:
+    async def _prepare(
+        self, message: router_pb2.GenerateRequest, deadline: Deadline, place: Place
+    ) -> Generation:
         received = time.monotonic()
         prompt = await prompt_of(message, self._tokenizer)
         info = await self._dispatcher.info(deadline)
         check_length(message, info.max_model_len)
-        request = build(message, prompt, info.vocab_size, deadline)
+        tenant = place.tenant
+        request = build(message, prompt, info.vocab_size, deadline, tenant)
+        namespace = namespace_of(info, tenant)
         self._dispatcher.check_fits(request)
+        place.charge(request.tokens)
+        place.used = len(prompt)
         generation = Generation(
             request,
-            self._dispatcher.prefix(request, info),
-            info.namespace.digest,
+            self._dispatcher.prefix(request, namespace),
+            namespace.digest if tenant.salt else info.namespace.digest,
             self._dispatcher,
             self._tokenizer,
             self._config,

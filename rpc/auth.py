@@ -25,8 +25,8 @@ CLIENTS = frozenset({"/kvrelay.v1.Router/Generate"})
 ADMINS = frozenset(
     {
         "/kvrelay.v1.Worker/Drain",
-        "/kvrelay.v1.Worker/Audit",
         "/kvrelay.v1.Worker/SetRole",
+        "/kvrelay.v1.Worker/Audit",
         "/kvrelay.v1.KVStore/Clear",
         "/kvrelay.v1.KVStore/List",
         "/kvrelay.v1.KVStore/Inspect",

@@ -55,6 +55,12 @@ class Credentials:
         """Whether callers must show a token."""
         return bool(self._known)
 
+    @property
+    def fleet_key_id(self) -> bytes:
+        """Tells the keys of fleets apart and nothing else about them; empty without one."""
+        key = self.fleet_key
+        return b"" if key is None else hmac.digest(key, b"kvrelay.fleet-key-id.v1", "sha256")[:8]
+
     def identify(self, token: str) -> Identity | None:
         """Whose token this is.
 

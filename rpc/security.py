@@ -60,6 +60,15 @@ class Security:
                 " take 127.0.0.1, or say --allow-insecure",
             )
 
+    def check_signed(self) -> None:
+        """``Rejected`` for a worker that others reach and that could not tell forged hand-offs."""
+        if self.credentials.fleet_key is None and not self.allow_insecure:
+            raise Rejected(
+                "fleet_key",
+                "missing: hand-offs would go unsigned between machines; put `fleet` into"
+                " --credentials, or say --allow-insecure",
+            )
+
     def check_call(self, address: str) -> None:
         """``Rejected`` where a token would go over a network in plain text."""
         if self.tls is not None or self.credentials.token is None or self.allow_insecure:

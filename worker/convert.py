@@ -24,6 +24,7 @@ _MISS: dict[Miss, types_pb2.Miss.ValueType] = {
 }
 
 MAX_REQUEST_ID = 256
+SALT_BYTES = 32
 
 
 def sampling(message: types_pb2.Sampling, eos_token_ids: tuple[int, ...]) -> Sampling:
@@ -33,11 +34,12 @@ def sampling(message: types_pb2.Sampling, eos_token_ids: tuple[int, ...]) -> Sam
 
 
 def order(
-    leg: types_pb2.Leg, engine_id: str, rules: Sampling, prefill_only: bool, save: bool
-) -> Order:
+    leg: types_pb2.Leg, engine_id: str, rules: Sampling, prefill_only: bool, save: bool,
+    space: bytes,
+) -> Order:  # fmt: skip
     """What the engine is asked for; ``engine_id`` is this stay's own id, never seen outside.
 
-    Without a store there is nothing to ``save`` to.
+    Without a store there is nothing to ``save`` to; ``space`` is that of the leg's tenant.
     """
     return Order(
         request_id=engine_id,
@@ -47,6 +49,7 @@ def order(
         ending=frozenset(rules.ending_token_ids),
         prefill_only=prefill_only,
         save=save,
+        space=space,
     )
 
 
@@ -54,6 +57,8 @@ def check_leg(leg: types_pb2.Leg, vocab_size: int) -> None:
     """Raise ``Rejected`` naming the first field that no worker could serve."""
     if len(leg.request_id) > MAX_REQUEST_ID:
         raise Rejected("leg.request_id", f"at most {MAX_REQUEST_ID} characters")
+    if len(leg.tenant_salt) not in (0, SALT_BYTES):
+        raise Rejected("leg.tenant_salt", f"must have {SALT_BYTES} bytes, or none")
     if not leg.prompt_token_ids:
         raise Rejected("leg.prompt_token_ids", "must have at least one token")
     if leg.max_tokens <= len(leg.output_token_ids):

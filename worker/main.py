@@ -12,6 +12,7 @@ from common.config import load
 from common.errors import KvrelayError
 from protos import worker_pb2_grpc
 from rpc import security
+from rpc.address import Address
 from rpc.deadline import Deadline
 from rpc.server import Server, ServerOptions, serve_until_signal
 from worker import metrics
@@ -44,6 +45,8 @@ def main(role: Role, faces: Sequence[Register], argv: Sequence[str]) -> int:
 
 async def _serve(worker: Worker, faces: Sequence[Register]) -> int:
     config = worker.config
+    if not Address(config.host, config.port).local:
+        security.installed().check_signed()
     server = Server(ServerOptions(f"{config.host}:{config.port}"))
     service = WorkerService(worker, Roles(worker, server.health))
     server.add(SERVICE, lambda made: worker_pb2_grpc.add_WorkerServicer_to_server(service, made))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from common.errors import Mismatch, Rejected
 from connector.counters import Counters
@@ -24,23 +25,19 @@ from kvblock.namespace import Namespace
 from kvstore.connect import connect
 from kvstore.urls import public_names
 from protos import types_pb2, worker_pb2
+from rpc.credentials import Credentials
 from rpc.protocol import PROTOCOL
+from rpc.security import installed
 from worker import convert
 from worker.config import WorkerConfig
+from worker.handoff import Handoff, check_signature, check_tokens, sign
 from worker.identity import Identity, Role
 from worker.stop_text import StopTexts
 from worker.streams import Batch, Streams
 
 VERSION = "0.1.0"
+TENANTS = 1024
 LAYOUT = "block,layer,k|v,position,head,dim"
-
-
-@dataclass(frozen=True, slots=True)
-class Handoff:
-    """What another worker says it saved: so many leading tokens, and the last block's name."""
-
-    tokens: int
-    last_name: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +55,7 @@ class Worker:
     engine: Engine
     streams: Streams
     stop_texts: StopTexts
+    credentials: Credentials = field(default_factory=Credentials)
 
     @classmethod
     def build(cls, config: WorkerConfig, role: Role) -> Worker:
@@ -74,7 +72,7 @@ class Worker:
         engine = Engine(
             runner,
             limits,
-            Naming(namer.root, namer.child),
+            naming_of(namer),
             outside,
             streams.deliver,
             config.max_waiting,
@@ -84,7 +82,7 @@ class Worker:
         )
         return cls(
             config, Identity(role), model, runner, namespace, namer, limits, outside, engine,
-            streams, StopTexts(config.model),
+            streams, StopTexts(config.model), installed().credentials,
         )  # fmt: skip
 
     @property
@@ -106,30 +104,28 @@ class Worker:
         """Check a leg for a worker of that role and submit it; see ``Streams.run``."""
         if role != self.identity.role:
             raise Mismatch("role", f"this is a {self.identity.name} worker now")
-        self._check(leg)
+        convert.check_leg(leg, self.model.info.vocab_size)
+        space = self._space(leg)
         if handoff is not None:
             self._check_handoff(leg, handoff)
         rules = convert.sampling(leg.sampling, self.model.info.eos_token_ids)
         rules.check(self.model.info.vocab_size)
         engine_id, save = self.streams.new_id(leg.request_id), self.config.store is not None
-        order = convert.order(leg, engine_id, rules, role == types_pb2.ROLE_PREFILL, save)
+        prefills = role == types_pb2.ROLE_PREFILL
+        order = convert.order(leg, engine_id, rules, prefills, save, space)
         return self.streams.run(self.engine, order, rules, self.stop_texts.of(order, rules))
 
+    def handoff(self, leg: types_pb2.Leg, ended: Ended) -> Handoff:
+        """What a prefill leg leaves for the next one, signed."""
+        space = self.namespace.of_tenant(leg.tenant_salt).digest
+        return sign(self.credentials.fleet_key, leg, space, ended.saved, ended.last_name or b"")
+
     def _check_handoff(self, leg: types_pb2.Leg, handoff: Handoff) -> None:
-        """Compare a handoff's last name, which commits to all before it, with our own."""
-        tokens = handoff.tokens
-        if not tokens:
-            return
-        size = self.limits.block_size
-        covered = (*leg.prompt_token_ids, *leg.output_token_ids)[:tokens]
-        if len(covered) < tokens:
-            raise Rejected("handoff_tokens", f"{tokens} of a leg of {len(covered)} tokens")
-        names = self.namer.chain(covered, size)
-        name = names[-1] if names else self.namer.root
-        if rest := covered[len(names) * size :]:
-            name = self.namer.child(name, rest)
-        if name != handoff.last_name:
-            raise Mismatch("handoff_last_name", "these blocks were not computed from these tokens")
+        namespace = self.namespace.of_tenant(leg.tenant_salt)
+        check_signature(self.credentials.fleet_key, leg, namespace.digest, handoff)
+        tokens = (*leg.prompt_token_ids, *leg.output_token_ids)
+        namer = self.namer.within(namespace.digest)
+        check_tokens(namer, self.limits.block_size, tokens, handoff)
 
     def usage(self, ended: Ended, leg: types_pb2.Leg) -> types_pb2.LegUsage:
         """The account of one leg, signed with who did it; explained if it asked for that."""
@@ -153,15 +149,29 @@ class Worker:
             vocab_size=self.model.info.vocab_size,
             pid=os.getpid(),
             version=VERSION,
+            fleet_key_id=self.credentials.fleet_key_id,
         )
 
-    def _check(self, leg: types_pb2.Leg) -> None:
-        convert.check_leg(leg, self.model.info.vocab_size)
-        if leg.namespace_digest and leg.namespace_digest != self.namespace.digest:
+    def _space(self, leg: types_pb2.Leg) -> bytes:
+        """Digest of the namespace of the leg's tenant, empty without one."""
+        digest = self.namespace.of_tenant(leg.tenant_salt).digest
+        if leg.namespace_digest and leg.namespace_digest != digest:
             raise Mismatch(
                 "leg.namespace_digest",
                 "the sender expects another model, dtype or block size than this worker has",
             )
+        return digest if leg.tenant_salt else b""
+
+
+def naming_of(namer: Namer) -> Naming:
+    """The engine's names: of this worker's namespace, and of those of tenants lately seen."""
+
+    @lru_cache(maxsize=TENANTS)
+    def within(space: bytes) -> Naming:
+        made = namer.within(space)
+        return Naming(made.root, made.child)
+
+    return Naming(namer.root, namer.child, within)
 
 
 def limits_of(config: WorkerConfig, model: LoadedModel) -> Limits:

@@ -183,12 +183,16 @@ class Worker:
         with self.news:
             assert self.news.wait_for(true, WAIT)
 
-    def query(self, name: str, tokens: Sequence[int], local: int = 0) -> Query:
-        return Query(name, tokens, self.namer.chain(tokens, B), local)
+    def query(self, name: str, tokens: Sequence[int], local: int = 0, space: bytes = b"") -> Query:
+        return Query(name, tokens, self.named(space).chain(tokens, B), local, space)
 
-    def ask(self, name: str, tokens: Sequence[int], local: int = 0) -> int:
+    def named(self, space: bytes) -> Namer:
+        """The names of a tenant's blocks."""
+        return self.namer.within(space) if space else self.namer
+
+    def ask(self, name: str, tokens: Sequence[int], local: int = 0, space: bytes = b"") -> int:
         """Look up until there is an answer."""
-        query = self.query(name, tokens, local)
+        query = self.query(name, tokens, local, space)
         answers: list[int] = []
 
         def known() -> bool:
@@ -212,23 +216,32 @@ class Worker:
             count = min(B, len(tokens) - index * B)
             self.pool.write(block, count, kv(tokens, index * B, count))
 
-    def save(self, name: str, tokens: Sequence[int], blocks: Sequence[int]) -> Save:
-        pieces, parent = [], self.namer.root
+    def save(
+        self, name: str, tokens: Sequence[int], blocks: Sequence[int], space: bytes = b""
+    ) -> Save:
+        namer = self.named(space)
+        pieces, parent = [], namer.root
         for index, block in enumerate(blocks):
             held = tuple(tokens[index * B : (index + 1) * B])
-            child = self.namer.child(parent, held)
+            child = namer.child(parent, held)
             pieces.append(Piece(block, child, parent, held))
             parent = child
-        save = Save(name, next(self.epochs), 0, tuple(pieces))
+        save = Save(name, next(self.epochs), 0, tuple(pieces), space)
         self.connector.save(save)
         return save
 
     def load(
-        self, name: str, tokens: Sequence[int], local: int, external: int, blocks: Sequence[int]
+        self,
+        name: str,
+        tokens: Sequence[int],
+        local: int,
+        external: int,
+        blocks: Sequence[int],
+        space: bytes = b"",
     ) -> Load:
-        names = tuple(self.namer.chain(tokens, B))
+        names = tuple(self.named(space).chain(tokens, B))
         epoch = next(self.epochs)
-        load = Load(name, epoch, local, external, tuple(tokens), names, tuple(blocks))
+        load = Load(name, epoch, local, external, tuple(tokens), names, tuple(blocks), space)
         self.connector.load(load)
         return load
 

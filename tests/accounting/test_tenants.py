@@ -1,0 +1,87 @@
+"""Requests of two tenants in one pool and one store: neither finds what the other left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from engine.external import Query
+from engine.plan import Limits
+from engine.request import Naming, Order
+from engine.scheduler import Scheduler
+from kvblock import Namer, Namespace
+from kvstore import connect
+from kvstore.memory import forget
+from tests.connector.rig import B, Worker, blocks_for
+from worker.worker import naming_of
+
+FLEET = Namespace("m", "r", "float32", "layout", 4)
+ALICE, BOB = (FLEET.of_tenant(salt * 32).digest for salt in (b"a", b"b"))
+PROMPT = tuple(range(50, 63))
+
+
+def local_hits(scheduler: Scheduler, request_id: str, space: bytes) -> int:
+    """Submits the prompt, runs it to its first token, and tells what it found here."""
+    order = Order(request_id, PROMPT, len(PROMPT), 1, save=False, space=space)
+    request = scheduler.submit(order)
+    while scheduler.requests:
+        plan = scheduler.schedule()
+        scheduler.commit(plan, [7 if entry.samples else None for entry in plan.entries])
+    return request.last_admission.local
+
+
+def test_the_pool_of_a_worker() -> None:
+    limits = Limits(
+        num_blocks=32, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16
+    )
+    asked: set[bytes] = set()
+
+    def lookup(query: Query) -> int:
+        asked.add(query.space)
+        return 0
+
+    scheduler = Scheduler(limits, naming_of(Namer(FLEET)), lookup)
+    assert [local_hits(scheduler, f"a{n}", ALICE) for n in range(2)] == [0, 12]
+    assert [local_hits(scheduler, f"b{n}", BOB) for n in range(2)] == [0, 12]
+    assert [local_hits(scheduler, f"n{n}", b"") for n in range(2)] == [0, 12]
+    assert local_hits(scheduler, "a again", ALICE) == 12
+    assert asked == {ALICE, BOB, b""}
+
+
+def test_an_engine_without_tenants_serves_none() -> None:
+    naming = Naming(b"root", lambda parent, tokens: parent + bytes(tokens))
+    with pytest.raises(RuntimeError, match="tenants"):
+        naming.of(ALICE)
+
+
+@pytest.fixture
+def workers() -> Iterator[tuple[Worker, Worker]]:
+    """Two workers at one store."""
+    name = "memory://tenants"
+    pair = Worker(connect(name)), Worker(connect(name))
+    yield pair
+    for worker in pair:
+        worker.connector.close()
+        assert worker.idle
+    forget("tenants")
+
+
+@pytest.mark.parametrize("length", [B - 1, B, 2 * B + 1])
+def test_the_store(workers: tuple[Worker, Worker], length: int) -> None:
+    saver, reader = workers
+    tokens = list(range(100, 100 + length))
+    blocks = blocks_for(length, 40)
+    saver.fill(tokens, blocks)
+    saver.save("saver", tokens, blocks, space=ALICE)
+    saver.event()
+    longer = [*tokens, 9]
+    for space, found in ((BOB, 0), (b"", 0), (ALICE, length)):
+        name = f"reader {space.hex()}"
+        assert reader.ask(name, longer, space=space) == found
+        if found:
+            into = blocks_for(length, 10)
+            reader.load(name, longer, 0, found, into, space=space)
+            reader.event()
+            assert reader.holds(tokens, 0, length, into)
+        reader.connector.release(name)

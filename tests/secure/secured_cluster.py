@@ -1,0 +1,43 @@
+"""The secured cluster as its clients, its services and strangers see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrelay import Client, Completion
+from kvrelay.certs import Authority
+from kvrelay.supervisor import Cluster
+from rpc import security
+from rpc.channel import ChannelOptions
+from tests.secured import Files, write_files
+
+SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Secured:
+    """A running cluster, the files it was given, and every line it wrote."""
+
+    cluster: Cluster
+    files: Files
+    tokens: str
+    authority: Authority
+    folder: Path
+    lines: list[str]
+
+    def options(self, token: str | None) -> ChannelOptions:
+        """Of whoever has a certificate and shows this token."""
+        return ChannelOptions(security=security.load(self.files.options(token=token)))
+
+    def complete(self, token: str | None, prompt: list[int], max_tokens: int = 8) -> Completion:
+        """Greedy, through the router."""
+        with Client(self.cluster.router, self.options(token)) as client:
+            return client.complete(
+                SECONDS, token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
+            )
+
+    def party(self, name: str, authority: Authority, days: float = 1) -> Files:
+        """Files of somebody who trusts this cluster's authority."""
+        made = write_files(self.folder, name, authority, days)
+        return Files(made.cert, made.key, self.files.ca)

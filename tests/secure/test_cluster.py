@@ -1,0 +1,233 @@
+"""Every door of a secured cluster, tried by whoever should not get in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from common.errors import KvrelayError, Mismatch, Rejected, Unavailable
+from kvrelay import Client
+from kvrelay.certs import Authority
+from kvstore.calls import Calls
+from kvstore.remote import RemoteStore
+from protos import (
+    decode_pb2,
+    decode_pb2_grpc,
+    kvstore_pb2,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    types_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+from rpc import security
+from rpc.channel import ChannelOptions, open_sync_channel
+from rpc.deadline import Deadline
+from rpc.options import SecurityOptions
+from rpc.status import from_rpc_error
+from tests.secure.secured_cluster import SECONDS, Secured
+from tests.secured import ADMIN, ALICE, SECRETS, SERVICE
+
+pytestmark = pytest.mark.cluster
+PROMPT = list(range(40))
+
+
+def doors(secured: Secured) -> list[str]:
+    return [spec.address for spec in secured.cluster.specs]
+
+
+def refused(secured: Secured, address: str, options: ChannelOptions) -> grpc.StatusCode:
+    """How a call to one door ends."""
+    with open_sync_channel(address, options) as channel:
+        method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+        method = channel.unary_unary("/kvrelay.v1.Worker/GetInfo")
+        code = method.future(b"", timeout=SECONDS).code()
+    assert isinstance(code, grpc.StatusCode)
+    return code
+
+
+@pytest.mark.parametrize("case", ["plain", "no certificate", "wrong authority", "expired"])
+def test_every_door_wants_a_certificate(secured: Secured, case: str) -> None:
+    made: dict[str, Callable[[], SecurityOptions]] = {
+        "plain": lambda: SecurityOptions(token=SERVICE),
+        "no certificate": lambda: SecurityOptions(tls_ca=secured.files.ca, token=SERVICE),
+        "wrong authority": lambda: secured.party("other", Authority("other")).options(
+            token=SERVICE
+        ),
+        "expired": lambda: secured.party("late", secured.authority, -1).options(token=SERVICE),
+    }
+    options = ChannelOptions(security=security.load(made[case]()))
+    for address in doors(secured):
+        assert refused(secured, address, options) is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("token", "code"),
+    [
+        (None, grpc.StatusCode.UNAUTHENTICATED),
+        ("wrong-secret-of-the-test", grpc.StatusCode.UNAUTHENTICATED),
+        (ALICE, grpc.StatusCode.PERMISSION_DENIED),
+    ],
+)
+def test_every_door_wants_a_token(
+    secured: Secured, token: str | None, code: grpc.StatusCode
+) -> None:
+    for address in doors(secured):
+        assert refused(secured, address, secured.options(token)) is code
+
+
+def test_the_right_token_and_the_wrong_one(secured: Secured) -> None:
+    assert len(secured.complete(ALICE, PROMPT).token_ids) == 8
+    with pytest.raises(Rejected, match="credentials"):
+        secured.complete(ALICE[:-1], PROMPT)
+    with pytest.raises(Unavailable), Client(secured.cluster.router, token=ALICE) as plain:
+        plain.complete(SECONDS, token_ids=PROMPT)
+    files = secured.files
+    with Client(
+        secured.cluster.router, token=ALICE, tls_ca=files.ca, tls_cert=files.cert,
+        tls_key=files.key,
+    ) as client:  # fmt: skip
+        assert client.complete(SECONDS, token_ids=PROMPT, max_tokens=2).token_ids
+        with pytest.raises(Rejected, match="may not call"):
+            client.workers()
+
+
+def test_what_only_admins_may(secured: Secured) -> None:
+    address = secured.cluster.addresses("decode")[0]
+    for token, allowed in ((SERVICE, False), (ADMIN, True)):
+        with open_sync_channel(address, secured.options(token)) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            try:
+                found = stub.Audit(worker_pb2.AuditRequest(), timeout=SECONDS)
+            except grpc.RpcError as error:
+                meant: KvrelayError | None = from_rpc_error(error)
+            else:
+                meant = None
+                assert not found.findings
+        assert (meant is None) is allowed
+
+
+def handed_over(secured: Secured, number: int) -> tuple[types_pb2.Leg, prefill_pb2.Handoff]:
+    """A prefill leg of our own, as a router would ask for it."""
+    leg = types_pb2.Leg(
+        request_id=f"leg-{number}",
+        prompt_token_ids=[number, *PROMPT],
+        max_tokens=4,
+        sampling=types_pb2.Sampling(temperature=0.0, ignore_eos=True),
+        generation=number,
+    )
+    address = secured.cluster.addresses("prefill")[0]
+    with open_sync_channel(address, secured.options(SERVICE)) as channel:
+        call = prefill_pb2_grpc.PrefillStub(channel).Prefill(
+            prefill_pb2.PrefillRequest(leg=leg), timeout=SECONDS
+        )
+        first, last = list(call)
+    leg.output_token_ids.append(first.first_token.token.id)
+    leg.number = 1
+    return leg, last.handoff
+
+
+def decode(secured: Secured, leg: types_pb2.Leg, handoff: prefill_pb2.Handoff) -> int:
+    """Tokens that a decode worker makes of it."""
+    request = decode_pb2.DecodeRequest(
+        leg=leg,
+        handoff_tokens=handoff.tokens,
+        handoff_last_name=handoff.last_name,
+        handoff_signature=handoff.signature,
+    )
+    address = secured.cluster.addresses("decode")[0]
+    with open_sync_channel(address, secured.options(SERVICE)) as channel:
+        try:
+            call = decode_pb2_grpc.DecodeStub(channel).Decode(request, timeout=SECONDS)
+            return sum(len(response.tokens) for response in call)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+
+
+def test_hand_offs_that_are_not_for_this_leg(secured: Secured) -> None:
+    leg, handoff = handed_over(secured, 1)
+    other, another = handed_over(secured, 2)
+    assert len(handoff.signature) == 32
+    unsigned = prefill_pb2.Handoff(tokens=handoff.tokens, last_name=handoff.last_name)
+    cut = prefill_pb2.Handoff(
+        tokens=handoff.tokens - 1, last_name=handoff.last_name, signature=handoff.signature
+    )
+    huge = prefill_pb2.Handoff(
+        tokens=handoff.tokens, last_name=b"x" * (1 << 20), signature=handoff.signature
+    )
+    for whose, forged in ((leg, another), (other, handoff), (leg, unsigned), (leg, cut)):
+        with pytest.raises(Mismatch, match="handoff_signature"):
+            decode(secured, whose, forged)
+    with pytest.raises(Rejected, match="handoff_last_name"):
+        decode(secured, leg, huge)
+    assert decode(secured, leg, handoff) == 3
+    assert decode(secured, other, another) == 3
+
+
+def test_the_store_offers_no_lane_and_keeps_shared_memory(
+    secured: Secured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = security.load(secured.files.options(token=SERVICE))
+    monkeypatch.setattr(security, "_installed", mine)
+    address = secured.cluster.addresses("store")[0]
+    calls = Calls(address)
+    ways = calls.ways(Deadline.after(SECONDS))
+    calls.close()
+    assert ways.lane_port == 0
+    assert ways.arena_bytes > 0
+    store = RemoteStore(address, "lane")
+    try:
+        with pytest.raises(Unavailable, match="lane"):
+            next(iter(store.get([], SECONDS)))
+    finally:
+        store.close()
+
+
+def test_a_store_by_tls_streams(secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(security, "_installed", security.load(secured.files.options(token=SERVICE)))
+    store = RemoteStore(secured.cluster.addresses("store")[0], "grpc")
+    try:
+        assert store.stats(SECONDS).budget == 1 << 26
+        with pytest.raises(Rejected, match="may not call"):
+            store.clear(SECONDS)
+    finally:
+        store.close()
+
+
+def test_secrets_are_told_nowhere(secured: Secured) -> None:
+    with pytest.raises(Rejected):
+        secured.complete("wrong-secret-of-the-test", PROMPT)
+    told = "\n".join(secured.lines)
+    assert "ready" in told
+    commands = []
+    for spec in secured.cluster.specs:
+        pid = secured.cluster.process(spec.role, spec.index).pid
+        commands.append(Path(f"/proc/{pid}/cmdline").read_bytes().decode().replace("\0", " "))
+    shown = (told, *commands, repr(secured.cluster.config), repr(secured.cluster.specs))
+    shown += (repr(secured.cluster.describe()), repr(secured.cluster.security))
+    fleet = secured.cluster.config.fleet_key
+    key = Path(secured.files.key).read_text().splitlines()[1]
+    for secret in (*SECRETS, fleet, key, "wrong-secret-of-the-test"):
+        assert secret is not None
+        assert not any(secret in text for text in shown)
+
+
+def test_health_needs_a_certificate_and_no_token(secured: Secured) -> None:
+    for address in doors(secured):
+        with open_sync_channel(address, secured.options(None)) as channel:
+            method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+            method = channel.unary_unary("/grpc.health.v1.Health/Check")
+            assert method(b"", timeout=SECONDS) == b"\x08\x01"
+
+
+def test_messages_of_the_store_are_not_for_clients(secured: Secured) -> None:
+    address = secured.cluster.addresses("store")[0]
+    with open_sync_channel(address, secured.options(ALICE)) as channel:
+        for name in ("Lookup", "Reserve", "Locate", "Ways", "Stats", "Clear", "PutSmall"):
+            method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
+            method = channel.unary_unary(f"/kvrelay.v1.KVStore/{name}")
+            call = method.future(kvstore_pb2.LookupRequest().SerializeToString(), timeout=SECONDS)
+            assert call.code() is grpc.StatusCode.PERMISSION_DENIED
