@@ -11,15 +11,24 @@ from common import logs
 from common.config import load, option
 from common.errors import KvrelayError
 from common.values import show_size
+from kvstore.disk.tier import DiskOptions, DiskTier
 from kvstore.lanes import LaneOptions, Lanes
 from kvstore.prefault import Prefault
 from kvstore.service import NAME, StoreService, register
 from kvstore.vault import Limits, Vault
 from rpc import security
+from rpc.deadline import Deadline
 from rpc.options import SecurityOptions
 from rpc.server import Server, ServerOptions, serve_until_signal
 
 log = logging.getLogger("kvrelay.store")
+
+GRACE_SECONDS = 10.0
+RESTORE_SECONDS = 3.0
+"""How long serving waits for what is on disk to be known; the rest is found meanwhile."""
+
+LAST_SECONDS = 2.0
+"""For what came while memory was being brought to disk."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,19 +46,27 @@ class StoreConfig(SecurityOptions):
     lane: bool = option(True, "do not offer the socket lane; with TLS there is none")
     shared: bool = option(True, "do not offer shared memory to this user's processes here")
     prefault: bool = option(True, "do not touch all memory at start, in the background")
+    disk: str | None = option(None, "directory for blocks that leave memory", metavar="DIR")
+    disk_budget: int = option(10 << 30, "bytes of it to use", unit="bytes", low=1 << 20)
+    restore: bool = option(False, "begin with the blocks that are in --disk")
+    flush_seconds: float = option(
+        10.0, "seconds to bring memory to --disk after SIGTERM", low=0.0, high=600.0
+    )
     log_level: str = option("info", "least severe level to log", choices=logs.LEVELS)
 
 
 async def serve(config: StoreConfig) -> int:
     """Until a signal; the exit status."""
     limits = Limits(
-        config.budget, config.max_block, config.partial_life, config.ticket_life, config.events
-    )
+        config.budget, config.max_block, config.partial_life, config.ticket_life, config.events,
+        None if config.disk is None else config.disk_budget,
+    )  # fmt: skip
     vault = Vault(limits)
+    disk = _disk(config, vault)
     plain = security.installed().tls is None  # what a lane carries is not encrypted
     offered = LaneOptions(config.host, config.lane_port, config.lane and plain, config.shared)
     lanes = Lanes(vault, offered)
-    service = StoreService(vault, lanes.ways)
+    service = StoreService(vault, lanes.ways, disk=disk)
     address = f"{config.host}:{config.port}"
     server = Server(ServerOptions(address))
     server.add(NAME, lambda bare: register(service, bare))
@@ -62,9 +79,27 @@ async def serve(config: StoreConfig) -> int:
         size = show_size(config.budget)
         return f"store ready at {bound}, budget {size}, boot {vault.boot.hex()}"
 
-    status = await serve_until_signal(server, ready)
+    async def flush(deadline: Deadline) -> None:
+        if disk is not None:
+            await asyncio.to_thread(disk.flush, min(config.flush_seconds, deadline.remaining()))
+
+    if disk is not None:
+        disk.start()
+        await asyncio.to_thread(disk.wait_restored, RESTORE_SECONDS)
+    grace = GRACE_SECONDS + (config.flush_seconds if disk is not None else 0.0)
+    status = await serve_until_signal(server, ready, flush, grace)
     lanes.stop()
+    if disk is not None:
+        disk.flush(LAST_SECONDS)
+        disk.close()
     return status
+
+
+def _disk(config: StoreConfig, vault: Vault) -> DiskTier | None:
+    if config.disk is None or vault.books is None:
+        return None
+    options = DiskOptions(config.disk, config.disk_budget, config.restore)
+    return DiskTier(options, vault.books, vault.arena)
 
 
 def main(argv: list[str]) -> int:

@@ -54,7 +54,7 @@ class Catalog(Generic[V]):
     ) -> Holding:  # fmt: skip
         """The longest leading run of ``names``, then the first tail there is; held for ``ttl``."""
         self.expire(now)
-        lead = next((i for i, name in enumerate(names) if name not in self._entries), len(names))
+        lead = self._lead(names, held=ttl > 0)
         tail = next(
             (i for i, t in enumerate(tails) if t.after == lead and t.name in self._entries), None
         )
@@ -62,7 +62,7 @@ class Catalog(Generic[V]):
         self.tally.lookups += 1
         self.tally.hits += len(found)
         self.tally.misses += len(names) - lead
-        sizes = tuple(self._entries[name].size for name in found)
+        sizes = self._sizes(found)
         lease = self._hold(tuple(found), now + ttl, now) if found and ttl > 0 else None
         # With a tail there may be a full block that is missing all the same, of later tokens.
         there = tail is not None or (lead == len(names) and not any(t.after == lead for t in tails))
@@ -105,7 +105,8 @@ class Catalog(Generic[V]):
     def locate(self, names: Sequence[bytes], ttl: float, now: float) -> Located[V]:
         """Size and value of each of ``names`` that is there, and a lease on them all."""
         self.expire(now)
-        found = {name: self._entries[name] for name in names if name in self._entries}
+        there = {name: self._entries[name] for name in names if name in self._entries}
+        found = {name: entry for name, entry in there.items() if entry.ready}
         lease = self._hold(tuple(found), now + ttl, now) if found else None
         entries = [found.get(name) for name in names]
         served = [entry.size for entry in entries if entry is not None]
@@ -178,13 +179,12 @@ class Catalog(Generic[V]):
             return False
         self._entries[name] = entry = Entry(claim, value, parent, tokens)
         self._bytes += claim.size
-        self._gone.came(claim.opening)
         self._policy.add(entry)
         if claim.partial:
             self._lives.set(name, now + self._partial_life)
         self.tally.stored += 1
         self.tally.bytes_in += claim.size
-        self.events.add(entry)
+        self._came(entry)
         return True
 
     def abandon(self, ticket: int, names: Iterable[bytes] | None = None) -> None:
@@ -282,7 +282,7 @@ class Catalog(Generic[V]):
             self._lives.set(entry.name, now + self._partial_life)
 
     def _claim(self, claim: Claim, ticket: int) -> Verdict:
-        if claim.name in self._entries:
+        if self._has(claim.name):
             self.tally.existed += 1
             return Verdict.EXISTS
         if claim.name in self._writing:
@@ -332,10 +332,30 @@ class Catalog(Generic[V]):
 
     def _remove(self, name: bytes, reason: Reason) -> None:
         entry = self._entries.pop(name)
-        self.events.add(entry, reason)
-        self._gone.went(name, entry.opening, MISSES[reason])
+        self._left(entry, reason)
         parent = None if entry.parent is None else self._entries.get(entry.parent)
         self._policy.remove(entry, parent)
         self._lives.drop(name)
         self._bytes -= entry.size
-        self.give_back(entry.value, entry.size)
+        if not entry.grips:  # else it goes back with the last of them
+            self.give_back(entry.value, entry.size)
+
+    # What a catalog with a tier below does in another way.
+
+    def _lead(self, names: Sequence[bytes], held: bool) -> int:
+        """How many lead without a gap; ``held``: of those that a lease can be given on."""
+        return next((i for i, name in enumerate(names) if name not in self._entries), len(names))
+
+    def _sizes(self, names: Sequence[bytes]) -> tuple[int, ...]:
+        return tuple(self._entries[name].size for name in names)
+
+    def _has(self, name: bytes) -> bool:
+        return name in self._entries
+
+    def _came(self, entry: Entry[V]) -> None:
+        self.events.add(entry)
+        self._gone.came(entry.opening)
+
+    def _left(self, entry: Entry[V], reason: Reason) -> None:
+        self.events.add(entry, reason)
+        self._gone.went(entry.name, entry.opening, MISSES[reason])

@@ -17,9 +17,13 @@ class Changes:
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake)
 
+    def listen(self) -> None:
+        """From now on nothing is missed: call it, look whether to wait, and ``wait``."""
+        self._loop = asyncio.get_running_loop()
+
     async def wait(self, seconds: float) -> None:
         """Until the next change, at most so long."""
-        self._loop = asyncio.get_running_loop()
+        self.listen()
         try:
             await asyncio.wait_for(self._next.wait(), seconds)
         except TimeoutError:

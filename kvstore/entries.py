@@ -21,12 +21,19 @@ class Room(Protocol[V]):
 
 
 class Entry(Node, Generic[V]):
-    """A block that is there, of ``tokens`` positions; ``leases`` is how many hold it."""
+    """A block that is there, of ``tokens`` positions; ``leases`` is how many hold it.
 
-    __slots__ = ("leases", "opening", "partial", "size", "tokens", "value")
+    With a tier below: ``ready`` is false until its bytes have come from there, ``grips`` are the
+    reads and writes under way at its place, and ``again`` says that it was used since it was saved.
+    """
+
+    __slots__ = (
+        "again", "grips", "leases", "opening", "partial", "ready", "size", "tokens", "value",
+    )  # fmt: skip
 
     def __init__(self, claim: Claim, value: V, parent: bytes | None, tokens: int) -> None:
         super().__init__(claim.name, parent)
         self.size, self.partial, self.value, self.leases = claim.size, claim.partial, value, 0
         self.tokens = tokens
         self.opening = claim.opening
+        self.ready, self.grips, self.again = True, 0, False

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from common.errors import NotFound
+from kvstore.disk.tier import DiskTier
 from kvstore.entries import Entry
 from kvstore.vault import Vault
 from protos import kvstore_pb2 as pb
@@ -18,29 +19,31 @@ def pages(vault: Vault, prefix: bytes, limit: int) -> Iterator[pb.ListResponse]:
     """What is there now, whose names begin with ``prefix``; one page at least."""
     last, entries = vault.snapshot()
     wanted = (entry for entry in entries if entry.name.startswith(prefix))
-    for page in paged(islice(wanted, limit or None)):
+    for page in paged(vault, islice(wanted, limit or None)):
         yield pb.ListResponse(boot=vault.boot, sequence=last, blocks=page)
 
 
-def paged(entries: Iterator[Entry[int]]) -> Iterator[list[pb.BlockInfo]]:
+def paged(vault: Vault, entries: Iterator[Entry[int]]) -> Iterator[list[pb.BlockInfo]]:
     """In messages; the last one is not full, and may be empty."""
     while True:
-        page = [info_of(entry) for entry in islice(entries, PAGE)]
+        page = [info_of(vault, entry) for entry in islice(entries, PAGE)]
         yield page
         if len(page) < PAGE:
             return
 
 
-def inspected(vault: Vault, name: bytes) -> pb.InspectResponse:
-    """One block; ``NotFound`` if it is not there."""
+def inspected(vault: Vault, disk: DiskTier | None, name: bytes) -> pb.InspectResponse:
+    """One block; ``NotFound`` if it is not there. May read from disk."""
     found = vault.inspect(name)
-    if found is None:
+    entry, header = found or (None, b"")
+    if entry is not None and not header and disk is not None:
+        header = disk.header(name)
+    if entry is None or not header:
         raise NotFound(f"there is no block {name.hex()}")
-    entry, header = found
-    return pb.InspectResponse(boot=vault.boot, block=info_of(entry), header=header)
+    return pb.InspectResponse(boot=vault.boot, block=info_of(vault, entry), header=header)
 
 
-def info_of(entry: Entry[int]) -> pb.BlockInfo:
+def info_of(vault: Vault, entry: Entry[int]) -> pb.BlockInfo:
     """For the wire."""
     return pb.BlockInfo(
         name=entry.name,
@@ -48,5 +51,6 @@ def info_of(entry: Entry[int]) -> pb.BlockInfo:
         tokens=entry.tokens,
         partial=entry.partial,
         leases=entry.leases,
-        memory=True,
+        memory=entry.ready,
+        disk=vault.on_disk(entry.name),
     )

@@ -7,6 +7,9 @@ from kvstore.messages import MAX_LEASE_MS, MAX_NAMES, VERDICTS, checked_names, c
 from kvstore.vault import Vault
 from protos import kvstore_pb2 as pb
 
+BRING_SECONDS = 5.0
+"""A block that does not come from disk in so long is absent."""
+
 
 def located(vault: Vault, request: pb.LocateRequest) -> pb.LocateResponse:
     """Where the names asked for lie, and a lease on them."""

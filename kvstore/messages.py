@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
+from google.protobuf.message import Message
+
 from common.errors import Rejected
 from common.miss import Miss
 from kvblock.header import MAX_COUNT, MAX_PAYLOAD, header_bytes
 from kvblock.name import NAME_BYTES
 from kvstore.base import Kept, Outcome
+from kvstore.disk.stats import DiskStats, DiskTally
 from kvstore.records import Claim, Tail, Verdict
 from kvstore.stats import Stats, Tally
 from protos import kvstore_pb2 as pb
@@ -115,10 +118,17 @@ def stats_message(stats: Stats) -> pb.StatsResponse:
     """For the wire; the fields have the same names there."""
     message = pb.StatsResponse()
     for source in (stats, stats.tally):
-        for field in dataclasses.fields(source):
-            if field.name != "tally":
-                setattr(message, field.name, getattr(source, field.name))
+        _fill(message, source)
+    if stats.disk is not None:
+        for part in (stats.disk, stats.disk.tally):
+            _fill(message.disk, part)
     return message
+
+
+def _fill(message: Message, source: Stats | Tally | DiskStats | DiskTally) -> None:
+    for field in dataclasses.fields(source):
+        if field.name not in ("tally", "disk"):
+            setattr(message, field.name, getattr(source, field.name))
 
 
 def stats_of(message: pb.StatsResponse) -> Stats:
@@ -134,4 +144,16 @@ def stats_of(message: pb.StatsResponse) -> Stats:
         leases=message.leases,
         reservations=message.reservations,
         tally=Tally(**tally),
+        disk=_disk_of(message.disk) if message.HasField("disk") else None,
+    )
+
+
+def _disk_of(message: pb.DiskStats) -> DiskStats:
+    tally = {field.name: getattr(message, field.name) for field in dataclasses.fields(DiskTally)}
+    return DiskStats(
+        budget=message.budget,
+        bytes=message.bytes,
+        entries=message.entries,
+        unsaved=message.unsaved,
+        tally=DiskTally(**tally),
     )

@@ -5,6 +5,7 @@ Everything here runs on one event loop; the vault is shared with the threads of 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import cast
@@ -15,8 +16,9 @@ from google.protobuf.message import Message
 from common.errors import Corrupt, DeadlineExceeded, Rejected
 from kvblock.name import NAME_BYTES
 from kvstore.changes import Changes
+from kvstore.disk.tier import DiskTier
 from kvstore.listing import inspected, pages
-from kvstore.locating import located, reserved
+from kvstore.locating import BRING_SECONDS, located, reserved
 from kvstore.messages import (
     MAX_LEASE_MS,
     MAX_NAMES,
@@ -45,8 +47,10 @@ class StoreService:
     """Handlers of ``kvrelay.v1.KVStore``; ``ways`` is what ``Ways`` answers."""
 
     def __init__(
-        self, vault: Vault, ways: pb.WaysResponse | None = None, pace: Pace | None = None
-    ) -> None:
+        self, vault: Vault, ways: pb.WaysResponse | None = None, pace: Pace | None = None,
+        disk: DiskTier | None = None,
+    ) -> None:  # fmt: skip
+        self._disk = disk
         self._vault = vault
         self._ways = ways or pb.WaysResponse(boot=vault.boot)
         self._changed = Changes()
@@ -98,11 +102,14 @@ class StoreService:
 
     async def locate(self, request: pb.LocateRequest, context: object) -> pb.LocateResponse:
         """``Locate``."""
+        checked_names("names", request.names, len(request.names), MAX_NAMES)
+        await self._bring(request.names, min(BRING_SECONDS, request.lease_ms / 2000))
         return located(self._vault, request)
 
     async def get(self, request: pb.GetRequest, context: object) -> AsyncGenerator[bytes, None]:
         """``Get``; the messages are made by hand, see ``kvstore.wire``. Held while it lasts."""
         checked_names("names", request.names, len(request.names), MAX_NAMES)
+        await self._bring(request.names, BRING_SECONDS)
         found = self._vault.locate(request.names, STREAM_SECONDS)
         try:
             lengths = [0 if block is None else block[0] for block in found.blocks]
@@ -152,7 +159,10 @@ class StoreService:
 
     async def clear(self, request: pb.ClearRequest, context: object) -> pb.ClearResponse:
         """``Clear``."""
-        return pb.ClearResponse(boot=self._vault.boot, removed=self._vault.clear())
+        removed = self._vault.clear()
+        if self._disk is not None:
+            await asyncio.to_thread(self._disk.sweep)
+        return pb.ClearResponse(boot=self._vault.boot, removed=removed)
 
     async def list(
         self, request: pb.ListRequest, context: object
@@ -170,7 +180,7 @@ class StoreService:
     async def inspect(self, request: pb.InspectRequest, context: object) -> pb.InspectResponse:
         """``Inspect``."""
         checked_names("name", [request.name], 1, 1)
-        return inspected(self._vault, request.name)
+        return await asyncio.to_thread(inspected, self._vault, self._disk, request.name)
 
     async def _put(self, head: pb.PutHead, data: AsyncIterator[bytes]) -> pb.PutResponse:
         claims = claims_of(head.claims, len(head.claims), self._vault.limits.max_block)
@@ -183,6 +193,16 @@ class StoreService:
             if grant.ticket is not None:
                 self._vault.abandon(grant.ticket)
         return pb.PutResponse(boot=self._vault.boot, outcomes=map(outcome_message, outcomes))
+
+    async def _bring(self, names: Sequence[bytes], seconds: float) -> None:
+        """Wait for those of ``names`` that lie on disk; those that are late are absent."""
+        books = self._vault.books
+        if books is None or not books.bring(names):
+            return
+        self._changed.listen()
+        end = time.monotonic() + seconds
+        while books.coming(names) and (left := end - time.monotonic()) > 0:
+            await self._changed.wait(min(left, 1.0))
 
     def _still(self, lease: int | None) -> None:
         """What was just copied is what was asked for only if the lease stood until now."""

@@ -27,8 +27,8 @@ from kvstore.frames import (
     Status,
     request_of,
 )
-from kvstore.locating import located, reserved
-from kvstore.messages import outcome_message
+from kvstore.locating import BRING_SECONDS, located, reserved
+from kvstore.messages import MAX_NAMES, checked_names, outcome_message
 from kvstore.pipe import Pipe
 from kvstore.placing import places
 from kvstore.vault import Slot, Vault
@@ -113,6 +113,10 @@ class Session:
 
     def _locate(self, request: Request, body: bytes) -> None:
         message = _parsed(pb.LocateRequest, body)
+        if (books := self._vault.books) is not None:
+            checked_names("names", message.names, len(message.names), MAX_NAMES)
+            if books.bring(message.names):
+                books.wait_for(message.names, min(BRING_SECONDS, message.lease_ms / 2000))
         self._answer(Status.OK, located(self._vault, message).SerializeToString())
 
     def _reserve(self, request: Request, body: bytes) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
+from kvstore.disk.stats import DiskStats
+
 
 @dataclass(slots=True)
 class Tally:
@@ -41,6 +43,7 @@ class Stats:
     leases: int
     reservations: int
     tally: Tally
+    disk: DiskStats | None = None
 
 
 def total(found: Sequence[Stats]) -> Stats:

@@ -21,11 +21,14 @@ from kvstore.base import Kept, Outcome
 from kvstore.catalog import Catalog
 from kvstore.check import Summed, check_block
 from kvstore.copying import copy, copy_summed
+from kvstore.disk.books import Books
+from kvstore.disk.index import Index
 from kvstore.entries import Entry
 from kvstore.events import KEPT_EVENTS, Told
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail
 from kvstore.stats import Stats
+from kvstore.tiered import TieredCatalog
 
 ENTRY_BYTES = 384
 """Memory of one block besides its place, measured at a million blocks."""
@@ -40,6 +43,7 @@ class Limits:
     partial_life: float = 60.0
     ticket_life: float = 30.0
     events: int = KEPT_EVENTS
+    disk_budget: int | None = None  # none: there is no disk
 
 
 class Vault:
@@ -48,16 +52,32 @@ class Vault:
     def __init__(self, limits: Limits) -> None:
         self.boot, self.limits = os.urandom(16), limits
         self.arena = Arena(self.boot, capacity_for(limits.budget))
-        self._catalog: Catalog[int] = Catalog(
-            limits.budget, LeastRecentlyUsed(), limits.partial_life, self.boot, self.arena,
-            ENTRY_BYTES, limits.events,
-        )  # fmt: skip
         self._lock = threading.Lock()
         self._key = os.urandom(32)
         self._watchers: list[Callable[[], None]] = []
+        self.books: Books | None = None  # of the disk
+        self._catalog = self._make_catalog()
+
+    def _make_catalog(self) -> Catalog[int]:
+        limits, policy = self.limits, LeastRecentlyUsed()
+        if limits.disk_budget is None:
+            return Catalog(
+                limits.budget, policy, limits.partial_life, self.boot, self.arena, ENTRY_BYTES,
+                limits.events,
+            )  # fmt: skip
+        tiered = TieredCatalog(
+            limits.budget, policy, limits.partial_life, self.boot, self.arena, ENTRY_BYTES,
+            Index(limits.disk_budget), limits.events,
+        )  # fmt: skip
+        self.books = Books(tiered, self._lock, self._tell)
+        return tiered
+
+    def _tell(self) -> None:
+        for changed in self._watchers:
+            changed()
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """``changed`` is called, in any thread, when reservations have ended."""
+        """``changed`` is called, in any thread, when reservations have ended or blocks came up."""
         self._watchers.append(changed)
 
     def token(self, serial: int) -> bytes:
@@ -77,12 +97,16 @@ class Vault:
     ) -> Holding:
         """See ``Catalog.lookup``."""
         with self._lock:
-            return self._catalog.lookup(names, tails, ttl, time.monotonic(), openings)
+            held = self._catalog.lookup(names, tails, ttl, time.monotonic(), openings)
+            self._wake()
+            return held
 
     def survey(self, names: Sequence[bytes], ttl: float, openings: Sequence[int] = ()) -> Surveyed:
         """See ``Catalog.survey``."""
         with self._lock:
-            return self._catalog.survey(names, ttl, time.monotonic(), openings)
+            seen = self._catalog.survey(names, ttl, time.monotonic(), openings)
+            self._wake()
+            return seen
 
     def locate(self, names: Sequence[bytes], ttl: float) -> Located[int]:
         """See ``Catalog.locate``; the values are offsets in the arena."""
@@ -128,8 +152,7 @@ class Vault:
         """Give up what is left of a ticket, and tell those who wait."""
         with self._lock:
             self._catalog.abandon(ticket)
-        for changed in self._watchers:
-            changed()
+        self._tell()
 
     def all_pending(self, claims: Sequence[Claim]) -> bool:
         """Whether each is being written by somebody."""
@@ -171,12 +194,20 @@ class Vault:
             return self._catalog.events.after(after, limit)
 
     def inspect(self, name: bytes) -> tuple[Entry[int], bytes] | None:
-        """A block and the bytes of its header."""
+        """A block and the bytes of its header; none of one that lies on disk only."""
         with self._lock:
             if (entry := self._catalog.find(name, time.monotonic())) is None:
                 return None
-            data = self.arena.view(entry.value, entry.size)
+            data = self.arena.view(entry.value, entry.size) if entry.ready else memoryview(b"")
             return entry, bytes(data[: stated_length(data)])
+
+    def on_disk(self, name: bytes) -> bool:
+        """Whether the block lies there."""
+        return self.books is not None and self.books.has(name)
+
+    def _wake(self) -> None:
+        if self.books is not None:
+            self.books.wake()
 
     def settle(self, slot: Slot, header: Header) -> bool:
         """Make a slot's block visible; else it is given back. For ``Slot`` alone."""
@@ -185,6 +216,7 @@ class Vault:
                 slot.ticket, slot.claim.name, slot.place, time.monotonic(), header.parent,
                 header.count,
             )  # fmt: skip
+            self._wake()
             if not stored:
                 self._catalog.give_back(slot.place, slot.claim.size)
         return stored

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from common.errors import Exhausted
-from kvstore.events import Reason, Told
+from kvstore.entries import Entry
+from kvstore.events import Reason
 from kvstore.listing import PAGE, info_of, paged
 from kvstore.vault import Vault
 from protos import kvstore_pb2 as pb
@@ -68,7 +69,7 @@ class Watching:
     async def _tell_all(self, context: Writer) -> int:
         last, entries = self._vault.snapshot()
         first = True
-        for blocks in paged(iter(entries)):
+        for blocks in paged(self._vault, iter(entries)):
             page = pb.Page(first=first, last=len(blocks) < PAGE, blocks=blocks)
             await self._write(context, pb.WatchResponse(sequence=last, page=page))
             first = False
@@ -83,7 +84,7 @@ class Watching:
             now = time.monotonic()
             if told or now - said >= self._pace.silence:
                 at, said = at + len(told), now
-                events = pb.Events(events=map(_event, told))
+                events = pb.Events(events=(self._event(*one) for one in told))
                 await self._write(context, pb.WatchResponse(sequence=at, events=events))
             if len(told) < MOST_EVENTS:
                 await asyncio.sleep(self._pace.interval)
@@ -96,9 +97,9 @@ class Watching:
             reason = f"nothing was read from this watch for {self._pace.stuck} s: watch anew"
             raise Exhausted(reason, 1.0) from error
 
-
-def _event(told: Told[int]) -> pb.Event:
-    entry, reason = told
-    if reason is None:
-        return pb.Event(block=info_of(entry))
-    return pb.Event(removed=REASONS[reason], block=pb.BlockInfo(name=entry.name, length=entry.size))
+    def _event(self, entry: Entry[int], reason: Reason | None) -> pb.Event:
+        if reason is None:
+            return pb.Event(block=info_of(self._vault, entry))
+        return pb.Event(
+            removed=REASONS[reason], block=pb.BlockInfo(name=entry.name, length=entry.size)
+        )

@@ -728,6 +728,7 @@ class StatsResponse(_message.Message):
     CLEARED_FIELD_NUMBER: _builtins.int
     BYTES_IN_FIELD_NUMBER: _builtins.int
     BYTES_OUT_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     budget: _builtins.int
     """bytes"""
@@ -772,6 +773,10 @@ class StatsResponse(_message.Message):
     """bytes"""
     bytes_out: _builtins.int
     """bytes"""
+    @_builtins.property
+    def disk(self) -> Global___DiskStats:
+        """where there is one below the memory"""
+
     def __init__(
         self,
         *,
@@ -799,14 +804,90 @@ class StatsResponse(_message.Message):
         cleared: _builtins.int = ...,
         bytes_in: _builtins.int = ...,
         bytes_out: _builtins.int = ...,
+        disk: Global___DiskStats | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "disk", b"disk"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "abandoned", b"abandoned", "absent", b"absent", "boot", b"boot", "budget", b"budget", "bytes", b"bytes", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "cleared", b"cleared", "corrupt", b"corrupt", "disk", b"disk", "entries", b"entries", "evicted", b"evicted", "existed", b"existed", "expired", b"expired", "hits", b"hits", "leased_bytes", b"leased_bytes", "leases", b"leases", "lookups", b"lookups", "misses", b"misses", "pending", b"pending", "rejected", b"rejected", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "served", b"served", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__disk: _TypeAlias = _typing.Literal["disk"]  # noqa: Y015
+    _WhichOneofArgType__disk: _TypeAlias = _typing.Literal["_disk", b"_disk"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__disk) -> _WhichOneofReturnType__disk | None: ...
+
+Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+
+@_typing.final
+class DiskStats(_message.Message):
+    """As above: in blocks, since the start, unless said otherwise."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BUDGET_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    UNSAVED_FIELD_NUMBER: _builtins.int
+    WRITTEN_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
+    RESTORED_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    SKIPPED_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    CORRUPT_FIELD_NUMBER: _builtins.int
+    DAMAGED_FIELD_NUMBER: _builtins.int
+    BYTES_WRITTEN_FIELD_NUMBER: _builtins.int
+    BYTES_READ_FIELD_NUMBER: _builtins.int
+    budget: _builtins.int
+    """bytes"""
+    bytes: _builtins.int
+    """now, of all files"""
+    entries: _builtins.int
+    """now"""
+    unsaved: _builtins.int
+    """now: yet to be written"""
+    written: _builtins.int
+    read: _builtins.int
+    """brought back into memory"""
+    restored: _builtins.int
+    """found at the start"""
+    dropped: _builtins.int
+    """there was no room for them any more"""
+    skipped: _builtins.int
+    """left memory before they were written, or are too large"""
+    failed: _builtins.int
+    """writes that the system refused; they are tried again"""
+    corrupt: _builtins.int
+    """were not what had been written, when they were read"""
+    damaged: _builtins.int
+    """records that were not whole, at the start"""
+    bytes_written: _builtins.int
+    """bytes"""
+    bytes_read: _builtins.int
+    """bytes"""
+    def __init__(
+        self,
+        *,
+        budget: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        entries: _builtins.int = ...,
+        unsaved: _builtins.int = ...,
+        written: _builtins.int = ...,
+        read: _builtins.int = ...,
+        restored: _builtins.int = ...,
+        dropped: _builtins.int = ...,
+        skipped: _builtins.int = ...,
+        failed: _builtins.int = ...,
+        corrupt: _builtins.int = ...,
+        damaged: _builtins.int = ...,
+        bytes_written: _builtins.int = ...,
+        bytes_read: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abandoned", b"abandoned", "absent", b"absent", "boot", b"boot", "budget", b"budget", "bytes", b"bytes", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "cleared", b"cleared", "corrupt", b"corrupt", "entries", b"entries", "evicted", b"evicted", "existed", b"existed", "expired", b"expired", "hits", b"hits", "leased_bytes", b"leased_bytes", "leases", b"leases", "lookups", b"lookups", "misses", b"misses", "pending", b"pending", "rejected", b"rejected", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "served", b"served", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["budget", b"budget", "bytes", b"bytes", "bytes_read", b"bytes_read", "bytes_written", b"bytes_written", "corrupt", b"corrupt", "damaged", b"damaged", "dropped", b"dropped", "entries", b"entries", "failed", b"failed", "read", b"read", "restored", b"restored", "skipped", b"skipped", "unsaved", b"unsaved", "written", b"written"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___StatsResponse: _TypeAlias = StatsResponse  # noqa: Y015
+Global___DiskStats: _TypeAlias = DiskStats  # noqa: Y015
 
 @_typing.final
 class ClearRequest(_message.Message):

@@ -1,0 +1,1 @@
+"""The tier below memory: a directory of segments, written behind and read on demand."""

@@ -1,0 +1,95 @@
+"""The directory of the disk tier: whose it is, of which format, and the names of its files.
+
+One store at a time: a lock that ends with its process. Nothing is touched in a directory that holds
+other files, or one of another format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+from pathlib import Path
+
+from common.errors import Rejected
+from kvblock.header import VERSION as HEADER_VERSION
+
+FORMAT = f"kvrelay store, disk format 1, header format {HEADER_VERSION}\n"
+FIELD = "disk"
+_FORMAT, _LOCK = "FORMAT", "lock"
+_OURS = re.compile(r"segment-([0-9a-f]{16})")
+_ALLOWED = {"lost+found"}  # of a file system's root
+
+
+class Directory:
+    """Opened and locked; ``Rejected`` if it cannot be. ``close`` gives it back."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._check_format()
+            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise Rejected(FIELD, f"{path} cannot be used: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._write_format()
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise Rejected(
+                FIELD, f"{path} is in use by another store: give each its own"
+            ) from error
+        except OSError as error:
+            os.close(self._lock)
+            raise Rejected(FIELD, f"{path} cannot be used: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Another store may have it."""
+        os.close(self._lock)
+
+    def file(self, segment: int) -> Path:
+        """Of a segment."""
+        return self.path / f"segment-{segment:016x}"
+
+    def segments(self) -> list[tuple[int, int]]:
+        """Numbers and bytes of those there are, the one not used for the longest time first."""
+        found = []
+        for entry in os.scandir(self.path):
+            if (match := _OURS.fullmatch(entry.name)) is not None:
+                status = entry.stat(follow_symlinks=False)
+                found.append((status.st_mtime_ns, int(match[1], 16), status.st_size))
+        return [(segment, size) for _, segment, size in sorted(found)]
+
+    def used(self, segment: int) -> None:
+        """Remember across restarts that it was used just now."""
+        with contextlib.suppress(OSError):
+            os.utime(self.file(segment))
+
+    def remove(self, segment: int) -> None:
+        """Its file; one that is gone already is let pass."""
+        with contextlib.suppress(OSError):
+            self.file(segment).unlink()
+
+    def _check_format(self) -> None:
+        names = {entry.name for entry in os.scandir(self.path)} - _ALLOWED - {_LOCK}
+        if _FORMAT not in names:
+            if names:
+                raise Rejected(FIELD, f"{self.path} holds other files: give an empty directory")
+            return
+        with (self.path / _FORMAT).open("rb") as file:
+            found = file.read(200)
+        if found != FORMAT.encode():
+            written = found.decode("ascii", "replace").strip()
+            raise Rejected(
+                FIELD,
+                f"{self.path} was written as {written!r} and this is {FORMAT.strip()!r}:"
+                " give another directory, or empty it",
+            )
+
+    def _write_format(self) -> None:
+        new = self.path / f"{_FORMAT}.new"
+        if not (self.path / _FORMAT).exists():
+            new.write_text(FORMAT)
+            new.rename(self.path / _FORMAT)

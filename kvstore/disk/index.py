@@ -1,0 +1,105 @@
+"""Which blocks lie on disk and where, and which segment goes first. Pure, no I/O.
+
+Segments are used up whole, the one not used for the longest time first, as in CacheLib's block
+cache: nothing is moved and the disk sees long writes only. Using one block uses its segment.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Spot:
+    """Where a block lies: ``size`` bytes at ``offset`` of ``segment``. What it is, besides."""
+
+    name: bytes
+    parent: bytes | None
+    size: int
+    tokens: int
+    segment: int
+    offset: int
+    opening: int | None = None
+
+
+@dataclass(slots=True)
+class _Segment:
+    nbytes: int
+    names: list[bytes] = field(default_factory=list)
+
+
+class Index:
+    """Spots by name, segments by last use. ``bytes`` is what all files have together."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget, self.bytes = budget, 0
+        self._spots: dict[bytes, Spot] = {}
+        self._segments: OrderedDict[int, _Segment] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._spots)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._spots
+
+    def find(self, name: bytes) -> Spot | None:
+        """Where it lies."""
+        return self._spots.get(name)
+
+    def spots(self) -> list[Spot]:
+        """All of them."""
+        return list(self._spots.values())
+
+    def holds(self, segment: int) -> bool:
+        """Whether the segment has not been used up."""
+        return segment in self._segments
+
+    def open(self, segment: int, nbytes: int) -> None:
+        """A file that there is from now on, the most recently used."""
+        self._segments[segment] = _Segment(nbytes)
+        self.bytes += nbytes
+
+    def grow(self, segment: int, nbytes: int) -> None:
+        """The file is ``nbytes`` long now."""
+        self.bytes += nbytes - self._segments[segment].nbytes
+        self._segments[segment].nbytes = nbytes
+
+    def add(self, spots: Iterable[Spot]) -> list[Spot]:
+        """Blocks in a segment; those that are new here. What is known already stays where it is."""
+        new = [s for s in spots if s.segment in self._segments and s.name not in self._spots]
+        for spot in new:
+            self._spots[spot.name] = spot
+            self._segments[spot.segment].names.append(spot.name)
+        return new
+
+    def touch(self, name: bytes) -> None:
+        """A block was used."""
+        if (spot := self._spots.get(name)) is not None:
+            self._segments.move_to_end(spot.segment)
+
+    def forget(self, spot: Spot) -> bool:
+        """A block whose bytes are wrong; whether it was still known there."""
+        if self._spots.get(spot.name) is not spot:
+            return False
+        del self._spots[spot.name]
+        return True
+
+    def victim(self, spared: int | None) -> int | None:
+        """The segment to go next, other than ``spared``."""
+        return next((segment for segment in self._segments if segment != spared), None)
+
+    def drop(self, segment: int) -> list[Spot]:
+        """Forget a segment; the blocks that are not on disk any more."""
+        gone = self._segments.pop(segment)
+        self.bytes -= gone.nbytes
+        spots = (self._spots.get(name) for name in gone.names)
+        lost = [spot for spot in spots if spot is not None and spot.segment == segment]
+        for spot in lost:
+            del self._spots[spot.name]
+        return lost
+
+    def segments(self) -> list[int]:
+        """All of them, the one to go first first."""
+        return list(self._segments)

@@ -1,0 +1,72 @@
+"""The threads that bring blocks up: read into their places, checked there, and only then ready."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from common.errors import Corrupt
+from kvblock.name import NAME_BYTES
+from kvstore.arena import Arena
+from kvstore.check import check_block
+from kvstore.disk.books import Books, Job
+from kvstore.disk.directory import Directory
+from kvstore.disk.segment import read_into
+from kvstore.records import Claim
+
+log = logging.getLogger("kvrelay.store")
+
+THREADS = 2
+IDLE_SECONDS = 0.5
+USED_SECONDS = 60.0
+"""How exactly the last use of a segment is remembered across restarts."""
+
+
+class Readers:
+    """``start`` them once; ``stop`` them and ``join``."""
+
+    def __init__(self, books: Books, directory: Directory, arena: Arena) -> None:
+        self._books, self._directory, self._arena = books, directory, arena
+        self._used: dict[int, float] = {}
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, name="disk-read", daemon=True)
+            for _ in range(THREADS)
+        ]
+
+    def start(self) -> None:
+        """Begin."""
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End after what is being read."""
+        self._stop.set()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end."""
+        for thread in self._threads:
+            thread.join(seconds)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            job = self._books.next_job(IDLE_SECONDS)
+            if job is not None:
+                self._books.arrived(job, self._read(job))
+
+    def _read(self, job: Job) -> bool:
+        entry, spot = job.entry, job.spot
+        view = self._arena.view(entry.value, entry.size)
+        try:
+            read_into(self._directory.file(spot.segment), spot.offset, view)
+            check_block(Claim(entry.name[-NAME_BYTES:], entry.size, partial=False), view)
+        except Corrupt as error:
+            log.warning("disk: block %s in segment %d: %s", entry.name.hex(), spot.segment, error)
+            return False
+        now = time.monotonic()
+        if now - self._used.get(spot.segment, -USED_SECONDS) >= USED_SECONDS:
+            self._used = {s: at for s, at in self._used.items() if now - at < USED_SECONDS}
+            self._used[spot.segment] = now
+            self._directory.used(spot.segment)
+        return True

@@ -1,0 +1,79 @@
+"""What an earlier start left: segments are found at once, their blocks by their headers, behind.
+
+The most recently used segment comes first. What is not found yet is a miss, and is put again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from itertools import islice
+
+from common.values import show_size
+from kvstore.disk.books import Books
+from kvstore.disk.directory import Directory
+from kvstore.disk.segment import Scan
+
+log = logging.getLogger("kvrelay.store")
+
+CHUNK = 256
+"""Blocks told at a time."""
+
+REPORT_SECONDS = 2.0
+
+
+class Restorer:
+    """``start`` it once; ``wait`` for its end as long as seems right; ``stop`` ends it early."""
+
+    def __init__(self, books: Books, directory: Directory) -> None:
+        self._books, self._directory = books, directory
+        self._sizes = dict(directory.segments())
+        for segment, size in self._sizes.items():
+            books.open(segment, size)
+        for segment in books.make_room(0, None) or ():
+            directory.remove(segment)
+        self._stop, self._done = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="disk-restore", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End with what has been found."""
+        self._stop.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the end has come by then."""
+        return self._done.wait(seconds)
+
+    def _run(self) -> None:
+        began = reported = time.monotonic()
+        total = sum(self._sizes.values())
+        past = blocks = damaged = 0
+        for segment in reversed(self._sizes):
+            found, wrong = self._scan(segment)
+            blocks, damaged, past = blocks + found, damaged + wrong, past + self._sizes[segment]
+            if time.monotonic() - reported > REPORT_SECONDS:
+                reported = time.monotonic()
+                log.info("disk: %d %% of %s looked through", 100 * past // total, show_size(total))
+        log.info(
+            "disk: %d blocks of %s found in %.1f s, %d records damaged",
+            blocks, show_size(total), time.monotonic() - began, damaged,
+        )  # fmt: skip
+        self._done.set()
+
+    def _scan(self, segment: int) -> tuple[int, int]:
+        """How many blocks were found in it, and how many records are no blocks."""
+        scan = Scan(self._directory.file(segment), segment)
+        spots, found = scan.spots(), 0
+        try:
+            while not self._stop.is_set() and (chunk := list(islice(spots, CHUNK))):
+                found += len(chunk)
+                self._books.restored(chunk)
+        except OSError as error:
+            log.warning("disk: segment %d cannot be read: %s", segment, error.strerror)
+            scan.damaged += 1
+        self._books.restored((), scan.damaged)
+        return found, scan.damaged

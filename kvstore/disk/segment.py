@@ -1,0 +1,125 @@
+"""The file of a segment: blocks are appended to it, read from it, and found after a restart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from common.errors import Corrupt
+from kvblock import header as blocks
+from kvstore.disk.index import Spot
+from kvstore.disk.record import HEAD_BYTES, Head, decode, encode, padding, record_bytes
+
+SCAN_BYTES = 1024
+"""Read of each record first: its head and, unless it has very many tokens, its block's header."""
+
+_VECTORS = 1023  # IOV_MAX is 1024
+_FIXED_BYTES = 16  # of a header until its length is known
+
+
+class Appender:
+    """A new segment; ``end`` is how long its good part is."""
+
+    def __init__(self, path: Path, number: int) -> None:
+        self.number, self.end = number, 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._fd = os.open(path, flags, 0o600)
+
+    def append(self, parts: Sequence[tuple[bytes, memoryview]]) -> list[int]:
+        """Write blocks by their keys; where each one begins.
+
+        When this raises ``OSError``, nothing of it counts and the segment is as long as before.
+        """
+        start, offsets = self.end, []
+        vectors: list[bytes | memoryview] = []
+        for key, data in parts:
+            offsets.append(start + HEAD_BYTES)
+            vectors += (encode(Head(key, len(data))), data, padding(len(data)))
+            start += record_bytes(len(data))
+        try:
+            self._write(vectors)
+        except OSError:
+            os.ftruncate(self._fd, self.end)
+            raise
+        self.end = start
+        return offsets
+
+    def close(self) -> None:
+        """Nothing is appended any more."""
+        os.close(self._fd)
+
+    def _write(self, vectors: list[bytes | memoryview]) -> None:
+        at = self.end
+        while vectors:
+            wrote = os.pwritev(self._fd, vectors[:_VECTORS], at)
+            at += wrote
+            while vectors and wrote >= len(vectors[0]):
+                wrote -= len(vectors.pop(0))
+            if wrote:
+                vectors[0] = memoryview(vectors[0])[wrote:]
+
+
+def read_into(path: Path, offset: int, view: memoryview) -> None:
+    """Fill ``view`` from a segment; ``Corrupt`` if it is not there or too short."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise Corrupt("segment", f"{path.name} is gone") from error
+    except OSError as error:
+        raise Corrupt("segment", f"{path.name} cannot be opened: {error.strerror}") from error
+    try:
+        while len(view):
+            count = os.preadv(fd, [view], offset)
+            if not count:
+                raise Corrupt("segment", f"{path.name} ends {len(view)} bytes too early")
+            view, offset = view[count:], offset + count
+    except OSError as error:
+        raise Corrupt("segment", f"{path.name} cannot be read: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+class Scan:
+    """The blocks in a segment, found by their headers alone. ``damaged`` counts what is not one.
+
+    After a head that is wrong nothing more is found: where the next one begins is not known.
+    """
+
+    def __init__(self, path: Path, number: int) -> None:
+        self._path, self._number = path, number
+        self.damaged, self.end = 0, 0
+
+    def spots(self) -> Iterator[Spot]:
+        """Those that are whole as far as the file's length tells."""
+        with self._path.open("rb", buffering=0) as file:
+            fd = file.fileno()
+            size = os.fstat(fd).st_size
+            while self.end < size:
+                try:
+                    head = decode(os.pread(fd, SCAN_BYTES, self.end))
+                    if self.end + HEAD_BYTES + head.size > size:
+                        raise Corrupt("record", "is longer than its file")
+                except Corrupt:
+                    self.damaged += 1
+                    return
+                offset = self.end + HEAD_BYTES
+                self.end += record_bytes(head.size)
+                try:
+                    yield self._spot(fd, head, offset)
+                except Corrupt:
+                    self.damaged += 1
+
+    def _spot(self, fd: int, head: Head, offset: int) -> Spot:
+        data = os.pread(fd, SCAN_BYTES - HEAD_BYTES, offset)
+        if len(data) < _FIXED_BYTES:
+            raise Corrupt("header", "is missing")
+        length = blocks.stated_length(data)
+        if len(data) < length <= min(head.size, blocks.header_bytes(blocks.MAX_COUNT)):
+            data = os.pread(fd, length, offset)
+        header = blocks.decode(data)
+        if length + header.payload_bytes != head.size or not head.key.endswith(header.name):
+            raise Corrupt("record", "its head and its block's header do not agree")
+        prefix = head.key[: -len(header.name)]
+        parent = prefix + header.parent
+        return Spot(head.key, parent, head.size, header.count, self._number, offset)

@@ -1,0 +1,103 @@
+"""The disk tier: a directory, what writes into it, what reads from it, and what is left there."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+
+from common.errors import Corrupt
+from common.values import show_size
+from kvblock.header import decode, header_bytes
+from kvstore.arena import Arena
+from kvstore.disk.books import Books
+from kvstore.disk.directory import Directory
+from kvstore.disk.reader import Readers
+from kvstore.disk.restore import Restorer
+from kvstore.disk.segment import read_into
+from kvstore.disk.writer import Writer
+
+log = logging.getLogger("kvrelay.store")
+
+JOIN_SECONDS = 5.0
+POLL_SECONDS = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """``restore``: begin with what is there; else it is removed."""
+
+    path: str
+    budget: int
+    restore: bool = False
+
+
+class DiskTier:
+    """Takes the directory when made; ``Rejected`` if that cannot be. ``start``, then ``close``."""
+
+    def __init__(self, options: DiskOptions, books: Books, arena: Arena) -> None:
+        self._books = books
+        self._directory = Directory(options.path)
+        old = self._directory.segments()
+        first = max((segment for segment, _ in old), default=0) + 1
+        if not options.restore:
+            self._forget(old)
+        self._restorer = Restorer(books, self._directory)
+        self._writer = Writer(books, self._directory, arena, options.budget, first)
+        self._readers = Readers(books, self._directory, arena)
+
+    def start(self) -> None:
+        """Begin to write, read and restore."""
+        self._restorer.start()
+        self._writer.start()
+        self._readers.start()
+
+    def wait_restored(self, seconds: float) -> bool:
+        """Whether all that is left of earlier starts is known by then."""
+        return self._restorer.wait(seconds)
+
+    def flush(self, seconds: float) -> bool:
+        """Have all full blocks that are in memory written; whether they are by then."""
+        self._books.save_all()
+        deadline = time.monotonic() + seconds
+        while (left := self._books.unsaved()) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        if left:
+            log.warning("disk: %d blocks were not written in %.1f s", left, seconds)
+        return not left
+
+    def header(self, name: bytes) -> bytes:
+        """The bytes of a block's header; none if it cannot be read."""
+        if (spot := self._books.spot(name)) is None:
+            return b""
+        data = bytearray(header_bytes(spot.tokens))
+        try:
+            read_into(self._directory.file(spot.segment), spot.offset, memoryview(data))
+            decode(data)
+        except Corrupt as error:
+            log.warning("disk: block %s in segment %d: %s", name.hex(), spot.segment, error)
+            return b""
+        return bytes(data)
+
+    def sweep(self) -> None:
+        """Remove the files of segments that do not count any more."""
+        for segment, _ in self._directory.segments():
+            if not self._books.holds(segment):
+                self._directory.remove(segment)
+
+    def close(self) -> None:
+        """End, and give the directory back."""
+        for part in (self._restorer, self._writer, self._readers):
+            part.stop()
+        self._writer.join(JOIN_SECONDS)
+        self._readers.join(JOIN_SECONDS)
+        for segment in self._books.segments():
+            self._directory.used(segment)  # in the order of their use
+        self._directory.close()
+
+    def _forget(self, old: list[tuple[int, int]]) -> None:
+        if old:
+            size = show_size(sum(size for _, size in old))
+            log.warning("disk: removing %s of earlier blocks; --restore keeps them", size)
+        for segment, _ in old:
+            self._directory.remove(segment)

@@ -1,0 +1,118 @@
+"""The thread that writes behind: what came into memory goes to disk, in long writes, oldest first.
+
+Nobody waits for it. What it cannot write in time is forgotten when memory is short, and counted.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+
+from kvstore.arena import Arena
+from kvstore.disk.books import Books
+from kvstore.disk.directory import Directory
+from kvstore.disk.record import record_bytes
+from kvstore.disk.segment import Appender
+from kvstore.entries import Entry
+
+log = logging.getLogger("kvrelay.store")
+
+BATCH_BYTES = 8 << 20
+SEGMENT_BYTES = 64 << 20
+SEGMENTS = 16
+"""At least so many, or else one would be too large a part of the budget."""
+
+IDLE_SECONDS = 0.5
+FULL = (errno.ENOSPC, errno.EDQUOT)
+FIRST_REST, LONGEST_REST = 1.0, 30.0
+"""Seconds without a write after the system refused one."""
+
+
+class Writer:
+    """``start`` it once; ``stop`` it and ``join``. Segments are numbered from ``first`` on."""
+
+    def __init__(
+        self, books: Books, directory: Directory, arena: Arena, budget: int, first: int
+    ) -> None:
+        self._books, self._directory, self._arena = books, directory, arena
+        self._segment_bytes = max(1, min(SEGMENT_BYTES, budget // SEGMENTS))
+        self._batch = min(BATCH_BYTES, self._segment_bytes, arena.size // 8)
+        self._next = first
+        self._current: Appender | None = None
+        self._rest = 0.0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="disk-write", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End after what is being written."""
+        self._stop.set()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the end."""
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            batch = self._books.take(self._batch, IDLE_SECONDS)
+            if batch and not self._write(batch):
+                self._rest = min(max(2 * self._rest, FIRST_REST), LONGEST_REST)
+                self._stop.wait(self._rest)
+        self._retire()
+
+    def _write(self, batch: list[Entry[int]]) -> bool:
+        """Whether the system took it."""
+        try:
+            segment = self._segment(sum(record_bytes(entry.size) for entry in batch))
+            views = [self._arena.view(entry.value, entry.size) for entry in batch]
+            offsets = segment.append([(e.name, v) for e, v in zip(batch, views, strict=True)])
+        except OSError as error:
+            self._refused(batch, error)
+            return False
+        self._rest = 0.0
+        self._books.saved(segment.number, segment.end, batch, offsets)
+        if segment.end >= self._segment_bytes:
+            self._retire()
+        return True
+
+    def _segment(self, nbytes: int) -> Appender:
+        """One with room for so much; what is in the way goes."""
+        if self._current is not None and not self._books.holds(self._current.number):
+            self._retire()  # the store was cleared
+        spared = None if self._current is None else self._current.number
+        while gone := self._books.make_room(nbytes, spared):
+            for segment in gone:
+                self._directory.remove(segment)
+        if gone is None and self._current is not None:
+            self._retire()
+            return self._segment(nbytes)
+        if self._current is None:
+            number, self._next = self._next, self._next + 1
+            self._books.open(number, 0)
+            self._current = Appender(self._directory.file(number), number)
+        return self._current
+
+    def _refused(self, batch: list[Entry[int]], error: OSError) -> None:
+        """A full disk is no reason to stop: the oldest segment makes room, and later we go on."""
+        self._books.not_saved(batch, failed=True)
+        if not self._rest:
+            log.warning("disk: %d blocks could not be written: %s", len(batch), error.strerror)
+        self._retire()
+        if error.errno in FULL and (oldest := self._books.oldest()) is not None:
+            self._drop(oldest)
+
+    def _retire(self) -> None:
+        """Nothing more goes into the current segment."""
+        current, self._current = self._current, None
+        if current is not None:
+            current.close()
+            if not current.end:
+                self._drop(current.number)
+
+    def _drop(self, segment: int) -> None:
+        self._books.drop(segment)
+        self._directory.remove(segment)
