@@ -19,6 +19,7 @@ from kvstore.deadlines import Deadlines
 from kvstore.entries import Entry, Room
 from kvstore.events import KEPT_EVENTS, Events, Reason
 from kvstore.gone import MISSES, Gone
+from kvstore.leases import Leases
 from kvstore.policy import Node, Policy
 from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail, Verdict
 from kvstore.reservations import Reservations
@@ -40,8 +41,7 @@ class Catalog(Generic[V]):
         self._entries: dict[bytes, Entry[V]] = {}
         self._writing = Reservations()
         self._places: dict[bytes, V] = {}  # of reservations, until a writer borrows them
-        self._leases: dict[int, tuple[bytes, ...]] = {}
-        self._lease_ends: Deadlines[int] = Deadlines()
+        self._leases = Leases()
         self._lives: Deadlines[bytes] = Deadlines()
         self._bytes = self._leased = self._serial = 0
         self._gone = Gone()
@@ -119,7 +119,7 @@ class Catalog(Generic[V]):
     def leased(self, lease: int, first: int, count: int, now: float) -> list[tuple[int, V]] | None:
         """Sizes and values of blocks a lease holds, in its order; ``None`` once it has ended."""
         self.expire(now)
-        if (names := self._leases.get(lease)) is None:
+        if (names := self._leases.names(lease)) is None:
             return None
         entries = [self._entries[name] for name in names[first : first + count]]
         return [(entry.size, entry.value) for entry in entries]
@@ -127,10 +127,7 @@ class Catalog(Generic[V]):
     def extend(self, lease: int, deadline: float, now: float) -> bool:
         """Move the end of a lease; false when it has ended already."""
         self.expire(now)
-        if lease not in self._leases:
-            return False
-        self._lease_ends.set(lease, deadline)
-        return True
+        return self._leases.extend(lease, deadline)
 
     def reserve(self, claims: Sequence[Claim], ttl: float, now: float) -> Grant:
         """Room for those of ``claims`` that nobody has put or is putting, under one ticket."""
@@ -198,8 +195,7 @@ class Catalog(Generic[V]):
 
     def release(self, lease: int) -> None:
         """End a lease early; unknown ones have ended already."""
-        self._lease_ends.drop(lease)
-        for name in reversed(self._leases.pop(lease, ())):
+        for name in reversed(self._leases.end(lease)):
             entry = self._entries[name]
             entry.leases -= 1
             if entry.leases == 0:
@@ -217,9 +213,9 @@ class Catalog(Generic[V]):
 
     def expire(self, now: float) -> None:
         """End the leases, reservations and partial blocks whose time is over."""
-        if self._lease_ends.quiet(now) and self._writing.quiet(now) and self._lives.quiet(now):
+        if self._leases.quiet(now) and self._writing.quiet(now) and self._lives.quiet(now):
             return
-        for lease in self._lease_ends.due(now):
+        for lease in self._leases.due(now):
             self.release(lease)
         for ticket in self._writing.due(now):
             self.abandon(ticket)
@@ -251,12 +247,11 @@ class Catalog(Generic[V]):
     def audit(self) -> list[str]:
         """Sums that do not agree; empty unless there is a bug."""
         entries = self._entries.values()
-        held = sum(len(names) for names in self._leases.values())
         sums = {
             "bytes": (self._bytes, sum(entry.size for entry in entries)),
             "leased": (self._leased, sum(e.size for e in entries if e.leases)),
-            "leases": (held, sum(entry.leases for entry in entries)),
-            "deadlines": (len(self._lease_ends), len(self._leases)),
+            "leases": (self._leases.held(), sum(entry.leases for entry in entries)),
+            "deadlines": (self._leases.deadlines(), len(self._leases)),
             "lives": (len(self._lives), sum(entry.partial for entry in entries)),
             "budget": (max(self._bytes + self._writing.bytes, self._budget), self._budget),
         }
@@ -272,8 +267,7 @@ class Catalog(Generic[V]):
                 self._policy.hold(entry)
                 self._leased += entry.size
             entry.leases += 1
-        self._leases[self._serial] = names
-        self._lease_ends.set(self._serial, deadline)
+        self._leases.give(self._serial, names, deadline)
         return self._serial
 
     def _use(self, entry: Entry[V], now: float) -> None:

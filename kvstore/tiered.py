@@ -293,11 +293,9 @@ class TieredCatalog(Catalog[int]):
             self.give_back(entry.value, entry.size)
 
     def _take_from_leases(self, entry: Entry[int]) -> None:
-        """Of a block that is damaged: rare, so all leases are looked through."""
-        for lease, names in self._leases.items():
-            if entry.name in names:
-                self._leases[lease] = tuple(name for name in names if name != entry.name)
+        """Of a block that is damaged."""
         if entry.leases:
+            self._leases.strike(entry.name)
             entry.leases = 0
             self._leased -= entry.size
             self._policy.free(entry)
