@@ -20,6 +20,7 @@ from kvstore.entries import Entry, Room
 from kvstore.events import KEPT_EVENTS, Events, Reason
 from kvstore.gone import MISSES, Gone
 from kvstore.leases import Leases
+from kvstore.places import Places
 from kvstore.policy import Node, Policy
 from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail, Verdict
 from kvstore.reservations import Reservations
@@ -36,11 +37,11 @@ class Catalog(Generic[V]):
         room: Room[V] | None = None, entry_bytes: int = 0, kept_events: int = KEPT_EVENTS,
     ) -> None:  # fmt: skip
         self._entry_bytes = entry_bytes  # what the bookkeeping of a block costs, of the budget too
-        self._budget, self._policy, self._room = budget, policy, room
+        self._budget, self._policy = budget, policy
         self._partial_life, self._boot = partial_life, boot
         self._entries: dict[bytes, Entry[V]] = {}
         self._writing = Reservations()
-        self._places: dict[bytes, V] = {}  # of reservations, until a writer borrows them
+        self._places = Places(room)
         self._leases = Leases()
         self._lives: Deadlines[bytes] = Deadlines()
         self._bytes = self._leased = self._serial = 0
@@ -156,12 +157,11 @@ class Catalog(Generic[V]):
     def borrow(self, ticket: int, name: bytes, now: float) -> V | None:
         """The place of a reserved block, for its writer to ``commit`` or ``give_back``, once."""
         self.expire(now)
-        return None if self._writing.find(ticket, name) is None else self._places.pop(name, None)
+        return None if self._writing.find(ticket, name) is None else self._places.borrow(name)
 
     def give_back(self, place: V, size: int) -> None:
         """A borrowed place that nobody writes to any more."""
-        if self._room is not None:
-            self._room.give(place, size)
+        self._places.give(place, size)
 
     def commit(
         self, ticket: int, name: bytes, value: V, now: float, parent: bytes | None = None,
@@ -190,7 +190,7 @@ class Catalog(Generic[V]):
             if (claim := self._writing.take(ticket, name)) is None:
                 continue
             self.tally.abandoned += 1
-            if (place := self._places.pop(name, None)) is not None:
+            if (place := self._places.borrow(name)) is not None:
                 self.give_back(place, claim.size)
 
     def release(self, lease: int) -> None:
@@ -295,7 +295,7 @@ class Catalog(Generic[V]):
         while self._charged + claim.size + self._entry_bytes > self._budget:
             if not self._evict():
                 return False
-        while self._room is not None and not self._take_place(claim):
+        while not self._places.take(claim):
             if not self._evict():
                 return False
         return True
@@ -304,12 +304,6 @@ class Catalog(Generic[V]):
     def _charged(self) -> int:
         count = len(self._entries) + len(self._writing)
         return self._bytes + self._writing.bytes + count * self._entry_bytes
-
-    def _take_place(self, claim: Claim) -> bool:
-        place = None if self._room is None else self._room.take(claim.size)
-        if place is not None:
-            self._places[claim.name] = place
-        return place is not None
 
     def _evict(self) -> bool:
         victim = self._policy.victim() or self._oldest_free()

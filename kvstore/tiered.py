@@ -270,9 +270,9 @@ class TieredCatalog(Catalog[int]):
         if self._coming + spot.size > self._budget // 2 or spot.name in self._writing:
             return False
         claim = Claim(spot.name, spot.size, False, spot.opening)
-        if not self._make_room(claim):
+        if not self._make_room(claim) or (place := self._places.borrow(spot.name)) is None:
             return False
-        entry = Entry(claim, self._places.pop(spot.name), spot.parent, spot.tokens)
+        entry = Entry(claim, place, spot.parent, spot.tokens)
         entry.ready, entry.grips = False, 1
         self._entries[spot.name] = entry
         self._bytes += spot.size
