@@ -23,6 +23,7 @@ COMMANDS = (
     Command("demo", "kvrelay.cli.demo", "bring up a small cluster and watch it answer"),
     Command("up", "kvrelay.cli.up", "start a cluster on this machine and keep it serving"),
     Command("generate", "kvrelay.cli.generate", "send one prompt and stream the answer"),
+    Command("chat", "kvrelay.cli.chat", "talk with a running cluster, turn by turn"),
     Command("top", "kvrelay.cli.top", "the workers of a router, and what they do"),
     Command("role", "kvrelay.cli.role", "make a prefill worker of a decode worker, or back"),
     Command("doctor", "kvrelay.cli.doctor", "what this machine has, and what would be used"),

@@ -1,0 +1,56 @@
+"""``kvrelay chat`` against a router and a fake worker: each turn is sent with all before it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+from kvrelay import AsyncClient
+from kvrelay.ports import free_ports
+from kvrelay.processes import ROOT
+from tests.router.fakes import decode_worker, running
+
+Turns = list[tuple[str, str]]
+MAX_TOKENS = 6
+
+
+async def _chat(router: str, lines: str, *flags: str) -> tuple[int | None, str, str]:
+    words = ["chat", "--router", router, "--max-tokens", str(MAX_TOKENS), *flags]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvrelay", *words),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(process.communicate(lines.encode()), 60.0)
+    return process.returncode, out.decode(), err.decode()
+
+
+async def _answer(client: AsyncClient, turns: Turns) -> str:
+    done = await client.complete(messages=turns, max_tokens=MAX_TOKENS, temperature=0.0, seed=3)
+    return done.text
+
+
+async def test_every_turn_knows_those_before_it_until_a_new_conversation() -> None:
+    async with running([decode_worker()]) as router:
+        status, out, err = await _chat(
+            router.address, "one\n\ntwo\n/new\ntwo\n/quit\nthree\n", "--system", "s", "--seed", "3"
+        )
+        async with AsyncClient(router.address) as client:
+            system = ("system", "s")
+            first = await _answer(client, [system, ("user", "one")])
+            both: Turns = [system, ("user", "one"), ("assistant", first), ("user", "two")]
+            second = await _answer(client, both)
+            alone = await _answer(client, [system, ("user", "two")])
+    assert (status, err) == (0, "")
+    assert second != alone
+    assert out == f"{first}\n{second}\n{alone}\n"
+
+
+async def test_nobody_at_home_is_a_line_and_status_1() -> None:
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    status, out, err = await _chat(address, "one\ntwo\n", "--timeout", "5")
+    assert (status, out) == (1, "")
+    assert err.count("\n") == 1
+    assert err.startswith("kvrelay chat: ")
