@@ -18,7 +18,7 @@ from typing import Protocol, Self, Unpack
 import grpc
 
 from kvrelay.access import Access, accessing
-from kvrelay.aio import AsyncClient, AsyncStream
+from kvrelay.aio import MAX_MESSAGE_BYTES, AsyncClient, AsyncStream
 from kvrelay.ask import Ask, check_open, message_of, seconds_of
 from kvrelay.piece import Completion, Piece, Received, whole
 from protos import router_pb2, router_pb2_grpc
@@ -26,8 +26,6 @@ from rpc.channel import ChannelOptions, open_sync_channel
 from rpc.status import from_rpc_error
 
 __all__ = ["AsyncClient", "AsyncStream", "Client", "Completion", "Piece", "Stream"]
-
-MAX_MESSAGE_BYTES = 32 << 20
 
 
 class _Call(Protocol):
@@ -118,10 +116,13 @@ class Client:
 
     def workers(self, timeout: float = 10.0) -> tuple[router_pb2.WorkerStatus, ...]:
         """The workers this router knows."""
+        return tuple(self.fleet(timeout).workers)
+
+    def fleet(self, timeout: float = 10.0) -> router_pb2.ListWorkersResponse:
+        """The workers and the requests that wait for them."""
         check_open(self._closed)
         try:
-            request = router_pb2.ListWorkersRequest()
-            return tuple(self._stub.ListWorkers(request, timeout=timeout).workers)
+            return self._stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=timeout)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 

@@ -17,13 +17,14 @@ from router.config import RouterConfig
 from router.costs import Account, Costs, Offer
 from router.policies import policy
 from router.policy import DECODE, PREFILL, Prefix, Wish, too_long
-from router.registry import Registry
+from router.registry import Registry, role_name
 from router.request import Request
 from router.worker import KnownWorker, Role
 from rpc.deadline import Deadline
 from rpc.identity import Tenant
 
 MAX_NAMES = 1024
+LONGEST_REST = 30.0  # seconds
 WEIGHTS = {types_pb2.ROLE_PREFILL: PREFILL, types_pb2.ROLE_DECODE: DECODE}
 
 
@@ -95,6 +96,7 @@ class Dispatcher:
         """A prefill worker for a request without tokens, if that is worth it; else a decode one."""
         if not so_far and self._mode != "never":
             held = self._look(prefix)
+            self._check_rest(types_pb2.ROLE_PREFILL, tried)
             found = self._choose(types_pb2.ROLE_PREFILL, request, prefix, so_far, tried, held)
             if found is not None and not self._direct(request, prefix, found, tried, held):
                 return self._send(found, prefix)
@@ -138,6 +140,16 @@ class Dispatcher:
         if info is not None and leg.local + info.namespace.block_size < found.hit:
             self._affinity[found.worker.role].mistaken(leg.worker)
 
+    def full(self, worker: KnownWorker, error: Exhausted) -> None:
+        """It has no room: ask it nothing new for as long as it says."""
+        worker.rests_until = time.monotonic() + min(error.retry_after, LONGEST_REST)
+
+    def _check_rest(self, role: Role, tried: Attempts) -> None:
+        """``Exhausted`` when every worker of a role is full; asking them again would not help."""
+        left = [w.rest for w in self.registry.usable(role) if w.key not in tried.excluded]
+        if left and (shortest := min(left)) > 0:
+            raise Exhausted(f"every {role_name(role)} worker is full", shortest)
+
     def pause(self, error: KvrelayError, what: Next) -> float:
         """Seconds to wait before a leg that failed goes on."""
         if isinstance(error, Exhausted):
@@ -150,6 +162,8 @@ class Dispatcher:
         seconds = self._resume_wait if so_far else self._worker_wait
         waiting = request.deadline.earlier(seconds)
         while True:
+            if not so_far:
+                self._check_rest(types_pb2.ROLE_DECODE, tried)
             held = self._look(prefix)
             found = self._choose(types_pb2.ROLE_DECODE, request, prefix, so_far, tried, held)
             if found is not None:
@@ -182,6 +196,8 @@ class Dispatcher:
     ) -> Found | None:
         """Raises ``Rejected`` when no decode worker could ever hold the request."""
         left = [w for w in self.registry.usable(role) if w.key not in tried.excluded]
+        if not so_far:  # an answer that has begun may knock again
+            left = [w for w in left if not w.rest]
         fresh = [w for w in left if w.key not in tried.avoided]
         again = (
             left if role == types_pb2.ROLE_DECODE else []

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from common.errors import KvrelayError, Rejected, Unavailable
+from common.errors import Exhausted, KvrelayError, Rejected, Unavailable
 from protos import router_pb2, types_pb2
 from router.attempts import Attempts, Bounds, Next, Poisonous
 from router.config import RouterConfig
@@ -59,6 +59,11 @@ class Generation:
         self._first_token_seconds = 0.0
         self._told = False
         self._generation, self._legs = secrets.randbits(64), 0  # what a hand-off is bound to
+
+    @property
+    def tokens(self) -> int:
+        """All that workers can come to hold for it."""
+        return self._request.positions
 
     def replay(self, ending: Sequence[int]) -> None:
         """Take the tokens so far in; they may have finished it, but only with the last one."""
@@ -203,6 +208,8 @@ class Generation:
         except Poisonous as refused:
             log.error("request %s: %s", self._request.id, refused)
             raise
+        if isinstance(error, Exhausted):
+            self._dispatcher.full(worker, error)
         if what is Next.SUSPECT:
             self._dispatcher.registry.suspect(worker, error)
         deadline = self._request.deadline

@@ -45,6 +45,7 @@ class Registry:
         self._closing: set[asyncio.Task[None]] = set()
         self._left_out = 0
         self._changed = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
 
     async def start(self) -> None:
         """Watch the workers listed; ``Rejected`` when the workers file cannot be used."""
@@ -99,6 +100,10 @@ class Registry:
             except TimeoutError:
                 return enough()
         return True
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call it after every change of any worker."""
+        self._listeners.append(listener)
 
     def suspect(self, worker: KnownWorker, error: KvrelayError) -> None:
         """A leg there failed: do not use it until it answered a check, which is made at once."""
@@ -233,6 +238,8 @@ class Registry:
         """Wake everyone who waits for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
+        for listener in self._listeners:
+            listener()
 
 
 def role_name(role: Role) -> str:

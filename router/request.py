@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from common.errors import NotFound, Rejected
 from protos import router_pb2, types_pb2
+from router.fair import HIGHEST, LOWEST
 from rpc.deadline import Deadline
 from rpc.identity import Tenant
 from rpc.sampling import check_ids, sampling_of
@@ -50,6 +51,8 @@ def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:
         raise Rejected("request_id", f"at most {MAX_REQUEST_ID_CHARS} characters")
     if message.model and message.model != model:
         raise NotFound(f"model: {message.model!r} is not served here, {model!r} is")
+    if not LOWEST <= message.priority <= HIGHEST:
+        raise Rejected("priority", f"must be {LOWEST} to {HIGHEST}, got {message.priority}")
     _check_input(message)
     max_tokens, so_far = max_tokens_of(message), len(message.output_token_ids)
     if max_tokens < 1:

@@ -14,6 +14,7 @@ from common.errors import Exhausted, Unavailable
 from protos import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, namespace_of
+from router.gate import Gate
 from router.generation import Generation
 from router.quotas import Place, Quotas
 from router.registry import Registry
@@ -23,7 +24,6 @@ from rpc.identity import caller
 from text.tokenizer import Tokenizer, eos_token_ids
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
-RETRY_SECONDS = 1.0
 MANY_TOKENS = 4096  # so many make text for some milliseconds: not on the event loop
 
 Q = TypeVar("Q")
@@ -41,6 +41,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._eos = eos_token_ids(config.model)
         self._dispatcher = Dispatcher(registry, config)
         self._quotas = Quotas(time.monotonic)
+        self._gate = Gate(registry, config)
         self._open = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -55,9 +56,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
         deadline = Deadline.from_context(context, config.default_timeout, config.max_timeout)
         check_envelope(request, config.model_name)
         deadline.check("to begin")
-        with self._admitted(), self._quotas.place(caller().tenant) as place:
+        tenant = caller().tenant
+        with self._admitted(), self._quotas.place(tenant) as place:
             generation = await self._prepare(request, deadline, place)
-            async with aclosing(generation.responses()) as responses:
+            turn = self._gate.passed(generation.tokens, request.priority, tenant, deadline)
+            async with turn, aclosing(generation.responses()) as responses:
                 async for response in responses:
                     place.used += len(response.tokens)
                     yield response
@@ -76,7 +79,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         context: Context[router_pb2.ListWorkersRequest, router_pb2.ListWorkersResponse],
     ) -> router_pb2.ListWorkersResponse:
         return router_pb2.ListWorkersResponse(
-            workers=[worker.status() for worker in self._registry.workers]
+            workers=[worker.status() for worker in self._registry.workers],
+            queue=self._gate.status(),
         )
 
     async def drain(self) -> None:
@@ -119,7 +123,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         if self._draining:
             raise Unavailable("this router is draining: ask another one")
         if self._open >= self._config.max_requests:
-            raise Exhausted(f"{self._open} requests are under way", RETRY_SECONDS)
+            raise Exhausted(f"{self._open} requests are under way", self._gate.later())
         self._open += 1
         self._idle.clear()
         try:

@@ -46,6 +46,7 @@ class KnownWorker:
         self.load = worker_pb2.WorkerLoad()
         self.verdict: Verdict = UNASKED
         self.heard = 0.0  # when it last said anything, in seconds of ``time.monotonic``
+        self.rests_until = 0.0  # it said that it is full
         self.idle = asyncio.Event()  # no leg is there
         self.idle.set()
         self._stays: set[Stay] = set()
@@ -70,6 +71,11 @@ class KnownWorker:
     def key(self) -> str:
         """Its boot token; its address until it told one."""
         return self.info.worker if self.info is not None else self.address
+
+    @property
+    def rest(self) -> float:
+        """Seconds for which it wants no new requests."""
+        return max(0.0, self.rests_until - time.monotonic())
 
     @property
     def legs(self) -> int:

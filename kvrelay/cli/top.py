@@ -8,6 +8,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from google.protobuf.json_format import MessageToDict
+
 from common.config import load, option
 from common.errors import Rejected
 from kvrelay.cli.screen import coloured, paint, say, table
@@ -96,9 +98,9 @@ def main(argv: Sequence[str]) -> int:
     looked = time.monotonic()
     with Client(address) as client:
         while True:
-            statuses, now = client.workers(), time.monotonic()
-            lines = [Line.of(status, before, now - looked) for status in statuses]
-            _show(lines, address, config)
+            fleet, now = client.fleet(), time.monotonic()
+            lines = [Line.of(status, before, now - looked) for status in fleet.workers]
+            _show(lines, fleet.queue, address, config)
             if config.once:
                 able = (line.role == "decode" and line.state == "ready" for line in lines)
                 return 0 if any(able) else 1
@@ -106,16 +108,22 @@ def main(argv: Sequence[str]) -> int:
             time.sleep(config.interval)
 
 
-def _show(lines: Sequence[Line], address: str, config: TopConfig) -> None:
+def _show(
+    lines: Sequence[Line], queue: router_pb2.QueueStatus, address: str, config: TopConfig
+) -> None:
     if config.json:
-        say(json.dumps({"router": address, "workers": [asdict(line) for line in lines]}))
+        told = MessageToDict(
+            queue, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+        workers = [asdict(line) for line in lines]
+        say(json.dumps({"router": address, "queue": told, "workers": workers}))
         return
     if not config.once and coloured(sys.stdout):
         sys.stdout.write(HOME)
-    say(screen(lines, address))
+    say(screen(lines, queue, address))
 
 
-def screen(lines: Sequence[Line], address: str) -> str:
+def screen(lines: Sequence[Line], queue: router_pb2.QueueStatus, address: str) -> str:
     """One look, as a person reads it."""
     colours = dict(STATES.values())
     ready = sum(line.state == "ready" for line in lines)
@@ -140,4 +148,9 @@ def screen(lines: Sequence[Line], address: str) -> str:
         for text, line in zip(body, lines, strict=True)
     ]
     title = f"router {address}: {ready} of {len(lines)} workers ready"
-    return "\n".join([paint(title, "bold"), "", head, *painted, ""])
+    rate = f"{queue.tokens_per_second:,.0f} tokens/s" if queue.tokens_per_second else "not known"
+    waits = (
+        f"{queue.running} of {queue.slots} requests under way, {queue.waiting} wait"
+        f" ({queue.waiting_tokens:,} tokens; drains at {rate}), {queue.refused} refused so far"
+    )
+    return "\n".join([paint(title, "bold"), waits, "", head, *painted, ""])

@@ -129,6 +129,7 @@ class FakeWorker(
     max_model_len: int = 1000
     num_blocks: int = 100
     protocol: int = PROTOCOL
+    max_num_seqs: int = 64
     started_as: types_pb2.Role.ValueType = types_pb2.ROLE_UNSPECIFIED
     behaviour: Behaviour = field(default_factory=Behaviour)
     legs: list[types_pb2.Leg] = field(default_factory=list)
@@ -272,6 +273,7 @@ class FakeWorker(
             pid=1,
             namespace=self.namespace,
             num_blocks=self.num_blocks,
+            max_num_seqs=self.max_num_seqs,
             max_model_len=self.max_model_len,
             vocab_size=VOCAB,
             store="kvrelay://fake",

@@ -1,0 +1,149 @@
+"""Who may go to the workers, who waits, who is refused and for how long. Pure, time passed in.
+
+As many requests are under way as the workers run at once, and a few more; the others wait in a
+fair queue, bounded in tokens and in the time it would take at the rate it drains. More would only
+make all of them late. Whoever is refused is told when there will be room: the tokens of those
+refused before count, so that not all come back at one moment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from common.errors import Exhausted
+from router.fair import FairQueue, Waiting
+
+HALF_LIFE = 10.0  # seconds with a queue, after which a measure counts half
+UNKNOWN_SECONDS = 1.0  # to wait where no rate is known
+SHORTEST, LONGEST = 0.05, 60.0  # seconds that somebody is told to wait
+
+
+class Drain:
+    """Tokens a second that leave the queue, measured only while there is one."""
+
+    def __init__(self) -> None:
+        self._tokens = self._seconds = 0.0
+        self._at: float | None = None
+
+    def look(self, now: float, queued: bool) -> None:
+        """Time has passed; ``queued`` says whether there is a queue from now on."""
+        if self._at is not None:
+            passed = max(0.0, now - self._at)
+            kept = 0.5 ** (passed / HALF_LIFE)
+            self._tokens *= kept
+            self._seconds = self._seconds * kept + passed
+        self._at = now if queued else None
+
+    def went(self, tokens: int) -> None:
+        """So many left it."""
+        self._tokens += tokens
+
+    @property
+    def rate(self) -> float | None:
+        """``None`` as long as nothing is known."""
+        return self._tokens / self._seconds if self._tokens and self._seconds else None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What follows from one event: keys of those that go now, and of those that may not wait."""
+
+    go: tuple[int, ...] = ()
+    refused: tuple[tuple[int, Exhausted], ...] = ()
+
+
+class Admission:
+    """All of a router's requests between their arrival and their end."""
+
+    def __init__(self, queue_tokens: int, queue_seconds: float) -> None:
+        self._queue = FairQueue(queue_tokens)
+        self._queue_seconds = queue_seconds
+        self._drain = Drain()
+        self._running: set[int] = set()
+        self._slots = 0
+        self._promised, self._promised_at = 0.0, 0.0  # tokens of the refused that may be back soon
+        self.refused = 0
+
+    @property
+    def waiting(self) -> int:
+        """How many wait."""
+        return len(self._queue)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """All they can come to."""
+        return self._queue.tokens
+
+    @property
+    def running(self) -> int:
+        """How many are under way."""
+        return len(self._running)
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens a second that leave the queue; ``None`` before there was one."""
+        return self._drain.rate
+
+    def offer(self, one: Waiting, now: float, time_left: float) -> Step:
+        """A request came and has ``time_left`` seconds. ``Exhausted`` if it may not wait."""
+        self._drain.look(now, bool(self._queue))
+        if not self._queue and len(self._running) < self._slots:
+            self._running.add(one.key)
+            return Step(go=(one.key,))
+        allowed, estimate = min(time_left, self._queue_seconds), self._estimate(one)
+        if estimate > allowed:
+            raise self._refuse(
+                f"it would wait for about {estimate:.1f} s, and may for {allowed:.1f} s",
+                self.later(one.tokens, now, estimate - allowed),
+            )
+        pushed = self._queue.push(one)
+        if pushed is None:
+            raise self._full(one.tokens, now)
+        out = tuple((other.key, self._full(other.tokens, now)) for other in pushed)
+        return Step(self._go(now), out)
+
+    def leave(self, key: int, now: float) -> Step:
+        """A request ended, or waits no more."""
+        self._drain.look(now, bool(self._queue))
+        self._running.discard(key)
+        self._queue.remove(key)
+        return Step(self._go(now))
+
+    def resize(self, slots: int, now: float) -> Step:
+        """So many may be under way from now on; those that are stay."""
+        self._drain.look(now, bool(self._queue))
+        self._slots = slots
+        return Step(self._go(now))
+
+    def _go(self, now: float) -> tuple[int, ...]:
+        gone = []
+        while len(self._running) < self._slots and (one := self._queue.pop()) is not None:
+            self._running.add(one.key)
+            self._drain.went(one.tokens)
+            gone.append(one.key)
+        self._drain.look(now, bool(self._queue))
+        return tuple(gone)
+
+    def _estimate(self, one: Waiting) -> float:
+        rate = self._drain.rate
+        return 0.0 if rate is None else self._queue.ahead(one) / rate
+
+    def _full(self, tokens: int, now: float) -> Exhausted:
+        return self._refuse(
+            f"{len(self._queue)} requests of {self._queue.tokens} tokens are waiting",
+            self.later(tokens, now),
+        )
+
+    def _refuse(self, why: str, seconds: float) -> Exhausted:
+        self.refused += 1
+        return Exhausted(f"{why}: ask again in {seconds:.2g} s", seconds)
+
+    def later(self, tokens: int, now: float, least: float = 0.0) -> float:
+        """Seconds until there is room for so many tokens more."""
+        rate = self._drain.rate
+        if rate is None:
+            return max(least, UNKNOWN_SECONDS)
+        drained = rate * (now - self._promised_at)
+        promised = max(0.0, self._promised - drained) + tokens
+        self._promised, self._promised_at = min(promised, LONGEST * rate), now
+        return min(max(least, promised / rate, SHORTEST), LONGEST)

@@ -1,0 +1,229 @@
+"""The queue in front of the workers: properties of the pure parts, over random requests."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import Exhausted
+from router.admission import LONGEST, Admission
+from router.fair import HIGHEST, LOWEST, STEP, FairQueue, Waiting
+
+TENANTS = ("a", "b", "c")
+MOST = 500  # tokens of one request
+
+requests = st.builds(
+    Waiting,
+    key=st.just(0),
+    tokens=st.integers(1, MOST),
+    tenant=st.sampled_from(TENANTS),
+    weight=st.just(1.0),
+    priority=st.integers(LOWEST, HIGHEST),
+)
+
+
+def keyed(key: int, one: Waiting) -> Waiting:
+    return Waiting(key, one.tokens, one.tenant, one.weight, one.priority)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.tuples(st.sampled_from(("push", "pop", "remove")), requests), max_size=60))
+def test_it_is_bounded_counts_right_and_loses_nobody(events: list[tuple[str, Waiting]]) -> None:
+    limit, inside = 2000, dict[int, Waiting]()
+    queue = FairQueue(limit)
+    for key, (what, one) in enumerate(events):
+        if what == "push":
+            pushed = queue.push(keyed(key, one))
+            if pushed is not None:
+                inside[key] = keyed(key, one)
+            for other in pushed or ():
+                del inside[other.key]
+        elif what == "pop":
+            went = queue.pop()
+            assert (went is None) == (not inside)  # work conserving
+            if went is not None:
+                assert inside.pop(went.key) == went
+        elif inside:
+            gone = random.Random(key).choice(sorted(inside))
+            queue.remove(gone)
+            del inside[gone]
+        assert len(queue) == len(inside)
+        assert queue.tokens == sum(one.tokens for one in inside.values()) <= limit
+    while (went := queue.pop()) is not None:
+        del inside[went.key]
+    assert not inside
+    assert queue.tokens == 0
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.sampled_from((0.5, 1.0, 2.0, 4.0)), min_size=2, max_size=4),
+    st.integers(0, 1 << 32),
+)
+def test_tenants_differ_by_one_request_of_each_at_most(weights: list[float], seed: int) -> None:
+    chance, queue = random.Random(seed), FairQueue(1 << 40)
+    for key in range(200 * len(weights)):
+        tenant = key % len(weights)
+        tokens, priority = chance.randint(1, MOST), chance.randint(LOWEST, HIGHEST)
+        queue.push(Waiting(key, tokens, str(tenant), weights[tenant], priority))
+    served, left = Counter[str](), Counter({str(t): 200 for t in range(len(weights))})
+    while all(left.values()):
+        went = queue.pop()
+        assert went is not None
+        served[went.tenant] += went.tokens
+        left[went.tenant] -= 1
+        for a, b in combinations(range(len(weights)), 2):
+            apart = abs(served[str(a)] / weights[a] - served[str(b)] / weights[b])
+            assert apart <= MOST / weights[a] + MOST / weights[b]
+
+
+def test_a_tenant_gains_nothing_by_asking_one_after_another() -> None:
+    """Its virtual time is not forgotten while the others wait."""
+    queue, served = FairQueue(1 << 30), Counter[str]()
+    for key in range(1000):
+        queue.push(Waiting(key, 100, "crowd"))
+    key = 1000
+    queue.push(Waiting(key, 1000, "one"))
+    for _ in range(400):
+        went = queue.pop()
+        assert went is not None
+        served[went.tenant] += went.tokens
+        if went.tenant == "one":
+            key += 1
+            queue.push(Waiting(key, 1000, "one"))
+    assert abs(served["one"] - served["crowd"]) <= 1100
+
+
+@pytest.mark.parametrize("rival", ["mine", "other"])
+def test_nobody_starves(rival: str) -> None:
+    """The lowest priority, while more urgent requests keep coming."""
+    queue, passed = FairQueue(1 << 30), 0
+    queue.push(Waiting(0, 100, "mine", 1.0, LOWEST))
+    for key in range(1, 10_000):
+        queue.push(Waiting(key, 100, rival, 1.0, HIGHEST))
+        went = queue.pop()
+        assert went is not None
+        if went.key == 0:
+            break
+        passed += went.tokens
+    assert passed <= (HIGHEST - LOWEST) * STEP + 100
+
+
+def test_a_higher_priority_goes_before() -> None:
+    queue = FairQueue(10_000)
+    for key, priority in enumerate((0, 1, -1, 8, 1)):
+        queue.push(Waiting(key, 10, priority=priority))
+    assert [one.key for _ in range(5) if (one := queue.pop()) is not None] == [3, 1, 4, 0, 2]
+
+
+def test_a_tenant_below_its_share_pushes_out_the_greediest() -> None:
+    queue = FairQueue(1000)
+    for key in range(10):
+        assert queue.push(Waiting(key, 100, "greedy")) == []
+    assert queue.push(Waiting(10, 100, "greedy")) is None
+    out = queue.push(Waiting(11, 250, "small"))
+    assert out is not None
+    assert [one.key for one in out] == [9, 8, 7]  # those that came last
+    assert queue.push(Waiting(12, 250, "small")) is not None
+    assert queue.push(Waiting(13, 50, "small")) is None  # it has its half
+    assert queue.tokens <= 1000
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.sampled_from(("offer", "leave", "resize")), requests), max_size=80),
+    st.integers(1, 5),
+)
+def test_no_slot_is_empty_while_somebody_waits(
+    events: list[tuple[str, Waiting]], slots: int
+) -> None:
+    admission, states = Admission(2000, 1e9), dict[int, str]()
+    admission.resize(slots, 0.0)
+    for key, (what, one) in enumerate(events):
+        now = float(key)
+        try:
+            if what == "offer":
+                states[key] = "waits"
+                step = admission.offer(keyed(key, one), now, 1e9)
+            elif what == "leave" and states:
+                gone = random.Random(key).choice(sorted(states))
+                del states[gone]
+                step = admission.leave(gone, now)
+            else:
+                slots = 1 + one.tokens % 5
+                step = admission.resize(slots, now)
+        except Exhausted:
+            del states[key]
+            continue
+        for other in step.go:
+            assert states[other] == "waits"  # nobody goes twice, or after it left
+            states[other] = "runs"
+        for other, _ in step.refused:
+            assert states.pop(other) == "waits"
+        count = Counter(states.values())
+        assert (admission.waiting, admission.running) == (count["waits"], count["runs"])
+        assert not count["waits"] or count["runs"] >= slots
+    for key in list(states):
+        admission.leave(key, 1e6)
+    assert (admission.waiting, admission.waiting_tokens, admission.running) == (0, 0, 0)
+
+
+def saturated(queue_tokens: int = 100_000, queue_seconds: float = 1e9) -> Admission:
+    """One slot that a request of 100 tokens takes for a second, and twenty that wait."""
+    admission = Admission(queue_tokens, queue_seconds)
+    admission.resize(1, 0.0)
+    for key in range(41):
+        admission.offer(Waiting(key, 100), 0.0, 1e9)
+    for key in range(20):
+        assert admission.leave(key, key + 1.0).go == (key + 1,)
+    return admission
+
+
+def test_the_rate_is_that_of_the_queue_while_there_is_one() -> None:
+    admission = saturated()
+    assert admission.rate == pytest.approx(100, rel=0.05)
+    for key in range(20, 40):
+        admission.leave(key, key + 1.0)
+    measured = admission.rate
+    admission.resize(1, 1000.0)  # nobody waits: the time that passes says nothing
+    assert admission.rate == measured == pytest.approx(100, rel=0.05)
+    assert Admission(1, 1.0).rate is None
+
+
+def test_who_cannot_be_in_time_is_refused_early() -> None:
+    admission = saturated()
+    with pytest.raises(Exhausted, match=r"about 20.* s, and may for 5.0 s") as refused:
+        admission.offer(Waiting(99, 100), 20.0, 5.0)
+    assert refused.value.retry_after == pytest.approx(15, rel=0.1)
+    assert admission.offer(Waiting(99, 100), 20.0, 30.0).go == ()
+    with pytest.raises(Exhausted):
+        saturated(queue_seconds=5.0).offer(Waiting(99, 100), 20.0, 1e9)
+    # Another tenant has nobody of its own before it: it is next but one.
+    assert saturated().offer(Waiting(99, 100, "other"), 20.0, 5.0).go == ()
+
+
+def test_the_refused_do_not_all_come_back_at_one_moment() -> None:
+    admission, delays = saturated(queue_tokens=4000), list[float]()
+    for key in range(100, 160):
+        try:
+            admission.offer(Waiting(key, 100), 20.0, 1e9)
+        except Exhausted as refused:
+            delays.append(refused.retry_after)
+    assert len(delays) == 40
+    apart = [later - one for one, later in pairwise(delays)]
+    assert all(gap == pytest.approx(1.0, rel=0.1) for gap in apart)  # as fast as it drains
+    for key in range(1000, 1100):
+        with pytest.raises(Exhausted) as one_more:
+            admission.offer(Waiting(key, 100), 20.0, 1e9)
+    assert one_more.value.retry_after <= LONGEST
+
+
+def test_a_request_larger_than_the_queue_runs_where_nobody_waits() -> None:
+    admission = Admission(10, 1.0)
+    admission.resize(1, 0.0)
+    assert admission.offer(Waiting(0, 100), 0.0, 1.0).go == (0,)

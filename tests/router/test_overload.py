@@ -1,0 +1,182 @@
+"""More than the workers can run: who waits, who goes next, who is refused, who leaves."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+
+from common.errors import DeadlineExceeded, Exhausted, KvrelayError, Rejected
+from protos import router_pb2, router_pb2_grpc
+from rpc.status import from_rpc_error
+from tests.router.fakes import Behaviour, FakeWorker, Running, answer, decode_worker, ids, running
+
+SLOTS = 3  # of a worker that runs two
+
+
+def request(prompt: int, priority: int = 0, tokens: int = 4) -> router_pb2.GenerateRequest:
+    message = router_pb2.GenerateRequest(max_tokens=tokens, priority=priority)
+    message.token_ids.ids.append(prompt)
+    message.sampling.seed = 1
+    return message
+
+
+def held() -> FakeWorker:
+    """Runs two at once, and makes no token before it is told to."""
+    behaviour = Behaviour(step=asyncio.Semaphore(0))
+    return decode_worker(max_num_seqs=2, behaviour=behaviour)
+
+
+async def status(router: Running) -> router_pb2.QueueStatus:
+    stub = router_pb2_grpc.RouterStub(router.channel)
+    return (await stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=10)).queue
+
+
+async def waiting(router: Running, count: int) -> None:
+    """Until so many wait, and as many run as may."""
+    async with asyncio.timeout(20):
+        while True:
+            seen = await status(router)
+            if (seen.waiting, seen.running) == (count, SLOTS):
+                return
+            await asyncio.sleep(0.01)
+
+
+async def refusal(
+    router: Running, message: router_pb2.GenerateRequest, seconds: float
+) -> KvrelayError:
+    with pytest.raises(grpc.RpcError) as refused:
+        await router.generate(message, seconds)
+    return from_rpc_error(refused.value)
+
+
+async def test_workers_get_what_they_can_run_and_the_rest_waits() -> None:
+    worker = held()
+    async with running([worker]) as router:
+        calls = [asyncio.ensure_future(router.generate(request(n))) for n in range(10)]
+        await waiting(router, 10 - SLOTS)
+        assert len(worker.legs) == SLOTS
+        assert worker.behaviour.step is not None
+        for _ in range(100):
+            worker.behaviour.step.release()
+        got = [ids(await call) for call in calls]
+        assert got == [answer([n], 4, 1) for n in range(10)]
+        seen = await status(router)
+        assert (seen.running, seen.waiting, seen.waiting_tokens) == (0, 0, 0)
+
+
+async def test_a_client_that_leaves_the_queue_leaves_at_once() -> None:
+    worker = held()
+    async with running([worker]) as router:
+        calls = [router.call(request(n)) for n in range(SLOTS + 4)]
+        await waiting(router, 4)
+        for call in calls[SLOTS:]:
+            call.cancel()
+        await waiting(router, 0)
+        later = router.call(request(50))
+        await waiting(router, 1)
+        calls[0].cancel()  # its slot goes to the one that waits
+        await waiting(router, 0)
+        assert worker.behaviour.step is not None
+        for _ in range(100):
+            worker.behaviour.step.release()
+        assert ids([response async for response in later]) == answer([50], 4, 1)
+
+
+async def test_priorities_order_those_that_wait() -> None:
+    worker = held()
+    async with running([worker]) as router:
+        calls = [asyncio.ensure_future(router.generate(request(n))) for n in range(SLOTS)]
+        await waiting(router, 0)
+        for count, priority in enumerate((0, -8, 8, 1), 1):
+            message = request(100 + priority, priority)
+            calls.append(asyncio.ensure_future(router.generate(message)))
+            await waiting(router, count)
+        assert worker.behaviour.step is not None
+        for _ in range(100):
+            worker.behaviour.step.release()
+        await asyncio.gather(*calls)
+        order = [leg.prompt_token_ids[0] - 100 for leg in worker.legs[SLOTS:]]
+        assert order == [8, 1, 0, -8]
+
+
+async def test_a_full_queue_refuses_and_says_when_to_ask_again() -> None:
+    worker = held()
+    async with running([worker], queue_tokens=12) as router:
+        calls = [router.call(request(n)) for n in range(SLOTS + 3)]  # of four tokens each
+        await waiting(router, 3)
+        error = await refusal(router, request(9), 20)
+        assert isinstance(error, Exhausted)
+        assert error.retry_after > 0
+        assert (await status(router)).refused == 1
+        for call in calls:
+            call.cancel()
+
+
+async def test_who_waits_in_vain_is_told_at_its_deadline() -> None:
+    worker = held()
+    async with running([worker]) as router:
+        calls = [router.call(request(n)) for n in range(SLOTS)]
+        await waiting(router, 0)
+        assert isinstance(await refusal(router, request(9), 0.3), DeadlineExceeded)
+        await waiting(router, 0)
+        for call in calls:
+            call.cancel()
+
+
+async def test_nobody_waits_longer_than_twice_what_may_be_expected() -> None:
+    worker = held()
+    async with running([worker], queue_seconds=0.1) as router:
+        calls = [router.call(request(n)) for n in range(SLOTS)]
+        await waiting(router, 0)
+        assert isinstance(await refusal(router, request(9), 20), Exhausted)
+        for call in calls:
+            call.cancel()
+
+
+async def test_another_worker_makes_room_for_those_that_wait() -> None:
+    first, second = held(), decode_worker("d1")
+    async with running([first, second], used=2) as router:
+        assert (await status(router)).slots == 83
+        await second.stop()
+        await router.settled(used=1)
+        calls = [asyncio.ensure_future(router.generate(request(n))) for n in range(SLOTS + 2)]
+        await waiting(router, 2)
+        await second.start(second.address)
+        await asyncio.gather(*calls[SLOTS:])
+        for call in calls:
+            call.cancel()
+
+
+@pytest.mark.parametrize("priority", [-9, 9])
+async def test_priorities_are_bounded(priority: int) -> None:
+    async with running([decode_worker()]) as router:
+        error = await refusal(router, request(1, priority), 20)
+        assert isinstance(error, Rejected)
+        assert error.field == "priority"
+
+
+async def test_a_worker_that_is_full_is_left_alone_for_as_long_as_it_says() -> None:
+    worker, asked = decode_worker(), []
+    worker.behaviour.fail = Exhausted("full", 0.5)
+    async with running([worker]) as router:
+        for turn in range(20):
+            error = await refusal(router, request(turn), 20)
+            assert isinstance(error, Exhausted)
+            assert 0 < error.retry_after <= 0.5
+            asked.append(len(worker.legs))
+            if asked[-1] > 1:
+                break  # a slow machine: its time was over
+        assert asked[:2] == [1, 1] or asked[-1] == 2
+        worker.behaviour.fail = None
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    got = ids(await router.generate(request(9)))
+                    break
+                except grpc.RpcError as error:
+                    told = from_rpc_error(error)
+                    assert isinstance(told, Exhausted)
+                    await asyncio.sleep(told.retry_after)
+        assert got == answer([9], 4, 1)
