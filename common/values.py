@@ -62,6 +62,16 @@ def show_size(value: int) -> str:
     return str(value)
 
 
+def show_bytes(value: int) -> str:
+    """The size as a person reads it, rounded."""
+    amount = float(value)
+    for suffix in ("bytes", "KiB", "MiB", "GiB"):
+        if amount < 1024:
+            return f"{value:,} bytes" if suffix == "bytes" else f"{amount:.1f} {suffix}"
+        amount /= 1024
+    return f"{amount:,.1f} TiB"
+
+
 READERS: Mapping[type, Callable[[str], object]] = {
     str: str,
     int: whole,

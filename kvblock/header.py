@@ -79,6 +79,11 @@ def stated_length(data: Buffer) -> int:
     return int.from_bytes(data[12:16], "little")
 
 
+def stated_count(data: Buffer) -> int:
+    """What the first bytes of a block say of its number of tokens; at most ``MAX_COUNT``."""
+    return min(int.from_bytes(data[40:44], "little"), MAX_COUNT)
+
+
 def payload_bytes(dtype: str, shape: Sequence[int]) -> int:
     """Length of a payload of ``shape`` elements of ``dtype``."""
     return ITEM_BYTES[dtype] * math.prod(shape)

@@ -48,6 +48,15 @@ def address_of(router: str | None, file: str | None) -> str:
 
 def router_of(path: Path) -> str:
     """The router's address in an endpoints file."""
+    return _field(path, "router")
+
+
+def store_of(path: Path) -> str:
+    """The URL of the store, or of several, in an endpoints file."""
+    return _field(path, "store")
+
+
+def _field(path: Path, name: str) -> str:
     try:
         content: object = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -56,7 +65,7 @@ def router_of(path: Path) -> str:
         ) from None
     except ValueError as error:
         raise Rejected("endpoints", f"{path} is not JSON: {error}") from None
-    router = content.get("router") if isinstance(content, dict) else None
-    if not isinstance(router, str):
-        raise Rejected("endpoints", f"{path} names no router; write it with kvrelay up --endpoints")
-    return router
+    found = content.get(name) if isinstance(content, dict) else None
+    if not isinstance(found, str):
+        raise Rejected("endpoints", f"{path} names no {name}; write it with kvrelay up --endpoints")
+    return found

@@ -15,6 +15,9 @@ from dataclasses import asdict, dataclass
 from common.config import load, option
 from kvstore.benchrows import Bare, Memcpy, Rig, get_rows, lookup_seconds, put_rows
 
+DESCRIPTION = """\
+Measures on this machine, with a store of its own, how fast blocks are got and put on each way,
+beside a memcpy of the same bytes and a bare socket, and how long a lookup takes."""
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 LOOKUP_NAMES = 1000
 FEW, MANY, QUICK_MANY = 1000, 1_000_000, 20_000
@@ -101,11 +104,9 @@ def table(rows: Sequence[Row], lookups: Sequence[Lookup]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: Sequence[str], prog: str = "python -m kvstore.bench") -> int:
     """Measure and print."""
-    config = load(
-        BenchConfig, argv, prog="python -m kvstore.bench", description="Speed of the store."
-    )
+    config = load(BenchConfig, argv, prog, DESCRIPTION)
     rows, lookups = measure(config)
     if config.json:
         print(json.dumps({"rows": list(map(asdict, rows)), "lookups": list(map(asdict, lookups))}))

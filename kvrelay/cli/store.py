@@ -10,6 +10,12 @@ from kvrelay.cli.screen import say, tell
 
 PROG = "kvrelay store"
 COMMANDS = (
+    Command("stats", "kvrelay.cli.store_stats", "what a store holds and did"),
+    Command("ls", "kvrelay.cli.store_ls", "its blocks, by name"),
+    Command("inspect", "kvrelay.cli.store_inspect", "one block: what it is, whether it is whole"),
+    Command("verify", "kvrelay.cli.store_verify", "read every block back and check it"),
+    Command("clear", "kvrelay.cli.store_clear", "remove every block that is not held"),
+    Command("bench", "kvrelay.cli.store_bench", "how fast the bytes go, beside memcpy and sockets"),
     Command("simulate", "kvrelay.cli.store_simulate", "replay a trace through eviction policies"),
 )
 

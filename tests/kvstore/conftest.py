@@ -72,7 +72,7 @@ def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]
         yield cluster
 
 
-def _url(kind: str, request: pytest.FixtureRequest) -> str:
+def url_of(kind: str, request: pytest.FixtureRequest) -> str:
     """Of the session's store of a kind."""
     if kind in ("redis", "unix"):
         server = request.getfixturevalue("redis_server")
@@ -88,7 +88,7 @@ def connecting(request: pytest.FixtureRequest) -> Iterator[Connect]:
     stores: list[Store] = []
     name = f"test-{next(_NUMBERS)}"
     kind = "shm" if request.param == "several" else request.param
-    url = None if kind == "memory" else _url(kind, request)
+    url = None if kind == "memory" else url_of(kind, request)
 
     def one() -> Store:
         return MemoryStore(name, BUDGET) if url is None else connect(url)

@@ -1,0 +1,64 @@
+"""What the commands of ``kvrelay store`` have in common: which stores, and how they are reached."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.config import option
+from common.errors import Rejected
+from kvrelay.endpoints import store_of
+from kvstore.base import Store
+from kvstore.browse import Browser, browse
+from kvstore.connect import connect
+from kvstore.urls import public_name, urls_of
+from rpc import security
+from rpc.credentials import ADMIN_FIRST
+from rpc.options import SecurityOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoresConfig(SecurityOptions):
+    """Which stores."""
+
+    store: str | None = option(None, "URL of the store, or several with commas", metavar="URL")
+    endpoints: str | None = option(None, "take the store from kvrelay up's file", metavar="FILE")
+    timeout: float = option(30.0, "seconds for one answer of a store", low=0.01, high=600.0)
+    json: bool = option(False, "print JSON")
+
+    def __post_init__(self) -> None:
+        if (self.store is None) == (self.endpoints is None):
+            raise Rejected("store", "give one of --store URL and --endpoints FILE")
+
+    def urls(self) -> list[str]:
+        """The stores, once this process shows who it is."""
+        security.install(self, ADMIN_FIRST)
+        return urls_of(self.store or store_of(Path(self.endpoints or "")))
+
+
+def one(url: str) -> str:
+    """A URL of a list as one that stands alone: without what only says how the list is used."""
+    head, question, query = url.partition("?")
+    kept = [part for part in query.split("&") if part.partition("=")[0] not in ("write", "promote")]
+    return head + question + "&".join(kept) if any(kept) else head
+
+
+@contextmanager
+def connected(url: str) -> Iterator[Store]:
+    """A store, for a while."""
+    with closing(connect(one(url))) as store:
+        yield store
+
+
+@contextmanager
+def browsing(url: str) -> Iterator[Browser]:
+    """The same for those who look after it."""
+    with closing(browse(one(url))) as browser:
+        yield browser
+
+
+def title(url: str) -> str:
+    """What a store is called in a table."""
+    return public_name(url)

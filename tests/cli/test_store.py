@@ -1,0 +1,218 @@
+"""``kvrelay store``: what it shows of a real store, what it finds wrong, how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from common.errors import Rejected
+from kvblock.header import decode
+from kvrelay.cli import store_clear, storeconfig
+from kvrelay.cli.main import main
+from kvstore import Block, Store, connect
+from kvstore.remote import RemoteStore
+from rpc.deadline import Deadline
+from tests.kvstore.conftest import start_service, stop
+from tests.kvstore.test_conformance import TIMEOUT, make, name_of, put
+from tests.kvstore.test_ways import arena_in
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process, url = start_service("--budget=16MiB")
+    yield process, url
+    stop(process)
+
+
+@pytest.fixture
+def url(running: tuple[subprocess.Popen[str], str]) -> str:
+    return running[1]
+
+
+@pytest.fixture
+def store(url: str) -> Iterator[Store]:
+    made = connect(url)
+    made.clear(TIMEOUT)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def blocks(store: Store) -> list[Block]:
+    made = [make(5000, count=7)]
+    made += [make(5000, count=7, parent=name_of(made[0])), make(300, count=3)]
+    put(store, *made)
+    return made
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Status, output and errors of ``kvrelay store``."""
+    capsys.readouterr()
+    status = main(["store", *words])
+    seen = capsys.readouterr()
+    return status, seen.out, seen.err
+
+
+def test_stats_of_several_stand_side_by_side(
+    url: str, blocks: Sequence[Block], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, out, _ = run(capsys, "stats", "--store", url)
+    assert status == 0
+    assert ["entries", "3"] in [line.split() for line in out.splitlines()]
+    both = f"{url},kvrelay://127.0.0.1:1?write=yes"
+    status, out, err = run(capsys, "stats", "--json", "--store", both)
+    assert status == 1
+    assert err.count("\n") == 1
+    figures = json.loads(out)
+    assert figures[url]["entries"] == 3
+    assert "error" in figures["kvrelay://127.0.0.1:1"]
+
+
+def test_ls_lists_names_and_what_they_are(
+    url: str, blocks: Sequence[Block], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [name_of(block).hex() for block in blocks]
+    status, out, err = run(capsys, "ls", "--store", url, "--long")
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()[2:]] == names
+    assert err.strip().startswith("3 blocks")
+    _, out, _ = run(capsys, "ls", "--store", url, "--json", names[1][:9])
+    (line,) = out.splitlines()
+    assert json.loads(line) == {
+        "store": url, "name": names[1], "tokens": 7, "bytes": blocks[1].size, "partial": False,
+        "leases": 0, "tenant": "", "memory": True, "disk": False,
+    }  # fmt: skip
+    _, out, _ = run(capsys, "ls", "--store", url, "--json", "--limit", "2")
+    assert len(out.splitlines()) == 2
+
+
+def test_inspect_shows_all_of_one_block(
+    url: str, blocks: Sequence[Block], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = name_of(blocks[1]).hex()
+    status, out, _ = run(capsys, "inspect", "--store", url, "--json", name[:20])
+    (found,) = json.loads(out)
+    header = decode(blocks[1].header)
+    assert status == 0
+    assert (found["name"], found["tokens"]) == (name, list(header.tokens))
+    assert (found["parent"], found["parent_there"]) == (header.parent.hex(), True)
+    assert (found["dtype"], found["shape"], found["state"]) == ("uint8", [5000], "right")
+    status, out, _ = run(capsys, "inspect", "--store", url, name)
+    assert status == 0
+    assert all(word in out for word in (name, header.parent.hex(), "0 1 2 3 4 5 6", "right"))
+    status, _, err = run(capsys, "inspect", "--store", url, "0" * 64)
+    assert (status, err.count("\n")) == (1, 1)
+    status, _, err = run(capsys, "inspect", "--store", url, "no-name")
+    assert (status, err.count("\n")) == (2, 1)
+
+
+def test_verify_finds_the_block_with_a_flipped_byte(
+    running: tuple[subprocess.Popen[str], str],
+    blocks: Sequence[Block],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    process, url = running
+    status, out, _ = run(capsys, "verify", "--store", url)
+    assert status == 0
+    assert "3 blocks" in out
+    assert "0 wrong" in out
+    name = name_of(blocks[0])
+    direct = RemoteStore(url.removeprefix("kvrelay://"))
+    located = direct._calls.locate([name], 60_000, Deadline.after(TIMEOUT))
+    direct._calls.let_go(located.boot, located.lease, TIMEOUT)
+    place = located.offsets[0]
+    direct.close()
+    for offset, field in ((blocks[0].size - 1, "payload_checksum"), (130, "header_checksum")):
+        with open(f"/proc/{process.pid}/mem", "r+b", buffering=0) as memory:
+            memory.seek(at := arena_in(process) + place + offset)
+            byte = memory.read(1)
+            memory.seek(at)
+            memory.write(bytes([byte[0] ^ 1]))
+            try:
+                status, out, _ = run(capsys, "verify", "--store", url, "--json")
+                (found,) = json.loads(out)
+                assert (status, found["blocks"]) == (1, 3)
+                ((wrong, error),) = [(w["name"], w["error"]) for w in found["wrong"]]
+                assert (wrong, error.partition(":")[0]) == (name.hex(), field)
+                status, out, _ = run(capsys, "verify", "--store", url, name.hex()[:8])
+                assert (status, out.startswith(f"wrong {name.hex()[:12]}")) == (1, True)
+            finally:
+                memory.seek(at)
+                memory.write(byte)
+    assert run(capsys, "verify", "--store", url)[0] == 0
+
+
+def test_clear_asks_before_it_does(
+    url: str, store: Store, blocks: Sequence[Block], capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    class Person:
+        """Somebody at a terminal."""
+
+        def __init__(self, answer: str, present: bool = True) -> None:
+            self._answer, self._present = answer, present
+
+        def isatty(self) -> bool:
+            return self._present
+
+        def readline(self) -> str:
+            return self._answer
+
+    monkeypatch.setattr("sys.stdin", Person("y\n", present=False))
+    with pytest.raises(Rejected, match="--yes"):
+        store_clear.main(["--store", url])
+    monkeypatch.setattr("sys.stdin", Person("no\n"))
+    status, _, err = run(capsys, "clear", "--store", url)
+    assert (status, store.stats(TIMEOUT).entries) == (1, 3)
+    assert "Remove 3 blocks" in err
+    monkeypatch.setattr("sys.stdin", Person("y\n"))
+    held = store.lookup([name_of(blocks[0])], [], 60, TIMEOUT).lease
+    assert held is not None
+    status, out, _ = run(capsys, "clear", "--store", url)
+    assert (status, store.stats(TIMEOUT).entries) == (0, 1)
+    assert "2 blocks removed, 1 left" in out
+    store.release([held], TIMEOUT)
+    status, out, _ = run(capsys, "clear", "--yes", "--json", "--store", url)
+    assert json.loads(out) == {url: {"removed": 1, "left": 0}}
+
+
+@pytest.mark.parametrize(
+    "words", [["stats"], ["ls"], ["inspect", "ab"], ["verify"], ["clear", "--yes"]], ids=" ".join
+)
+def test_a_store_that_is_not_there_is_a_line_and_status_1(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, err = run(capsys, *words, "--store", "kvrelay://127.0.0.1:1", "--timeout", "5")
+    assert (status, err.count("\n")) == (1, 1)
+    assert err.startswith("kvrelay store")
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--store", "kvrelay://h:1", "--endpoints", "x"]], ids=["none", "both"]
+)
+def test_the_store_must_be_named_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(capsys, "stats", *words)
+    assert ended.value.code == 2
+    assert "give one of --store" in capsys.readouterr().err
+
+
+def test_the_store_of_a_running_cluster_is_in_its_endpoints(
+    url: str, blocks: Sequence[Block], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "up.json"
+    path.write_text(json.dumps({"router": "h:1", "store": url}))
+    status, out, _ = run(capsys, "stats", "--endpoints", str(path))
+    assert (status, url in out) == (0, True)
+
+
+def test_a_url_of_a_list_can_stand_alone() -> None:
+    assert storeconfig.one("kvrelay://h:1?write=yes&way=shm&promote=no") == "kvrelay://h:1?way=shm"
+    assert storeconfig.one("kvrelay://h:1?write=yes") == "kvrelay://h:1"
+    assert storeconfig.one("redis://h:1/2") == "redis://h:1/2"
