@@ -2,7 +2,8 @@
 
 It answers lookups and ends loads and saves by script: right, late, short, wrong, twice or in
 another order. On its own it moves no bytes; wrapped around another connector it distorts what
-that one really does, so that the KV it claims is the KV that is there.
+that one really does, so that the KV it claims is the KV that is there. ``connector.script`` reads
+its script from a file: ``--store mock:FILE``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from common.miss import Miss
 from engine.external import Connector, Event, Load, Loaded, Query, Save, Saved
 
 T = TypeVar("T")
+RECORDED = 10_000
+"""Calls of each kind that are remembered for who looks at them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,7 @@ class Verdict:
 class Script:
     """What to do, by request id; ``"*"`` is for every request without lines of its own.
 
+    A worker serves a request as ``ID/NUMBER``; lines for ``ID`` are for each such stay anew.
     Each line is used once, the last one for ever after. A lookup's line is the number of tokens
     after ``local`` (any number: a lie is a line), ``None`` for "ask later", or ``"ask"`` for the
     inner connector's answer. With ``reverse`` the events of one poll come in reverse order. A line
@@ -63,14 +67,14 @@ class MockConnector:
         fill: Callable[[Load, int], None] | None = None,
     ) -> None:
         self.script = script or Script()
-        self.queries: list[Query] = []
-        self.loads: list[Load] = []
-        self.saves: list[Save] = []
-        self.released: list[str] = []
+        self.queries: deque[Query] = deque(maxlen=RECORDED)
+        self.loads: deque[Load] = deque(maxlen=RECORDED)
+        self.saves: deque[Save] = deque(maxlen=RECORDED)
+        self.released: deque[str] = deque(maxlen=RECORDED)
         self.inner = inner
         self._fill = fill
-        self._used: defaultdict[tuple[int, str], int] = defaultdict(int)
-        self._asked: dict[tuple[str, int], Verdict] = {}
+        self._used: defaultdict[str, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
+        self._asked: dict[tuple[str, int, int | None], Verdict] = {}  # by id, epoch and serial
         self._filling: dict[tuple[str, int], tuple[Load, int]] = {}
         self._due: deque[tuple[int, Event]] = deque()
         self._notify: Callable[[], None] = _nothing
@@ -97,7 +101,7 @@ class MockConnector:
         self.loads.append(load)
         verdict = self._line(self.script.loads, load.request_id, Verdict())
         if self.inner is not None:
-            self._asked[load.request_id, load.epoch] = verdict
+            self._asked[load.request_id, load.epoch, None] = verdict
             self.inner.load(load)
             return
         valid = load.external if verdict.amount is None else verdict.amount
@@ -107,15 +111,17 @@ class MockConnector:
 
     def save(self, save: Save) -> None:
         self.saves.append(save)
+        verdict = self._line(self.script.saves, save.request_id, Verdict())
         if self.inner is not None:
+            self._asked[save.request_id, save.epoch, save.serial] = verdict
             self.inner.save(save)
             return
-        verdict = self._line(self.script.saves, save.request_id, Verdict())
         stored = len(save.pieces) if verdict.amount is None else verdict.amount
         self._enqueue(Saved(save.request_id, save.epoch, save.serial, stored), verdict)
 
     def release(self, request_id: str) -> None:
         self.released.append(request_id)
+        self._used.pop(request_id, None)
         if self.inner is not None:
             self.inner.release(request_id)
 
@@ -145,11 +151,12 @@ class MockConnector:
     def _distort(self, event: Event) -> None:
         """What the inner connector really did, told as the script wants it."""
         if isinstance(event, Loaded):
-            verdict = self._asked.pop((event.request_id, event.epoch), Verdict())
+            verdict = self._asked.pop((event.request_id, event.epoch, None), Verdict())
             if verdict.amount is not None and verdict.amount < event.valid:
                 event = replace(event, valid=verdict.amount, missed=verdict.missed)
         else:
-            verdict = self._line(self.script.saves, event.request_id, Verdict())
+            key = (event.request_id, event.epoch, event.serial)
+            verdict = self._asked.pop(key, Verdict())
             if verdict.amount is not None:
                 event = replace(event, stored=verdict.amount)
         self._enqueue(event, verdict)
@@ -160,12 +167,12 @@ class MockConnector:
         self._notify()
 
     def _line(self, lines: Mapping[str, Sequence[T]], request_id: str, default: T) -> T:
-        key = request_id if request_id in lines else "*"
-        script = lines.get(key, ())
+        keys = (request_id, request_id.rpartition("/")[0], "*")
+        script = next((lines[key] for key in keys if key in lines), ())
         if not script:
             return default
-        number = self._used[id(lines), request_id]
-        self._used[id(lines), request_id] += 1
+        number = self._used[request_id][id(lines)]
+        self._used[request_id][id(lines)] += 1
         return script[min(number, len(script) - 1)]
 
 

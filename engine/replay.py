@@ -161,7 +161,7 @@ def _records(lines: Iterable[str]) -> Iterator[tuple[int, Record]]:
 def _parse(line: str, number: int = 0) -> Record:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Rejected("journal", f"line {number} is no JSON: {error}") from error
     if not isinstance(record, dict):
         raise Rejected("journal", f"line {number} is no record")

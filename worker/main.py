@@ -19,6 +19,7 @@ from worker import metrics
 from worker.announce import Announcer
 from worker.config import WorkerConfig
 from worker.identity import NAMES, Role
+from worker.outside import counters_of
 from worker.roles import Roles
 from worker.service import SERVICE, WorkerService
 from worker.worker import Worker
@@ -62,7 +63,7 @@ async def _serve(worker: Worker, faces: Sequence[Register]) -> int:
     if config.metrics_port is not None:
         security.installed().check_plain("metrics_host", config.metrics_host)
         started_as = NAMES[worker.identity.started_as]  # one series, whatever it is told later
-        registry = metrics.registry_of(worker.engine, started_as, worker.store_counters)
+        registry = metrics.registry_of(worker.engine, started_as, counters_of(worker.connector))
         metrics.serve(registry, config.metrics_host, config.metrics_port)
     try:
         return await serve_until_signal(

@@ -9,10 +9,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from common.errors import Mismatch, Rejected
-from connector.counters import Counters
-from connector.mock import MockConnector
-from connector.none import NoConnector
-from connector.store import StoreConnector
 from engine.engine import Engine
 from engine.external import Connector
 from engine.model import LoadedModel, load_model
@@ -22,7 +18,6 @@ from engine.runner import Runner
 from engine.updates import Ended
 from kvblock.name import Namer
 from kvblock.namespace import Namespace
-from kvstore.connect import connect
 from kvstore.urls import public_names
 from protos import types_pb2, worker_pb2
 from rpc.credentials import Credentials
@@ -32,6 +27,7 @@ from worker import convert
 from worker.config import WorkerConfig
 from worker.handoff import Handoff, check_signature, check_tokens, sign
 from worker.identity import Identity, Role
+from worker.outside import connector
 from worker.stop_text import StopTexts
 from worker.streams import Batch, Streams
 
@@ -68,7 +64,7 @@ class Worker:
             model, limits.num_blocks, limits.block_size, config.attention_backend, config.threads
         )
         namer, streams = Namer(namespace), Streams()
-        outside = connector(config, runner, namespace, namer)
+        outside = connector(config.store, runner, namespace, namer)
         engine = Engine(
             runner,
             limits,
@@ -84,14 +80,6 @@ class Worker:
             config, Identity(role), model, runner, namespace, namer, limits, outside, engine,
             streams, StopTexts(config.model), installed().credentials,
         )  # fmt: skip
-
-    @property
-    def store_counters(self) -> Callable[[], Counters] | None:
-        """Reads what the store connector counts; ``None`` without one."""
-        outside = self.connector
-        if isinstance(outside, MockConnector) and outside.inner is not None:
-            outside = outside.inner
-        return (lambda: outside.counters) if isinstance(outside, StoreConnector) else None
 
     def start(self) -> None:
         """Serve legs; called on the event loop that gets the updates."""
@@ -201,15 +189,6 @@ def journal_of(config: WorkerConfig) -> Callable[[str], object] | None:
     except OSError as error:
         raise Rejected("journal", f"cannot write {config.journal}: {error.strerror}") from error
     return os.fdopen(descriptor, "w", buffering=1, encoding="utf-8").write
-
-
-def connector(
-    config: WorkerConfig, runner: Runner, namespace: Namespace, namer: Namer
-) -> Connector:
-    """External KV as the configuration says."""
-    if config.store is None:
-        return NoConnector()
-    return StoreConnector(connect(config.store), namer, namespace, runner.pool)
 
 
 def namespace_message(namespace: Namespace) -> worker_pb2.Namespace:

@@ -103,5 +103,5 @@ def test_around_another_connector_it_never_claims_more_than_is_there() -> None:
     outer.save(SAVE)
     outer.release("r")
     assert outer.poll() == [Loaded("r", 6, 2, Miss.UNKNOWN), Saved("r", 5, 1, 2)]
-    assert (inner.released, outer.released) == (["r"], ["r"])
+    assert (list(inner.released), list(outer.released)) == (["r"], ["r"])
     assert inner.loads == outer.loads

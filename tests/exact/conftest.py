@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.processes import SHIPPED_MODEL, ClusterConfig
+from kvrelay.process import Spec
+from kvrelay.processes import SHIPPED_MODEL, ClusterConfig, specs
 from kvrelay.supervisor import Cluster
 from tests.models import tiny_model
 
@@ -42,13 +43,21 @@ def audited() -> Iterator[None]:
 
 
 @contextmanager
-def cluster(model: Path, **settings: int | str) -> Iterator[Cluster]:
+def cluster(
+    model: Path,
+    layout: Callable[[ClusterConfig], tuple[Spec, ...]] = specs,
+    **settings: int | str,
+) -> Iterator[Cluster]:
     """A running cluster; its logs are printed when the test fails."""
     lines: list[str] = []
     defaults = {"dtype": "float32", "disaggregate": "always"}
     config = ClusterConfig(model=str(model), port=0, **{**defaults, **settings})  # type: ignore[arg-type]
     try:
-        with Cluster(config, on_line=lambda spec, line: lines.append(f"{spec.name}| {line}")) as up:
+        with Cluster(
+            config,
+            on_line=lambda spec, line: lines.append(f"{spec.name}| {line}"),
+            layout=layout,
+        ) as up:
             yield up
     finally:
         print("\n".join(lines[-200:]))

@@ -76,7 +76,7 @@ def test_workers_block_sizes_and_chunks(
     wanted = [oracle.greedy(ask.prompt, MADE) for ask in asks]
     settings = {"prefill": prefill, "decode": decode, "block_size": block_size}
     settings |= {"num_blocks": 2400 // block_size, "max_num_batched_tokens": budget}
-    with cluster(models("llama"), **settings) as up:
+    with cluster(models("llama"), **settings) as up:  # type: ignore[arg-type]
         compare(up, asks, wanted)
         compare(up, asks, wanted)
         check_idle(up)

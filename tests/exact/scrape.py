@@ -1,0 +1,75 @@
+"""What a worker says to Prometheus, read over HTTP; and clusters whose workers say it."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvrelay.ports import free_ports
+from kvrelay.process import Spec
+from kvrelay.processes import ClusterConfig, specs
+
+WORKERS = ("prefill", "decode")
+SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """One reading: every sample by name and labels, the role left out."""
+
+    samples: Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """The value of a sample, its name without prefix and suffix."""
+        key = tuple(sorted(labels.items()))
+        for suffix in ("_total", ""):
+            if (value := self.samples.get((f"kvrelay:{name}{suffix}", key))) is not None:
+                return value
+        raise KeyError(name, labels)
+
+    def by_source(self) -> float:
+        """Prompt tokens over all sources."""
+        return sum(self("prompt_tokens_by_source", source=source) for source in SOURCES)
+
+
+def parsed(text: str) -> Scrape:
+    """The samples of an exposition."""
+    samples = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {name: value for name, value in sample.labels.items() if name != "role"}
+            samples[sample.name, tuple(sorted(labels.items()))] = sample.value
+    return Scrape(samples)
+
+
+def scrape(port: int) -> Scrape:
+    """Ask now."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20) as answer:
+        return parsed(answer.read().decode())
+
+
+def measured(
+    ports: dict[str, int], store: Callable[[str], str] = lambda url: url
+) -> Callable[[ClusterConfig], tuple[Spec, ...]]:
+    """A layout whose workers have a metrics port each, told in ``ports`` by name.
+
+    ``store`` makes their store's URL out of that of the real one.
+    """
+
+    def layout(config: ClusterConfig) -> tuple[Spec, ...]:
+        made = specs(config)
+        workers = [spec for spec in made if spec.role in WORKERS]
+        free = free_ports(len(workers))
+        ports.update({spec.name: port for spec, port in zip(workers, free, strict=True)})
+        return tuple(_measured(spec, ports, store) if spec in workers else spec for spec in made)
+
+    return layout
+
+
+def _measured(spec: Spec, ports: Mapping[str, int], store: Callable[[str], str]) -> Spec:
+    at = spec.args.index("--store") + 1
+    args = (*spec.args[:at], store(spec.args[at]), *spec.args[at + 1 :])
+    return replace(spec, args=(*args, "--metrics-port", str(ports[spec.name])))

@@ -1,0 +1,200 @@
+"""A scripted store under the real services, each its own process: right tokens, exact counters.
+
+``--store mock:FILE`` distorts what the real store does, request by request. A prompt of 30 tokens
+is 7 blocks of 4 and a tail of 2; the decode leg has 31, of which 30 may come from the store.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from common.miss import Miss
+from kvrelay import Client, Completion
+from kvrelay.supervisor import Cluster
+from protos import types_pb2
+from tests.exact.conftest import Models, cluster
+from tests.exact.idle import check_idle
+from tests.exact.oracle import Oracle
+from tests.exact.scrape import Scrape, measured, scrape
+from tests.models import VOCAB
+
+PROMPT, BLOCK, MADE = 30, 4, 8
+Missed = tuple[str, int] | None
+NEW: Missed = ("never_stored", 8)
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What its account must say; the rest of its tokens are computed."""
+
+    external: int = 0
+    failed: int = 0
+    missed: Missed = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """Lines of the script for one request, and its two legs."""
+
+    prefill: Leg
+    decode: Leg
+    lookups: list[object] = field(default_factory=list)
+    loads: list[dict[str, object]] = field(default_factory=list)
+    saves: list[dict[str, object]] = field(default_factory=list)
+    misses: list[str] = field(default_factory=list)
+    late: tuple[int, int] = (0, 0)
+
+
+ALL = Leg(external=30)
+CASES = {
+    "as it is": Case(Leg(missed=NEW), ALL),
+    # The lie is ordered, is not there, and is computed.
+    "match 8": Case(
+        Leg(failed=8, missed=("too_late", 8)),
+        Leg(external=8, missed=("evicted", 6)),
+        lookups=[8],
+        misses=["evicted"],
+    ),
+    "match 10, no multiple of a block": Case(
+        Leg(failed=10, missed=("too_late", 8)),
+        Leg(external=8, failed=2, missed=("too_late", 6)),
+        lookups=[10],
+    ),
+    "too many": Case(Leg(failed=29, missed=("too_late", 8)), ALL, lookups=[10**6]),
+    "negative": Case(
+        Leg(missed=("expired", 8)),
+        Leg(missed=("expired", 8)),
+        lookups=[-5],
+        misses=["expired"],
+    ),
+    "later five times": Case(Leg(missed=NEW), ALL, lookups=[None] * 5 + ["ask"]),
+    "slow": Case(Leg(missed=NEW), ALL, loads=[{"after": 9}], saves=[{"after": 4}]),
+    "short": Case(
+        Leg(missed=NEW),
+        Leg(external=13, failed=17, missed=("failed_verification", 4)),
+        loads=[{"amount": 13, "missed": "failed_verification"}],
+    ),
+    "failed": Case(
+        Leg(missed=NEW),
+        Leg(failed=30, missed=("unreachable", 8)),
+        loads=[{"amount": 0, "missed": "unreachable"}],
+    ),
+    "a negative load": Case(
+        Leg(missed=NEW), Leg(failed=30, missed=("unknown", 8)), loads=[{"amount": -7}]
+    ),
+    "more than there is": Case(Leg(missed=NEW), ALL, loads=[{"amount": 10**6}]),
+    "told three times": Case(
+        Leg(missed=NEW), ALL, loads=[{"times": 3}], saves=[{"times": 2}], late=(1, 4)
+    ),
+    "of other epochs": Case(Leg(missed=NEW), ALL, loads=[{"strays": [-1, 1, 1000]}], late=(0, 3)),
+    "out of order": Case(
+        Leg(missed=NEW), ALL, loads=[{"after": 2}], saves=[{"after": 6}, {}, {"after": 1}]
+    ),
+    "a save that lies": Case(Leg(missed=NEW), ALL, saves=[{"amount": -1}, {"amount": 99}]),
+}
+PROMPTS = {name: tuple(random.Random(name).choices(range(VOCAB), k=PROMPT)) for name in CASES}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Every case asked for once, one after another, with a reading of both workers after each."""
+
+    answers: dict[str, Completion]
+    before: dict[str, tuple[Scrape, Scrape]]
+    after: dict[str, tuple[Scrape, Scrape]]
+    wanted: dict[str, list[int]]
+
+
+def script_at(path: Path, store: str) -> str:
+    """Writes the file; its URL."""
+    lines = {
+        part: {name: getattr(case, part) for name, case in CASES.items() if getattr(case, part)}
+        for part in ("lookups", "loads", "saves", "misses")
+    }
+    path.write_text(json.dumps({"store": store, "reverse": True, **lines}))
+    return f"mock:{path}"
+
+
+def ask(up: Cluster, name: str) -> Completion:
+    with Client(up.router) as client:
+        return client.complete(
+            token_ids=PROMPTS[name],
+            max_tokens=MADE,
+            temperature=0.0,
+            request_id=name,
+            explain=True,
+            timeout=120.0,
+        )
+
+
+@pytest.fixture(scope="module")
+def asked(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+    path = tmp_path_factory.mktemp("script") / "script.json"
+    ports: dict[str, int] = {}
+    layout = measured(ports, lambda store: script_at(path, store))
+    folder = models("llama")
+    asked, oracle = Asked({}, {}, {}, {}), Oracle(folder)
+    with cluster(folder, layout, block_size=BLOCK, num_blocks=64) as up:
+        for name, prompt in PROMPTS.items():
+            asked.before[name] = scrape(ports["prefill-0"]), scrape(ports["decode-0"])
+            asked.answers[name] = ask(up, name)
+            check_idle(up)
+            asked.after[name] = scrape(ports["prefill-0"]), scrape(ports["decode-0"])
+            asked.wanted[name] = oracle.greedy(prompt, MADE)
+        yield asked
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_tokens_and_the_account_are_exact(name: str, asked: Asked) -> None:
+    answer, case = asked.answers[name], CASES[name]
+    assert list(answer.token_ids) == asked.wanted[name]
+    prefill, decode = answer.usage.legs
+    for leg, length, wanted in ((prefill, 30, case.prefill), (decode, 31, case.decode)):
+        assert (leg.length, leg.local) == (length, 0)
+        assert (leg.external, leg.failed) == (wanted.external, wanted.failed)
+        assert leg.computed == length - wanted.external
+        assert leg.recomputed == 0
+        assert leg.executed == leg.computed + max(leg.generated - 1, 0)
+        missed = [(types_pb2.Miss.Name(m.reason), m.blocks) for m in leg.missed]
+        told = wanted.missed
+        assert missed == ([] if told is None else [(f"MISS_{told[0].upper()}", told[1])])
+    assert answer.usage.cached_prompt_tokens == case.prefill.external == 0
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_counters_move_by_just_that_account(name: str, asked: Asked) -> None:
+    case = CASES[name]
+    legs = (case.prefill, case.decode)
+    for leg, before, after, length, late, usage in zip(
+        legs,
+        asked.before[name],
+        asked.after[name],
+        (30, 31),
+        case.late,
+        asked.answers[name].usage.legs,
+        strict=True,
+    ):
+
+        def moved(metric: str, at: tuple[Scrape, Scrape] = (before, after), **of: str) -> float:
+            return at[1](metric, **of) - at[0](metric, **of)
+
+        assert moved("prompt_tokens") == length
+        assert moved("prompt_tokens_by_source", source="external_kv_transfer") == leg.external
+        assert moved("prompt_tokens_by_source", source="local_compute") == length - leg.external
+        assert moved("external_prefix_cache_queries") == length
+        assert moved("external_prefix_cache_hits") == leg.external
+        assert moved("failed_load_tokens") == leg.failed
+        assert moved("recomputed_tokens") == 0
+        assert moved("executed_positions") == usage.executed
+        assert moved("late_events") == late
+        assert moved("generation_tokens") == usage.generated
+        reasons = {m.value: moved("missed_blocks", reason=m.value) for m in Miss}
+        told = {} if leg.missed is None else dict([leg.missed])
+        assert {reason: count for reason, count in reasons.items() if count} == told
+        assert after.by_source() == after("prompt_tokens")
