@@ -57,7 +57,8 @@ chaos: $(READY) ## kill at random under load, every token compared: ARGS='--minu
 	@$(BIN)/python -m tests.failures.chaos $(ARGS)
 
 prove: $(READY) ## explore the accounting's states and mutations at full size (half an hour)
-	@$(BIN)/python -m tests.accounting.prove $(ARGS)
+	@run=$$(mktemp) && $(BIN)/python -m tests.accounting.prove --save $$run $(ARGS) \
+		&& $(BIN)/python -m tests.accounting.page $$run && rm $$run
 
 bench: $(READY) ## measure the cluster beside plain transformers
 	@$(BIN)/kvrelay bench $(ARGS)

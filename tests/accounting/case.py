@@ -27,7 +27,8 @@ class Case:
     """``lives``: how often each order may be submitted, always under the same id.
 
     ``answers`` are what a lookup may say, ``shorts`` how many tokens a load may deliver; both
-    hold lies. Orders of other ``salts`` sample otherwise. A path has at most ``depth`` events.
+    hold lies. Orders of other ``salts`` sample otherwise. A path has at most ``depth`` events, and
+    an exploration that is bounded goes on to ``most`` states at least.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Case:
     lives: int = 1
     salts: tuple[int, ...] = (0, 0, 0)
     depth: int = 99
+    most: int = 0
     indexes: dict[str, int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ class Found:
     depth: int = 0
     closed: bool = False
     seconds: float = 0.0
+    news: list[int] = field(default_factory=list)  # new states of each level
     events: Counter[str] = field(default_factory=Counter)
 
     def line(self) -> str:
@@ -60,10 +61,12 @@ class Explorer:
         first = self._blank.snapshot()
         self._seen.add(first.key())
         level: list[tuple[bytes, bytes]] = [(first.pack(), b"")]
+        most = None if self.most is None else max(self.most, self.case.most)
         while level and self.found.depth < self.case.depth:
-            if self.most is not None and len(self._seen) >= self.most:
+            if most is not None and len(self._seen) >= most:
                 break
             level = self.grow(level)
+            self.found.news.append(len(level))
             self.found.depth += 1
             self.found.states = len(self._seen)
             self.found.seconds = time.perf_counter() - started

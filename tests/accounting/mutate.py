@@ -23,6 +23,7 @@ TESTS = (
     "tests/accounting/test_founding_bugs.py",
     "tests/accounting/test_core.py",
     "tests/accounting/test_saves.py",
+    "tests/accounting/test_missed.py",
     "tests/accounting/test_liveness.py",
     "tests/accounting/test_storm.py",
     "tests/accounting/test_exhaustive.py",
@@ -58,22 +59,27 @@ class MutantFinder(MetaPathFinder):
         return spec_from_file_location(fullname, self._mutation.path, loader=loader)
 
 
-def run_all(processes: int = 2) -> bool:
-    """Every mutation; a line each. False if one survives that should not."""
+Verdicts = list[tuple[Mutation, str | None]]
+
+
+def survivors(verdicts: Verdicts) -> list[str]:
+    """Names of those that no test caught and nothing explains."""
+    return [one.name for one, test in verdicts if test is None and one.survives is None]
+
+
+def run_all(processes: int = 2) -> Verdicts:
+    """Every mutation and the test that caught it; a line each."""
     print(f"{len(MUTATIONS)} mutations of the core, each run until a test catches it")
     started = time.perf_counter()
     with ThreadPoolExecutor(processes) as pool:
         caught = list(pool.map(_tell, range(len(MUTATIONS))))
-    missed = [
-        mutation.name
-        for mutation, test in zip(MUTATIONS, caught, strict=True)
-        if test is None and mutation.survives is None
-    ]
+    verdicts = list(zip(MUTATIONS, caught, strict=True))
     print(
         f"{sum(test is not None for test in caught)} of {len(MUTATIONS)} caught,"
-        f" {time.perf_counter() - started:.0f} s" + "".join(f"\nSURVIVED {name}" for name in missed)
+        f" {time.perf_counter() - started:.0f} s"
+        + "".join(f"\nSURVIVED {name}" for name in survivors(verdicts))
     )
-    return not missed
+    return verdicts
 
 
 def _tell(number: int) -> str | None:

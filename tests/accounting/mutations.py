@@ -153,7 +153,6 @@ MUTATIONS = (
         "a block that gets a name keeps the old one",
         "            self._forget(block)\n            self.by_name",
         "            self.by_name",
-        "equal: a block is named while held, and has forgotten its old name when it was taken",
     ),
     _blocks("a hit of any length", "for name in names[:limit]:", "for name in names:"),
     _blocks("a hit with holes", "                break\n", "                continue\n"),
@@ -385,7 +384,6 @@ MUTATIONS = (
         "one block is enough for any step",
         "missing = request.need(request.work, self.limits.block_size)",
         "missing = request.need(1, self.limits.block_size)",
-        "equal: an admission takes every block up to the length, later steps add one position",
     ),
     _scheduler(
         "the last runner is preempted for itself",
@@ -455,4 +453,14 @@ MUTATIONS = (
         "computed = first.frontier",
     ),
     _usage("an unfinished leg did nothing", "runs[-1] if runs else None", "None"),
+    _usage(
+        "a block found in part is called missed",
+        "admission.hit // -block_size",
+        "-(admission.hit // block_size)",
+    ),
+    _usage(
+        "the position computed here is called missed",
+        "(admission.length - 1) // -block_size",
+        "admission.length // -block_size",
+    ),
 )

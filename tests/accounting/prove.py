@@ -6,15 +6,19 @@ Prints what was visited and which test caught which mutation; the status is 1 if
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from multiprocessing import get_context
+from pathlib import Path
 
 from tests.accounting.cases import CASES, LARGE, SMALL
 from tests.accounting.events import Broken
 from tests.accounting.explore import Explorer, Found
-from tests.accounting.mutate import run_all
+from tests.accounting.mutate import run_all, survivors
+from tests.accounting.mutations import Mutation
+from tests.accounting.page import CaseRun, MutationRun, ProofRun
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,18 +31,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", choices=("states", "mutations"), help="one half; without it, both"
     )
+    parser.add_argument("--save", metavar="FILE", help="write the run there, for the pages")
     given = parser.parse_args(argv)
-    good = True
+    good, run = True, ProofRun(states=[], mutations=[])
     if given.only != "mutations":
         names = [case.name for case in (SMALL if given.small else CASES)]
-        good = explore(names, given.processes, given.states)
+        good, found = explore(names, given.processes, given.states)
+        order = {name: place for place, name in enumerate(names)}
+        found.sort(key=lambda one: order[one.case])
+        run["states"] = [_case(one) for one in found]
     if given.only != "states":
-        good = run_all(given.processes) and good
+        verdicts = run_all(given.processes)
+        good = good and not survivors(verdicts)
+        run["mutations"] = [_mutation(*one) for one in verdicts]
+    if given.save is not None:
+        Path(given.save).write_text(json.dumps(run, indent=1), encoding="utf-8")
     return 0 if good else 1
 
 
-def explore(names: Sequence[str], processes: int, most: int) -> bool:
-    """Every named case, some at once; the largest first."""
+def _case(found: Found) -> CaseRun:
+    return CaseRun(
+        case=found.case,
+        states=found.states,
+        transitions=found.transitions,
+        depth=found.depth,
+        closed=found.closed,
+        news=found.news,
+        events=dict(found.events),
+    )
+
+
+def _mutation(mutation: Mutation, caught: str | None) -> MutationRun:
+    file = mutation.module.removeprefix("engine.")
+    return MutationRun(file=file, name=mutation.name, caught=caught, survives=mutation.survives)
+
+
+def explore(names: Sequence[str], processes: int, most: int) -> tuple[bool, list[Found]]:
+    """Every named case, some at once; the largest first. False if one broke."""
     print(f"every state of {len(names)} cases; all of it is enumerated, nothing is drawn by chance")
     started = time.perf_counter()
     with get_context("spawn").Pool(processes) as pool:
@@ -49,7 +78,7 @@ def explore(names: Sequence[str], processes: int, most: int) -> bool:
     print(f"{states:,} states, {transitions:,} transitions, {seconds:.0f} s")
     for event in ("submit", "schedule", "commit", "discard", "loaded", "saved", "abort"):
         print(f"  {event:<9}{sum(one.events[event] for one in found):>12,}")
-    return good
+    return good, found
 
 
 def _tell(results: Iterable[Found | str]) -> tuple[bool, list[Found]]:

@@ -65,6 +65,15 @@ def test_only_the_leading_run_is_a_hit() -> None:
     assert pool.leading([b"a", b"other", b"c"], 3) == [0]
 
 
+def test_a_block_that_gets_another_name_is_not_found_by_the_one_before() -> None:
+    pool = BlockPool(2)
+    block = pool.take(1)[0]
+    pool.name(block, b"a")
+    pool.name(block, b"b")
+    assert (pool.leading([b"a"], 1), pool.leading([b"b"], 1)) == ([], [block])
+    assert len(pool.by_name) == 1
+
+
 def test_a_pool_refuses_what_its_books_do_not_allow() -> None:
     pool = BlockPool(2)
     with pytest.raises(RuntimeError, match="free"):
@@ -135,6 +144,22 @@ def test_a_discarded_step_is_planned_again() -> None:
     first = one.schedule()
     assert one.discard() is first
     assert one.schedule().entries == first.entries
+
+
+def test_a_step_takes_every_block_it_computes_into_whatever_the_admission_took() -> None:
+    """D1 asks the table how long it is; that an admission takes all at once is not relied upon."""
+    bench = Bench(limits(8, 4, budget=4))
+    request = bench.submit("r", range(15), 3)
+    bench.step()
+    blocks = request.resident.blocks
+    bench.scheduler.pool.drop(blocks[1:])
+    del blocks[1:]
+    bench.scheduler.limits = limits(8, 4, budget=99)
+    bench.bounds = bench.scheduler.limits
+    plan = bench.step()
+    assert [(entry.start, entry.count) for entry in plan.entries] == [(4, 11)]
+    assert len(blocks) == 4
+    bench.run()
 
 
 def test_abort_ends_a_request_in_every_state() -> None:
