@@ -435,6 +435,32 @@ MUTATIONS = (
         "positions = order.prompt_len + order.max_tokens",
     ),
     _scheduler("one id twice", "if order.request_id in self.requests:", "if False:"),
+    _scheduler(
+        "one tenant finds what another left behind",
+        "return self.naming.of(request.order.space)",
+        "return self.naming",
+    ),
+    _scheduler(
+        "the store is asked in nobody's name",
+        "request.names, local, order.space)",
+        "request.names, local)",
+    ),
+    _scheduler(
+        "a load is nobody's",
+        "tuple(request.names), blocks, request.order.space,",
+        "tuple(request.names), blocks,",
+    ),
+    _scheduler("a save is nobody's", "self._serial, pieces, space)", "self._serial, pieces)"),
+    _scheduler(
+        "a tenant's partial block is named like anybody's",
+        "else naming.child(parent, tokens)",
+        "else self.naming.child(parent, tokens)",
+    ),
+    _scheduler(
+        "a tenant's first block follows anybody's root",
+        "if index else naming.root",
+        "if index else self.naming.root",
+    ),
     # --- usage ---
     _usage(
         "usage of the first admission",

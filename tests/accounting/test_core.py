@@ -6,7 +6,8 @@ import pytest
 
 from common.errors import Rejected
 from engine.blocks import BlockPool
-from engine.request import TRANSITIONS, Admission, Finish, Order, Request, State
+from engine.external import Query
+from engine.request import TRANSITIONS, Admission, Finish, Naming, Order, Request, State
 from engine.scheduler import Scheduler
 from engine.usage import leg_tokens
 from tests.accounting.bench import Bench, limits
@@ -204,6 +205,48 @@ def test_a_request_ends_with_the_first_ending_token() -> None:
     while bench.scheduler.requests:
         bench.step()
     assert (request.tokens[3:], request.finish) == (tokens[:3], Finish.STOP)
+
+
+def test_the_names_of_a_tenant_are_nobody_elses() -> None:
+    """What is found, asked for, loaded and saved is named in the tenant's own chain."""
+    plain = naming()
+    spaces = {
+        b"t1": Naming(b"one", lambda parent, tokens: plain.child(b"1" + parent, tokens)),
+        b"t2": Naming(b"two", lambda parent, tokens: plain.child(b"2" + parent, tokens)),
+    }
+    names = Naming(plain.root, plain.child, lambda space: spaces[space])
+    asked: list[Query] = []
+
+    def store(query: Query) -> int:
+        asked.append(query)
+        return 4
+
+    one = Scheduler(limits(16, 4), names, store)
+    for space in (b"t1", b"t2", b""):
+        one.submit(
+            Order(f"r{space.decode()}", tuple(range(7)), 7, 1, prefill_only=True, space=space)
+        )
+    plan = one.schedule()
+    roots = {b"t1": b"one", b"t2": b"two", b"": b"root"}
+    assert [query.space for query in asked] == [load.space for load in plan.loads] == list(roots)
+    assert len({query.names[0] for query in asked}) == 3
+    one.commit(plan, [])
+    for load in plan.loads:
+        one.loaded(load.request_id, load.epoch, 0)
+    plan = one.schedule()
+    assert [entry.start for entry in plan.entries] == [0, 0, 0]
+    saves = one.commit(plan, [1, 1, 1]).saves
+    assert [save.space for save in saves] == list(roots)
+    for save in saves:
+        first, last = save.pieces
+        assert first.parent == roots[save.space]
+        assert last.name == names.of(save.space).child(first.name, (4, 5, 6))
+        assert first.name == names.of(save.space).child(first.parent, (0, 1, 2, 3))
+    assert len({piece.name for save in saves for piece in save.pieces}) == 6
+    again = one.submit(Order("again", tuple(range(7)), 7, 1, space=b"t2"))
+    one.schedule()
+    assert again.resident.admission.local == 4
+    assert again.resident.blocks[0] == saves[1].pieces[0].block
 
 
 def test_late_repeated_and_unknown_events_are_counted() -> None:
