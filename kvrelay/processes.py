@@ -21,6 +21,9 @@ from rpc.options import SecurityOptions
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED_MODEL = Path(__file__).resolve().parent / "recall" / "model"
 LOCAL = "127.0.0.1"
+FLUSH_SECONDS = 8.0
+"""For the store to write what is in its memory; the supervisor kills what takes longer than 12."""
+
 NVIDIA = Path("/dev/nvidiactl")
 MODULES = {
     "store": "kvstore",
@@ -39,6 +42,11 @@ class ClusterConfig(SecurityOptions):
     decode: int = option(1, "decode workers", low=1, high=64)
     store: str | None = option(None, "URL of a running store; default: start one", metavar="URL")
     store_budget: int = option(2**30, "memory of the store", unit="bytes", low=2**20)
+    store_disk: str | None = option(
+        None, "directory for blocks that leave the store's memory", metavar="DIR"
+    )
+    store_disk_budget: int = option(10 << 30, "bytes of it to use", unit="bytes", low=2**20)
+    restore: bool = option(True, "do not begin with the blocks that are in --store-disk")
     host: str = option("127.0.0.1", "address that the router listens on", metavar="HOST")
     port: int = option(50051, "port of the router; 0 takes a free one", low=0, high=65535)
     block_size: int | None = option(None, "token positions in a block", low=1, high=4096)
@@ -60,6 +68,8 @@ class ClusterConfig(SecurityOptions):
         check(self)
         if self.store is not None and self.store.startswith("memory:"):
             raise Rejected("store", "memory:// lives in one process and cannot be shared")
+        if self.store is not None and self.store_disk is not None:
+            raise Rejected("store_disk", "is for the store that is started here, not for --store")
 
     @property
     def model_path(self) -> str:
@@ -86,7 +96,11 @@ def threads(config: ClusterConfig) -> int:
 
 
 def _store(config: ClusterConfig, port: int) -> Spec:
-    args = ("--host", LOCAL, "--port", str(port), "--budget", str(config.store_budget))
+    args = ["--host", LOCAL, "--port", str(port), "--budget", str(config.store_budget)]
+    if config.store_disk is not None:
+        args += ["--disk", config.store_disk, "--disk-budget", str(config.store_disk_budget)]
+        args += ["--flush-seconds", str(FLUSH_SECONDS)]
+        args += ["--restore"] if config.restore else []
     return _spec(config, "store", 0, port, (*args, *_security(config)))
 
 

@@ -135,16 +135,17 @@ class TieredCatalog(Catalog[int]):
             self.not_saved(batch)
             return
         self.index.grow(segment, nbytes)
-        self.index.add(
+        new = self.index.add(
             Spot(e.name, e.parent, e.size, e.tokens, segment, offset, e.opening)
             for e, offset in zip(batch, offsets, strict=True)
         )
+        added = {spot.name for spot in new}
         for entry in batch:
             self._unsaved.pop(entry.name, None)
             entry.again = False
             self.disk.written += 1
             self.disk.bytes_written += entry.size
-            if entry.name not in self._entries:
+            if entry.name in added and entry.name not in self._entries:
                 super()._came(entry)  # evicted meanwhile, and there again
             self._loosen(entry)
         self._saving -= len(batch)
@@ -166,8 +167,9 @@ class TieredCatalog(Catalog[int]):
         return len(self._unsaved) + self._saving
 
     def save_all(self) -> None:
-        """Have everything written that is in memory only."""
+        """Have everything written that is in memory only; what is there is used last."""
         for name, entry in self._entries.items():
+            self.index.touch(name)
             if not entry.partial and entry.ready and name not in self.index:
                 self._unsaved[name] = entry
 
@@ -334,7 +336,8 @@ class TieredCatalog(Catalog[int]):
         unsaved = self._unsaved.pop(entry.name, None) is not None
         if (spot := self.index.find(entry.name)) is not None:
             spot.opening = entry.opening
-            self.index.touch(entry.name)
+            if entry.again:
+                self.index.touch(entry.name)
             return
         super()._left(entry, reason)
         self.disk.skipped += unsaved and reason is Reason.EVICTED

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import re
+import time
 from pathlib import Path
 
 from common.errors import Rejected
@@ -64,8 +65,9 @@ class Directory:
 
     def used(self, segment: int) -> None:
         """Remember across restarts that it was used just now."""
+        now = time.time_ns()  # more exact than what the system would take
         with contextlib.suppress(OSError):
-            os.utime(self.file(segment))
+            os.utime(self.file(segment), ns=(now, now))
 
     def remove(self, segment: int) -> None:
         """Its file; one that is gone already is let pass."""

@@ -53,6 +53,8 @@ class Restorer:
         total = sum(self._sizes.values())
         past = blocks = damaged = 0
         for segment in reversed(self._sizes):
+            if not self._books.holds(segment):
+                continue  # there was no room for it
             found, wrong = self._scan(segment)
             blocks, damaged, past = blocks + found, damaged + wrong, past + self._sizes[segment]
             if time.monotonic() - reported > REPORT_SECONDS:
