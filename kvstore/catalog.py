@@ -23,7 +23,7 @@ from kvstore.leases import Leases
 from kvstore.places import Places
 from kvstore.policy import Node, Policy
 from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail, Verdict
-from kvstore.reservations import Reservations
+from kvstore.reservations import WHOLE, Reservations, Shares
 from kvstore.stats import Stats, Tally
 
 V = TypeVar("V")
@@ -35,12 +35,13 @@ class Catalog(Generic[V]):
     def __init__(
         self, budget: int, policy: Policy, partial_life: float, boot: bytes,
         room: Room[V] | None = None, entry_bytes: int = 0, kept_events: int = KEPT_EVENTS,
+        shares: Shares = WHOLE,
     ) -> None:  # fmt: skip
         self._entry_bytes = entry_bytes  # what the bookkeeping of a block costs, of the budget too
         self._budget, self._policy = budget, policy
         self._partial_life, self._boot = partial_life, boot
         self._entries: dict[bytes, Entry[V]] = {}
-        self._writing = Reservations()
+        self._writing = Reservations(budget, shares)
         self._places = Places(room)
         self._leases = Leases()
         self._lives: Deadlines[bytes] = Deadlines()
@@ -279,10 +280,10 @@ class Catalog(Generic[V]):
         if self._has(claim.name):
             self.tally.existed += 1
             return Verdict.EXISTS
-        if claim.name in self._writing:
+        if claim.name in self._writing or self._writing.is_full(ticket, claim.size):
             self.tally.pending += 1
             return Verdict.PENDING
-        if not self._make_room(claim):
+        if not (self._writing.allows(claim.size) and self._make_room(claim)):
             self.tally.rejected += 1
             return Verdict.NO_ROOM
         self._writing.add(ticket, claim)

@@ -36,6 +36,7 @@ from kvstore.wire import skip
 from protos import kvstore_pb2 as pb
 
 WINDOW_BYTES = 16 << 20
+STRANGER_SECONDS = 30.0  # for a first request that shows a token
 LOCAL_ONLY = (Op.ATTACH, Op.WINDOW, Op.LOCATE, Op.RESERVE, Op.STAGE)
 
 M = TypeVar("M", bound=Message)
@@ -47,6 +48,7 @@ class Session:
     def __init__(self, pipe: Pipe, vault: Vault, local: bool) -> None:
         self._pipe, self._vault, self._local = pipe, vault, local
         self._window: mmap.mmap | None = None
+        self._known = local
         self._tickets: set[int] = set()
         self._table: dict[Op, Callable[[Request, bytes], None]] = {
             Op.ATTACH: self._attach,
@@ -72,18 +74,27 @@ class Session:
                 self._vault.abandon(ticket)
 
     def _next(self) -> bool:
-        self._pipe.limit(None)  # between requests a connection may rest
+        # Between requests a connection may rest, once it is known.
+        self._pipe.limit(None if self._known else STRANGER_SECONDS)
         if not self._pipe.begun():
             return False
         self._pipe.limit(self._vault.limits.ticket_life)
         request = request_of(self._pipe.receive(REQUEST_BYTES))
+        if not self._local:
+            self._check_stranger(request)
         body = self._pipe.receive(request.body)
-        if request.op in LOCAL_ONLY and not self._local:
-            raise Rejected("op", f"{request.op.name} is for peers on this host")
         if request.op in (Op.PUT, Op.STAGE) and self._vault.knows(request.serial, request.token):
             self._tickets.add(request.serial)
         self._table[request.op](request, body)
         return True
+
+    def _check_stranger(self, request: Request) -> None:
+        """Of a peer from anywhere nothing is read before it showed a token of ours."""
+        if request.op in LOCAL_ONLY:
+            raise Rejected("op", f"{request.op.name} is for peers on this host")
+        if not self._vault.knows(request.serial, request.token):
+            raise Rejected("token", "was not given by this start of the store")
+        self._known = True
 
     def _answer(self, status: Status, body: bytes = b"") -> None:
         self._pipe.send([Answer(status, len(body), self._vault.boot).encode(), body])

@@ -20,6 +20,7 @@ from kvstore.entries import Entry, Room
 from kvstore.events import KEPT_EVENTS, Reason
 from kvstore.policy import Policy
 from kvstore.records import Claim, Holding, Surveyed, Tail
+from kvstore.reservations import WHOLE, Shares
 from kvstore.stats import Stats
 
 HELD_SECONDS = 60.0
@@ -31,9 +32,9 @@ class TieredCatalog(Catalog[int]):
 
     def __init__(
         self, budget: int, policy: Policy, partial_life: float, boot: bytes, room: Room[int],
-        entry_bytes: int, index: Index, kept_events: int = KEPT_EVENTS,
+        entry_bytes: int, index: Index, kept_events: int = KEPT_EVENTS, shares: Shares = WHOLE,
     ) -> None:  # fmt: skip
-        super().__init__(budget, policy, partial_life, boot, room, entry_bytes, kept_events)
+        super().__init__(budget, policy, partial_life, boot, room, entry_bytes, kept_events, shares)
         self.index, self.disk = index, DiskTally()
         self._unsaved: dict[bytes, Entry[int]] = {}  # in the order in which they came
         self._saving = 0

@@ -27,6 +27,7 @@ from kvstore.entries import Entry
 from kvstore.events import KEPT_EVENTS, Told
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail
+from kvstore.reservations import Shares
 from kvstore.stats import Stats
 from kvstore.tiered import TieredCatalog
 
@@ -44,6 +45,7 @@ class Limits:
     ticket_life: float = 30.0
     events: int = KEPT_EVENTS
     disk_budget: int | None = None  # none: there is no disk
+    shares: Shares = Shares(ticket=1 / 4, all=1 / 2)  # noqa: RUF009 a frozen value
 
 
 class Vault:
@@ -63,11 +65,11 @@ class Vault:
         if limits.disk_budget is None:
             return Catalog(
                 limits.budget, policy, limits.partial_life, self.boot, self.arena, ENTRY_BYTES,
-                limits.events,
+                limits.events, limits.shares,
             )  # fmt: skip
         tiered = TieredCatalog(
             limits.budget, policy, limits.partial_life, self.boot, self.arena, ENTRY_BYTES,
-            Index(limits.disk_budget), limits.events,
+            Index(limits.disk_budget), limits.events, limits.shares,
         )  # fmt: skip
         self.books = Books(tiered, self._lock, self._tell)
         return tiered

@@ -41,7 +41,7 @@ class _VerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict.Value
     VERDICT_EXISTS: _Verdict.ValueType  # 2
     """there already"""
     VERDICT_PENDING: _Verdict.ValueType  # 3
-    """another writer is putting it"""
+    """another writer is putting it, or this ticket has its share: ask again"""
     VERDICT_NO_ROOM: _Verdict.ValueType  # 4
     """what is held leaves no room for it"""
     VERDICT_STORED: _Verdict.ValueType  # 5
@@ -59,7 +59,7 @@ VERDICT_RESERVED: Verdict.ValueType  # 1
 VERDICT_EXISTS: Verdict.ValueType  # 2
 """there already"""
 VERDICT_PENDING: Verdict.ValueType  # 3
-"""another writer is putting it"""
+"""another writer is putting it, or this ticket has its share: ask again"""
 VERDICT_NO_ROOM: Verdict.ValueType  # 4
 """what is held leaves no room for it"""
 VERDICT_STORED: Verdict.ValueType  # 5

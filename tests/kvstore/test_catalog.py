@@ -10,6 +10,7 @@ import pytest
 from kvstore.catalog import Catalog
 from kvstore.policy import LeastRecentlyUsed
 from kvstore.records import Claim, Tail, Verdict
+from kvstore.reservations import Shares
 
 BOOT = b"boot"
 LIFE = 10.0
@@ -236,3 +237,32 @@ def test_random_use_keeps_every_sum(budget: int) -> None:
     stats = catalog.stats()
     assert (stats.entries, stats.bytes, stats.leases, stats.reservations) == (0, 0, 0, 0)
     assert catalog.audit() == []
+
+
+def test_a_reservation_takes_no_more_than_its_share() -> None:
+    """What is asked for beyond it is for another ticket; nothing is evicted for it."""
+    shares = Shares(ticket=1 / 4, all=1 / 2)
+    catalog: Catalog[str] = Catalog(80, LeastRecentlyUsed(), 60.0, b"boot", shares=shares)
+    for number in range(8):
+        put(catalog, bytes([65 + number]))
+    claims = [Claim(bytes([97 + n]), 10, False) for n in range(8)]
+    first = catalog.reserve(claims, 30.0, 1.0)
+    assert first.verdicts == (Verdict.RESERVED,) * 2 + (Verdict.PENDING,) * 6
+    second = catalog.reserve(claims[2:], 30.0, 1.0)
+    assert second.verdicts == (Verdict.RESERVED,) * 2 + (Verdict.PENDING,) * 4
+    third = catalog.reserve(claims[4:], 30.0, 1.0)
+    assert third.verdicts[0] is Verdict.NO_ROOM
+    assert catalog.stats().entries == 4
+    assert first.ticket is not None
+    catalog.abandon(first.ticket)
+    assert catalog.reserve(claims[4:], 30.0, 1.0).verdicts[0] is Verdict.RESERVED
+    assert catalog.audit() == []
+
+
+def test_a_block_larger_than_the_share_is_taken_alone() -> None:
+    shares = Shares(ticket=1 / 4, all=1 / 2)
+    catalog: Catalog[str] = Catalog(80, LeastRecentlyUsed(), 60.0, b"boot", shares=shares)
+    claims = [Claim(b"x", 60, False), Claim(b"y", 10, False)]
+    grant = catalog.reserve(claims, 30.0, 1.0)
+    assert grant.verdicts == (Verdict.RESERVED, Verdict.PENDING)
+    assert catalog.reserve(claims[1:], 30.0, 1.0).verdicts == (Verdict.NO_ROOM,)

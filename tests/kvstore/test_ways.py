@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -21,6 +22,7 @@ from kvstore import Block, Kept, Want, connect, lane, shared
 from kvstore.line import Line, dial_tcp, dial_unix
 from kvstore.remote import RemoteStore
 from kvstore.ways import ORDER
+from protos import kvstore_pb2 as pb
 from rpc.deadline import Deadline
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.proxy import Fault, Proxy
@@ -433,9 +435,12 @@ def test_nothing_is_read_from_a_lane_without_a_lookup(service_url: str) -> None:
         (one.lease + 10_000, one.token),
         (0, bytes(16)),
     ):
-        line.ask(Request(Op.GET, serial, token, 0, 1))
-        answer = line.answer()
-        assert (answer.status, answer.length) == (Status.GONE, 0)
+        stranger, unused = tcp_line(service_url)
+        stranger.ask(Request(Op.GET, serial, token, 0, 1))
+        with pytest.raises(Corrupt, match="refused: token"):
+            stranger.answer()
+        stranger.pipe.close()
+        unused.close()
     line.ask(Request(Op.GET, one.lease, one.token, 0, 1, last=True))
     assert line.answer().length == mine.size
     assert line.pipe.receive(mine.size) == mine.header + bytes(mine.payload)
@@ -451,14 +456,24 @@ def test_a_bad_request_on_a_lane_is_refused_and_ends_the_connection(service_url:
     from kvstore.frames import Op, Request, Row
 
     row = Row(b"n" * 32, 1 << 40).encode()
+    line, store = tcp_line(service_url)
+    block = make(300 << 10)
+    found = store._calls.claim(
+        pb.ReserveRequest(claims=[pb.Claim(name=name_of(block), length=block.size)]),
+        Deadline.after(TIMEOUT),
+    )
+    shown = Request(Op.PUT, found.ticket, found.token, count=2, body=len(row))
+    line.pipe.close()
+    store.close()
     local = [Op.ATTACH, Op.WINDOW, Op.LOCATE, Op.STAGE, Op.RESERVE]
     cases: list[tuple[bytes, str]] = [
         (b"GET / HTTP/1.1\r\nHost: localhost\r\n".ljust(48), "magic"),
         (Request(Op.GET).encode()[:5] + b"\x63" + Request(Op.GET).encode()[6:], "op"),
         (Request(Op.GET, body=1 << 40).encode(), "body"),
         (Request(Op.GET, count=1 << 20).encode(), "count"),
-        (Request(Op.PUT, count=2, body=len(row)).encode() + row, "body"),
-        (Request(Op.PUT, count=1, body=len(row)).encode() + row, r"rows\[0\].size"),
+        (Request(Op.PUT, count=2, body=len(row)).encode() + row, "token"),
+        (shown.encode() + row, "body"),
+        (replace(shown, count=1).encode() + row, r"rows\[0\].size"),
         *((Request(op).encode(), "op") for op in local),
     ]
     for data, field in cases:
