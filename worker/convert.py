@@ -53,7 +53,7 @@ def order(
     )
 
 
-def check_leg(leg: types_pb2.Leg, vocab_size: int) -> None:
+def check_leg(leg: types_pb2.Leg, vocab_size: int, longest: int) -> None:
     """Raise ``Rejected`` naming the first field that no worker could serve."""
     if len(leg.request_id) > MAX_REQUEST_ID:
         raise Rejected("leg.request_id", f"at most {MAX_REQUEST_ID} characters")
@@ -67,6 +67,8 @@ def check_leg(leg: types_pb2.Leg, vocab_size: int) -> None:
             f"must be more than the {len(leg.output_token_ids)} output tokens so far,"
             f" got {leg.max_tokens}",
         )
+    if (count := len(leg.prompt_token_ids) + len(leg.output_token_ids)) > longest:
+        raise Rejected("leg.prompt_token_ids", f"{count} tokens, and the model has {longest}")
     check_ids("leg.prompt_token_ids", leg.prompt_token_ids, vocab_size)
     check_ids("leg.output_token_ids", leg.output_token_ids, vocab_size)
 

@@ -92,7 +92,7 @@ class Worker:
         """Check a leg for a worker of that role and submit it; see ``Streams.run``."""
         if role != self.identity.role:
             raise Mismatch("role", f"this is a {self.identity.name} worker now")
-        convert.check_leg(leg, self.model.info.vocab_size)
+        convert.check_leg(leg, self.model.info.vocab_size, self.limits.max_model_len)
         space = self._space(leg)
         if handoff is not None:
             self._check_handoff(leg, handoff)
