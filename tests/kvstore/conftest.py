@@ -35,10 +35,15 @@ def start_service(*flags: str) -> tuple[subprocess.Popen[str], str]:
     """The process and its URL, once it said that it is ready."""
     command = [sys.executable, "-m", "kvstore", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    return process, ready(process)
+
+
+def ready(process: subprocess.Popen[str]) -> str:
+    """The URL of a service, once it says that it is ready."""
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("store ready at "), line
-    return process, "kvrelay://" + line.split()[3].rstrip(",")
+    return "kvrelay://" + line.split()[3].rstrip(",")
 
 
 def stop(process: subprocess.Popen[str]) -> None:

@@ -1,0 +1,92 @@
+"""Every byte of a header and a thousand of payloads, flipped in the store: none is taken."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from connector.options import Options
+from engine.external import Loaded
+from kvblock.header import header_bytes
+from kvstore import connect
+from kvstore.remote import RemoteStore
+from rpc.deadline import Deadline
+from tests.connector.rig import B, Worker, blocks_for
+from tests.connector.test_store import saved
+from tests.kvstore.conftest import start_service, stop
+from tests.kvstore.test_ways import arena_in
+
+TOKENS = tuple(range(100, 100 + 3 * B))
+HEADER = header_bytes(B)
+PATIENT = Options(lookup_seconds=20, load_seconds=20, save_seconds=20)
+
+
+class Bench:
+    """A service, a worker that reads from it, and where its blocks lie in the service's memory."""
+
+    def __init__(self, url: str, pid: int, arena: int) -> None:
+        self.worker = Worker(connect(url), PATIENT)
+        saved(self.worker, TOKENS)
+        names = self.worker.namer.chain(TOKENS, B)
+        direct = RemoteStore(url.partition("?")[0].removeprefix("kvrelay://"))
+        located = direct._calls.locate(names, 600_000, Deadline.after(20))
+        direct.close()
+        self.places = [arena + offset for offset in located.offsets]
+        self.payload = located.lengths[0] - HEADER
+        self._memory = open(f"/proc/{pid}/mem", "r+b", buffering=0)  # noqa: SIM115 - kept open
+
+    @contextmanager
+    def flipped(self, block: int, offset: int, mask: int) -> Iterator[None]:
+        place = self.places[block] + offset
+        self._memory.seek(place)
+        (byte,) = self._memory.read(1)
+        self._put(place, byte ^ mask)
+        yield
+        self._put(place, byte)
+
+    def load(self) -> int:
+        """Tokens that a load takes; they are right."""
+        self.worker.load("r", (*TOKENS, 7), 0, len(TOKENS), blocks_for(len(TOKENS)))
+        event = self.worker.event()
+        assert isinstance(event, Loaded)
+        assert self.worker.holds(TOKENS, 0, event.valid, blocks_for(event.valid))
+        return event.valid
+
+    def close(self) -> None:
+        self._memory.close()
+        self.worker.connector.close()
+
+    def _put(self, place: int, byte: int) -> None:
+        self._memory.seek(place)
+        self._memory.write(bytes([byte]))
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    ("way", "headers", "payloads"), [("shm", 1, 1000), ("lane", 8, 40), ("grpc", 8, 40)]
+)
+def test_no_flipped_byte_is_ever_taken(way: str, headers: int, payloads: int) -> None:
+    """Every byte of a header (on the slower ways every eighth) and so many of payloads."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    process, url = start_service("--budget=4MiB")
+    bench = Bench(f"{url}?way={way}", process.pid, arena_in(process))
+    try:
+        assert bench.load() == len(TOKENS)
+        places = list(range(0, HEADER, headers))
+        places += [HEADER + chance.randrange(bench.payload) for _ in range(payloads)]
+        for number, offset in enumerate(places, 1):
+            block = chance.randrange(3)
+            with bench.flipped(block, offset, chance.randrange(1, 256)):
+                assert bench.load() == block * B, (block, offset)
+            counters = bench.worker.counters
+            assert counters.corrupt + counters.absent == number
+        assert bench.worker.counters.corrupt >= len(places) - HEADER // headers // 16
+        assert bench.load() == len(TOKENS)
+    finally:
+        bench.close()
+        stop(process)
