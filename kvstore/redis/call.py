@@ -24,6 +24,9 @@ ELSEWHERE = frozenset(
 )
 """First words of the errors of a server that has not got the key, or not now."""
 
+NO_VALUE = "WRONGTYPE"
+"""The first word of the error about a key of somebody else, which is no block: as if absent."""
+
 
 def code_of(line: bytes) -> str | None:
     """The first word of an answer that is an error."""
@@ -99,17 +102,18 @@ class Call:
     def ask(
         self, names: Sequence[bytes], request: Callable[[int, bytes], bytes], lines: int
     ) -> list[list[bytes] | None]:
-        """So many lines for each name, in one round trip to each server; ``None``: no answer.
+        """So many lines for each name, in one round trip to each server.
 
-        ``request`` makes the commands from a name's number and its key. Raises only if no server
-        answered at all.
+        None at all (an empty list) when the servers were there and sent us to one another, as
+        while a slot is moved; ``None`` when there was no answer. ``request`` makes the commands
+        from a name's number and its key. Raises only if no server answered at all.
         """
         answers: list[list[bytes] | None] = [None] * len(names)
         for start in range(0, len(names), CHUNK):
             pending = list(range(start, min(start + CHUNK, len(names))))
             for _ in range(ROUNDS):
                 self._round(names, pending, request, lines, answers)
-                pending = [index for index in pending if answers[index] is None]
+                pending = [index for index in pending if not answers[index]]
                 if not pending or not self.again():
                     break
         if names and all(answer is None for answer in answers):
@@ -143,9 +147,9 @@ class Call:
     ) -> None:
         try:
             found = self._links[node].replies.lines(lines * len(indices))
-            errors = [line for line in found if line[:1] == b"-" and not is_elsewhere(line)]
-            if errors:
-                raise Unwilling(node.address, errors[0])
+            for line in found:
+                if line[:1] == b"-" and not is_elsewhere(line) and code_of(line) != NO_VALUE:
+                    raise Unwilling(node.address, line)
         except KvrelayError as error:
             self.lost(node, error)
             return
@@ -154,8 +158,8 @@ class Call:
             answer = found[number * lines : (number + 1) * lines]
             if any(map(is_elsewhere, answer)):
                 self.topology.doubt()
-            else:
-                answers[index] = answer
+                answer = []
+            answers[index] = answer
 
     def _is_up(self, node: Node) -> bool:
         if node not in self._up:

@@ -44,7 +44,9 @@ class Connection(Protocol):
 def connection(address: Address, settings: Settings, deadline: Deadline) -> Connection:
     """A connection of the library that is logged in."""
     deadline.check(f"to connect to {address}")
-    made = cast(Connection, _pool(address, settings, deadline).make_connection())
+    # Its waits are those of connecting and logging in; what comes after has waits of its own.
+    limit = deadline.earlier(CONNECT_SECONDS)
+    made = cast(Connection, _pool(address, settings, limit).make_connection())
     with mapped(address):
         made.connect()
     return made

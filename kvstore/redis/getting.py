@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from common.errors import DeadlineExceeded, KvrelayError, Unavailable
 from kvstore.base import Got, Want
-from kvstore.redis.call import ROUNDS, Call, is_elsewhere
+from kvstore.redis.call import NO_VALUE, ROUNDS, Call, code_of, is_elsewhere
 from kvstore.redis.link import Link
 from kvstore.redis.node import Node, Unwilling
 from kvstore.redis.replies import Refused
@@ -81,6 +81,10 @@ class Queue:
                 return bytes(header)
             if length is not None:
                 replies.skip(length)
+            return None
+        except Refused as refusal:
+            if code_of(refusal.line) != NO_VALUE:
+                raise
             return None
         finally:
             self._under_way -= self._asked.popleft()

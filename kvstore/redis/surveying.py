@@ -66,6 +66,6 @@ def surveyed(
 
 def _size(answer: list[bytes]) -> int | None:
     """From ``:LENGTH`` and, if it was prolonged, ``:1``; what is absent has the length 0."""
-    length = answer[0][1:]
+    length = answer[0][1:] if answer else b""
     there = length.isdigit() and length != b"0" and answer[-1] != b":0"
     return int(length) if there else None

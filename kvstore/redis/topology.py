@@ -25,8 +25,8 @@ log = logging.getLogger("kvrelay.store")
 
 SLOTS = 16384
 PLACES = 6
-REFRESH_SECONDS = 1.0
-"""Slots are asked for no more often than this."""
+REFRESH_SECONDS = 0.2
+"""Slots are asked for no more often than this, however much is not where it was."""
 
 
 class Topology:
@@ -53,7 +53,9 @@ class Topology:
             due = self._owners is None or (self._stale and now >= self._next)
             if not due:
                 return False
-            self._stale, self._next = False, now + REFRESH_SECONDS
+            if self._owners is not None:
+                self._next = now + REFRESH_SECONDS
+            self._stale = False
         try:
             self._take(self._discovered(deadline))
         except KvrelayError:

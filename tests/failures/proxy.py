@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import ssl
 import struct
 import threading
 from contextlib import suppress
@@ -94,10 +95,14 @@ class Cut(Exception):
 
 
 class Proxy:
-    """Listens on a port of its own; a context manager. ``up`` goes to the target."""
+    """Listens on a port of its own; a context manager. ``up`` goes to the target.
 
-    def __init__(self, target: str, seed: int = 0) -> None:
+    With ``tls`` its clients come by TLS, and what they say goes on in plain text.
+    """
+
+    def __init__(self, target: str, seed: int = 0, tls: ssl.SSLContext | None = None) -> None:
         host, _, port = target.rpartition(":")
+        self._tls = tls
         self._target = host, int(port)
         self.up, self.down = Way(seed), Way(seed + 1)
         self.address = ""
@@ -137,7 +142,9 @@ class Proxy:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self.up.loop = self.down.loop = self._loop
-        server = self._loop.run_until_complete(asyncio.start_server(self._serve, "127.0.0.1", 0))
+        server = self._loop.run_until_complete(
+            asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self._tls)
+        )
         self.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._started.set()
         self._loop.run_forever()
@@ -201,4 +208,4 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, way:
         if faults.half_close_after is not None and passed >= faults.half_close_after:
             break
     with suppress(OSError):
-        writer.write_eof()
+        writer.write_eof() if writer.can_write_eof() else writer.close()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import ssl
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
+from kvrelay.certs import Authority
 from kvstore import Store, connect
 from kvstore.arm import Arm
 from kvstore.memory import MemoryStore, forget
 from kvstore.several import Several
+from tests.failures.proxy import Proxy
 from tests.kvstore.redisserver import Cluster, Server, running
+from tests.secured import Files, write_files
 
 BUDGET = 16 << 20
 _NUMBERS = itertools.count()
@@ -22,7 +26,7 @@ CLEAR_SECONDS = 30.0
 OURS = ("memory", "shm", "lane", "grpc", "several")
 """Stores that keep the books of their blocks themselves."""
 
-REDIS = ("redis", "unix", "cluster")
+REDIS = ("redis", "unix", "rediss", "cluster")
 """Stores that leave them to Redis, which knows of no leases and evicts by itself."""
 
 ours_only = pytest.mark.parametrize("connecting", OURS, indirect=True)
@@ -77,11 +81,34 @@ def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]
         yield cluster
 
 
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Of the server and of the client."""
+    return write_files(tmp_path_factory.mktemp("tls"), "redis", Authority())
+
+
+@pytest.fixture(scope="session")
+def redis_by_tls(redis_server: Server, certificates: Files) -> Iterator[str]:
+    """The URL of the session's server behind TLS, which the one of a wheel cannot do itself."""
+    with Proxy(redis_server.address, tls=serving(certificates)) as proxy:
+        yield f"rediss://{proxy.address}?ca={certificates.ca}"
+
+
+def serving(files: Files, mutual: bool = False) -> ssl.SSLContext:
+    """What a server with these files is set up with."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=files.ca)
+    context.load_cert_chain(files.cert, files.key)
+    context.verify_mode = ssl.CERT_REQUIRED if mutual else ssl.CERT_NONE
+    return context
+
+
 def url_of(kind: str, request: pytest.FixtureRequest) -> str:
     """Of the session's store of a kind."""
     if kind in ("redis", "unix"):
         server = request.getfixturevalue("redis_server")
         return f"redis://{server.address}" if kind == "redis" else f"unix://{server.socket}"
+    if kind == "rediss":
+        return str(request.getfixturevalue("redis_by_tls"))
     if kind == "cluster":
         return f"redis+cluster://{request.getfixturevalue('redis_cluster').addresses}"
     return f"{request.getfixturevalue('service_url')}?way={kind}"

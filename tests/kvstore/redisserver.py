@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +27,7 @@ import redis
 
 START_SECONDS = 60.0
 TRIES = 10
+MASTERS = 3
 MEMORY = "64mb"
 PORTS = range(12_000, 22_000)  # with the ports of the cluster's bus, 10,000 above, not ephemeral
 BUS = 10_000
@@ -93,16 +94,25 @@ def free_port() -> int:
             return port
 
 
+Announce = Callable[[str], int]
+"""The port that a server says it is reached by, from its address."""
+
+
 class Server:
     """One server in a folder of its own; ``flags`` are added to its configuration."""
 
-    def __init__(self, folder: Path, flags: Sequence[str] = ()) -> None:
-        self.folder, self.flags = folder, tuple(flags)
+    def __init__(
+        self, folder: Path, flags: Sequence[str] = (), announce: Announce | None = None
+    ) -> None:
+        self.folder, self._given = folder, tuple(flags)
         folder.mkdir(parents=True, exist_ok=True)
         # The path of a Unix socket has 107 bytes at most.
         self.socket = Path(f"/tmp/kvrelay-{os.getpid()}-{random.randrange(1 << 32):08x}.sock")
         for _ in range(TRIES):
             self.port = free_port()
+            self.flags = self._given
+            if announce is not None:
+                self.flags += ("--cluster-announce-port", str(announce(self.address)))
             if self._try():
                 return
         raise RuntimeError(f"{binary()} does not start: {self._log()}")
@@ -163,12 +173,14 @@ class Server:
 class Cluster:
     """Three masters that share the slots, each by a server of ``make``."""
 
-    def __init__(self, folder: Path, flags: Sequence[str] = (), count: int = 3) -> None:
+    def __init__(
+        self, folder: Path, flags: Sequence[str] = (), announce: Announce | None = None
+    ) -> None:
         own = ("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no")
         self.servers: list[Server] = []
         try:
-            for number in range(count):
-                self.servers.append(Server(folder / str(number), (*own, *flags)))
+            for number in range(MASTERS):
+                self.servers.append(Server(folder / str(number), (*own, *flags), announce))
             self._join()
         except BaseException:
             self.kill()
