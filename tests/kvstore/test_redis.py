@@ -222,9 +222,12 @@ def test_a_lookup_is_one_round_trip_to_each_server(
     put(clustered, *blocks)
     asked: list[Link] = []
     whole = Link.ask
-    monkeypatch.setattr(
-        Link, "ask", lambda link, commands: (asked.append(link), whole(link, commands))[1]
-    )
+
+    def counted(link: Link, commands: bytes) -> None:
+        asked.append(link)
+        whole(link, commands)
+
+    monkeypatch.setattr(Link, "ask", counted)
     names = [name_of(block) for block in blocks]
     assert clustered.lookup(names, [], 30.0, TIMEOUT).lead == 300
     assert len(asked) == len(set(asked)) == 3
@@ -426,25 +429,22 @@ def whose(cluster: Cluster, store: RedisStore, block: Block) -> tuple[Server, Se
 def move(cluster: Cluster, store: RedisStore, block: Block) -> Iterator[None]:
     """For this time the slot of ``block`` belongs to another server."""
     server, target, slot = whose(cluster, store, block)
-    clients = [one.client() for one in (target, server, *cluster.servers)]
 
-    def give(to: Server) -> None:
+    def give(to: Server, first: Sequence[Server]) -> None:
+        """The new owner learns it first; whoever has keys in a slot does not let it go."""
         with to.client() as client:
             identity = client.execute_command("CLUSTER MYID").decode()
-            while client.execute_command("CLUSTER COUNTKEYSINSLOT", slot):
-                time.sleep(0.01)
-        for client in clients if to is target else reversed(clients):
-            for key in client.execute_command("CLUSTER GETKEYSINSLOT", slot, 100):
-                client.unlink(key)
-            client.execute_command("CLUSTER SETSLOT", slot, "NODE", identity)
+        for one in (*first, *cluster.servers):
+            with one.client() as client:
+                for key in client.execute_command("CLUSTER GETKEYSINSLOT", slot, 100):
+                    client.delete(key)
+                client.execute_command("CLUSTER SETSLOT", slot, "NODE", identity)
 
-    give(target)
+    give(target, (target,))
     try:
         yield
     finally:
-        give(server)
-        for client in clients:
-            client.close()
+        give(server, (server, target))
 
 
 # URLs and secrets
