@@ -107,7 +107,7 @@ def _store(config: ClusterConfig, port: int) -> Spec:
 def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -> Spec:
     given: dict[str, object] = {
         "model": config.model_path,
-        "store": url,
+        "store": None if _is_secret(url) else url,
         "host": LOCAL,
         "port": port,
         "threads": threads(config),
@@ -160,6 +160,11 @@ def _spec(config: ClusterConfig, role: str, index: int, port: int, args: tuple[s
     )
 
 
+def _is_secret(url: str) -> bool:
+    """Whether a URL may hold a password: everybody may read a command line."""
+    return "@" in url
+
+
 def _can_fork(config: ClusterConfig) -> bool:
     """Where workers use the CPU: CUDA does not survive a fork."""
     return config.device == "cpu" or (sys.platform == "linux" and not NVIDIA.exists())
@@ -177,4 +182,5 @@ def _environ(config: ClusterConfig, outer: Mapping[str, str]) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads(config)),
         "TOKENIZERS_PARALLELISM": "false",
         **({"KVRELAY_FLEET_KEY": config.fleet_key} if config.fleet_key else {}),
+        **({"KVRELAY_STORE": config.store} if config.store and _is_secret(config.store) else {}),
     }

@@ -23,6 +23,7 @@ from kvrelay.health import Prober
 from kvrelay.ports import Held
 from kvrelay.process import Backoff, Process, Spec
 from kvrelay.processes import ClusterConfig, specs
+from kvstore.urls import public_names
 from protos import router_pb2
 from rpc import security
 from rpc.credentials import ADMIN_FIRST
@@ -192,7 +193,7 @@ class Cluster:
         """What an endpoints file says."""
         return {
             "router": self.router,
-            "store": self.store,
+            "store": public_names(self.store),
             "prefill": list(self.addresses("prefill")),
             "decode": list(self.addresses("decode")),
             "model": self.config.model_path,

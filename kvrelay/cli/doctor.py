@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 
 from google.protobuf import json_format
 
 from common.config import load, option
 from kvrelay.cli.screen import paint, say
 from kvrelay.doctor import Finding, audit, examine
+from kvrelay.storecheck import check_stores
 from rpc import security
 from rpc.credentials import ADMIN_FIRST
 from rpc.options import SecurityOptions
 
 DESCRIPTION = """\
 Looks at this machine and says what kvrelay would use, what is absent without harm, and what is
-missing. With --audit it asks a running worker to check every invariant of its accounting instead.
+missing. With --store it also asks a store, a Redis among them, whether it is there and set up for
+blocks. With --audit it asks a running worker to check every invariant of its accounting instead.
 Ends with status 1 only if something needed is missing or an invariant is broken."""
 MARKS = {"ok": ("+", "green"), "absent": ("-", "yellow"), "missing": ("!", "red")}
 
@@ -28,6 +31,7 @@ class DoctorConfig(SecurityOptions):
 
     json: bool = option(False, "print the findings as JSON")
     audit: str | None = option(None, "check the accounting of this worker", metavar="HOST:PORT")
+    store: str | None = option(None, "look at this store too, or these", metavar="URL")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -35,8 +39,9 @@ def main(argv: Sequence[str]) -> int:
     if config.audit is not None:
         security.install(config, ADMIN_FIRST)
         return show_audit(config.audit, config.json)
+    security.install(config)
     findings = []
-    for finding in examine():
+    for finding in chain(examine(), check_stores(config.store or "")):
         findings.append(finding)
         if not config.json:
             say(line(finding))

@@ -1,6 +1,7 @@
 """Redis and Redis Cluster as stores: the same blocks, one value each, expiry as lease."""
 
+from kvstore.redis.rarely import Reading, examined
 from kvstore.redis.settings import PARAMETERS, SCHEMES, Settings, settings_of
 from kvstore.redis.store import RedisStore
 
-__all__ = ["PARAMETERS", "SCHEMES", "RedisStore", "Settings", "settings_of"]
+__all__ = ["PARAMETERS", "SCHEMES", "Reading", "RedisStore", "Settings", "examined", "settings_of"]

@@ -11,7 +11,7 @@ from common.errors import KvrelayError
 from kvstore.redis.dialling import client
 from kvstore.redis.node import guarded
 from kvstore.redis.settings import Settings
-from kvstore.redis.topology import Topology
+from kvstore.redis.topology import Topology, slots
 from kvstore.stats import Stats, Tally
 from rpc.address import Address
 from rpc.deadline import Deadline
@@ -54,6 +54,21 @@ def reading(address: Address, settings: Settings, deadline: Deadline) -> Reading
             cluster=cluster,
             full_coverage=_full_coverage(library) if cluster else None,
         )
+
+
+def examined(settings: Settings, timeout: float) -> dict[Address, Reading | KvrelayError]:
+    """Every server that a URL names or its cluster tells of, and what is wrong with it, if so."""
+    found: dict[Address, Reading | KvrelayError] = {}
+    todo = list(settings.addresses)
+    while todo:
+        address, deadline = todo.pop(0), Deadline.after(timeout)
+        try:
+            found[address] = reading(address, settings, deadline)
+            owners = slots(address, settings, deadline) if settings.cluster else []
+            todo += {one for one in owners if one} - found.keys() - set(todo)
+        except KvrelayError as error:
+            found[address] = error
+    return found
 
 
 def readings(topology: Topology, settings: Settings, deadline: Deadline) -> list[Reading]:
