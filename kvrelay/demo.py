@@ -101,7 +101,7 @@ def ask(
         text += piece.text
         on_text(piece.text)
         if piece.usage is not None:
-            hops = tuple(_hops(piece.usage, names))
+            hops = tuple(hops_of(piece.usage, names))
     gaps = len(stamps) - 1
     return Asked(
         question=asked.text,
@@ -114,7 +114,8 @@ def ask(
     )
 
 
-def _hops(usage: types_pb2.Usage, names: Mapping[str, str]) -> Iterator[Hop]:
+def hops_of(usage: types_pb2.Usage, names: Mapping[str, str]) -> Iterator[Hop]:
+    """Every leg of a request, with the names of its workers by their addresses."""
     for leg in usage.legs:
         yield Hop(
             worker=names.get(leg.address, leg.address),
@@ -126,3 +127,17 @@ def _hops(usage: types_pb2.Usage, names: Mapping[str, str]) -> Iterator[Hop]:
             recomputed=leg.recomputed,
             failed=leg.failed,
         )
+
+
+def describe(hop: Hop) -> str:
+    """One hop in a line; the numbers add up by construction."""
+    if not hop.answered:
+        return f"{hop.worker:<10} was lost on the way; another worker took over"
+    outside = "from the store" if hop.role == "prefill" else "transferred"
+    line = (
+        f"{hop.worker:<10} {hop.length:>5} tokens = {hop.local:>4} local"
+        f" + {hop.external:>4} {outside:<14} + {hop.computed:>4} computed"
+    )
+    extra = [f"{hop.recomputed} recomputed"] if hop.recomputed else []
+    extra += [f"{hop.failed} failed to load"] if hop.failed else []
+    return ", ".join([line, *extra])

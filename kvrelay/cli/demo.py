@@ -14,9 +14,10 @@ from statistics import median
 
 from common.config import load, option
 from kvrelay.bench.streams import run
+from kvrelay.cli.demo_kill import TARGETS, kill_demo
 from kvrelay.cli.screen import paint, say, table
 from kvrelay.client import Client
-from kvrelay.demo import Asked, Hop, Plan, ask
+from kvrelay.demo import Asked, Plan, ask, describe
 from kvrelay.process import Spec
 from kvrelay.processes import ClusterConfig
 from kvrelay.supervisor import Cluster
@@ -25,7 +26,9 @@ DESCRIPTION = """\
 Starts a store, prefill workers, decode workers and a router on free ports, and asks questions
 over one long document. Shows for each answer which workers it passed, how many tokens of the
 prompt they found in their own pool, took from the store or had to compute, and whether the
-answer is right. Ends with status 0 only if every answer is."""
+answer is right. Kills workers on the way. Ends with status 0 only if every answer is right.
+With --kill it shows one long answer instead, in the middle of which a party dies, and compares
+it, token for token, with an undisturbed run."""
 WIDTH = 78
 COLOUR = re.compile(r"\x1b\[\d+m")
 NOTICE_SECONDS = 10.0
@@ -48,7 +51,11 @@ class DemoConfig:
     questions: int = option(6, "questions to ask", low=1, high=100)
     facts: int = option(118, "facts in the document, of about 8.4 tokens each", low=1, high=400)
     seed: int = option(2, "which document", low=0)
-    kill: bool = option(True, "do not kill workers on the way")
+    kill: str | None = option(
+        None,
+        "kill one of these in the middle of one long answer, and compare; none: kill nobody",
+        choices=(*TARGETS, "none"),
+    )
     json: bool = option(False, "print the figures as JSON, and nothing else")
 
 
@@ -63,6 +70,7 @@ class Demo:
 
     def __init__(self, config: DemoConfig, plan: Plan) -> None:
         self._config, self._plan = config, plan
+        self._kills = config.kill is None
         size = ClusterConfig(
             model=config.model,
             prefill=config.prefill,
@@ -76,6 +84,7 @@ class Demo:
         self._column = 0  # where the line that is being written stands
 
     def run(self) -> int:
+        config = self._config
         self._say(paint("kvrelay demo", "bold") + f": {self._size()}")
         self._say()
         since = time.monotonic()
@@ -84,6 +93,9 @@ class Demo:
             took = time.monotonic() - since
             self._say(f"  all of it serves after {took:.1f} s")
             warm_up(cluster)
+            if config.kill in TARGETS:
+                quiet = config.json
+                return kill_demo(config.kill, cluster, self._plan.document, self._names, quiet)
             self._introduce()
             asked = self._ask_all(client)
         if self._config.json:
@@ -111,13 +123,13 @@ class Demo:
         done: list[Asked] = []
         last = len(self._plan.questions)
         for number, asked in enumerate(self._plan.questions, 1):
-            if self._config.kill and number == last // 2 + 1 and done:
+            if self._kills and number == last // 2 + 1 and done:
                 self._kill_prefill(client, done[-1])
             self._say(f"\n{paint(f'{number}. {asked.text}', 'bold')}")
             self._column = 0
             self._write("   ")
             write: Callable[[str], None] = self._write
-            if self._config.kill and number == last and done and self._config.decode > 1:
+            if self._kills and number == last and done and self._config.decode > 1:
                 write = KillAt(KILL_AT_PIECE, done[-1].hops[-1].worker, self._cluster, self._write)
             done.append(ask(client, self._plan, asked, self._names, write))
             self._tell_how(done[-1])
@@ -200,20 +212,6 @@ def wait_until_noticed(client: Client, address: str) -> None:
         if not any(one.healthy for one in client.workers() if one.address == address):
             return
         time.sleep(0.05)
-
-
-def describe(hop: Hop) -> str:
-    """One hop in a line; the numbers add up by construction."""
-    if not hop.answered:
-        return f"{hop.worker:<10} was lost on the way; another worker took over"
-    outside = "from the store" if hop.role == "prefill" else "transferred"
-    line = (
-        f"{hop.worker:<10} {hop.length:>5} tokens = {hop.local:>4} local"
-        f" + {hop.external:>4} {outside:<14} + {hop.computed:>4} computed"
-    )
-    extra = [f"{hop.recomputed} recomputed"] if hop.recomputed else []
-    extra += [f"{hop.failed} failed to load"] if hop.failed else []
-    return ", ".join([line, *extra])
 
 
 def summary(asked: Sequence[Asked]) -> str:

@@ -48,6 +48,18 @@ def test_every_answer_of_the_demo_is_right() -> None:
             assert hop["failed"] == 0
 
 
+@pytest.mark.parametrize("target", ["decode", "prefill", "store"])
+def test_a_killed_party_changes_no_token_of_the_demo(target: str) -> None:
+    done = kvrelay("demo", "--kill", target, "--json")
+    assert done.returncode == 0, done.stderr.decode() + done.stdout.decode()
+    told = json.loads(done.stdout)
+    assert told["same"]
+    assert told["tokens"] == 320
+    assert told["killed"].startswith(target)
+    assert any(hop["length"] == 0 for hop in told["hops"]) == (target != "store")
+    assert target != "decode" or told["computed_again"] > 0
+
+
 def test_generate_streams_text_from_standard_input(cluster: Cluster) -> None:
     made = document(1, 20)
     asked = question(made.facts[3])

@@ -1,0 +1,201 @@
+"""``kvrelay demo --kill``: one long answer, a party killed in the middle of it, and the comparison.
+
+The same is asked once more when everything is back and left alone. Every token has to be the same;
+they are sampled, with a seed.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from signal import SIGKILL
+
+from kvrelay.cli.flow import Flow
+from kvrelay.cli.screen import paint, say
+from kvrelay.client import Client
+from kvrelay.demo import Hop, describe, hops_of
+from kvrelay.process import Process
+from kvrelay.recall.facts import Document
+from kvrelay.supervisor import Cluster
+from protos import types_pb2
+
+TARGETS = ("decode", "prefill", "store")
+TOKENS, SEED, TEMPERATURE = 320, 7, 0.7
+KILL_AT = TOKENS // 8  # what the client sees is some way behind what the worker does
+PROMPT_CHARACTERS = 2000
+LOOK_EVERY = 0.002
+ROLES = {"prefill": types_pb2.ROLE_PREFILL, "decode": types_pb2.ROLE_DECODE}
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came, and when, in seconds of ``time.perf_counter``."""
+
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    hops: tuple[Hop, ...] = ()
+
+    @property
+    def gap(self) -> float:
+        """Usual seconds between two tokens."""
+        return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
+
+    def pause(self, since: float) -> float:
+        """The longest silence from a moment on."""
+        heard = [since, *(at for at in self.times if at > since)]
+        return max((b - a for a, b in pairwise(heard)), default=0.0)
+
+
+class Killer:
+    """Kills one process, once: the store, or the worker that has the request at that moment."""
+
+    def __init__(
+        self, target: str, cluster: Cluster, names: Mapping[str, str], client: Client, flow: Flow
+    ) -> None:
+        self._target, self._cluster, self._names = target, cluster, names
+        self._client, self._flow = client, flow
+        self._over = threading.Event()
+        self.struck: Process | None = None
+        self.at = 0.0
+
+    def on_tokens(self, count: int) -> None:
+        """In the middle of the answer."""
+        if self._target != "prefill" and self.struck is None and count >= KILL_AT:
+            self._strike(self._serving())
+
+    def watch(self) -> threading.Thread:
+        """In the middle of the prompt, where a prefill worker is meant; until ``over``."""
+        thread = threading.Thread(target=self._watch, daemon=True)
+        thread.start()
+        return thread
+
+    def over(self) -> None:
+        """Nobody is killed any more."""
+        self._over.set()
+
+    def _watch(self) -> None:
+        while self._target == "prefill" and self.struck is None:
+            self._strike(self._serving())
+            if self._over.wait(LOOK_EVERY):
+                return
+
+    def _serving(self) -> Process | None:
+        if self._target == "store":
+            return self._cluster.process("store")
+        busy = [w for w in self._client.workers() if w.in_flight and w.role == ROLES[self._target]]
+        return self._cluster.named(self._names[busy[0].address]) if busy else None
+
+    def _strike(self, process: Process | None) -> None:
+        if process is not None:
+            self.struck, self.at = process, time.perf_counter()
+            process.send(SIGKILL)
+            self._flow.write(f" [kill -9 {process.spec.name}]", "red")
+
+
+def kill_demo(
+    target: str, cluster: Cluster, document: Document, names: Mapping[str, str], quiet: bool
+) -> int:
+    """0 if the disturbed and the undisturbed run gave the same tokens."""
+    tell: Callable[[str], None] = (lambda text: None) if quiet else say
+    prompt, flow = whole_sentences(document.text[:PROMPT_CHARACTERS]), Flow(quiet)
+    with Client(cluster.router) as client:
+        tell(introduction(prompt))
+        killer = Killer(target, cluster, names, client, flow)
+        watching = killer.watch()
+        disturbed = ask(client, prompt, names, flow, killer.on_tokens)
+        killer.over()
+        watching.join()
+        tell("\n" + "\n".join(f"  {describe(hop)}" for hop in disturbed.hops))
+        cluster.wait()
+        tell("\nThe same again, and nobody is killed ...")
+        undisturbed = ask(client, prompt, names, Flow(quiet=True), lambda count: None)
+    right = killer.struck is not None and disturbed.tokens == undisturbed.tokens
+    say(json.dumps(report(killer, disturbed, right), indent=2)) if quiet else None
+    tell("\n" + verdict(killer, disturbed, undisturbed, right))
+    return 0 if right else 1
+
+
+def whole_sentences(text: str) -> str:
+    """Up to the last full stop."""
+    return text[: text.rindex(".") + 1]
+
+
+def introduction(prompt: str) -> str:
+    """What is asked."""
+    lines = textwrap.wrap(prompt, 74)
+    shown = [
+        f"    ... {len(lines) - 2} lines of it, then:",
+        *(f"    {line}" for line in lines[-2:]),
+    ]
+    head = f"The model goes on with a document of {len(prompt):,} characters: {TOKENS} tokens,"
+    told = "\n".join(paint(line, "dim") for line in shown)
+    return f"\n{head}\nsampled at temperature {TEMPERATURE} with seed {SEED}.\n\n{told}\n"
+
+
+def ask(
+    client: Client,
+    prompt: str,
+    names: Mapping[str, str],
+    flow: Flow,
+    on_tokens: Callable[[int], None],
+) -> Answer:
+    """Ask; the text goes to ``flow`` as it comes, the count of tokens to ``on_tokens``."""
+    answer = Answer()
+    pieces = client.generate(
+        prompt=prompt, max_tokens=TOKENS, temperature=TEMPERATURE, seed=SEED, ignore_eos=True
+    )
+    for piece in pieces:
+        answer.tokens += piece.token_ids
+        answer.times += [time.perf_counter()] * len(piece.token_ids)
+        flow.write(piece.text)
+        if piece.usage is not None:
+            answer.hops = tuple(hops_of(piece.usage, names))
+        on_tokens(len(answer.tokens))
+    flow.end()
+    return answer
+
+
+def computed_again(hops: Sequence[Hop]) -> int:
+    """Positions that legs after the first computed, beside the one that each of them must."""
+    legs = [hop for hop in hops if hop.answered]
+    return sum(max(0, leg.computed - 1) for leg in legs[1:])
+
+
+def verdict(killer: Killer, disturbed: Answer, undisturbed: Answer, right: bool) -> str:
+    """The last lines."""
+    if killer.struck is None:
+        return paint("  Nobody was killed: the answer was there too soon. Try again.", "red")
+    same = sum(a == b for a, b in zip(disturbed.tokens, undisturbed.tokens, strict=False))
+    pause, gap = disturbed.pause(killer.at) * 1e3, disturbed.gap * 1e3
+    told = (
+        f"{killer.struck.spec.name} was killed: the longest pause after it {pause:.0f} ms (a token"
+        f" usually {gap:.1f} ms), {again(disturbed.hops)}."
+    )
+    compared = f"{same} of {TOKENS} tokens are those of the undisturbed run."
+    return "\n".join([textwrap.fill(told, 78), paint(compared, "green" if right else "red")])
+
+
+def again(hops: Sequence[Hop]) -> str:
+    """What had to be done twice, in words."""
+    first = next(hop for hop in hops if hop.answered)
+    if not hops[0].answered:  # what it had computed, nobody knows
+        return f"{first.computed} positions of the prompt computed by the one that took over"
+    return f"{computed_again(hops)} positions computed again"
+
+
+def report(killer: Killer, answer: Answer, right: bool) -> dict[str, object]:
+    """The figures for scripts."""
+    return {
+        "killed": None if killer.struck is None else killer.struck.spec.name,
+        "same": right,
+        "tokens": len(answer.tokens),
+        "computed_again": computed_again(answer.hops),
+        "pause_seconds": answer.pause(killer.at),
+        "usual_gap_seconds": answer.gap,
+        "hops": [asdict(hop) for hop in answer.hops],
+    }
