@@ -30,7 +30,6 @@ class Runner:
         attention_backend: str = "auto",
         threads: int | None = None,
     ) -> None:
-        self.info = loaded.info
         self.pool = KVPool(loaded.pool_shape(num_blocks, block_size), loaded.device)
         self._forward = loaded.forward
         self._backend = choose(attention_backend, self.pool)

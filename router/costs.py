@@ -88,12 +88,6 @@ class Costs:
         if account.fetched > 0:
             self.transfer.learn(account.fetched, account.load_seconds)
 
-    @property
-    def fetch_ratio(self) -> float:
-        """What fetching a token costs beside computing it, between 0.01 and 1."""
-        slope = self.compute.slope
-        return min(max(self.transfer.slope / slope, 0.01), 1.0) if slope > 0 else 1.0
-
     def prefers_direct(self, tokens: int, prefill: Offer, decode: Offer) -> bool:
         """Whether a prompt of so many tokens is better computed by the decode worker itself."""
         stall = self.compute.at(self._fresh(tokens, decode)) * STALL * (decode.streams + 1)

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from router.policy import Candidate, Choice, Wish, choose, held_by, too_long
+from router.policy import Candidate, Choice, Wish, choose, fitting_of, held_by
 
 
 class Policy(Protocol):
@@ -38,7 +38,7 @@ class RoundRobin:
         self, wish: Wish, candidates: Sequence[Candidate], leading: Mapping[str, int]
     ) -> Choice | None:
         """As the protocol says."""
-        fitting = _fitting(wish, candidates)
+        fitting = fitting_of(wish, candidates)
         self._turn += 1
         return _choice(wish, fitting[self._turn % len(fitting)], leading) if fitting else None
 
@@ -53,7 +53,7 @@ class AnyOne:
         self, wish: Wish, candidates: Sequence[Candidate], leading: Mapping[str, int]
     ) -> Choice | None:
         """As the protocol says."""
-        fitting = _fitting(wish, candidates)
+        fitting = fitting_of(wish, candidates)
         return _choice(wish, self._chance.choice(fitting), leading) if fitting else None
 
 
@@ -64,7 +64,7 @@ class LeastLoaded:
         self, wish: Wish, candidates: Sequence[Candidate], leading: Mapping[str, int]
     ) -> Choice | None:
         """As the protocol says."""
-        fitting = _fitting(wish, candidates)
+        fitting = fitting_of(wish, candidates)
         if not fitting:
             return None
         weights = wish.weights
@@ -73,13 +73,6 @@ class LeastLoaded:
             min(fitting, key=lambda c: c.tokens * weights.token + c.legs * weights.leg),
             leading,
         )
-
-
-def _fitting(wish: Wish, candidates: Sequence[Candidate]) -> list[Candidate]:
-    fitting = [candidate for candidate in candidates if candidate.fits(wish.positions)]
-    if candidates and not fitting:
-        raise too_long(wish.positions, candidates)
-    return fitting
 
 
 def _choice(wish: Wish, candidate: Candidate, leading: Mapping[str, int]) -> Choice:

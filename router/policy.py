@@ -82,10 +82,8 @@ def choose(
     wish: Wish, candidates: Sequence[Candidate], leading: Mapping[str, int]
 ) -> Choice | None:
     """The cheapest of those that fit; ``None`` without candidates, ``Rejected`` if none fits."""
-    fitting = [candidate for candidate in candidates if candidate.fits(wish.positions)]
+    fitting = fitting_of(wish, candidates)
     if not fitting:
-        if candidates:
-            raise too_long(wish.positions, candidates)
         return None
     hits = {c.key: held_by(wish, leading.get(c.key, 0)) for c in fitting}
     scores = [(_score(wish, c, hits[c.key]), c.key) for c in fitting]
@@ -93,6 +91,14 @@ def choose(
     ties = [key for score, key in scores if score == best]
     picked = ties[0] if len(ties) == 1 else max(ties, key=lambda key: _rendezvous(wish, key))
     return Choice(picked, hits[picked], _work(wish, hits[picked]))
+
+
+def fitting_of(wish: Wish, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those that could hold the request; ``Rejected`` if there are candidates and none could."""
+    fitting = [candidate for candidate in candidates if candidate.fits(wish.positions)]
+    if candidates and not fitting:
+        raise too_long(wish.positions, candidates)
+    return fitting
 
 
 def too_long(positions: int, candidates: Sequence[Candidate]) -> Rejected:

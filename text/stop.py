@@ -16,11 +16,6 @@ class StopStrings:
         self._stops = tuple(dict.fromkeys(stops))
         self._held = ""
 
-    @property
-    def held(self) -> str:
-        """Text that may be the beginning of a stop string."""
-        return self._held
-
     def push(self, text: str, armed: bool = True) -> tuple[str, bool]:
         """The text that can be shown now, and whether a stop string is complete.
 

@@ -39,8 +39,11 @@ class Seen:
 class Rig:
     """The cluster, and the proxies between the workers of each role and the store."""
 
-    def __init__(self, cluster: Cluster, proxies: dict[str, Proxy], model: Path) -> None:
+    def __init__(
+        self, cluster: Cluster, proxies: dict[str, Proxy], model: Path, lines: list[str]
+    ) -> None:
         self.cluster, self.proxies, self.model = cluster, proxies, model
+        self.lines = lines  # what all processes said so far
 
     def heal(self) -> None:
         """All proxies pass everything."""
@@ -101,11 +104,13 @@ def rig(
     environ: Mapping[str, str] | None = None,
     prefill: int = 2,
     decode: int = 2,
+    module: str | None = None,
 ) -> Iterator[Rig]:
     """A running one; the last lines of all processes are printed at the end.
 
     With ``links`` the router reaches each worker through a proxy named as the worker is, such as
-    ``decode-1``. ``environ`` are flags for all of its processes: ``{"max_deaths": "9"}``.
+    ``decode-1``. ``module`` runs in place of the workers' own. ``environ`` are flags for all of its
+    processes: ``{"max_deaths": "9"}``.
     """
     lines: list[str] = []
     config = ClusterConfig(
@@ -120,7 +125,7 @@ def rig(
         proxies: dict[str, Proxy] = {}
 
         def layout(config: ClusterConfig) -> tuple[Spec, ...]:
-            made = specs(config)
+            made = tuple(_another(spec, module) for spec in specs(config))
             store = next(spec for spec in made if spec.role == "store")
             for role in ROLES:
                 proxies[role] = stack.enter_context(Proxy(store.address))
@@ -137,9 +142,16 @@ def rig(
             up = stack.enter_context(
                 Cluster(config, on_line=note, on_change=note, backoff=BACKOFF, layout=layout)
             )
-            yield Rig(up, proxies, model)
+            yield Rig(up, proxies, model, lines)
         finally:
             print("\n".join(lines[-400:]))
+
+
+def _another(spec: Spec, module: str | None) -> Spec:
+    """A worker made by another module, which is told its role first."""
+    if module is None or spec.role not in ROLES:
+        return spec
+    return replace(spec, module=module, args=(spec.role, *spec.args))
 
 
 def _through(spec: Spec, store: str, proxies: dict[str, Proxy], ways: dict[str, str]) -> Spec:

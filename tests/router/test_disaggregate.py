@@ -80,4 +80,3 @@ def test_a_slow_transfer_and_a_fast_machine_favour_the_decode_worker() -> None:
     for tokens in (100, 500, 1000) * 50:
         costs.learn(Account(tokens, 0.00001 * tokens, tokens, 0.1 + 0.001 * tokens))
     assert costs.prefers_direct(2000, nothing, nothing)
-    assert costs.fetch_ratio == 1.0

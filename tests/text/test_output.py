@@ -106,7 +106,7 @@ def test_stops_do_not_depend_on_the_cut(pieces: list[str], stops: list[str]) -> 
     for piece in pieces:
         text, stopped = stream.push(piece)
         shown += text
-        assert all(len(stream.held) < len(stop) for stop in stops[:1] if len(stops) == 1)
+        assert all(len(stream._held) < len(stop) for stop in stops[:1] if len(stops) == 1)
         if stopped:
             break
     if not stopped:

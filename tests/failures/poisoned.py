@@ -1,0 +1,36 @@
+"""A worker that dies of a certain prompt; its first argument is its role."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
+
+from decode_service.service import register as decode
+from prefill_service.service import register as prefill
+from protos import types_pb2
+from worker.handoff import Handoff
+from worker.identity import Role
+from worker.main import main
+from worker.streams import Batch
+from worker.worker import Worker
+
+POISON = (66, 6, 66, 6)
+ROLES = {"prefill": types_pb2.ROLE_PREFILL, "decode": types_pb2.ROLE_DECODE}
+_run = Worker.run
+
+
+def deadly(
+    self: Worker, role: Role, leg: types_pb2.Leg, handoff: Handoff | None = None
+) -> AbstractAsyncContextManager[AsyncGenerator[Batch]]:
+    """Like ``Worker.run``, for those who have a strong stomach."""
+    if tuple(leg.prompt_token_ids[: len(POISON)]) == POISON:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _run(self, role, leg, handoff)
+
+
+if __name__ == "__main__":
+    Worker.run = deadly  # type: ignore[method-assign]
+    sys.exit(main(ROLES[sys.argv[1]], (prefill, decode), sys.argv[2:]))

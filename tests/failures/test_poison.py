@@ -1,0 +1,81 @@
+"""A request that kills whoever runs it: refused after two deaths, reported, others unharmed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from common.errors import KvrelayError
+from kvrelay import AsyncClient
+from tests.exact.idle import check_idle
+from tests.failures.poisoned import POISON
+from tests.failures.rig import ROLES, Rig, rig
+from tests.failures.streams import Stream, draw, run_all, undisturbed
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
+DEATHS = 2  # the router's --max-deaths
+
+
+@pytest.fixture(scope="module")
+def fleet(model: Path) -> Iterator[Rig]:
+    """Workers that die of the poison."""
+    with rig(model, module="tests.failures.poisoned") as made:
+        yield made
+
+
+def deaths(fleet: Rig) -> int:
+    """Processes started again, over all workers."""
+    cluster = fleet.cluster
+    processes = [
+        cluster.process(role, index)
+        for role in ROLES
+        for index in range(len(cluster.addresses(role)))
+    ]
+    return sum(process.starts - 1 for process in processes)
+
+
+async def poison(fleet: Rig, salt: int) -> KvrelayError:
+    """Ask what kills; what the client is told."""
+    async with AsyncClient(fleet.cluster.router) as client:
+        try:
+            await client.complete(token_ids=[*POISON, salt], max_tokens=8, timeout=100.0)
+        except KvrelayError as error:
+            return error
+    raise AssertionError("the poison was answered")
+
+
+async def together(fleet: Rig, streams: list[Stream], count: int) -> list[KvrelayError]:
+    """So many poisonous requests one after another, beside streams that are under way."""
+    running = asyncio.ensure_future(run_all(fleet.cluster.router, streams))
+    told = []
+    for salt in range(count):
+        while not all(stream.tokens for stream in streams):
+            assert not running.done(), running.exception()
+            await asyncio.sleep(0.01)
+        told.append(await poison(fleet, salt))
+        await asyncio.to_thread(fleet.settle)
+    await running
+    return told
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_poisonous_request_kills_two_workers_and_no_more(fleet: Rig, count: int) -> None:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    streams = [Stream(one) for one in draw(random.Random(seed), 4, 100, 400)]
+    before = deaths(fleet)
+    told = asyncio.run(together(fleet, streams, count))
+    assert all(f"{DEATHS} workers died while they served this request" in str(e) for e in told)
+    fleet.settle()
+    assert deaths(fleet) - before == count * DEATHS
+    reported = [line for line in fleet.lines if "ERROR" in line and "workers died" in line]
+    assert len(reported) >= count
+    expected = undisturbed(fleet.cluster.router, [stream.asked for stream in streams])
+    assert [stream.tokens for stream in streams] == expected
+    for stream in streams:
+        stream.check_usage()
+    check_idle(fleet.cluster)
