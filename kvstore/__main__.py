@@ -15,6 +15,7 @@ from kvstore.disk.tier import DiskOptions, DiskTier
 from kvstore.lanes import LaneOptions, Lanes
 from kvstore.prefault import Prefault
 from kvstore.service import NAME, StoreService, register
+from kvstore.tenants import Tenants
 from kvstore.vault import Limits, Vault
 from rpc import security
 from rpc.deadline import Deadline
@@ -61,10 +62,13 @@ async def serve(config: StoreConfig) -> int:
         config.budget, config.max_block, config.partial_life, config.ticket_life, config.events,
         None if config.disk is None else config.disk_budget,
     )  # fmt: skip
-    vault = Vault(limits)
+    known = security.installed().credentials.tenants
+    tenants = Tenants.of(known, config.budget)
+    vault = Vault(limits, tenants)
     disk = _disk(config, vault)
+    shared = config.shared and not tenants.owners  # whoever maps the memory can read all of it
     plain = security.installed().tls is None  # what a lane carries is not encrypted
-    offered = LaneOptions(config.host, config.lane_port, config.lane and plain, config.shared)
+    offered = LaneOptions(config.host, config.lane_port, config.lane and plain, shared)
     lanes = Lanes(vault, offered)
     service = StoreService(vault, lanes.ways, disk=disk)
     address = f"{config.host}:{config.port}"

@@ -11,14 +11,16 @@ the reservation, the writer that borrowed it, or the block.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from common.miss import Miss
+from kvstore.choosing import Chooser
 from kvstore.deadlines import Deadlines
 from kvstore.entries import Entry, Room
 from kvstore.events import KEPT_EVENTS, Events, Reason
 from kvstore.gone import MISSES, Gone
+from kvstore.keys import prefix_of
 from kvstore.leases import Leases
 from kvstore.places import Places
 from kvstore.policy import Node, Policy
@@ -37,17 +39,16 @@ class Catalog(Generic[V]):
         room: Room[V] | None = None, entry_bytes: int = 0, kept_events: int = KEPT_EVENTS,
         shares: Shares = WHOLE,
     ) -> None:  # fmt: skip
-        self._entry_bytes = entry_bytes  # what the bookkeeping of a block costs, of the budget too
-        self._budget, self._policy = budget, policy
+        # What the bookkeeping of a block costs is of the budget too.
+        self._budget, self._policy, self._entry_bytes = budget, policy, entry_bytes
         self._partial_life, self._boot = partial_life, boot
         self._entries: dict[bytes, Entry[V]] = {}
         self._writing = Reservations(budget, shares)
-        self._places = Places(room)
-        self._leases = Leases()
+        self._places, self._leases = Places(room), Leases()
         self._lives: Deadlines[bytes] = Deadlines()
         self._bytes = self._leased = self._serial = 0
-        self._gone = Gone()
-        self.tally = Tally()
+        self.choose: Callable[[Claim], Node | None] = Chooser(policy, self._entries).victim_for
+        self._gone, self.tally = Gone(), Tally()
         self.events: Events[V] = Events(kept_events)
 
     def lookup(
@@ -115,8 +116,7 @@ class Catalog(Generic[V]):
         self.tally.served += len(served)
         self.tally.absent += len(names) - len(served)
         self.tally.bytes_out += sum(served)
-        blocks = tuple(None if e is None else (e.size, e.value) for e in entries)
-        return Located(blocks, lease)
+        return Located(tuple(None if e is None else (e.size, e.value) for e in entries), lease)
 
     def leased(self, lease: int, first: int, count: int, now: float) -> list[tuple[int, V]] | None:
         """Sizes and values of blocks a lease holds, in its order; ``None`` once it has ended."""
@@ -184,6 +184,11 @@ class Catalog(Generic[V]):
         self.tally.bytes_in += claim.size
         self._came(entry)
         return True
+
+    def owner(self, serial: int) -> bytes | None:
+        """The tenant's part of the keys of a lease or ticket; ``None`` once it has ended."""
+        names = self._leases.names(serial)
+        return prefix_of(names[0]) if names else self._writing.owner(serial)
 
     def abandon(self, ticket: int, names: Iterable[bytes] | None = None) -> None:
         """Give up reservations of a ticket: those named, or all that are left."""
@@ -294,10 +299,10 @@ class Catalog(Generic[V]):
         if self._leased + self._writing.bytes + claim.size > self._budget:
             return False
         while self._charged + claim.size + self._entry_bytes > self._budget:
-            if not self._evict():
+            if not self._evict(claim):
                 return False
         while not self._places.take(claim):
-            if not self._evict():
+            if not self._evict(claim):
                 return False
         return True
 
@@ -306,18 +311,13 @@ class Catalog(Generic[V]):
         count = len(self._entries) + len(self._writing)
         return self._bytes + self._writing.bytes + count * self._entry_bytes
 
-    def _evict(self) -> bool:
-        victim = self._policy.victim() or self._oldest_free()
+    def _evict(self, claim: Claim) -> bool:
+        victim = self.choose(claim)
         if victim is None:
             return False
         self._remove(victim.name, Reason.EVICTED)
         self.tally.evicted += 1
         return True
-
-    def _oldest_free(self) -> Node | None:
-        """When all that may go is followed by what is held: rare, so all are looked through."""
-        free = (entry for entry in self._entries.values() if not entry.leases)
-        return min(free, key=lambda entry: entry.used, default=None)
 
     def _remove(self, name: bytes, reason: Reason) -> None:
         entry = self._entries.pop(name)

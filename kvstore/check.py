@@ -12,6 +12,7 @@ from common.errors import Corrupt
 from kvblock.header import Buffer, Header, decode, header_bytes
 from kvblock.name import Digest, child_name, sha256
 from kvblock.verify import verify_payload
+from kvstore.keys import name_of
 from kvstore.records import Claim
 
 
@@ -31,7 +32,7 @@ def check_block(
     if view.nbytes != claim.size:
         raise Corrupt("length", f"{view.nbytes} bytes came and {claim.size} were claimed")
     header = decode(view)
-    check_name(claim.name, header, digest)
+    check_name(name_of(claim.name), header, digest)
     start = header_bytes(header.count)
     known = summed.checksum if summed is not None and summed.start == start else None
     verify_payload(header, view[start:], known)

@@ -67,4 +67,4 @@ class Gone:
 
 
 def _key(name: bytes) -> int:
-    return int.from_bytes(name[:8])
+    return int.from_bytes(name[:8]) ^ int.from_bytes(name[-8:])  # a tenant's part is in front

@@ -8,8 +8,11 @@ from itertools import islice
 from common.errors import NotFound
 from kvstore.disk.tier import DiskTier
 from kvstore.entries import Entry
+from kvstore.keys import name_of
+from kvstore.messages import stats_message
 from kvstore.vault import Vault
 from protos import kvstore_pb2 as pb
+from rpc.identity import Identity, Kind
 
 PAGE = 1000
 """Blocks in one message: about a millisecond of the event loop."""
@@ -18,7 +21,7 @@ PAGE = 1000
 def pages(vault: Vault, prefix: bytes, limit: int) -> Iterator[pb.ListResponse]:
     """What is there now, whose names begin with ``prefix``; one page at least."""
     last, entries = vault.snapshot()
-    wanted = (entry for entry in entries if entry.name.startswith(prefix))
+    wanted = (entry for entry in entries if name_of(entry.name).startswith(prefix))
     for page in paged(vault, islice(wanted, limit or None)):
         yield pb.ListResponse(boot=vault.boot, sequence=last, blocks=page)
 
@@ -39,14 +42,30 @@ def inspected(vault: Vault, disk: DiskTier | None, name: bytes) -> pb.InspectRes
     if entry is not None and not header and disk is not None:
         header = disk.header(name)
     if entry is None or not header:
-        raise NotFound(f"there is no block {name.hex()}")
+        raise NotFound(f"there is no block {name_of(name).hex()}")
     return pb.InspectResponse(boot=vault.boot, block=info_of(vault, entry), header=header)
+
+
+def stats_for(vault: Vault, caller: Identity) -> pb.StatsResponse:
+    """Of the whole store, and of each tenant for admins; of itself alone for a tenant."""
+    rows = [
+        pb.TenantStats(name=owner.name, quota=owner.quota, entries=entries, bytes=size)
+        for owner, entries, size in (vault.usage() if vault.tenants.owners else ())
+    ]
+    if caller.tenant.name:
+        mine = [row for row in rows if row.name == caller.tenant.name]
+        return pb.StatsResponse(boot=vault.boot, tenants=mine)
+    message = stats_message(vault.stats())
+    if caller.kind is Kind.ADMIN:
+        message.tenants.extend(rows)
+    return message
 
 
 def info_of(vault: Vault, entry: Entry[int]) -> pb.BlockInfo:
     """For the wire."""
     return pb.BlockInfo(
-        name=entry.name,
+        name=name_of(entry.name),
+        tenant=vault.tenants.title(entry.name),
         length=entry.size,
         tokens=entry.tokens,
         partial=entry.partial,

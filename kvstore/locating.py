@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from common.errors import Rejected
 from kvstore.messages import MAX_LEASE_MS, MAX_NAMES, VERDICTS, checked_names, claims_of
+from kvstore.tenants import OPEN, Scope
 from kvstore.vault import Vault
 from protos import kvstore_pb2 as pb
 
@@ -11,12 +12,12 @@ BRING_SECONDS = 5.0
 """A block that does not come from disk in so long is absent."""
 
 
-def located(vault: Vault, request: pb.LocateRequest) -> pb.LocateResponse:
+def located(vault: Vault, request: pb.LocateRequest, scope: Scope = OPEN) -> pb.LocateResponse:
     """Where the names asked for lie, and a lease on them."""
     checked_names("names", request.names, len(request.names), MAX_NAMES)
     if not 0 < request.lease_ms <= MAX_LEASE_MS:
         raise Rejected("lease_ms", f"{request.lease_ms} is not in 1 .. {MAX_LEASE_MS}")
-    found = vault.locate(request.names, request.lease_ms / 1000)
+    found = vault.locate(scope.keys(request.names), request.lease_ms / 1000)
     return pb.LocateResponse(
         boot=vault.boot,
         lengths=[0 if block is None else block[0] for block in found.blocks],
@@ -27,10 +28,10 @@ def located(vault: Vault, request: pb.LocateRequest) -> pb.LocateResponse:
     )
 
 
-def reserved(vault: Vault, request: pb.ReserveRequest) -> pb.ReserveResponse:
+def reserved(vault: Vault, request: pb.ReserveRequest, scope: Scope = OPEN) -> pb.ReserveResponse:
     """A verdict on each claim, at once, and a ticket for those that are wanted."""
     claims = claims_of(request.claims, len(request.claims), vault.limits.max_block)
-    grant = vault.reserve(claims)
+    grant = vault.reserve(scope.claims(claims))
     return pb.ReserveResponse(
         boot=vault.boot,
         ticket=grant.ticket or 0,

@@ -19,12 +19,13 @@ def places(
     """
     rows = rows_of(body, request.count, vault.limits.max_block)
     known = vault.knows(request.serial, request.token)
+    prefix = vault.owner(request.serial) or b""
     prolonged = 0.0
     for row in rows:
         if known and time.monotonic() - prolonged > vault.limits.ticket_life / 10:
             prolonged = time.monotonic()
             vault.prolong(request.serial)
-        slot = _place(vault, request.serial, row) if known else None
+        slot = _place(vault, request.serial, row, prefix) if known else None
         try:
             yield slot, row
         finally:
@@ -32,8 +33,8 @@ def places(
                 slot.drop()
 
 
-def _place(vault: Vault, ticket: int, row: Row) -> Slot | None:
-    slot = vault.slot(ticket, row.name)
+def _place(vault: Vault, ticket: int, row: Row, prefix: bytes) -> Slot | None:
+    slot = vault.slot(ticket, prefix + row.name)
     if slot is not None and slot.claim.size != row.size:
         slot.drop()
         raise Rejected("rows.size", f"{row.size} is not the {slot.claim.size} that was reserved")

@@ -15,6 +15,9 @@ from kvstore.vault import Vault
 from kvstore.wire import DATA, HEAD, Pour, parse, skip
 from protos import kvstore_pb2 as pb
 
+NO_TICKET = (1 << 64) - 1
+"""Never given."""
+
 
 async def first_head(requests: AsyncIterator[bytes]) -> pb.PutHead:
     """The head of a stream, which is its first message."""
@@ -29,10 +32,15 @@ async def first_head(requests: AsyncIterator[bytes]) -> pb.PutHead:
     raise Rejected("head", "must be the first message of a Put")
 
 
-def granted(vault: Vault, ticket: int, claims: Sequence[Claim]) -> Grant:
-    """The grant of an earlier ``Reserve``, or for ticket 0 one made in passing."""
+def granted(vault: Vault, ticket: int, claims: Sequence[Claim], owner: bytes) -> Grant:
+    """The grant of an earlier ``Reserve``, or for ticket 0 one made in passing.
+
+    A ticket of another tenant is as one that has ended.
+    """
     if ticket == 0:
         return vault.reserve(claims)
+    if vault.owner(ticket) != owner:
+        ticket = NO_TICKET
     for index, claim in enumerate(claims):
         reserved = vault.reserved(ticket, claim.name)
         if reserved is not None and reserved != claim:

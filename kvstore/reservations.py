@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvstore.deadlines import Deadlines
+from kvstore.keys import prefix_of
 from kvstore.records import Claim
 
 
@@ -62,6 +63,11 @@ class Reservations:
     def allows(self, size: int) -> bool:
         """Whether so many bytes more may be reserved beside the others; alone any block may."""
         return self.bytes == 0 or self.bytes + size <= self._of_all
+
+    def owner(self, ticket: int) -> bytes | None:
+        """The tenant's part of the keys of a ticket, which has claims while it stands."""
+        key = next(iter(self._tickets.get(ticket, ())), None)
+        return None if key is None else prefix_of(key)
 
     def find(self, ticket: int, name: bytes) -> Claim | None:
         """The claim, while it stands."""

@@ -17,7 +17,7 @@ from common.errors import Corrupt, DeadlineExceeded, Rejected
 from kvblock.name import NAME_BYTES
 from kvstore.changes import Changes
 from kvstore.disk.tier import DiskTier
-from kvstore.listing import inspected, pages
+from kvstore.listing import inspected, pages, stats_for
 from kvstore.locating import BRING_SECONDS, located, reserved
 from kvstore.messages import (
     MAX_LEASE_MS,
@@ -28,15 +28,16 @@ from kvstore.messages import (
     claims_of,
     miss_message,
     outcome_message,
-    stats_message,
     tails_of,
 )
 from kvstore.receiving import first_head, granted, receive
 from kvstore.records import Claim
+from kvstore.tenants import Scope
 from kvstore.vault import Vault
 from kvstore.watching import Pace, Watching, Writer
 from kvstore.wire import cut, data_message
 from protos import kvstore_pb2 as pb
+from rpc.identity import caller
 
 NAME = "kvrelay.v1.KVStore"
 STREAM_SECONDS = 60.0
@@ -75,8 +76,9 @@ class StoreService:
             raise Rejected("openings", f"{len(request.openings)} are more than {MAX_OPENINGS}")
         if request.each:
             return self._surveyed(request)
-        tails, seconds = tails_of(request), request.lease_ms / 1000
-        held = self._vault.lookup(request.names, tails, seconds, request.openings)
+        scope, seconds = self._scope(), request.lease_ms / 1000
+        names, tails = scope.keys(request.names), scope.tails(tails_of(request))
+        held = self._vault.lookup(names, tails, seconds, scope.openings(request.openings))
         return pb.LookupResponse(
             boot=self._vault.boot,
             lead=held.lead,
@@ -90,7 +92,9 @@ class StoreService:
     def _surveyed(self, request: pb.LookupRequest) -> pb.LookupResponse:
         if request.tails:
             raise Rejected("tails", "must be empty with each: ask for them as names")
-        seen = self._vault.survey(request.names, request.lease_ms / 1000, request.openings)
+        scope, seconds = self._scope(), request.lease_ms / 1000
+        openings = scope.openings(request.openings)
+        seen = self._vault.survey(scope.keys(request.names), seconds, openings)
         return pb.LookupResponse(
             boot=self._vault.boot,
             places=pb.Places(lengths=[size or 0 for size in seen.sizes]),
@@ -103,14 +107,17 @@ class StoreService:
     async def locate(self, request: pb.LocateRequest, context: object) -> pb.LocateResponse:
         """``Locate``."""
         checked_names("names", request.names, len(request.names), MAX_NAMES)
-        await self._bring(request.names, min(BRING_SECONDS, request.lease_ms / 2000))
-        return located(self._vault, request)
+        scope = self._scope()
+        seconds = min(BRING_SECONDS, request.lease_ms / 2000)
+        await self._bring(scope.keys(request.names), seconds)
+        return located(self._vault, request, scope)
 
     async def get(self, request: pb.GetRequest, context: object) -> AsyncGenerator[bytes, None]:
         """``Get``; the messages are made by hand, see ``kvstore.wire``. Held while it lasts."""
         checked_names("names", request.names, len(request.names), MAX_NAMES)
-        await self._bring(request.names, BRING_SECONDS)
-        found = self._vault.locate(request.names, STREAM_SECONDS)
+        names = self._scope().keys(request.names)
+        await self._bring(names, BRING_SECONDS)
+        found = self._vault.locate(names, STREAM_SECONDS)
         try:
             lengths = [0 if block is None else block[0] for block in found.blocks]
             head = pb.GetHead(boot=self._vault.boot, lengths=lengths)
@@ -127,8 +134,9 @@ class StoreService:
         """``Reserve``."""
         if request.wait_ms:
             claims = claims_of(request.claims, len(request.claims), self._vault.limits.max_block)
-            await self._wait_for_others(claims, min(request.wait_ms, MAX_LEASE_MS) / 1000)
-        return reserved(self._vault, request)
+            wanted = self._scope().claims(claims)
+            await self._wait_for_others(wanted, min(request.wait_ms, MAX_LEASE_MS) / 1000)
+        return reserved(self._vault, request, self._scope())
 
     async def put(self, requests: AsyncIterator[bytes], context: object) -> pb.PutResponse:
         """``Put``."""
@@ -150,12 +158,12 @@ class StoreService:
         if len(request.leases) > MAX_NAMES:
             raise Rejected("leases", f"{len(request.leases)} are more than {MAX_NAMES}")
         if request.boot == self._vault.boot:
-            self._vault.release(request.leases)
+            self._vault.release(request.leases, self._scope().prefix)
         return pb.ReleaseResponse(boot=self._vault.boot)
 
     async def stats(self, request: pb.StatsRequest, context: object) -> pb.StatsResponse:
         """``Stats``."""
-        return stats_message(self._vault.stats())
+        return stats_for(self._vault, caller())
 
     async def clear(self, request: pb.ClearRequest, context: object) -> pb.ClearResponse:
         """``Clear``."""
@@ -180,11 +188,13 @@ class StoreService:
     async def inspect(self, request: pb.InspectRequest, context: object) -> pb.InspectResponse:
         """``Inspect``."""
         checked_names("name", [request.name], 1, 1)
-        return await asyncio.to_thread(inspected, self._vault, self._disk, request.name)
+        key = self._vault.tenants.named(request.tenant).key(request.name)
+        return await asyncio.to_thread(inspected, self._vault, self._disk, key)
 
     async def _put(self, head: pb.PutHead, data: AsyncIterator[bytes]) -> pb.PutResponse:
-        claims = claims_of(head.claims, len(head.claims), self._vault.limits.max_block)
-        grant = granted(self._vault, head.ticket, claims)
+        scope, most = self._scope(), self._vault.limits.max_block
+        claims = scope.claims(claims_of(head.claims, len(head.claims), most))
+        grant = granted(self._vault, head.ticket, claims, scope.prefix)
         try:
             outcomes = await receive(self._vault, data, claims, grant)
         except Corrupt as error:
@@ -193,6 +203,10 @@ class StoreService:
             if grant.ticket is not None:
                 self._vault.abandon(grant.ticket)
         return pb.PutResponse(boot=self._vault.boot, outcomes=map(outcome_message, outcomes))
+
+    def _scope(self) -> Scope:
+        """Whose blocks this call is about; only its credential says so."""
+        return self._vault.tenants.scope(caller())
 
     async def _bring(self, names: Sequence[bytes], seconds: float) -> None:
         """Wait for those of ``names`` that lie on disk; those that are late are absent."""

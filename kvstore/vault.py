@@ -23,12 +23,15 @@ from kvstore.check import Summed, check_block
 from kvstore.copying import copy, copy_summed
 from kvstore.disk.books import Books
 from kvstore.disk.index import Index
+from kvstore.divided import Divided
 from kvstore.entries import Entry
 from kvstore.events import KEPT_EVENTS, Told
-from kvstore.policy import LeastRecentlyUsed
+from kvstore.keys import prefix_of
+from kvstore.policy import LeastRecentlyUsed, Policy
 from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail
 from kvstore.reservations import Shares
 from kvstore.stats import Stats
+from kvstore.tenants import Owner, Tenants
 from kvstore.tiered import TieredCatalog
 
 ENTRY_BYTES = 384
@@ -51,17 +54,22 @@ class Limits:
 class Vault:
     """Thread-safe. ``boot`` tells this start from every other."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.boot, self.limits = os.urandom(16), limits
+    def __init__(self, limits: Limits, tenants: Tenants | None = None) -> None:
+        self.boot, self.limits, self.tenants = os.urandom(16), limits, tenants or Tenants()
         self.arena = Arena(self.boot, capacity_for(limits.budget))
         self._lock = threading.Lock()
         self._key = os.urandom(32)
         self._watchers: list[Callable[[], None]] = []
         self.books: Books | None = None  # of the disk
-        self._catalog = self._make_catalog()
+        self._divided = Divided(LeastRecentlyUsed, self.tenants.owners, ENTRY_BYTES)
+        self._catalog = self._make_catalog(
+            self._divided if self.tenants.owners else LeastRecentlyUsed()
+        )
+        if self.tenants.owners:
+            self._catalog.choose = self._divided.victim_for
 
-    def _make_catalog(self) -> Catalog[int]:
-        limits, policy = self.limits, LeastRecentlyUsed()
+    def _make_catalog(self, policy: Policy) -> Catalog[int]:
+        limits = self.limits
         if limits.disk_budget is None:
             return Catalog(
                 limits.budget, policy, limits.partial_life, self.boot, self.arena, ENTRY_BYTES,
@@ -129,11 +137,27 @@ class Vault:
         with self._lock:
             return self._catalog.extend(lease, now + seconds, now)
 
-    def release(self, leases: Iterable[int]) -> None:
-        """See ``Catalog.release``."""
+    def release(self, leases: Iterable[int], owner: bytes | None = None) -> None:
+        """See ``Catalog.release``; with ``owner`` those of this tenant only."""
         with self._lock:
             for lease in leases:
-                self._catalog.release(lease)
+                if owner is None or self._catalog.owner(lease) == owner:
+                    self._catalog.release(lease)
+
+    def owner(self, ticket: int) -> bytes | None:
+        """See ``Catalog.owner``."""
+        with self._lock:
+            return self._catalog.owner(ticket)
+
+    def usage(self) -> list[tuple[Owner, int, int]]:
+        """Blocks and bytes in memory of each tenant; those that are not known have no quota."""
+        with self._lock:
+            known = self.tenants.owners
+            found = {p: self._divided.used(p) for p in {*known, *self._divided.prefixes()}}
+        return [
+            (known.get(prefix) or Owner(prefix.hex(), prefix, 0), *used)
+            for prefix, used in sorted(found.items())
+        ]
 
     def reserve(self, claims: Sequence[Claim]) -> Grant:
         """See ``Catalog.reserve``."""
@@ -215,7 +239,8 @@ class Vault:
         """Make a slot's block visible; else it is given back. For ``Slot`` alone."""
         with self._lock:
             stored = self._catalog.commit(
-                slot.ticket, slot.claim.name, slot.place, time.monotonic(), header.parent,
+                slot.ticket, slot.claim.name, slot.place, time.monotonic(),
+                prefix_of(slot.claim.name) + header.parent,
                 header.count,
             )  # fmt: skip
             self._wake()

@@ -14,6 +14,7 @@ from typing import Protocol
 from common.errors import Exhausted
 from kvstore.entries import Entry
 from kvstore.events import Reason
+from kvstore.keys import name_of
 from kvstore.listing import PAGE, info_of, paged
 from kvstore.vault import Vault
 from protos import kvstore_pb2 as pb
@@ -100,6 +101,9 @@ class Watching:
     def _event(self, entry: Entry[int], reason: Reason | None) -> pb.Event:
         if reason is None:
             return pb.Event(block=info_of(self._vault, entry))
-        return pb.Event(
-            removed=REASONS[reason], block=pb.BlockInfo(name=entry.name, length=entry.size)
+        gone = pb.BlockInfo(
+            name=name_of(entry.name),
+            tenant=self._vault.tenants.title(entry.name),
+            length=entry.size,
         )
+        return pb.Event(removed=REASONS[reason], block=gone)

@@ -22,6 +22,14 @@ OPEN = ("/grpc.health.v1.Health/",)
 """For everybody: load balancers and probes ask this, and learn whether it serves and no more."""
 
 CLIENTS = frozenset({"/kvrelay.v1.Router/Generate"})
+STORE_USERS = frozenset(
+    f"/kvrelay.v1.KVStore/{method}"
+    for method in (
+        "Lookup", "Get", "Reserve", "Put", "PutSmall", "Release", "Ways", "Locate", "Stats",
+    )
+)  # fmt: skip
+"""For clients whose tenant has a place in the store; they reach that tenant's blocks only."""
+
 ADMINS = frozenset(
     {
         "/kvrelay.v1.Worker/Drain",
@@ -30,6 +38,7 @@ ADMINS = frozenset(
         "/kvrelay.v1.KVStore/Clear",
         "/kvrelay.v1.KVStore/List",
         "/kvrelay.v1.KVStore/Inspect",
+        "/kvrelay.v1.KVStore/Watch",
     }
 )
 
@@ -77,7 +86,8 @@ class Gate(grpc.aio.ServerInterceptor):
 def may(identity: Identity, method: str) -> bool:
     """Whether a caller may call a method."""
     if identity.kind is Kind.CLIENT:
-        return method in CLIENTS
+        stores = identity.tenant.store_bytes is not None
+        return method in CLIENTS or (stores and method in STORE_USERS)
     return identity.kind is Kind.ADMIN or method not in ADMINS
 
 

@@ -14,6 +14,7 @@ only what it needs::
     max-requests = 8         # at once
     tokens-per-minute = 100000
     weight = 1.0
+    store-bytes = "4GiB"     # of a store's memory; lets this tenant call the store itself
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common.errors import Rejected
+from common.values import size
 from rpc.identity import Identity, Kind, Tenant
 
 log = logging.getLogger("kvrelay.rpc")
@@ -38,7 +40,7 @@ SERVICE_FIRST = (Kind.SERVICE, Kind.ADMIN)
 ADMIN_FIRST = (Kind.ADMIN, Kind.SERVICE)
 _SALT = b"kvrelay.tenant-salt.v1\0"
 _TOP = frozenset({"service", "admin", "fleet", "token", "tenants"})
-_TENANT = frozenset({"token", "salt", "max-requests", "tokens-per-minute", "weight"})
+_TENANT = frozenset({"token", "salt", "max-requests", "tokens-per-minute", "weight", "store-bytes"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +62,11 @@ class Credentials:
         """Tells the keys of fleets apart and nothing else about them; empty without one."""
         key = self.fleet_key
         return b"" if key is None else hmac.digest(key, b"kvrelay.fleet-key-id.v1", "sha256")[:8]
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        """Those that have a token here."""
+        return [known.tenant for known in self._known.values() if known.kind is Kind.CLIENT]
 
     def identify(self, token: str) -> Identity | None:
         """Whose token this is.
@@ -132,6 +139,7 @@ def _tenant(name: str, entry: object, fleet: bytes | None) -> tuple[str, Identit
         made if salt is None else hashlib.sha256(_SALT + salt.encode()).digest(),
         _count(entry, "max-requests", where),
         _count(entry, "tokens-per-minute", where),
+        _bytes(entry, "store-bytes", where),
         _weight(entry, where),
     )
     return token, Identity(Kind.CLIENT, tenant)
@@ -174,6 +182,16 @@ def _count(table: Mapping[str, object], name: str, where: str) -> int | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
     raise Rejected(FIELD, f"{where}.{name}: must be a whole number above 0")
+
+
+def _bytes(table: Mapping[str, object], name: str, where: str) -> int | None:
+    value = table.get(name)
+    if not isinstance(value, str):
+        return _count(table, name, where)
+    try:
+        return size(value)
+    except ValueError as error:
+        raise Rejected(FIELD, f"{where}.{name}: {error}") from None
 
 
 def _weight(table: Mapping[str, object], where: str) -> float:

@@ -27,6 +27,7 @@ class Tenant:
     salt: bytes = field(default=b"", repr=False)
     max_requests: int | None = None  # at once
     tokens_per_minute: int | None = None  # prompt and output
+    store_bytes: int | None = None  # of a store's memory; without it, no store is for it
     weight: float = 1.0  # share beside other tenants where they queue
 
 

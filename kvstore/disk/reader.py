@@ -7,7 +7,6 @@ import threading
 import time
 
 from common.errors import Corrupt
-from kvblock.name import NAME_BYTES
 from kvstore.arena import Arena
 from kvstore.check import check_block
 from kvstore.disk.books import Books, Job
@@ -60,7 +59,7 @@ class Readers:
         view = self._arena.view(entry.value, entry.size)
         try:
             read_into(self._directory.file(spot.segment), spot.offset, view)
-            check_block(Claim(entry.name[-NAME_BYTES:], entry.size, partial=False), view)
+            check_block(Claim(entry.name, entry.size, partial=False), view)
         except Corrupt as error:
             log.warning("disk: block %s in segment %d: %s", entry.name.hex(), spot.segment, error)
             return False
