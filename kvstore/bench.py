@@ -13,14 +13,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from common.config import load, option
+from kvstore import benchredis
+from kvstore.benchredis import redis_rows
 from kvstore.benchrows import Bare, Memcpy, Rig, get_rows, lookup_seconds, put_rows
 
 DESCRIPTION = """\
 Measures on this machine, with a store of its own, how fast blocks are got and put on each way,
-beside a memcpy of the same bytes and a bare socket, and how long a lookup takes."""
+beside a memcpy of the same bytes and a bare socket, and how long a lookup takes. Where there is a
+redis-server, so is our client of it beside a bare socket that speaks its protocol."""
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 LOOKUP_NAMES = 1000
 FEW, MANY, QUICK_MANY = 1000, 1_000_000, 20_000
+RIVALS = {"shm get": "memcpy", "shm put": "memcpy", **benchredis.RIVALS}
+ALONE = {"memcpy", "bare socket", *benchredis.RIVALS.values()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +75,9 @@ def _of_size(size: int, per_round: int, rounds: int, working_set: int) -> list[R
     """A round goes through all rows before the next begins."""
     with Rig(size, max(working_set, 256 * size)) as rig:
         gets, puts = get_rows(rig), put_rows(rig)
-        with Memcpy(rig) as memcpy, Bare(rig) as bare:
+        with Memcpy(rig) as memcpy, Bare(rig) as bare, redis_rows(rig) as redis:
             rivals: dict[str, Callable[[int], float]] = {"memcpy": memcpy, "bare socket": bare}
-            table = {**rivals, **gets, **puts}
+            table = {**rivals, **gets, **puts, **redis}
             for run in table.values():
                 run(min(per_round, 32 * size))  # connections, first touch, warm caches
             rates = []
@@ -83,9 +88,7 @@ def _of_size(size: int, per_round: int, rounds: int, working_set: int) -> list[R
 
 
 def _row(size: int, what: str, rates: Sequence[dict[str, float]]) -> Row:
-    rival = {"shm get": "memcpy", "shm put": "memcpy"}.get(what)
-    if rival is None and what not in ("memcpy", "bare socket"):
-        rival = "bare socket"
+    rival = RIVALS.get(what, None if what in ALONE else "bare socket")
     best = max(rate[what] for rate in rates)
     ratio = None if rival is None else best / max(rate[rival] for rate in rates)
     return Row(size, what, best, statistics.median(rate[what] for rate in rates), rival, ratio)
@@ -93,11 +96,11 @@ def _row(size: int, what: str, rates: Sequence[dict[str, float]]) -> Row:
 
 def table(rows: Sequence[Row], lookups: Sequence[Lookup]) -> str:
     """For people."""
-    lines = [f"{'block':>8}  {'row':<12} {'GB/s':>7} {'median':>7}  {'ratio':>5}"]
+    lines = [f"{'block':>8}  {'row':<14} {'GB/s':>7} {'median':>7}  {'ratio':>5}"]
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:5.2f} of {row.rival}"
         rates = f"{row.rate:7.2f} {row.median:7.2f}"
-        lines.append(f"{row.size >> 10:>5}KiB  {row.what:<12} {rates}  {ratio}".rstrip())
+        lines.append(f"{row.size >> 10:>5}KiB  {row.what:<14} {rates}  {ratio}".rstrip())
     for lookup in lookups:
         took = f"{lookup.seconds * 1e3:.2f} ms"
         lines.append(f"lookup of {LOOKUP_NAMES:,} names among {lookup.blocks:,} blocks: {took}")

@@ -18,7 +18,7 @@ from common.errors import Corrupt, Unavailable
 from kvblock.header import Header, encode, header_bytes
 from kvblock.name import child_name
 from kvblock.verify import Wanted, verify_block
-from kvstore.base import Block, Kept, Lease, Offer, Want
+from kvstore.base import Block, Kept, Lease, Offer, Store, Want
 from kvstore.messages import MAX_NAMES
 from kvstore.remote import RemoteStore
 from kvstore.vault import ENTRY_BYTES
@@ -130,7 +130,7 @@ class Rig:
         for start in range(0, self.count, step):
             end = min(start + step, self.count)
             offers = [self.offer(n, self.wanted[n]) for n in range(start, end)]
-            _all_stored(self.store("shm"), offers)
+            all_stored(self.store("shm"), offers)
         self.hold()
 
 
@@ -204,7 +204,7 @@ def get_rows(rig: Rig) -> dict[str, Run]:
                 first = done % rig.count
                 indices = range(first, min(first + GET_BLOCKS, rig.count))
                 indices = indices[: total // rig.size - done]
-                _get(rig, store, indices)
+                get_blocks(rig, store, indices)
                 done += len(indices)
             return done * rig.size / (time.perf_counter() - began) / GB
 
@@ -221,7 +221,7 @@ def put_rows(rig: Rig) -> dict[str, Run]:
             offers = rig.new_offers(total // rig.size)
             began = time.perf_counter()
             for start in range(0, len(offers), PUT_BLOCKS):
-                _all_stored(store, offers[start : start + PUT_BLOCKS])
+                all_stored(store, offers[start : start + PUT_BLOCKS])
             return len(offers) * rig.size / (time.perf_counter() - began) / GB
 
         return run
@@ -245,7 +245,8 @@ def lookup_seconds(names: int, blocks: int) -> float:
     return sorted(times)[len(times) // 2]
 
 
-def _get(rig: Rig, store: RemoteStore, indices: range) -> None:
+def get_blocks(rig: Rig, store: Store, indices: range) -> None:
+    """With copy into the pool and verification."""
     wants = [Want(rig.wanted[n].name, rig.buffer(n)) for n in indices]
     for got in store.get(wants, TIMEOUT):
         if got.header is None:
@@ -255,7 +256,8 @@ def _get(rig: Rig, store: RemoteStore, indices: range) -> None:
         )
 
 
-def _all_stored(store: RemoteStore, offers: list[Offer]) -> None:
+def all_stored(store: Store, offers: list[Offer]) -> None:
+    """Put blocks that are new."""
     outcomes = store.put(offers, TIMEOUT)
     if any(outcome.kept is not Kept.STORED for outcome in outcomes):
         raise Corrupt("put", f"not all were stored: {outcomes}")

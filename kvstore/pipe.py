@@ -70,17 +70,21 @@ class Pipe:
         """Fill all of ``buffers``."""
         views = [buffer for buffer in buffers if len(buffer)]
         first = 0
-        with _mapped():
+        try:
             while first < len(views):
                 self._check()
                 group = views[first : first + PIECES]
                 first += _advance(views, first, len(group), _some(self._fill(group)))
+        except OSError as error:
+            raise _ours(error) from error
 
     def receive_some(self, buffer: memoryview) -> int:
         """As much as there is, at least a byte and at most all of ``buffer``; how much."""
-        with _mapped():
+        try:
             self._check()
             return _some(self._sock.recv_into(buffer))
+        except OSError as error:
+            raise _ours(error) from error
 
     def _send_some(self, group: list[memoryview]) -> int:
         return self._sock.sendmsg(group)
@@ -143,10 +147,14 @@ class Pipe:
 def _mapped() -> Iterator[None]:
     try:
         yield
-    except (BlockingIOError, TimeoutError) as error:
-        raise DeadlineExceeded("the other side of the connection was too slow") from error
     except OSError as error:
-        raise Unavailable(f"the connection broke: {error}") from error
+        raise _ours(error) from error
+
+
+def _ours(error: OSError) -> KvrelayError:
+    if isinstance(error, BlockingIOError | TimeoutError):
+        return DeadlineExceeded("the other side of the connection was too slow")
+    return Unavailable(f"the connection broke: {error}")
 
 
 def _some(count: int) -> int:

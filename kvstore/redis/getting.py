@@ -7,8 +7,7 @@ in the kernel's until their turn, and pipelines of large values that are longer 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from typing import TypeVar
+from collections.abc import Generator, Sequence
 
 from common.errors import DeadlineExceeded, KvrelayError, Unavailable
 from kvstore.base import Got, Want
@@ -28,8 +27,6 @@ AHEAD = 64
 """Bytes read to learn the length of a large block; all others go where they belong at once."""
 
 LARGE = 16 << 10
-
-T = TypeVar("T")
 
 
 class Astray(Exception):
@@ -71,23 +68,24 @@ class Queue:
 
     def take(self, want: Want) -> bytes | None:
         """The header of the next block, whose payload is then in its buffer."""
-        replies, wanted = self._link.replies, len(want.buffer)
+        self.pump()
+        replies, size = self._link.replies, self._asked.popleft()
+        self._under_way -= size
         try:
-            length = replies.bulk(AHEAD if wanted >= LARGE else LARGE)
-            split = None if length is None else split_of(length, want)
-            if split is not None:
-                header = bytearray(split)
-                replies.into((memoryview(header), want.buffer))
-                return bytes(header)
-            if length is not None:
-                replies.skip(length)
-            return None
+            length = replies.bulk(AHEAD if size >= LARGE else LARGE)
         except Refused as refusal:
-            if code_of(refusal.line) != NO_VALUE:
-                raise
+            if code_of(refusal.line) == NO_VALUE:
+                return None
+            raise
+        if length is None:
             return None
-        finally:
-            self._under_way -= self._asked.popleft()
+        split = split_of(length, want)
+        if split is None:
+            replies.skip(length)
+            return None
+        header = bytearray(split)
+        replies.into(memoryview(header), want.buffer)
+        return bytes(header)
 
 
 def received(call: Call, wants: Sequence[Want]) -> Generator[Got, None, None]:
@@ -115,47 +113,45 @@ def _round(call: Call, wants: Sequence[Want], first: int) -> Generator[Got, None
     order = [_queued(call, queues, want) for want in wants[first:]]
     if order and not queues:
         raise call.error or Unavailable("no server of the store is to be asked now")
-    for asked in queues.values():
-        _tried(call, asked.node, asked.pump)
-    for index, queue in enumerate(order, first):
-        yield Got(index, None if queue is None else _next(call, queue, wants[index]))
+    node = None
+    try:
+        for node in queues:
+            queues[node].pump()
+        for index, queue in enumerate(order, first):
+            if queue is None:
+                yield Got(index, None)
+                continue
+            node = queue.node
+            header = queue.take(wants[index])
+            if queue.empty:
+                call.done(node)
+            yield Got(index, header)
+    except (Refused, KvrelayError) as error:
+        if node is not None:
+            _blame(call, node, error)
+        raise Astray from error
+
+
+def _blame(call: Call, node: Node, error: Refused | KvrelayError) -> None:
+    if isinstance(error, KvrelayError):
+        call.lost(node, error)
+    elif is_elsewhere(error.line):
+        call.topology.doubt()
+    else:
+        call.lost(node, Unwilling(node.address, error.line))
 
 
 def _queued(call: Call, queues: dict[Node, Queue], want: Want) -> Queue | None:
     """The queue a want was added to; ``None`` if no server that might have it is there."""
     while (place := call.place(want.name)) is not None:
         node, key = place
-        if node not in queues:
+        queue = queues.get(node)
+        if queue is None:
             try:
-                queues[node] = Queue(node, call.begin(node))
+                queue = queues[node] = Queue(node, call.begin(node))
             except KvrelayError as error:
                 call.lost(node, error)
                 continue
-        queues[node].add(key, len(want.buffer))
-        return queues[node]
+        queue.add(key, len(want.buffer))
+        return queue
     return None
-
-
-def _next(call: Call, queue: Queue, want: Want) -> bytes | None:
-    def step() -> bytes | None:
-        queue.pump()
-        return queue.take(want)
-
-    header = _tried(call, queue.node, step)
-    if queue.empty:
-        call.done(queue.node)
-    return header
-
-
-def _tried(call: Call, node: Node, step: Callable[[], T]) -> T:
-    try:
-        return step()
-    except Refused as refusal:
-        if is_elsewhere(refusal.line):
-            call.topology.doubt()
-        else:
-            call.lost(node, Unwilling(node.address, refusal.line))
-        raise Astray from refusal
-    except KvrelayError as error:
-        call.lost(node, error)
-        raise Astray from error

@@ -8,7 +8,7 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import SplitResult, unquote
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from common.config import option, options, read
 from common.errors import Rejected
@@ -58,6 +58,12 @@ class Settings:
     def lives(self, partial: bool) -> bytes:
         """Milliseconds until a block expires that is not used, as an argument of a command."""
         return b"%d" % round(1000 * (self.partial_life if partial else self.life))
+
+
+def settings_for(url: str) -> Settings:
+    """The settings of a whole URL."""
+    parts = urlsplit(url)
+    return settings_of(parts, dict(parse_qsl(parts.query)))
 
 
 def settings_of(

@@ -68,14 +68,18 @@ class RedisStore:
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
         """As the protocol says."""
-        with self._call(timeout) as call:
-            for got in received(call, wants):
-                if got.header is None:
-                    self._counting.add(absent=1)
-                else:
-                    nbytes = len(got.header) + wants[got.index].buffer.nbytes
-                    self._counting.add(served=1, bytes_out=nbytes)
-                yield got
+        served = absent = nbytes = 0
+        try:
+            with self._call(timeout) as call:
+                for got in received(call, wants):
+                    if got.header is None:
+                        absent += 1
+                    else:
+                        served += 1
+                        nbytes += len(got.header) + wants[got.index].buffer.nbytes
+                    yield got
+        finally:
+            self._counting.add(served=served, absent=absent, bytes_out=nbytes)
 
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
         """As the protocol says, but that a block another writer is putting is put once more."""

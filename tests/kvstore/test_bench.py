@@ -14,9 +14,12 @@ def test_a_quick_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(flags) == 0
     found = json.loads(capsys.readouterr().out)
     ways = [f"{way} {what}" for what in ("get", "put") for way in ("shm", "lane", "grpc")]
-    assert [row["what"] for row in found["rows"]] == ["memcpy", "bare socket", *ways]
+    redis = ["bare redis get", "redis get", "bare redis put", "redis put"]
+    assert [row["what"] for row in found["rows"]] == ["memcpy", "bare socket", *ways, *redis]
     assert all(row["rate"] >= row["median"] > 0 for row in found["rows"])
-    assert {row["rival"] for row in found["rows"]} == {None, "memcpy", "bare socket"}
+    rivals = {row["what"]: row["rival"] for row in found["rows"]}
+    assert {rivals[way] for way in ways} == {"memcpy", "bare socket"}
+    assert [rivals[row] for row in redis] == [None, redis[0], None, redis[2]]
     assert [lookup["blocks"] for lookup in found["lookups"]] == [1000, 20_000]
 
 
