@@ -16,6 +16,7 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import xxhash
 
@@ -91,17 +92,44 @@ def payload_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 def encode(header: Header) -> bytes:
     """The header as bytes, checksum included."""
-    length = header_bytes(header.count)
-    dimensions = header.shape + (0,) * (MAX_DIMENSIONS - len(header.shape))
-    data = bytearray(length)
-    _FIXED.pack_into(
-        data, 0, MAGIC, VERSION, len(header.shape), 0, length, 0, header.payload_bytes,
-        header.payload_checksum, header.count, header.dtype.encode("ascii"), header.namespace,
-        header.parent, header.name, *dimensions,
+    return encoded(
+        header.namespace, header.parent, header.name, header.tokens, header.dtype, header.shape,
+        header.payload_bytes, header.payload_checksum,
     )  # fmt: skip
-    struct.pack_into(f"<{header.count}I", data, _FIXED.size, *header.tokens)
-    data[_CHECKSUM] = _own_checksum(data).to_bytes(8, "little")
-    return bytes(data)
+
+
+def encoded(
+    namespace: bytes, parent: bytes, name: bytes, tokens: tuple[int, ...], dtype: str,
+    shape: tuple[int, ...], size: int, payload_checksum: int,
+) -> bytes:  # fmt: skip
+    """The same of its fields; what most headers have in common is packed once."""
+    start, kind, dimensions, words, padding = _common(len(tokens), dtype, shape)
+    rest = b"".join((
+        size.to_bytes(8, "little"), payload_checksum.to_bytes(8, "little"), kind, namespace,
+        parent, name, dimensions, words.pack(*tokens), padding,
+    ))  # fmt: skip
+    if len(rest) != header_bytes(len(tokens)) - _CHECKSUM.stop:
+        raise ValueError("namespace, parent and name have 32 bytes each")
+    own = xxhash.xxh3_64_intdigest(start + rest)
+    return b"".join((start, own.to_bytes(8, "little"), rest))
+
+
+@lru_cache(maxsize=1024)
+def _common(
+    count: int, dtype: str, shape: tuple[int, ...]
+) -> tuple[bytes, bytes, bytes, struct.Struct, bytes]:
+    """What stands before the checksum; count and dtype; the shape; the tokens' format; zeros."""
+    length = header_bytes(count)
+    data = bytearray(length)
+    dimensions = shape + (0,) * (MAX_DIMENSIONS - len(shape))
+    _FIXED.pack_into(
+        data, 0, MAGIC, VERSION, len(shape), 0, length, 0, 0, 0, count, dtype.encode("ascii"),
+        b"", b"", b"", *dimensions,
+    )  # fmt: skip
+    words, end = struct.Struct(f"<{count}I"), _FIXED.size + 4 * count
+    found = (data[: _CHECKSUM.start], data[40:64], data[160 : _FIXED.size], data[end:])
+    start, kind, shaped, padding = map(bytes, found)
+    return start, kind, shaped, words, padding
 
 
 def seal(header: bytes, payload_checksum: int) -> bytes:

@@ -15,16 +15,19 @@ from dataclasses import asdict, dataclass
 from common.config import load, option
 from kvstore import benchredis
 from kvstore.benchredis import redis_rows
-from kvstore.benchrows import Bare, Memcpy, Rig, get_rows, lookup_seconds, put_rows
+from kvstore.benchrows import GB, GET_BLOCKS, Bare, Memcpy, Rig, get_rows, lookup_seconds, put_rows
 
 DESCRIPTION = """\
 Measures on this machine, with a store of its own, how fast blocks are got and put on each way,
 beside a memcpy of the same bytes and a bare socket, and how long a lookup takes. Where there is a
 redis-server, so is our client of it beside a bare socket that speaks its protocol."""
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
+CHECKED = "memcpy, checked"
 LOOKUP_NAMES = 1000
+LEAST = 6
+"""Rounds, however large the blocks are."""
 FEW, MANY, QUICK_MANY = 1000, 1_000_000, 20_000
-RIVALS = {"shm get": "memcpy", "shm put": "memcpy", **benchredis.RIVALS}
+RIVALS = {**dict.fromkeys(("shm get", "shm put", CHECKED), "memcpy"), **benchredis.RIVALS}
 ALONE = {"memcpy", "bare socket", *benchredis.RIVALS.values()}
 
 
@@ -37,12 +40,17 @@ class BenchConfig:
     working_set: int = option(256 << 20, "bytes of different blocks", unit="bytes", low=1 << 20)
     sizes: tuple[int, ...] = option(SIZES, "bytes of a block's payload; may be repeated")
     quick: bool = option(False, "a sixteenth of the bytes in two rounds, to see that it works")
+    rows: tuple[str, ...] = option((), "such as 'shm get'; default: all; may be repeated")
     json: bool = option(False, "print JSON instead of a table")
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line: best and median rate in GB/s; the best's ``ratio`` to that of ``rival``."""
+    """One line: best and median rate in GB/s; the best's ``ratio`` to that of ``rival``.
+
+    ``client`` and ``store`` are the seconds of processor time the two processes took for a GB, in
+    the cheapest round: what else the machine does hardly changes them.
+    """
 
     size: int
     what: str
@@ -50,6 +58,17 @@ class Row:
     median: float
     rival: str | None
     ratio: float | None
+    client: float
+    store: float
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One row once: GB/s, and seconds of processor time a GB."""
+
+    rate: float
+    client: float
+    store: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,41 +85,65 @@ def measure(config: BenchConfig) -> tuple[list[Row], list[Lookup]]:
     total = config.bytes // 16 if config.quick else config.bytes
     rows: list[Row] = []
     for size in config.sizes:
-        rows += _of_size(size, total // rounds, rounds, config.working_set)
+        # A whole call a round at least; of large blocks in fewer rounds.
+        least = 0 if config.quick else GET_BLOCKS * size
+        per_round = max(total // rounds, least)
+        turns = rounds if config.quick else max(total // per_round, LEAST)
+        rows += _of_size(size, per_round, turns, config)
     many = QUICK_MANY if config.quick else MANY
+    if config.rows:
+        return rows, []
     return rows, [Lookup(n, lookup_seconds(LOOKUP_NAMES, n)) for n in (FEW, many)]
 
 
-def _of_size(size: int, per_round: int, rounds: int, working_set: int) -> list[Row]:
+def _of_size(size: int, per_round: int, rounds: int, config: BenchConfig) -> list[Row]:
     """A round goes through all rows before the next begins."""
-    with Rig(size, max(working_set, 256 * size)) as rig:
+    with Rig(size, max(config.working_set, 256 * size)) as rig:
         gets, puts = get_rows(rig), put_rows(rig)
-        with Memcpy(rig) as memcpy, Bare(rig) as bare, redis_rows(rig) as redis:
-            rivals: dict[str, Callable[[int], float]] = {"memcpy": memcpy, "bare socket": bare}
+        with (
+            Memcpy(rig) as memcpy,
+            Memcpy(rig, checked=True) as checked,
+            Bare(rig) as bare,
+            redis_rows(rig) as redis,
+        ):
+            rivals = {"memcpy": memcpy, CHECKED: checked, "bare socket": bare}
             table = {**rivals, **gets, **puts, **redis}
+            wanted = {*(config.rows or table), *ALONE}
+            table = {what: run for what, run in table.items() if what in wanted}
             for run in table.values():
                 run(min(per_round, 32 * size))  # connections, first touch, warm caches
-            rates = []
+            done: list[dict[str, Round]] = []
             for _ in range(rounds):
                 rig.hold()
-                rates.append({what: run(per_round) for what, run in table.items()})
-    return [_row(size, what, rates) for what in table]
+                done.append({what: _round(rig, run, per_round) for what, run in table.items()})
+    return [_row(size, what, done) for what in table]
 
 
-def _row(size: int, what: str, rates: Sequence[dict[str, float]]) -> Row:
+def _round(rig: Rig, run: Callable[[int], float], total: int) -> Round:
+    client, store = rig.processor()
+    rate = run(total)
+    after = rig.processor()
+    return Round(rate, (after[0] - client) / total * GB, (after[1] - store) / total * GB)
+
+
+def _row(size: int, what: str, done: Sequence[dict[str, Round]]) -> Row:
     rival = RIVALS.get(what, None if what in ALONE else "bare socket")
-    best = max(rate[what] for rate in rates)
-    ratio = None if rival is None else best / max(rate[rival] for rate in rates)
-    return Row(size, what, best, statistics.median(rate[what] for rate in rates), rival, ratio)
+    rates = [one[what].rate for one in done]
+    ratio = None if rival is None else max(rates) / max(one[rival].rate for one in done)
+    cheapest = min((one[what] for one in done), key=lambda one: one.client + one.store)
+    median = statistics.median(rates)
+    return Row(size, what, max(rates), median, rival, ratio, cheapest.client, cheapest.store)
 
 
 def table(rows: Sequence[Row], lookups: Sequence[Lookup]) -> str:
     """For people."""
-    lines = [f"{'block':>8}  {'row':<14} {'GB/s':>7} {'median':>7}  {'ratio':>5}"]
+    head = f"{'block':>8}  {'row':<15} {'GB/s':>7} {'median':>7} {'client':>7} {'store':>7}"
+    lines = [f"{head}  ratio   (client, store: ms of processor for a GB)"]
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:5.2f} of {row.rival}"
         rates = f"{row.rate:7.2f} {row.median:7.2f}"
-        lines.append(f"{row.size >> 10:>5}KiB  {row.what:<14} {rates}  {ratio}".rstrip())
+        times = f"{row.client * 1e3:7.0f} {row.store * 1e3:7.0f}"
+        lines.append(f"{row.size >> 10:>5}KiB  {row.what:<15} {rates} {times}  {ratio}".rstrip())
     for lookup in lookups:
         took = f"{lookup.seconds * 1e3:.2f} ms"
         lines.append(f"lookup of {LOOKUP_NAMES:,} names among {lookup.blocks:,} blocks: {took}")

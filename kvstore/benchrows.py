@@ -10,15 +10,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from types import TracebackType
 
 import numpy as np
 
 from common.errors import Corrupt, Unavailable
-from kvblock.header import Header, encode, header_bytes
+from kvblock.header import Header, checksum, encode, header_bytes
 from kvblock.name import child_name
 from kvblock.verify import Wanted, verify_block
 from kvstore.base import Block, Kept, Lease, Offer, Store, Want
+from kvstore.copying import copy_summed
 from kvstore.messages import MAX_NAMES
 from kvstore.remote import RemoteStore
 from kvstore.vault import ENTRY_BYTES
@@ -83,6 +85,10 @@ class Rig:
         if self._process.stdout is not None:
             self._process.stdout.close()
 
+    def processor(self) -> tuple[float, float]:
+        """Seconds of processor time that this process and the store have used."""
+        return time.process_time(), time.clock_gettime(_clock_of(self._process.pid))
+
     def store(self, way: str) -> RemoteStore:
         """A client of it that goes this way."""
         return self._stores[way]
@@ -109,12 +115,15 @@ class Rig:
         payload = self.buffer(index)
 
         def read() -> Block:
-            header = Header(
-                SPACE, wanted.parent, wanted.name, TOKENS, "uint8", (self.size,), self.size, 0
-            )
-            return Block(encode(header), payload, sealed=False)
+            return Block(encode(self.header(wanted)), payload, sealed=False)
 
         return Offer(wanted.name, self.block_bytes, False, read)
+
+    def header(self, wanted: Wanted) -> Header:
+        """Of a block, without the checksum of its payload."""
+        return Header(
+            SPACE, wanted.parent, wanted.name, TOKENS, "uint8", (self.size,), self.size, 0
+        )
 
     def new_offers(self, count: int) -> list[Offer]:
         """Blocks the store does not have yet."""
@@ -135,23 +144,36 @@ class Rig:
 
 
 class Memcpy:
-    """The same bytes, from one memory of this process into another."""
+    """The same bytes, from one memory of this process into another.
 
-    def __init__(self, rig: Rig) -> None:
-        self._rig = rig
+    ``checked``: as a reader does who shares the memory of a store, checksum and header compared.
+    What that costs more is what verification costs.
+    """
+
+    def __init__(self, rig: Rig, checked: bool = False) -> None:
+        self._rig, self._checked = rig, checked
         self._map = mmap.mmap(-1, len(rig.pool))
 
     def __enter__(self) -> Run:
         """Touch it."""
         source = np.frombuffer(self._map, np.uint8)
         source[:] = 1
-        size, count, pool = self._rig.size, self._rig.count, self._rig.pool
+        size, count, rig = self._rig.size, self._rig.count, self._rig
+        view, wanted = memoryview(self._map).toreadonly(), rig.wanted[0]
+        header = encode(replace(rig.header(wanted), payload_checksum=checksum(view[:size])))
+
+        def copy_one(n: int) -> None:
+            start = n % count * size
+            np.copyto(rig.pool[start : start + size], source[start : start + size])
+
+        def copy_checked(n: int) -> None:
+            start, target = n % count * size, rig.buffer(n % count)
+            verify_block(header, wanted, target, copy_summed(target, view[start : start + size]))
 
         def run(total: int) -> float:
-            began = time.perf_counter()
+            one, began = copy_checked if self._checked else copy_one, time.perf_counter()
             for n in range(total // size):
-                start = n % count * size
-                np.copyto(pool[start : start + size], source[start : start + size])
+                one(n)
             return total // size * size / (time.perf_counter() - began) / GB
 
         return run
@@ -254,6 +276,11 @@ def get_blocks(rig: Rig, store: Store, indices: range) -> None:
         verify_block(
             got.header, rig.wanted[indices[got.index]], wants[got.index].buffer, got.summed
         )
+
+
+def _clock_of(pid: int) -> int:
+    """The processor time of another process, as Linux numbers its clocks."""
+    return ~pid << 3 | 2
 
 
 def all_stored(store: Store, offers: list[Offer]) -> None:

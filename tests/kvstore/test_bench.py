@@ -15,7 +15,10 @@ def test_a_quick_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     ways = [f"{way} {what}" for what in ("get", "put") for way in ("shm", "lane", "grpc")]
     redis = ["bare redis get", "redis get", "bare redis put", "redis put"]
-    assert [row["what"] for row in found["rows"]] == ["memcpy", "bare socket", *ways, *redis]
+    alone = ["memcpy", "memcpy, checked", "bare socket"]
+    assert [row["what"] for row in found["rows"]] == [*alone, *ways, *redis]
+    assert all(row["client"] > 0 for row in found["rows"])
+    assert all(row["store"] > 0 for row in found["rows"] if row["what"] in ways)
     assert all(row["rate"] >= row["median"] > 0 for row in found["rows"])
     rivals = {row["what"]: row["rival"] for row in found["rows"]}
     assert {rivals[way] for way in ways} == {"memcpy", "bare socket"}
