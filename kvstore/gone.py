@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import islice
 
 from common.miss import Miss
 from kvstore.events import Reason
@@ -45,7 +46,9 @@ class Gone:
         self._reasons.pop(key, None)
         self._reasons[key] = why
         if len(self._reasons) > self._most:
-            del self._reasons[next(iter(self._reasons))]
+            # Many at once: a dictionary looks for its first key past all that were deleted.
+            for oldest in list(islice(self._reasons, max(1, self._most >> 10))):
+                del self._reasons[oldest]
         if opening is not None:
             self._openings[opening] -= 1
             if not self._openings[opening]:

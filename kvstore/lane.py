@@ -68,11 +68,11 @@ class LaneWay:
         base, until = progress.done, asked + found.lease_ms / 1000
         whole = False
         try:
-            for index, header in self._fetch(left, found, deadline):
+            for index, header, summed in self._fetch(left, found, deadline):
                 if time.monotonic() >= until:
                     header = None  # what was sent may have been another block by then
                 progress.done = base + index + 1
-                yield Got(base + index, header)
+                yield Got(base + index, header, summed)
             whole = True
         finally:
             if found.lease and not whole:
@@ -96,8 +96,8 @@ class LaneWay:
 
     def _fetch(
         self, wants: Sequence[Want], found: pb.LocateResponse, deadline: Deadline
-    ) -> Iterator[tuple[int, bytes | None]]:
-        """Number and header of each want, in order; the payloads go into their buffers."""
+    ) -> Iterator[tuple[int, bytes | None, int | None]]:
+        """Number, header and checksum of each want, in order; payloads go into their buffers."""
         batches = batches_of(wants, found.lengths)
         done = 0
         if batches:
@@ -107,13 +107,12 @@ class LaneWay:
                 for number, batch in enumerate(batches):
                     if number + AHEAD < len(batches):
                         ask(line, found, batches, number + AHEAD)
-                    headers = receive(line, wants, found.lengths, batch)
-                    for index, header in zip(batch.wants, headers, strict=True):
-                        yield from ((absent, None) for absent in range(done, index))
-                        yield index, header
-                        done = index + 1
+                    for one in receive(line, wants, found.lengths, batch):
+                        yield from ((absent, None, None) for absent in range(done, one[0]))
+                        yield one
+                        done = one[0] + 1
                 line.body()
-        yield from ((absent, None) for absent in range(done, len(wants)))
+        yield from ((absent, None, None) for absent in range(done, len(wants)))
 
     def _let_go(self, found: pb.LocateResponse) -> None:
         try:

@@ -51,7 +51,7 @@ def test_a_full_memory_takes_what_is_said_of_it() -> None:
     finally:
         tracemalloc.stop()
     print(f"{taken / 2**20:.1f} MiB")
-    assert len(gone) == REMEMBERED
+    assert REMEMBERED * 0.99 < len(gone) <= REMEMBERED
     assert taken < 6 << 20
 
 
