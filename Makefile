@@ -15,7 +15,7 @@ ARGS ?=
 
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help venv demo up test test-slow test-fast check format protos chaos prove bench clean
+.PHONY: help venv demo up test test-slow test-fast check format protos chaos fuzz prove bench clean
 
 help: ## show this list
 	@echo "kvrelay: LLM serving with prefill and decode on separate workers"
@@ -55,6 +55,9 @@ protos: $(READY) ## regenerate the modules in protos/ from the .proto files
 
 chaos: $(READY) ## kill at random under load, every token compared: ARGS='--minutes 30 --seed 7'
 	@$(BIN)/python -m tests.failures.chaos $(ARGS)
+
+fuzz: $(READY) ## mutated messages and raw bytes to every port: ARGS='--messages 100000 --seed 7'
+	@$(BIN)/python -m tests.fuzz.run $(ARGS)
 
 prove: $(READY) ## explore the accounting's states and mutations at full size (half an hour)
 	@run=$$(mktemp) && $(BIN)/python -m tests.accounting.prove --save $$run $(ARGS) \

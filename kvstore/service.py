@@ -40,6 +40,7 @@ from protos import kvstore_pb2 as pb
 from rpc.identity import caller
 
 NAME = "kvrelay.v1.KVStore"
+MAX_LISTED = 1 << 31
 STREAM_SECONDS = 60.0
 """A reader of ``Get`` that takes no message for so long loses the rest."""
 
@@ -178,6 +179,8 @@ class StoreService:
         """``List``."""
         if len(request.prefix) > NAME_BYTES:
             raise Rejected("prefix", f"{len(request.prefix)} bytes are more than a name has")
+        if request.limit > MAX_LISTED:
+            raise Rejected("limit", f"{request.limit} is more than {MAX_LISTED}; 0 is all of them")
         for page in pages(self._vault, request.prefix, request.limit):
             yield page
 

@@ -11,7 +11,7 @@ from common import logs
 from common.config import load
 from common.errors import KvrelayError
 from protos import worker_pb2_grpc
-from rpc import security
+from rpc import exposition, security
 from rpc.address import Address
 from rpc.deadline import Deadline
 from rpc.server import Server, ServerOptions, serve_until_signal
@@ -61,10 +61,9 @@ async def _serve(worker: Worker, faces: Sequence[Register]) -> int:
 
     worker.start()
     if config.metrics_port is not None:
-        security.installed().check_plain("metrics_host", config.metrics_host)
         started_as = NAMES[worker.identity.started_as]  # one series, whatever it is told later
         registry = metrics.registry_of(worker.engine, started_as, counters_of(worker.connector))
-        metrics.serve(registry, config.metrics_host, config.metrics_port)
+        exposition.serve(registry, config.metrics_host, config.metrics_port)
     try:
         return await serve_until_signal(
             server,

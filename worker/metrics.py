@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from common.errors import Rejected
 from common.miss import Miss
 from connector.counters import Counters
 from engine.engine import Engine
@@ -128,13 +127,3 @@ def registry_of(
     if store is not None:
         registry.register(StoreCollector(store, role, PREFIX))
     return registry
-
-
-def serve(registry: CollectorRegistry, host: str, port: int) -> None:
-    """Answer scrapes at ``http://host:port/metrics``, from a thread of its own."""
-    try:
-        start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise Rejected(
-            "metrics_port", f"cannot listen on {host}:{port} ({error.strerror}): choose another one"
-        ) from error

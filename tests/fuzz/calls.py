@@ -1,0 +1,112 @@
+"""Every method of every service, with messages that are right: what mutations begin with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from google.protobuf import message_factory
+from google.protobuf.message import Message
+
+from kvblock import Namer, Namespace
+from protos import decode_pb2, kvstore_pb2, prefill_pb2, router_pb2, types_pb2, worker_pb2
+from rpc.auth import ADMINS
+from tests.secured import ADMIN, ALICE, SERVICE
+
+KINDS = {
+    "router": (router_pb2, "Router"),
+    "prefill": (prefill_pb2, "Prefill"),
+    "decode": (decode_pb2, "Decode"),
+    "worker": (worker_pb2, "Worker"),
+    "store": (kvstore_pb2, "KVStore"),
+}
+SERVED = {"router": ("router",), "prefill": ("prefill", "worker"), "decode": ("decode", "worker"),
+          "store": ("store",)}  # fmt: skip
+LEFT_ALONE = frozenset({"/kvrelay.v1.Worker/Drain", "/kvrelay.v1.Worker/SetRole"})
+"""An admin who drains a worker gets what was asked for; services try these and are refused."""
+
+PROMPT = tuple(range(7, 47))
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One method, who calls it, and a message it would take. ``requests``: it takes a stream."""
+
+    path: str
+    token: str
+    seed: Message
+    requests: bool
+
+
+def methods(role: str) -> Iterator[Method]:
+    """Those that a process of this role serves."""
+    for kind in SERVED[role]:
+        module, name = KINDS[kind]
+        for method in module.DESCRIPTOR.services_by_name[name].methods:
+            path = f"/kvrelay.v1.{name}/{method.name}"
+            made = message_factory.GetMessageClass(method.input_type)
+            for seed in seeds(path) or (made(),):
+                yield Method(path, token_for(path), seed, method.client_streaming)
+
+
+def token_for(path: str) -> str:
+    """Of somebody who gets past the gate, so that what is behind it is tried."""
+    if path == "/kvrelay.v1.Router/Generate":
+        return ALICE
+    return ADMIN if path in ADMINS - LEFT_ALONE else SERVICE
+
+
+def seeds(path: str) -> tuple[Message, ...]:
+    """Messages in which more than the defaults is set."""
+    name = path.split("/")[-1]
+    if name == "Generate":
+        return generates()
+    if name == "Prefill":
+        return (prefill_pb2.PrefillRequest(leg=leg()),)
+    if name == "Decode":
+        return (
+            decode_pb2.DecodeRequest(leg=leg()),
+            decode_pb2.DecodeRequest(
+                leg=leg(number=1), handoff_tokens=40, handoff_last_name=bytes(32),
+                handoff_signature=bytes(32),
+            ),
+        )  # fmt: skip
+    return store_seeds(name)
+
+
+def leg(number: int = 0) -> types_pb2.Leg:
+    return types_pb2.Leg(
+        request_id="fuzz", prompt_token_ids=PROMPT, max_tokens=3, number=number,
+        sampling=types_pb2.Sampling(temperature=0.5, seed=1, stop_token_ids=[3]),
+    )  # fmt: skip
+
+
+def generates() -> tuple[Message, ...]:
+    sampling = types_pb2.Sampling(temperature=0.0, stop=["zz"], logprobs=2)
+    chat = router_pb2.Chat(messages=[router_pb2.ChatMessage(role="user", content="hello")])
+    ids = router_pb2.TokenIds(ids=PROMPT)
+    return (
+        router_pb2.GenerateRequest(prompt="Once", max_tokens=3, sampling=sampling),
+        router_pb2.GenerateRequest(token_ids=ids, max_tokens=3, output_token_ids=[5]),
+        router_pb2.GenerateRequest(chat=chat, max_tokens=2),
+    )
+
+
+def store_seeds(name: str) -> tuple[Message, ...]:
+    namer = Namer(Namespace("fuzz", "r", "float32", "layout", 4))
+    names = namer.chain(PROMPT, 4)
+    claims = [kvstore_pb2.Claim(name=one, length=4096) for one in names]
+    head = kvstore_pb2.PutHead(claims=claims[:2])
+    made: dict[str, tuple[Message, ...]] = {
+        "Lookup": (kvstore_pb2.LookupRequest(
+            names=names, tails=[kvstore_pb2.Tail(after=10, name=names[0])], lease_ms=50),),
+        "Get": (kvstore_pb2.GetRequest(names=names),),
+        "Locate": (kvstore_pb2.LocateRequest(names=names, lease_ms=50),),
+        "Reserve": (kvstore_pb2.ReserveRequest(claims=claims, wait_ms=20),),
+        "Put": (kvstore_pb2.PutRequest(head=head), kvstore_pb2.PutRequest(data=bytes(8192))),
+        "PutSmall": (kvstore_pb2.PutRequest(head=head, data=bytes(8192)),),
+        "Release": (kvstore_pb2.ReleaseRequest(boot=bytes(16), leases=[1, 2, 3]),),
+        "Inspect": (kvstore_pb2.InspectRequest(name=names[0]),),
+        "List": (kvstore_pb2.ListRequest(limit=5),),
+    }  # fmt: skip
+    return made.get(name, ())

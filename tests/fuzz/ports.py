@@ -1,0 +1,162 @@
+"""The ports of a cluster, and how many messages each of them got and how they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+
+from kvstore.peer import address_of
+from rpc.channel import ChannelOptions, open_channel
+from rpc.credentials import given
+from rpc.security import Security
+from tests.fuzz.calls import Method, methods
+from tests.fuzz.mutate import Mutator
+
+CALL_SECONDS = 1.0
+READ_SECONDS = 0.05
+CONNECT_SECONDS = 10.0
+CONNECTIONS = 100  # that a port is held with at once
+BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
+AT_ONCE = 8  # messages of one port
+
+
+class Port(Protocol):
+    """Something that takes messages. ``ended`` counts how it answered."""
+
+    name: str
+    ended: Counter[str]
+
+    async def send(self) -> None:
+        """One message."""
+
+
+@dataclass(slots=True)
+class Calls:
+    """The methods of a gRPC port."""
+
+    name: str
+    channels: dict[str, grpc.aio.Channel]
+    methods: Sequence[Method]
+    chance: random.Random
+    ended: Counter[str] = field(default_factory=Counter)
+
+    async def send(self) -> None:
+        method = self.chance.choice(self.methods)
+        mutator = Mutator(self.chance)
+        count = self.chance.choice((1, 2, 4)) if method.requests else 1
+        raws = [mutator.of(method.seed) for _ in range(count)]
+        call: grpc.aio.StreamStreamMultiCallable[bytes, bytes]
+        call = self.channels[method.token].stream_stream(method.path)
+        try:
+            async for _ in call(aiter_of(raws), timeout=CALL_SECONDS):
+                pass
+        except grpc.aio.AioRpcError as error:
+            code = error.code()
+            self.ended[code.name] += 1
+            # "from Core" is our own side's: it was refused while it still sent.
+            if code in BUGS and "from Core" not in (error.details() or ""):
+                self.ended[f"{code.name} of {method.path}: {error.details()}"] += 1
+        else:
+            self.ended["OK"] += 1
+
+
+async def aiter_of(raws: Sequence[bytes]) -> AsyncGenerator[bytes]:
+    for raw in raws:
+        yield raw
+
+
+@asynccontextmanager
+async def calls(name: str, role: str, address: str, seed: int) -> AsyncIterator[Calls]:
+    """A connection for each token."""
+    found = list(methods(role))
+    channels = {
+        token: open_channel(
+            address,
+            ChannelOptions(security=Security(credentials=given(token, None))),
+        )
+        for token in {method.token for method in found}
+    }
+    try:
+        yield Calls(name, channels, found, random.Random(seed))
+    finally:
+        for channel in channels.values():
+            await channel.close()
+
+
+@dataclass(slots=True)
+class Bytes:
+    """A port that is written bytes; ``address`` is HOST:PORT, or ``@NAME`` of a Unix socket."""
+
+    name: str
+    address: str
+    make: Callable[[], bytes]
+    ended: Counter[str] = field(default_factory=Counter)
+
+    async def send(self) -> None:
+        try:
+            reader, writer = await connect(self.address)
+        except (OSError, TimeoutError):
+            self.ended["refused"] += 1
+            return
+        try:
+            writer.write(self.make())
+            with suppress(TimeoutError):
+                await asyncio.wait_for(writer.drain(), CALL_SECONDS)
+            self.ended[await _answer(reader)] += 1
+        except OSError:
+            self.ended["cut"] += 1
+        finally:
+            writer.transport.abort()
+
+
+async def _answer(reader: asyncio.StreamReader) -> str:
+    try:
+        got = await asyncio.wait_for(reader.read(1 << 16), READ_SECONDS)
+    except TimeoutError:
+        return "silent"
+    return "answered" if got else "closed"
+
+
+async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if address.startswith("@"):
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        made.setblocking(False)
+        made.connect(address_of(address[1:]))
+        opening = asyncio.open_connection(sock=made)
+    else:
+        host, port = address.rsplit(":", 1)
+        opening = asyncio.open_connection(host, int(port))
+    return await asyncio.wait_for(opening, CONNECT_SECONDS)
+
+
+async def besiege(address: str, seconds: float) -> None:
+    """Many connections that say nothing, or a byte now and then."""
+    opened = [await connect(address) for _ in range(CONNECTIONS)]
+    try:
+        for number in range(5):
+            for _, writer in opened[::2]:
+                with suppress(OSError):
+                    writer.write(b"PRI * HTTP/2.0"[number : number + 1])
+            await asyncio.sleep(seconds / 5)
+    finally:
+        for _, writer in opened:
+            writer.transport.abort()
+
+
+async def flood(port: Port, messages: int) -> None:
+    """So many messages, some at once."""
+    left = iter(range(messages))
+
+    async def sending() -> None:
+        for _ in left:
+            await port.send()
+
+    await asyncio.gather(*(sending() for _ in range(AT_ONCE)))

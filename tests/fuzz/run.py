@@ -1,0 +1,144 @@
+"""``python -m tests.fuzz.run --messages N --seed N``: every port, so many messages in all.
+
+Half of them are mutated messages of every method, half raw bytes. It ends with status 0 only if no
+process ended, none holds anything, memory stood still, and every answer given meanwhile was right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from rpc.channel import open_channel
+from rpc.deadline import Deadline
+from rpc.health import is_serving
+from tests.fuzz.ports import Bytes, Calls, Port, besiege, calls, flood
+from tests.fuzz.stand import Stand, Witness, standing
+from tests.fuzz.wire import LaneBytes, claimed, http1, http2, noise
+
+ROLES = ("router", "prefill", "decode", "store")
+GROWTH_MIB = 48
+ROUNDS = 10
+IDLE_SECONDS = 60.0
+
+
+async def fuzz(stand: Stand, messages: int, seed: int, siege: float) -> list[str]:
+    """What went wrong; empty if nothing did."""
+    before, memory = stand.pids(), dict[str, int]()
+    witness, over = Witness(stand), asyncio.Event()
+    await witness.begin()
+    witnessing = asyncio.ensure_future(witness.go_on(over))
+    async with AsyncExitStack() as stack:
+        ports = await _ports(stand, stack, seed)
+        share = max(messages // ROUNDS // len(ports), 1)
+        begun = time.monotonic()
+        for number in range(ROUNDS):
+            if number == ROUNDS // 3:
+                memory = stand.memory()
+            await asyncio.gather(*(flood(port, share) for port in ports))
+        for port in ports:
+            if isinstance(port, Bytes):
+                await besiege(port.address, siege)
+        took = time.monotonic() - begun
+        over.set()
+        problems = await _problems(stand, ports, witnessing)
+    if witness.rounds == 0:
+        problems.append("no request was answered beside it")
+    if stand.pids() != before:
+        problems.append(f"processes ended: {before} are now {stand.pids()}")
+    problems += await _settled(stand)
+    grown = {name: mib - memory[name] for name, mib in stand.memory().items()}
+    if max(grown.values()) > GROWTH_MIB:
+        problems.append(f"memory grew by {grown} MiB")
+    _tell(ports, share * ROUNDS, took, grown, witness.rounds)
+    return problems
+
+
+async def _ports(stand: Stand, stack: AsyncExitStack, seed: int) -> list[Port]:
+    """Each twice where gRPC listens: as methods, and as bytes."""
+    ports: list[Port] = []
+    for number, role in enumerate(ROLES):
+        address = stand.address(role)
+        ports.append(await stack.enter_async_context(calls(role, role, address, seed + number)))
+        ports.append(Bytes(f"{role}, bytes", address, _either(http2, noise, seed - number)))
+    ways = await asyncio.to_thread(stand.ways)
+    grant = await asyncio.to_thread(stand.grant, b"f" * 32)
+    lane = LaneBytes(random.Random(seed), [claimed(grant)])
+    for name, where in (
+        ("lane", f"127.0.0.1:{ways.lane_port}"),
+        ("Unix socket", f"@{ways.socket}"),
+    ):
+        ports.append(Bytes(name, where, _either(lambda _: lane.connection(), noise, seed)))
+    for role, where in stand.metrics.items():
+        ports.append(Bytes(f"metrics of {role}", where, _either(http1, http1, seed)))
+    return ports
+
+
+def _either(
+    one: Callable[[random.Random], bytes], other: Callable[[random.Random], bytes], seed: int
+) -> Callable[[], bytes]:
+    chance = random.Random(seed)
+    return lambda: (one if chance.random() < 0.8 else other)(chance)
+
+
+async def _problems(
+    stand: Stand, ports: Sequence[Port], witnessing: asyncio.Future[None]
+) -> list[str]:
+    problems = []
+    try:
+        await asyncio.wait_for(witnessing, IDLE_SECONDS)
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever it is, it is told
+        problems.append(f"a request beside it went wrong: {error!r}")
+    for role in ROLES:
+        async with open_channel(stand.address(role)) as channel:
+            if not await is_serving(channel, Deadline.after(IDLE_SECONDS)):
+                problems.append(f"{role} serves no more")
+    for port in ports:
+        problems += [f"{port.name}: {how}" for how in port.ended if " of " in how]
+    problems += [line for line in stand.lines if "Traceback" in line]
+    return problems
+
+
+async def _settled(stand: Stand) -> list[str]:
+    """What is held for longer than it takes to let go."""
+    deadline, found = Deadline.after(IDLE_SECONDS), ["not asked"]
+    while found and not deadline.expired:
+        found = await asyncio.to_thread(stand.findings)
+        if found:
+            await asyncio.sleep(0.2)
+    return found
+
+
+def _tell(
+    ports: Sequence[Port], each: int, took: float, grown: dict[str, int], rounds: int
+) -> None:
+    print(f"{each} messages to each of {len(ports)} ports in {took:.0f} s;", end=" ")
+    print(f"{rounds} requests beside them had the tokens they should; memory grew by {grown} MiB")
+    for port in ports:
+        kind = "methods" if isinstance(port, Calls) else "bytes"
+        ended = ", ".join(f"{how} {count}" for how, count in port.ended.most_common(8))
+        print(f"  {port.name} ({kind}): {ended}")
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
+    parser.add_argument("--messages", type=int, default=100_000, help="in all; they take turns")
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
+    chosen = parser.parse_args(argv)
+    print(f"seed {chosen.seed}")
+    with tempfile.TemporaryDirectory() as folder, standing(Path(folder)) as stand:
+        problems = asyncio.run(fuzz(stand, chosen.messages, chosen.seed, 5.0))
+    for problem in problems:
+        print(f"! {problem}")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

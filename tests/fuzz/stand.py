@@ -1,0 +1,152 @@
+"""The cluster that is fuzzed, what its processes hold, and the requests that go on beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kvrelay import AsyncClient
+from kvrelay.ports import free_ports
+from kvrelay.process import Spec
+from kvrelay.processes import ClusterConfig, specs
+from kvrelay.supervisor import Cluster
+from protos import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
+from rpc.channel import ChannelOptions, open_sync_channel
+from rpc.credentials import given
+from rpc.security import Security
+from tests.models import tiny_model
+from tests.secured import ADMIN, BOB, SERVICE, write_credentials
+
+SECONDS = 120.0
+PROMPTS = [[(number * 31 + index * 7) % 250 for index in range(40 + number)] for number in range(4)]
+
+
+@dataclass(slots=True)
+class Stand:
+    """A running cluster of plain connections with credentials, so that raw bytes get far."""
+
+    cluster: Cluster
+    metrics: dict[str, str]
+    lines: list[str] = field(default_factory=list)
+
+    def options(self, token: str) -> ChannelOptions:
+        return ChannelOptions(security=Security(credentials=given(token, None)))
+
+    def ways(self) -> kvstore_pb2.WaysResponse:
+        """Where the store's lanes are."""
+        with open_sync_channel(self.address("store"), self.options(SERVICE)) as channel:
+            return kvstore_pb2_grpc.KVStoreStub(channel).Ways(
+                kvstore_pb2.WaysRequest(), timeout=SECONDS
+            )
+
+    def grant(self, name: bytes) -> kvstore_pb2.ReserveResponse:
+        """Room for a block, and the token that shows it on a lane."""
+        request = kvstore_pb2.ReserveRequest(claims=[kvstore_pb2.Claim(name=name, length=4096)])
+        with open_sync_channel(self.address("store"), self.options(SERVICE)) as channel:
+            return kvstore_pb2_grpc.KVStoreStub(channel).Reserve(request, timeout=SECONDS)
+
+    def address(self, role: str) -> str:
+        return self.cluster.addresses(role)[0]
+
+    def pids(self) -> dict[str, int | None]:
+        return {spec.name: self.cluster.named(spec.name).pid for spec in self.cluster.specs}
+
+    def memory(self) -> dict[str, int]:
+        """MiB of each process that are its own."""
+        found = {}
+        for name, pid in self.pids().items():
+            status = Path(f"/proc/{pid}/status").read_text()
+            anonymous = re.search(r"RssAnon:\s+(\d+) kB", status)
+            assert anonymous is not None
+            found[name] = int(anonymous[1]) >> 10
+        return found
+
+    def findings(self) -> list[str]:
+        """What the workers find wrong with their accounting, and what they still run."""
+        found = []
+        for role in ("prefill", "decode"):
+            with open_sync_channel(self.address(role), self.options(ADMIN)) as channel:
+                stub = worker_pb2_grpc.WorkerStub(channel)
+                audit = stub.Audit(worker_pb2.AuditRequest(), timeout=SECONDS)
+                load = stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=SECONDS)
+            found += [f"{role}: {one.invariant} {one.message}" for one in audit.findings]
+            if held := (load.running, load.waiting, load.loading, load.held_blocks, load.saving):
+                found += [f"{role}: still holds {held}"] if any(held) else []
+        return found
+
+
+@contextmanager
+def standing(folder: Path) -> Iterator[Stand]:
+    """One worker of each role. What ends is not started again."""
+    tokens = write_credentials(folder)
+    model = tiny_model("llama", folder / "llama", eos_token_id=None)
+    ports = free_ports(2)
+    metrics = {
+        role: f"127.0.0.1:{port}" for role, port in zip(("prefill", "decode"), ports, strict=True)
+    }
+
+    def layout(config: ClusterConfig) -> tuple[Spec, ...]:
+        return tuple(_told(spec, metrics) for spec in specs(config))
+
+    config = ClusterConfig(
+        model=str(model), port=0, dtype="float32", disaggregate="always", threads=1,
+        store_budget=1 << 26, num_blocks=512, max_num_seqs=16, credentials=tokens,
+    )  # fmt: skip
+    lines: list[str] = []
+    cluster = Cluster(
+        config,
+        on_line=lambda spec, line: lines.append(f"{spec.name}| {line}"),
+        backoff=None,
+        layout=layout,
+    )
+    try:
+        with cluster:
+            yield Stand(cluster, metrics, lines)
+    finally:
+        print("\n".join(lines[-60:]))
+
+
+def _told(spec: Spec, metrics: dict[str, str]) -> Spec:
+    environ = {**spec.environ, "KVRELAY_HEALTH_TIMEOUT": "20", "KVRELAY_HANDOFF_WAIT": "30"}
+    args = spec.args
+    if spec.role in metrics:
+        args = (*args, "--metrics-port", metrics[spec.role].rsplit(":", 1)[1])
+    return replace(spec, args=args, environ=environ)
+
+
+class Witness:
+    """Asks the same few things over and over; ``rounds`` counts those answered as before."""
+
+    def __init__(self, stand: Stand) -> None:
+        self._client = AsyncClient(stand.cluster.router, stand.options(BOB))
+        self._told: list[Sequence[int]] = []
+        self.rounds = 0
+
+    async def begin(self) -> None:
+        """The answers of an undisturbed cluster."""
+        self._told = [await self._ask(number) for number in range(len(PROMPTS))]
+
+    async def go_on(self, until: asyncio.Event) -> None:
+        """Until told to end; raises when an answer differs, or does not come."""
+        try:
+            while not until.is_set():
+                number = self.rounds % len(PROMPTS)
+                assert await self._ask(number) == self._told[number]
+                self.rounds += 1
+        finally:
+            await self._client.close()
+
+    async def _ask(self, number: int) -> Sequence[int]:
+        done = await self._client.complete(
+            SECONDS,
+            token_ids=PROMPTS[number],
+            max_tokens=12,
+            ignore_eos=True,
+            temperature=0.0 if number % 2 else 0.8,
+            seed=7,
+        )
+        return done.token_ids
