@@ -15,7 +15,7 @@ ARGS ?=
 
 PROTOS := $(wildcard protos/*.proto)
 
-.PHONY: help venv demo up test test-slow test-fast check format protos chaos fuzz prove bench clean
+.PHONY: help venv demo up test test-slow test-fast check format protos chaos soak fuzz prove bench clean
 
 help: ## show this list
 	@echo "kvrelay: LLM serving with prefill and decode on separate workers"
@@ -58,6 +58,9 @@ chaos: $(READY) ## kill at random under load, every token compared: ARGS='--minu
 
 fuzz: $(READY) ## mutated messages and raw bytes to every port: ARGS='--messages 100000 --seed 7'
 	@$(BIN)/python -m tests.fuzz.run $(ARGS)
+
+soak: $(READY) ## readers and writers on a store at its limit, every byte compared: ARGS='--seconds 60 --disk'
+	@$(BIN)/python -m tests.kvstore.soak $(ARGS)
 
 prove: $(READY) ## explore the accounting's states and mutations at full size (half an hour)
 	@run=$$(mktemp) && $(BIN)/python -m tests.accounting.prove --save $$run $(ARGS) \

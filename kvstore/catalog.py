@@ -39,7 +39,6 @@ class Catalog(Generic[V]):
         room: Room[V] | None = None, entry_bytes: int = 0, kept_events: int = KEPT_EVENTS,
         shares: Shares = WHOLE,
     ) -> None:  # fmt: skip
-        # What the bookkeeping of a block costs is of the budget too.
         self._budget, self._policy, self._entry_bytes = budget, policy, entry_bytes
         self._partial_life, self._boot = partial_life, boot
         self._entries: dict[bytes, Entry[V]] = {}
@@ -123,8 +122,8 @@ class Catalog(Generic[V]):
         self.expire(now)
         if (names := self._leases.names(lease)) is None:
             return None
-        entries = [self._entries[name] for name in names[first : first + count]]
-        return [(entry.size, entry.value) for entry in entries]
+        held = map(self._entries.__getitem__, names[first : first + count])
+        return [(entry.size, entry.value) for entry in held]
 
     def extend(self, lease: int, deadline: float, now: float) -> bool:
         """Move the end of a lease; false when it has ended already."""
@@ -175,6 +174,8 @@ class Catalog(Generic[V]):
         self.expire(now)
         if (claim := self._writing.take(ticket, name)) is None:
             return False
+        if parent in self._entries:
+            parent = self._entries[parent].name  # not another copy of it
         self._entries[name] = entry = Entry(claim, value, parent, tokens)
         self._bytes += claim.size
         self._policy.add(entry)
@@ -330,7 +331,6 @@ class Catalog(Generic[V]):
             self.give_back(entry.value, entry.size)
 
     # What a catalog with a tier below does in another way.
-
     def _lead(self, names: Sequence[bytes], held: bool) -> int:
         """How many lead without a gap; ``held``: of those that a lease can be given on."""
         return next((i for i, name in enumerate(names) if name not in self._entries), len(names))

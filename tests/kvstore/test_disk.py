@@ -12,11 +12,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from common.errors import KvrelayError
-from kvblock.header import decode
-from kvstore import Block, Kept, Offer, Want
+from kvstore import Block, Kept, Offer
 from kvstore.admin import Admin
 from kvstore.disk.stats import DiskStats
 from kvstore.mirror import Mirror
@@ -214,55 +211,3 @@ def test_a_store_that_cannot_have_its_directory_does_not_start(tmp_path: Path) -
         done = subprocess.run(command, capture_output=True, text=True, timeout=SLOW, check=False)
     assert (done.returncode, done.stdout) == (1, "")
     assert "in use by another store" in done.stderr
-
-
-@pytest.mark.slow
-def test_many_read_and_write_through_the_disk_at_once(tmp_path: Path) -> None:
-    """At the limits of both budgets; every byte is compared, and nothing is held at the end."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    blocks = [make(size) for size in (200, 9_000, 60_000, 200_000) for _ in range(25)]
-    errors: list[BaseException] = []
-    taken = [0]
-    with running(*flags(tmp_path, "2MiB", "5MiB"), "--ticket-life=5") as (store, process):
-        address = store.url.removeprefix("kvrelay://")
-        end = time.monotonic() + 3.0
-
-        def work(number: int) -> None:
-            source, own = random.Random(seed + number), RemoteStore(address, ORDER[number % 3])
-            try:
-                while time.monotonic() < end and not errors:
-                    some = source.sample(blocks, source.randrange(1, 6))
-                    if number % 2:
-                        own.put([offer(block) for block in some], TIMEOUT)
-                        continue
-                    found = own.lookup([name_of(b) for b in some], [], 10.0, TIMEOUT)
-                    wants = [
-                        Want(name_of(b), memoryview(bytearray(b.payload.nbytes))) for b in some
-                    ]
-                    for got in own.get(wants, TIMEOUT):
-                        assert got.header is not None or got.index >= found.lead
-                        if got.header is not None:
-                            assert decode(got.header).name == wants[got.index].name
-                            assert wants[got.index].buffer == some[got.index].payload
-                            taken[0] += 1
-                    own.release([] if found.lease is None else [found.lease], TIMEOUT)
-            except BaseException as error:  # noqa: BLE001 - the edge of a thread: raised below
-                errors.append(error)
-            finally:
-                own.close()
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
-        saved(store)
-        stats, disk = store.stats(TIMEOUT), disk_of(store)
-        assert taken[0] > 0
-        assert disk.tally.read > 0
-        assert (disk.tally.corrupt, disk.tally.failed) == (0, 0)
-        assert (stats.leases, stats.leased_bytes, stats.reservations) == (0, 0, 0)
-        assert sum(file.stat().st_size for file in files(tmp_path)) <= 5 << 20
-        terminate(process)

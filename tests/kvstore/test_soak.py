@@ -3,95 +3,27 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
-from collections.abc import Callable
+from pathlib import Path
 
-from kvblock.header import decode
-from kvblock.verify import verify_payload
-from kvstore import Block, Kept, Want
-from kvstore.base import Store
+import pytest
+
+from kvstore import Kept
 from kvstore.records import Claim, Verdict
-from kvstore.remote import RemoteStore
 from kvstore.vault import Limits, Vault
-from kvstore.ways import ORDER
-from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.test_conformance import TIMEOUT, make, name_of, offer
+from tests.kvstore.soak import at_once, disk_flags, soak
+from tests.kvstore.test_conformance import make, name_of
 
 SECONDS = 3.0
 
 
-def at_once(*jobs: Callable[[random.Random], None]) -> None:
-    """Runs each job again and again in a thread of its own; the first error is raised."""
-    seed = random.randrange(1 << 32)
-    print(f"seed {seed}")
-    errors: list[BaseException] = []
-    end = time.monotonic() + SECONDS
-
-    def work(job: Callable[[random.Random], None], source: random.Random) -> None:
-        try:
-            while time.monotonic() < end and not errors:
-                job(source)
-        except BaseException as error:  # noqa: BLE001 - the edge of a thread: raised by its starter
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=work, args=(job, random.Random(seed + number)))
-        for number, job in enumerate(jobs)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
-
-
 def test_readers_and_writers_on_every_way_lose_nothing_and_keep_nothing() -> None:
-    process, url = start_service("--budget=6MiB", "--ticket-life=5", "--max-block=2MiB")
-    address = url.removeprefix("kvrelay://")
-    blocks = [make(size) for size in (200, 5_000, 70_000, 300_000, 1_000_000) for _ in range(12)]
-    stores: list[RemoteStore] = [RemoteStore(address, ORDER[n % 3]) for n in range(12)]
-    taken = [0] * 8
+    soak(SECONDS).check()
 
-    def writer(store: Store) -> Callable[[random.Random], None]:
-        def put_some(source: random.Random) -> None:
-            some = source.sample(blocks, source.randrange(1, 6))
-            for outcome in store.put([offer(block) for block in some], TIMEOUT):
-                assert outcome.kept in (Kept.STORED, Kept.EXISTED, Kept.NO_ROOM)
 
-        return put_some
-
-    def reader(number: int, store: Store) -> Callable[[random.Random], None]:
-        def get_some(source: random.Random) -> None:
-            some: list[Block] = source.sample(blocks, source.randrange(1, 6))
-            found = store.lookup([name_of(block) for block in some], [], 5.0, TIMEOUT)
-            wants = [Want(name_of(b), memoryview(bytearray(b.payload.nbytes))) for b in some]
-            for got in store.get(wants, TIMEOUT):
-                assert got.header is not None or got.index >= found.lead  # held by the lease
-                if got.header is not None:
-                    assert got.header == some[got.index].header
-                    assert wants[got.index].buffer == some[got.index].payload
-                    verify_payload(decode(got.header), wants[got.index].buffer, got.summed)
-                    taken[number] += 1
-            store.release([] if found.lease is None else [found.lease], TIMEOUT)
-
-        return get_some
-
-    try:
-        readers = [reader(number, stores[number]) for number in range(8)]
-        at_once(*readers, *(writer(store) for store in stores[8:]))
-        assert all(taken)
-        stats = stores[0].stats(TIMEOUT)
-        assert stats.tally.evicted > 0
-        assert (stats.leases, stats.leased_bytes) == (0, 0)
-        assert (stats.reservations, stats.reserved_bytes) == (0, 0)
-        assert stats.tally.corrupt == 0
-        assert all(store.breaks == {} for store in stores)
-    finally:
-        for store in stores:
-            store.close()
-        stop(process)
+@pytest.mark.slow
+def test_so_do_they_with_a_disk_below(tmp_path: Path) -> None:
+    soak(10.0, flags=disk_flags(str(tmp_path))).check()
 
 
 def test_every_place_of_the_arena_has_one_owner_and_comes_back() -> None:
@@ -126,7 +58,7 @@ def test_every_place_of_the_arena_has_one_owner_and_comes_back() -> None:
         if found.lease is not None:
             vault.release([found.lease])
 
-    at_once(*([write] * 4), *([read] * 4))
+    at_once(SECONDS, None, [write] * 4 + [read] * 4)
     assert vault.stats().tally.stored > 100
     time.sleep(0.06)  # the last tickets end
     vault.clear()
