@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.plan import Limits
 from tests.accounting.case import Case, order
 
@@ -99,4 +101,11 @@ LARGE = (
         most=2_500_000,
     ),
 )
-CASES = (*SMALL, *LARGE)
+# The same, each order once: small enough to be complete. What comes back for a second life meets the
+# blocks that its first one left behind, which multiplies the states by ten and more.
+ONCE = tuple(
+    replace(case, name=f"{case.name}, once", lives=1, most=0)
+    for case in LARGE
+    if case.name in ("three over five, one prefix", "three resumed, blocks of 3")
+)
+CASES = (*SMALL, *ONCE, *LARGE)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from multiprocessing import get_context
 from pathlib import Path
 
-from tests.accounting.cases import CASES, LARGE, SMALL
+from tests.accounting.cases import CASES, SMALL
 from tests.accounting.events import Broken
 from tests.accounting.explore import Explorer, Found
 from tests.accounting.mutate import run_all, survivors
@@ -96,7 +96,7 @@ def _tell(results: Iterable[Found | str]) -> tuple[bool, list[Found]]:
 
 def _explore(job: tuple[str, int]) -> Found | str:
     name, most = job
-    case = next(case for case in (*LARGE, *SMALL) if case.name == name)
+    case = next(case for case in CASES if case.name == name)
     try:
         return Explorer(case, most).run(_tell_level)
     except Broken as error:

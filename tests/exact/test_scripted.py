@@ -16,6 +16,7 @@ import pytest
 
 from common.miss import Miss
 from kvrelay import Client, Completion
+from kvrelay.cli.main import main
 from kvrelay.supervisor import Cluster
 from protos import types_pb2
 from tests.exact.conftest import Models, cluster
@@ -109,6 +110,7 @@ class Asked:
     before: dict[str, tuple[Scrape, Scrape]]
     after: dict[str, tuple[Scrape, Scrape]]
     wanted: dict[str, list[int]]
+    router: str
 
 
 def script_at(path: Path, store: str) -> str:
@@ -139,8 +141,8 @@ def asked(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     ports: dict[str, int] = {}
     layout = measured(ports, lambda store: script_at(path, store))
     folder = models("llama")
-    asked, oracle = Asked({}, {}, {}, {}), Oracle(folder)
     with cluster(folder, layout, block_size=BLOCK, num_blocks=64) as up:
+        asked, oracle = Asked({}, {}, {}, {}, up.router), Oracle(folder)
         for name, prompt in PROMPTS.items():
             asked.before[name] = scrape(ports["prefill-0"]), scrape(ports["decode-0"])
             asked.answers[name] = ask(up, name)
@@ -198,3 +200,28 @@ def test_the_counters_move_by_just_that_account(name: str, asked: Asked) -> None
         told = {} if leg.missed is None else dict([leg.missed])
         assert {reason: count for reason, count in reasons.items() if count} == told
         assert after.by_source() == after("prompt_tokens")
+
+
+def test_the_command_line_says_why(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+    ids = ",".join(map(str, range(100, 130)))
+    command = ["generate", "--router", asked.router, "--token-ids", ids, "--max-tokens", "4"]
+    assert main([*command, "--explain"]) == 0
+    assert "8 blocks missed: never_stored" in capsys.readouterr().err
+    assert main([*command, "--explain", "--json"]) == 0
+    prefill, decode = json.loads(capsys.readouterr().out)["usage"]["legs"]
+    assert prefill["local"] == 28
+    assert prefill["missed"] == [{"reason": "MISS_NEVER_STORED", "blocks": 1}]
+    assert decode["missed"] == []
+    assert main([*command, "--usage"]) == 0
+    assert "missed" not in capsys.readouterr().err, "only who asks is told"
+
+
+def test_what_the_store_connector_counts_is_exported(asked: Asked) -> None:
+    prefill, decode = asked.after["a save that lies"]
+    assert prefill("store_saved_blocks") >= 8 * len(CASES)
+    assert prefill("store_absent_blocks") == 3, "three lies were ordered"
+    assert decode("store_loaded_tokens") >= decode("external_prefix_cache_hits") > 0
+    assert decode("store_lookup_tokens") > 0
+    assert decode("store_corrupt_blocks") == decode("store_job_crashes") == 0
+    for name in ("lookups", "loads", "saves", "save_bytes", "leases"):
+        assert prefill(f"store_{name}_open") == decode(f"store_{name}_open") == 0
