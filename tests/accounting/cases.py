@@ -101,8 +101,8 @@ LARGE = (
         most=2_500_000,
     ),
 )
-# The same, each order once: small enough to be complete. What comes back for a second life meets the
-# blocks that its first one left behind, which multiplies the states by ten and more.
+# The same, each order once: small enough to be complete. What comes back for a second life meets
+# the blocks that its first one left behind, which multiplies the states by ten and more.
 ONCE = tuple(
     replace(case, name=f"{case.name}, once", lives=1, most=0)
     for case in LARGE
