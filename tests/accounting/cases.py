@@ -98,7 +98,6 @@ LARGE = (
         limits(4, 2, 2, 2, 0),
         (order("a", b"\1\2\3", 5, save=True), order("b", b"\1\2\3\4", 4, save=True)),
         lives=2,
-        most=2_500_000,
     ),
 )
 # The same, each order once: small enough to be complete. What comes back for a second life meets
