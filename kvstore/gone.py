@@ -25,7 +25,7 @@ REMEMBERED = 1 << 16
 
 
 class Gone:
-    """Why blocks went, by the first 8 bytes of their names, newest last; and openings that stay."""
+    """Why blocks went, by a hash of their names, newest last; and openings that stay."""
 
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self._most = remembered
@@ -70,4 +70,4 @@ class Gone:
 
 
 def _key(name: bytes) -> int:
-    return int.from_bytes(name[:8]) ^ int.from_bytes(name[-8:])  # a tenant's part is in front
+    return hash(name)  # 64 bits, and other ones in every process
