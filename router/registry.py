@@ -29,6 +29,7 @@ from rpc.security import installed
 log = logging.getLogger("kvrelay.router")
 RECONNECT_SECONDS = 0.5  # at most, between two attempts to reach a worker that was started again
 FOLLOW_SECONDS = 1.0
+KEEPALIVE_SECONDS = 3.0  # checks are faster; this ends what they might overlook
 
 
 class Registry:
@@ -128,7 +129,10 @@ class Registry:
         for key in [key for key in self._workers if key not in wanted]:
             self._retire(key)
         options = ChannelOptions(
-            max_message_bytes=self._config.max_message, max_reconnect_seconds=RECONNECT_SECONDS
+            max_message_bytes=self._config.max_message,
+            max_reconnect_seconds=RECONNECT_SECONDS,
+            keepalive_seconds=KEEPALIVE_SECONDS,
+            keepalive_timeout_seconds=KEEPALIVE_SECONDS,
         )
         for role, address in wanted:
             if (role, address) not in self._workers:

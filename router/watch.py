@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 import grpc
 
-from common.errors import DeadlineExceeded, KvrelayError
+from common.errors import DeadlineExceeded, KvrelayError, Unavailable
 from protos import worker_pb2
 from router.life import Verdict, of_answer, of_failure
 from router.worker import SERVICES, KnownWorker
 from rpc.deadline import Deadline
 from rpc.health import is_serving
+from rpc.message import received
 from rpc.status import from_rpc_error
 
 TURNS = 8
@@ -100,6 +101,8 @@ class Watcher:
         try:
             while turns < TURNS:
                 done, _ = await asyncio.wait((task,), timeout=silence / TURNS)
+                if task.cancelled():  # by gRPC: a watcher must outlive that
+                    raise Unavailable("the check was cancelled")
                 if done:
                     return task.result()
                 turns += 1
@@ -113,9 +116,10 @@ class Watcher:
         worker, deadline = self._worker, Deadline.after(LONGEST_CHECK_SECONDS)
         whole, serving = self._checks % WHOLE_EVERY == 0, True
         try:
-            load = await worker.control.GetLoad(
+            answer = await worker.control.GetLoad(
                 worker_pb2.GetLoadRequest(), timeout=deadline.remaining()
             )
+            load = received(answer, worker.address)
             if whole or load.worker != worker.key:
                 await self._meet(deadline)
         except grpc.RpcError as error:
@@ -130,7 +134,8 @@ class Watcher:
         """Learn who it is; one with another boot token has none of the legs of the one before."""
         worker = self._worker
         request = worker_pb2.GetInfoRequest()
-        info = await worker.control.GetInfo(request, timeout=deadline.remaining())
+        answer = await worker.control.GetInfo(request, timeout=deadline.remaining())
+        info = received(answer, worker.address)
         before, worker.info = worker.info, info
         if before is not None and before.worker != info.worker:
             self._restarted(worker, before)

@@ -55,7 +55,10 @@ class Bench:
         if "d" in parts:
             with self._cluster(prefill=0) as cluster:
                 worker = cluster.addresses("decode")[0]
-                yield from router_cost.rows(self._config, cluster.router, worker, self._prompts)
+                pid = cluster.process("router").pid
+                yield from router_cost.rows(
+                    self._config, cluster.router, pid, worker, self._prompts
+                )
 
     def _cluster(self, prefill: int) -> Cluster:
         return Cluster(self._config.cluster(self._directory, prefill))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from typing import TypedDict
 
 import pytest
@@ -17,7 +17,7 @@ from common.errors import (
     Rejected,
     Unavailable,
 )
-from protos import router_pb2, router_pb2_grpc, types_pb2
+from protos import router_pb2, router_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from router.attempts import WELL_SERVED, Attempts, Bounds, Next, Poisonous
 from router.budget import Bucket
 from router.life import READY, State, of_answer, of_failure
@@ -283,3 +283,36 @@ def test_moves_are_paced() -> None:
     assert bucket.take(101.0) == 0.0
     later: Sequence[float] = [bucket.take(200.0) for _ in range(6)]
     assert later == pytest.approx([0, 0, 0, 0, 0, 0.1], abs=1e-9)
+
+
+class Spoilt:
+    """The control stub of a worker; its answers are lost on the way while ``how`` says so."""
+
+    def __init__(self, control: worker_pb2_grpc.WorkerAsyncStub, how: str) -> None:
+        self._control, self.how = control, how
+
+    def GetInfo(
+        self, request: worker_pb2.GetInfoRequest, timeout: float
+    ) -> Awaitable[worker_pb2.WorkerInfo]:
+        return self._control.GetInfo(request, timeout=timeout)
+
+    async def GetLoad(
+        self,
+        request: worker_pb2.GetLoadRequest,
+        timeout: float,  # noqa: ASYNC109 - as the stub has it
+    ) -> worker_pb2.WorkerLoad | None:
+        load = await self._control.GetLoad(request, timeout=timeout)
+        if self.how == "cancelled":
+            raise asyncio.CancelledError
+        return None if self.how == "no message" else load
+
+
+@pytest.mark.parametrize("how", ["no message", "cancelled"])
+async def test_a_check_that_goes_wrong_in_a_strange_way_is_not_the_last_one(how: str) -> None:
+    async with running([decode_worker()]) as router:
+        (known,) = router.registry.workers
+        spoilt = Spoilt(known.control, how)
+        known.control = spoilt  # type: ignore[assignment]
+        await router.settled(used=0)
+        spoilt.how = ""
+        await router.settled(used=1)
