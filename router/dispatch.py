@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from common.errors import DeadlineExceeded, Exhausted, KvrelayError, Mismatch, Unavailable
 from kvblock.name import Namer
@@ -24,6 +25,7 @@ from rpc.deadline import Deadline
 from rpc.identity import Tenant
 
 MAX_NAMES = 1024
+KEPT = 256  # namespaces: one for each tenant with a salt
 LONGEST_REST = 30.0  # seconds
 WEIGHTS = {types_pb2.ROLE_PREFILL: PREFILL, types_pb2.ROLE_DECODE: DECODE}
 
@@ -40,10 +42,21 @@ class Found:
 def namespace_of(info: worker_pb2.WorkerInfo, tenant: Tenant) -> Namespace:
     """In which the blocks of a tenant are named, on any worker of the fleet."""
     told = info.namespace
-    fleet = Namespace(
-        told.model, told.revision, told.dtype, told.layout, told.block_size, told.format_version
-    )
-    return fleet.of_tenant(tenant.salt)
+    return _namespace(
+        told.model, told.revision, told.dtype, told.layout, told.block_size, told.format_version,
+        tenant.salt,
+    )  # fmt: skip
+
+
+@lru_cache(KEPT)
+def _namespace(
+    model: str, revision: str, dtype: str, layout: str, size: int, version: int, salt: bytes
+) -> Namespace:
+    """One object for all requests, which keeps its digest."""
+    return Namespace(model, revision, dtype, layout, size, version).of_tenant(salt)
+
+
+_namer = lru_cache(KEPT)(Namer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,20 +82,25 @@ class Dispatcher:
     async def info(self, deadline: Deadline) -> worker_pb2.WorkerInfo:
         """What a worker that can finish requests says of itself; waits a while for one."""
         decode = types_pb2.ROLE_DECODE
+        if (told := self._told()) is not None:
+            return told
         if isinstance(refused := self.registry.missing(decode), Mismatch):
             raise refused  # waiting would not mend it
         waiting = deadline.earlier(self._worker_wait)
         await self.registry.wait_for(lambda: bool(self.registry.usable(decode)), waiting)
-        for worker in self.registry.usable(decode):
-            if worker.info is not None:
-                return worker.info
+        if (told := self._told()) is not None:
+            return told
         deadline.check("to find a worker")
         raise self.registry.missing(decode)
+
+    def _told(self) -> worker_pb2.WorkerInfo | None:
+        usable = self.registry.usable(types_pb2.ROLE_DECODE)
+        return next((worker.info for worker in usable if worker.info is not None), None)
 
     def prefix(self, request: Request, namespace: Namespace) -> Prefix:
         """Names of the prompt's full blocks; longer prefixes are not told apart."""
         size = namespace.block_size
-        names = Namer(namespace).chain(request.prompt[: MAX_NAMES * size], size)
+        names = _namer(namespace).chain(request.prompt[: MAX_NAMES * size], size)
         return Prefix(tuple(names), size)
 
     def check_fits(self, request: Request) -> None:

@@ -38,6 +38,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._config = config
         self._registry = registry
         self._tokenizer = tokenizer
+        self._model = config.model_name
         self._eos = eos_token_ids(config.model)
         self._dispatcher = Dispatcher(registry, config)
         self._quotas = Quotas(time.monotonic)
@@ -54,7 +55,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> AsyncGenerator[router_pb2.GenerateResponse]:
         config = self._config
         deadline = Deadline.from_context(context, config.default_timeout, config.max_timeout)
-        check_envelope(request, config.model_name)
+        check_envelope(request, self._model)
         deadline.check("to begin")
         tenant = caller().tenant
         with self._admitted(), self._quotas.place(tenant) as place:
