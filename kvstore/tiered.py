@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from kvstore.catalog import Catalog
-from kvstore.disk.index import Index, Spot
+from kvstore.disk.index import Index, Spot, entry_of
 from kvstore.disk.record import record_bytes
 from kvstore.disk.stats import DiskStats, DiskTally
 from kvstore.entries import Entry, Room
@@ -95,6 +95,7 @@ class TieredCatalog(Catalog[int]):
     def arrived(self, entry: Entry[int], spot: Spot, good: bool) -> None:
         """Its bytes were read, and are ``good`` or not."""
         self._coming -= entry.size
+        self.index.unpin(spot.segment)
         if good:
             entry.ready = True
             self.disk.read += 1
@@ -190,7 +191,7 @@ class TieredCatalog(Catalog[int]):
             entry = self._entries.get(spot.name)
             if entry is None:
                 self.disk.dropped += 1
-                super()._left(_entry_of(spot), Reason.EVICTED)
+                super()._left(entry_of(spot), Reason.EVICTED)
             elif entry.again and entry.ready:
                 self._unsaved[spot.name] = entry
 
@@ -199,7 +200,7 @@ class TieredCatalog(Catalog[int]):
         for spot in self.index.add(spots):
             self.disk.restored += 1
             if spot.name not in self._entries:
-                self.events.add(_entry_of(spot))
+                self.events.add(entry_of(spot))
             else:
                 self._unsaved.pop(spot.name, None)
 
@@ -211,7 +212,7 @@ class TieredCatalog(Catalog[int]):
             for spot in self.index.drop(segment):
                 if spot.name not in self._entries:
                     below += 1
-                    super()._left(_entry_of(spot), Reason.CLEARED)
+                    super()._left(entry_of(spot), Reason.CLEARED)
         self.tally.cleared += below
         removed = super().clear(now)
         self.save_all()
@@ -221,12 +222,12 @@ class TieredCatalog(Catalog[int]):
         """Likewise; one that is not ``ready`` lies below."""
         entry = super().find(name, now)
         spot = self.index.find(name) if entry is None else None
-        return entry if spot is None else _entry_of(spot)
+        return entry if spot is None else entry_of(spot)
 
     def entries(self, now: float) -> list[Entry[int]]:
         """Likewise."""
         above = super().entries(now)
-        return above + [_entry_of(s) for s in self.index.spots() if s.name not in self._entries]
+        return above + [entry_of(s) for s in self.index.spots() if s.name not in self._entries]
 
     def stats(self) -> Stats:
         """Likewise."""
@@ -282,6 +283,7 @@ class TieredCatalog(Catalog[int]):
         self._coming += spot.size
         self._policy.add(entry)
         self.index.touch(spot.name)
+        self.index.pin(spot.segment)
         self._wanted.append((entry, spot))
         return True
 
@@ -342,9 +344,3 @@ class TieredCatalog(Catalog[int]):
             return
         super()._left(entry, reason)
         self.disk.skipped += unsaved and reason is Reason.EVICTED
-
-
-def _entry_of(spot: Spot) -> Entry[int]:
-    entry = Entry(Claim(spot.name, spot.size, False, spot.opening), 0, spot.parent, spot.tokens)
-    entry.ready = False
-    return entry

@@ -70,12 +70,14 @@ class Books:
                 wanted = self._catalog.next_wanted()
         return None if wanted is None else Job(*wanted)
 
-    def arrived(self, job: Job, good: bool) -> None:
-        """See the catalog."""
+    def arrived(self, job: Job, good: bool) -> bool:
+        """See the catalog. Whether the segment's file is still needed."""
         with self._lock:
             self._catalog.arrived(job.entry, job.spot, good)
             self._arrived.notify_all()
+            needed = self._catalog.index.needs(job.spot.segment)
         self._told()
+        return needed
 
     def take(self, limit: int, seconds: float) -> list[Entry[int]]:
         """What to write next; empty if nothing is for so long."""
@@ -124,6 +126,11 @@ class Books:
         """Whether a segment counts still."""
         with self._lock:
             return self._catalog.index.holds(segment)
+
+    def needs(self, segment: int) -> bool:
+        """Whether its file must stay."""
+        with self._lock:
+            return self._catalog.index.needs(segment)
 
     def segments(self) -> list[int]:
         """The one to go first first."""

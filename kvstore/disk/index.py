@@ -10,6 +10,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvstore.entries import Entry
+from kvstore.records import Claim
+
 
 @dataclass(slots=True)
 class Spot:
@@ -22,6 +25,14 @@ class Spot:
     segment: int
     offset: int
     opening: int | None = None
+
+
+def entry_of(spot: Spot) -> Entry[int]:
+    """A record of a block that lies on disk only, for those who ask what there is."""
+    claim = Claim(spot.name, spot.size, False, spot.opening)
+    entry = Entry(claim, 0, spot.parent, spot.tokens)
+    entry.ready = False
+    return entry
 
 
 @dataclass(slots=True)
@@ -37,6 +48,7 @@ class Index:
         self.budget, self.bytes = budget, 0
         self._spots: dict[bytes, Spot] = {}
         self._segments: OrderedDict[int, _Segment] = OrderedDict()
+        self._pins: dict[int, int] = {}
 
     def __len__(self) -> int:
         return len(self._spots)
@@ -86,9 +98,24 @@ class Index:
         del self._spots[spot.name]
         return True
 
+    def pin(self, segment: int) -> None:
+        """A block in it is about to be read: it stays until it is unpinned as often."""
+        self._pins[segment] = self._pins.get(segment, 0) + 1
+
+    def unpin(self, segment: int) -> None:
+        """The read has ended."""
+        self._pins[segment] -= 1
+        if not self._pins[segment]:
+            del self._pins[segment]
+
+    def needs(self, segment: int) -> bool:
+        """Whether its file must stay."""
+        return segment in self._segments or segment in self._pins
+
     def victim(self, spared: int | None) -> int | None:
         """The segment to go next, other than ``spared``."""
-        return next((segment for segment in self._segments if segment != spared), None)
+        free = (s for s in self._segments if s != spared and s not in self._pins)
+        return next(free, None)
 
     def drop(self, segment: int) -> list[Spot]:
         """Forget a segment; the blocks that are not on disk any more."""

@@ -51,8 +51,8 @@ class Readers:
     def _run(self) -> None:
         while not self._stop.is_set():
             job = self._books.next_job(IDLE_SECONDS)
-            if job is not None:
-                self._books.arrived(job, self._read(job))
+            if job is not None and not self._books.arrived(job, self._read(job)):
+                self._directory.remove(job.spot.segment)  # the store was cleared meanwhile
 
     def _read(self, job: Job) -> bool:
         entry, spot = job.entry, job.spot

@@ -82,7 +82,7 @@ class DiskTier:
     def sweep(self) -> None:
         """Remove the files of segments that do not count any more."""
         for segment, _ in self._directory.segments():
-            if not self._books.holds(segment):
+            if not self._books.needs(segment):
                 self._directory.remove(segment)
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ SEGMENTS = 16
 """At least so many, or else one would be too large a part of the budget."""
 
 IDLE_SECONDS = 0.5
+BUSY_SECONDS = 0.02  # until a read in the way has ended
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FIRST_REST, LONGEST_REST = 1.0, 30.0
 """Seconds without a write after the system refused one."""
@@ -68,6 +69,10 @@ class Writer:
         """Whether the system took it."""
         try:
             segment = self._segment(sum(record_bytes(entry.size) for entry in batch))
+            if segment is None:
+                self._books.not_saved(batch, failed=False)
+                self._stop.wait(BUSY_SECONDS)
+                return True
             views = [self._arena.view(entry.value, entry.size) for entry in batch]
             offsets = segment.append([(e.name, v) for e, v in zip(batch, views, strict=True)])
         except OSError as error:
@@ -79,8 +84,8 @@ class Writer:
             self._retire()
         return True
 
-    def _segment(self, nbytes: int) -> Appender:
-        """One with room for so much; what is in the way goes."""
+    def _segment(self, nbytes: int) -> Appender | None:
+        """One with room for so much; what is in the way goes, unless all of it is being read."""
         if self._current is not None and not self._books.holds(self._current.number):
             self._retire()  # the store was cleared
         spared = None if self._current is None else self._current.number
@@ -90,6 +95,8 @@ class Writer:
         if gone is None and self._current is not None:
             self._retire()
             return self._segment(nbytes)
+        if gone is None:
+            return None
         if self._current is None:
             number, self._next = self._next, self._next + 1
             self._books.open(number, 0)

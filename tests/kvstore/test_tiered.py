@@ -60,8 +60,11 @@ def save(catalog: TieredCatalog, segment: int, limit: int = 1 << 20) -> int:
 
 def _write(catalog: TieredCatalog, segment: int, batch: list[Entry[int]]) -> None:
     need = sum(record_bytes(entry.size) for entry in batch)
-    while catalog.make_room_below(need, None):
-        pass
+    while gone := catalog.make_room_below(need, None):
+        assert not any(catalog.index.needs(segment) for segment in gone)
+    if gone is None:  # all that is in the way is being read
+        catalog.not_saved(batch)
+        return
     catalog.index.open(segment, 0)
     catalog.saved(segment, need, batch, list(range(len(batch))))
 
