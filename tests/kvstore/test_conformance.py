@@ -279,16 +279,27 @@ def test_least_recently_used_goes_first(store: Store) -> None:
 
 
 @ours_only
-def test_a_lease_outlives_eviction_and_clear_but_not_its_deadline(store: Store) -> None:
+def test_a_lease_outlives_eviction_and_clear(store: Store) -> None:
     held, other = make(6 << 20), make(6 << 20)
     put(store, held, other)
-    found = store.lookup([name_of(held)], [], 0.7, TIMEOUT)
+    found = store.lookup([name_of(held)], [], 60.0, TIMEOUT)
     assert found.lease is not None
     assert [put(store, make(6 << 20)) for _ in range(3)] == [[Kept.STORED]] * 3
     assert present(store, held, other) == [True, False]
     store.clear(TIMEOUT)
     assert present(store, held) == [True]
     assert store.stats(TIMEOUT).leases == 1
+    store.release([found.lease], TIMEOUT)
+    store.clear(TIMEOUT)
+    assert present(store, held) == [False]
+
+
+@ours_only
+def test_a_lease_does_not_outlive_its_deadline(store: Store) -> None:
+    held = make(6 << 20)
+    put(store, held)
+    found = store.lookup([name_of(held)], [], 0.3, TIMEOUT)
+    assert found.lease is not None
     while time.monotonic() < found.lease.deadline + 0.3:
         threading.Event().wait(0.05)
     assert store.stats(TIMEOUT).leases == 0
