@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tracemalloc
 
@@ -15,7 +16,7 @@ from kvstore.policy import LeastRecentlyUsed
 from kvstore.records import Claim, Tail
 from kvstore.union import united
 
-A, B, C = b"a" * 32, b"b" * 32, b"c" * 32
+A, B, C = (hashlib.sha256(word).digest() for word in (b"a", b"b", b"c"))
 
 
 def test_the_newest_are_remembered_with_their_last_reason() -> None:
