@@ -81,6 +81,7 @@ class Steps:
         self._max_waiting = max_waiting
         self._tasks: dict[str, Task] = {}
         self._saves: dict[tuple[str, int, int], tuple[Task | None, Save]] = {}
+        self._loads: dict[tuple[str, int], int] = {}  # tokens ordered by each that is open
         self._updates: list[tuple[str, Update]] = []
         self._steps = 0
         self._totals = Totals()
@@ -176,6 +177,7 @@ class Steps:
             self._tasks[request.id].preemptions += 1
         for load in plan.loads:
             self._note_admitted(self._tasks[load.request_id], load.epoch, now)
+            self._loads[load.request_id, load.epoch] = load.external
             self._connector.load(load)
         for entry in plan.entries:
             task = self._tasks[entry.request.id]
@@ -249,9 +251,12 @@ class Steps:
 
     def _take_event(self, event: Event) -> None:
         if isinstance(event, Loaded):
+            ordered = self._loads.pop((event.request_id, event.epoch), 0)
             request = self._scheduler.loaded(event.request_id, event.epoch, event.valid)
             if request is not None:
                 self._note_loaded(request, event)
+            else:
+                self._totals = self._totals.with_late(min(max(event.valid, 0), ordered))
             return
         self._scheduler.saved(event.request_id, event.epoch, event.serial)
         task, save = self._saves.pop((event.request_id, event.epoch, event.serial), (None, None))

@@ -30,6 +30,7 @@ class Totals:
     generated: int = 0
     recomputed: int = 0
     failed: int = 0
+    late: int = 0
     executed: int = 0
     preemptions: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
@@ -59,6 +60,10 @@ class Totals:
             external=self.external + admission.external,
             sources=added(self.sources, sources),
         )
+
+    def with_late(self, tokens: int) -> Totals:
+        """A load has brought so many, and who waited for it is gone."""
+        return replace(self, late=self.late + tokens)
 
     def with_leg(self, leg: LegTokens, preemptions: int, finish: Finish | None) -> Totals:
         """A leg has left, finished, handed over (``None``) or aborted."""

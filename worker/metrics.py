@@ -112,6 +112,7 @@ def counters(load: EngineLoad) -> Iterator[tuple[str, str, float]]:
     yield "external_prefix_cache_hits", "Tokens loaded from there and verified.", totals.external
     yield "recomputed_tokens", "Positions computed again after preemptions.", totals.recomputed
     yield "failed_load_tokens", "Tokens promised by the store and not delivered.", totals.failed
+    yield "late_load_tokens", "Tokens loaded for requests that had left.", totals.late
     yield "executed_positions", "Positions that the model runner computed.", load.executed
     yield "num_preemptions", "Requests pushed out of the pool.", totals.preemptions
     yield "late_events", "Events about residencies that were gone.", load.late_events

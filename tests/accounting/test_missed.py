@@ -7,12 +7,15 @@ from collections import Counter
 import pytest
 
 from common.miss import Miss
-from connector.mock import Script, Verdict
-from engine.request import Admission
+from common.sampling import Sampling
+from connector.mock import MockConnector, Script, Verdict
+from engine.request import Admission, Order
+from engine.steps import Steps
 from engine.updates import Missed
 from engine.usage import missed_blocks
 from tests.accounting.bench import limits
 from tests.accounting.served import Served
+from tests.engine.fakes import ChainRunner, naming
 
 LENGTH, SIZE = 11, 4
 """Positions 0 to 9 can come from outside: 3 blocks, the last one partial."""
@@ -120,3 +123,32 @@ def test_the_totals_are_the_sum_of_the_legs_under_preemption_and_failure() -> No
         assert sums == served.engine.load().totals.missed
         assert set(sums) >= {Miss.EVICTED, Miss.TOO_LATE, Miss.FAILED_VERIFICATION}
         assert sum(leg.preemptions for leg in legs) > 10
+
+
+def test_tokens_that_come_after_their_request_has_left_are_counted_once() -> None:
+    """Aborted while loading; the load ends later, and twice more. No lie counts, nor a stranger."""
+    script = Script(
+        lookups={"left": [8], "liar": [8], "short": [8]},
+        loads={
+            "left": [Verdict(5, after=1, times=3, strays=(7,))],
+            "liar": [Verdict(10**6, after=1)],
+            "short": [Verdict(3, after=1)],
+        },
+    )
+    bounds = limits(20, SIZE)
+    runner = ChainRunner(bounds.num_blocks, SIZE)
+    steps = Steps(runner, bounds, naming(), MockConnector(script, fill=runner.fill), 9)
+    for name in ("left", "liar", "short"):
+        steps.submit(Order(name, tuple(range(LENGTH)), LENGTH, 6), Sampling(), None)
+    steps.step()
+    assert steps.measure().loading == 3
+    steps.abort("left")
+    steps.abort("liar")
+    assert steps.measure().totals.late == 0
+    while steps.measure().loading or steps.measure().running:
+        steps.step()
+    load = steps.measure()
+    assert load.totals.late == 5 + 8
+    assert load.late_events == 3 + 1 + 1
+    assert (load.totals.external, load.totals.failed) == (3, 5)
+    assert steps.audit() == []
