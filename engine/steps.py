@@ -143,7 +143,7 @@ class Steps:
             self.abort(request_id)
 
     def audit(self) -> list[Finding]:
-        """The invariants of the core, and I5: the runner's own count against the admissions'."""
+        """The invariants of the core; I5: the runner's own count against the admissions'; I9."""
         findings = audit(self._scheduler)
         counted = self._totals.executed + sum(
             task.request.executed for task in self._tasks.values()
@@ -151,6 +151,8 @@ class Steps:
         if counted != self._runner.executed_positions:
             ran = self._runner.executed_positions
             findings.append(Finding("I5", None, f"{ran} positions executed, {counted} accounted"))
+        if not self._totals.adds_up:
+            findings.append(Finding("I9", None, f"sums by source do not add up: {self._totals}"))
         return findings
 
     def measure(self) -> EngineLoad:

@@ -42,6 +42,12 @@ class Totals:
         """Prompt tokens that were computed here: the rest."""
         return self.prompt - self.local - self.external
 
+    @property
+    def adds_up(self) -> bool:
+        """I9: no source gave less than nothing or more than all, stores no more than they did."""
+        by_store = sum(self.sources.values())
+        return min(self.local, self.external, self.computed) >= 0 and by_store == self.external
+
     def with_first_token(
         self, admission: Admission, sources: Mapping[str, int], missed: Missed | None
     ) -> Totals:

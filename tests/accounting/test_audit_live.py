@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from connector.mock import Script
 from engine.plan import Limits
 from tests.accounting.served import Served
@@ -33,3 +37,23 @@ def test_a_broken_book_is_named_and_the_worker_goes_on() -> None:
             served.wait(name)
             assert served.tokens(name) == answer(prompt, 8)
         assert len(served.engine.audit().result(10)) == 1
+
+
+@pytest.mark.parametrize("field", ["local", "external", "prompt", "sources"])
+def test_sums_by_source_that_do_not_add_up_are_named(field: str) -> None:
+    served = Served(LIMITS, Script(lookups={"*": [4]}))
+    served.engine._audit_steps = False
+    steps = served.engine._steps
+
+    def lose_count() -> None:
+        wrong = {"sources": {}, "prompt": 0}.get(field, steps._totals.prompt + 1)
+        steps._totals = replace(steps._totals, **{field: wrong})  # type: ignore[arg-type]
+
+    with served:
+        served.submit("a", [1, 2, 3, 4, 5, 6], 2)
+        served.wait("a")
+        assert served.engine.audit().result(10) == []
+        served.engine._call(lose_count).result(10)
+        (finding,) = served.engine.audit().result(10)
+        assert finding.invariant == "I9"
+        assert "Totals(prompt=" in finding.message
