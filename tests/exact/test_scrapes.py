@@ -12,6 +12,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from kvrelay.supervisor import Cluster
 from protos import types_pb2
 from tests.exact.asks import Ask, ask_all, check_usage, prompts
@@ -102,6 +104,7 @@ def killer(up: Cluster, scraper: Scraper) -> threading.Thread:
     return thread
 
 
+@pytest.mark.slow
 def test_every_scrape_adds_up_under_preemption_failure_and_migration(
     models: Models, tmp_path: Path
 ) -> None:

@@ -1,0 +1,73 @@
+"""Every scrape adds up while requests are preempted, aborted and badly served by their store."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from connector.counters import Counters
+from connector.mock import Script, Verdict
+from tests.accounting.bench import limits
+from tests.accounting.served import Served
+from tests.exact.scrape import Scrape, parsed
+from worker.metrics import registry_of
+from worker.storemetrics import COUNTED, MEASURED
+
+
+class Scraper(threading.Thread):
+    """Reads as fast as it can, and once more at the end."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(daemon=True)
+        self.seen: list[Scrape] = []
+        self._registry, self._over = registry, threading.Event()
+
+    def run(self) -> None:
+        over = False
+        while not over:
+            over = self._over.is_set()
+            self.seen.append(parsed(generate_latest(self._registry).decode()))
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join(60)
+
+
+def test_sums_by_source_equal_prompt_tokens_on_every_scrape() -> None:
+    script = Script(
+        lookups={"*": [None, 5, 99, -3, 10**6]},
+        loads={"*": [Verdict(3, times=2), Verdict(0), Verdict(after=3), Verdict(strays=(1,))]},
+        saves={"*": [Verdict(after=5, times=2)]},
+    )
+    with Served(limits(12, 4, budget=16, headroom=0), script) as served:
+        scraper = Scraper(registry_of(served.engine, "decode"))
+        scraper.start()
+        for number in range(60):
+            served.submit(f"r{number}", range(number % 5, number % 5 + 9), 30)
+            if number % 7 == 3:
+                served.engine.abort(f"r{number - 1}")
+                served.orders.pop(f"r{number - 1}")
+        served.wait(*served.orders)
+        served.settle()
+        scraper.stop()
+        ended = [served.ended(request_id) for request_id in served.orders]
+    for seen in scraper.seen:
+        assert seen.by_source() == seen("prompt_tokens") == seen("prefix_cache_queries")
+        hits = seen("external_prefix_cache_hits")
+        assert 0 <= hits <= seen("external_prefix_cache_queries")
+    for before, after in itertools.pairwise(scraper.seen):
+        for name in ("prompt_tokens", "external_prefix_cache_hits", "late_events"):
+            assert before(name) <= after(name)
+    last = scraper.seen[-1]
+    print(f"{len(scraper.seen)} scrapes, {last('num_preemptions'):.0f} preemptions")
+    assert last("num_preemptions") > 10
+    assert last("external_prefix_cache_hits") >= sum(leg.tokens.external for leg in ended) > 0
+    assert last("executed_positions") == served.runner.executed_positions
+
+
+def test_every_counter_of_the_store_connector_has_a_metric() -> None:
+    exported = [field for field, _, _ in (*COUNTED, *MEASURED)]
+    assert sorted(exported) == sorted(Counters.__slots__)
+    assert len({name for _, name, _ in (*COUNTED, *MEASURED)}) == len(exported)
