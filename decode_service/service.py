@@ -43,6 +43,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             else:
                 response.tokens.append(convert.token(update.sampled))
                 response.finish_reason = convert.finish(update.finish)
+                if update.begun is not None:
+                    response.begun.CopyFrom(convert.begun(update.begun))
         return response
 
 

@@ -215,9 +215,9 @@ class Steps:
         now = time.monotonic()
         for output, item in zip(committed.outputs, sampled, strict=True):
             request, finish = output.request, output.finish
-            task = self._tasks[request.id]
+            task, begun = self._tasks[request.id], None
             if task.first_token is None:
-                admission = request.last_admission
+                begun = admission = request.last_admission
                 task.note_first_token(admission, self.limits.block_size, now)
                 sources = task.sources_of(admission)
                 self._totals = self._totals.with_first_token(admission, sources, task.missed)
@@ -228,7 +228,7 @@ class Steps:
             if stops:
                 finish = finish or Finish.STOP
                 self._scheduler.abort(request.id, finish)
-            self._updates.append((request.id, Token(item, finish)))
+            self._updates.append((request.id, Token(item, finish, begun)))
             if request.state is State.FINISHED:
                 self._retire(task)
 

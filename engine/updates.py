@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from common.errors import KvrelayError
 from common.miss import Miss
-from engine.request import Finish
+from engine.request import Admission, Finish
 from engine.usage import LegTokens
 from engine.work import Sampled
 
@@ -23,10 +23,14 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One more token; ``finish`` says that it is the last one, and why."""
+    """One more token; ``finish`` says that it is the last one, and why.
+
+    The first one carries how the leg began: should the worker die, that is known all the same.
+    """
 
     sampled: Sampled
     finish: Finish | None
+    begun: Admission | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,12 @@ class Hop:
     computed: int
     recomputed: int
     failed: int
+    lost: bool
 
     @property
     def answered(self) -> bool:
-        """A worker that died before it began has no figures."""
-        return self.length > 0
+        """A worker that died has no figures but those of its beginning."""
+        return not self.lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +127,7 @@ def hops_of(usage: types_pb2.Usage, names: Mapping[str, str]) -> Iterator[Hop]:
             computed=leg.computed,
             recomputed=leg.recomputed,
             failed=leg.failed,
+            lost=leg.lost,
         )
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import types_pb2 as protos_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\nkvrelay.v1\x1a\x12protos/types.proto\"{\n\rDecodeRequest\x12\x1c\n\x03leg\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Leg\x12\x16\n\x0ehandoff_tokens\x18\x02 \x01(\r\x12\x19\n\x11handoff_last_name\x18\x03 \x01(\x0c\x12\x19\n\x11handoff_signature\x18\x04 \x01(\x0c\"\x89\x01\n\x0e\x44\x65\x63odeResponse\x12!\n\x06tokens\x18\x01 \x03(\x0b\x32\x11.kvrelay.v1.Token\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12#\n\x05usage\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.LegUsage2K\n\x06\x44\x65\x63ode\x12\x41\n\x06\x44\x65\x63ode\x12\x19.kvrelay.v1.DecodeRequest\x1a\x1a.kvrelay.v1.DecodeResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/decode.proto\x12\nkvrelay.v1\x1a\x12protos/types.proto\"{\n\rDecodeRequest\x12\x1c\n\x03leg\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Leg\x12\x16\n\x0ehandoff_tokens\x18\x02 \x01(\r\x12\x19\n\x11handoff_last_name\x18\x03 \x01(\x0c\x12\x19\n\x11handoff_signature\x18\x04 \x01(\x0c\"\xaf\x01\n\x0e\x44\x65\x63odeResponse\x12!\n\x06tokens\x18\x01 \x03(\x0b\x32\x11.kvrelay.v1.Token\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12#\n\x05usage\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.LegUsage\x12$\n\x05\x62\x65gun\x18\x04 \x01(\x0b\x32\x15.kvrelay.v1.Admission2K\n\x06\x44\x65\x63ode\x12\x41\n\x06\x44\x65\x63ode\x12\x19.kvrelay.v1.DecodeRequest\x1a\x1a.kvrelay.v1.DecodeResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,7 +35,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEREQUEST']._serialized_start=55
   _globals['_DECODEREQUEST']._serialized_end=178
   _globals['_DECODERESPONSE']._serialized_start=181
-  _globals['_DECODERESPONSE']._serialized_end=318
-  _globals['_DECODE']._serialized_start=320
-  _globals['_DECODE']._serialized_end=395
+  _globals['_DECODERESPONSE']._serialized_end=356
+  _globals['_DECODE']._serialized_start=358
+  _globals['_DECODE']._serialized_end=433
 # @@protoc_insertion_point(module_scope)

@@ -58,21 +58,27 @@ class DecodeResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Token]: ...
     @_builtins.property
     def usage(self) -> _types_pb2.LegUsage: ...
+    @_builtins.property
+    def begun(self) -> _types_pb2.Admission:
+        """with the first token: how the leg began"""
+
     def __init__(
         self,
         *,
         tokens: _abc.Iterable[_types_pb2.Token] | None = ...,
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         usage: _types_pb2.LegUsage | None = ...,
+        begun: _types_pb2.Admission | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "finish_reason", b"finish_reason", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

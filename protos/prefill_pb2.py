@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from protos import types_pb2 as protos_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/prefill.proto\x12\nkvrelay.v1\x1a\x12protos/types.proto\".\n\x0ePrefillRequest\x12\x1c\n\x03leg\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Leg\"q\n\x0fPrefillResponse\x12-\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.FirstTokenH\x00\x12&\n\x07handoff\x18\x02 \x01(\x0b\x32\x13.kvrelay.v1.HandoffH\x00\x42\x07\n\x05\x65vent\"_\n\nFirstToken\x12 \n\x05token\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.Token\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\"d\n\x07Handoff\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x11\n\tlast_name\x18\x02 \x01(\x0c\x12#\n\x05usage\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.LegUsage\x12\x11\n\tsignature\x18\x04 \x01(\x0c\x32O\n\x07Prefill\x12\x44\n\x07Prefill\x12\x1a.kvrelay.v1.PrefillRequest\x1a\x1b.kvrelay.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14protos/prefill.proto\x12\nkvrelay.v1\x1a\x12protos/types.proto\".\n\x0ePrefillRequest\x12\x1c\n\x03leg\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Leg\"q\n\x0fPrefillResponse\x12-\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.FirstTokenH\x00\x12&\n\x07handoff\x18\x02 \x01(\x0b\x32\x13.kvrelay.v1.HandoffH\x00\x42\x07\n\x05\x65vent\"\x85\x01\n\nFirstToken\x12 \n\x05token\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.Token\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12$\n\x05\x62\x65gun\x18\x03 \x01(\x0b\x32\x15.kvrelay.v1.Admission\"d\n\x07Handoff\x12\x0e\n\x06tokens\x18\x01 \x01(\r\x12\x11\n\tlast_name\x18\x02 \x01(\x0c\x12#\n\x05usage\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.LegUsage\x12\x11\n\tsignature\x18\x04 \x01(\x0c\x32O\n\x07Prefill\x12\x44\n\x07Prefill\x12\x1a.kvrelay.v1.PrefillRequest\x1a\x1b.kvrelay.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,10 +36,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLREQUEST']._serialized_end=102
   _globals['_PREFILLRESPONSE']._serialized_start=104
   _globals['_PREFILLRESPONSE']._serialized_end=217
-  _globals['_FIRSTTOKEN']._serialized_start=219
-  _globals['_FIRSTTOKEN']._serialized_end=314
-  _globals['_HANDOFF']._serialized_start=316
-  _globals['_HANDOFF']._serialized_end=416
-  _globals['_PREFILL']._serialized_start=418
-  _globals['_PREFILL']._serialized_end=497
+  _globals['_FIRSTTOKEN']._serialized_start=220
+  _globals['_FIRSTTOKEN']._serialized_end=353
+  _globals['_HANDOFF']._serialized_start=355
+  _globals['_HANDOFF']._serialized_end=455
+  _globals['_PREFILL']._serialized_start=457
+  _globals['_PREFILL']._serialized_end=536
 # @@protoc_insertion_point(module_scope)

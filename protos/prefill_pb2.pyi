@@ -69,19 +69,25 @@ class FirstToken(_message.Message):
 
     TOKEN_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
+    BEGUN_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """set when the request ends with this token"""
     @_builtins.property
     def token(self) -> _types_pb2.Token: ...
+    @_builtins.property
+    def begun(self) -> _types_pb2.Admission:
+        """how the leg began"""
+
     def __init__(
         self,
         *,
         token: _types_pb2.Token | None = ...,
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
+        begun: _types_pb2.Admission | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun", b"begun", "finish_reason", b"finish_reason", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -389,6 +389,7 @@ class LegUsage(_message.Message):
     SAVED_FIELD_NUMBER: _builtins.int
     EXTERNAL_BY_STORE_FIELD_NUMBER: _builtins.int
     MISSED_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
     worker: _builtins.str
     """boot token of the worker"""
     role: Global___Role.ValueType
@@ -419,6 +420,8 @@ class LegUsage(_message.Message):
     """filled in by the router"""
     saved: _builtins.int
     """leading tokens that are in the store at the end of the leg"""
+    lost: _builtins.bool
+    """it has no account: its figures are those of its first token, if it had one"""
     @_builtins.property
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admission]: ...
     @_builtins.property
@@ -451,10 +454,11 @@ class LegUsage(_message.Message):
         saved: _builtins.int | None = ...,
         external_by_store: _abc.Iterable[Global___StoreTokens] | None = ...,
         missed: _abc.Iterable[Global___MissedBlocks] | None = ...,
+        lost: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_saved", b"_saved", "saved", b"saved"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved", b"_saved", "address", b"address", "admissions", b"admissions", "computed", b"computed", "executed", b"executed", "external", b"external", "external_by_store", b"external_by_store", "failed", b"failed", "generated", b"generated", "length", b"length", "load_seconds", b"load_seconds", "local", b"local", "missed", b"missed", "preemptions", b"preemptions", "queue_seconds", b"queue_seconds", "recomputed", b"recomputed", "role", b"role", "run_seconds", b"run_seconds", "saved", b"saved", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved", b"_saved", "address", b"address", "admissions", b"admissions", "computed", b"computed", "executed", b"executed", "external", b"external", "external_by_store", b"external_by_store", "failed", b"failed", "generated", b"generated", "length", b"length", "load_seconds", b"load_seconds", "local", b"local", "lost", b"lost", "missed", b"missed", "preemptions", b"preemptions", "queue_seconds", b"queue_seconds", "recomputed", b"recomputed", "role", b"role", "run_seconds", b"run_seconds", "saved", b"saved", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__saved: _TypeAlias = _typing.Literal["saved"]  # noqa: Y015
     _WhichOneofArgType__saved: _TypeAlias = _typing.Literal["_saved", b"_saved"]  # noqa: Y015

@@ -21,7 +21,7 @@ from router.dispatch import Dispatcher, Found
 from router.legs import UNFINISHED, Event, Handoff, run_leg
 from router.policy import Prefix
 from router.request import Request
-from router.usage import usage
+from router.usage import lost, usage
 from router.worker import KnownWorker
 from text.output import OutputText
 from text.tokenizer import Tokenizer
@@ -53,6 +53,7 @@ class Generation:
         self._outputs = list(request.outputs)
         self._accounts: list[types_pb2.LegUsage] = []
         self._handoff = Handoff()
+        self._begun: types_pb2.Admission | None = None  # of the leg under way
         self._finish: types_pb2.FinishReason.ValueType = UNFINISHED
         self._stopped = False
         self._received = received
@@ -101,7 +102,7 @@ class Generation:
         before, accounts = len(self._outputs), len(self._accounts)
         try:
             message = self._message()
-            self._legs += 1
+            self._legs, self._begun = self._legs + 1, None
             events = run_leg(
                 worker,
                 found.work,
@@ -120,7 +121,9 @@ class Generation:
                         return  # the worker goes on: its leg is cancelled
         finally:
             if len(self._accounts) == accounts:  # it failed, or was ended here
-                self._accounts.append(self._unknown(worker, len(self._outputs) - before))
+                generated = len(self._outputs) - before
+                account = lost(worker.key, worker.address, worker.role, generated, self._begun)
+                self._accounts.append(account)
         if self._finish == UNFINISHED and not self._progressed(worker, before):
             raise Unavailable(f"{worker.address} ended its leg without finishing the request")
 
@@ -150,6 +153,7 @@ class Generation:
             self._accounts.append(event.usage)
         if event.handoff is not None:
             self._handoff = event.handoff
+        self._begun = event.begun or self._begun
         tokens, text = event.tokens, ""
         for count, token in enumerate(tokens, 1):
             self._outputs.append(token.id)
@@ -192,11 +196,6 @@ class Generation:
         )
         response.usage.CopyFrom(account)
         return response
-
-    def _unknown(self, worker: KnownWorker, generated: int) -> types_pb2.LegUsage:
-        return types_pb2.LegUsage(
-            worker=worker.key, address=worker.address, role=worker.role, generated=generated
-        )
 
     async def _failed(self, worker: KnownWorker, error: KvrelayError, gained: int) -> None:
         """Go on elsewhere, or raise the error when that cannot help or was done too often."""

@@ -40,6 +40,7 @@ class Event:
     finish: types_pb2.FinishReason.ValueType = UNFINISHED
     usage: types_pb2.LegUsage | None = None
     handoff: Handoff | None = None
+    begun: types_pb2.Admission | None = None  # with the first token
 
 
 async def run_leg(
@@ -94,7 +95,8 @@ async def _prefill(
         response = await _next(worker, stay, messages)
         if response is not None and response.HasField("first_token"):
             first = response.first_token
-            yield Event(tokens=(first.token,), finish=first.finish_reason)
+            begun = first.begun if first.HasField("begun") else None
+            yield Event(tokens=(first.token,), finish=first.finish_reason, begun=begun)
             yield await _handoff(worker, stay, messages, handoff_wait)
     finally:
         call.cancel()  # without effect on a call that has ended
@@ -144,6 +146,7 @@ async def _decode(
                 worker.hear()
                 response = received(message, worker.address)
                 usage = response.usage if response.HasField("usage") else None
-                yield Event(tokens=response.tokens, finish=response.finish_reason, usage=usage)
+                begun = response.begun if response.HasField("begun") else None
+                yield Event(response.tokens, response.finish_reason, usage, begun=begun)
     finally:
         call.cancel()

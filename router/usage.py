@@ -7,14 +7,31 @@ from collections.abc import Sequence
 from protos import types_pb2
 
 
+def lost(
+    worker: str,
+    address: str,
+    role: types_pb2.Role.ValueType,
+    generated: int,
+    begun: types_pb2.Admission | None,
+) -> types_pb2.LegUsage:
+    """The account of a leg whose worker did not tell it: as of its first token."""
+    leg = types_pb2.LegUsage(
+        worker=worker, address=address, role=role, generated=generated, lost=True
+    )
+    if begun is not None:
+        leg.length, leg.local, leg.external = begun.length, begun.local, begun.external
+        leg.computed = begun.fresh
+        leg.admissions.append(begun)
+    return leg
+
+
 def usage(
     legs: Sequence[types_pb2.LegUsage], prompt: int, completion: int, first_token_seconds: float
 ) -> types_pb2.Usage:
     """``cached_prompt_tokens`` is the first leg's hit: a transfer between legs is no cache hit.
 
     It never exceeds the prompt: a resumed request may also hit blocks of its tokens so far.
-    A leg that failed left no account (its ``length`` is 0). If it made tokens it was the first one
-    all the same: what it found is not known, and what later legs loaded is no hit.
+    A leg that was lost left no account but how it began, told with its first token.
     """
     begun = [leg for leg in legs if leg.length or leg.generated]
     first = begun[0] if begun else types_pb2.LegUsage()

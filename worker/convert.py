@@ -8,7 +8,7 @@ from dataclasses import replace
 from common.errors import Rejected
 from common.miss import Miss
 from common.sampling import Sampling
-from engine.request import Finish, Order
+from engine.request import Admission, Finish, Order
 from engine.updates import Ended, Missed
 from engine.work import Logprob, Sampled
 from protos import types_pb2
@@ -81,6 +81,17 @@ def token(sampled: Sampled) -> types_pb2.Token:
     return types_pb2.Token(
         id=sampled.token,
         logprobs=types_pb2.Logprobs(chosen=chosen, top=[_logprob(item) for item in sampled.top]),
+    )
+
+
+def begun(admission: Admission) -> types_pb2.Admission:
+    """How a leg began; nothing is known of its end yet."""
+    return types_pb2.Admission(
+        epoch=admission.epoch,
+        length=admission.length,
+        local=admission.local,
+        external=admission.external,
+        fresh=admission.fresh,
     )
 
 

@@ -179,6 +179,7 @@ def usage_lines(usage: types_pb2.Usage) -> str:
             + _stores(leg)
             + (f", {leg.recomputed} recomputed" if leg.recomputed else "")
             + (f", {leg.failed} failed" if leg.failed else "")
+            + (", lost on the way" if leg.lost else "")
         )
         lines += [
             f"           {count_of(missed.blocks)} missed: {reason_of(missed.reason)}"

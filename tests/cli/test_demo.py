@@ -56,7 +56,7 @@ def test_a_killed_party_changes_no_token_of_the_demo(target: str) -> None:
     assert told["same"]
     assert told["tokens"] == 320
     assert told["killed"].startswith(target)
-    assert any(hop["length"] == 0 for hop in told["hops"]) == (target != "store")
+    assert any(hop["lost"] for hop in told["hops"]) == (target != "store")
     assert target != "decode" or told["computed_again"] > 0
 
 

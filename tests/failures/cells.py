@@ -157,9 +157,9 @@ class Cell:
 
 
 def _resumed(stream: Stream) -> list[tuple[types_pb2.LegUsage, types_pb2.LegUsage]]:
-    """Legs that were lost, which left no account, each with the one that went on."""
+    """Legs that were lost, each with the one that went on."""
     legs = stream.usage.legs if stream.usage is not None else ()
-    return [(lost, leg) for lost, leg in pairwise(legs) if not lost.length and leg.length]
+    return [(lost, leg) for lost, leg in pairwise(legs) if lost.lost and not leg.lost]
 
 
 def unsaved(strike: Strike) -> int:

@@ -87,6 +87,9 @@ class Stream:
         """Every token is in the account of exactly one leg of the last call."""
         assert self.usage is not None
         assert self.usage.completion_tokens == self.asked.max_tokens
+        for leg in self.usage.legs:  # of lost ones too, as of their first token
+            assert leg.length == leg.local + leg.external + leg.computed, leg
+            assert leg.length or not leg.generated, leg
         if not self.broken:
             assert sum(leg.generated for leg in self.usage.legs) == len(self.tokens)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protos import types_pb2
-from router.usage import usage
+from router.usage import lost, usage
 
 PREFILL, DECODE = types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE
 
@@ -41,3 +41,13 @@ def test_a_resumed_request_has_no_more_cached_than_its_prompt() -> None:
         usage([leg(DECODE, length=120, local=112, computed=8)], 100, 30, 0.1).cached_prompt_tokens
         == 100
     )
+
+
+def test_a_lost_leg_is_accounted_for_as_of_its_first_token() -> None:
+    begun = types_pb2.Admission(epoch=3, length=100, local=16, external=32, fresh=52)
+    leg = lost("boot", "h:1", DECODE, 7, begun)
+    assert (leg.length, leg.local, leg.external, leg.computed) == (100, 16, 32, 52)
+    assert (leg.generated, leg.lost, leg.worker, leg.address) == (7, True, "boot", "h:1")
+    assert list(leg.admissions) == [begun]
+    assert usage([leg], 90, 7, 0.1).cached_prompt_tokens == 48
+    assert lost("boot", "h:1", DECODE, 0, None).length == 0
