@@ -65,7 +65,7 @@ class RouterConfig(SecurityOptions):
         262_144, "of requests that wait for their turn; more are told to retry", low=1
     )
     queue_seconds: float = option(
-        30.0, "that a request may wait, estimated by how fast the queue drains", low=0.0
+        120.0, "that a request may wait, estimated by how fast the queue drains", low=0.0
     )
     max_requests: int = option(1024, "requests at once; one more is told to retry", low=1)
     max_failures: int = option(8, "legs of one request that may fail", low=0)

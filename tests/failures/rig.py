@@ -120,6 +120,7 @@ def rig(
     )  # fmt: skip
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVRELAY_AUDIT", "true")
+        patch.setenv("KVRELAY_QUEUE_SECONDS", "600")  # a slow machine gets hundreds at once
         for name, value in (environ or {}).items():
             patch.setenv(f"KVRELAY_{name.upper()}", value)
         proxies: dict[str, Proxy] = {}
