@@ -16,6 +16,7 @@ from common.errors import Rejected
 from common.option import PREFIX, option, options
 from kvrelay.ports import free_ports
 from kvrelay.process import Spec
+from kvstore.urls import urls_of
 from rpc.options import SecurityOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -66,7 +67,7 @@ class ClusterConfig(SecurityOptions):
 
     def __post_init__(self) -> None:
         check(self)
-        if self.store is not None and self.store.startswith("memory:"):
+        if any(url.startswith("memory:") for url in urls_of(self.store or "")):
             raise Rejected("store", "memory:// lives in one process and cannot be shared")
         if self.store is not None and self.store_disk is not None:
             raise Rejected("store_disk", "is for the store that is started here, not for --store")

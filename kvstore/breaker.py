@@ -14,6 +14,7 @@ from kvstore.base import Found, Got, Lease, Offer, Outcome, Seen, Store, Want
 from kvstore.circuit import Circuit
 from kvstore.records import Tail
 from kvstore.stats import Stats
+from kvstore.urls import public_name
 
 
 class Breaker:
@@ -83,7 +84,9 @@ class Breaker:
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         if wait := self._circuit.enter():
-            raise Unavailable(f"{self.url} did not answer; the next try is in {wait:.1f} s")
+            raise Unavailable(
+                f"{public_name(self.url)} did not answer; the next try is in {wait:.1f} s"
+            )
         try:
             yield
         except (Unavailable, DeadlineExceeded) as error:

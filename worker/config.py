@@ -22,7 +22,9 @@ class WorkerConfig(SecurityOptions):
     host: str = option("127.0.0.1", "address to listen on", metavar="HOST")
     port: int = option(0, "port to listen on; 0 picks a free one", low=0, high=65535)
     store: str | None = option(
-        None, "URL of the KV store, such as kvrelay://HOST:PORT; without one nothing is shared"
+        None,
+        "URL of the KV store, such as kvrelay://HOST:PORT, or several with commas, the nearest"
+        " first; without one nothing is shared",
     )
     dtype: str = option(
         "auto",
