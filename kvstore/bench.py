@@ -16,6 +16,7 @@ from common.config import load, option
 from kvstore import benchredis
 from kvstore.benchredis import redis_rows
 from kvstore.benchrows import GB, GET_BLOCKS, Bare, Memcpy, Rig, get_rows, lookup_seconds, put_rows
+from kvstore.redisserver import find_server, version_of
 
 DESCRIPTION = """\
 Measures on this machine, with a store of its own, how fast blocks are got and put on each way,
@@ -154,10 +155,14 @@ def main(argv: Sequence[str], prog: str = "python -m kvstore.bench") -> int:
     """Measure and print."""
     config = load(BenchConfig, argv, prog, DESCRIPTION)
     rows, lookups = measure(config)
+    found = find_server()
+    redis = None if found is None else version_of(found)
     if config.json:
-        print(json.dumps({"rows": list(map(asdict, rows)), "lookups": list(map(asdict, lookups))}))
+        listed = {"rows": list(map(asdict, rows)), "lookups": list(map(asdict, lookups))}
+        print(json.dumps({**listed, "redis": redis}))
     else:
         print(table(rows, lookups))
+        print(f"Redis: {redis or 'no redis-server was found, so there are no rows of it'}")
     return 0
 
 

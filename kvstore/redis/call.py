@@ -147,8 +147,9 @@ class Call:
     ) -> None:
         try:
             found = self._links[node].replies.lines(lines * len(indices))
-            for line in found:
-                if line[:1] == b"-" and not is_elsewhere(line) and code_of(line) != NO_VALUE:
+            refused = [line for line in found if line[:1] == b"-" and code_of(line) != NO_VALUE]
+            for line in refused:
+                if not is_elsewhere(line):
                     raise Unwilling(node.address, line)
         except KvrelayError as error:
             self.lost(node, error)
@@ -156,10 +157,10 @@ class Call:
         self.done(node)
         for number, index in enumerate(indices):
             answer = found[number * lines : (number + 1) * lines]
-            if any(map(is_elsewhere, answer)):
-                self.topology.doubt()
-                answer = []
-            answers[index] = answer
+            astray = bool(refused) and any(map(is_elsewhere, answer))
+            answers[index] = [] if astray else answer
+        if refused:
+            self.topology.doubt()
 
     def _is_up(self, node: Node) -> bool:
         if node not in self._up:

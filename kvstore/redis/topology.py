@@ -40,8 +40,12 @@ class Topology:
         self._closed = False
         self._stale = False
         self._next = 0.0
+        again = range(1, PLACES) if settings.cluster else ()
+        self._prefixes = [
+            f"{settings.prefix}:{part}".encode() for part in ("", *map("{}:".format, again))
+        ]
         if not settings.cluster:
-            self._owners = list(self._nodes.values())
+            self._owners = list(self._nodes.values())  # one, of whatever slot
 
     def prepare(self, deadline: Deadline) -> bool:
         """Know the slots, and whether they were asked for just now.
@@ -72,18 +76,17 @@ class Topology:
     def place(self, name: bytes, up: Callable[[Node], bool]) -> tuple[Node, bytes] | None:
         """The server and the key of a block; ``None`` if the servers of all its places are down."""
         owners = self._owners or ()
-        for number in range(PLACES if self._settings.cluster else 1):
-            key = self.key(name, number)
-            slot = binascii.crc_hqx(key, 0) % SLOTS if self._settings.cluster else 0
-            node = owners[slot] if owners else None
+        written = name.hex().encode()
+        for prefix in self._prefixes if owners else ():
+            key = prefix + written
+            node = owners[binascii.crc_hqx(key, 0) % len(owners)]
             if node is not None and up(node):
                 return node, key
         return None
 
     def key(self, name: bytes, number: int = 0) -> bytes:
         """What a block is called on a server, in letters that are no part of a pattern."""
-        again = f"{number}:" if number else ""
-        return f"{self._settings.prefix}:{again}{name.hex()}".encode()
+        return self._prefixes[number] + name.hex().encode()
 
     def owners(self) -> list[Node]:
         """Every server that has keys."""

@@ -25,7 +25,7 @@ from tests.failures.rig import BACKOFF
 from tests.failures.streams import Asked, draw
 from tests.kvstore import redisserver
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.cluster
 BLOCK, PROMPT, MAX_TOKENS, COUNT = 16, 80, 24, 12
 TIMEOUT = 100.0
 NAME_BYTES = 32

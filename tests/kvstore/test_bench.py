@@ -20,6 +20,7 @@ def test_a_quick_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["client"] > 0 for row in found["rows"])
     assert all(row["store"] > 0 for row in found["rows"] if row["what"] in ways)
     assert all(row["rate"] >= row["median"] > 0 for row in found["rows"])
+    assert "v=" in found["redis"]
     rivals = {row["what"]: row["rival"] for row in found["rows"]}
     assert {rivals[way] for way in ways} == {"memcpy", "bare socket"}
     assert [rivals[row] for row in redis] == [None, redis[0], None, redis[2]]

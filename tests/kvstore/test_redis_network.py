@@ -114,7 +114,7 @@ def test_flipped_bits_are_never_taken_for_a_block(
     put(store, *blocks)
     for faulty in (proxy.down, proxy.up):
         faulty.faults = Faults(flip_every=every)
-        for _ in range(5):
+        for _ in range(3):
             accepted(store, blocks, SHORT)
             with contextlib.suppress(KvrelayError):
                 put(store, *[make(50_000) for _ in range(4)])
@@ -224,6 +224,7 @@ def test_a_cluster_is_reached_by_what_its_servers_announce(
     assert all(proxy.down.passed > 50_000 for proxy in stand.proxies)
 
 
+@pytest.mark.slow
 def test_a_silent_server_costs_its_own_blocks_only(behind: tuple[RedisStore, Stand]) -> None:
     store, stand = behind
     blocks = [make(20_000) for _ in range(40)]
