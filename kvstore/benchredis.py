@@ -40,9 +40,11 @@ def redis_rows(rig: Rig) -> Iterator[dict[str, Run]]:
         return
     with OwnServer(path) as server:
         rows = _Rows(rig, server)
+        rig.others.append(server.pid)
         try:
             yield rows.table()
         finally:
+            rig.others.remove(server.pid)
             rows.close()
 
 

@@ -71,6 +71,11 @@ class OwnServer:
         self._process.kill()
         self._process.wait()
 
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
     def _answers(self, settings: Settings) -> bool:
         deadline = Deadline.after(START_SECONDS)
         while self._process.poll() is None and not deadline.expired:

@@ -84,7 +84,7 @@ class Queue:
             replies.skip(length)
             return None
         header = bytearray(split)
-        replies.into(memoryview(header), want.buffer)
+        replies.into(memoryview(header), want.buffer, owed=len(self._asked))
         return bytes(header)
 
 

@@ -11,6 +11,10 @@ from kvstore.pipe import Pipe
 
 ROOM = 64 << 10
 NIL = b"$-1"
+SHORTEST = len(b"$-1\r\n")
+"""Bytes of the shortest answer to a ``GET``."""
+
+AHEAD = 4 * SHORTEST
 LONGEST_LINE = 4096
 LONGEST_HEAD = 12
 LONGEST_BULK = MAX_PAYLOAD + header_bytes(MAX_COUNT)
@@ -58,8 +62,12 @@ class Replies:
             raise Corrupt("reply", f"{length} bytes are more than the {LONGEST_BULK} of a block")
         return length
 
-    def into(self, *buffers: memoryview) -> None:
-        """Fill ``buffers`` with a whole bulk, and pass its end."""
+    def into(self, *buffers: memoryview, owed: int = 0) -> None:
+        """Fill ``buffers`` with a whole bulk, and pass its end.
+
+        With ``owed`` more answers to come, each of some bytes at least, the beginning of the next
+        is received in the same breath: the reader sleeps once for a block and not twice.
+        """
         views = [*buffers, self._tail]
         first = 0
         while self._start < self._end and first < len(views):
@@ -69,7 +77,10 @@ class Replies:
             self._start += count
             views[first] = view[count:]
             first += count == len(view)
-        self._pipe.receive_into(views[first:])
+        ahead = min(owed * SHORTEST, AHEAD) if self._start == self._end else 0
+        self._pipe.receive_into([*views[first:], self._room[:ahead]])
+        if ahead:
+            self._start, self._end = 0, ahead
         if self._tail != _END:
             raise Corrupt("reply", f"a bulk ends with {bytes(self._tail)!r}")
 
