@@ -18,11 +18,19 @@ PAGE = 1000
 """Blocks in one message: about a millisecond of the event loop."""
 
 
-def pages(vault: Vault, prefix: bytes, limit: int) -> Iterator[pb.ListResponse]:
-    """What is there now, whose names begin with ``prefix``; one page at least."""
+def listed(vault: Vault, prefix: bytes) -> tuple[int, list[Entry[int]]]:
+    """``Vault.snapshot``, of names that begin with ``prefix``. Of many blocks it takes a while."""
     last, entries = vault.snapshot()
-    wanted = (entry for entry in entries if name_of(entry.name).startswith(prefix))
-    for page in paged(vault, islice(wanted, limit or None)):
+    if prefix:
+        entries = [entry for entry in entries if name_of(entry.name).startswith(prefix)]
+    return last, entries
+
+
+def pages(
+    vault: Vault, last: int, entries: list[Entry[int]], limit: int
+) -> Iterator[pb.ListResponse]:
+    """One page at least."""
+    for page in paged(vault, islice(entries, limit or None)):
         yield pb.ListResponse(boot=vault.boot, sequence=last, blocks=page)
 
 

@@ -17,7 +17,7 @@ from common.errors import Corrupt, DeadlineExceeded, Rejected
 from kvblock.name import NAME_BYTES
 from kvstore.changes import Changes
 from kvstore.disk.tier import DiskTier
-from kvstore.listing import inspected, pages, stats_for
+from kvstore.listing import inspected, listed, pages, stats_for
 from kvstore.locating import BRING_SECONDS, located, reserved
 from kvstore.messages import (
     MAX_LEASE_MS,
@@ -181,7 +181,8 @@ class StoreService:
             raise Rejected("prefix", f"{len(request.prefix)} bytes are more than a name has")
         if request.limit > MAX_LISTED:
             raise Rejected("limit", f"{request.limit} is more than {MAX_LISTED}; 0 is all of them")
-        for page in pages(self._vault, request.prefix, request.limit):
+        last, entries = await asyncio.to_thread(listed, self._vault, request.prefix)
+        for page in pages(self._vault, last, entries, request.limit):
             yield page
 
     async def watch(self, request: pb.WatchRequest, context: Writer) -> None:

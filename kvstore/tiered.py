@@ -224,11 +224,6 @@ class TieredCatalog(Catalog[int]):
         spot = self.index.find(name) if entry is None else None
         return entry if spot is None else entry_of(spot)
 
-    def entries(self, now: float) -> list[Entry[int]]:
-        """Likewise."""
-        above = super().entries(now)
-        return above + [entry_of(s) for s in self.index.spots() if s.name not in self._entries]
-
     def stats(self) -> Stats:
         """Likewise."""
         return dataclasses.replace(

@@ -22,7 +22,7 @@ from kvstore.catalog import Catalog
 from kvstore.check import Summed, check_block
 from kvstore.copying import copy, copy_summed
 from kvstore.disk.books import Books
-from kvstore.disk.index import Index
+from kvstore.disk.index import Index, entry_of
 from kvstore.divided import Divided
 from kvstore.entries import Entry
 from kvstore.events import KEPT_EVENTS, Told
@@ -61,6 +61,7 @@ class Vault:
         self._key = os.urandom(32)
         self._watchers: list[Callable[[], None]] = []
         self.books: Books | None = None  # of the disk
+        self._index = None if limits.disk_budget is None else Index(limits.disk_budget)
         self._divided = Divided(LeastRecentlyUsed, self.tenants.owners, ENTRY_BYTES)
         self._catalog = self._make_catalog(
             self._divided if self.tenants.owners else LeastRecentlyUsed()
@@ -70,14 +71,14 @@ class Vault:
 
     def _make_catalog(self, policy: Policy) -> Catalog[int]:
         limits = self.limits
-        if limits.disk_budget is None:
+        if self._index is None:
             return Catalog(
                 limits.budget, policy, limits.partial_life, self.boot, self.arena, ENTRY_BYTES,
                 limits.events, limits.shares,
             )  # fmt: skip
         tiered = TieredCatalog(
             limits.budget, policy, limits.partial_life, self.boot, self.arena, ENTRY_BYTES,
-            Index(limits.disk_budget), limits.events, limits.shares,
+            self._index, limits.events, limits.shares,
         )  # fmt: skip
         self.books = Books(tiered, self._lock, self._tell)
         return tiered
@@ -211,7 +212,12 @@ class Vault:
         """
         with self._lock:
             entries = self._catalog.entries(time.monotonic())
-            return self._catalog.events.last, entries
+            below = [] if self._index is None else self._index.spots()
+            last = self._catalog.events.last
+        if below:
+            above = {entry.name for entry in entries}
+            entries += [entry_of(spot) for spot in below if spot.name not in above]
+        return last, entries
 
     def events(self, after: int, limit: int) -> list[Told[int]] | None:
         """See ``Events.after``."""

@@ -68,7 +68,7 @@ class Watching:
             self.count -= 1
 
     async def _tell_all(self, context: Writer) -> int:
-        last, entries = self._vault.snapshot()
+        last, entries = await asyncio.to_thread(self._vault.snapshot)
         first = True
         for blocks in paged(self._vault, iter(entries)):
             page = pb.Page(first=first, last=len(blocks) < PAGE, blocks=blocks)

@@ -133,7 +133,7 @@ def test_killed_in_the_middle_of_writing_nothing_wrong_comes_back(tmp_path: Path
     print(f"seed {seed}")
     source = random.Random(seed)
     blocks = {name_of(b): b for b in (make(source.randrange(10, 300_000)) for _ in range(120))}
-    for turn in range(3):
+    for turn in range(2):
         restore = ["--restore"] if turn else []
         with running(*flags(tmp_path, "2MiB"), *restore) as (store, process):
 
