@@ -49,9 +49,19 @@ def test_nothing_is_pickled_and_nothing_is_any() -> None:
             names = _names(node)
             if names & {"pickle", "cloudpickle", "dill", "marshal", "shelve"}:
                 wrong.append(f"{show(path)}:{getattr(node, 'lineno', 0)} pickles")
+            if isinstance(node, ast.Call) and _unpickles(node):
+                wrong.append(f"{show(path)}:{node.lineno} loads what may be pickled")
             if isinstance(node, ast.ImportFrom) and node.module == "typing" and "Any" in names:
                 wrong.append(f"{show(path)}:{node.lineno} imports Any")
     assert not wrong, "\n".join(wrong)
+
+
+def _unpickles(node: ast.Call) -> bool:
+    """``torch.load``, ``torch.save`` and ``numpy.load(..., allow_pickle=...)``."""
+    called = ast.unparse(node.func)
+    return called in ("torch.load", "torch.save") or any(
+        keyword.arg == "allow_pickle" for keyword in node.keywords
+    )
 
 
 def _names(node: ast.AST) -> set[str]:
