@@ -6,6 +6,7 @@ the traceback in the log and nothing of it on the wire.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -95,6 +96,10 @@ def _edge(
             await abort(context, error)
         except grpc.aio.AbortError:
             raise
+        except grpc.aio.InternalError as error:
+            # The client left, and gRPC says so only when it is written to, or read from.
+            log.debug("%s: %r", method, error)
+            raise asyncio.CancelledError from error
         except Exception as error:  # noqa: BLE001 - the edge: it ends this call
             await _abort_unknown(method, context, error)
 

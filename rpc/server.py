@@ -38,7 +38,8 @@ class ServerOptions:
 
     address: str = "127.0.0.1:0"
     max_message_bytes: int = 8 * MIB
-    max_concurrent_streams: int = 4096
+    max_concurrent_streams: int = 1024  # of one connection
+    max_calls: int = 4096  # of all of them; one more is told to retry
     keepalive_seconds: float = 20.0
     keepalive_timeout_seconds: float = 10.0
     security: Security | None = None
@@ -79,7 +80,9 @@ class Server:
         security = self.options.security or installed()
         security.check_listen(address)
         server = grpc.aio.server(
-            interceptors=(Gate(security.credentials), Guard()), options=self.options.arguments()
+            interceptors=(Gate(security.credentials), Guard()),
+            options=self.options.arguments(),
+            maximum_concurrent_rpcs=self.options.max_calls,
         )
         for register, _ in self._services.values():
             register(server)

@@ -26,11 +26,17 @@ from tests.fuzz.wire import LaneBytes, claimed, http1, http2, noise
 ROLES = ("router", "prefill", "decode", "store")
 GROWTH_MIB = 48
 ROUNDS = 10
+REST_SECONDS = 25.0
 IDLE_SECONDS = 60.0
 
 
-async def fuzz(stand: Stand, messages: int, seed: int, siege: float) -> list[str]:
-    """What went wrong; empty if nothing did."""
+async def fuzz(
+    stand: Stand, messages: int, seed: int, siege: float, rest: float = 0.0
+) -> list[str]:
+    """What went wrong; empty if nothing did.
+
+    ``rest``: seconds before memory is read, in which the threads that a flood has made end.
+    """
     before, memory = stand.pids(), dict[str, int]()
     witness, over = Witness(stand), asyncio.Event()
     await witness.begin()
@@ -40,7 +46,8 @@ async def fuzz(stand: Stand, messages: int, seed: int, siege: float) -> list[str
         share = max(messages // ROUNDS // len(ports), 1)
         begun = time.monotonic()
         for number in range(ROUNDS):
-            if number == ROUNDS // 3:
+            if number == ROUNDS // 2:
+                await asyncio.sleep(rest)
                 memory = stand.memory()
             await asyncio.gather(*(flood(port, share) for port in ports))
         for port in ports:
@@ -54,6 +61,7 @@ async def fuzz(stand: Stand, messages: int, seed: int, siege: float) -> list[str
     if stand.pids() != before:
         problems.append(f"processes ended: {before} are now {stand.pids()}")
     problems += await _settled(stand)
+    await asyncio.sleep(rest)
     grown = {name: mib - memory[name] for name, mib in stand.memory().items()}
     if max(grown.values()) > GROWTH_MIB:
         problems.append(f"memory grew by {grown} MiB")
@@ -134,7 +142,7 @@ def main(argv: Sequence[str]) -> int:
     chosen = parser.parse_args(argv)
     print(f"seed {chosen.seed}")
     with tempfile.TemporaryDirectory() as folder, standing(Path(folder)) as stand:
-        problems = asyncio.run(fuzz(stand, chosen.messages, chosen.seed, 5.0))
+        problems = asyncio.run(fuzz(stand, chosen.messages, chosen.seed, 5.0, REST_SECONDS))
     for problem in problems:
         print(f"! {problem}")
     return 1 if problems else 0

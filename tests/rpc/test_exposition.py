@@ -1,0 +1,63 @@
+"""The port of the metrics: it answers, and lets nobody hold it."""
+
+from __future__ import annotations
+
+import socket
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+
+from common.errors import Rejected
+from rpc import exposition
+
+SECONDS = 30.0
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    registry = CollectorRegistry()
+    Gauge("kvrelay_test", "A number.", registry=registry).set(7)
+    server = exposition.serve(registry, "127.0.0.1", 0)
+    yield server.server_port
+    server.shutdown()
+    server.server_close()
+
+
+def scrape(port: int) -> bytes:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=SECONDS) as answer:
+        return bytes(answer.read())
+
+
+def test_it_answers(port: int) -> None:
+    assert b"kvrelay_test 7.0" in scrape(port)
+
+
+def test_who_says_nothing_is_let_go(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exposition._Handler, "timeout", 0.2)
+    with socket.create_connection(("127.0.0.1", port), SECONDS) as silent:
+        silent.sendall(b"GET /metr")
+        assert silent.recv(1) == b""
+
+
+def test_connections_are_counted(port: int) -> None:
+    address = ("127.0.0.1", port)
+    held = [socket.create_connection(address, SECONDS) for _ in range(exposition.MOST_CONNECTIONS)]
+    with socket.create_connection(address, SECONDS) as one_more:
+        assert one_more.recv(1) == b""
+    for sock in held:
+        sock.close()
+
+
+def test_nonsense_is_no_error_of_ours(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    for raw in (b"\xff" * 100, b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 200, b"\r\n\r\n", b""):
+        with socket.create_connection(("127.0.0.1", port), SECONDS) as sock:
+            sock.sendall(raw)
+    assert b"kvrelay_test" in scrape(port)
+    assert not caplog.records
+
+
+def test_it_is_for_this_machine() -> None:
+    with pytest.raises(Rejected, match="metrics_host"):
+        exposition.serve(CollectorRegistry(), "0.0.0.0", 0)
