@@ -118,8 +118,7 @@ async def _checked_all(requests: object) -> AsyncIterator[object]:
 
 
 async def _abort_unknown(method: str, context: Context[Q, R], error: Exception) -> Never:
-    gone = isinstance(error, grpc.aio.InternalError)  # nothing can be sent on this call any more
-    if gone or context.cancelled() or context.done():
+    if context.cancelled() or context.done():
         log.debug("%s: %r after the client had left", method, error)
         raise error
     log.error("%s failed", method, exc_info=error)
