@@ -10,7 +10,6 @@ import threading
 import time
 from itertools import islice
 
-from common.values import show_size
 from kvstore.disk.books import Books
 from kvstore.disk.directory import Directory
 from kvstore.disk.segment import Scan
@@ -21,6 +20,7 @@ CHUNK = 256
 """Blocks told at a time."""
 
 REPORT_SECONDS = 2.0
+MIB = 1 << 20
 
 
 class Restorer:
@@ -59,10 +59,10 @@ class Restorer:
             blocks, damaged, past = blocks + found, damaged + wrong, past + self._sizes[segment]
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
-                log.info("disk: %d %% of %s looked through", 100 * past // total, show_size(total))
+                log.info("disk: %d %% of %.0f MiB looked through", 100 * past / total, total / MIB)
         log.info(
-            "disk: %d blocks of %s found in %.1f s, %d records damaged",
-            blocks, show_size(total), time.monotonic() - began, damaged,
+            "disk: %d blocks in %.0f MiB found in %.1f s, %d records damaged",
+            blocks, total / MIB, time.monotonic() - began, damaged,
         )  # fmt: skip
         self._done.set()
 

@@ -7,7 +7,6 @@ import time
 from dataclasses import dataclass
 
 from common.errors import Corrupt
-from common.values import show_size
 from kvblock.header import decode, header_bytes
 from kvstore.arena import Arena
 from kvstore.disk.books import Books
@@ -97,7 +96,7 @@ class DiskTier:
 
     def _forget(self, old: list[tuple[int, int]]) -> None:
         if old:
-            size = show_size(sum(size for _, size in old))
-            log.warning("disk: removing %s of earlier blocks; --restore keeps them", size)
+            size = sum(size for _, size in old) / (1 << 20)
+            log.warning("disk: removing %.0f MiB of earlier blocks; --restore keeps them", size)
         for segment, _ in old:
             self._directory.remove(segment)
