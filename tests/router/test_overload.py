@@ -9,6 +9,8 @@ import pytest
 
 from common.errors import DeadlineExceeded, Exhausted, KvrelayError, Rejected
 from protos import router_pb2, router_pb2_grpc
+from rpc.deadline import Deadline
+from rpc.identity import Tenant
 from rpc.status import from_rpc_error
 from tests.router.fakes import Behaviour, FakeWorker, Running, answer, decode_worker, ids, running
 
@@ -180,3 +182,23 @@ async def test_a_worker_that_is_full_is_left_alone_for_as_long_as_it_says() -> N
                     assert isinstance(told, Exhausted)
                     await asyncio.sleep(told.retry_after)
         assert got == answer([9], 4, 1)
+
+
+async def test_a_tenant_with_many_requests_does_not_hold_up_another_one() -> None:
+    order: list[str] = []
+    async with running([decode_worker(max_num_seqs=2)]) as router:
+        gate, done = router.service._gate, asyncio.Event()
+
+        async def ask(tenant: str) -> None:
+            async with gate.passed(100, 0, Tenant(tenant), Deadline.after(20)):
+                order.append(tenant)
+                await done.wait()
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(SLOTS + 20):
+                group.create_task(ask("greedy"))
+            await waiting(router, 20)
+            group.create_task(ask("small"))
+            await waiting(router, 21)
+            done.set()
+    assert order.index("small") <= SLOTS + 1, "the greedy one's next request, then it"
