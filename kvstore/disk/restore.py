@@ -59,7 +59,11 @@ class Restorer:
             blocks, damaged, past = blocks + found, damaged + wrong, past + self._sizes[segment]
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
-                log.info("disk: %d %% of %.0f MiB looked through", 100 * past / total, total / MIB)
+                log.info(
+                    "disk: %d %% of %.0f MiB looked through",
+                    100 * past / max(total, 1),
+                    total / MIB,
+                )
         log.info(
             "disk: %d blocks in %.0f MiB found in %.1f s, %d records damaged",
             blocks, total / MIB, time.monotonic() - began, damaged,
