@@ -67,10 +67,18 @@ class Queue:
         self._link.ask(b"".join(commands))
 
     def take(self, want: Want) -> bytes | None:
-        """The header of the next block, whose payload is then in its buffer."""
-        self.pump()
-        replies, size = self._link.replies, self._asked.popleft()
+        """The header of the next block, whose payload is then in its buffer.
+
+        The server is asked for more before anybody looks at what came.
+        """
+        size = self._asked.popleft()
         self._under_way -= size
+        header = self._received(want, size)
+        self.pump()
+        return header
+
+    def _received(self, want: Want, size: int) -> bytes | None:
+        replies = self._link.replies
         try:
             length = replies.bulk(AHEAD if size >= LARGE else LARGE)
         except Refused as refusal:
