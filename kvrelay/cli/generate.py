@@ -53,6 +53,7 @@ class GenerateConfig(SecurityOptions):
     seed: int | None = option(None, "the same seed gives the same answer", low=0)
     stop: tuple[str, ...] = option((), "text that ends the answer")
     ignore_eos: bool = option(False, "go on after the end-of-sequence token")
+    priority: int = option(0, "where requests wait: higher goes before", low=-8, high=8)
     timeout: float = option(600.0, "give up after that", unit="seconds", low=0.001)
     usage: bool = option(False, "tell afterwards what was computed where (standard error)")
     explain: bool = option(False, "tell also why blocks of KV were not found; implies --usage")
@@ -102,6 +103,7 @@ def _stream(client: Client, config: GenerateConfig) -> Stream:
         stop=config.stop,
         ignore_eos=config.ignore_eos or None,
         explain=config.explain or None,
+        priority=config.priority or None,
         timeout=config.timeout,
     )
 

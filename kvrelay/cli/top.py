@@ -148,9 +148,9 @@ def screen(lines: Sequence[Line], queue: router_pb2.QueueStatus, address: str) -
         for text, line in zip(body, lines, strict=True)
     ]
     title = f"router {address}: {ready} of {len(lines)} workers ready"
-    rate = f"{queue.tokens_per_second:,.0f} tokens/s" if queue.tokens_per_second else "not known"
+    rate = f", drains {queue.tokens_per_second:,.0f}/s" if queue.tokens_per_second else ""
     waits = (
         f"{queue.running} of {queue.slots} requests under way, {queue.waiting} wait"
-        f" ({queue.waiting_tokens:,} tokens; drains at {rate}), {queue.refused} refused so far"
+        f" ({queue.waiting_tokens:,} tokens{rate}), {queue.refused} refused so far"
     )
     return "\n".join([paint(title, "bold"), waits, "", head, *painted, ""])
