@@ -164,13 +164,15 @@ async def test_an_announced_worker_is_asked_back_used_and_forgotten() -> None:
         await worker.start()
     async with running([], used=0, announce=True, disaggregate="always") as router:
         for worker in (first, second):
-            said = await announce(router, worker.address, 2.0)
+            said = await announce(router, worker.address, 60.0)
             assert said.state == State.STARTING.value  # nothing is believed before it was asked
         await router.settled(used=2, listed=2)
-        assert (await announce(router, second.address, 2.0)).state == State.READY.value
+        assert (await announce(router, second.address, 60.0)).state == State.READY.value
         assert ids(await router.generate(request())) == answer([9], 3, 1)
         assert first.legs
         assert second.legs
+        for worker in (first, second):
+            await announce(router, worker.address, 1.0)
         await router.settled(used=0, listed=0)  # neither said so again
     for worker in (first, second):
         await worker.stop()
