@@ -28,12 +28,12 @@ class Entry(Node, Generic[V]):
     """
 
     __slots__ = (
-        "again", "grips", "leases", "opening", "partial", "ready", "size", "tokens", "value",
+        "again", "grips", "leases", "opening", "ready", "size", "tokens", "value",
     )  # fmt: skip
 
     def __init__(self, claim: Claim, value: V, parent: bytes | None, tokens: int) -> None:
-        super().__init__(claim.name, parent)
-        self.size, self.partial, self.value, self.leases = claim.size, claim.partial, value, 0
+        super().__init__(claim.name, parent, claim.partial)
+        self.size, self.value, self.leases = claim.size, value, 0
         self.tokens = tokens
         self.opening = claim.opening
         self.ready, self.grips, self.again = True, 0, False

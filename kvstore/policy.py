@@ -19,18 +19,30 @@ class Node:
     The store's own records are nodes, so that a block is one object and not three.
     """
 
-    __slots__ = ("held", "name", "parent", "used")
+    __slots__ = (
+        "at", "continues", "counted", "held", "kind", "name", "often", "parent", "partial", "place",
+        "read", "used",
+    )  # fmt: skip
 
-    def __init__(self, name: bytes, parent: bytes | None) -> None:
+    def __init__(self, name: bytes, parent: bytes | None, partial: bool = False) -> None:
         self.name, self.parent = name, None if parent == name else parent
-        self.used, self.held = 0, False
+        self.used, self.held, self.partial = 0, False, partial
+        # The rest is for policies that want to know more, see ``returns.py``.
+        self.at = self.counted = 0.0
+        self.often, self.kind, self.place = 1.0, 0, -1
+        self.read = self.continues = False
 
 
 class Policy(Protocol):
     """Order among the blocks of the store."""
 
-    def add(self, node: Node) -> None:
-        """A new block, free and just used."""
+    name: str
+
+    def advance(self, now: float) -> None:
+        """It is ``now``, in seconds, until the next call of this."""
+
+    def add(self, node: Node, parent: Node | None) -> None:
+        """A new block, free and just used; ``parent`` is the one it continues, if that is there."""
 
     def touch(self, node: Node) -> None:
         """A block was just used."""
@@ -55,23 +67,26 @@ class LeastRecentlyUsed:
     victim only while nothing follows it, which true names cannot do in a circle.
     """
 
+    name = "lru"
+
     def __init__(self) -> None:
         self._children: dict[bytes, int] = {}  # by parent, there or not
         self._heap: list[tuple[int, Node]] = []  # free leaves by last use, and stale entries
         self._serial = 0
         self._limit = SLACK
 
-    def add(self, node: Node) -> None:
+    def advance(self, now: float) -> None:
+        """As the protocol says. The order of uses is all that counts here."""
+
+    def add(self, node: Node, parent: Node | None) -> None:
         """As the protocol says."""
         if node.parent is not None:
             self._children[node.parent] = self._children.get(node.parent, 0) + 1
-        self.touch(node)
+        self._stamp(node)
 
     def touch(self, node: Node) -> None:
         """As the protocol says."""
-        self._serial += 1
-        node.used = self._serial
-        self._offer(node)
+        self._stamp(node)
 
     def hold(self, node: Node) -> None:
         """As the protocol says."""
@@ -80,7 +95,7 @@ class LeastRecentlyUsed:
     def free(self, node: Node) -> None:
         """As the protocol says."""
         node.held = False
-        self.touch(node)
+        self._stamp(node)
 
     def remove(self, node: Node, parent: Node | None) -> None:
         """As the protocol says."""
@@ -103,12 +118,20 @@ class LeastRecentlyUsed:
             heapq.heappop(self._heap)
         return None
 
+    def _stamp(self, node: Node) -> None:
+        self._serial += 1
+        node.used = self._serial
+        self._offer(node)
+
     def _stands(self, entry: tuple[int, Node]) -> bool:
         used, node = entry
-        return not node.held and node.used == used and node.name not in self._children
+        return node.used == used and self._is_leaf(node)
+
+    def _is_leaf(self, node: Node) -> bool:
+        return not node.held and node.name not in self._children
 
     def _offer(self, node: Node) -> None:
-        if not node.held and node.name not in self._children:
+        if self._is_leaf(node):
             heapq.heappush(self._heap, (node.used, node))
             if len(self._heap) > self._limit:
                 self._heap = [entry for entry in self._heap if self._stands(entry)]

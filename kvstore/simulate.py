@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvstore.catalog import Catalog
 from kvstore.policy import Policy
 from kvstore.records import Claim, Verdict
-from kvstore.trace import Request
+from kvstore.trace import BLOCK_TOKENS, Request
 
 FOREVER = 1e18
 
@@ -35,22 +35,25 @@ def replay(trace: Sequence[Request], budget: int, make: Callable[[], Policy]) ->
     """The whole trace against a new store of ``budget`` blocks."""
     catalog: Catalog[None] = Catalog(budget, make(), FOREVER, b"simulated")
     for request in trace:
-        _serve(catalog, request.names, request.at)
+        _serve(catalog, request)
     tally = catalog.tally
     return Outcome(sum(len(request.names) for request in trace), tally.hits, tally.evicted)
 
 
-def _serve(catalog: Catalog[None], names: Sequence[bytes], now: float) -> None:
+def _serve(catalog: Catalog[None], request: Request) -> None:
+    names, now = request.names, request.at
     holding = catalog.lookup(names, [], FOREVER, now)
     if holding.lease is not None:
         catalog.release(holding.lease)
+    full = request.tokens // BLOCK_TOKENS
+    claims = [Claim(name, 1, depth >= full) for depth, name in enumerate(names)]
+    missing = claims[holding.lead :]
     parent = names[holding.lead - 1] if holding.lead else None
-    missing = names[holding.lead :]
-    grant = catalog.reserve([Claim(name, 1, False) for name in missing], FOREVER, now)
-    for name, verdict in zip(missing, grant.verdicts, strict=True):
+    grant = catalog.reserve(missing, FOREVER, now)
+    for claim, verdict in zip(missing, grant.verdicts, strict=True):
         if verdict is Verdict.RESERVED and grant.ticket is not None:
-            catalog.commit(grant.ticket, name, None, now, parent)
-        parent = name
+            catalog.commit(grant.ticket, claim.name, None, now, parent)
+        parent = claim.name
 
 
 def unbounded(trace: Sequence[Request]) -> Outcome:

@@ -1,0 +1,172 @@
+"""A life table: how soon blocks are used again, learned by class while it happens.
+
+The actuary's count. For each class and each octave of age (time since the last use), ``uses`` is
+how often a block of that age was used again and ``waits`` the block-seconds in which one could have
+been; their quotient is the hazard of reuse at that age. Blocks that are still waiting are counted by
+cohort, so what has not come back weighs as much as what has.
+
+From the hazards follows what ``rank`` answers: the most uses per second of waiting that keeping a
+block can bring, over all times to keep it (Gittins' index, with the use as the reward and the room
+taken as the price). J. C. Gittins, "Bandit processes and dynamic allocation indices", J. R. Statist.
+Soc. B 41, 1979; as eviction: "hit density", Beckmann, Chen, Cidon, "LHD", NSDI 2018.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+
+OCTAVES = 20
+"""Ages of 2 s and less, of 4 s and less, up to 2**20 s: twelve days."""
+
+_WIDTHS = [2.0, *(2.0**b for b in range(1, OCTAVES))]
+_FEW = 4.0
+"""Blocks' worth of the common hazards in each class: less than one prompt, so it fades at once."""
+
+_FADE = 0.99
+"""What a count keeps at each ``refresh``: half of what is known is 69 refreshes old."""
+
+
+class LifeTable:
+    """Pure; ``begin`` and ``end`` cost O(log cohorts), ``refresh`` O(cohorts * classes)."""
+
+    def __init__(self) -> None:
+        self._uses: dict[int, list[float]] = {}
+        self._waits: dict[int, list[float]] = {}
+        self._starts: list[float] = []  # of the cohorts, oldest first
+        self._cohorts: list[dict[int, int]] = []
+        self._counted = 0.0  # until when waiting is counted
+        self._ranks: dict[int, list[float]] = {}
+        self._common = [0.0] * (OCTAVES + 1)
+
+    @property
+    def ready(self) -> bool:
+        """Whether there is anything to go by."""
+        return any(self._common)
+
+    def begin(self, kind: int, at: float) -> None:
+        """A block of class ``kind`` was used now and waits."""
+        if not self._starts:
+            self._open(at)
+            self._counted = at
+        self._cohorts[-1][kind] += 1
+
+    def end(self, kind: int, since: float, now: float, used: bool) -> None:
+        """It has been used again, or is not watched any more."""
+        cohort = self._cohorts[bisect_right(self._starts, since) - 1]
+        cohort[kind] -= 1
+        if not cohort[kind]:
+            del cohort[kind]
+        waits = self._waits.setdefault(kind, [0.0] * OCTAVES)
+        octave = _octave(now - since)
+        waits[octave] += now - max(since, self._counted)
+        if used:
+            self._uses.setdefault(kind, [0.0] * OCTAVES)[octave] += 1.0
+
+    def rank(self, kind: int, age: float) -> float:
+        """Uses a second that are to be expected of a block; between octaves it is interpolated."""
+        if age < 2.0:
+            place = age / 2.0 - 0.5
+        else:
+            mantissa, exponent = math.frexp(age)
+            place = exponent + 2.0 * mantissa - 2.5
+        if place <= 0.0:
+            return self._ranks.get(kind, self._common)[0]
+        octave = int(place)
+        if octave >= OCTAVES - 1:
+            return self._ranks.get(kind, self._common)[OCTAVES - 1]
+        row = self._ranks.get(kind, self._common)
+        return row[octave] + (row[octave + 1] - row[octave]) * (place - octave)
+
+    def long(self, share: float) -> float | None:
+        """The age by which ``share`` of all reuse comes, ``None`` when none was seen."""
+        ages = [sum(row[b] for row in self._uses.values()) for b in range(OCTAVES)]
+        left = share * sum(ages)
+        if not left:
+            return None
+        for octave, count in enumerate(ages):
+            if count >= left:
+                low = 0.0 if octave == 0 else 2.0**octave
+                return low + _WIDTHS[octave] * left / count
+            left -= count
+        return 2.0**OCTAVES
+
+    def refresh(self, now: float) -> None:
+        """Fade what is old, count who waited since the last time, and rank anew."""
+        for table in (self._uses, self._waits):
+            for kind, row in table.items():
+                table[kind] = [count * _FADE for count in row]
+        for start, end, cohort in zip(
+            self._starts, [*self._starts[1:], now], self._cohorts, strict=True
+        ):
+            for kind, count in cohort.items():
+                self._wait(kind, count, (start + end) / 2, now)
+        self._counted = now
+        self._merge(now)
+        self._rank_all()
+
+    def _open(self, start: float) -> None:
+        self._starts.append(start)
+        self._cohorts.append(defaultdict(int))
+
+    def _wait(self, kind: int, count: int, since: float, now: float) -> None:
+        row = self._waits.setdefault(kind, [0.0] * OCTAVES)
+        old, new = max(self._counted - since, 0.0), now - since
+        for octave in range(_octave(old), _octave(new) + 1):
+            low = 0.0 if octave == 0 else 2.0**octave
+            row[octave] += count * max(min(new, low + _WIDTHS[octave]) - max(old, low), 0.0)
+
+    def _merge(self, now: float) -> None:
+        """A new cohort begins; an old one joins the one before if that is wide for its age."""
+        pairs = list(zip(self._starts, self._cohorts, strict=True))
+        self._starts, self._cohorts = [], []
+        for number, (start, cohort) in enumerate(pairs):
+            end = pairs[number + 1][0] if number + 1 < len(pairs) else now
+            if self._starts and end - self._starts[-1] < (now - end) / 8:
+                for kind, count in cohort.items():
+                    self._cohorts[-1][kind] += count
+            else:
+                self._starts.append(start)
+                self._cohorts.append(cohort)
+        if not self._starts or now > self._starts[-1]:
+            self._open(now)
+
+    def _rank_all(self) -> None:
+        uses, waits = _sums(self._uses), _sums(self._waits)
+        common = [u / w if w else 0.0 for u, w in zip(uses, waits, strict=True)]
+        self._common = _index(common)
+        none = [0.0] * OCTAVES
+        self._ranks = {}
+        for kind, row in self._waits.items():
+            mine = self._uses.get(kind, none)
+            self._ranks[kind] = _index([
+                (u + _FEW * c * width) / (w + _FEW * width)
+                for u, w, c, width in zip(mine, row, common, _WIDTHS, strict=True)
+            ])  # fmt: skip
+
+
+def _octave(age: float) -> int:
+    return 0 if age < 2.0 else min(math.frexp(age)[1] - 1, OCTAVES - 1)
+
+
+def _sums(table: dict[int, list[float]]) -> list[float]:
+    return [sum(column) for column in zip(*table.values(), strict=True)] or [0.0] * OCTAVES
+
+
+def _index(hazards: list[float]) -> list[float]:
+    """For each octave to begin in, the best quotient of uses to be expected and time to wait."""
+    steps = []
+    for hazard, width in zip(hazards, _WIDTHS, strict=True):
+        chance = -math.expm1(-hazard * width)
+        steps.append((chance, chance / hazard if hazard > 1e-12 else width))
+    best = []
+    for first in range(OCTAVES):
+        left, uses, waits, top = 1.0, 0.0, 0.0, 0.0
+        for chance, wait in steps[first:]:
+            uses += left * chance
+            waits += left * wait
+            left *= 1.0 - chance
+            top = max(top, uses / waits)
+        best.append(top)
+    return best
