@@ -14,6 +14,7 @@ from common.errors import KvrelayError
 from common.values import show_size
 from kvstore.disk.tier import DiskOptions, DiskTier
 from kvstore.lanes import LaneOptions, Lanes
+from kvstore.policies import EVICTIONS
 from kvstore.prefault import Prefault
 from kvstore.service import NAME, StoreService, register
 from kvstore.tenants import Tenants
@@ -43,6 +44,7 @@ class StoreConfig(SecurityOptions):
     max_block: int = option(256 << 20, "largest block taken", unit="bytes", low=1 << 10)
     partial_life: float = option(60.0, "seconds an unused partial block is kept", low=0.1)
     ticket_life: float = option(30.0, "seconds a writer may stand still", low=0.1)
+    eviction: str = option(EVICTIONS[0], "which blocks go first", choices=EVICTIONS)
     events: int = option(1 << 15, "events kept for those who watch", low=1, high=1 << 24)
     lane_port: int = option(0, "port of the socket lane; 0 picks a free one", low=0, high=65535)
     lane: bool = option(True, "do not offer the socket lane; with TLS there is none")
@@ -69,7 +71,7 @@ async def serve(config: StoreConfig) -> int:
     """Until a signal; the exit status."""
     limits = Limits(
         config.budget, config.max_block, config.partial_life, config.ticket_life, config.events,
-        None if config.disk is None else config.disk_budget,
+        None if config.disk is None else config.disk_budget, config.eviction,
     )  # fmt: skip
     known = security.installed().credentials.tenants
     tenants = Tenants.of(known, config.budget)
@@ -90,6 +92,7 @@ async def serve(config: StoreConfig) -> int:
         if config.prefault:
             Prefault(vault.arena.whole).start()
         log.info("blocks go by %s", ", ".join(lanes.titles))
+        log.info("eviction: %s", config.eviction)
         size = show_size(config.budget)
         return f"store ready at {bound}, budget {size}, boot {vault.boot.hex()}"
 

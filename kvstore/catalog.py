@@ -249,7 +249,7 @@ class Catalog(Generic[V]):
         return Stats(
             self._boot, self._budget, len(self._entries), self._bytes + self._writing.bytes,
             self._writing.bytes, self._leased, len(self._leases), len(self._writing),
-            dataclasses.replace(self.tally),
+            dataclasses.replace(self.tally), eviction=self._policy.name,
         )  # fmt: skip
 
     def audit(self) -> list[str]:

@@ -34,14 +34,24 @@ class Divided:
     ) -> None:
         self._make, self._owners, self._entry_bytes = make, owners, entry_bytes
         self._parts: dict[bytes, _Part] = {}
+        self._now = 0.0
 
-    def add(self, node: Node) -> None:
+    @property
+    def name(self) -> str:
+        """That of the policy each tenant has."""
+        return self._make().name
+
+    def advance(self, now: float) -> None:
+        """As the protocol says. Each part is told when it is used."""
+        self._now = now
+
+    def add(self, node: Node, parent: Node | None) -> None:
         """As the protocol says."""
         part = self._part(node)
         if isinstance(node, Entry):
             part.entries[node.name] = node
             part.bytes += node.size + self._entry_bytes
-        part.policy.add(node)
+        part.policy.add(node, parent)
 
     def touch(self, node: Node) -> None:
         """As the protocol says."""
@@ -88,7 +98,9 @@ class Divided:
         for prefix in sorted(over, key=over.__getitem__, reverse=True):
             if over[prefix] <= 0 and prefix != asker:
                 continue
-            if (victim := self._parts[prefix].victim()) is not None:
+            part = self._parts[prefix]
+            part.policy.advance(self._now)
+            if (victim := part.victim()) is not None:
                 return victim
         return None
 
@@ -97,4 +109,5 @@ class Divided:
         if (part := self._parts.get(prefix)) is None:
             owner = self._owners.get(prefix)
             part = self._parts[prefix] = _Part(self._make(), 0 if owner is None else owner.quota)
+        part.policy.advance(self._now)
         return part

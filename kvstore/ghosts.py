@@ -21,9 +21,8 @@ class Ghosts:
     """At most ``limit`` of them; those evicted longest ago are forgotten first."""
 
     def __init__(self) -> None:
-        self._ghosts: dict[int, tuple[int, Ghost]] = {}  # by a hash, with the place in the queue
-        self._queue: deque[tuple[int, int]] = deque()
-        self._serial = 0
+        self._ghosts: dict[int, Ghost] = {}  # by a part of the name
+        self._queue: deque[tuple[int, Ghost]] = deque()
 
     def __len__(self) -> int:
         return len(self._ghosts)
@@ -31,21 +30,21 @@ class Ghosts:
     def put(self, name: bytes, ghost: Ghost, limit: int) -> list[Ghost]:
         """Remember one; those forgotten for it."""
         key = _key(name)
-        self._serial += 1
-        lost = [] if (old := self._ghosts.get(key)) is None else [old[1]]
-        self._ghosts[key] = (self._serial, ghost)
-        self._queue.append((self._serial, key))
+        lost = [] if (old := self._ghosts.get(key)) is None else [old]
+        self._ghosts[key] = ghost
+        self._queue.append((key, ghost))
         while len(self._ghosts) > limit or len(self._queue) > 2 * limit:
-            serial, key = self._queue.popleft()
-            if (old := self._ghosts.get(key)) is not None and old[0] == serial:
-                lost.append(self._ghosts.pop(key)[1])
+            key, old = self._queue.popleft()
+            if self._ghosts.get(key) is old:
+                lost.append(self._ghosts.pop(key))
         return lost
 
     def take(self, name: bytes) -> Ghost | None:
         """What is remembered of a block that comes back."""
-        found = self._ghosts.pop(_key(name), None)
-        return None if found is None else found[1]
+        return self._ghosts.pop(_key(name), None)
 
 
 def _key(name: bytes) -> int:
-    return int.from_bytes(name[:8], "little")  # names are digests; who meets is mistaken, no more
+    return int.from_bytes(
+        name[-8:], "little"
+    )  # of a digest: who meets another is mistaken, no more

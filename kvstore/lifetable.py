@@ -1,14 +1,14 @@
 """A life table: how soon blocks are used again, learned by class while it happens.
 
 The actuary's count. For each class and each octave of age (time since the last use), ``uses`` is
-how often a block of that age was used again and ``waits`` the block-seconds in which one could have
-been; their quotient is the hazard of reuse at that age. Blocks that are still waiting are counted by
+how often a block of that age was used again and ``waits`` the block-seconds in which it could have
+been; their quotient is the hazard of reuse at that age. Blocks that still wait are counted by
 cohort, so what has not come back weighs as much as what has.
 
-From the hazards follows what ``rank`` answers: the most uses per second of waiting that keeping a
-block can bring, over all times to keep it (Gittins' index, with the use as the reward and the room
-taken as the price). J. C. Gittins, "Bandit processes and dynamic allocation indices", J. R. Statist.
-Soc. B 41, 1979; as eviction: "hit density", Beckmann, Chen, Cidon, "LHD", NSDI 2018.
+From the hazards follows ``rank``: the most uses per second of waiting that keeping a block can
+bring, over all times to keep it. That is Gittins' index (J. R. Statist. Soc. B 41, 1979) with the
+use as the reward and the room as the price; as eviction, the "hit density" of Beckmann, Chen and
+Cidon ("LHD", NSDI 2018).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _WIDTHS = [2.0, *(2.0**b for b in range(1, OCTAVES))]
 _FEW = 4.0
 """Blocks' worth of the common hazards in each class: less than one prompt, so it fades at once."""
 
-_FADE = 0.99
-"""What a count keeps at each ``refresh``: half of what is known is 69 refreshes old."""
+_FADE = 0.98
+"""What a count keeps at each ``refresh``: half of what is known is 34 refreshes old."""
 
 
 class LifeTable:

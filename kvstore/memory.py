@@ -28,7 +28,7 @@ from kvstore.base import (
 )
 from kvstore.catalog import Catalog
 from kvstore.check import check_block
-from kvstore.policy import LeastRecentlyUsed
+from kvstore.policies import EVICTIONS, make_policy
 from kvstore.records import Claim, Tail, Verdict
 from kvstore.stats import Stats
 
@@ -54,7 +54,7 @@ def _shelf(name: str, budget: int) -> _Shelf:
     with _SHELVES_LOCK:
         if name not in _SHELVES:
             boot = os.urandom(16)
-            catalog: Catalog[bytes] = Catalog(budget, LeastRecentlyUsed(), PARTIAL_LIFE, boot)
+            catalog: Catalog[bytes] = Catalog(budget, make_policy(EVICTIONS[0]), PARTIAL_LIFE, boot)
             _SHELVES[name] = _Shelf(boot, catalog)
         return _SHELVES[name]
 

@@ -145,6 +145,7 @@ def stats_of(message: pb.StatsResponse) -> Stats:
         reservations=message.reservations,
         tally=Tally(**tally),
         disk=_disk_of(message.disk) if message.HasField("disk") else None,
+        eviction=message.eviction,
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvstore.policy import LeastRecentlyUsed, Policy
-from kvstore.returns import ExpectedReturns
+from kvstore.returns import GHOSTS, ExpectedReturns
 
-POLICIES: dict[str, Callable[[], Policy]] = {
-    LeastRecentlyUsed.name: LeastRecentlyUsed,
-    ExpectedReturns.name: ExpectedReturns,
-}
+EVICTIONS = (ExpectedReturns.name, LeastRecentlyUsed.name)
+"""The first is what a store does unless told otherwise."""
+
+
+def make_policy(name: str, parts: int = 1) -> Policy:
+    """One for a store, or for each of ``parts`` that share what is remembered of evicted blocks."""
+    return LeastRecentlyUsed() if name == "lru" else ExpectedReturns(GHOSTS // max(parts, 1))

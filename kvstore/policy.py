@@ -36,7 +36,9 @@ class Node:
 class Policy(Protocol):
     """Order among the blocks of the store."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What it is called."""
 
     def advance(self, now: float) -> None:
         """It is ``now``, in seconds, until the next call of this."""

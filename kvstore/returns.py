@@ -43,8 +43,9 @@ class ExpectedReturns(LeastRecentlyUsed):
 
     name = "returns"
 
-    def __init__(self) -> None:
+    def __init__(self, ghosts: int = GHOSTS) -> None:
         super().__init__()
+        self._remembered = ghosts
         self._now, self._half_life = 0.0, math.inf
         self._table, self._ghosts, self._duel = LifeTable(), Ghosts(), Duel()
         self._leaves: list[Node] = []  # free, and nothing follows; each knows its place
@@ -96,7 +97,7 @@ class ExpectedReturns(LeastRecentlyUsed):
         self._size -= 1
         self._cover(node)
         ghost = Ghost(node.kind, node.often, node.at, node.counted, node.used)
-        for lost in self._ghosts.put(node.name, ghost, max(GHOSTS, self._size // SHARE)):
+        for lost in self._ghosts.put(node.name, ghost, max(self._remembered, self._size // SHARE)):
             self._forget(lost, used=False)
         if parent is not None:
             self._uncover(parent)
@@ -145,7 +146,7 @@ class ExpectedReturns(LeastRecentlyUsed):
             self._duel.asked(used, there, self._size, self._serial)
 
     def _worth(self, often: float, since: float) -> float:
-        return often * 2.0 ** ((since - self._now) / self._half_life)
+        return often * math.exp2((since - self._now) / self._half_life)
 
     def _uncover(self, node: Node) -> None:
         if node.place < 0 and self._is_leaf(node):
@@ -170,9 +171,9 @@ def _continues(parent: Node | None) -> bool:
 
 
 def _kind(node: Node) -> int:
-    """The class, as one number."""
-    if node.often == 1.0:
-        level = int(node.read)
-    else:
-        level = min(2 + int(2.0 * math.log2(node.often)), LEVELS + 1)
-    return level * 4 + node.continues * 2 + node.partial
+    """The class, as one number. What has come back tells more than what it continues."""
+    if node.often > 1.0:
+        return 4 * min(1 + int(2.0 * math.log2(node.often)), LEVELS) + node.partial
+    return (
+        2 * node.continues + node.partial if node.read else -1 - 2 * node.continues - node.partial
+    )

@@ -6,7 +6,7 @@ Every block counts one, partial ones too, and all of a prompt is put at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvstore.catalog import Catalog
@@ -31,9 +31,9 @@ class Outcome:
         return self.hits / self.blocks if self.blocks else 0.0
 
 
-def replay(trace: Sequence[Request], budget: int, make: Callable[[], Policy]) -> Outcome:
+def replay(trace: Sequence[Request], budget: int, policy: Policy) -> Outcome:
     """The whole trace against a new store of ``budget`` blocks."""
-    catalog: Catalog[None] = Catalog(budget, make(), FOREVER, b"simulated")
+    catalog: Catalog[None] = Catalog(budget, policy, FOREVER, b"simulated")
     for request in trace:
         _serve(catalog, request)
     tally = catalog.tally

@@ -44,6 +44,7 @@ class Stats:
     reservations: int
     tally: Tally
     disk: DiskStats | None = None
+    eviction: str = ""  # the policy's name
 
 
 def total(found: Sequence[Stats]) -> Stats:

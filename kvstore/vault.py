@@ -27,7 +27,8 @@ from kvstore.divided import Divided
 from kvstore.entries import Entry
 from kvstore.events import KEPT_EVENTS, Told
 from kvstore.keys import prefix_of
-from kvstore.policy import LeastRecentlyUsed, Policy
+from kvstore.policies import EVICTIONS, make_policy
+from kvstore.policy import Policy
 from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail
 from kvstore.reservations import Shares
 from kvstore.stats import Stats
@@ -48,6 +49,7 @@ class Limits:
     ticket_life: float = 30.0
     events: int = KEPT_EVENTS
     disk_budget: int | None = None  # none: there is no disk
+    eviction: str = EVICTIONS[0]
     shares: Shares = Shares(ticket=1 / 4, all=1 / 2)  # noqa: RUF009 a frozen value
 
 
@@ -62,11 +64,10 @@ class Vault:
         self._watchers: list[Callable[[], None]] = []
         self.books: Books | None = None  # of the disk
         self._index = None if limits.disk_budget is None else Index(limits.disk_budget)
-        self._divided = Divided(LeastRecentlyUsed, self.tenants.owners, ENTRY_BYTES)
-        self._catalog = self._make_catalog(
-            self._divided if self.tenants.owners else LeastRecentlyUsed()
-        )
-        if self.tenants.owners:
+        owners, eviction = self.tenants.owners, limits.eviction
+        self._divided = Divided(lambda: make_policy(eviction, len(owners)), owners, ENTRY_BYTES)
+        self._catalog = self._make_catalog(self._divided if owners else make_policy(eviction))
+        if owners:
             self._catalog.choose = self._divided.victim_for
 
     def _make_catalog(self, policy: Policy) -> Catalog[int]:

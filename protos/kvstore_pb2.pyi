@@ -730,6 +730,7 @@ class StatsResponse(_message.Message):
     BYTES_OUT_FIELD_NUMBER: _builtins.int
     DISK_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
+    EVICTION_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     budget: _builtins.int
     """bytes"""
@@ -774,6 +775,8 @@ class StatsResponse(_message.Message):
     """bytes"""
     bytes_out: _builtins.int
     """bytes"""
+    eviction: _builtins.str
+    """the policy's name"""
     @_builtins.property
     def disk(self) -> Global___DiskStats:
         """where there is one below the memory"""
@@ -811,10 +814,11 @@ class StatsResponse(_message.Message):
         bytes_out: _builtins.int = ...,
         disk: Global___DiskStats | None = ...,
         tenants: _abc.Iterable[Global___TenantStats] | None = ...,
+        eviction: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "disk", b"disk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "abandoned", b"abandoned", "absent", b"absent", "boot", b"boot", "budget", b"budget", "bytes", b"bytes", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "cleared", b"cleared", "corrupt", b"corrupt", "disk", b"disk", "entries", b"entries", "evicted", b"evicted", "existed", b"existed", "expired", b"expired", "hits", b"hits", "leased_bytes", b"leased_bytes", "leases", b"leases", "lookups", b"lookups", "misses", b"misses", "pending", b"pending", "rejected", b"rejected", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "served", b"served", "stored", b"stored", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "abandoned", b"abandoned", "absent", b"absent", "boot", b"boot", "budget", b"budget", "bytes", b"bytes", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "cleared", b"cleared", "corrupt", b"corrupt", "disk", b"disk", "entries", b"entries", "evicted", b"evicted", "eviction", b"eviction", "existed", b"existed", "expired", b"expired", "hits", b"hits", "leased_bytes", b"leased_bytes", "leases", b"leases", "lookups", b"lookups", "misses", b"misses", "pending", b"pending", "rejected", b"rejected", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "served", b"served", "stored", b"stored", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__disk: _TypeAlias = _typing.Literal["disk"]  # noqa: Y015
     _WhichOneofArgType__disk: _TypeAlias = _typing.Literal["_disk", b"_disk"]  # noqa: Y015

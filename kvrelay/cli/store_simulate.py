@@ -11,7 +11,7 @@ from common.config import load, option, required
 from common.errors import Rejected
 from kvrelay.cli.screen import say, table, tell
 from kvstore.optimum import optimum
-from kvstore.policies import POLICIES
+from kvstore.policies import EVICTIONS, make_policy
 from kvstore.simulate import Outcome, replay, unbounded
 from kvstore.trace import Request, read_trace
 
@@ -30,7 +30,7 @@ class SimulateConfig:
 
     trace: str = required(str, "the requests", metavar="FILE", positional=True)
     budgets: tuple[int, ...] = option((1000, 10_000, 50_000), "room in blocks", low=1)
-    policy: tuple[str, ...] = option(tuple(POLICIES), "eviction", choices=tuple(POLICIES))
+    policy: tuple[str, ...] = option(EVICTIONS, "eviction", choices=EVICTIONS)
     limit: int | None = option(None, "only so many requests", low=1)
     json: bool = option(False, "print JSON")
 
@@ -86,12 +86,12 @@ def main(argv: Sequence[str]) -> int:
 def rows(trace: Sequence[Request], budgets: Sequence[int], names: Sequence[str]) -> Iterator[Row]:
     """LRU and the optimum at each budget and what was asked for between them."""
     for budget in budgets:
-        plain = replay(trace, budget, POLICIES["lru"])
+        plain = replay(trace, budget, make_policy("lru"))
         best = optimum(trace, budget)
         yield Row(budget, "lru", plain)
         for name in names:
             if name != "lru":
-                outcome = replay(trace, budget, POLICIES[name])
+                outcome = replay(trace, budget, make_policy(name))
                 yield Row(budget, name, outcome, gain(outcome, plain, best))
         yield Row(budget, "optimum", best)
     yield Row(None, "any", unbounded(trace))

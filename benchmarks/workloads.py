@@ -1,0 +1,127 @@
+"""Families of requests, each made from a seed: what a store's eviction may meet."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from kvstore.trace import BLOCK_TOKENS, ID_BYTES, Request
+
+Chain = tuple[int, ...]
+Event = tuple[float, Chain]
+
+
+class Numbers:
+    """New block ids."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def take(self, count: int) -> Chain:
+        """So many that nobody else has."""
+        self._next += count
+        return tuple(range(self._next - count, self._next))
+
+
+def requests(events: Iterable[Event]) -> list[Request]:
+    """In order of time; every block is full."""
+    return [
+        Request(at, len(c) * BLOCK_TOKENS, 1, tuple(n.to_bytes(ID_BYTES, "little") for n in c))
+        for at, c in sorted(events)
+    ]
+
+
+def oneshots(chance: random.Random, count: int) -> Iterator[Event]:
+    """Four system prompts, and behind them what never comes again."""
+    new = Numbers()
+    systems = [new.take(8) for _ in range(4)]
+    for number in range(count):
+        (system,) = chance.choices(systems, (8, 4, 2, 1))
+        yield number * 0.5, system + new.take(chance.randrange(2, 20))
+
+
+def conversations(chance: random.Random, count: int) -> Iterator[Event]:
+    """Turns after think times of a minute or so, each with all that went before."""
+    new = Numbers()
+    system = new.take(3)
+    left, start = count, 0.0
+    while left > 0:
+        start += chance.expovariate(0.25)
+        at, chain = start, system + new.take(chance.randrange(1, 8))
+        for _ in range(min(left, int(chance.expovariate(0.25)) + 1)):
+            left -= 1
+            yield at, chain
+            at += chance.lognormvariate(4.0, 0.8)
+            chain += new.take(chance.randrange(1, 5))
+
+
+def scans(chance: random.Random, count: int) -> Iterator[Event]:
+    """The same 100 documents of 12 blocks again and again in the same order."""
+    new = Numbers()
+    documents = [new.take(12) for _ in range(100)]
+    for number in range(count):
+        yield number * 1.0, documents[number % len(documents)]
+
+
+def uniform(chance: random.Random, count: int) -> Iterator[Event]:
+    """Any of 150 documents with the same chance: there is nothing to know."""
+    new = Numbers()
+    documents = [new.take(12) for _ in range(150)]
+    for number in range(count):
+        yield number * 1.0, chance.choice(documents)
+
+
+def popular(chance: random.Random, count: int) -> Iterator[Event]:
+    """Documents of unequal popularity (Zipf), each with a question of its own."""
+    new = Numbers()
+    documents = [new.take(10) for _ in range(400)]
+    weights = [1 / (rank + 1) for rank in range(len(documents))]
+    for number in range(count):
+        (document,) = chance.choices(documents, weights)
+        yield number * 0.7, document + new.take(2)
+
+
+def agents(chance: random.Random, count: int) -> Iterator[Event]:
+    """Loops of tool calls: the next turn after seconds, twenty or so of them, then never again."""
+    new = Numbers()
+    system = new.take(6)
+    left, start = count, 0.0
+    while left > 0:
+        start += chance.expovariate(0.1)
+        at, chain = start, system + new.take(chance.randrange(2, 6))
+        for _ in range(min(left, chance.randrange(5, 35))):
+            left -= 1
+            yield at, chain
+            at += chance.uniform(3.0, 20.0)
+            chain += new.take(chance.randrange(1, 4))
+
+
+def drift(chance: random.Random, count: int) -> Iterator[Event]:
+    """What was used lately is used again, and nothing for long: made for the plain rule."""
+    new = Numbers()
+    recent = [new.take(10) for _ in range(40)]
+    for number in range(count):
+        if chance.random() < 0.3:
+            recent.append(new.take(10))
+        back = min(int(chance.expovariate(0.1)), len(recent) - 1)
+        recent.append(recent.pop(-1 - back))
+        yield number * 0.8, recent[-1]
+
+
+def phases(chance: random.Random, count: int) -> Iterator[Event]:
+    """Popular documents, then other ones, then conversations, then agents: all is unlearned."""
+    parts: Sequence[Family] = (popular, drift, popular, conversations, agents)
+    start, base = 0.0, 0
+    for part in parts:
+        end, top = start, base
+        for at, chain in part(chance, count // len(parts)):
+            moved = tuple(base + number for number in chain)
+            yield start + at, moved
+            end, top = max(end, start + at), max(top, moved[-1] + 1)
+        start, base = end, top
+
+
+Family = Callable[[random.Random, int], Iterator[Event]]
+FAMILIES: tuple[Family, ...] = (
+    oneshots, conversations, scans, uniform, popular, agents, drift, phases,
+)  # fmt: skip

@@ -1,0 +1,131 @@
+"""Trace, replay, optimum: figures that were worked out in another way."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from benchmarks.workloads import agents, conversations, requests
+from common.errors import Rejected
+from kvrelay.cli.main import main
+from kvstore.optimum import optimum
+from kvstore.policies import EVICTIONS, make_policy
+from kvstore.policy import LeastRecentlyUsed
+from kvstore.simulate import replay, unbounded
+from kvstore.trace import Request, read_trace, write_trace
+
+SEED = 11
+
+
+def trace_of(*chains: str) -> list[Request]:
+    """Each letter a block."""
+    return [
+        Request(float(at), 512 * len(chain), 1, tuple(letter.encode() for letter in chain))
+        for at, chain in enumerate(chains)
+    ]
+
+
+def small() -> list[Request]:
+    return requests(conversations(random.Random(SEED), 400))
+
+
+def plain_rate(trace: Sequence[Request], budget: int) -> float:
+    """Least recently used, of a prompt the last block first, as a list in order says it."""
+    there: OrderedDict[bytes, None] = OrderedDict()
+    hits = total = 0
+    for request in trace:
+        total += len(request.names)
+        hits += next((i for i, n in enumerate(request.names) if n not in there), len(request.names))
+        for name in reversed(request.names):
+            there[name] = None
+            there.move_to_end(name)
+        while len(there) > budget:
+            there.popitem(last=False)
+    return hits / total
+
+
+@pytest.mark.parametrize("budget", [150, 250, 400])
+def test_least_recently_used_is_what_a_list_in_order_says(budget: int) -> None:
+    trace = small()
+    assert replay(trace, budget, LeastRecentlyUsed()).rate == plain_rate(trace, budget)
+
+
+def test_the_figures_of_a_small_trace_stay_what_they_are() -> None:
+    trace = small()
+    found = {
+        budget: [round(100 * replay(trace, budget, make_policy(n)).rate, 2) for n in EVICTIONS]
+        for budget in (100, 300)
+    }
+    best = {budget: round(100 * optimum(trace, budget).rate, 2) for budget in (100, 300)}
+    assert found == {100: [41.51, 41.88], 300: [66.94, 66.94]}
+    assert best == {100: 59.72, 300: 80.62}
+
+
+def test_the_optimum_keeps_what_comes_back_first() -> None:
+    trace = trace_of("ab", "c", "d", "ab", "c", "d")
+    assert optimum(trace, 3).hits == 3  # a and b stay, of c and d there is room for one
+    assert optimum(trace, 4).hits == 4
+    assert optimum(trace_of("a", "b", "c", "a", "b", "c"), 2).hits == 2
+    assert replay(trace_of("a", "b", "c", "a", "b", "c"), 2, LeastRecentlyUsed()).hits == 0
+
+
+@pytest.mark.parametrize("budget", [50, 150, 500])
+def test_nothing_is_above_the_optimum_nor_above_no_limit(budget: int) -> None:
+    for trace in (small(), requests(agents(random.Random(SEED), 300))):
+        best, free = optimum(trace, budget), unbounded(trace)
+        assert best.hits <= free.hits
+        for name in EVICTIONS:
+            assert replay(trace, budget, make_policy(name)).hits <= best.hits
+        assert optimum(trace, 10**6) == free
+
+
+def test_a_trace_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    trace = [Request(0.5, 700, 3, (bytes(8), b"\1" + bytes(7))), Request(2.0, 512, 1, (bytes(8),))]
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, trace)
+    assert list(read_trace(path)) == trace
+    assert list(read_trace(path, limit=1)) == trace[:1]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("nonsense", "JSONDecodeError"),
+        ("[1]", "TypeError"),
+        ('{"timestamp": 1, "input_length": 2, "output_length": 3}', "hash_ids"),
+        ('{"timestamp": 9, "input_length": 1, "output_length": 1, "hash_ids": [-1]}', "Overflow"),
+        ('{"timestamp": -1, "input_length": 1, "output_length": 1, "hash_ids": []}', "earlier"),
+    ],
+)
+def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, trace_of("a"))
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(Rejected, match=f"trace.jsonl:2: .*{words}"):
+        list(read_trace(path))
+
+
+def test_the_command_prints_a_table_and_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, small())
+    words = ["store", "simulate", str(path), "--budgets", "100,300"]
+    assert main([*words, "--policy", "lru", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [(row["budget"], row["policy"]) for row in rows] == [
+        (100, "lru"), (100, "optimum"), (300, "lru"), (300, "optimum"), (None, "any"),
+    ]  # fmt: skip
+    assert rows[0]["hit_rate"] == plain_rate(small(), 100)
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("returns" in line for line in lines) == 2
+    assert main(["store", "simulate", str(tmp_path / "none")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
+    path.write_text("")
+    assert main(["store", "simulate", str(path)]) == 2
