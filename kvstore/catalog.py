@@ -178,7 +178,7 @@ class Catalog(Generic[V]):
             parent = self._entries[parent].name  # not another copy of it
         self._entries[name] = entry = Entry(claim, value, parent, tokens)
         self._bytes += claim.size
-        self._policy.add(entry, self._parent(entry))
+        self._policy.add(entry, self._entries.get(entry.parent or b""))
         if claim.partial:
             self._lives.set(name, now + self._partial_life)
         self.tally.stored += 1
@@ -324,14 +324,11 @@ class Catalog(Generic[V]):
     def _remove(self, name: bytes, reason: Reason) -> None:
         entry = self._entries.pop(name)
         self._left(entry, reason)
-        self._policy.remove(entry, self._parent(entry))
+        self._policy.remove(entry, self._entries.get(entry.parent or b""))
         self._lives.drop(name)
         self._bytes -= entry.size
         if not entry.grips:  # else it goes back with the last of them
             self.give_back(entry.value, entry.size)
-
-    def _parent(self, entry: Entry[V]) -> Entry[V] | None:
-        return None if entry.parent is None else self._entries.get(entry.parent)
 
     # What a catalog with a tier below does in another way.
     def _lead(self, names: Sequence[bytes], held: bool) -> int:

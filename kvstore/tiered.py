@@ -276,7 +276,7 @@ class TieredCatalog(Catalog[int]):
         self._entries[spot.name] = entry
         self._bytes += spot.size
         self._coming += spot.size
-        self._policy.add(entry, self._parent(entry))
+        self._policy.add(entry, self._entries.get(entry.parent or b""))
         self.index.touch(spot.name)
         self.index.pin(spot.segment)
         self._wanted.append((entry, spot))

@@ -35,7 +35,7 @@ from kvstore.stats import Stats
 from kvstore.tenants import Owner, Tenants
 from kvstore.tiered import TieredCatalog
 
-ENTRY_BYTES = 416
+ENTRY_BYTES = 480
 """Memory of one block besides its place, measured at a million blocks."""
 
 

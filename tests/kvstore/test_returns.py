@@ -155,7 +155,8 @@ def test_ghosts_forget_the_oldest_first_and_stay_few() -> None:
 
 
 def test_the_duel_is_lost_by_an_eighth_and_copies_for_longer_each_time() -> None:
-    duel, size, spells = Duel(), 800, []
+    duel, size = Duel(), 800
+    spells: list[int] = []
     serial = 0
     for _ in range(3):
         for _ in range(size):
@@ -191,6 +192,33 @@ def test_never_below_least_recently_used(family: object) -> None:
     plain = replay(trace, 200, LeastRecentlyUsed())
     ours = replay(trace, 200, ExpectedReturns())
     assert ours.rate >= plain.rate - 0.01  # a hundredth is what a duel may cost on a short trace
+
+
+@pytest.mark.parametrize("name", EVICTIONS)
+def test_what_is_handed_over_is_there(name: str) -> None:
+    """A decode worker reads each prompt two seconds after it was put."""
+    trace = requests(FAMILIES[1](random.Random(6), 900))
+    catalog: Catalog[int] = Catalog(400, make_policy(name), 1e9, b"boot")
+    steps = [(one.at, one.names, False) for one in trace]
+    steps += [(one.at + 2.0, one.names, True) for one in trace]
+    lost = [0, 0]
+    for number, (now, names, decode) in enumerate(sorted(steps)):
+        found = catalog.lookup(names, [], 5.0, now)
+        if found.lease is not None:
+            catalog.release(found.lease)
+        if decode:
+            lost[number > len(steps) // 4] += len(names) - found.lead
+            continue
+        missing = names[found.lead :]
+        grant = catalog.reserve([Claim(one, 1, False) for one in missing], 5.0, now)
+        parent = names[found.lead - 1] if found.lead else None
+        for one in missing:
+            if grant.ticket is not None:
+                catalog.commit(grant.ticket, one, 0, now, parent)
+            parent = one
+    assert catalog.tally.evicted > 1000
+    assert lost[1] == 0  # once it is known that what was put is read soon
+    assert lost[0] < 50
 
 
 def test_the_same_requests_have_the_same_victims() -> None:
