@@ -15,6 +15,7 @@ from kvstore import Store, connect
 from kvstore.arm import Arm
 from kvstore.memory import MemoryStore, forget
 from kvstore.several import Several
+from kvstore.ways import ORDER
 from tests.failures.proxy import Proxy
 from tests.kvstore.redisserver import Cluster, Server, running
 from tests.secured import Files, write_files
@@ -65,6 +66,18 @@ def service_url() -> Iterator[str]:
     )
     yield url
     stop(process)
+
+
+@pytest.fixture(params=ORDER)
+def plain_store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    """One whose blocks go in order of use: the default goes by what it has learned."""
+    process, url = start_service(f"--budget={BUDGET}", "--max-block=8MiB", "--eviction=lru")
+    try:
+        store = connect(f"{url}?way={request.param}")
+        yield store
+        store.close()
+    finally:
+        stop(process)
 
 
 @pytest.fixture(scope="session")

@@ -252,8 +252,8 @@ def test_a_name_that_does_not_follow_from_the_header_is_refused(store: Store) ->
     assert put(store, block, victim) == [Kept.STORED] * 2
 
 
-@ours_only
-def test_of_a_run_put_in_parts_the_tail_goes_first(store: Store) -> None:
+def test_of_a_run_put_in_parts_the_tail_goes_first(plain_store: Store) -> None:
+    store = plain_store
     run = [make(3 << 20)]
     put(store, run[0])
     for _ in range(3):
@@ -269,13 +269,14 @@ def test_of_a_run_put_in_parts_the_tail_goes_first(store: Store) -> None:
     assert present(store, *run, other, *newer) == [True, True, False, False, True, True, True]
 
 
-@ours_only
-def test_least_recently_used_goes_first(store: Store) -> None:
+def test_least_recently_used_goes_first(plain_store: Store) -> None:
+    store = plain_store
     blocks = [make(4 << 20) for _ in range(3)]
     put(store, *blocks)
     get(store, blocks[0])
     assert put(store, make(4 << 20)) == [Kept.STORED]
     assert present(store, *blocks) == [True, False, True]
+    assert store.stats(TIMEOUT).eviction == "lru"
 
 
 @ours_only
