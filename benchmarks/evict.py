@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.workloads import FAMILIES, requests
-from kvstore.optimum import optimum
-from kvstore.policies import make_policy
-from kvstore.simulate import replay
-from kvstore.trace import Request, read_trace
+from kvstore.book.policies import make_policy
+from kvstore.trace.optimum import optimum
+from kvstore.trace.requests import Request, read_trace
+from kvstore.trace.simulate import replay
 
 Named = tuple[str, list[Request], tuple[int, ...]]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.fleet import Asked, Fleet, Served, Shape
-from kvstore.trace import BLOCK_TOKENS, read_trace
+from kvstore.trace.requests import BLOCK_TOKENS, read_trace
 from router.affinity import Affinity
 from router.policies import POLICIES, policy
 from router.policy import PREFILL, Candidate, Prefix, Wish, choose

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvstore.trace import BLOCK_TOKENS, ID_BYTES, Request
+from kvstore.trace.requests import BLOCK_TOKENS, ID_BYTES, Request
 
 Chain = tuple[int, ...]
 Event = tuple[float, Chain]

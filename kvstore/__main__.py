@@ -12,13 +12,13 @@ from common import logs
 from common.config import load, option
 from common.errors import KvrelayError
 from common.values import show_size
+from kvstore.book.policies import EVICTIONS
+from kvstore.book.tenants import Tenants
 from kvstore.disk.tier import DiskOptions, DiskTier
-from kvstore.lanes import LaneOptions, Lanes
-from kvstore.policies import EVICTIONS
-from kvstore.prefault import Prefault
-from kvstore.service import NAME, StoreService, register
-from kvstore.tenants import Tenants
-from kvstore.vault import Limits, Vault
+from kvstore.server.lanes import LaneOptions, Lanes
+from kvstore.server.prefault import Prefault
+from kvstore.server.service import NAME, StoreService, register
+from kvstore.server.vault import Limits, Vault
 from rpc import security
 from rpc.deadline import Deadline
 from rpc.options import SecurityOptions

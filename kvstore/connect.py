@@ -7,12 +7,12 @@ from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
 from common.errors import Rejected
 from kvstore import redis
-from kvstore.arm import Arm
 from kvstore.base import Store
-from kvstore.breaker import Breaker
-from kvstore.memory import MemoryStore
-from kvstore.remote import RemoteStore
-from kvstore.several import Several
+from kvstore.client.breaker import Breaker
+from kvstore.client.memory import MemoryStore
+from kvstore.client.remote import RemoteStore
+from kvstore.several.arm import Arm
+from kvstore.several.store import Several
 from kvstore.urls import public_name, urls_of
 from rpc.address import Address
 from rpc.security import installed

@@ -8,7 +8,7 @@ Bulk calls (Get, Put) first send one message with a table and then the blocks' b
 after another without gaps, cut into messages wherever it suits (0.5 to 4 MiB is fast). A data
 message carries no other field, so both sides may read and write it without a protobuf library.
 
-The bytes may go two faster ways (kvstore/frames.py): through shared memory on one host, and over
+The bytes may go two faster ways (kvstore/wire/frames.py): through shared memory on one host, and over
 a plain socket, the lane. What is read or written there is found, leased and reserved here.
 """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.bench import main as measured
+from kvstore.bench.run import main as measured
 
 
 def main(argv: Sequence[str]) -> int:

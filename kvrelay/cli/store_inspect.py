@@ -14,9 +14,9 @@ from kvblock.header import Header, header_bytes
 from kvblock.name import Namer
 from kvrelay.cli.screen import paint, say, table
 from kvrelay.cli.storeconfig import StoresConfig, browsing, connected, title
-from kvstore.admin import Listed
-from kvstore.browse import resolved
-from kvstore.verifying import Checked, checked
+from kvstore.client.admin import Listed
+from kvstore.client.browse import resolved
+from kvstore.client.verifying import Checked, checked
 
 DESCRIPTION = """\
 Shows one block of a store: its header with the token ids, the block that it continues, its lengths,

@@ -11,8 +11,8 @@ from common.config import load, option
 from common.values import show_bytes
 from kvrelay.cli.screen import paint, say, table, tell
 from kvrelay.cli.storeconfig import StoresConfig, browsing, title
-from kvstore.admin import Listed
-from kvstore.browse import SHOWN, with_digits
+from kvstore.client.admin import Listed
+from kvstore.client.browse import SHOWN, with_digits
 
 DESCRIPTION = """\
 Lists the blocks of a store: name, tokens, bytes, whether it is partial, how many leases hold it,

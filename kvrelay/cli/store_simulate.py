@@ -10,10 +10,10 @@ from pathlib import Path
 from common.config import load, option, required
 from common.errors import Rejected
 from kvrelay.cli.screen import say, table, tell
-from kvstore.optimum import optimum
-from kvstore.policies import EVICTIONS, make_policy
-from kvstore.simulate import Outcome, replay, unbounded
-from kvstore.trace import Request, read_trace
+from kvstore.book.policies import EVICTIONS, make_policy
+from kvstore.trace.optimum import optimum
+from kvstore.trace.requests import Request, read_trace
+from kvstore.trace.simulate import Outcome, replay, unbounded
 
 DESCRIPTION = """\
 Replays a trace through the store's own bookkeeping, without moving a byte, and prints which share

@@ -12,8 +12,8 @@ from common.config import load, option
 from common.values import show_bytes
 from kvrelay.cli.screen import paint, say, tell
 from kvrelay.cli.storeconfig import StoresConfig, browsing, connected, title
-from kvstore.browse import SHOWN, with_digits
-from kvstore.verifying import Checked, checked
+from kvstore.client.browse import SHOWN, with_digits
+from kvstore.client.verifying import Checked, checked
 
 DESCRIPTION = """\
 Reads every block of a store back and checks its header, its name (which must follow from what the

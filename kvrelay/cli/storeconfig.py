@@ -11,7 +11,7 @@ from common.config import option
 from common.errors import Rejected
 from kvrelay.endpoints import store_of
 from kvstore.base import Store
-from kvstore.browse import Browser, browse
+from kvstore.client.browse import Browser, browse
 from kvstore.connect import connect
 from kvstore.urls import public_name, urls_of
 from rpc import security

@@ -25,7 +25,7 @@ from kvblock.name import child_name
 from kvstore.base import Kept
 from kvstore.disk.tier import DiskOptions, DiskTier
 from kvstore.records import Claim
-from kvstore.vault import Limits, Vault
+from kvstore.server.vault import Limits, Vault
 
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 TOKENS = tuple(range(16))

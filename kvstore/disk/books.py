@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvstore.book.entries import Entry
 from kvstore.disk.index import Spot
-from kvstore.entries import Entry
-from kvstore.tiered import TieredCatalog
+from kvstore.disk.tiered import TieredCatalog
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvstore.entries import Entry
+from kvstore.book.entries import Entry
 from kvstore.records import Claim
 
 

@@ -7,12 +7,12 @@ import threading
 import time
 
 from common.errors import Corrupt
-from kvstore.arena import Arena
-from kvstore.check import check_block
+from kvstore.book.check import check_block
 from kvstore.disk.books import Books, Job
 from kvstore.disk.directory import Directory
 from kvstore.disk.segment import read_into
 from kvstore.records import Claim
+from kvstore.server.arena import Arena
 
 log = logging.getLogger("kvrelay.store")
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from common.errors import Corrupt
 from kvblock.header import decode, header_bytes
-from kvstore.arena import Arena
 from kvstore.disk.books import Books
 from kvstore.disk.directory import Directory
 from kvstore.disk.reader import Readers
 from kvstore.disk.restore import Restorer
 from kvstore.disk.segment import read_into
 from kvstore.disk.writer import Writer
+from kvstore.server.arena import Arena
 
 log = logging.getLogger("kvrelay.store")
 

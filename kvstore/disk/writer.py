@@ -9,12 +9,12 @@ import errno
 import logging
 import threading
 
-from kvstore.arena import Arena
+from kvstore.book.entries import Entry
 from kvstore.disk.books import Books
 from kvstore.disk.directory import Directory
 from kvstore.disk.record import record_bytes
 from kvstore.disk.segment import Appender
-from kvstore.entries import Entry
+from kvstore.server.arena import Arena
 
 log = logging.getLogger("kvrelay.store")
 

@@ -10,7 +10,7 @@ import redis
 from common.errors import NotFound
 from kvblock.header import Header, decode, header_bytes, stated_count
 from kvblock.name import NAME_BYTES
-from kvstore.admin import Listed
+from kvstore.client.admin import Listed
 from kvstore.redis.dialling import client
 from kvstore.redis.node import Node, guarded
 from kvstore.redis.settings import Settings

@@ -15,7 +15,7 @@ from kvstore.redis.call import NO_VALUE, ROUNDS, Call, code_of, is_elsewhere
 from kvstore.redis.link import Link
 from kvstore.redis.node import Node, Unwilling
 from kvstore.redis.replies import Refused
-from kvstore.way import split_of
+from kvstore.ways.way import split_of
 
 WINDOW = 8 << 20
 """Bytes of payload asked for and not yet received, on one connection, if more than one block."""

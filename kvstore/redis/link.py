@@ -5,11 +5,11 @@ from __future__ import annotations
 import ssl
 
 from common.errors import Unavailable
-from kvstore.pipe import Pipe
 from kvstore.redis.dialling import connection
 from kvstore.redis.replies import Replies
 from kvstore.redis.settings import Settings
 from kvstore.redis.tlspipe import TlsPipe
+from kvstore.wire.pipe import Pipe
 from rpc.address import Address
 from rpc.deadline import Deadline
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from common.errors import DeadlineExceeded, KvrelayError, Unavailable
-from kvstore.circuit import Circuit
-from kvstore.line import Lines
+from kvstore.client.circuit import Circuit
 from kvstore.redis.link import Link
 from kvstore.redis.settings import Settings
+from kvstore.ways.line import Lines
 from rpc.address import Address
 from rpc.deadline import Deadline
 

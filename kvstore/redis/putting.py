@@ -8,7 +8,7 @@ from common.errors import Corrupt, KvrelayError, Unavailable
 from kvblock.header import checksum, decode, seal
 from kvblock.verify import verify_payload
 from kvstore.base import Block, Kept, Offer, Outcome
-from kvstore.check import check_name
+from kvstore.book.check import check_name
 from kvstore.redis.call import ROUNDS, Call, code_of, is_elsewhere
 from kvstore.redis.node import Node, Unwilling
 from kvstore.redis.outbox import Outbox

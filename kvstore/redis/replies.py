@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from common.errors import Corrupt
 from kvblock.header import MAX_COUNT, MAX_PAYLOAD, header_bytes
-from kvstore.pipe import Pipe
+from kvstore.wire.pipe import Pipe
 
 ROOM = 64 << 10
 NIL = b"$-1"

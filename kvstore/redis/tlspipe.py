@@ -6,7 +6,7 @@ import contextlib
 import socket
 import ssl
 
-from kvstore.pipe import Pipe
+from kvstore.wire.pipe import Pipe
 
 JOINED = 64 << 10
 """Small buffers are sent as one record rather than as one each."""

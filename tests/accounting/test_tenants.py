@@ -12,7 +12,7 @@ from engine.request import Naming, Order
 from engine.scheduler import Scheduler
 from kvblock import Namer, Namespace
 from kvstore import connect
-from kvstore.memory import forget
+from kvstore.client.memory import forget
 from tests.connector.rig import B, Worker, blocks_for
 from worker.worker import naming_of
 

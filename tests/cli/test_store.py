@@ -14,7 +14,7 @@ from kvblock.header import decode
 from kvrelay.cli import store_clear, storeconfig
 from kvrelay.cli.main import main
 from kvstore import Block, Store, connect
-from kvstore.remote import RemoteStore
+from kvstore.client.remote import RemoteStore
 from rpc.deadline import Deadline
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.test_conformance import TIMEOUT, make, name_of, put

@@ -17,7 +17,7 @@ from engine.external import Event, Load, Piece, Query, Save
 from kvblock import Namer, Namespace
 from kvblock.name import Digest, sha256
 from kvstore import Found, Got, Lease, Offer, Outcome, Seen, Store, Tail, Want
-from kvstore.memory import MemoryStore, forget
+from kvstore.client.memory import MemoryStore, forget
 
 B = 4
 WAIT = 10.0

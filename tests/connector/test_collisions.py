@@ -25,7 +25,7 @@ from engine.request import Naming, Order
 from engine.updates import Ended, Failed, Token, Update
 from kvblock import Namer, Namespace
 from kvstore import Store, connect
-from kvstore.memory import MemoryStore, forget
+from kvstore.client.memory import MemoryStore, forget
 from tests.accounting.bench import limits
 from tests.engine.fakes import ChainRunner, answer
 from tests.kvstore.conftest import ready, stop

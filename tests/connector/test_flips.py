@@ -12,7 +12,7 @@ from connector.options import Options
 from engine.external import Loaded
 from kvblock.header import header_bytes
 from kvstore import connect
-from kvstore.remote import RemoteStore
+from kvstore.client.remote import RemoteStore
 from rpc.deadline import Deadline
 from tests.connector.rig import B, Worker, blocks_for
 from tests.connector.test_store import saved

@@ -9,9 +9,9 @@ import pytest
 
 from connector.options import Options
 from engine.external import Loaded
-from kvstore.arm import Arm
-from kvstore.memory import forget
-from kvstore.several import Several
+from kvstore.client.memory import forget
+from kvstore.several.arm import Arm
+from kvstore.several.store import Several
 from tests.connector.rig import B, Stage, Worker, blocks_for
 from tests.connector.test_store import saved
 from tests.kvstore.test_conformance import TIMEOUT

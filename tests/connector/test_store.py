@@ -16,7 +16,7 @@ from common.miss import Miss
 from connector.options import Options
 from engine.external import Event, Loaded, Saved
 from kvstore import connect
-from kvstore.memory import forget
+from kvstore.client.memory import forget
 from tests.connector.rig import SPACE, WAIT, B, Stage, Worker, blocks_for
 
 Making = Callable[..., Worker]

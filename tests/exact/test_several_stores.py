@@ -14,7 +14,7 @@ from kvblock.name import NAME_BYTES
 from kvrelay import Completion
 from kvrelay.supervisor import Cluster
 from kvstore import connect
-from kvstore.admin import Admin
+from kvstore.client.admin import Admin
 from kvstore.urls import public_name
 from protos import types_pb2
 from tests.exact.asks import Ask, ask_all, check_usage

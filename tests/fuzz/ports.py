@@ -13,7 +13,7 @@ from typing import Protocol
 
 import grpc
 
-from kvstore.peer import address_of
+from kvstore.wire.peer import address_of
 from rpc.channel import ChannelOptions, open_channel
 from rpc.credentials import given
 from rpc.security import Security

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import struct
 
-from kvstore.frames import Op, Request, Row
+from kvstore.wire.frames import Op, Request, Row
 from protos import kvstore_pb2
 from tests.fuzz.calls import methods, store_seeds
 from tests.fuzz.mutate import Mutator

@@ -12,10 +12,10 @@ import pytest
 
 from kvrelay.certs import Authority
 from kvstore import Store, connect
-from kvstore.arm import Arm
-from kvstore.memory import MemoryStore, forget
-from kvstore.several import Several
-from kvstore.ways import ORDER
+from kvstore.client.memory import MemoryStore, forget
+from kvstore.several.arm import Arm
+from kvstore.several.store import Several
+from kvstore.ways.choice import ORDER
 from tests.failures.proxy import Proxy
 from tests.kvstore.redisserver import Cluster, Server, running
 from tests.secured import Files, write_files

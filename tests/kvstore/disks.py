@@ -11,7 +11,7 @@ from kvstore import Block, Kept
 from kvstore.disk.stats import DiskStats
 from kvstore.disk.tier import DiskOptions, DiskTier
 from kvstore.records import Claim, Verdict
-from kvstore.vault import Limits, Vault
+from kvstore.server.vault import Limits, Vault
 from tests.kvstore.test_conformance import name_of
 
 SLOW = 60.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvstore.policy import Node, Policy
+from kvstore.book.policy import Node, Policy
 
 
 @dataclass

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import redis
 
-from kvstore.redisserver import find_server, version_of
+from kvstore.bench.redisserver import find_server, version_of
 
 START_SECONDS = 60.0
 TRIES = 10

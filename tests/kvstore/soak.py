@@ -18,9 +18,9 @@ from kvblock.header import decode
 from kvblock.verify import verify_payload
 from kvstore import Block, Kept, Want
 from kvstore.base import Store
-from kvstore.remote import RemoteStore
+from kvstore.client.remote import RemoteStore
 from kvstore.stats import Stats
-from kvstore.ways import ORDER
+from kvstore.ways.choice import ORDER
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.test_conformance import TIMEOUT, make, name_of, offer
 

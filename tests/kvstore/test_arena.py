@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from common.errors import Corrupt
-from kvstore.arena import Arena, capacity_for, open_arena
-from kvstore.prefault import Prefault
+from kvstore.server.arena import Arena, capacity_for, open_arena
+from kvstore.server.prefault import Prefault
 
 BOOT = b"b" * 16
 

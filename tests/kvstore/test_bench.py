@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvstore.bench import BenchConfig, main
+from kvstore.bench.run import BenchConfig, main
 
 
 def test_a_quick_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:

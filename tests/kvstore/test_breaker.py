@@ -8,9 +8,9 @@ import pytest
 
 from common.errors import DeadlineExceeded, KvrelayError, Rejected, Unavailable
 from kvstore import Found, Got, Tail, Want
-from kvstore.breaker import Breaker
-from kvstore.circuit import FIRST_PAUSE, LONGEST_PAUSE
-from kvstore.memory import MemoryStore
+from kvstore.client.breaker import Breaker
+from kvstore.client.circuit import FIRST_PAUSE, LONGEST_PAUSE
+from kvstore.client.memory import MemoryStore
 
 
 class Patient(MemoryStore):

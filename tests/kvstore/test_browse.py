@@ -9,8 +9,8 @@ import pytest
 from common.errors import NotFound, Rejected
 from kvblock.header import decode
 from kvstore import Offer, Store, connect
-from kvstore.browse import Browser, browse, resolved, with_digits
-from kvstore.verifying import checked
+from kvstore.client.browse import Browser, browse, resolved, with_digits
+from kvstore.client.verifying import checked
 from tests.kvstore.conftest import url_of
 from tests.kvstore.test_conformance import TIMEOUT, make, name_of, put
 

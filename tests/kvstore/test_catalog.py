@@ -8,10 +8,10 @@ from types import FrameType
 
 import pytest
 
-from kvstore.catalog import Catalog
-from kvstore.policy import LeastRecentlyUsed
+from kvstore.book.catalog import Catalog
+from kvstore.book.policy import LeastRecentlyUsed
+from kvstore.book.reservations import Shares
 from kvstore.records import Claim, Tail, Verdict
-from kvstore.reservations import Shares
 
 BOOT = b"boot"
 LIFE = 10.0

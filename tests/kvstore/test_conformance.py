@@ -18,7 +18,7 @@ from kvblock.header import Header, checksum, decode, encode
 from kvblock.name import child_name
 from kvblock.verify import verify_payload
 from kvstore import Block, Got, Kept, Offer, Seen, Store, Tail, Want, connect
-from kvstore.several import Several
+from kvstore.several.store import Several
 from tests.kvstore.conftest import ours_only
 
 TIMEOUT = 10.0

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from common.errors import KvrelayError
 from kvstore import Block, Kept, Offer
-from kvstore.admin import Admin
+from kvstore.client.admin import Admin
+from kvstore.client.mirror import Mirror
+from kvstore.client.remote import RemoteStore
 from kvstore.disk.stats import DiskStats
-from kvstore.mirror import Mirror
-from kvstore.remote import RemoteStore
-from kvstore.ways import ORDER
+from kvstore.ways.choice import ORDER
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, present, put
 

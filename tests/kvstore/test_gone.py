@@ -10,11 +10,11 @@ import pytest
 
 from common.miss import Miss
 from kvstore.base import Seen
-from kvstore.catalog import Catalog
-from kvstore.gone import REMEMBERED, Gone
-from kvstore.policy import LeastRecentlyUsed
+from kvstore.book.catalog import Catalog
+from kvstore.book.gone import REMEMBERED, Gone
+from kvstore.book.policy import LeastRecentlyUsed
 from kvstore.records import Claim, Tail
-from kvstore.union import united
+from kvstore.several.union import united
 
 A, B, C = (hashlib.sha256(word).digest() for word in (b"a", b"b", b"c"))
 

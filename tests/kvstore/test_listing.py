@@ -10,9 +10,9 @@ import pytest
 from common.errors import NotFound, Rejected
 from kvblock.header import decode
 from kvstore import Kept, Offer
-from kvstore.admin import Admin
-from kvstore.listing import PAGE
-from kvstore.remote import RemoteStore
+from kvstore.client.admin import Admin
+from kvstore.client.remote import RemoteStore
+from kvstore.server.listing import PAGE
 from protos import kvstore_pb2 as pb
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.test_conformance import TIMEOUT, make, name_of, put

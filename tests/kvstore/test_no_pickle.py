@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvstore.ways import ORDER
+from kvstore.ways.choice import ORDER
 from tests.kvstore.conftest import ready, stop
 
 WITHOUT = """

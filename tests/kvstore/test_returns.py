@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import FAMILIES, requests
-from kvstore.catalog import Catalog
-from kvstore.duel import LOSS, Duel
-from kvstore.ghosts import Ghost, Ghosts
-from kvstore.lifetable import OCTAVES, LifeTable
-from kvstore.policies import EVICTIONS, make_policy
-from kvstore.policy import LeastRecentlyUsed
+from kvstore.book.catalog import Catalog
+from kvstore.book.duel import LOSS, Duel
+from kvstore.book.ghosts import Ghost, Ghosts
+from kvstore.book.lifetable import OCTAVES, LifeTable
+from kvstore.book.policies import EVICTIONS, make_policy
+from kvstore.book.policy import LeastRecentlyUsed
+from kvstore.book.returns import ExpectedReturns
 from kvstore.records import Claim, Verdict
-from kvstore.returns import ExpectedReturns
-from kvstore.simulate import replay
+from kvstore.trace.simulate import replay
 from tests.kvstore.naive import Naive
 
 ACTIONS = st.lists(

@@ -15,8 +15,8 @@ import pytest
 
 from common.errors import DeadlineExceeded, KvrelayError, Rejected, Unavailable
 from kvstore import Kept, Offer, Tail, connect
-from kvstore.remote import RemoteStore
-from kvstore.wire import cut
+from kvstore.client.remote import RemoteStore
+from kvstore.wire.buffers import cut
 from protos import kvstore_pb2 as pb
 from rpc.status import from_rpc_error
 from tests.kvstore.conftest import start_service, stop

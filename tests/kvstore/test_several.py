@@ -16,10 +16,10 @@ from common.errors import DeadlineExceeded, Rejected, Unavailable
 from kvblock.header import decode, header_bytes, stated_length
 from kvblock.verify import verify_payload
 from kvstore import Block, Found, Got, Kept, Lease, Offer, Outcome, Seen, Store, Tail, Want, connect
-from kvstore.arm import Arm
-from kvstore.behind import Behind
-from kvstore.memory import MemoryStore, forget
-from kvstore.several import Several
+from kvstore.client.memory import MemoryStore, forget
+from kvstore.several.arm import Arm
+from kvstore.several.behind import Behind
+from kvstore.several.store import Several
 from kvstore.urls import public_name, public_names, urls_of
 from tests.kvstore.test_conformance import TIMEOUT, make, name_of, put
 

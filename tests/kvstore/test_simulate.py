@@ -13,11 +13,11 @@ import pytest
 from benchmarks.workloads import agents, conversations, requests
 from common.errors import Rejected
 from kvrelay.cli.main import main
-from kvstore.optimum import optimum
-from kvstore.policies import EVICTIONS, make_policy
-from kvstore.policy import LeastRecentlyUsed
-from kvstore.simulate import replay, unbounded
-from kvstore.trace import Request, read_trace, write_trace
+from kvstore.book.policies import EVICTIONS, make_policy
+from kvstore.book.policy import LeastRecentlyUsed
+from kvstore.trace.optimum import optimum
+from kvstore.trace.requests import Request, read_trace, write_trace
+from kvstore.trace.simulate import replay, unbounded
 
 SEED = 11
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvstore.slots import ALIGNMENT, GRANULE, SLAB, SMALL, Slots, slot_bytes
+from kvstore.book.slots import ALIGNMENT, GRANULE, SLAB, SMALL, Slots, slot_bytes
 
 CAPACITY = 64 << 20
 

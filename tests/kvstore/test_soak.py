@@ -10,7 +10,7 @@ import pytest
 
 from kvstore import Kept
 from kvstore.records import Claim, Verdict
-from kvstore.vault import Limits, Vault
+from kvstore.server.vault import Limits, Vault
 from tests.kvstore.soak import at_once, disk_flags, soak
 from tests.kvstore.test_conformance import make, name_of
 

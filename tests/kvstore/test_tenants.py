@@ -13,13 +13,13 @@ from common.errors import KvrelayError, NotFound, Rejected
 from common.miss import Miss
 from kvblock.header import decode
 from kvstore import Block, Kept, Tail
-from kvstore.admin import Admin
-from kvstore.keys import prefix_of
+from kvstore.book.keys import prefix_of
+from kvstore.book.tenants import OPEN, Scope, Tenants
+from kvstore.client.admin import Admin
+from kvstore.client.remote import RemoteStore
 from kvstore.records import Claim
-from kvstore.remote import RemoteStore
-from kvstore.tenants import OPEN, Scope, Tenants
-from kvstore.vault import ENTRY_BYTES, Limits, Vault
-from kvstore.wire import cut
+from kvstore.server.vault import ENTRY_BYTES, Limits, Vault
+from kvstore.wire.buffers import cut
 from protos import kvstore_pb2 as pb
 from rpc import security
 from rpc.credentials import Credentials, read

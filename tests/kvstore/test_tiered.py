@@ -6,13 +6,13 @@ import random
 
 import pytest
 
+from kvstore.book.entries import Entry
+from kvstore.book.events import Reason
+from kvstore.book.policy import LeastRecentlyUsed
 from kvstore.disk.index import Index, Spot
 from kvstore.disk.record import record_bytes
-from kvstore.entries import Entry
-from kvstore.events import Reason
-from kvstore.policy import LeastRecentlyUsed
+from kvstore.disk.tiered import TieredCatalog
 from kvstore.records import Claim, Verdict
-from kvstore.tiered import TieredCatalog
 
 LIFE = 10.0
 

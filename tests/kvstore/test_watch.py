@@ -14,15 +14,15 @@ from google.protobuf.message import Message
 
 from common.errors import Corrupt, Exhausted, Unavailable
 from kvstore import Block, Kept, Offer
-from kvstore.admin import Admin
-from kvstore.entries import Entry
-from kvstore.events import Events, Reason
-from kvstore.mirror import Mirror
+from kvstore.book.entries import Entry
+from kvstore.book.events import Events, Reason
+from kvstore.client.admin import Admin
+from kvstore.client.mirror import Mirror
+from kvstore.client.remote import RemoteStore
 from kvstore.records import Claim
-from kvstore.remote import RemoteStore
-from kvstore.service import NAME, StoreService, register
-from kvstore.vault import Limits, Vault
-from kvstore.watching import Pace, Watching
+from kvstore.server.service import NAME, StoreService, register
+from kvstore.server.vault import Limits, Vault
+from kvstore.server.watching import Pace, Watching
 from protos import kvstore_pb2 as pb
 from rpc.server import Server
 from tests.kvstore.conftest import start_service, stop

@@ -18,10 +18,11 @@ import pytest
 from common.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Unavailable
 from kvblock.header import decode
 from kvblock.verify import verify_payload
-from kvstore import Block, Kept, Want, connect, lane, shared
-from kvstore.line import Line, dial_tcp, dial_unix
-from kvstore.remote import RemoteStore
-from kvstore.ways import ORDER
+from kvstore import Block, Kept, Want, connect
+from kvstore.client.remote import RemoteStore
+from kvstore.ways import lane, shared
+from kvstore.ways.choice import ORDER
+from kvstore.ways.line import Line, dial_tcp, dial_unix
 from protos import kvstore_pb2 as pb
 from rpc.deadline import Deadline
 from tests.kvstore.conftest import start_service, stop
@@ -368,7 +369,7 @@ class Slow(Want):
 def test_nobody_but_the_store_writes_to_the_arena(service_url: str) -> None:
     import mmap
 
-    from kvstore.frames import Op, Request
+    from kvstore.wire.frames import Op, Request
 
     store = RemoteStore(address_of(service_url))
     ways = store._calls.ways(Deadline.after(TIMEOUT))
@@ -421,7 +422,7 @@ def tcp_line(url: str) -> tuple[Line, RemoteStore]:
 
 
 def test_nothing_is_read_from_a_lane_without_a_lookup(service_url: str) -> None:
-    from kvstore.frames import Op, Request, Status
+    from kvstore.wire.frames import Op, Request, Status
 
     line, store = tcp_line(service_url)
     mine, theirs = make(1000), make(1000)
@@ -453,7 +454,7 @@ def test_nothing_is_read_from_a_lane_without_a_lookup(service_url: str) -> None:
 
 
 def test_a_bad_request_on_a_lane_is_refused_and_ends_the_connection(service_url: str) -> None:
-    from kvstore.frames import Op, Request, Row
+    from kvstore.wire.frames import Op, Request, Row
 
     row = Row(b"n" * 32, 1 << 40).encode()
     line, store = tcp_line(service_url)

@@ -11,8 +11,8 @@ import pytest
 from common.errors import KvrelayError, Mismatch, Rejected, Unavailable
 from kvrelay import Client
 from kvrelay.certs import Authority
-from kvstore.calls import Calls
-from kvstore.remote import RemoteStore
+from kvstore.client.remote import RemoteStore
+from kvstore.ways.calls import Calls
 from protos import (
     decode_pb2,
     decode_pb2_grpc,

@@ -1,0 +1,350 @@
+"""The store's bookkeeping: which blocks there are, who holds them, which go and when.
+
+Pure: time is passed in, nothing blocks, nothing is copied. A block is put in two phases, reserve
+then commit, so it is visible whole or not at all and concurrent writers of one name cost one copy.
+What a lease holds is neither evicted nor cleared before the lease ends.
+
+With a ``Room`` every block has a place from its reservation on. A place has one owner at a time:
+the reservation, the writer that borrowed it, or the block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from common.miss import Miss
+from kvstore.book.choosing import Chooser
+from kvstore.book.deadlines import Deadlines
+from kvstore.book.entries import Entry, Room
+from kvstore.book.events import KEPT_EVENTS, Events, Reason
+from kvstore.book.gone import MISSES, Gone
+from kvstore.book.keys import prefix_of
+from kvstore.book.leases import Leases
+from kvstore.book.places import Places
+from kvstore.book.policy import Node, Policy
+from kvstore.book.reservations import WHOLE, Reservations, Shares
+from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail, Verdict
+from kvstore.stats import Stats, Tally
+
+V = TypeVar("V")
+
+
+class Catalog(Generic[V]):
+    """Blocks by name, each with a value of which nothing is known here but its size."""
+
+    def __init__(
+        self, budget: int, policy: Policy, partial_life: float, boot: bytes,
+        room: Room[V] | None = None, entry_bytes: int = 0, kept_events: int = KEPT_EVENTS,
+        shares: Shares = WHOLE,
+    ) -> None:  # fmt: skip
+        self._budget, self._policy, self._entry_bytes = budget, policy, entry_bytes
+        self._partial_life, self._boot = partial_life, boot
+        self._entries: dict[bytes, Entry[V]] = {}
+        self._writing = Reservations(budget, shares)
+        self._places, self._leases = Places(room), Leases()
+        self._lives: Deadlines[bytes] = Deadlines()
+        self._bytes = self._leased = self._serial = 0
+        self.choose: Callable[[Claim], Node | None] = Chooser(policy, self._entries).victim_for
+        self._gone, self.tally = Gone(), Tally()
+        self.events: Events[V] = Events(kept_events)
+
+    def lookup(
+        self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, now: float,
+        openings: Sequence[int] = (),
+    ) -> Holding:  # fmt: skip
+        """The longest leading run of ``names``, then the first tail there is; held for ``ttl``."""
+        self.expire(now)
+        lead = self._lead(names, held=ttl > 0)
+        tail = next(
+            (i for i, t in enumerate(tails) if t.after == lead and t.name in self._entries), None
+        )
+        found = list(names[:lead]) + ([] if tail is None else [tails[tail].name])
+        self.tally.lookups += 1
+        self.tally.hits += len(found)
+        self.tally.misses += len(names) - lead
+        sizes = self._sizes(found)
+        lease = self._hold(tuple(found), now + ttl, now) if found and ttl > 0 else None
+        # With a tail there may be a full block that is missing all the same, of later tokens.
+        there = tail is not None or (lead == len(names) and not any(t.after == lead for t in tails))
+        wanted = [*names[lead : lead + 1], *(t.name for t in tails if t.after == lead)]
+        missing = None if there else self._why(wanted, openings if lead == 0 else ())
+        return Holding(lead, tail, sizes, lease, now + ttl, missing)
+
+    def _why(self, wanted: Sequence[bytes], openings: Sequence[int] = ()) -> Miss:
+        """Why none of ``wanted``, each one way to have the same positions, is there."""
+        if any(name in self._writing for name in wanted):
+            return Miss.TOO_LATE
+        return self._gone.why(wanted, openings)
+
+    def survey(
+        self, names: Sequence[bytes], ttl: float, now: float, openings: Sequence[int] = ()
+    ) -> Surveyed:
+        """Which of ``names`` are there, each for itself; held for ``ttl``."""
+        self.expire(now)
+        found = {name: self._entries[name].size for name in names if name in self._entries}
+        sizes = tuple(found.get(name) for name in names)
+        self.tally.lookups += 1
+        self.tally.hits += len(names) - sizes.count(None)
+        self.tally.misses += sizes.count(None)
+        lease = self._hold(tuple(found), now + ttl, now) if found and ttl > 0 else None
+        misses = tuple(None if name in found else self._why([name]) for name in names)
+        return Surveyed(sizes, lease, now + ttl, misses, self._gone.begins(openings))
+
+    def get(self, name: bytes, now: float) -> V | None:
+        """The block's value, or ``None``; the block counts as just used."""
+        self.expire(now)
+        entry = self._entries.get(name)
+        if entry is None:
+            self.tally.absent += 1
+            return None
+        self._use(entry, now)
+        self.tally.served += 1
+        self.tally.bytes_out += entry.size
+        return entry.value
+
+    def locate(self, names: Sequence[bytes], ttl: float, now: float) -> Located[V]:
+        """Size and value of each of ``names`` that is there, and a lease on them all."""
+        self.expire(now)
+        there = {name: self._entries[name] for name in names if name in self._entries}
+        found = {name: entry for name, entry in there.items() if entry.ready}
+        lease = self._hold(tuple(found), now + ttl, now) if found else None
+        entries = [found.get(name) for name in names]
+        served = [entry.size for entry in entries if entry is not None]
+        self.tally.served += len(served)
+        self.tally.absent += len(names) - len(served)
+        self.tally.bytes_out += sum(served)
+        return Located(tuple(None if e is None else (e.size, e.value) for e in entries), lease)
+
+    def leased(self, lease: int, first: int, count: int, now: float) -> list[tuple[int, V]] | None:
+        """Sizes and values of blocks a lease holds, in its order; ``None`` once it has ended."""
+        self.expire(now)
+        if (names := self._leases.names(lease)) is None:
+            return None
+        held = map(self._entries.__getitem__, names[first : first + count])
+        return [(entry.size, entry.value) for entry in held]
+
+    def extend(self, lease: int, deadline: float, now: float) -> bool:
+        """Move the end of a lease; false when it has ended already."""
+        self.expire(now)
+        return self._leases.extend(lease, deadline)
+
+    def reserve(self, claims: Sequence[Claim], ttl: float, now: float) -> Grant:
+        """Room for those of ``claims`` that nobody has put or is putting, under one ticket."""
+        self.expire(now)
+        for claim in reversed(claims):
+            if (entry := self._entries.get(claim.name)) is not None:
+                self._use(entry, now)
+        self._serial += 1
+        self._writing.open(self._serial, now + ttl)
+        verdicts = tuple(self._claim(claim, self._serial) for claim in claims)
+        ended = self._writing.close_if_empty(self._serial)
+        return Grant(None if ended else self._serial, now + ttl, verdicts)
+
+    def reserved(self, ticket: int, name: bytes) -> Claim | None:
+        """What was claimed, while the reservation stands."""
+        return self._writing.find(ticket, name)
+
+    def is_being_written(self, name: bytes) -> bool:
+        """Whether a reservation stands for it."""
+        return name in self._writing
+
+    def prolong(self, ticket: int, deadline: float) -> None:
+        """The writer makes progress: its reservations end later."""
+        self._writing.prolong(ticket, deadline)
+
+    def borrow(self, ticket: int, name: bytes, now: float) -> V | None:
+        """The place of a reserved block, for its writer to ``commit`` or ``give_back``, once."""
+        self.expire(now)
+        return None if self._writing.find(ticket, name) is None else self._places.borrow(name)
+
+    def give_back(self, place: V, size: int) -> None:
+        """A borrowed place that nobody writes to any more."""
+        self._places.give(place, size)
+
+    def commit(
+        self, ticket: int, name: bytes, value: V, now: float, parent: bytes | None = None,
+        tokens: int = 0,
+    ) -> bool:  # fmt: skip
+        """Make a reserved block visible; false when the reservation has run out.
+
+        Its value is then still the writer's. ``parent`` is the block that it continues.
+        """
+        self.expire(now)
+        if (claim := self._writing.take(ticket, name)) is None:
+            return False
+        if parent in self._entries:
+            parent = self._entries[parent].name  # not another copy of it
+        self._entries[name] = entry = Entry(claim, value, parent, tokens)
+        self._bytes += claim.size
+        self._policy.add(entry, self._entries.get(entry.parent or b""))
+        if claim.partial:
+            self._lives.set(name, now + self._partial_life)
+        self.tally.stored += 1
+        self.tally.bytes_in += claim.size
+        self._came(entry)
+        return True
+
+    def owner(self, serial: int) -> bytes | None:
+        """The tenant's part of the keys of a lease or ticket; ``None`` once it has ended."""
+        names = self._leases.names(serial)
+        return prefix_of(names[0]) if names else self._writing.owner(serial)
+
+    def abandon(self, ticket: int, names: Iterable[bytes] | None = None) -> None:
+        """Give up reservations of a ticket: those named, or all that are left."""
+        for name in self._writing.names(ticket) if names is None else names:
+            if (claim := self._writing.take(ticket, name)) is None:
+                continue
+            self.tally.abandoned += 1
+            if (place := self._places.borrow(name)) is not None:
+                self.give_back(place, claim.size)
+
+    def release(self, lease: int) -> None:
+        """End a lease early; unknown ones have ended already."""
+        for name in reversed(self._leases.end(lease)):
+            entry = self._entries[name]
+            entry.leases -= 1
+            if entry.leases == 0:
+                self._leased -= entry.size
+                self._policy.free(entry)
+
+    def clear(self, now: float) -> int:
+        """Remove every block that no lease holds; how many."""
+        self.expire(now)
+        idle = [name for name, entry in self._entries.items() if entry.leases == 0]
+        for name in idle:
+            self._remove(name, Reason.CLEARED)
+        self.tally.cleared += len(idle)
+        return len(idle)
+
+    def expire(self, now: float) -> None:
+        """End the leases, reservations and partial blocks whose time is over."""
+        self._policy.advance(now)
+        if self._leases.quiet(now) and self._writing.quiet(now) and self._lives.quiet(now):
+            return
+        for lease in self._leases.due(now):
+            self.release(lease)
+        for ticket in self._writing.due(now):
+            self.abandon(ticket)
+        for name in list(self._lives.due(now)):
+            if self._entries[name].leases:
+                self._lives.set(name, now + self._partial_life)
+            else:
+                self._remove(name, Reason.EXPIRED)
+                self.tally.expired += 1
+
+    def find(self, name: bytes, now: float) -> Entry[V] | None:
+        """The block, which does not count as used."""
+        self.expire(now)
+        return self._entries.get(name)
+
+    def entries(self, now: float) -> list[Entry[V]]:
+        """Every block there is now, oldest first."""
+        self.expire(now)
+        return list(self._entries.values())
+
+    def stats(self) -> Stats:
+        """A reading; the tally in it is a copy."""
+        return Stats(
+            self._boot, self._budget, len(self._entries), self._bytes + self._writing.bytes,
+            self._writing.bytes, self._leased, len(self._leases), len(self._writing),
+            dataclasses.replace(self.tally), eviction=self._policy.name,
+        )  # fmt: skip
+
+    def audit(self) -> list[str]:
+        """Sums that do not agree; empty unless there is a bug."""
+        entries = self._entries.values()
+        sums = {
+            "bytes": (self._bytes, sum(entry.size for entry in entries)),
+            "leased": (self._leased, sum(e.size for e in entries if e.leases)),
+            "leases": (self._leases.held(), sum(entry.leases for entry in entries)),
+            "deadlines": (self._leases.deadlines(), len(self._leases)),
+            "lives": (len(self._lives), sum(entry.partial for entry in entries)),
+            "budget": (max(self._bytes + self._writing.bytes, self._budget), self._budget),
+        }
+        return [f"{what}: {one} is not {two}" for what, (one, two) in sums.items() if one != two]
+
+    def _hold(self, names: tuple[bytes, ...], deadline: float, now: float) -> int:
+        self._serial += 1
+        for name in names:
+            entry = self._entries[name]
+            if entry.partial:
+                self._lives.set(name, now + self._partial_life)
+            if entry.leases == 0:  # that it was used is noted when it is free again
+                self._policy.hold(entry)
+                self._leased += entry.size
+            entry.leases += 1
+        self._leases.give(self._serial, names, deadline)
+        return self._serial
+
+    def _use(self, entry: Entry[V], now: float) -> None:
+        self._policy.touch(entry)
+        if entry.partial:
+            self._lives.set(entry.name, now + self._partial_life)
+
+    def _claim(self, claim: Claim, ticket: int) -> Verdict:
+        if self._has(claim.name):
+            self.tally.existed += 1
+            return Verdict.EXISTS
+        if claim.name in self._writing or self._writing.is_full(ticket, claim.size):
+            self.tally.pending += 1
+            return Verdict.PENDING
+        if not (self._writing.allows(claim.size) and self._make_room(claim)):
+            self.tally.rejected += 1
+            return Verdict.NO_ROOM
+        self._writing.add(ticket, claim)
+        return Verdict.RESERVED
+
+    def _make_room(self, claim: Claim) -> bool:
+        """Evict until there is room, in bytes and in one piece; false if there cannot be."""
+        if self._leased + self._writing.bytes + claim.size > self._budget:
+            return False
+        while self._charged + claim.size + self._entry_bytes > self._budget:
+            if not self._evict(claim):
+                return False
+        while not self._places.take(claim):
+            if not self._evict(claim):
+                return False
+        return True
+
+    @property
+    def _charged(self) -> int:
+        count = len(self._entries) + len(self._writing)
+        return self._bytes + self._writing.bytes + count * self._entry_bytes
+
+    def _evict(self, claim: Claim) -> bool:
+        victim = self.choose(claim)
+        if victim is None:
+            return False
+        self._remove(victim.name, Reason.EVICTED)
+        self.tally.evicted += 1
+        return True
+
+    def _remove(self, name: bytes, reason: Reason) -> None:
+        entry = self._entries.pop(name)
+        self._left(entry, reason)
+        self._policy.remove(entry, self._entries.get(entry.parent or b""))
+        self._lives.drop(name)
+        self._bytes -= entry.size
+        if not entry.grips:  # else it goes back with the last of them
+            self.give_back(entry.value, entry.size)
+
+    # What a catalog with a tier below does in another way.
+    def _lead(self, names: Sequence[bytes], held: bool) -> int:
+        """How many lead without a gap; ``held``: of those that a lease can be given on."""
+        return next((i for i, name in enumerate(names) if name not in self._entries), len(names))
+
+    def _sizes(self, names: Sequence[bytes]) -> tuple[int, ...]:
+        return tuple(self._entries[name].size for name in names)
+
+    def _has(self, name: bytes) -> bool:
+        return name in self._entries
+
+    def _came(self, entry: Entry[V]) -> None:
+        self.events.add(entry)
+        self._gone.came(entry.opening)
+
+    def _left(self, entry: Entry[V], reason: Reason) -> None:
+        self.events.add(entry, reason)
+        self._gone.went(entry.name, entry.opening, MISSES[reason])

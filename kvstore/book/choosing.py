@@ -1,0 +1,32 @@
+"""What goes so that a block may come, where all blocks are one tenant's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Generic, TypeVar
+
+from kvstore.book.entries import Entry
+from kvstore.book.policy import Node, Policy
+from kvstore.records import Claim
+
+V = TypeVar("V")
+
+
+class Chooser(Generic[V]):
+    """The policy's victim; when all that may go is followed by what is held, the oldest of them."""
+
+    def __init__(self, policy: Policy, entries: Mapping[bytes, Entry[V]]) -> None:
+        self._policy, self._entries = policy, entries
+
+    def victim(self) -> Node | None:
+        """For whomever."""
+        return self._policy.victim() or self._oldest_free()
+
+    def victim_for(self, claim: Claim) -> Node | None:
+        """What a catalog asks."""
+        return self.victim()
+
+    def _oldest_free(self) -> Node | None:
+        """Rare, so all are looked through."""
+        free = (entry for entry in self._entries.values() if not entry.leases)
+        return min(free, key=lambda entry: entry.used, default=None)

@@ -1,0 +1,39 @@
+"""One block of the catalog, and where blocks lie."""
+
+from __future__ import annotations
+
+from typing import Generic, Protocol, TypeVar
+
+from kvstore.book.policy import Node
+from kvstore.records import Claim
+
+V = TypeVar("V")
+
+
+class Room(Protocol[V]):
+    """Where blocks lie."""
+
+    def take(self, size: int) -> V | None:
+        """A place for ``size`` bytes, ``None`` when there is none."""
+
+    def give(self, place: V, size: int) -> None:
+        """Nobody uses the place any more."""
+
+
+class Entry(Node, Generic[V]):
+    """A block that is there, of ``tokens`` positions; ``leases`` is how many hold it.
+
+    With a tier below: ``ready`` is false until its bytes have come from there, ``grips`` are the
+    reads and writes under way at its place, and ``again`` says that it was used since it was saved.
+    """
+
+    __slots__ = (
+        "again", "grips", "leases", "opening", "ready", "size", "tokens", "value",
+    )  # fmt: skip
+
+    def __init__(self, claim: Claim, value: V, parent: bytes | None, tokens: int) -> None:
+        super().__init__(claim.name, parent, claim.partial)
+        self.size, self.value, self.leases = claim.size, value, 0
+        self.tokens = tokens
+        self.opening = claim.opening
+        self.ready, self.grips, self.again = True, 0, False

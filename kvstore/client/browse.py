@@ -1,0 +1,76 @@
+"""Any store by its URL, as those see it who look after it: what is there, and one block of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+from urllib.parse import parse_qsl, urlsplit
+
+from common.errors import NotFound, Rejected
+from kvblock.header import Header
+from kvblock.name import NAME_BYTES
+from kvstore.client.admin import Admin, Listed
+from kvstore.redis import SCHEMES as REDIS
+from kvstore.redis import settings_of
+from kvstore.redis.browsing import RedisAdmin
+from kvstore.urls import public_name
+from rpc.address import Address
+
+SHOWN = 12
+"""Digits of a name that tell blocks apart, as a rule."""
+
+
+class Browser(Protocol):
+    """One store. Timeouts are in seconds."""
+
+    def list(self, timeout: float, prefix: bytes = b"", limit: int = 0) -> Iterator[Listed]:
+        """Every block whose name begins with ``prefix``; ``limit`` 0 is none."""
+
+    def inspect(self, name: bytes, timeout: float, tenant: str = "") -> tuple[Listed, Header]:
+        """One block and its header; ``NotFound`` if it is not there."""
+
+    def close(self) -> None:
+        """Give up the connection."""
+
+
+def browse(url: str) -> Browser:
+    """For one URL, as ``connect`` takes it."""
+    parts = urlsplit(url)
+    if parts.scheme in ("kvrelay", "kvrelays"):
+        return Admin(str(Address.parse(parts.netloc)))
+    if parts.scheme in REDIS:
+        return RedisAdmin(settings_of(parts, dict(parse_qsl(parts.query))))
+    if parts.scheme == "memory":
+        raise Rejected("store", "memory:// lives in one process, and this is another one")
+    raise Rejected("store", f"{public_name(url)!r} is no store that can be looked into")
+
+
+def with_digits(browser: Browser, digits: str, timeout: float, limit: int = 0) -> Iterator[Listed]:
+    """The blocks whose names in hexadecimal begin with ``digits``."""
+    try:
+        prefix = bytes.fromhex(digits[: len(digits) // 2 * 2])
+    except ValueError:
+        raise Rejected("name", f"{digits!r} is no hexadecimal number") from None
+    if len(digits) > 2 * NAME_BYTES:
+        raise Rejected("name", f"{digits!r} has more than {2 * NAME_BYTES} digits")
+    found = 0
+    for listed in browser.list(timeout, prefix, 0 if len(digits) % 2 else limit):
+        if listed.name.hex().startswith(digits.lower()):
+            yield listed
+            found += 1
+            if found == limit:
+                return
+
+
+def resolved(browser: Browser, digits: str, timeout: float) -> Listed:
+    """The one block whose name begins with ``digits``; ``NotFound``, or ``Rejected`` if several."""
+    if not digits:
+        raise Rejected("name", "is empty: give the first digits of one")
+    found = list(with_digits(browser, digits, timeout, SHOWN))
+    if not found:
+        raise NotFound(f"there is no block {digits}")
+    if len(found) > 1:
+        names = ", ".join(listed.name.hex()[: len(digits) + 6] for listed in found[:4])
+        more = ", ..." if len(found) > 4 else ""
+        raise Rejected("name", f"{digits} begins the names of several blocks: {names}{more}")
+    return found[0]

@@ -1,0 +1,193 @@
+"""``memory://NAME``: a store within this process, for tests and one-process use.
+
+All stores of one name share their blocks, as clients of one service would.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+from common.errors import Corrupt
+from kvblock.name import Digest, sha256
+from kvstore.base import (
+    NOT_SENT,
+    Block,
+    Found,
+    Got,
+    Kept,
+    Lease,
+    Offer,
+    Outcome,
+    Seen,
+    Want,
+    claim_of,
+)
+from kvstore.book.catalog import Catalog
+from kvstore.book.check import check_block
+from kvstore.book.policies import EVICTIONS, make_policy
+from kvstore.records import Claim, Tail, Verdict
+from kvstore.stats import Stats
+
+BUDGET = 1 << 30
+PARTIAL_LIFE = 60.0
+TICKET_LIFE = 30.0
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """What the stores of one name share; ``changed`` guards it."""
+
+    boot: bytes
+    catalog: Catalog[bytes]
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+
+_SHELVES: dict[str, _Shelf] = {}
+_SHELVES_LOCK = threading.Lock()
+
+
+def _shelf(name: str, budget: int) -> _Shelf:
+    with _SHELVES_LOCK:
+        if name not in _SHELVES:
+            boot = os.urandom(16)
+            catalog: Catalog[bytes] = Catalog(budget, make_policy(EVICTIONS[0]), PARTIAL_LIFE, boot)
+            _SHELVES[name] = _Shelf(boot, catalog)
+        return _SHELVES[name]
+
+
+def forget(name: str) -> None:
+    """Drop the blocks of ``memory://NAME``; a store connected later starts empty."""
+    with _SHELVES_LOCK:
+        _SHELVES.pop(name, None)
+
+
+class MemoryStore:
+    """A ``Store``. ``budget`` counts for the first store of a name.
+
+    ``digest`` is what blocks are named with; another one than the default is for tests.
+    """
+
+    def __init__(self, name: str, budget: int = BUDGET, digest: Digest = sha256) -> None:
+        self.url, self._digest = f"memory://{name}", digest
+        self._shelf = _shelf(name, budget)
+
+    def lookup(
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        timeout: float,
+        openings: Sequence[int] = (),
+    ) -> Found:
+        """As the protocol says."""
+        with self._shelf.changed:
+            held = self._shelf.catalog.lookup(names, tails, ttl, time.monotonic(), openings)
+        lease = self._lease(held.lease, held.deadline)
+        return Found(
+            held.lead, held.tail, held.sizes, lease, missing=held.missing, boot=self._shelf.boot
+        )
+
+    def survey(
+        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+    ) -> Seen:
+        """As the protocol says."""
+        with self._shelf.changed:
+            seen = self._shelf.catalog.survey(names, ttl, time.monotonic(), openings)
+        lease = self._lease(seen.lease, seen.deadline)
+        return Seen(seen.sizes, lease, seen.misses, seen.opening)
+
+    def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
+        """As the protocol says."""
+        for index, want in enumerate(wants):
+            with self._shelf.changed:
+                data = self._shelf.catalog.get(want.name, time.monotonic())
+            if data is None or len(data) < len(want.buffer):
+                yield Got(index, None)
+                continue
+            split = len(data) - len(want.buffer)
+            want.buffer[:] = memoryview(data)[split:]
+            yield Got(index, data[:split])
+
+    def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
+        """As the protocol says."""
+        deadline = time.monotonic() + timeout
+        claims = [claim_of(offer) for offer in offers]
+        with self._shelf.changed:
+            grant = self._shelf.catalog.reserve(claims, TICKET_LIFE, time.monotonic())
+        outcomes: list[Outcome] = []
+        try:
+            for claim, offer, verdict in zip(claims, offers, grant.verdicts, strict=True):
+                if verdict is Verdict.RESERVED and grant.ticket is not None:
+                    outcomes.append(self._write(grant.ticket, claim, offer.read().seal()))
+                else:
+                    outcomes.append(Outcome(NOT_SENT[verdict]))
+        finally:
+            self._abandon(grant.ticket)
+        return self._wait_for_others(offers, outcomes, deadline)
+
+    def release(self, leases: Sequence[Lease], timeout: float) -> None:
+        """As the protocol says."""
+        with self._shelf.changed:
+            for lease in leases:
+                if lease.boot == self._shelf.boot:
+                    self._shelf.catalog.release(lease.id)
+
+    def stats(self, timeout: float) -> Stats:
+        """As the protocol says."""
+        with self._shelf.changed:
+            self._shelf.catalog.expire(time.monotonic())
+            return self._shelf.catalog.stats()
+
+    def clear(self, timeout: float) -> int:
+        """As the protocol says."""
+        with self._shelf.changed:
+            return self._shelf.catalog.clear(time.monotonic())
+
+    def close(self) -> None:
+        """As the protocol says."""
+
+    def _lease(self, serial: int | None, deadline: float) -> Lease | None:
+        return None if serial is None else Lease(serial, self._shelf.boot, deadline)
+
+    def _write(self, ticket: int, claim: Claim, block: Block) -> Outcome:
+        data = b"".join((block.header, block.payload))
+        try:
+            header = check_block(claim, data, self._digest)
+        except Corrupt as error:
+            with self._shelf.changed:
+                self._shelf.catalog.tally.corrupt += 1
+            return Outcome(Kept.CORRUPT, str(error))
+        with self._shelf.changed:
+            stored = self._shelf.catalog.commit(
+                ticket, claim.name, data, time.monotonic(), header.parent, header.count
+            )
+        return Outcome(Kept.STORED if stored else Kept.EXPIRED)
+
+    def _abandon(self, ticket: int | None) -> None:
+        with self._shelf.changed:
+            if ticket is not None:
+                self._shelf.catalog.abandon(ticket)
+            self._shelf.changed.notify_all()
+
+    def _wait_for_others(
+        self, offers: Sequence[Offer], outcomes: list[Outcome], deadline: float
+    ) -> list[Outcome]:
+        """Put again what another writer was at, once something has changed."""
+        late = [i for i, outcome in enumerate(outcomes) if outcome.kept is Kept.PENDING]
+        remaining = deadline - time.monotonic()
+        if not late or remaining <= 0:
+            return outcomes
+        with self._shelf.changed:
+            self._shelf.changed.wait_for(lambda: self._settled(offers[late[0]].name), remaining)
+        again = self.put([offers[i] for i in late], deadline - time.monotonic())
+        for i, outcome in zip(late, again, strict=True):
+            outcomes[i] = outcome
+        return outcomes
+
+    def _settled(self, name: bytes) -> bool:
+        self._shelf.catalog.expire(time.monotonic())
+        return not self._shelf.catalog.is_being_written(name)

@@ -1,0 +1,220 @@
+"""``kvrelay://HOST:PORT``: the store as a service. gRPC finds and reserves; bytes go the best way.
+
+``?way=shm``, ``lane`` or ``grpc`` forces one. Blocks that together are small are sent without
+asking first, large ones only if the store wants them. A way that breaks is left for the next.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Generator, Sequence
+
+from common.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Unavailable
+from kvstore.base import NOT_SENT, Found, Got, Kept, Lease, Offer, Outcome, Seen, Want, claim_of
+from kvstore.messages import VERDICTS, claim_message, miss_of, outcome_of, stats_of
+from kvstore.records import Tail, Verdict
+from kvstore.stats import Stats
+from kvstore.ways.calls import Calls, mapped
+from kvstore.ways.choice import ORDER, Ways
+from kvstore.ways.stream import buffers_of
+from kvstore.ways.way import Progress, Ticket, Way
+from protos import kvstore_pb2 as pb
+from rpc.deadline import Deadline
+
+SEND_UNASKED = 256 << 10
+"""Up to so many bytes in all a round trip costs more than sending in vain."""
+
+GRACE = 0.05
+"""With less time left than this, another writer is not waited for any more."""
+
+_VERDICT_OF = {wire: verdict for verdict, wire in VERDICTS.items()}
+
+
+class RemoteStore:
+    """A ``Store``. Connects when first used and again whenever it must."""
+
+    def __init__(self, address: str, way: str | None = None) -> None:
+        if way is not None and way not in ORDER:
+            raise Rejected("way", f"{way!r} is none of {', '.join(ORDER)}")
+        self.url = f"kvrelay://{address}" + (f"?way={way}" if way else "")
+        self._calls = Calls(address)
+        self._ways = Ways(address, self._calls, way)
+        self._closed = threading.Event()
+
+    @property
+    def used(self) -> dict[str, int]:
+        """How many calls began on each way."""
+        return dict(self._ways.used)
+
+    @property
+    def breaks(self) -> dict[str, int]:
+        """How often each way broke in the middle of a call."""
+        return dict(self._ways.breaks)
+
+    def lookup(
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        timeout: float,
+        openings: Sequence[int] = (),
+    ) -> Found:
+        """As the protocol says."""
+        request = pb.LookupRequest(
+            names=names,
+            tails=[pb.Tail(after=tail.after, name=tail.name) for tail in tails],
+            lease_ms=round(ttl * 1000),
+            openings=openings,
+        )
+        answer, lease = self._ask(request, timeout)
+        return Found(
+            lead=answer.lead,
+            tail=answer.tail if answer.HasField("tail") else None,
+            sizes=tuple(answer.places.lengths),
+            lease=lease,
+            missing=miss_of(answer.missing),
+            boot=answer.boot,
+        )
+
+    def survey(
+        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+    ) -> Seen:
+        """As the protocol says."""
+        request = pb.LookupRequest(
+            names=names, lease_ms=round(ttl * 1000), each=True, openings=openings
+        )
+        answer, lease = self._ask(request, timeout)
+        lengths = answer.places.lengths
+        if len(lengths) != len(names):
+            raise Corrupt("lengths", f"{len(lengths)} came for {len(names)} names")
+        misses = tuple(map(miss_of, answer.misses))
+        return Seen(tuple(length or None for length in lengths), lease, misses, answer.opening)
+
+    def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
+        """As the protocol says."""
+        deadline, progress = Deadline.after(timeout), Progress()
+        tried: set[str] = set()
+        while True:
+            way = self._ways.best(tried, deadline)
+            try:
+                yield from way.get(wants, progress, deadline)
+                return
+            except (Unavailable, Corrupt) as error:
+                self._after(way, error, tried)
+
+    def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
+        """As the protocol says."""
+        deadline = Deadline.after(timeout)
+        tried: set[str] = set()
+        if sum(offer.size for offer in offers) <= SEND_UNASKED:
+            outcomes = self._send_small(offers, deadline)
+        else:
+            outcomes = self._put_asked(offers, 0.0, deadline, tried)
+        late = [i for i, outcome in enumerate(outcomes) if outcome.kept is Kept.PENDING]
+        while late and deadline.remaining() > GRACE:
+            try:
+                again = self._put_asked(
+                    [offers[i] for i in late], deadline.remaining(), deadline, tried
+                )
+            except DeadlineExceeded:
+                break  # they are still pending when the time is over
+            for i, outcome in zip(late, again, strict=True):
+                outcomes[i] = outcome
+            late = [i for i in late if outcomes[i].kept is Kept.PENDING]
+        return outcomes
+
+    def release(self, leases: Sequence[Lease], timeout: float) -> None:
+        """As the protocol says."""
+        with mapped():
+            for boot in {lease.boot for lease in leases}:
+                ids = [lease.id for lease in leases if lease.boot == boot]
+                self._calls.release(pb.ReleaseRequest(boot=boot, leases=ids), timeout=timeout)
+
+    def stats(self, timeout: float) -> Stats:
+        """As the protocol says."""
+        with mapped():
+            return stats_of(self._calls.stats(pb.StatsRequest(), timeout=timeout))
+
+    def clear(self, timeout: float) -> int:
+        """As the protocol says."""
+        with mapped():
+            return self._calls.clear(pb.ClearRequest(), timeout=timeout).removed
+
+    def close(self) -> None:
+        """As the protocol says."""
+        self._closed.set()
+        self._calls.close()
+        self._ways.close()
+
+    def _ask(
+        self, request: pb.LookupRequest, timeout: float
+    ) -> tuple[pb.LookupResponse, Lease | None]:
+        asked = time.monotonic()
+        with mapped():
+            answer = self._calls.lookup(request, timeout=timeout)
+        lease = Lease(answer.lease, answer.boot, asked + answer.lease_ms / 1000)
+        return answer, lease if answer.lease else None
+
+    def _after(self, way: Way, error: KvrelayError, tried: set[str]) -> None:
+        """A way has failed: raise, or return to have the next one tried."""
+        if self._closed.is_set():
+            raise Unavailable("this store was closed") from error
+        if way.name == ORDER[-1]:
+            raise error
+        self._ways.broke(way, error)
+        tried.add(way.name)
+
+    def _put_asked(
+        self, offers: Sequence[Offer], wait: float, deadline: Deadline, tried: set[str]
+    ) -> list[Outcome]:
+        """Ask which are wanted, waiting up to ``wait`` for other writers, and send those."""
+        # Half the wait at most: when it is over, there must be time to send.
+        request = pb.ReserveRequest(
+            claims=[claim_message(claim_of(offer)) for offer in offers],
+            wait_ms=round(wait * 500),
+        )
+        grant = self._reserve(request, deadline, tried)
+        verdicts = [_VERDICT_OF[verdict] for verdict in grant.verdicts]
+        wanted = [o for o, v in zip(offers, verdicts, strict=True) if v is Verdict.RESERVED]
+        ticket = Ticket(grant.ticket, grant.token, grant.boot)
+        sent = iter(self._send(ticket, wanted, deadline, tried) if wanted else [])
+        return [
+            next(sent) if verdict is Verdict.RESERVED else Outcome(NOT_SENT[verdict])
+            for verdict in verdicts
+        ]
+
+    def _reserve(
+        self, request: pb.ReserveRequest, deadline: Deadline, tried: set[str]
+    ) -> pb.ReserveResponse:
+        if not request.wait_ms:
+            way = self._ways.best(tried, deadline)
+            try:
+                return way.reserve(request, deadline)
+            except (Unavailable, Corrupt) as error:
+                self._after(way, error, tried)
+        return self._calls.claim(request, deadline)
+
+    def _send_small(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
+        if not offers:
+            return []
+        head = pb.PutHead(claims=[claim_message(claim_of(offer)) for offer in offers])
+        request = pb.PutRequest(head=head, data=b"".join(buffers_of(offers)))
+        with mapped():
+            answer = self._calls.put_small(request, timeout=deadline.remaining())
+        return [outcome_of(outcome) for outcome in answer.outcomes]
+
+    def _send(
+        self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline, tried: set[str]
+    ) -> list[Outcome]:
+        """Send what was reserved. When a way breaks, all counts as being written still:
+
+        what it brought will be there when asked again, and the rest is free once the store has
+        noticed.
+        """
+        way = self._ways.best(tried, deadline)
+        try:
+            return way.put(ticket, offers, deadline)
+        except (Unavailable, Corrupt) as error:
+            self._after(way, error, tried)
+            return [Outcome(Kept.PENDING)] * len(offers)

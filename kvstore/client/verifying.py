@@ -1,0 +1,77 @@
+"""Every block of a store read back and checked: header, name, payload. It counts as a use of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from common.errors import Corrupt
+from kvblock.header import decode, header_bytes
+from kvblock.name import child_name
+from kvblock.verify import verify_payload
+from kvstore.base import Got, Store, Want
+from kvstore.client.admin import Listed
+
+BATCH_BYTES = 32 << 20
+BATCH_BLOCKS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A block that was listed: right, ``error`` what is wrong with it, ``gone`` since then."""
+
+    listed: Listed
+    error: Corrupt | None = None
+    gone: bool = False
+
+
+def checked(store: Store, blocks: Iterable[Listed], timeout: float) -> Iterator[Checked]:
+    """One for each block, in order; ``timeout`` is that of each call."""
+    for batch in _batches(blocks):
+        yield from _read(store, batch, timeout)
+
+
+def _batches(blocks: Iterable[Listed]) -> Iterator[list[Listed]]:
+    batch: list[Listed] = []
+    nbytes = 0
+    for listed in blocks:
+        if batch and (nbytes + listed.size > BATCH_BYTES or len(batch) == BATCH_BLOCKS):
+            yield batch
+            batch, nbytes = [], 0
+        batch.append(listed)
+        nbytes += listed.size
+    if batch:
+        yield batch
+
+
+def _read(store: Store, batch: Sequence[Listed], timeout: float) -> Iterator[Checked]:
+    sized = {b.name: b.size - header_bytes(b.tokens) for b in batch}
+    wants = [Want(b.name, memoryview(bytearray(max(sized[b.name], 0)))) for b in batch]
+    for got in store.get(wants, timeout):
+        listed = batch[got.index]
+        if got.header is None:
+            yield _absent(store, listed, timeout)
+            continue
+        try:
+            _check(listed, wants[got.index], got)
+        except Corrupt as error:
+            yield Checked(listed, error)
+        else:
+            yield Checked(listed)
+
+
+def _check(listed: Listed, want: Want, got: Got) -> None:
+    header = decode(got.header or b"")
+    if header.name != listed.name:
+        raise Corrupt("name", f"{header.name.hex()} is in the header")
+    true = child_name(header.namespace, header.parent, header.tokens)
+    if true != header.name:
+        raise Corrupt("name", f"what the header holds is called {true.hex()}")
+    verify_payload(header, want.buffer, got.summed)
+
+
+def _absent(store: Store, listed: Listed, timeout: float) -> Checked:
+    """Not what it was listed as: it is gone, or its length is wrong."""
+    if store.survey([listed.name], 0.0, timeout).sizes[0] is None:
+        return Checked(listed, gone=True)
+    return Checked(listed, Corrupt("length", f"{listed.tokens} tokens do not make {listed.size}"))

@@ -1,0 +1,341 @@
+"""The bookkeeping of a store with a disk below its memory. Pure: what is to be done is told.
+
+Every full block is saved, in the order in which they came; so to evict one from memory is to forget
+it there. A block below counts as there. Whoever gets a lease on it, or asks where it lies, makes it
+come up: from then on it has an entry and a place, and it is ``ready`` when its bytes were checked.
+One that turns out to be damaged is taken out of the leases that hold it: it is a miss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from kvstore.book.catalog import Catalog
+from kvstore.book.entries import Entry, Room
+from kvstore.book.events import KEPT_EVENTS, Reason
+from kvstore.book.policy import Policy
+from kvstore.book.reservations import WHOLE, Shares
+from kvstore.disk.index import Index, Spot, entry_of
+from kvstore.disk.record import record_bytes
+from kvstore.disk.stats import DiskStats, DiskTally
+from kvstore.records import Claim, Holding, Surveyed, Tail
+from kvstore.stats import Stats
+
+HELD_SECONDS = 60.0
+"""Longer than one method takes: what is there must not make room for what comes beside it."""
+
+
+class TieredCatalog(Catalog[int]):
+    """A ``Catalog`` of places, and the ``index`` of what lies on disk."""
+
+    def __init__(
+        self, budget: int, policy: Policy, partial_life: float, boot: bytes, room: Room[int],
+        entry_bytes: int, index: Index, kept_events: int = KEPT_EVENTS, shares: Shares = WHOLE,
+    ) -> None:  # fmt: skip
+        super().__init__(budget, policy, partial_life, boot, room, entry_bytes, kept_events, shares)
+        self.index, self.disk = index, DiskTally()
+        self._unsaved: dict[bytes, Entry[int]] = {}  # in the order in which they came
+        self._saving = 0
+        self._wanted: deque[tuple[Entry[int], Spot]] = deque()
+        self._coming = 0  # bytes of what is not ready
+
+    def lookup(
+        self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, now: float,
+        openings: Sequence[int] = (),
+    ) -> Holding:  # fmt: skip
+        """As above; a lease on what is below makes it come up."""
+        self.expire(now)
+        kept = self._bring(names, now, run=True) if ttl > 0 else []
+        held = super().lookup(names, tails, ttl, now, openings)
+        self._let_go(kept)
+        return held
+
+    def survey(
+        self, names: Sequence[bytes], ttl: float, now: float, openings: Sequence[int] = ()
+    ) -> Surveyed:
+        """Likewise."""
+        self.expire(now)
+        if ttl > 0:
+            kept = self._bring(names, now)
+            seen = super().survey(names, ttl, now, openings)
+            self._let_go(kept)
+            return seen
+        seen = super().survey(names, ttl, now, openings)
+        below = [self.index.find(name) if size is None else None
+                 for name, size in zip(names, seen.sizes, strict=True)]  # fmt: skip
+        found = sum(spot is not None for spot in below)
+        self.tally.hits += found
+        self.tally.misses -= found
+        sizes = tuple(
+            size if spot is None else spot.size
+            for size, spot in zip(seen.sizes, below, strict=True)
+        )
+        misses = tuple(
+            miss if spot is None else None for miss, spot in zip(seen.misses, below, strict=True)
+        )
+        return dataclasses.replace(seen, sizes=sizes, misses=misses)
+
+    def bring(self, names: Sequence[bytes], now: float) -> bool:
+        """Have those that are below come up; whether any of ``names`` is on its way."""
+        self.expire(now)
+        self._let_go(self._bring(names, now))
+        return self.coming(names)
+
+    def coming(self, names: Iterable[bytes]) -> bool:
+        """Whether any of them is on its way."""
+        entries = (self._entries.get(name) for name in names)
+        return any(entry is not None and not entry.ready for entry in entries)
+
+    def next_wanted(self) -> tuple[Entry[int], Spot] | None:
+        """A block to read into its place, and where it lies; ``arrived`` must follow."""
+        return self._wanted.popleft() if self._wanted else None
+
+    def arrived(self, entry: Entry[int], spot: Spot, good: bool) -> None:
+        """Its bytes were read, and are ``good`` or not."""
+        self._coming -= entry.size
+        self.index.unpin(spot.segment)
+        if good:
+            entry.ready = True
+            self.disk.read += 1
+            self.disk.bytes_read += entry.size
+            if entry.name not in self.index and self._entries.get(entry.name) is entry:
+                self._unsaved[entry.name] = entry  # its segment went meanwhile
+        elif self.index.forget(spot):
+            self.disk.corrupt += 1
+            if entry.name not in self._entries:
+                super()._left(entry, Reason.CORRUPT)
+        if not good and self._entries.get(entry.name) is entry:
+            self._take_from_leases(entry)
+            self._remove(entry.name, Reason.CORRUPT)
+        self._loosen(entry)
+
+    def take_unsaved(self, limit: int) -> list[Entry[int]]:
+        """Blocks to write, of about ``limit`` bytes; ``saved`` or ``not_saved`` must follow."""
+        batch: list[Entry[int]] = []
+        size = 0
+        while self._unsaved:
+            entry = next(iter(self._unsaved.values()))
+            if batch and size + entry.size > limit:
+                break
+            del self._unsaved[entry.name]
+            if 2 * record_bytes(entry.size) > self.index.budget:
+                self.disk.skipped += 1
+                continue
+            entry.grips += 1
+            size += entry.size
+            batch.append(entry)
+        self._saving += len(batch)
+        return batch
+
+    def saved(
+        self, segment: int, nbytes: int, batch: Sequence[Entry[int]], offsets: Sequence[int]
+    ) -> None:
+        """They lie in ``segment`` at ``offsets``; it is ``nbytes`` long now."""
+        if not self.index.holds(segment):  # cleared meanwhile
+            self.not_saved(batch)
+            return
+        self.index.grow(segment, nbytes)
+        new = self.index.add(
+            Spot(e.name, e.parent, e.size, e.tokens, segment, offset, e.opening)
+            for e, offset in zip(batch, offsets, strict=True)
+        )
+        added = {spot.name for spot in new}
+        for entry in batch:
+            self._unsaved.pop(entry.name, None)
+            entry.again = False
+            self.disk.written += 1
+            self.disk.bytes_written += entry.size
+            if entry.name in added and entry.name not in self._entries:
+                super()._came(entry)  # evicted meanwhile, and there again
+            self._loosen(entry)
+        self._saving -= len(batch)
+
+    def not_saved(self, batch: Sequence[Entry[int]]) -> None:
+        """Nothing was written: what is still there is to be taken again."""
+        again = {e.name: e for e in batch if self._entries.get(e.name) is e}
+        self._unsaved = {
+            name: entry
+            for name, entry in {**again, **self._unsaved}.items()
+            if name not in self.index
+        }
+        for entry in batch:
+            self._loosen(entry)
+        self._saving -= len(batch)
+
+    def unsaved(self) -> int:
+        """Blocks that are to be written or are being written."""
+        return len(self._unsaved) + self._saving
+
+    def save_all(self) -> None:
+        """Have everything written that is in memory only; what is there is used last."""
+        for name, entry in self._entries.items():
+            self.index.touch(name)
+            if not entry.partial and entry.ready and name not in self.index:
+                self._unsaved[name] = entry
+
+    def make_room_below(self, nbytes: int, spared: int | None) -> list[int] | None:
+        """Segments forgotten so that there is room for ``nbytes`` more; ``None``: there is none."""
+        gone: list[int] = []
+        while self.index.bytes + nbytes > self.index.budget:
+            if (segment := self.index.victim(spared)) is None:
+                return gone or None
+            self.drop_segment(segment)
+            gone.append(segment)
+        return gone
+
+    def drop_segment(self, segment: int) -> None:
+        """Forget it. What was used since it was saved, and is still in memory, is saved again."""
+        for spot in self.index.drop(segment):
+            entry = self._entries.get(spot.name)
+            if entry is None:
+                self.disk.dropped += 1
+                super()._left(entry_of(spot), Reason.EVICTED)
+            elif entry.again and entry.ready:
+                self._unsaved[spot.name] = entry
+
+    def restored(self, spots: Iterable[Spot]) -> None:
+        """Blocks of an earlier start were found."""
+        for spot in self.index.add(spots):
+            self.disk.restored += 1
+            if spot.name not in self._entries:
+                self.events.add(entry_of(spot))
+            else:
+                self._unsaved.pop(spot.name, None)
+
+    def clear(self, now: float) -> int:
+        """Likewise; the segments are told by ``index``, which is empty then."""
+        self.expire(now)
+        below = 0
+        for segment in self.index.segments():
+            for spot in self.index.drop(segment):
+                if spot.name not in self._entries:
+                    below += 1
+                    super()._left(entry_of(spot), Reason.CLEARED)
+        self.tally.cleared += below
+        removed = super().clear(now)
+        self.save_all()
+        return below + removed
+
+    def find(self, name: bytes, now: float) -> Entry[int] | None:
+        """Likewise; one that is not ``ready`` lies below."""
+        entry = super().find(name, now)
+        spot = self.index.find(name) if entry is None else None
+        return entry if spot is None else entry_of(spot)
+
+    def stats(self) -> Stats:
+        """Likewise."""
+        return dataclasses.replace(
+            super().stats(),
+            disk=DiskStats(
+                self.index.budget, self.index.bytes, len(self.index), self.unsaved(),
+                dataclasses.replace(self.disk),
+            ),
+        )  # fmt: skip
+
+    def audit(self) -> list[str]:
+        """Likewise."""
+        coming = sum(e.size for e in self._entries.values() if not e.ready)
+        wrong = super().audit()
+        if coming > self._coming:
+            wrong.append(f"coming: {self._coming} is less than {coming}")
+        if self.index.bytes > self.index.budget:
+            wrong.append(f"disk: {self.index.bytes} is more than {self.index.budget}")
+        both = [name for name in self._unsaved if name in self.index]
+        return wrong + ([f"{len(both)} are on disk and unsaved"] if both else [])
+
+    def _bring(self, names: Sequence[bytes], now: float, run: bool = False) -> list[int]:
+        """Have them come up, of a ``run`` up to its first gap; leases that hold them meanwhile."""
+        kept: list[int] = []
+        for at, name in enumerate(names):
+            if name in self._entries:
+                continue
+            if (spot := self.index.find(name)) is None:
+                if run:
+                    break
+                continue
+            if not kept:
+                known = names[:at] if run else names
+                there = tuple(name for name in known if name in self._entries)
+                kept.append(self._hold(there, now + HELD_SECONDS, now))
+            if not self._start(spot):
+                break
+            kept.append(self._hold((name,), now + HELD_SECONDS, now))
+        return kept
+
+    def _start(self, spot: Spot) -> bool:
+        """A place for a block, where it will be read to; false if there is none."""
+        if self._coming + spot.size > self._budget // 2 or spot.name in self._writing:
+            return False
+        claim = Claim(spot.name, spot.size, False, spot.opening)
+        if not self._make_room(claim) or (place := self._places.borrow(spot.name)) is None:
+            return False
+        entry = Entry(claim, place, spot.parent, spot.tokens)
+        entry.ready, entry.grips = False, 1
+        self._entries[spot.name] = entry
+        self._bytes += spot.size
+        self._coming += spot.size
+        self._policy.add(entry, self._entries.get(entry.parent or b""))
+        self.index.touch(spot.name)
+        self.index.pin(spot.segment)
+        self._wanted.append((entry, spot))
+        return True
+
+    def _let_go(self, leases: Iterable[int]) -> None:
+        for lease in leases:
+            self.release(lease)
+
+    def _loosen(self, entry: Entry[int]) -> None:
+        """A read or write at its place has ended."""
+        entry.grips -= 1
+        if not entry.grips and self._entries.get(entry.name) is not entry:
+            self.give_back(entry.value, entry.size)
+
+    def _take_from_leases(self, entry: Entry[int]) -> None:
+        """Of a block that is damaged."""
+        if entry.leases:
+            self._leases.strike(entry.name)
+            entry.leases = 0
+            self._leased -= entry.size
+            self._policy.free(entry)
+
+    def _hold(self, names: tuple[bytes, ...], deadline: float, now: float) -> int:
+        lease = super()._hold(names, deadline, now)
+        for name in names:
+            self._entries[name].again = True
+        return lease
+
+    def _lead(self, names: Sequence[bytes], held: bool) -> int:
+        lead = super()._lead(names, held)
+        while not held and lead < len(names) and self._has(names[lead]):
+            lead += 1
+        return lead
+
+    def _sizes(self, names: Sequence[bytes]) -> tuple[int, ...]:
+        found = (self._entries.get(name) or self.index.find(name) for name in names)
+        return tuple(block.size for block in found if block is not None)
+
+    def _has(self, name: bytes) -> bool:
+        if name in self._entries:
+            return True
+        self.index.touch(name)
+        return name in self.index
+
+    def _came(self, entry: Entry[int]) -> None:
+        if entry.name in self.index:
+            entry.opening = None  # counted once
+            return
+        super()._came(entry)
+        if not entry.partial:
+            self._unsaved[entry.name] = entry
+
+    def _left(self, entry: Entry[int], reason: Reason) -> None:
+        unsaved = self._unsaved.pop(entry.name, None) is not None
+        if (spot := self.index.find(entry.name)) is not None:
+            spot.opening = entry.opening
+            if entry.again:
+                self.index.touch(entry.name)
+            return
+        super()._left(entry, reason)
+        self.disk.skipped += unsaved and reason is Reason.EVICTED

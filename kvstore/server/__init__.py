@@ -1,0 +1,1 @@
+"""The service: the faces of a store and the memory behind them."""

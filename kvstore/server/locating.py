@@ -1,0 +1,41 @@
+"""The answers to ``Locate`` and ``Reserve``, the same on whichever way they were asked."""
+
+from __future__ import annotations
+
+from common.errors import Rejected
+from kvstore.book.tenants import OPEN, Scope
+from kvstore.messages import MAX_LEASE_MS, MAX_NAMES, VERDICTS, checked_names, claims_of
+from kvstore.server.vault import Vault
+from protos import kvstore_pb2 as pb
+
+BRING_SECONDS = 5.0
+"""A block that does not come from disk in so long is absent."""
+
+
+def located(vault: Vault, request: pb.LocateRequest, scope: Scope = OPEN) -> pb.LocateResponse:
+    """Where the names asked for lie, and a lease on them."""
+    checked_names("names", request.names, len(request.names), MAX_NAMES)
+    if not 0 < request.lease_ms <= MAX_LEASE_MS:
+        raise Rejected("lease_ms", f"{request.lease_ms} is not in 1 .. {MAX_LEASE_MS}")
+    found = vault.locate(scope.keys(request.names), request.lease_ms / 1000)
+    return pb.LocateResponse(
+        boot=vault.boot,
+        lengths=[0 if block is None else block[0] for block in found.blocks],
+        offsets=[0 if block is None else block[1] for block in found.blocks],
+        lease=found.lease or 0,
+        lease_ms=request.lease_ms if found.lease else 0,
+        token=b"" if found.lease is None else vault.token(found.lease),
+    )
+
+
+def reserved(vault: Vault, request: pb.ReserveRequest, scope: Scope = OPEN) -> pb.ReserveResponse:
+    """A verdict on each claim, at once, and a ticket for those that are wanted."""
+    claims = claims_of(request.claims, len(request.claims), vault.limits.max_block)
+    grant = vault.reserve(scope.claims(claims))
+    return pb.ReserveResponse(
+        boot=vault.boot,
+        ticket=grant.ticket or 0,
+        verdicts=[VERDICTS[verdict] for verdict in grant.verdicts],
+        ticket_ms=round(vault.limits.ticket_life * 1000),
+        token=b"" if grant.ticket is None else vault.token(grant.ticket),
+    )

@@ -1,0 +1,88 @@
+"""The blocks of a ``Put`` on their way from a gRPC stream into their places."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Generator, Sequence
+from contextlib import closing
+
+from google.protobuf.message import DecodeError
+
+from common.errors import Corrupt, Rejected
+from kvstore.base import NOT_SENT, Kept, Outcome
+from kvstore.records import Claim, Grant, Verdict
+from kvstore.server.vault import Vault
+from kvstore.wire.buffers import DATA, HEAD, Pour, parse, skip
+from protos import kvstore_pb2 as pb
+
+NO_TICKET = (1 << 64) - 1
+"""Never given."""
+
+
+async def first_head(requests: AsyncIterator[bytes]) -> pb.PutHead:
+    """The head of a stream, which is its first message."""
+    try:
+        async for message in requests:
+            part, body = parse(message)
+            if part == HEAD:
+                return pb.PutHead.FromString(bytes(body))
+            break
+    except (Corrupt, DecodeError) as error:
+        raise Rejected("head", str(error)) from error
+    raise Rejected("head", "must be the first message of a Put")
+
+
+def granted(vault: Vault, ticket: int, claims: Sequence[Claim], owner: bytes) -> Grant:
+    """The grant of an earlier ``Reserve``, or for ticket 0 one made in passing.
+
+    A ticket of another tenant is as one that has ended.
+    """
+    if ticket == 0:
+        return vault.reserve(claims)
+    if vault.owner(ticket) != owner:
+        ticket = NO_TICKET
+    for index, claim in enumerate(claims):
+        reserved = vault.reserved(ticket, claim.name)
+        if reserved is not None and reserved != claim:
+            raise Rejected(f"claims[{index}]", "is not as it was reserved")
+    return Grant(ticket, 0.0, (Verdict.RESERVED,) * len(claims))
+
+
+async def receive(
+    vault: Vault, requests: AsyncIterator[bytes], claims: Sequence[Claim], grant: Grant
+) -> list[Outcome]:
+    """Read the stream to its end; an outcome for each claim."""
+    outcomes: list[Outcome] = []
+    prolonged, rarely = time.monotonic(), vault.limits.ticket_life / 10
+    with closing(_buffers(vault, claims, grant, outcomes)) as buffers:
+        pour = Pour(buffers)
+        async for message in requests:
+            part, body = parse(message)
+            if part != DATA:
+                raise Rejected("head", "must not be sent twice")
+            pour.feed(body)
+            if grant.ticket is not None and time.monotonic() - prolonged > rarely:
+                prolonged = time.monotonic()
+                vault.prolong(grant.ticket)
+        if not pour.full:
+            raise Rejected("data", "ended before the last block was whole")
+    return outcomes
+
+
+def _buffers(
+    vault: Vault, claims: Sequence[Claim], grant: Grant, outcomes: list[Outcome]
+) -> Generator[memoryview, None, None]:
+    """A buffer for each claim; when it is full, the block is checked and made visible."""
+    for claim, verdict in zip(claims, grant.verdicts, strict=True):
+        if verdict is not Verdict.RESERVED or grant.ticket is None:
+            yield from skip(claim.size)
+            outcomes.append(Outcome(NOT_SENT[verdict]))
+        elif (slot := vault.slot(grant.ticket, claim.name)) is None:
+            yield from skip(claim.size)
+            outcomes.append(Outcome(Kept.EXPIRED))
+        else:
+            try:
+                yield slot.buffer
+                outcomes.append(slot.keep())
+            finally:
+                slot.drop()

@@ -1,0 +1,263 @@
+"""The gRPC face of the store: finding, leasing, reserving, and the way that always works.
+
+Everything here runs on one event loop; the vault is shared with the threads of the lane.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import cast
+
+import grpc
+from google.protobuf.message import Message
+
+from common.errors import Corrupt, DeadlineExceeded, Rejected
+from kvblock.name import NAME_BYTES
+from kvstore.book.tenants import Scope
+from kvstore.disk.tier import DiskTier
+from kvstore.messages import (
+    MAX_LEASE_MS,
+    MAX_NAMES,
+    MAX_OPENINGS,
+    MAX_SMALL,
+    checked_names,
+    claims_of,
+    miss_message,
+    outcome_message,
+    tails_of,
+)
+from kvstore.records import Claim
+from kvstore.server.changes import Changes
+from kvstore.server.listing import inspected, listed, pages, stats_for
+from kvstore.server.locating import BRING_SECONDS, located, reserved
+from kvstore.server.receiving import first_head, granted, receive
+from kvstore.server.vault import Vault
+from kvstore.server.watching import Pace, Watching, Writer
+from kvstore.wire.buffers import cut, data_message
+from protos import kvstore_pb2 as pb
+from rpc.identity import caller
+
+NAME = "kvrelay.v1.KVStore"
+MAX_LISTED = 1 << 31
+STREAM_SECONDS = 60.0
+"""A reader of ``Get`` that takes no message for so long loses the rest."""
+
+
+class StoreService:
+    """Handlers of ``kvrelay.v1.KVStore``; ``ways`` is what ``Ways`` answers."""
+
+    def __init__(
+        self, vault: Vault, ways: pb.WaysResponse | None = None, pace: Pace | None = None,
+        disk: DiskTier | None = None,
+    ) -> None:  # fmt: skip
+        self._disk = disk
+        self._vault = vault
+        self._ways = ways or pb.WaysResponse(boot=vault.boot)
+        self._changed = Changes()
+        self._watching = Watching(vault, pace)
+        vault.watch(self._changed.tell)
+
+    @property
+    def watchers(self) -> int:
+        """How many calls of ``Watch`` there are."""
+        return self._watching.count
+
+    async def ways(self, request: pb.WaysRequest, context: object) -> pb.WaysResponse:
+        """``Ways``."""
+        return self._ways
+
+    async def lookup(self, request: pb.LookupRequest, context: object) -> pb.LookupResponse:
+        """``Lookup``."""
+        checked_names("names", request.names, len(request.names), MAX_NAMES)
+        if request.lease_ms > MAX_LEASE_MS:
+            raise Rejected("lease_ms", f"{request.lease_ms} is more than {MAX_LEASE_MS}")
+        if len(request.openings) > MAX_OPENINGS:
+            raise Rejected("openings", f"{len(request.openings)} are more than {MAX_OPENINGS}")
+        if request.each:
+            return self._surveyed(request)
+        scope, seconds = self._scope(), request.lease_ms / 1000
+        names, tails = scope.keys(request.names), scope.tails(tails_of(request))
+        held = self._vault.lookup(names, tails, seconds, scope.openings(request.openings))
+        return pb.LookupResponse(
+            boot=self._vault.boot,
+            lead=held.lead,
+            tail=held.tail,
+            places=pb.Places(lengths=held.sizes),
+            lease=held.lease or 0,
+            lease_ms=request.lease_ms if held.lease else 0,
+            missing=miss_message(held.missing),
+        )
+
+    def _surveyed(self, request: pb.LookupRequest) -> pb.LookupResponse:
+        if request.tails:
+            raise Rejected("tails", "must be empty with each: ask for them as names")
+        scope, seconds = self._scope(), request.lease_ms / 1000
+        openings = scope.openings(request.openings)
+        seen = self._vault.survey(scope.keys(request.names), seconds, openings)
+        return pb.LookupResponse(
+            boot=self._vault.boot,
+            places=pb.Places(lengths=[size or 0 for size in seen.sizes]),
+            lease=seen.lease or 0,
+            lease_ms=request.lease_ms if seen.lease else 0,
+            misses=map(miss_message, seen.misses),
+            opening=seen.opening,
+        )
+
+    async def locate(self, request: pb.LocateRequest, context: object) -> pb.LocateResponse:
+        """``Locate``."""
+        checked_names("names", request.names, len(request.names), MAX_NAMES)
+        scope = self._scope()
+        seconds = min(BRING_SECONDS, request.lease_ms / 2000)
+        await self._bring(scope.keys(request.names), seconds)
+        return located(self._vault, request, scope)
+
+    async def get(self, request: pb.GetRequest, context: object) -> AsyncGenerator[bytes, None]:
+        """``Get``; messages made by hand, see ``kvstore.wire.buffers``. Held while it lasts."""
+        checked_names("names", request.names, len(request.names), MAX_NAMES)
+        names = self._scope().keys(request.names)
+        await self._bring(names, BRING_SECONDS)
+        found = self._vault.locate(names, STREAM_SECONDS)
+        try:
+            lengths = [0 if block is None else block[0] for block in found.blocks]
+            head = pb.GetHead(boot=self._vault.boot, lengths=lengths)
+            yield pb.GetResponse(head=head).SerializeToString()
+            there = (block for block in found.blocks if block is not None)
+            for message in cut(self._vault.arena.view(place, size) for size, place in there):
+                self._still(found.lease)
+                yield message
+        finally:
+            if found.lease is not None:
+                self._vault.release([found.lease])
+
+    async def reserve(self, request: pb.ReserveRequest, context: object) -> pb.ReserveResponse:
+        """``Reserve``."""
+        if request.wait_ms:
+            claims = claims_of(request.claims, len(request.claims), self._vault.limits.max_block)
+            wanted = self._scope().claims(claims)
+            await self._wait_for_others(wanted, min(request.wait_ms, MAX_LEASE_MS) / 1000)
+        return reserved(self._vault, request, self._scope())
+
+    async def put(self, requests: AsyncIterator[bytes], context: object) -> pb.PutResponse:
+        """``Put``."""
+        head = await first_head(requests)
+        return await self._put(head, requests)
+
+    async def put_small(self, request: pb.PutRequest, context: object) -> pb.PutResponse:
+        """``PutSmall``."""
+        if len(request.data) > MAX_SMALL:
+            raise Rejected("data", f"{len(request.data)} bytes are more than {MAX_SMALL}: use Put")
+
+        async def data() -> AsyncIterator[bytes]:
+            yield data_message([memoryview(request.data)])
+
+        return await self._put(request.head, data())
+
+    async def release(self, request: pb.ReleaseRequest, context: object) -> pb.ReleaseResponse:
+        """``Release``."""
+        if len(request.leases) > MAX_NAMES:
+            raise Rejected("leases", f"{len(request.leases)} are more than {MAX_NAMES}")
+        if request.boot == self._vault.boot:
+            self._vault.release(request.leases, self._scope().prefix)
+        return pb.ReleaseResponse(boot=self._vault.boot)
+
+    async def stats(self, request: pb.StatsRequest, context: object) -> pb.StatsResponse:
+        """``Stats``."""
+        return stats_for(self._vault, caller())
+
+    async def clear(self, request: pb.ClearRequest, context: object) -> pb.ClearResponse:
+        """``Clear``."""
+        removed = self._vault.clear()
+        if self._disk is not None:
+            await asyncio.to_thread(self._disk.sweep)
+        return pb.ClearResponse(boot=self._vault.boot, removed=removed)
+
+    async def list(
+        self, request: pb.ListRequest, context: object
+    ) -> AsyncGenerator[pb.ListResponse, None]:
+        """``List``."""
+        if len(request.prefix) > NAME_BYTES:
+            raise Rejected("prefix", f"{len(request.prefix)} bytes are more than a name has")
+        if request.limit > MAX_LISTED:
+            raise Rejected("limit", f"{request.limit} is more than {MAX_LISTED}; 0 is all of them")
+        last, entries = await asyncio.to_thread(listed, self._vault, request.prefix)
+        for page in pages(self._vault, last, entries, request.limit):
+            yield page
+
+    async def watch(self, request: pb.WatchRequest, context: Writer) -> None:
+        """``Watch``."""
+        await self._watching.serve(request, context)
+
+    async def inspect(self, request: pb.InspectRequest, context: object) -> pb.InspectResponse:
+        """``Inspect``."""
+        checked_names("name", [request.name], 1, 1)
+        key = self._vault.tenants.named(request.tenant).key(request.name)
+        return await asyncio.to_thread(inspected, self._vault, self._disk, key)
+
+    async def _put(self, head: pb.PutHead, data: AsyncIterator[bytes]) -> pb.PutResponse:
+        scope, most = self._scope(), self._vault.limits.max_block
+        claims = scope.claims(claims_of(head.claims, len(head.claims), most))
+        grant = granted(self._vault, head.ticket, claims, scope.prefix)
+        try:
+            outcomes = await receive(self._vault, data, claims, grant)
+        except Corrupt as error:
+            raise Rejected("data", str(error)) from error
+        finally:
+            if grant.ticket is not None:
+                self._vault.abandon(grant.ticket)
+        return pb.PutResponse(boot=self._vault.boot, outcomes=map(outcome_message, outcomes))
+
+    def _scope(self) -> Scope:
+        """Whose blocks this call is about; only its credential says so."""
+        return self._vault.tenants.scope(caller())
+
+    async def _bring(self, names: Sequence[bytes], seconds: float) -> None:
+        """Wait for those of ``names`` that lie on disk; those that are late are absent."""
+        books = self._vault.books
+        if books is None or not books.bring(names):
+            return
+        self._changed.listen()
+        end = time.monotonic() + seconds
+        while books.coming(names) and (left := end - time.monotonic()) > 0:
+            await self._changed.wait(min(left, 1.0))
+
+    def _still(self, lease: int | None) -> None:
+        """What was just copied is what was asked for only if the lease stood until now."""
+        if lease is None or not self._vault.extend(lease, STREAM_SECONDS):
+            raise DeadlineExceeded(f"nothing was read from this stream for {STREAM_SECONDS} s")
+
+    async def _wait_for_others(self, claims: Sequence[Claim], seconds: float) -> None:
+        """Until one of ``claims`` is not being written by another, at most ``seconds``."""
+        end = time.monotonic() + seconds
+        while claims and self._vault.all_pending(claims) and (left := end - time.monotonic()) > 0:
+            # In slices: a reservation that runs out by itself tells nobody.
+            await self._changed.wait(min(left, 1.0))
+
+
+def register(service: StoreService, server: grpc.aio.Server) -> None:
+    """Add the handlers; ``Get`` and ``Put`` with messages as bytes."""
+    unary = grpc.unary_unary_rpc_method_handler
+    bytes_out = grpc.unary_stream_rpc_method_handler
+    bytes_in = grpc.stream_unary_rpc_method_handler
+    table = {
+        "Ways": unary(service.ways, pb.WaysRequest.FromString, _serialized),
+        "Lookup": unary(service.lookup, pb.LookupRequest.FromString, _serialized),
+        "Locate": unary(service.locate, pb.LocateRequest.FromString, _serialized),
+        "Reserve": unary(service.reserve, pb.ReserveRequest.FromString, _serialized),
+        "Release": unary(service.release, pb.ReleaseRequest.FromString, _serialized),
+        "Stats": unary(service.stats, pb.StatsRequest.FromString, _serialized),
+        "Clear": unary(service.clear, pb.ClearRequest.FromString, _serialized),
+        "PutSmall": unary(service.put_small, pb.PutRequest.FromString, _serialized),
+        "Inspect": unary(service.inspect, pb.InspectRequest.FromString, _serialized),
+        "List": bytes_out(service.list, pb.ListRequest.FromString, _serialized),
+        "Watch": bytes_out(service.watch, pb.WatchRequest.FromString, _serialized),
+        "Get": bytes_out(service.get, pb.GetRequest.FromString, None),
+        "Put": bytes_in(service.put, None, _serialized),
+    }
+    handlers = cast("dict[str, grpc.RpcMethodHandler[object, object]]", table)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
+
+
+def _serialized(message: Message) -> bytes:
+    return message.SerializeToString()

@@ -1,0 +1,201 @@
+"""One connection of a lane, from the store's side: requests are read and answered in order.
+
+What a peer sends is checked before anything is allocated or written. Any fault ends the
+connection, and with it the tickets it wrote under.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable
+from contextlib import closing
+from typing import TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from common.errors import Rejected
+from kvstore.base import Kept, Outcome
+from kvstore.messages import MAX_NAMES, checked_names, outcome_message
+from kvstore.server.arena import GROW, SEAL, SHRINK, memfd, seal
+from kvstore.server.locating import BRING_SECONDS, located, reserved
+from kvstore.server.placing import places
+from kvstore.server.vault import Slot, Vault
+from kvstore.wire.buffers import skip
+from kvstore.wire.frames import (
+    REQUEST_BYTES,
+    SIZE_BYTES,
+    Answer,
+    Op,
+    Request,
+    Row,
+    Status,
+    request_of,
+)
+from kvstore.wire.pipe import Pipe
+from protos import kvstore_pb2 as pb
+
+WINDOW_BYTES = 16 << 20
+STRANGER_SECONDS = 30.0  # for a first request that shows a token
+LOCAL_ONLY = (Op.ATTACH, Op.WINDOW, Op.LOCATE, Op.RESERVE, Op.STAGE)
+
+M = TypeVar("M", bound=Message)
+
+
+class Session:
+    """``local``: the peer is on this host, and is ourselves or root. ``run`` until it leaves."""
+
+    def __init__(self, pipe: Pipe, vault: Vault, local: bool) -> None:
+        self._pipe, self._vault, self._local = pipe, vault, local
+        self._window: mmap.mmap | None = None
+        self._known = local
+        self._tickets: set[int] = set()
+        self._table: dict[Op, Callable[[Request, bytes], None]] = {
+            Op.ATTACH: self._attach,
+            Op.WINDOW: self._make_window,
+            Op.LOCATE: self._locate,
+            Op.STAGE: self._stage,
+            Op.GET: self._get,
+            Op.PUT: self._put,
+            Op.RELEASE: self._release,
+            Op.RESERVE: self._reserve,
+        }
+
+    def run(self) -> None:
+        """Raises ``KvrelayError`` when the connection breaks or its peer is at fault."""
+        try:
+            while self._next():
+                pass
+        except Rejected as error:
+            self._answer(Status.REJECTED, str(error).encode())
+            raise
+        finally:
+            for ticket in self._tickets:
+                self._vault.abandon(ticket)
+
+    def _next(self) -> bool:
+        # Between requests a connection may rest, once it is known.
+        self._pipe.limit(None if self._known else STRANGER_SECONDS)
+        if not self._pipe.begun():
+            return False
+        self._pipe.limit(self._vault.limits.ticket_life)
+        request = request_of(self._pipe.receive(REQUEST_BYTES))
+        if not self._local:
+            self._check_stranger(request)
+        body = self._pipe.receive(request.body)
+        if request.op in (Op.PUT, Op.STAGE) and self._vault.knows(request.serial, request.token):
+            self._tickets.add(request.serial)
+        self._table[request.op](request, body)
+        return True
+
+    def _check_stranger(self, request: Request) -> None:
+        """Of a peer from anywhere nothing is read before it showed a token of ours."""
+        if request.op in LOCAL_ONLY:
+            raise Rejected("op", f"{request.op.name} is for peers on this host")
+        if not self._vault.knows(request.serial, request.token):
+            raise Rejected("token", "was not given by this start of the store")
+        self._known = True
+
+    def _answer(self, status: Status, body: bytes = b"") -> None:
+        self._pipe.send([Answer(status, len(body), self._vault.boot).encode(), body])
+
+    def _attach(self, request: Request, body: bytes) -> None:
+        arena = self._vault.arena
+        if arena.fd is None:
+            raise Rejected("op", "this store's memory cannot be shared")
+        self._send_descriptor(arena.fd, arena.size)
+
+    def _make_window(self, request: Request, body: bytes) -> None:
+        """A segment of this connection's own, writable for both; it cannot be cut short."""
+        fd = memfd("kvrelay-window", WINDOW_BYTES)
+        if fd is None or self._window is not None:
+            raise Rejected("op", "there is one window for a connection, on Linux")
+        try:
+            if not seal(fd, SEAL | SHRINK | GROW):
+                raise Rejected("op", "this system cannot seal memory")
+            self._window = mmap.mmap(fd, WINDOW_BYTES)
+            self._send_descriptor(fd, WINDOW_BYTES)
+        finally:
+            os.close(fd)
+
+    def _send_descriptor(self, fd: int, size: int) -> None:
+        answer = Answer(Status.OK, SIZE_BYTES, self._vault.boot).encode()
+        self._pipe.send_descriptor(answer + size.to_bytes(SIZE_BYTES, "little"), fd)
+
+    def _locate(self, request: Request, body: bytes) -> None:
+        message = _parsed(pb.LocateRequest, body)
+        if (books := self._vault.books) is not None:
+            checked_names("names", message.names, len(message.names), MAX_NAMES)
+            if books.bring(message.names):
+                books.wait_for(message.names, min(BRING_SECONDS, message.lease_ms / 2000))
+        self._answer(Status.OK, located(self._vault, message).SerializeToString())
+
+    def _reserve(self, request: Request, body: bytes) -> None:
+        found = reserved(self._vault, _parsed(pb.ReserveRequest, body))
+        if found.ticket:
+            self._tickets.add(found.ticket)
+        self._answer(Status.OK, found.SerializeToString())
+
+    def _release(self, request: Request, body: bytes) -> None:
+        if self._vault.knows(request.serial, request.token):
+            self._vault.release([request.serial])
+        self._answer(Status.OK)
+
+    def _get(self, request: Request, body: bytes) -> None:
+        known = self._vault.knows(request.serial, request.token)
+        first, count = request.first, request.count
+        blocks = self._vault.leased(request.serial, first, count) if known else None
+        if blocks is None:
+            self._answer(Status.GONE)
+        elif len(blocks) != count:
+            raise Rejected("count", f"the lease holds {first + len(blocks)} blocks")
+        else:
+            answer = Answer(Status.OK, sum(map(len, blocks)), self._vault.boot)
+            self._pipe.send([answer.encode(), *blocks])
+        if request.last:
+            if known:
+                self._vault.release([request.serial])
+            self._answer(Status.OK)  # so that whoever has it all knows that nothing is held
+
+    def _put(self, request: Request, body: bytes) -> None:
+        with closing(places(self._vault, request, body)) as rows:
+            outcomes = [self._take(slot, row) for slot, row in rows]
+        self._answer_put(request, outcomes)
+
+    def _take(self, slot: Slot | None, row: Row) -> Outcome:
+        """One block from the connection into its place."""
+        if slot is None:
+            for scratch in skip(row.size):
+                self._pipe.receive_into([scratch])
+            return Outcome(Kept.EXPIRED)
+        self._pipe.limit(self._vault.limits.ticket_life)
+        self._pipe.receive_into([slot.buffer])
+        return slot.keep()
+
+    def _stage(self, request: Request, body: bytes) -> None:
+        if self._window is None:
+            raise Rejected("op", "there is no window yet")
+        window, outcomes = memoryview(self._window), []
+        with closing(places(self._vault, request, body)) as rows:
+            for slot, row in rows:
+                if row.offset + row.size > len(window):
+                    raise Rejected("rows.offset", f"{row.offset} + {row.size} is beyond the window")
+                if slot is not None:
+                    # Copied first and checked there: the peer may still write into the window.
+                    slot.fill(window[row.offset : row.offset + row.size])
+                outcomes.append(Outcome(Kept.EXPIRED) if slot is None else slot.keep())
+        self._answer_put(request, outcomes)
+
+    def _answer_put(self, request: Request, outcomes: list[Outcome]) -> None:
+        if request.last and request.serial in self._tickets:
+            self._tickets.discard(request.serial)
+            self._vault.abandon(request.serial)
+        message = pb.PutResponse(boot=self._vault.boot, outcomes=map(outcome_message, outcomes))
+        self._answer(Status.OK, message.SerializeToString())
+
+
+def _parsed(kind: type[M], body: bytes) -> M:
+    try:
+        return kind.FromString(body)
+    except DecodeError as error:
+        raise Rejected("body", f"is no {kind.__name__}: {error}") from error

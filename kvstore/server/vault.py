@@ -1,0 +1,297 @@
+"""Catalog and arena as one thing that many threads may use: what every face of the store calls.
+
+A block's bytes are written into its place in the arena by one writer and checked there before they
+become visible. Nothing here blocks for longer than the bookkeeping takes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from common.errors import Corrupt
+from kvblock.header import Header, stated_length
+from kvstore.base import Kept, Outcome
+from kvstore.book.catalog import Catalog
+from kvstore.book.check import Summed, check_block
+from kvstore.book.divided import Divided
+from kvstore.book.entries import Entry
+from kvstore.book.events import KEPT_EVENTS, Told
+from kvstore.book.keys import prefix_of
+from kvstore.book.policies import EVICTIONS, make_policy
+from kvstore.book.policy import Policy
+from kvstore.book.reservations import Shares
+from kvstore.book.tenants import Owner, Tenants
+from kvstore.disk.books import Books
+from kvstore.disk.index import Index, entry_of
+from kvstore.disk.tiered import TieredCatalog
+from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail
+from kvstore.server.arena import Arena, capacity_for
+from kvstore.stats import Stats
+from kvstore.wire.copying import copy, copy_summed
+
+ENTRY_BYTES = 480
+"""Memory of one block besides its place, measured at a million blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the service keeps and for how long; bytes and seconds."""
+
+    budget: int
+    max_block: int = 256 << 20
+    partial_life: float = 60.0
+    ticket_life: float = 30.0
+    events: int = KEPT_EVENTS
+    disk_budget: int | None = None  # none: there is no disk
+    eviction: str = EVICTIONS[0]
+    shares: Shares = Shares(ticket=1 / 4, all=1 / 2)  # noqa: RUF009 a frozen value
+
+
+class Vault:
+    """Thread-safe. ``boot`` tells this start from every other."""
+
+    def __init__(self, limits: Limits, tenants: Tenants | None = None) -> None:
+        self.boot, self.limits, self.tenants = os.urandom(16), limits, tenants or Tenants()
+        self.arena = Arena(self.boot, capacity_for(limits.budget))
+        self._lock = threading.Lock()
+        self._key = os.urandom(32)
+        self._watchers: list[Callable[[], None]] = []
+        self.books: Books | None = None  # of the disk
+        self._index = None if limits.disk_budget is None else Index(limits.disk_budget)
+        owners, eviction = self.tenants.owners, limits.eviction
+        self._divided = Divided(lambda: make_policy(eviction, len(owners)), owners, ENTRY_BYTES)
+        self._catalog = self._make_catalog(self._divided if owners else make_policy(eviction))
+        if owners:
+            self._catalog.choose = self._divided.victim_for
+
+    def _make_catalog(self, policy: Policy) -> Catalog[int]:
+        limits = self.limits
+        if self._index is None:
+            return Catalog(
+                limits.budget, policy, limits.partial_life, self.boot, self.arena, ENTRY_BYTES,
+                limits.events, limits.shares,
+            )  # fmt: skip
+        tiered = TieredCatalog(
+            limits.budget, policy, limits.partial_life, self.boot, self.arena, ENTRY_BYTES,
+            self._index, limits.events, limits.shares,
+        )  # fmt: skip
+        self.books = Books(tiered, self._lock, self._tell)
+        return tiered
+
+    def _tell(self) -> None:
+        for changed in self._watchers:
+            changed()
+
+    def watch(self, changed: Callable[[], None]) -> None:
+        """``changed`` is called, in any thread, when reservations have ended or blocks came up."""
+        self._watchers.append(changed)
+
+    def token(self, serial: int) -> bytes:
+        """What only those can know who were given the lease or ticket ``serial`` by this start."""
+        return hashlib.blake2b(serial.to_bytes(8, "little"), key=self._key, digest_size=16).digest()
+
+    def knows(self, serial: int, token: bytes) -> bool:
+        """Whether ``token`` is that of ``serial``; in constant time."""
+        return hmac.compare_digest(self.token(serial), token)
+
+    def lookup(
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        openings: Sequence[int] = (),
+    ) -> Holding:
+        """See ``Catalog.lookup``."""
+        with self._lock:
+            held = self._catalog.lookup(names, tails, ttl, time.monotonic(), openings)
+            self._wake()
+            return held
+
+    def survey(self, names: Sequence[bytes], ttl: float, openings: Sequence[int] = ()) -> Surveyed:
+        """See ``Catalog.survey``."""
+        with self._lock:
+            seen = self._catalog.survey(names, ttl, time.monotonic(), openings)
+            self._wake()
+            return seen
+
+    def locate(self, names: Sequence[bytes], ttl: float) -> Located[int]:
+        """See ``Catalog.locate``; the values are offsets in the arena."""
+        with self._lock:
+            return self._catalog.locate(names, ttl, time.monotonic())
+
+    def leased(self, lease: int, first: int, count: int) -> list[memoryview] | None:
+        """The bytes of blocks a lease holds, ``None`` once it has ended."""
+        with self._lock:
+            blocks = self._catalog.leased(lease, first, count, time.monotonic())
+        if blocks is None:
+            return None
+        return [self.arena.view(place, size).toreadonly() for size, place in blocks]
+
+    def extend(self, lease: int, seconds: float) -> bool:
+        """See ``Catalog.extend``."""
+        now = time.monotonic()
+        with self._lock:
+            return self._catalog.extend(lease, now + seconds, now)
+
+    def release(self, leases: Iterable[int], owner: bytes | None = None) -> None:
+        """See ``Catalog.release``; with ``owner`` those of this tenant only."""
+        with self._lock:
+            for lease in leases:
+                if owner is None or self._catalog.owner(lease) == owner:
+                    self._catalog.release(lease)
+
+    def owner(self, ticket: int) -> bytes | None:
+        """See ``Catalog.owner``."""
+        with self._lock:
+            return self._catalog.owner(ticket)
+
+    def usage(self) -> list[tuple[Owner, int, int]]:
+        """Blocks and bytes in memory of each tenant; those that are not known have no quota."""
+        with self._lock:
+            known = self.tenants.owners
+            found = {p: self._divided.used(p) for p in {*known, *self._divided.prefixes()}}
+        return [
+            (known.get(prefix) or Owner(prefix.hex(), prefix, 0), *used)
+            for prefix, used in sorted(found.items())
+        ]
+
+    def reserve(self, claims: Sequence[Claim]) -> Grant:
+        """See ``Catalog.reserve``."""
+        with self._lock:
+            return self._catalog.reserve(claims, self.limits.ticket_life, time.monotonic())
+
+    def reserved(self, ticket: int, name: bytes) -> Claim | None:
+        """See ``Catalog.reserved``."""
+        with self._lock:
+            return self._catalog.reserved(ticket, name)
+
+    def prolong(self, ticket: int) -> None:
+        """The writer makes progress."""
+        with self._lock:
+            self._catalog.prolong(ticket, time.monotonic() + self.limits.ticket_life)
+
+    def abandon(self, ticket: int) -> None:
+        """Give up what is left of a ticket, and tell those who wait."""
+        with self._lock:
+            self._catalog.abandon(ticket)
+        self._tell()
+
+    def all_pending(self, claims: Sequence[Claim]) -> bool:
+        """Whether each is being written by somebody."""
+        with self._lock:
+            self._catalog.expire(time.monotonic())
+            return all(self._catalog.is_being_written(claim.name) for claim in claims)
+
+    def slot(self, ticket: int, name: bytes) -> Slot | None:
+        """Where to write a reserved block; ``None`` when the reservation has run out."""
+        with self._lock:
+            claim = self._catalog.reserved(ticket, name)
+            place = self._catalog.borrow(ticket, name, time.monotonic())
+        return None if claim is None or place is None else Slot(self, ticket, claim, place)
+
+    def stats(self) -> Stats:
+        """A reading."""
+        with self._lock:
+            self._catalog.expire(time.monotonic())
+            return self._catalog.stats()
+
+    def clear(self) -> int:
+        """Remove every block that no lease holds; how many."""
+        with self._lock:
+            return self._catalog.clear(time.monotonic())
+
+    def snapshot(self) -> tuple[int, list[Entry[int]]]:
+        """The number of the last event, and every block there is after it.
+
+        Of a block all but the number of leases stays as it is, so this may be read at leisure.
+        """
+        with self._lock:
+            entries = self._catalog.entries(time.monotonic())
+            below = [] if self._index is None else self._index.spots()
+            last = self._catalog.events.last
+        if below:
+            above = {entry.name for entry in entries}
+            entries += [entry_of(spot) for spot in below if spot.name not in above]
+        return last, entries
+
+    def events(self, after: int, limit: int) -> list[Told[int]] | None:
+        """See ``Events.after``."""
+        with self._lock:
+            self._catalog.expire(time.monotonic())
+            return self._catalog.events.after(after, limit)
+
+    def inspect(self, name: bytes) -> tuple[Entry[int], bytes] | None:
+        """A block and the bytes of its header; none of one that lies on disk only."""
+        with self._lock:
+            if (entry := self._catalog.find(name, time.monotonic())) is None:
+                return None
+            data = self.arena.view(entry.value, entry.size) if entry.ready else memoryview(b"")
+            return entry, bytes(data[: stated_length(data)])
+
+    def on_disk(self, name: bytes) -> bool:
+        """Whether the block lies there."""
+        return self.books is not None and self.books.has(name)
+
+    def _wake(self) -> None:
+        if self.books is not None:
+            self.books.wake()
+
+    def settle(self, slot: Slot, header: Header) -> bool:
+        """Make a slot's block visible; else it is given back. For ``Slot`` alone."""
+        with self._lock:
+            stored = self._catalog.commit(
+                slot.ticket, slot.claim.name, slot.place, time.monotonic(),
+                prefix_of(slot.claim.name) + header.parent,
+                header.count,
+            )  # fmt: skip
+            self._wake()
+            if not stored:
+                self._catalog.give_back(slot.place, slot.claim.size)
+        return stored
+
+    def refuse(self, slot: Slot, corrupt: bool) -> None:
+        """End a slot without a block. For ``Slot`` alone."""
+        with self._lock:
+            self._catalog.tally.corrupt += corrupt
+            self._catalog.abandon(slot.ticket, [slot.claim.name])
+            self._catalog.give_back(slot.place, slot.claim.size)
+
+
+class Slot:
+    """A place borrowed by one writer: fill ``buffer``, then ``keep`` or ``drop`` it."""
+
+    def __init__(self, vault: Vault, ticket: int, claim: Claim, place: int) -> None:
+        self.ticket, self.claim, self.place = ticket, claim, place
+        self._vault, self._open = vault, True
+        self._summed: Summed | None = None
+        self.buffer = vault.arena.view(place, claim.size)
+
+    def fill(self, source: memoryview) -> None:
+        """Copy the block from memory that somebody may still write to: only the copy counts."""
+        start = min(stated_length(source), len(source))
+        copy(self.buffer[:start], source[:start])
+        self._summed = Summed(start, copy_summed(self.buffer[start:], source[start:]))
+
+    def keep(self) -> Outcome:
+        """Check the block and make it visible."""
+        try:
+            header = check_block(self.claim, self.buffer, summed=self._summed)
+        except Corrupt as error:
+            self._open = False
+            self._vault.refuse(self, corrupt=True)
+            return Outcome(Kept.CORRUPT, str(error))
+        self._open = False
+        stored = self._vault.settle(self, header)
+        return Outcome(Kept.STORED if stored else Kept.EXPIRED)
+
+    def drop(self) -> None:
+        """Give the place back unless it was kept."""
+        if self._open:
+            self._open = False
+            self._vault.refuse(self, corrupt=False)

@@ -1,0 +1,109 @@
+"""``Watch``: events as they come, and a snapshot for whoever is new or was away for too long.
+
+What waits for a reader is one message and, while it gets a snapshot, the list of blocks; the events
+themselves are kept once for all, and for so long. Who does not keep up is cut off and told so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.errors import Exhausted
+from kvstore.book.entries import Entry
+from kvstore.book.events import Reason
+from kvstore.book.keys import name_of
+from kvstore.server.listing import PAGE, info_of, paged
+from kvstore.server.vault import Vault
+from protos import kvstore_pb2 as pb
+
+MOST_EVENTS = 1000
+"""In one message."""
+
+REASONS: dict[Reason, pb.Removal.ValueType] = {
+    Reason.EVICTED: pb.REMOVAL_EVICTED,
+    Reason.EXPIRED: pb.REMOVAL_EXPIRED,
+    Reason.CLEARED: pb.REMOVAL_CLEARED,
+    Reason.CORRUPT: pb.REMOVAL_CORRUPT,
+}
+
+
+class Writer(Protocol):
+    """What is asked of a call's context."""
+
+    async def write(self, message: pb.WatchResponse, /) -> None:
+        """Returns when there is room for the next message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Seconds. What gathers in ``interval`` is told at once."""
+
+    interval: float = 0.05
+    silence: float = 5.0  # then an empty message says that all is told
+    stuck: float = 30.0  # a reader that takes no message for so long is cut off
+
+
+class Watching:
+    """Serves at most ``most`` calls at once."""
+
+    def __init__(self, vault: Vault, pace: Pace | None = None, most: int = 64) -> None:
+        self._vault, self._pace, self._most = vault, pace or Pace(), most
+        self.count = 0
+
+    async def serve(self, request: pb.WatchRequest, context: Writer) -> None:
+        """Until the client leaves or is cut off with ``Exhausted``."""
+        if self.count == self._most:
+            raise Exhausted("too many watch this store", retry_after=10.0)
+        self.count += 1
+        try:
+            known = request.boot == self._vault.boot
+            at = request.sequence if known else None
+            if at is None or self._vault.events(at, 0) is None:
+                at = await self._tell_all(context)
+            await self._follow(at, context)
+        finally:
+            self.count -= 1
+
+    async def _tell_all(self, context: Writer) -> int:
+        last, entries = await asyncio.to_thread(self._vault.snapshot)
+        first = True
+        for blocks in paged(self._vault, iter(entries)):
+            page = pb.Page(first=first, last=len(blocks) < PAGE, blocks=blocks)
+            await self._write(context, pb.WatchResponse(sequence=last, page=page))
+            first = False
+        return last
+
+    async def _follow(self, at: int, context: Writer) -> None:
+        said = 0.0
+        while True:
+            told = self._vault.events(at, MOST_EVENTS)
+            if told is None:
+                raise Exhausted(f"more came after event {at} than is kept: watch anew", 1.0)
+            now = time.monotonic()
+            if told or now - said >= self._pace.silence:
+                at, said = at + len(told), now
+                events = pb.Events(events=(self._event(*one) for one in told))
+                await self._write(context, pb.WatchResponse(sequence=at, events=events))
+            if len(told) < MOST_EVENTS:
+                await asyncio.sleep(self._pace.interval)
+
+    async def _write(self, context: Writer, message: pb.WatchResponse) -> None:
+        message.boot = self._vault.boot
+        try:
+            await asyncio.wait_for(context.write(message), self._pace.stuck)
+        except TimeoutError as error:
+            reason = f"nothing was read from this watch for {self._pace.stuck} s: watch anew"
+            raise Exhausted(reason, 1.0) from error
+
+    def _event(self, entry: Entry[int], reason: Reason | None) -> pb.Event:
+        if reason is None:
+            return pb.Event(block=info_of(self._vault, entry))
+        gone = pb.BlockInfo(
+            name=name_of(entry.name),
+            tenant=self._vault.tenants.title(entry.name),
+            length=entry.size,
+        )
+        return pb.Event(removed=REASONS[reason], block=gone)

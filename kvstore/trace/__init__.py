@@ -1,0 +1,1 @@
+"""Traces of requests replayed through the store's own bookkeeping."""

@@ -1,0 +1,1 @@
+"""The ways of the bytes between the service and its clients."""

@@ -1,0 +1,97 @@
+"""Which way the bytes go: the fastest that works, found when first needed and after a break.
+
+Same host and same user: shared memory. Else a socket lane. Else, and whenever the others break,
+gRPC streams. A way that broke is not tried again for a while, unless the store was started anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+
+from common.errors import KvrelayError, Unavailable
+from kvstore.ways.calls import Calls
+from kvstore.ways.lane import LaneWay
+from kvstore.ways.shared import SharedWay
+from kvstore.ways.stream import StreamWay
+from kvstore.ways.way import Way
+from protos import kvstore_pb2 as pb
+from rpc.address import Address
+from rpc.deadline import Deadline
+
+log = logging.getLogger("kvrelay.store")
+
+ORDER = ("shm", "lane", "grpc")
+CONNECT_SECONDS = 2.0
+AVOID_SECONDS = 5.0  # a way that broke
+ABSENT_SECONDS = 30.0  # one that could not be gone in the first place
+
+
+class Ways:
+    """Thread-safe. ``forced`` is the only way to begin with; those after it still help it out."""
+
+    def __init__(self, address: str, calls: Calls, forced: str | None) -> None:
+        self._address, self._calls, self._forced = Address.parse(address), calls, forced
+        self._stream = StreamWay(calls)
+        self._lock = threading.Lock()
+        self._offered: pb.WaysResponse | None = None
+        self._made: dict[str, Way] = {}
+        self._avoid: dict[str, float] = {}
+        self._said = ""
+        self.breaks: dict[str, int] = {}
+        self.used: dict[str, int] = {}
+
+    def best(self, tried: Collection[str], deadline: Deadline) -> Way:
+        """The first way that is not among ``tried`` and can be gone; the last is always there."""
+        with self._lock:
+            way = self._find(tried, deadline)
+            self.used[way.name] = self.used.get(way.name, 0) + 1
+            if not tried and way.title != self._said:
+                self._said = way.title
+                log.info("kvrelay://%s: blocks go by %s", self._address, way.title)
+            return way
+
+    def broke(self, way: Way, error: KvrelayError) -> None:
+        """``way`` failed in the middle of a call."""
+        with self._lock:
+            self.breaks[way.name] = self.breaks.get(way.name, 0) + 1
+            self._avoid[way.name] = time.monotonic() + AVOID_SECONDS
+            self._offered = None
+            if self._made.get(way.name) is way:
+                del self._made[way.name]
+        way.close(cut=False)
+        log.warning("kvrelay://%s: %s broke: %s", self._address, way.title, error)
+
+    def close(self) -> None:
+        """Give up all connections; calls under way fail."""
+        with self._lock:
+            made, self._made = self._made, {}
+        for way in made.values():
+            way.close()
+
+    def _find(self, tried: Collection[str], deadline: Deadline) -> Way:
+        for name in ORDER[ORDER.index(self._forced or ORDER[0]) : -1]:
+            forced = name == self._forced
+            avoided = self._avoid.get(name, 0.0) > time.monotonic() and not forced
+            if name in tried or avoided:
+                continue
+            try:
+                return self._made.get(name) or self._make(name, deadline)
+            except (KvrelayError, OSError) as error:
+                if forced:
+                    raise Unavailable(f"way={name} cannot be gone: {error}") from error
+                log.info("kvrelay://%s: no way %s: %s", self._address, name, error)
+                self._avoid[name] = time.monotonic() + ABSENT_SECONDS
+        return self._stream
+
+    def _make(self, name: str, deadline: Deadline) -> Way:
+        offered = self._offered = self._offered or self._calls.ways(deadline)
+        limit = deadline if name == self._forced else deadline.earlier(CONNECT_SECONDS)
+        makers: dict[str, Callable[[], Way]] = {
+            "shm": lambda: SharedWay(offered, limit),
+            "lane": lambda: LaneWay(offered, self._address.host, self._calls, limit),
+        }
+        self._made[name] = makers[name]()
+        return self._made[name]

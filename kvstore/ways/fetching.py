@@ -1,0 +1,114 @@
+"""Blocks on their way from the store over a lane, in batches of neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from common.errors import Corrupt
+from kvstore.base import Want
+from kvstore.ways.line import Line
+from kvstore.ways.way import split_of
+from kvstore.wire.buffers import skip
+from kvstore.wire.frames import Op, Request, Status
+from protos import kvstore_pb2 as pb
+
+BATCH_BYTES = 4 << 20
+"""Asked for in one request."""
+
+LARGE = 128 << 10
+"""From here on a block is received by itself, and summed while it lies in the CPU's cache."""
+
+PIECE = 512 << 10
+
+
+@dataclass(slots=True)
+class Batch:
+    """Blocks that follow one another in the lease, from number ``first`` on."""
+
+    first: int
+    wants: list[int]
+    size: int
+
+
+def batches_of(wants: Sequence[Want], lengths: Sequence[int]) -> list[Batch]:
+    """What is there, in pieces. A name asked for twice is held once by the lease."""
+    batches: list[Batch] = []
+    numbers: dict[bytes, int] = {}
+    for index, (want, length) in enumerate(zip(wants, lengths, strict=True)):
+        if not length:
+            continue
+        number = numbers.setdefault(want.name, len(numbers))
+        last = batches[-1] if batches else None
+        if (
+            last is None
+            or number != last.first + len(last.wants)
+            or last.size + length > BATCH_BYTES
+        ):
+            last = Batch(number, [], 0)
+            batches.append(last)
+        last.wants.append(index)
+        last.size += length
+    return batches
+
+
+def ask(line: Line, found: pb.LocateResponse, batches: Sequence[Batch], number: int) -> None:
+    batch, last = batches[number], number == len(batches) - 1
+    line.ask(Request(Op.GET, found.lease, found.token, batch.first, len(batch.wants), last=last))
+
+
+def receive(
+    line: Line, wants: Sequence[Want], lengths: Sequence[int], batch: Batch
+) -> Iterator[tuple[int, bytes | None, int | None]]:
+    """Number, header and checksum (if computed) of each block of a batch, in order.
+
+    No header for any of them when the lease has ended.
+    """
+    answer = line.answer()
+    if answer.status is Status.GONE:
+        yield from ((index, None, None) for index in batch.wants)
+        return
+    if answer.length != batch.size:
+        raise Corrupt("answer", f"{answer.length} bytes came and {batch.size} were located")
+    if max(len(wants[index].buffer) for index in batch.wants) < LARGE:
+        yield from _small(line, wants, lengths, batch)
+        return
+    for index in batch.wants:
+        header, summed = _large(line, wants[index], lengths[index])
+        yield index, header, summed
+
+
+def _small(
+    line: Line, wants: Sequence[Want], lengths: Sequence[int], batch: Batch
+) -> Iterator[tuple[int, bytes | None, int | None]]:
+    """All of a batch at once."""
+    headers: list[bytearray | None] = []
+    views: list[memoryview] = []
+    for index in batch.wants:
+        split = split_of(lengths[index], wants[index])
+        headers.append(None if split is None else bytearray(split))
+        header = headers[-1]
+        views += (
+            skip(lengths[index]) if header is None else (memoryview(header), wants[index].buffer)
+        )
+    line.pipe.receive_into(views)
+    for index, header in zip(batch.wants, headers, strict=True):
+        yield index, None if header is None else bytes(header), None
+
+
+def _large(line: Line, want: Want, length: int) -> tuple[bytes | None, int | None]:
+    """One block, summed piece by piece while the next one is on its way."""
+    if (split := split_of(length, want)) is None:
+        for scratch in skip(length):
+            line.pipe.receive_into([scratch])
+        return None, None
+    header, hasher = bytearray(split), xxhash.xxh3_64()
+    line.pipe.receive_into([memoryview(header), want.buffer[:PIECE]])
+    hasher.update(want.buffer[:PIECE])
+    for start in range(PIECE, len(want.buffer), PIECE):
+        piece = want.buffer[start : start + PIECE]
+        line.pipe.receive_into([piece])
+        hasher.update(piece)
+    return bytes(header), hasher.intdigest()

@@ -1,0 +1,121 @@
+"""The way over a plain socket, for clients on other hosts: gRPC finds, the lane carries.
+
+Blocks are received straight into the caller's buffers, one request ahead, and sent from them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator, Sequence
+from typing import Protocol
+
+from common.errors import Corrupt, KvrelayError, Unavailable
+from kvstore.base import Got, Offer, Outcome, Want
+from kvstore.ways.fetching import ask, batches_of, receive
+from kvstore.ways.line import Lines, dial_tcp
+from kvstore.ways.staging import send
+from kvstore.ways.way import Progress, Ticket, lease_ms, outcomes_of, taken
+from protos import kvstore_pb2 as pb
+from rpc.deadline import Deadline
+
+RELEASE_SECONDS = 1.0
+AHEAD = 2
+"""Requests on their way while the blocks of another are received."""
+
+
+class Finder(Protocol):
+    """The gRPC side."""
+
+    def locate(
+        self, names: Sequence[bytes], lease_ms: int, deadline: Deadline
+    ) -> pb.LocateResponse:
+        """``Locate``, held for ``hold`` milliseconds."""
+
+    def claim(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
+        """``Reserve``."""
+
+    def let_go(self, boot: bytes, lease: int, timeout: float) -> None:
+        """``Release``."""
+
+
+class LaneWay:
+    """A ``Way``. ``Unavailable`` when made for a store that cannot be reached so."""
+
+    name = "lane"
+    title = "socket lane"
+
+    def __init__(
+        self, ways: pb.WaysResponse, host: str, finder: Finder, deadline: Deadline
+    ) -> None:
+        if not ways.lane_port:
+            raise Unavailable("the store has no lane")
+        self._boot, self._finder = ways.boot, finder
+        self._lines = Lines(lambda deadline: dial_tcp(host, ways.lane_port, deadline, ways.boot))
+        with taken(self._lines, deadline):
+            """Its first connection is made here, so that a lane that cannot be reached is known."""
+
+    def get(
+        self, wants: Sequence[Want], progress: Progress, deadline: Deadline
+    ) -> Generator[Got, None, None]:
+        """As the protocol says."""
+        left = wants[progress.done :]
+        asked = time.monotonic()
+        found = self._finder.locate([want.name for want in left], lease_ms(deadline), deadline)
+        if found.boot != self._boot:
+            raise Unavailable("the store was started anew")
+        if len(found.lengths) != len(left):
+            raise Corrupt("lengths", f"{len(found.lengths)} came for {len(left)} names")
+        base, until = progress.done, asked + found.lease_ms / 1000
+        whole = False
+        try:
+            for index, header, summed in self._fetch(left, found, deadline):
+                if time.monotonic() >= until:
+                    header = None  # what was sent may have been another block by then
+                progress.done = base + index + 1
+                yield Got(base + index, header, summed)
+            whole = True
+        finally:
+            if found.lease and not whole:
+                self._let_go(found)
+
+    def reserve(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
+        """As the protocol says."""
+        return self._finder.claim(request, deadline)
+
+    def put(self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
+        """As the protocol says."""
+        if ticket.boot != self._boot:
+            raise Unavailable("the store was started anew")
+        with taken(self._lines, deadline) as line:
+            send(line, ticket, offers, last=True)
+            return outcomes_of(line.body(), len(offers))
+
+    def close(self, cut: bool = True) -> None:
+        """As the protocol says."""
+        self._lines.close(cut)
+
+    def _fetch(
+        self, wants: Sequence[Want], found: pb.LocateResponse, deadline: Deadline
+    ) -> Iterator[tuple[int, bytes | None, int | None]]:
+        """Number, header and checksum of each want, in order; payloads go into their buffers."""
+        batches = batches_of(wants, found.lengths)
+        done = 0
+        if batches:
+            with taken(self._lines, deadline) as line:
+                for number in range(min(AHEAD, len(batches))):
+                    ask(line, found, batches, number)
+                for number, batch in enumerate(batches):
+                    if number + AHEAD < len(batches):
+                        ask(line, found, batches, number + AHEAD)
+                    for one in receive(line, wants, found.lengths, batch):
+                        yield from ((absent, None, None) for absent in range(done, one[0]))
+                        yield one
+                        done = one[0] + 1
+                line.body()
+        yield from ((absent, None, None) for absent in range(done, len(wants)))
+
+    def _let_go(self, found: pb.LocateResponse) -> None:
+        try:
+            self._finder.let_go(found.boot, found.lease, RELEASE_SECONDS)
+        except KvrelayError:
+            return  # it ends by its deadline

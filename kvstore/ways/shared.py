@@ -1,0 +1,132 @@
+"""The way through shared memory, for clients on the store's host: one copy, no message with bytes.
+
+A reader asks for the places of its blocks under a lease, copies from the store's arena, which it
+has mapped read-only, and looks whether the lease still stood when each copy ended. A writer fills a
+window of its own, from which the store copies: nobody but the store writes to the arena.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Generator, Sequence
+
+from common.errors import Corrupt, Unavailable
+from kvstore.base import Got, Offer, Outcome, Want
+from kvstore.server.arena import open_arena
+from kvstore.ways.line import Line, Lines, dial_unix
+from kvstore.ways.staging import batches, send, stage
+from kvstore.ways.way import Progress, Ticket, lease_ms, outcomes_of, split_of, taken
+from kvstore.wire.copying import copy_summed
+from kvstore.wire.frames import Op, Request
+from protos import kvstore_pb2 as pb
+from rpc.deadline import Deadline
+
+
+class SharedWay:
+    """A ``Way``. ``Unavailable`` when made for a store that is not here."""
+
+    name = "shm"
+    title = "shared memory"
+
+    def __init__(self, ways: pb.WaysResponse, deadline: Deadline) -> None:
+        if not ways.socket or not ways.arena_bytes:
+            raise Unavailable("the store shares no memory")
+        self._boot = ways.boot
+        self._lines = Lines(lambda deadline: dial_unix(ways.socket, deadline, ways.boot))
+        self._windows: weakref.WeakKeyDictionary[Line, mmap.mmap] = weakref.WeakKeyDictionary()
+        with taken(self._lines, deadline) as line:
+            line.ask(Request(Op.ATTACH))
+            fd, size = line.descriptor()
+            try:
+                self._arena = memoryview(open_arena(fd, size, ways.boot))
+            finally:
+                os.close(fd)
+
+    def get(
+        self, wants: Sequence[Want], progress: Progress, deadline: Deadline
+    ) -> Generator[Got, None, None]:
+        """As the protocol says."""
+        left = wants[progress.done :]
+        with taken(self._lines, deadline) as line:
+            asked = time.monotonic()
+            found = self._locate(line, left, deadline)
+            until = asked + found.lease_ms / 1000
+            try:
+                for want, length, offset in zip(left, found.lengths, found.offsets, strict=True):
+                    got = self._fetch(progress.done, want, length, offset)
+                    if time.monotonic() >= until:  # it may have been another block by then
+                        got = Got(progress.done, None)
+                    progress.done += 1
+                    yield got
+            finally:
+                if found.lease:
+                    line.release(found.lease, found.token)
+
+    def reserve(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
+        """As the protocol says."""
+        body = request.SerializeToString()
+        with taken(self._lines, deadline) as line:
+            line.ask(Request(Op.RESERVE, body=len(body)), body)
+            return pb.ReserveResponse.FromString(line.body() or b"")
+
+    def put(self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
+        """As the protocol says."""
+        if ticket.boot != self._boot:
+            raise Unavailable("the store was started anew")
+        outcomes: list[Outcome] = []
+        with taken(self._lines, deadline) as line:
+            window = self._window(line)
+            half = len(window) // 2
+            pending: deque[int] = deque()
+            parts = list(batches(offers, half))
+            for number, batch in enumerate(parts):
+                if len(pending) == 2:  # it lies where we are about to write
+                    outcomes += outcomes_of(line.body(), pending.popleft())
+                last = number == len(parts) - 1
+                if batch[0].size > half:
+                    send(line, ticket, batch, last)
+                else:
+                    stage(line, ticket, batch, window, number % 2 * half, last)
+                pending.append(len(batch))
+            for count in pending:
+                outcomes += outcomes_of(line.body(), count)
+        return outcomes
+
+    def close(self, cut: bool = True) -> None:
+        """As the protocol says."""
+        self._lines.close(cut)
+
+    def _locate(self, line: Line, wants: Sequence[Want], deadline: Deadline) -> pb.LocateResponse:
+        names = [want.name for want in wants]
+        body = pb.LocateRequest(names=names, lease_ms=lease_ms(deadline)).SerializeToString()
+        line.ask(Request(Op.LOCATE, body=len(body)), body)
+        found = pb.LocateResponse.FromString(line.body() or b"")
+        if not len(found.lengths) == len(found.offsets) == len(wants):
+            raise Corrupt("lengths", f"{len(found.lengths)} came for {len(wants)} names")
+        return found
+
+    def _fetch(self, index: int, want: Want, length: int, offset: int) -> Got:
+        """One block: its header's bytes, the payload goes into its buffer."""
+        if not length or (split := split_of(length, want)) is None:
+            return Got(index, None)
+        if offset + length > len(self._arena):
+            raise Corrupt("offsets", f"{offset} + {length} is beyond the arena")
+        start = offset + split
+        header = bytes(self._arena[offset:start])
+        summed = copy_summed(want.buffer, self._arena[start : offset + length])
+        return Got(index, header, summed)
+
+    def _window(self, line: Line) -> memoryview:
+        window = self._windows.get(line)
+        if window is None:
+            line.ask(Request(Op.WINDOW))
+            fd, size = line.descriptor()
+            try:
+                window = self._windows[line] = mmap.mmap(fd, size)
+            finally:
+                os.close(fd)
+        return memoryview(window)

@@ -1,0 +1,66 @@
+"""Blocks on their way to the store over a lane: staged in a window, or through the socket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvblock.header import seal
+from kvstore.base import Block, Offer
+from kvstore.ways.line import Line
+from kvstore.ways.way import Ticket, block_of
+from kvstore.wire.copying import copy, copy_summed
+from kvstore.wire.frames import Op, Request, Row
+
+LEAST_BATCH, MOST_BATCH = 1 << 20, 4 << 20
+BATCHES = 4
+"""Staged at once: a part of the call, so that both sides work at the same time, but not so little
+that the store reads what has not left the writer's own cache yet, which is slow."""
+
+
+def batches(offers: Sequence[Offer], half: int) -> Iterator[list[Offer]]:
+    """In order: as many as fit the batch, and each that is too long for the window alone."""
+    total = sum(offer.size for offer in offers)
+    limit = min(max(total // BATCHES, LEAST_BATCH), MOST_BATCH, half)
+    batch: list[Offer] = []
+    size = 0
+    for offer in offers:
+        if batch and size + offer.size > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(offer)
+        size += offer.size
+    if batch:
+        yield batch
+
+
+def stage(
+    line: Line, ticket: Ticket, offers: Sequence[Offer], window: memoryview, start: int, last: bool
+) -> None:
+    """Blocks into the window, and a request to take them from there."""
+    rows = []
+    for offer in offers:
+        _place(block_of(offer), window[start : start + offer.size])
+        rows.append(Row(offer.name, offer.size, start).encode())
+        start += offer.size
+    body = b"".join(rows)
+    count = len(offers)
+    line.ask(Request(Op.STAGE, ticket.serial, ticket.token, 0, count, len(body), last=last), body)
+
+
+def send(line: Line, ticket: Ticket, offers: Sequence[Offer], last: bool) -> None:
+    """Blocks through the socket."""
+    body = b"".join(Row(offer.name, offer.size).encode() for offer in offers)
+    count = len(offers)
+    line.ask(Request(Op.PUT, ticket.serial, ticket.token, 0, count, len(body), last=last), body)
+    for offer in offers:
+        block = block_of(offer).seal()
+        line.pipe.send([block.header, block.payload])
+
+
+def _place(block: Block, target: memoryview) -> None:
+    split = len(block.header)
+    if block.sealed:
+        target[:split] = block.header
+        copy(target[split:], block.payload)
+    else:
+        target[:split] = seal(block.header, copy_summed(target[split:], block.payload))

@@ -1,0 +1,101 @@
+"""What every way to the bytes can do, and what all of them need."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from common.errors import Corrupt
+from kvblock.header import MAX_COUNT, header_bytes
+from kvstore.base import Block, Got, Offer, Outcome, Want
+from kvstore.messages import MAX_LEASE_MS, outcome_of
+from kvstore.ways.line import Line, Lines
+from protos import kvstore_pb2 as pb
+from rpc.deadline import Deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What ``Reserve`` gave, at the store's start ``boot``."""
+
+    serial: int
+    token: bytes
+    boot: bytes
+
+
+@dataclass(slots=True)
+class Progress:
+    """How many wants of a get have been answered, for who goes on when a way breaks."""
+
+    done: int = 0
+
+
+class Way(Protocol):
+    """A way breaks with ``Unavailable`` or ``Corrupt``; the next one then does the rest."""
+
+    @property
+    def name(self) -> str:
+        """As in a URL's ``way=``."""
+
+    @property
+    def title(self) -> str:
+        """For people."""
+
+    def get(
+        self, wants: Sequence[Want], progress: Progress, deadline: Deadline
+    ) -> Generator[Got, None, None]:
+        """As ``Store.get``, from ``progress.done`` on."""
+
+    def reserve(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
+        """``Reserve``, without waiting for other writers."""
+
+    def put(self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
+        """Send reserved blocks."""
+
+    def close(self, cut: bool = True) -> None:
+        """Give up connections; calls under way break, or with ``cut=False`` end first."""
+
+
+@contextmanager
+def taken(lines: Lines[Line], deadline: Deadline) -> Iterator[Line]:
+    """A connection for one call; it is kept only if all went well."""
+    line = lines.take(deadline)
+    try:
+        line.pipe.limit(deadline.remaining())
+        yield line
+    except BaseException:
+        lines.drop(line)
+        raise
+    if line.sound:
+        lines.give(line)
+    else:
+        lines.drop(line)
+
+
+def lease_ms(deadline: Deadline) -> int:
+    """How long blocks are to be held for a call that ends by ``deadline``."""
+    return min(max(round(deadline.remaining() * 1000), 1), MAX_LEASE_MS)
+
+
+def split_of(length: int, want: Want) -> int | None:
+    """Bytes of the header of a block of ``length``; ``None`` if its payload has another length."""
+    split = length - len(want.buffer)
+    return split if header_bytes(0) <= split <= header_bytes(MAX_COUNT) else None
+
+
+def block_of(offer: Offer) -> Block:
+    """Read a block that is wanted; it must be as long as was said."""
+    block = offer.read()
+    if block.size != offer.size:
+        raise ValueError(f"a block of {block.size} bytes was offered as one of {offer.size}")
+    return block
+
+
+def outcomes_of(body: bytes | None, count: int) -> list[Outcome]:
+    """The outcomes in a ``PutResponse`` for ``count`` blocks."""
+    found = [] if body is None else pb.PutResponse.FromString(body).outcomes
+    if len(found) != count:
+        raise Corrupt("outcomes", f"{len(found)} came for {count} blocks")
+    return [outcome_of(outcome) for outcome in found]

@@ -1,0 +1,1 @@
+"""What both sides of a connection to the store say and hear."""
