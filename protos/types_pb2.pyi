@@ -426,7 +426,7 @@ class LegUsage(_message.Message):
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admission]: ...
     @_builtins.property
     def external_by_store(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreTokens]:
-        """their sum is external"""
+        """their sum is external; none for a lost leg"""
 
     @_builtins.property
     def missed(self) -> _containers.RepeatedCompositeFieldContainer[Global___MissedBlocks]:
