@@ -35,7 +35,8 @@ REQUESTS = 150
 PATIENT = Options(lookup_seconds=20, load_seconds=20, save_seconds=20)
 SERVICE = """
 import hashlib, sys
-from kvstore import check, vault
+from kvstore.book import check
+from kvstore.server import vault
 
 def eight_bits(data):
     return hashlib.sha256(data).digest()[:1] * 32
