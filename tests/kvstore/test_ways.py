@@ -346,7 +346,8 @@ def test_a_lease_that_ended_during_the_copy_makes_it_a_miss(
     for way in ("shm", "lane"):
         store = RemoteStore(address_of(service_url), way)
         get(store, block)
-        monkeypatch.setattr(f"kvstore.{'shared' if way == 'shm' else way}.lease_ms", lambda _: 1)
+        module = shared if way == "shm" else lane
+        monkeypatch.setattr(module, "lease_ms", lambda _: 1)
         want = Want(name_of(block), memoryview(bytearray(30_000)))
         late = [
             got.header
