@@ -41,6 +41,12 @@ def remove(path: Path) -> None:
 DEFAULT_ROUTER = "127.0.0.1:50051"
 
 
+def check_one(router: str | None, file: str | None) -> None:
+    """``Rejected`` when a command's flags name the router in both ways."""
+    if router is not None and file is not None:
+        raise Rejected("router", "give either --router or --endpoints")
+
+
 def address_of(router: str | None, file: str | None) -> str:
     """The router that a command's flags name, or where one usually is."""
     return router_of(Path(file)) if file is not None else router or DEFAULT_ROUTER

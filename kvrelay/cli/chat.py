@@ -16,7 +16,7 @@ from common.config import load, option
 from common.errors import KvrelayError, Rejected, Unavailable
 from kvrelay.cli.screen import paint, say, tell
 from kvrelay.client import Client, Stream
-from kvrelay.endpoints import DEFAULT_ROUTER, address_of
+from kvrelay.endpoints import DEFAULT_ROUTER, address_of, check_one
 from kvrelay.piece import Piece
 from rpc import security
 from rpc.credentials import ADMIN_FIRST
@@ -51,8 +51,7 @@ class ChatConfig(SecurityOptions):
     timeout: float = option(600.0, "give up an answer after that", unit="seconds", low=0.001)
 
     def __post_init__(self) -> None:
-        if self.router is not None and self.endpoints is not None:
-            raise Rejected("router", "give either --router or --endpoints")
+        check_one(self.router, self.endpoints)
 
 
 class Conversation:

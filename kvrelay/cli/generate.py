@@ -13,7 +13,7 @@ from common.config import load, option
 from common.errors import Rejected
 from kvrelay.cli.screen import paint, say, tell
 from kvrelay.client import Client, Stream
-from kvrelay.endpoints import DEFAULT_ROUTER, address_of
+from kvrelay.endpoints import DEFAULT_ROUTER, address_of, check_one
 from kvrelay.piece import Piece
 from protos import types_pb2
 from rpc import security
@@ -64,8 +64,7 @@ class GenerateConfig(SecurityOptions):
             raise Rejected("token_ids", "cannot be given together with a text or --chat")
         if self.system is not None and not self.chat:
             raise Rejected("system", "needs --chat")
-        if self.router is not None and self.endpoints is not None:
-            raise Rejected("router", "give either --router or --endpoints")
+        check_one(self.router, self.endpoints)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass
 from google.protobuf.json_format import MessageToDict
 
 from common.config import load, option
-from common.errors import Rejected
 from kvrelay.cli.screen import coloured, paint, say, table
 from kvrelay.client import Client
-from kvrelay.endpoints import DEFAULT_ROUTER, address_of
+from kvrelay.endpoints import DEFAULT_ROUTER, address_of, check_one
 from protos import router_pb2, types_pb2
 from rpc import security
 from rpc.credentials import ADMIN_FIRST
@@ -48,8 +47,7 @@ class TopConfig(SecurityOptions):
     json: bool = option(False, "print each look as one line of JSON")
 
     def __post_init__(self) -> None:
-        if self.router is not None and self.endpoints is not None:
-            raise Rejected("router", "give either --router or --endpoints")
+        check_one(self.router, self.endpoints)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from common.config import load, option
-from kvstore.bench import redis_rows as benchredis
-from kvstore.bench.redis_rows import redis_rows
+from kvstore.bench import redis_rows
 from kvstore.bench.redisserver import find_server, version_of
 from kvstore.bench.rows import GB, GET_BLOCKS, Bare, Memcpy, Rig, get_rows, lookup_seconds, put_rows
 
@@ -27,8 +26,8 @@ LOOKUP_NAMES = 1000
 LEAST = 6
 """Rounds, however large the blocks are."""
 FEW, MANY, QUICK_MANY = 1000, 1_000_000, 20_000
-RIVALS = {**dict.fromkeys(("shm get", "shm put", CHECKED), "memcpy"), **benchredis.RIVALS}
-ALONE = {"memcpy", "bare socket", *benchredis.RIVALS.values()}
+RIVALS = {**dict.fromkeys(("shm get", "shm put", CHECKED), "memcpy"), **redis_rows.RIVALS}
+ALONE = {"memcpy", "bare socket", *redis_rows.RIVALS.values()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +103,7 @@ def _of_size(size: int, per_round: int, rounds: int, config: BenchConfig) -> lis
             Memcpy(rig) as memcpy,
             Memcpy(rig, checked=True) as checked,
             Bare(rig) as bare,
-            redis_rows(rig) as redis,
+            redis_rows.redis_rows(rig) as redis,
         ):
             rivals = {"memcpy": memcpy, CHECKED: checked, "bare socket": bare}
             table = {**rivals, **gets, **puts, **redis}
