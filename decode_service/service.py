@@ -44,7 +44,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 response.tokens.append(convert.token(update.sampled))
                 response.finish_reason = convert.finish(update.finish)
                 if update.begun is not None:
-                    response.begun.CopyFrom(convert.begun(update.begun))
+                    response.begun.CopyFrom(convert.admitted(update.begun))
         return response
 
 

@@ -1,7 +1,7 @@
 """Naming and format of a KV block: what a block is called, and the bytes it is stored as.
 
-Floor 0: the standard library and xxhash only, so that the router, the engine and the store can
-all speak of blocks without knowing one another.
+Without I/O and without messages, so that the router, the engine and the store can all speak of
+blocks without knowing one another.
 """
 
 from kvblock.header import Header

@@ -52,11 +52,6 @@ class Namespace:
         """The same for the tenant with this salt."""
         return replace(self, tenant_salt=salt) if salt else self
 
-    def differences(self, other: Namespace) -> list[str]:
-        """Names of the fields that differ, in order; never the values (a salt is secret)."""
-        names = [each.name for each in fields(self)]
-        return [name for name in names if getattr(self, name) != getattr(other, name)]
-
 
 def _encoded(value: str | int | bytes) -> bytes:
     if isinstance(value, int):

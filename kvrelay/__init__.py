@@ -9,11 +9,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from common.version import VERSION
+
 if TYPE_CHECKING:
     from kvrelay.client import AsyncClient, Client, Completion, Piece
 
 __all__ = ["AsyncClient", "Client", "Completion", "Piece", "__version__"]
-__version__ = "0.1.0"
+__version__ = VERSION
 
 
 def __getattr__(name: str) -> object:

@@ -22,6 +22,7 @@ from kvrelay.aio import MAX_MESSAGE_BYTES, AsyncClient, AsyncStream
 from kvrelay.ask import Ask, check_open, message_of, seconds_of
 from kvrelay.piece import Completion, Piece, Received, whole
 from protos import router_pb2, router_pb2_grpc
+from rpc.address import DEFAULT_ROUTER
 from rpc.channel import ChannelOptions, open_sync_channel
 from rpc.status import from_rpc_error
 
@@ -84,7 +85,7 @@ class Client:
 
     def __init__(
         self,
-        address: str = "127.0.0.1:50051",
+        address: str = DEFAULT_ROUTER,
         options: ChannelOptions | None = None,
         **access: Unpack[Access],
     ) -> None:

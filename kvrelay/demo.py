@@ -14,9 +14,9 @@ from kvrelay.client import Client
 from kvrelay.recall.facts import Document, Question, document, question
 from kvrelay.recall.prompt import prompt
 from protos import types_pb2
+from rpc.roles import role_name
 
 MAX_TOKENS = 16
-ROLES = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +31,7 @@ class Hop:
     computed: int
     recomputed: int
     failed: int
-    lost: bool
-
-    @property
-    def answered(self) -> bool:
-        """A worker that died has no figures but those of its beginning."""
-        return not self.lost
+    lost: bool  # then its figures are those of its beginning
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +53,7 @@ class Asked:
     @property
     def source(self) -> str:
         """Where most of the prompt came from: ``cold`` (computed), ``local`` or ``store``."""
-        first = next(hop for hop in self.hops if hop.answered)
+        first = next(hop for hop in self.hops if not hop.lost)
         kinds = {"cold": first.computed, "local": first.local, "store": first.external}
         return max(kinds, key=lambda kind: kinds[kind])
 
@@ -120,7 +115,7 @@ def hops_of(usage: types_pb2.Usage, names: Mapping[str, str]) -> Iterator[Hop]:
     for leg in usage.legs:
         yield Hop(
             worker=names.get(leg.address, leg.address),
-            role=ROLES.get(leg.role, "unknown"),
+            role=role_name(leg.role),
             length=leg.length,
             local=leg.local,
             external=leg.external,
@@ -133,7 +128,7 @@ def hops_of(usage: types_pb2.Usage, names: Mapping[str, str]) -> Iterator[Hop]:
 
 def describe(hop: Hop) -> str:
     """One hop in a line; the numbers add up by construction."""
-    if not hop.answered:
+    if hop.lost:
         return f"{hop.worker:<10} was lost on the way; another worker took over"
     outside = "from the store" if hop.role == "prefill" else "transferred"
     line = (

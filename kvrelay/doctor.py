@@ -24,13 +24,14 @@ import grpc
 from common.values import show_size
 from kvrelay.ports import is_free
 from kvrelay.processes import SHIPPED_MODEL
+from kvstore.redis.settings import PORT
 from protos import worker_pb2, worker_pb2_grpc
+from rpc.address import ROUTER_PORT
 from rpc.channel import ChannelOptions, open_sync_channel
 from rpc.status import from_rpc_error
 
 State = Literal["ok", "absent", "missing"]
 NEEDED = ("torch", "transformers", "tokenizers", "grpcio", "protobuf", "xxhash", "safetensors")
-ROUTER_PORT, REDIS_PORT = 50051, 6379
 MEMORY_WANTED = 2 << 30
 PROBE_SECONDS = 1.0
 AUDIT_SECONDS = 60.0
@@ -153,10 +154,10 @@ def _redis() -> Iterator[Finding]:
         yield Finding("redis server", "absent", "none on PATH", "not needed; the store has its own")
     else:
         yield Finding("redis server", "ok", _first_line([server, "--version"]) or server)
-    if _listens(REDIS_PORT):
-        yield Finding("redis", "ok", f"something listens on {REDIS_PORT}")
+    if _listens(PORT):
+        yield Finding("redis", "ok", f"something listens on {PORT}")
     else:
-        yield Finding("redis", "absent", f"nobody listens on 127.0.0.1:{REDIS_PORT}", "not needed")
+        yield Finding("redis", "absent", f"nobody listens on 127.0.0.1:{PORT}", "not needed")
 
 
 def _first_line(command: list[str]) -> str:

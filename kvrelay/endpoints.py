@@ -38,20 +38,6 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-DEFAULT_ROUTER = "127.0.0.1:50051"
-
-
-def check_one(router: str | None, file: str | None) -> None:
-    """``Rejected`` when a command's flags name the router in both ways."""
-    if router is not None and file is not None:
-        raise Rejected("router", "give either --router or --endpoints")
-
-
-def address_of(router: str | None, file: str | None) -> str:
-    """The router that a command's flags name, or where one usually is."""
-    return router_of(Path(file)) if file is not None else router or DEFAULT_ROUTER
-
-
 def router_of(path: Path) -> str:
     """The router's address in an endpoints file."""
     return _field(path, "router")

@@ -17,6 +17,7 @@ from common.option import PREFIX, option, options
 from kvrelay.ports import free_ports
 from kvrelay.process import Spec
 from kvstore.urls import urls_of
+from rpc.address import ROUTER_PORT
 from rpc.options import SecurityOptions
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,7 +50,7 @@ class ClusterConfig(SecurityOptions):
     store_disk_budget: int = option(10 << 30, "bytes of it to use", unit="bytes", low=2**20)
     restore: bool = option(True, "do not begin with the blocks that are in --store-disk")
     host: str = option("127.0.0.1", "address that the router listens on", metavar="HOST")
-    port: int = option(50051, "port of the router; 0 takes a free one", low=0, high=65535)
+    port: int = option(ROUTER_PORT, "port of the router; 0 takes a free one", low=0, high=65535)
     block_size: int | None = option(None, "token positions in a block", low=1, high=4096)
     num_blocks: int | None = option(None, "blocks in each worker's pool", low=1)
     dtype: str | None = option(None, "number format of weights and KV, for example bfloat16")

@@ -39,7 +39,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 token=convert.token(update.sampled), finish_reason=convert.finish(update.finish)
             )
             if update.begun is not None:
-                first.begun.CopyFrom(convert.begun(update.begun))
+                first.begun.CopyFrom(convert.admitted(update.begun))
             return prefill_pb2.PrefillResponse(first_token=first)
         made = self._worker.handoff(leg, update)
         handoff = prefill_pb2.Handoff(

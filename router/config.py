@@ -7,8 +7,11 @@ from pathlib import Path
 
 from common.config import check, option, required
 from common.errors import Rejected
+from common.logs import LEVELS
 from router.policies import POLICIES
+from rpc.address import ROUTER_PORT
 from rpc.options import SecurityOptions
+from text.tokenizer import MAX_PROMPT_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +23,7 @@ class RouterConfig(SecurityOptions):
         None, "name of the model; default: that of its directory, as workers call it"
     )
     host: str = option("127.0.0.1", "address to listen on", metavar="HOST")
-    port: int = option(50051, "port to listen on; 0 picks a free one", low=0, high=65535)
+    port: int = option(ROUTER_PORT, "port to listen on; 0 picks a free one", low=0, high=65535)
     prefill: tuple[str, ...] = option(
         (),
         "a prefill worker, or with dns:///NAME:PORT every one behind a name; may be repeated",
@@ -76,12 +79,10 @@ class RouterConfig(SecurityOptions):
         100.0, "legs a second that may go on elsewhere after a loss; more wait", low=0.1
     )
     migration_burst: int = option(256, "such legs at once", low=1)
-    max_prompt: int = option(4 << 20, "size of a prompt", unit="bytes", low=1)
+    max_prompt: int = option(MAX_PROMPT_BYTES, "size of a prompt", unit="bytes", low=1)
     max_message: int = option(32 << 20, "size of a message", unit="bytes", low=1 << 16)
     grace: float = option(10.0, "that requests under way get at SIGTERM", low=0.0)
-    log_level: str = option(
-        "info", "how much to log", choices=("debug", "info", "warning", "error")
-    )
+    log_level: str = option("info", "how much to log", choices=LEVELS)
 
     def __post_init__(self) -> None:
         check(self)

@@ -18,11 +18,12 @@ from router.config import RouterConfig
 from router.costs import Account, Costs, Offer
 from router.policies import policy
 from router.policy import DECODE, PREFILL, Prefix, Wish, too_long
-from router.registry import Registry, role_name
+from router.registry import Registry
 from router.request import Request
-from router.worker import KnownWorker, Role
+from router.worker import KnownWorker
 from rpc.deadline import Deadline
 from rpc.identity import Tenant
+from rpc.roles import Role, role_name
 
 MAX_NAMES = 1024
 KEPT = 256  # namespaces: one for each tenant with a salt
@@ -217,9 +218,8 @@ class Dispatcher:
         if not so_far:  # an answer that has begun may knock again
             left = [w for w in left if not w.rest]
         fresh = [w for w in left if w.key not in tried.avoided]
-        again = (
-            left if role == types_pb2.ROLE_DECODE else []
-        )  # a prefill worker can be done without
+        # A prefill worker can be done without: none is asked again.
+        again = left if role == types_pb2.ROLE_DECODE else []
         workers = {worker.key: worker for worker in fresh or again}
         candidates = [worker.candidate() for worker in workers.values()]
         if role == types_pb2.ROLE_PREFILL:  # a decode worker can do it too

@@ -5,19 +5,19 @@ from __future__ import annotations
 from common.errors import Mismatch
 from protos import types_pb2, worker_pb2
 from rpc.protocol import PROTOCOL
+from rpc.roles import NAMES, Role, role_name
 
-ROLES = (types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE)
 _FIELDS = ("model", "revision", "dtype", "layout", "block_size", "format_version", "digest")
 
 
-def belongs(info: worker_pb2.WorkerInfo, listed: types_pb2.Role.ValueType) -> bool:
+def belongs(info: worker_pb2.WorkerInfo, listed: Role) -> bool:
     """Whether it may be used in its role: listed so, or told to change it since, or not listed."""
     return listed in (info.role, info.started_as, types_pb2.ROLE_UNSPECIFIED)
 
 
 def check_worker(
     info: worker_pb2.WorkerInfo,
-    listed: types_pb2.Role.ValueType,
+    listed: Role,
     model: str,
     fleet: worker_pb2.Namespace | None,
 ) -> None:
@@ -27,12 +27,12 @@ def check_worker(
             "protocol",
             f"it speaks version {info.protocol}, this router {PROTOCOL}: run the same release",
         )
-    if info.role not in ROLES:
+    if info.role not in NAMES:
         raise Mismatch("role", f"it is {info.role}, neither prefill nor decode")
     if not belongs(info, listed):
         raise Mismatch(
             "role",
-            f"it is {types_pb2.Role.Name(info.role)}, listed as {types_pb2.Role.Name(listed)}",
+            f"it is a {role_name(info.role)} worker, listed as a {role_name(listed)} one",
         )
     if info.namespace.model != model:
         raise Mismatch(

@@ -20,10 +20,11 @@ from router.life import State, Verdict
 from router.loss import Lost, Silent
 from router.sources import Sources
 from router.watch import Pace, Watcher
-from router.worker import KnownWorker, Role
+from router.worker import KnownWorker
 from router.workersfile import Workers
 from rpc.channel import ChannelOptions
 from rpc.deadline import Deadline
+from rpc.roles import Role, role_name
 from rpc.security import installed
 
 log = logging.getLogger("kvrelay.router")
@@ -244,8 +245,3 @@ class Registry:
         self._changed = asyncio.Event()
         for listener in self._listeners:
             listener()
-
-
-def role_name(role: Role) -> str:
-    """As in flags and logs."""
-    return types_pb2.Role.Name(role).removeprefix("ROLE_").lower()

@@ -21,6 +21,7 @@ from router.registry import Registry
 from router.request import build, check_envelope, check_length, prompt_of
 from rpc.deadline import Deadline
 from rpc.identity import caller
+from rpc.sampling import sampling_of
 from text.tokenizer import Tokenizer, eos_token_ids
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
@@ -111,8 +112,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._config,
             received,
         )
-        sampling = request.sampling
-        ending = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos))
+        ending = sampling_of(request.sampling, self._eos).ending_token_ids
         if len(request.outputs) > MANY_TOKENS:
             await asyncio.to_thread(generation.replay, ending)
         else:

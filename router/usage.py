@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protos import types_pb2
+from rpc.roles import Role
 
 
 def lost(
     worker: str,
     address: str,
-    role: types_pb2.Role.ValueType,
+    role: Role,
     generated: int,
     begun: types_pb2.Admission | None,
 ) -> types_pb2.LegUsage:

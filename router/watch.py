@@ -20,10 +20,11 @@ import grpc
 from common.errors import DeadlineExceeded, KvrelayError, Unavailable
 from protos import worker_pb2
 from router.life import Verdict, of_answer, of_failure
-from router.worker import SERVICES, KnownWorker
+from router.worker import KnownWorker
 from rpc.deadline import Deadline
 from rpc.health import is_serving
 from rpc.message import received
+from rpc.roles import SERVICES
 from rpc.status import from_rpc_error
 
 TURNS = 8

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
 
 import grpc
 
@@ -24,12 +23,7 @@ from router.life import UNASKED, State, Verdict
 from router.policy import Candidate
 from router.stay import Stay
 from rpc.channel import ChannelOptions, open_channel
-
-Role: TypeAlias = "types_pb2.Role.ValueType"  # quoted: it is in the type stubs only
-SERVICES: dict[Role, str] = {
-    types_pb2.ROLE_PREFILL: "kvrelay.v1.Prefill",
-    types_pb2.ROLE_DECODE: "kvrelay.v1.Decode",
-}
+from rpc.roles import Role
 
 
 class KnownWorker:

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 
 from common.errors import Rejected
 
+ROUTER_PORT = 50051
+"""Where a router listens and is looked for, unless told otherwise."""
+
+DEFAULT_ROUTER = f"127.0.0.1:{ROUTER_PORT}"
+
 
 @dataclass(frozen=True, slots=True)
 class Address:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import cast
 
 import grpc
 
-from common.errors import NotFound, Unavailable
 from rpc.bearer import Bearing
-from rpc.deadline import Deadline
-from rpc.health import is_serving
 from rpc.security import Security, installed
 
 MIB = 1 << 20
-POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,25 +75,3 @@ def _secured(address: str, options: ChannelOptions) -> tuple[Security, list[tupl
     if security.tls is not None and security.tls.name is not None:
         arguments.append(("grpc.ssl_target_name_override", security.tls.name))
     return security, arguments
-
-
-async def wait_ready(
-    address: str,
-    deadline: Deadline,
-    service: str = "",
-    options: ChannelOptions | None = None,
-) -> None:
-    """Return once the server at ``address`` says SERVING; ``Unavailable`` at the deadline."""
-    reason = "nobody listens there"
-    async with open_channel(address, options) as channel:
-        while not deadline.expired:
-            try:
-                if await is_serving(channel, deadline.earlier(1.0), service):
-                    return
-                reason = "it says NOT_SERVING"
-            except Unavailable as error:
-                reason = str(error)
-            except NotFound:
-                reason = f"it does not know the service {service!r}"
-            await asyncio.sleep(min(POLL_SECONDS, deadline.remaining()))
-    raise Unavailable(f"{address} is not ready: {reason}")

@@ -9,12 +9,17 @@ from common.sampling import Sampling
 from protos import types_pb2
 
 
-def sampling_of(message: types_pb2.Sampling) -> Sampling:
-    """The record of a message; absent fields take its defaults."""
+def sampling_of(message: types_pb2.Sampling, eos_token_ids: Sequence[int] = ()) -> Sampling:
+    """The record of a message, with the model's ends; absent fields take its defaults."""
     lists = ("stop", "stop_token_ids")
     given = {f.name: value for f, value in message.ListFields() if f.name not in lists}
     # A zero that was given explicitly is listed too: every scalar field is `optional`.
-    return Sampling(**given, stop=tuple(message.stop), stop_token_ids=tuple(message.stop_token_ids))
+    return Sampling(
+        **given,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        eos_token_ids=tuple(eos_token_ids),
+    )
 
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

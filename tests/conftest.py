@@ -1,6 +1,12 @@
-"""What a run of the tests says about itself."""
+"""What holds for every test, and what a run of them says about itself."""
 
 from __future__ import annotations
+
+import os
+
+# Before anything imports torch. Tiny models: more threads only wait for each other, and for ten
+# times as long on a machine that has other work.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.kvstore.redisserver import version
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config import option, required
+from common.logs import LEVELS
 from rpc.options import SecurityOptions
 
 
@@ -56,9 +57,7 @@ class WorkerConfig(SecurityOptions):
     journal: str | None = option(
         None, "file for every call of the scheduler, prompts too, to replay", metavar="FILE"
     )
-    log_level: str = option(
-        "info", "how much to log", choices=("debug", "info", "warning", "error")
-    )
+    log_level: str = option("info", "how much to log", choices=LEVELS)
 
     @property
     def routers(self) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ SALT_BYTES = 32
 
 def sampling(message: types_pb2.Sampling, eos_token_ids: tuple[int, ...]) -> Sampling:
     """The record of a message; fields that are absent take ``Sampling``'s defaults."""
-    rules = replace(sampling_of(message), eos_token_ids=eos_token_ids)
+    rules = sampling_of(message, eos_token_ids)
     return rules if message.HasField("seed") else replace(rules, seed=secrets.randbits(64))
 
 
@@ -84,14 +84,15 @@ def token(sampled: Sampled) -> types_pb2.Token:
     )
 
 
-def begun(admission: Admission) -> types_pb2.Admission:
-    """How a leg began; nothing is known of its end yet."""
+def admitted(admission: Admission, frontier: int = 0) -> types_pb2.Admission:
+    """How a residency began, and its ``frontier`` once it has ended."""
     return types_pb2.Admission(
         epoch=admission.epoch,
         length=admission.length,
         local=admission.local,
         external=admission.external,
         fresh=admission.fresh,
+        frontier=frontier,
     )
 
 
@@ -122,17 +123,7 @@ def leg_usage(
         failed=tokens.failed,
         preemptions=ended.preemptions,
         executed=tokens.executed,
-        admissions=[
-            types_pb2.Admission(
-                epoch=run.admission.epoch,
-                length=run.admission.length,
-                local=run.admission.local,
-                external=run.admission.external,
-                fresh=run.admission.fresh,
-                frontier=run.frontier,
-            )
-            for run in tokens.runs
-        ],
+        admissions=[admitted(run.admission, run.frontier) for run in tokens.runs],
         queue_seconds=timing.queue,
         load_seconds=timing.load,
         run_seconds=timing.run,

@@ -7,12 +7,8 @@ outlives the change.
 from __future__ import annotations
 
 import secrets
-from typing import TypeAlias
 
-from protos import types_pb2
-
-Role: TypeAlias = "types_pb2.Role.ValueType"  # quoted: it is in the type stubs only
-NAMES: dict[Role, str] = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode"}
+from rpc.roles import NAMES, Role
 
 
 class Identity:

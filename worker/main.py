@@ -14,11 +14,11 @@ from protos import worker_pb2_grpc
 from rpc import exposition, security
 from rpc.address import Address
 from rpc.deadline import Deadline
+from rpc.roles import NAMES, Role
 from rpc.server import Server, ServerOptions, serve_until_signal
 from worker import metrics
 from worker.announce import Announcer
 from worker.config import WorkerConfig
-from worker.identity import NAMES, Role
 from worker.outside import counters_of
 from worker.roles import Roles
 from worker.service import SERVICE, WorkerService

@@ -8,11 +8,10 @@ import logging
 from common.errors import DeadlineExceeded, Mismatch, Rejected
 from rpc.deadline import Deadline
 from rpc.health import Health
-from worker.identity import NAMES, Role
+from rpc.roles import NAMES, SERVICES, Role
 from worker.worker import Worker
 
 log = logging.getLogger(__name__)
-SERVICES = {role: f"kvrelay.v1.{name.capitalize()}" for role, name in NAMES.items()}
 
 
 class Roles:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from common.errors import Mismatch, Rejected
+from common.version import VERSION
 from engine.engine import Engine
 from engine.external import Connector
 from engine.model import LoadedModel, load_model
@@ -22,16 +23,16 @@ from kvstore.urls import public_names
 from protos import types_pb2, worker_pb2
 from rpc.credentials import Credentials
 from rpc.protocol import PROTOCOL
+from rpc.roles import Role
 from rpc.security import installed
 from worker import convert
 from worker.config import WorkerConfig
 from worker.handoff import Handoff, check_signature, check_tokens, sign
-from worker.identity import Identity, Role
+from worker.identity import Identity
 from worker.outside import connector
 from worker.stop_text import StopTexts
 from worker.streams import Batch, Streams
 
-VERSION = "0.1.0"
 TENANTS = 1024
 LAYOUT = "block,layer,k|v,position,head,dim"
 

@@ -14,13 +14,10 @@ from dataclasses import dataclass
 
 from common.config import load, option
 from common.errors import KvrelayError, Rejected, Unavailable
+from kvrelay.cli.routerconfig import RouterConfig
 from kvrelay.cli.screen import paint, say, tell
 from kvrelay.client import Client, Stream
-from kvrelay.endpoints import DEFAULT_ROUTER, address_of, check_one
 from kvrelay.piece import Piece
-from rpc import security
-from rpc.credentials import ADMIN_FIRST
-from rpc.options import SecurityOptions
 
 with suppress(ImportError):  # not in every build of Python
     import readline  # noqa: F401 - gives input() a line to edit
@@ -38,20 +35,15 @@ examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatConfig(SecurityOptions):
+class ChatConfig(RouterConfig):
     """Whom to talk to, and how."""
 
-    router: str | None = option(None, f"the router; else {DEFAULT_ROUTER}", metavar="HOST:PORT")
-    endpoints: str | None = option(None, "take the router from kvrelay up's file", metavar="FILE")
     system: str | None = option(None, "a system message before the first turn")
     max_tokens: int = option(512, "length of an answer at most", low=1)
     temperature: float = option(0.0, "0 takes the likeliest token", low=0)
     top_p: float | None = option(None, "sample from that much of the probability", metavar="P")
     seed: int | None = option(None, "the same seed gives the same answers", low=0)
     timeout: float = option(600.0, "give up an answer after that", unit="seconds", low=0.001)
-
-    def __post_init__(self) -> None:
-        check_one(self.router, self.endpoints)
 
 
 class Conversation:
@@ -117,8 +109,7 @@ class Conversation:
 
 def main(argv: Sequence[str]) -> int:
     config = load(ChatConfig, argv, "kvrelay chat", DESCRIPTION, epilog=EPILOG)
-    security.install(config, ADMIN_FIRST)
-    with Client(address_of(config.router, config.endpoints)) as client:
+    with Client(config.address()) as client:
         return _talk(Conversation(client, config))
 
 

@@ -145,7 +145,7 @@ class Demo:
             self._say(f"   {describe(hop)}")
         what, colour = KIND[asked.source]
         first = paint(f"first token {asked.first_token * 1e3:.0f} ms", colour)
-        lost = "" if all(hop.answered for hop in asked.hops) else " with the take-over"
+        lost = " with the take-over" if any(hop.lost for hop in asked.hops) else ""
         gap = f"{asked.token_gap * 1e3:.1f} ms a token{lost}"
         self._say(f"   {first} (prompt {what}), then {gap}")
 
@@ -226,7 +226,7 @@ def summary(asked: Sequence[Asked]) -> str:
     head = ("prompt was", "questions", "first token", "against computed")
     right = sum(one.right for one in asked)
     verdict = f"{right} of {len(asked)} answers right."
-    legs = [next(hop for hop in one.hops if hop.answered) for one in asked]
+    legs = [next(hop for hop in one.hops if not hop.lost) for one in asked]
     total, computed = sum(leg.length for leg in legs), sum(leg.computed for leg in legs)
     local, external = sum(leg.local for leg in legs), sum(leg.external for leg in legs)
     return "\n".join(

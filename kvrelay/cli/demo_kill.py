@@ -22,14 +22,13 @@ from kvrelay.demo import Hop, describe, hops_of
 from kvrelay.process import Process
 from kvrelay.recall.facts import Document
 from kvrelay.supervisor import Cluster
-from protos import types_pb2
+from rpc.roles import ROLES
 
 TARGETS = ("decode", "prefill", "store")
 TOKENS, SEED, TEMPERATURE = 320, 7, 0.7
 KILL_AT = TOKENS // 8  # what the client sees is some way behind what the worker does
 PROMPT_CHARACTERS = 2000
 LOOK_EVERY = 0.002
-ROLES = {"prefill": types_pb2.ROLE_PREFILL, "decode": types_pb2.ROLE_DECODE}
 
 
 @dataclass(slots=True)
@@ -162,7 +161,7 @@ def ask(
 
 def computed_again(hops: Sequence[Hop]) -> int:
     """Positions that legs after the first computed, beside the one that each of them must."""
-    legs = [hop for hop in hops if hop.answered]
+    legs = [hop for hop in hops if not hop.lost]
     return sum(max(0, leg.computed - 1) for leg in legs[1:])
 
 
@@ -182,8 +181,8 @@ def verdict(killer: Killer, disturbed: Answer, undisturbed: Answer, right: bool)
 
 def again(hops: Sequence[Hop]) -> str:
     """What had to be done twice, in words."""
-    first = next(hop for hop in hops if hop.answered)
-    if not hops[0].answered:  # what it had computed, nobody knows
+    first = next(hop for hop in hops if not hop.lost)
+    if hops[0].lost:  # what it had computed, nobody knows
         return f"{first.computed} positions of the prompt computed by the one that took over"
     return f"{computed_again(hops)} positions computed again"
 

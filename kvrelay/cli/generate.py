@@ -7,18 +7,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from google.protobuf.json_format import MessageToDict
-
 from common.config import load, option
 from common.errors import Rejected
-from kvrelay.cli.screen import paint, say, tell
+from kvrelay.cli.routerconfig import RouterConfig
+from kvrelay.cli.screen import say, tell
+from kvrelay.cli.usage import usage_json, usage_lines
 from kvrelay.client import Client, Stream
-from kvrelay.endpoints import DEFAULT_ROUTER, address_of, check_one
 from kvrelay.piece import Piece
-from protos import types_pb2
-from rpc import security
-from rpc.credentials import ADMIN_FIRST
-from rpc.options import SecurityOptions
 
 LARGEST_PROMPT = 8 << 20
 DESCRIPTION = """\
@@ -35,7 +30,7 @@ examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateConfig(SecurityOptions):
+class GenerateConfig(RouterConfig):
     """What to send, where, and how to show the answer."""
 
     prompt: str | None = option(
@@ -44,8 +39,6 @@ class GenerateConfig(SecurityOptions):
     token_ids: tuple[int, ...] = option((), "the prompt as ids: 1,2,3", low=0, metavar="IDS")
     chat: bool = option(False, "the prompt is a user's message, for the model's chat template")
     system: str | None = option(None, "a system message before it; needs --chat")
-    router: str | None = option(None, f"the router; else {DEFAULT_ROUTER}", metavar="HOST:PORT")
-    endpoints: str | None = option(None, "take the router from kvrelay up's file", metavar="FILE")
     max_tokens: int = option(128, "length of the answer at most", low=1)
     temperature: float = option(0.0, "0 takes the likeliest token", low=0)
     top_p: float | None = option(None, "sample from that much of the probability", metavar="P")
@@ -60,19 +53,17 @@ class GenerateConfig(SecurityOptions):
     json: bool = option(False, "print text, token ids, finish reason and usage as JSON at the end")
 
     def __post_init__(self) -> None:
+        RouterConfig.__post_init__(self)
         if self.token_ids and (self.prompt is not None or self.chat):
             raise Rejected("token_ids", "cannot be given together with a text or --chat")
         if self.system is not None and not self.chat:
             raise Rejected("system", "needs --chat")
-        check_one(self.router, self.endpoints)
 
 
 def main(argv: Sequence[str]) -> int:
     config = load(GenerateConfig, argv, "kvrelay generate", DESCRIPTION, epilog=EPILOG)
-    security.install(config, ADMIN_FIRST)
     pieces: list[Piece] = []
-    router = address_of(config.router, config.endpoints)
-    with Client(router) as client, _stream(client, config) as stream:
+    with Client(config.address()) as client, _stream(client, config) as stream:
         for piece in stream:
             pieces.append(piece)
             if not config.json:
@@ -134,56 +125,3 @@ def _as_json(pieces: Sequence[Piece]) -> dict[str, object]:
         "finish_reason": last.finish_reason if last else None,
         "usage": usage_json(last.usage) if last and last.usage else None,
     }
-
-
-def usage_json(usage: types_pb2.Usage) -> dict[str, object]:
-    """Every field of a usage, zeros too."""
-    made: dict[str, object] = MessageToDict(
-        usage, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    return made
-
-
-def _stores(leg: types_pb2.LegUsage) -> str:
-    """Which of several stores the external tokens came from."""
-    if len(leg.external_by_store) < 2:
-        return ""
-    parts = (f"{one.tokens} from {one.store}" for one in leg.external_by_store)
-    return f" ({', '.join(parts)})"
-
-
-def reason_of(miss: types_pb2.Miss.ValueType) -> str:
-    """As docs/accounting.md and the metrics call it."""
-    return types_pb2.Miss.Name(miss).removeprefix("MISS_").lower()
-
-
-def count_of(blocks: int) -> str:
-    """A number of blocks in words."""
-    return f"{blocks} block{'' if blocks == 1 else 's'}"
-
-
-def usage_lines(usage: types_pb2.Usage) -> str:
-    """A usage as a person reads it."""
-    lines = [
-        paint(
-            f"{usage.prompt_tokens} prompt tokens, {usage.cached_prompt_tokens} of them cached;"
-            f" {usage.completion_tokens} new; first token {usage.first_token_seconds * 1e3:.0f} ms",
-            "dim",
-            sys.stderr,
-        )
-    ]
-    for leg in usage.legs:
-        role = types_pb2.Role.Name(leg.role).removeprefix("ROLE_").lower()
-        lines.append(
-            f"  {role:<8} {leg.address or leg.worker:<16} {leg.length} ="
-            f" {leg.local} local + {leg.external} external + {leg.computed} computed"
-            + _stores(leg)
-            + (f", {leg.recomputed} recomputed" if leg.recomputed else "")
-            + (f", {leg.failed} failed" if leg.failed else "")
-            + (", lost on the way" if leg.lost else "")
-        )
-        lines += [
-            f"           {count_of(missed.blocks)} missed: {reason_of(missed.reason)}"
-            for missed in leg.missed
-        ]
-    return "\n".join(lines)

@@ -9,18 +9,18 @@ import grpc
 
 from common.config import load, option, required
 from kvrelay.cli.screen import say
-from protos import types_pb2, worker_pb2, worker_pb2_grpc
+from protos import worker_pb2, worker_pb2_grpc
 from rpc import security
 from rpc.channel import open_sync_channel
 from rpc.credentials import ADMIN_FIRST
 from rpc.options import SecurityOptions
+from rpc.roles import ROLES
 from rpc.status import from_rpc_error
 
 DESCRIPTION = """\
 Tells a running worker to prefill or to decode from now on. It takes no new requests, waits until
 those it has ended or were moved elsewhere by the router, and comes back in the other role with its
 KV cache. It keeps that role until it is started again; routers need not be told."""
-ROLES = {"prefill": types_pb2.ROLE_PREFILL, "decode": types_pb2.ROLE_DECODE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from common.config import load, option
 from common.errors import Rejected
 from kvrelay.cli.screen import say, tell
-from kvrelay.cli.storeconfig import StoresConfig, connected, title
+from kvrelay.cli.storeconfig import StoresConfig, connected
 from kvstore.base import Store
+from kvstore.urls import public_name
 
 DESCRIPTION = """\
 Removes every block that no lease holds from each of the stores; a Redis holds none. Asks before it
@@ -30,14 +31,14 @@ def main(argv: Sequence[str]) -> int:
     cleared: dict[str, dict[str, int]] = {}
     for url in config.urls():
         with connected(url) as store:
-            if not (config.yes or _sure(title(url), store, config.timeout)):
-                tell(f"{title(url)}: nothing was removed")
+            if not (config.yes or _sure(public_name(url), store, config.timeout)):
+                tell(f"{public_name(url)}: nothing was removed")
                 return 1
             removed = store.clear(config.timeout)
             left = store.stats(config.timeout).entries
-        cleared[title(url)] = {"removed": removed, "left": left}
+        cleared[public_name(url)] = {"removed": removed, "left": left}
         if not config.json:
-            say(f"{title(url)}: {removed:,} blocks removed, {left:,} left")
+            say(f"{public_name(url)}: {removed:,} blocks removed, {left:,} left")
     if config.json:
         say(json.dumps(cleared, indent=2))
     return 0

@@ -13,10 +13,11 @@ from common.values import show_bytes
 from kvblock.header import Header, header_bytes
 from kvblock.name import Namer
 from kvrelay.cli.screen import paint, say, table
-from kvrelay.cli.storeconfig import StoresConfig, browsing, connected, title
+from kvrelay.cli.storeconfig import StoresConfig, browsing, connected
 from kvstore.client.admin import Listed
 from kvstore.client.browse import resolved
 from kvstore.client.verifying import Checked, checked
+from kvstore.urls import public_name
 
 DESCRIPTION = """\
 Shows one block of a store: its header with the token ids, the block that it continues, its lengths,
@@ -103,7 +104,7 @@ def _inspected(url: str, digits: str, timeout: float) -> Inspected:
         listed, header = browser.inspect(name.name, timeout, name.tenant)
         there = store.survey([header.parent], 0.0, timeout).sizes[0] is not None
         (one,) = checked(store, [listed], timeout)
-    return Inspected(title(url), listed, header, there, state_of(one))
+    return Inspected(public_name(url), listed, header, there, state_of(one))
 
 
 def state_of(one: Checked) -> str:

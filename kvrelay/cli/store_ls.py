@@ -10,9 +10,10 @@ from itertools import islice
 from common.config import load, option
 from common.values import show_bytes
 from kvrelay.cli.screen import paint, say, table, tell
-from kvrelay.cli.storeconfig import StoresConfig, browsing, title
+from kvrelay.cli.storeconfig import StoresConfig, browsing
 from kvstore.client.admin import Listed
 from kvstore.client.browse import SHOWN, with_digits
+from kvstore.urls import public_name
 
 DESCRIPTION = """\
 Lists the blocks of a store: name, tokens, bytes, whether it is partial, how many leases hold it,
@@ -40,9 +41,9 @@ def main(argv: Sequence[str]) -> int:
             found = with_digits(browser, config.prefix, config.timeout, config.limit)
             if config.json:
                 for listed in found:
-                    say(json.dumps({"store": title(url), **as_json(listed)}))
+                    say(json.dumps({"store": public_name(url), **as_json(listed)}))
             else:
-                _show(title(url), found, config)
+                _show(public_name(url), found, config)
     return 0
 
 

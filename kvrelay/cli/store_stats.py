@@ -10,8 +10,9 @@ from common.config import load
 from common.errors import KvrelayError
 from common.values import show_bytes
 from kvrelay.cli.screen import say, table, tell
-from kvrelay.cli.storeconfig import StoresConfig, connected, title
+from kvrelay.cli.storeconfig import StoresConfig, connected
 from kvstore.stats import Stats
+from kvstore.urls import public_name
 
 DESCRIPTION = """\
 Prints what each store holds now and what it did since it started: blocks, bytes, leases, hits.
@@ -23,7 +24,7 @@ Figures = Mapping[str, object]
 def main(argv: Sequence[str]) -> int:
     config = load(StoresConfig, argv, "kvrelay store stats", DESCRIPTION)
     urls = config.urls()
-    found = {title(url): asked(url, config.timeout) for url in urls}
+    found = {public_name(url): asked(url, config.timeout) for url in urls}
     there = {name: figures(stats) for name, stats in found.items() if isinstance(stats, Stats)}
     gone = {name: stats for name, stats in found.items() if not isinstance(stats, Stats)}
     if config.json:

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from common.config import load, option
 from common.values import show_bytes
 from kvrelay.cli.screen import paint, say, tell
-from kvrelay.cli.storeconfig import StoresConfig, browsing, connected, title
+from kvrelay.cli.storeconfig import StoresConfig, browsing, connected
 from kvstore.client.browse import SHOWN, with_digits
 from kvstore.client.verifying import Checked, checked
+from kvstore.urls import public_name
 
 DESCRIPTION = """\
 Reads every block of a store back and checks its header, its name (which must follow from what the
@@ -90,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _verified(url: str, config: VerifyConfig) -> Progress:
-    progress = Progress(title(url))
+    progress = Progress(public_name(url))
     with browsing(url) as browser, connected(url) as store:
         # All names first: reading takes longer than a list may stay open.
         listed = list(with_digits(browser, config.prefix, config.timeout))

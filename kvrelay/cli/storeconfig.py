@@ -13,7 +13,7 @@ from kvrelay.endpoints import store_of
 from kvstore.base import Store
 from kvstore.client.browse import Browser, browse
 from kvstore.connect import connect
-from kvstore.urls import public_name, urls_of
+from kvstore.urls import urls_of
 from rpc import security
 from rpc.credentials import ADMIN_FIRST
 from rpc.options import SecurityOptions
@@ -57,8 +57,3 @@ def browsing(url: str) -> Iterator[Browser]:
     """The same for those who look after it."""
     with closing(browse(one(url))) as browser:
         yield browser
-
-
-def title(url: str) -> str:
-    """What a store is called in a table."""
-    return public_name(url)

@@ -11,13 +11,11 @@ from dataclasses import asdict, dataclass
 from google.protobuf.json_format import MessageToDict
 
 from common.config import load, option
+from kvrelay.cli.routerconfig import RouterConfig
 from kvrelay.cli.screen import coloured, paint, say, table
 from kvrelay.client import Client
-from kvrelay.endpoints import DEFAULT_ROUTER, address_of, check_one
-from protos import router_pb2, types_pb2
-from rpc import security
-from rpc.credentials import ADMIN_FIRST
-from rpc.options import SecurityOptions
+from protos import router_pb2
+from rpc.roles import NAMES
 
 DESCRIPTION = """\
 Shows every worker that a router knows: its state, what runs and waits there, its free KV blocks,
@@ -31,23 +29,17 @@ STATES = {
     router_pb2.WORKER_STATE_SUSPECT: ("suspect", "yellow"),
     router_pb2.WORKER_STATE_GONE: ("gone", "red"),
 }
-ROLES = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode"}
 HEAD = ("worker", "role", "state", "legs", "run", "load", "wait", "free blocks", "pos/s", "why")
 RIGHT = frozenset({3, 4, 5, 6, 7, 8})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopConfig(SecurityOptions):
+class TopConfig(RouterConfig):
     """Whom to ask and how often."""
 
-    router: str | None = option(None, f"the router; else {DEFAULT_ROUTER}", metavar="HOST:PORT")
-    endpoints: str | None = option(None, "take the router from kvrelay up's file", metavar="FILE")
     interval: float = option(1.0, "seconds between two looks", low=0.1)
     once: bool = option(False, "look once and end")
     json: bool = option(False, "print each look as one line of JSON")
-
-    def __post_init__(self) -> None:
-        check_one(self.router, self.endpoints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +66,7 @@ class Line:
         known = earlier is not None and passed > 0 and load.executed >= earlier
         return cls(
             address=status.address,
-            role=ROLES.get(status.role, "-"),
+            role=NAMES.get(status.role, "-"),
             state=STATES.get(status.state, ("unknown", "dim"))[0],
             legs=status.in_flight,
             running=load.running,
@@ -90,8 +82,7 @@ class Line:
 
 def main(argv: Sequence[str]) -> int:
     config = load(TopConfig, argv, "kvrelay top", DESCRIPTION)
-    security.install(config, ADMIN_FIRST)
-    address = address_of(config.router, config.endpoints)
+    address = config.address()
     before: Mapping[str, int] = {}
     looked = time.monotonic()
     with Client(address) as client:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -16,16 +16,19 @@ def main(port: int, manner: str) -> int:
     if manner == "fails":
         print("cannot start: no such model", flush=True)
         return 3
-    stop = threading.Event()
+    told, tells = socket.socketpair()
+    tells.setblocking(False)
     if manner == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     else:
-        signal.signal(signal.SIGTERM, lambda number, frame: stop.set())
+        # As asyncio does it: a process that was stopped may get the signal in any of its threads.
+        signal.set_wakeup_fd(tells.fileno())
+        signal.signal(signal.SIGTERM, lambda number, frame: None)
     if manner == "parent":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         print(f"grandchild {child.pid}", flush=True)
     if manner == "silent":
-        stop.wait(600)
+        told.recv(1)
         return 0
     server = grpc.server(ThreadPoolExecutor(2))
     servicer = health.HealthServicer()
@@ -34,7 +37,7 @@ def main(port: int, manner: str) -> int:
     server.add_insecure_port(f"127.0.0.1:{port}")
     server.start()
     print(f"ready on 127.0.0.1:{port}", flush=True)
-    stop.wait(600)
+    told.recv(1)
     server.stop(0)
     return 0
 

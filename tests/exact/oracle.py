@@ -19,9 +19,16 @@ class Oracle:
         )
         self._model = cast(PreTrainedModel, model)
         self._model.generation_config.pad_token_id = 0
+        self._made: dict[tuple[tuple[int, ...], int], list[int]] = {}
 
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
-        """The tokens after ``prompt``, end of sequence included."""
+        """The tokens after ``prompt``, end of sequence included; made once for each."""
+        key = tuple(prompt), max_tokens
+        if key not in self._made:
+            self._made[key] = self._greedy(prompt, max_tokens)
+        return self._made[key]
+
+    def _greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         ids = torch.tensor([list(prompt)])
         made = self._model.generate(  # type: ignore[operator]
             ids,

@@ -11,14 +11,13 @@ from contextlib import AbstractAsyncContextManager
 from decode_service.service import register as decode
 from prefill_service.service import register as prefill
 from protos import types_pb2
+from rpc.roles import ROLES, Role
 from worker.handoff import Handoff
-from worker.identity import Role
 from worker.main import main
 from worker.streams import Batch
 from worker.worker import Worker
 
 POISON = (66, 6, 66, 6)
-ROLES = {"prefill": types_pb2.ROLE_PREFILL, "decode": types_pb2.ROLE_DECODE}
 _run = Worker.run
 
 

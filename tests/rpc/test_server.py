@@ -14,10 +14,10 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
-from common.errors import NotFound, Rejected, Unavailable
+from common.errors import NotFound, Rejected
 from protos import decode_pb2, decode_pb2_grpc, types_pb2
 from rpc.address import Address
-from rpc.channel import open_channel, wait_ready
+from rpc.channel import open_channel
 from rpc.deadline import Deadline
 from rpc.health import is_serving
 from rpc.security import Security
@@ -56,8 +56,8 @@ async def test_serves_with_health_and_reflection() -> None:
     address = await server.start()
     assert address.startswith("127.0.0.1:")
     assert not address.endswith(":0")
-    await wait_ready(address, Deadline.after(10), SERVICE)
     async with open_channel(address) as channel:
+        assert await is_serving(channel, Deadline.after(10), SERVICE)
         answers = [
             a async for a in decode_pb2_grpc.DecodeStub(channel).Decode(decode_pb2.DecodeRequest())
         ]
@@ -76,7 +76,8 @@ async def test_unix_socket(tmp_path: Path) -> None:
     server = echo_server(ServerOptions(f"unix:{tmp_path}/s"))
     address = await server.start()
     assert address == f"unix:{tmp_path}/s"
-    await wait_ready(address, Deadline.after(10))
+    async with open_channel(address) as channel:
+        assert await is_serving(channel, Deadline.after(10))
     await server.stop()
 
 
@@ -112,14 +113,6 @@ def test_addresses_that_are_none(text: str) -> None:
 @pytest.mark.parametrize("text", ["127.0.0.1:5", "[::1]:5", "localhost:0", "unix:/a/b", "h:1"])
 def test_addresses_round_trip(text: str) -> None:
     assert str(Address.parse(text)) == text
-
-
-async def test_wait_ready_says_why() -> None:
-    server = echo_server()
-    address = await server.start()
-    await server.stop()
-    with pytest.raises(Unavailable, match=address):
-        await wait_ready(address, Deadline.after(0.3))
 
 
 async def test_keepalive_does_not_make_the_server_angry() -> None:

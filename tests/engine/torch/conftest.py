@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import lru_cache
 
 import pytest
-import torch
 
 from engine.model import LoadedModel, load_model
 from tests.engine.torch.drive import Oracle
@@ -25,9 +24,3 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
         return load_model(path, "float32", "cpu"), Oracle(path)
 
     return make
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    """Tiny matrices: more threads only wait for each other."""
-    torch.set_num_threads(1)
