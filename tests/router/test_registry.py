@@ -81,7 +81,7 @@ async def test_a_wrong_role_is_refused() -> None:
         await router.settled(used=2, listed=2)
         bad.role = types_pb2.ROLE_PREFILL
         await router.settled(used=1, listed=2)
-        assert "ROLE_PREFILL" in (await listed(router))[bad.address].reason
+        assert "is a prefill worker" in (await listed(router))[bad.address].reason
     await bad.stop()
 
 
