@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import closing
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from common.errors import KvrelayError, Rejected
 from common.values import show_size
@@ -40,8 +40,7 @@ def _other(url: str) -> Finding:
 
 def _redis(url: str) -> Iterator[Finding]:
     connect(url).close()  # says what is wrong with the URL
-    parts = urlsplit(url)
-    settings = redis.settings_of(parts, dict(parse_qsl(parts.query)))
+    settings = redis.settings_for(url)
     found = redis.examined(settings, TIMEOUT)
     for address, one in found.items():
         name = f"redis {address}"
@@ -62,6 +61,9 @@ def _server(name: str, one: redis.Reading, cluster: bool) -> Iterator[Finding]:
         name, "absent" if older else "ok", f"reachable, version {one.version}, {one.keys} keys",
         "older than 6.2, with which kvrelay is tested" if older else "",
     )  # fmt: skip
+    if one.replica and not cluster:
+        means = "it takes no blocks, and tells none to those that prolong them: name its master"
+        yield Finding(f"{name} role", "missing", "is a replica", means)
     yield _room(name, one)
     if one.cluster and not cluster:
         means = "one server of a cluster has a part of the slots: say redis+cluster://"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from urllib.parse import SplitResult, urlsplit
 
 from common.errors import Rejected
 from kvstore import redis
@@ -13,11 +14,13 @@ from kvstore.client.memory import MemoryStore
 from kvstore.client.remote import RemoteStore
 from kvstore.several.arm import Arm
 from kvstore.several.store import Several
-from kvstore.urls import public_name, urls_of
+from kvstore.urls import parameters_of, public_name, urls_of
 from rpc.address import Address
 from rpc.security import installed
 
 Parameters = dict[str, str]
+
+ESCAPES = "write / ? # @ within a part of a URL as %2F %3F %23 %40"
 
 
 def _memory(parts: SplitResult, parameters: Parameters) -> Store:
@@ -77,30 +80,48 @@ def connect(url: str) -> Store:
 
 
 def _arm(url: str, index: int) -> Arm:
-    parts = urlsplit(url)
-    parameters = dict(parse_qsl(parts.query))
-    chosen = {name: parameters.pop(name) for name in ("write", "promote") if name in parameters}
-    for name, value in chosen.items():
-        if value not in ("yes", "no"):
-            raise Rejected("store", f"{public_name(url)}: {name}={value} is neither yes nor no")
-        if not index:
-            raise Rejected("store", f"{public_name(url)}: the first store has no {name}=")
-    store = _one(parts._replace(query=urlencode(parameters)).geturl())
-    yes = {name for name, value in chosen.items() if value == "yes"}
-    return Arm(public_name(url), store, "write" in yes, "promote" in yes)
+    name = public_name(url)
+    with _naming(url):
+        parts, parameters = _parsed(url)
+        chosen = {name: parameters.pop(name) for name in ("write", "promote") if name in parameters}
+        for word, value in chosen.items():
+            if value not in ("yes", "no"):
+                raise Rejected("store", f"{word}={value} is neither yes nor no")
+            if not index:
+                raise Rejected("store", f"the first store has no {word}=")
+        store = _made(parts, parameters)
+    yes = {word for word, value in chosen.items() if value == "yes"}
+    return Arm(name, store, "write" in yes, "promote" in yes)
 
 
 def _one(url: str) -> Store:
-    shown = public_name(url)
+    with _naming(url):
+        return _made(*_parsed(url))
+
+
+@contextmanager
+def _naming(url: str) -> Iterator[None]:
+    """Every error says which URL it is about."""
+    try:
+        yield
+    except Rejected as error:
+        why = error.message if error.field == "store" else error
+        raise Rejected("store", f"{public_name(url)!r}: {why}") from error
+
+
+def _made(parts: SplitResult, parameters: Parameters) -> Store:
+    if parts.scheme not in SCHEMES:
+        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
+        raise Rejected("store", f"has none of the schemes {known}")
+    return SCHEMES[parts.scheme](parts, parameters)
+
+
+def _parsed(url: str) -> tuple[SplitResult, Parameters]:
+    """A password that ended too soon is found out before anything of its rest is shown."""
     try:
         parts = urlsplit(url)
     except ValueError as error:
-        raise Rejected("store", f"{shown!r} is no URL: {error}") from None
-    if parts.scheme not in SCHEMES:
-        known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
-        raise Rejected("store", f"{shown!r} has none of the schemes {known}")
-    try:
-        return SCHEMES[parts.scheme](parts, dict(parse_qsl(parts.query)))
-    except Rejected as error:
-        why = error.message if error.field == "store" else error
-        raise Rejected("store", f"{shown!r}: {why}") from error
+        raise Rejected("store", "is no URL" if "@" in url else f"is no URL: {error}") from None
+    if parts.fragment or "@" in parts.path + parts.query:
+        raise Rejected("store", f"has a # or, after its host, an @: {ESCAPES}")
+    return parts, parameters_of(parts.query)

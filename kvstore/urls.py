@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import parse_qsl
+
+from common.errors import Rejected
 
 _BETWEEN = re.compile(r"\s*,\s*(?=[a-z][a-z0-9+.-]*://)")
 
@@ -25,3 +28,15 @@ def public_name(url: str) -> str:
 def public_names(text: str) -> str:
     """The same for a list."""
     return ",".join(map(public_name, urls_of(text))) if text else ""
+
+
+def parameters_of(query: str) -> dict[str, str]:
+    """What stands after the ``?``, each name once and with a value; ``Rejected`` names another."""
+    found: dict[str, str] = {}
+    for name, value in parse_qsl(query, keep_blank_values=True):
+        if not value:
+            raise Rejected(name, "has no value: give it one, or leave it out")
+        if name in found:
+            raise Rejected(name, "stands there twice")
+        found[name] = value
+    return found

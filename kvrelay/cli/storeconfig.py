@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,12 @@ class StoresConfig(SecurityOptions):
     def urls(self) -> list[str]:
         """The stores, once this process shows who it is."""
         security.install(self, ADMIN_FIRST)
-        return urls_of(self.store or store_of(Path(self.endpoints or "")))
+        text = store_of(Path(self.endpoints)) if self.endpoints is not None else self.store
+        urls = urls_of(text or "")
+        twice = [name for name, count in Counter(map(title, urls)).items() if count > 1]
+        if twice:
+            raise Rejected("store", f"{twice[0]} stands twice in the list")
+        return urls
 
 
 def one(url: str) -> str:

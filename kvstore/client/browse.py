@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Protocol
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 from common.errors import NotFound, Rejected
 from kvblock.header import Header
 from kvblock.name import NAME_BYTES
 from kvstore.client.admin import Admin, Listed
+from kvstore.connect import connect
 from kvstore.redis import SCHEMES as REDIS
-from kvstore.redis import settings_of
+from kvstore.redis import settings_for
 from kvstore.redis.browsing import RedisAdmin
-from kvstore.urls import public_name
 from rpc.address import Address
 
 SHOWN = 12
@@ -35,14 +35,13 @@ class Browser(Protocol):
 
 def browse(url: str) -> Browser:
     """For one URL, as ``connect`` takes it."""
+    connect(url).close()  # says what is wrong with the URL
     parts = urlsplit(url)
     if parts.scheme in ("kvrelay", "kvrelays"):
         return Admin(str(Address.parse(parts.netloc)))
     if parts.scheme in REDIS:
-        return RedisAdmin(settings_of(parts, dict(parse_qsl(parts.query))))
-    if parts.scheme == "memory":
-        raise Rejected("store", "memory:// lives in one process, and this is another one")
-    raise Rejected("store", f"{public_name(url)!r} is no store that can be looked into")
+        return RedisAdmin(settings_for(url))
+    raise Rejected("store", "memory:// lives in one process, and this is another one")
 
 
 def with_digits(browser: Browser, digits: str, timeout: float, limit: int = 0) -> Iterator[Listed]:

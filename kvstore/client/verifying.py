@@ -72,6 +72,6 @@ def _check(listed: Listed, want: Want, got: Got) -> None:
 
 def _absent(store: Store, listed: Listed, timeout: float) -> Checked:
     """Not what it was listed as: it is gone, or its length is wrong."""
-    if store.survey([listed.name], 0.0, timeout).sizes[0] is None:
+    if listed.size and store.survey([listed.name], 0.0, timeout).sizes[0] is None:
         return Checked(listed, gone=True)
     return Checked(listed, Corrupt("length", f"{listed.tokens} tokens do not make {listed.size}"))

@@ -7,10 +7,10 @@ from typing import cast
 
 import redis
 
-from common.errors import NotFound
+from common.errors import Corrupt, NotFound
 from kvblock.header import Header, decode, header_bytes, stated_count
-from kvblock.name import NAME_BYTES
 from kvstore.client.admin import Listed
+from kvstore.redis.call import NO_VALUE
 from kvstore.redis.dialling import client
 from kvstore.redis.node import Node, guarded
 from kvstore.redis.settings import Settings
@@ -34,8 +34,8 @@ class RedisAdmin:
         self._topology.prepare(deadline)
         for node in self._topology.owners():
             with guarded(node), client(node.address, self._settings, deadline) as library:
-                for keys in _scanned(library, pattern, prefix, deadline):
-                    for listed in _listed(library, keys):
+                for keys in _scanned(library, pattern, deadline):
+                    for listed in self._listed(library, keys, prefix):
                         if listed.name not in seen:
                             seen.add(listed.name)
                             yield listed
@@ -50,7 +50,9 @@ class RedisAdmin:
             node, key = place
             asked.add(node)
             with guarded(node), client(node.address, self._settings, deadline) as library:
-                for listed in _listed(library, [key]):
+                for listed in self._listed(library, [key]):
+                    if not listed.size:
+                        raise Corrupt("type", f"what lies under {key.decode()} is no string")
                     head = library.getrange(key.decode(), 0, header_bytes(listed.tokens) - 1)
                     return listed, decode(cast(bytes, head))
         raise NotFound(f"there is no block {name.hex()}")
@@ -59,40 +61,32 @@ class RedisAdmin:
         """Give up every connection."""
         self._topology.close()
 
+    def _listed(
+        self, library: redis.Redis, keys: Sequence[bytes], prefix: bytes = b""
+    ) -> Iterator[Listed]:
+        """What lies under those of ``keys`` that are called after a block, whatever it is.
 
-def _scanned(
-    library: redis.Redis, pattern: str, prefix: bytes, deadline: Deadline
-) -> Iterator[list[bytes]]:
+        What is no value at all, a list for one, is listed with 0 bytes.
+        """
+        named = [(key, name) for key in keys if (name := self._topology.name(key)) is not None]
+        named = [(key, name) for key, name in named if name.startswith(prefix)]
+        with library.pipeline(transaction=False) as commands:
+            for key, _ in named:
+                commands.strlen(key)
+                commands.getrange(key, 0, SHORTEST - 1)
+            answers = commands.execute(raise_on_error=False)
+        for (_, name), size, head in zip(named, answers[::2], answers[1::2], strict=True):
+            if isinstance(size, redis.ResponseError) and str(size).startswith(NO_VALUE):
+                size, head = 0, b"-"
+            if isinstance(size, int) and isinstance(head, bytes) and head:
+                yield Listed(name, size, stated_count(head), False, 0, "", memory=True, disk=False)
+
+
+def _scanned(library: redis.Redis, pattern: str, deadline: Deadline) -> Iterator[list[bytes]]:
     cursor = 0
     while True:
         deadline.check("to list the store")
         cursor, found = library.scan(cursor, pattern, AT_ONCE)
-        keys = cast("list[bytes]", found)
-        yield [key for key in keys if (_name(key) or b"").startswith(prefix)]
+        yield cast("list[bytes]", found)
         if not cursor:
             return
-
-
-def _listed(library: redis.Redis, keys: Sequence[bytes]) -> Iterator[Listed]:
-    """Those of ``keys`` that are blocks and still there."""
-    with library.pipeline(transaction=False) as commands:
-        for key in keys:
-            commands.strlen(key)
-            commands.getrange(key, 0, SHORTEST - 1)
-        answers = cast("list[int | bytes]", commands.execute(raise_on_error=False))
-    for key, size, head in zip(keys, answers[::2], answers[1::2], strict=True):
-        name = _name(key)
-        if name is None or not isinstance(size, int) or not isinstance(head, bytes):
-            continue
-        if size >= SHORTEST:
-            tokens = stated_count(head)
-            yield Listed(name, size, tokens, False, 0, "", memory=True, disk=False)
-
-
-def _name(key: bytes) -> bytes | None:
-    digits = key.rpartition(b":")[2].decode("ascii", "replace")
-    try:
-        name = bytes.fromhex(digits)
-    except ValueError:
-        return None
-    return name if len(name) == NAME_BYTES else None

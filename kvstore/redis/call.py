@@ -85,6 +85,11 @@ class Call:
         node.failed(link, error)
         self.topology.doubt()
 
+    def astray(self, node: Node, line: bytes) -> None:
+        """A server has not got a key, or not now: ``line`` is its answer."""
+        self.error = self.error or Unwilling(node.address, line)
+        self.topology.doubt()
+
     def again(self) -> bool:
         """Before another round, and whether it might end better than the last.
 
@@ -160,7 +165,7 @@ class Call:
             astray = bool(refused) and any(map(is_elsewhere, answer))
             answers[index] = [] if astray else answer
         if refused:
-            self.topology.doubt()
+            self.astray(node, refused[0])
 
     def _is_up(self, node: Node) -> bool:
         if node not in self._up:

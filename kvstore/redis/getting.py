@@ -144,7 +144,7 @@ def _blame(call: Call, node: Node, error: Refused | KvrelayError) -> None:
     if isinstance(error, KvrelayError):
         call.lost(node, error)
     elif is_elsewhere(error.line):
-        call.topology.doubt()
+        call.astray(node, error.line)
     else:
         call.lost(node, Unwilling(node.address, error.line))
 

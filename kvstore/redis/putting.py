@@ -125,7 +125,7 @@ class Putting:
         if line == b"$-1":
             return Outcome(Kept.EXISTED)
         if is_elsewhere(line):
-            self._call.topology.doubt()
+            self._call.astray(box.node, line)
             return None
         if code_of(line) == "OOM":
             return Outcome(Kept.NO_ROOM)

@@ -1,20 +1,28 @@
-"""What is asked of Redis rarely: figures, configuration, removal of everything."""
+"""What is asked of Redis rarely: figures, configuration, removal of what is wrong or of all."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import redis
 
-from common.errors import KvrelayError
+from common.errors import Corrupt, KvrelayError, Unavailable
+from kvstore.book.check import check_block
+from kvstore.records import Claim
+from kvstore.redis.call import NO_VALUE
 from kvstore.redis.dialling import client
-from kvstore.redis.node import guarded
+from kvstore.redis.node import Node, guarded
+from kvstore.redis.replies import LONGEST_BULK
 from kvstore.redis.settings import Settings
 from kvstore.redis.topology import Topology, slots
 from kvstore.stats import Stats, Tally
 from rpc.address import Address
 from rpc.deadline import Deadline
+
+log = logging.getLogger("kvrelay.store")
 
 AT_ONCE = 1000
 
@@ -32,6 +40,7 @@ class Reading:
     keys: int
     evicted: int
     expired: int
+    replica: bool
     cluster: bool
     full_coverage: bool | None
 
@@ -51,6 +60,7 @@ def reading(address: Address, settings: Settings, deadline: Deadline) -> Reading
             keys=library.dbsize(),
             evicted=_number(info, "evicted_keys"),
             expired=_number(info, "expired_keys"),
+            replica=info.get("role") == "slave",
             cluster=cluster,
             full_coverage=_full_coverage(library) if cluster else None,
         )
@@ -103,30 +113,74 @@ def stats_of(found: Sequence[Reading], tally: Tally) -> Stats:
 
 
 def cleared(topology: Topology, settings: Settings, deadline: Deadline) -> int:
-    """Remove every block under the prefix from every server that is there; how many."""
-    removed, failed, nodes = 0, None, topology.owners()
-    for node in nodes:
+    """Remove every block from every server that is there; how many.
+
+    Keys that are called after no block are somebody else's, whatever they begin with. Raises after
+    all have been told if one of them could not do all of it.
+    """
+    removed, failed = 0, []
+    for node in topology.owners():
         try:
             with guarded(node), client(node.address, settings, deadline) as library:
-                removed += _removed(library, f"{settings.prefix}:*", deadline)
+                for count, refused in _removed(library, topology, settings.prefix, deadline):
+                    removed += count
+                    failed += [f"{node.address}: {error}" for error in refused]
         except KvrelayError as error:
-            failed = error
-    if failed is not None and len(nodes) == 1:
-        raise failed
+            failed.append(str(error))
+    if failed:
+        raise Unavailable(f"{removed} blocks were removed, but not all: {failed[0]}")
     return removed
 
 
-def _removed(library: redis.Redis, pattern: str, deadline: Deadline) -> int:
-    cursor = removed = 0
+def _removed(
+    library: redis.Redis, topology: Topology, prefix: str, deadline: Deadline
+) -> Iterator[tuple[int, list[Exception]]]:
+    """How many keys went with each page of a ``SCAN``, and what those said that did not."""
+    cursor = 0
     while True:
         deadline.check("to clear the store")
-        cursor, keys = library.scan(cursor, pattern, AT_ONCE)
+        cursor, keys = library.scan(cursor, f"{prefix}:*", AT_ONCE)
         with library.pipeline(transaction=False) as commands:  # a cluster takes one key at a time
             for key in keys:
-                commands.unlink(key)
-            removed += sum(map(int, commands.execute()))
+                if topology.name(cast(bytes, key)) is not None:
+                    commands.unlink(key)
+            answers = commands.execute(raise_on_error=False)
+        refused = [one for one in answers if isinstance(one, Exception)]
+        yield sum(one for one in answers if isinstance(one, int)), refused
         if not cursor:
-            return removed
+            return
+
+
+def mended(place: tuple[Node, bytes], name: bytes, settings: Settings, deadline: Deadline) -> bool:
+    """Remove what lies in the place of a block and is not that block; whether there was such.
+
+    As long as it is there, nobody can put the right one.
+    """
+    node, key = place
+    # That it may not be removed, for want of a permission, says nothing of the server.
+    with client(node.address, settings, deadline) as library:
+        error = _wrong(library, key.decode(), name)
+        if error is not None:
+            library.unlink(key.decode())
+            log.warning("%s: block %s was removed: %s", node.address, name.hex(), error)
+    return error is not None
+
+
+def _wrong(library: redis.Redis, key: str, name: bytes) -> Corrupt | None:
+    try:
+        size = library.strlen(key)
+        value = library.get(key) if 0 < size <= LONGEST_BULK else b""
+    except redis.ResponseError as error:
+        if not str(error).startswith(NO_VALUE):
+            raise
+        return Corrupt("type", str(error))
+    if not size or value is None:
+        return None
+    try:
+        check_block(Claim(name, size, False), cast(bytes, value))
+    except Corrupt as error:
+        return error
+    return None
 
 
 def _full_coverage(library: redis.Redis) -> bool | None:

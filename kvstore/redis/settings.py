@@ -8,10 +8,11 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from common.config import option, options, read
 from common.errors import Rejected
+from kvstore.urls import parameters_of
 from rpc.address import Address
 
 PORT = 6379
@@ -63,7 +64,7 @@ class Settings:
 def settings_for(url: str) -> Settings:
     """The settings of a whole URL."""
     parts = urlsplit(url)
-    return settings_of(parts, dict(parse_qsl(parts.query)))
+    return settings_of(parts, parameters_of(parts.query))
 
 
 def settings_of(
@@ -143,7 +144,10 @@ def _tls(given: Mapping[str, str]) -> Tls:
 
 
 def _db(path: str, given: Mapping[str, str], cluster: bool) -> int:
-    text = given.get("db") or path.strip("/") or "0"
+    first = path.strip("/")
+    text = given.get("db", first or "0")
+    if first and text != first:
+        raise Rejected("db", f"{text!r} and, in the path, {first!r}: give one of them")
     if not (text.isascii() and text.isdigit() and len(text) <= 5):
         raise Rejected("db", f"{text!r} is not the number of a database")
     if cluster and int(text):

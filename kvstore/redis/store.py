@@ -6,20 +6,26 @@ lives that is used, and a value that is read is whole, or it is absent.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Sequence
 
+from common.errors import KvrelayError
 from kvstore.base import Found, Got, Kept, Lease, Offer, Outcome, Seen, Want
 from kvstore.records import Tail
 from kvstore.redis.call import Call
 from kvstore.redis.counting import Counting
 from kvstore.redis.getting import received
 from kvstore.redis.putting import Putting
-from kvstore.redis.rarely import cleared, readings, stats_of
+from kvstore.redis.rarely import cleared, mended, readings, stats_of
 from kvstore.redis.settings import Settings
 from kvstore.redis.surveying import Surveyed, surveyed
 from kvstore.redis.topology import Topology
 from kvstore.stats import Stats
 from rpc.deadline import Deadline
+
+log = logging.getLogger("kvrelay.store")
+
+MEND_SECONDS = 1.0
 
 
 class RedisStore:
@@ -68,7 +74,9 @@ class RedisStore:
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
         """As the protocol says."""
+        deadline = Deadline.after(timeout)
         served = absent = nbytes = 0
+        got = None
         try:
             with self._call(timeout) as call:
                 for got in received(call, wants):
@@ -78,6 +86,10 @@ class RedisStore:
                         served += 1
                         nbytes += len(got.header) + wants[got.index].buffer.nbytes
                     yield got
+        except GeneratorExit:
+            if got is not None:
+                self._mend(wants[got.index].name, deadline)
+            raise
         finally:
             self._counting.add(served=served, absent=absent, bytes_out=nbytes)
 
@@ -118,6 +130,15 @@ class RedisStore:
 
     def _call(self, timeout: float) -> Call:
         return Call(self._topology, Deadline.after(timeout), self._settings.cluster)
+
+    def _mend(self, name: bytes, deadline: Deadline) -> None:
+        """A reader left at this block. If what lies there is wrong it goes, and may be put anew."""
+        place = self._topology.place(name, lambda node: not node.circuit.open)
+        try:
+            if place and mended(place, name, self._settings, deadline.earlier(MEND_SECONDS)):
+                self._counting.add(corrupt=1)
+        except KvrelayError as error:
+            log.info("%s: block %s was not looked at again: %s", self.url, name.hex(), error)
 
     def _survey(self, names: Sequence[bytes], full: int, ttl: float, timeout: float) -> Surveyed:
         with self._call(timeout) as call:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -201,6 +202,28 @@ def test_the_store_must_be_named_once(words: list[str], capsys: pytest.CaptureFi
         run(capsys, "stats", *words)
     assert ended.value.code == 2
     assert "give one of --store" in capsys.readouterr().err
+
+
+def test_a_store_stands_once_in_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures are told apart by what a store is called."""
+    with pytest.raises(Rejected, match="redis://h stands twice"):
+        stores_of("redis://h?prefix=a,redis://h?prefix=b")
+    with pytest.raises(Rejected, match="has none of the schemes"):
+        connect(stores_of("")[0])
+
+
+def stores_of(text: str) -> list[str]:
+    return storeconfig.StoresConfig(store=text).urls()
+
+
+def test_a_full_disk_is_a_line(url: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvrelay", "store", "stats", "--store", url],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "No space left" in done.stderr
 
 
 def test_the_store_of_a_running_cluster_is_in_its_endpoints(

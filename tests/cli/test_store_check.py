@@ -51,6 +51,16 @@ def test_a_server_that_would_fill_up_is_told_how_not_to(server: Server) -> None:
     assert "CONFIG SET maxmemory-policy allkeys-lru" in memory.means
 
 
+def test_a_replica_is_no_store(server: Server) -> None:
+    with server.client() as client:
+        client.execute_command("REPLICAOF", "127.0.0.1", 1)
+        try:
+            role = said(f"redis://{server.address}")[f"redis {server.address} role"]
+        finally:
+            client.execute_command("REPLICAOF", "NO", "ONE")
+    assert (role.state, role.found) == ("missing", "is a replica")
+
+
 def test_a_store_that_is_not_there_is_missing(server: Server) -> None:
     process, url = start_service("--budget=1MiB")
     try:

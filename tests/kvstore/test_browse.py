@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from common.errors import NotFound, Rejected
+from common.errors import Corrupt, NotFound, Rejected
 from kvblock.header import decode
 from kvstore import Offer, Store, connect
 from kvstore.client.browse import Browser, browse, resolved, with_digits
 from kvstore.client.verifying import checked
 from tests.kvstore.conftest import url_of
+from tests.kvstore.redisserver import Server
 from tests.kvstore.test_conformance import TIMEOUT, make, name_of, put
 
 
@@ -85,6 +86,28 @@ def test_what_is_gone_when_it_is_read_is_no_fault(store: Store, browser: Browser
         (None, False),
         (None, True),
     ]
+
+
+@pytest.mark.parametrize("url", ["redis"], indirect=True)
+def test_what_is_no_block_in_redis_is_listed_and_wrong(
+    store: Store, browser: Browser, redis_server: Server
+) -> None:
+    names = [bytes([n]) * 32 for n in range(3)]
+    with redis_server.client() as client:
+        client.set(f"kvrelay:{names[0].hex()}", "x")
+        client.rpush(f"kvrelay:{names[1].hex()}", "x")
+        client.set(f"kvrelay:other:{names[2].hex()}", "of another store")
+    listed = sorted(browser.list(TIMEOUT), key=lambda one: one.name)
+    assert [(one.name, one.size) for one in listed] == [(names[0], 1), (names[1], 0)]
+    assert all(isinstance(c.error, Corrupt) for c in checked(store, listed, TIMEOUT))
+    for name in names[:2]:
+        with pytest.raises(Corrupt):
+            browser.inspect(name, TIMEOUT)
+
+
+def test_what_is_to_go_by_tls_is_not_looked_into_without() -> None:
+    with pytest.raises(Rejected, match="--tls-ca"):
+        browse("kvrelays://127.0.0.1:1")
 
 
 @pytest.mark.parametrize("url", ["memory://x", "s3://x", "kvrelay"])

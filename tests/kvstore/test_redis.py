@@ -13,8 +13,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from redis import Redis
 
-from common.errors import Rejected, Unavailable
+from common.errors import Corrupt, Rejected, Unavailable
 from common.miss import Miss
 from kvstore import Block, Kept, Offer, Tail, Want, connect
 from kvstore.redis import RedisStore, settings_of, topology
@@ -23,6 +24,7 @@ from kvstore.redis.getting import WINDOW, Queue
 from kvstore.redis.link import Link
 from kvstore.redis.node import Node
 from kvstore.urls import public_name
+from rpc.deadline import Deadline
 from tests.kvstore.redisserver import Cluster, Server, running, version
 from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, present, put
 
@@ -277,6 +279,76 @@ def test_prefixes_keep_stores_apart_and_clear_takes_its_own(
     assert present(one, block) == [True]
 
 
+def test_clear_takes_blocks_and_nobody_elses_keys(making: Make, redis_server: Server) -> None:
+    one, other, block = making("one"), making("one:two"), make()
+    put(one, block)
+    put(other, block)
+    digits = name_of(block).hex()
+    theirs = {"one", "one:session:42", f"one:{digits.upper()}", f"one:{digits}0", f"x:one:{digits}"}
+    with redis_server.client() as client:
+        for key in theirs:
+            client.set(key, "value")
+        client.hset("one:users", "me", "you")
+        assert one.clear(TIMEOUT) == 1
+        assert client.exists(*theirs, "one:users") == len(theirs) + 1
+    assert (present(one, block), present(other, block)) == ([False], [True])
+
+
+def truncated(value: bytes, client: Redis, key: bytes) -> None:
+    client.set(key, value[:50])
+
+
+def flipped(value: bytes, client: Redis, key: bytes) -> None:
+    client.set(key, value[:-1] + bytes([value[-1] ^ 1]))
+
+
+def another_block(value: bytes, client: Redis, key: bytes) -> None:
+    block = make()
+    client.set(key, b"".join((block.header, block.payload)))
+
+
+def too_long(value: bytes, client: Redis, key: bytes) -> None:
+    client.set(key, value + bytes(100_000))
+
+
+def of_another_type(value: bytes, client: Redis, key: bytes) -> None:
+    client.delete(key)
+    client.rpush(key, value)
+
+
+WRONG = [truncated, flipped, another_block, too_long, of_another_type]
+
+
+@pytest.mark.parametrize("spoil", WRONG, ids=lambda spoil: spoil.__name__)
+def test_what_is_wrong_goes_when_its_reader_leaves_and_can_be_put_anew(
+    making: Make, redis_server: Server, spoil: Callable[[bytes, Redis, bytes], None]
+) -> None:
+    """Lookups prolong it and puts create only: else it would stand there for good."""
+    store, before, block, after = making(), make(), make(), make()
+    blocks = [before, block, after]
+    put(store, *blocks)
+    with redis_server.client() as client:
+        spoil(client.get(key_of(store, block)) or b"", client, key_of(store, block))
+    wants = [Want(name_of(b), memoryview(bytearray(b.payload.nbytes))) for b in blocks]
+    with contextlib.closing(store.get(wants, TIMEOUT)) as arriving:
+        assert next(arriving).header == before.header
+        next(arriving)  # it is wrong, and the reader goes no further
+    assert store.stats(TIMEOUT).tally.corrupt == 1
+    assert put(store, *blocks) == [Kept.EXISTED, Kept.STORED, Kept.EXISTED]
+    assert all(got.header is not None for got in get(store, *blocks))
+
+
+def test_a_block_that_is_right_stays_when_its_reader_leaves(making: Make) -> None:
+    store, block = making(), make()
+    put(store, block)
+    for wanted in (block.payload.nbytes, 7):
+        want = Want(name_of(block), memoryview(bytearray(wanted)))
+        with contextlib.closing(store.get([want], TIMEOUT)) as arriving:
+            next(arriving)
+    assert present(store, block) == [True]
+    assert store.stats(TIMEOUT).tally.corrupt == 0
+
+
 def test_a_value_that_is_no_block_does_not_come_as_one(making: Make, redis_server: Server) -> None:
     store, junk, short, listed, block = making(), make(), make(), make(), make()
     put(store, block)
@@ -363,6 +435,34 @@ def test_blocks_are_spread_over_the_servers(clustered: RedisStore, redis_cluster
     assert clustered.stats(TIMEOUT).entries == 90
     assert all(got.header is not None for got in get(clustered, *blocks))
     assert clustered.clear(TIMEOUT) == 90
+
+
+def test_a_clear_that_could_not_clear_all_says_so(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    with (
+        running(cluster),
+        contextlib.closing(open_store(f"redis+cluster://{cluster.addresses}")) as store,
+    ):
+        put(store, *(make(2000) for _ in range(60)))
+        cluster.servers[1].kill()
+        with pytest.raises(Unavailable, match=f"not all: {cluster.servers[1].address}") as caught:
+            store.clear(TIMEOUT)
+        assert 1 < int(str(caught.value).split()[0]) < 60
+        assert store.stats(TIMEOUT).entries == 0
+
+
+@pytest.mark.parametrize("last", [1 << 50, -1, 16384])
+def test_slots_that_cannot_be_are_refused_before_there_is_room_for_them(
+    last: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Library:
+        def execute_command(self, _: str) -> object:
+            return [[0, last, [b"h", 1]]]
+
+    monkeypatch.setattr(topology, "client", lambda *_: contextlib.nullcontext(Library()))
+    settings = settings_of(urlsplit("redis+cluster://h"), {})
+    with pytest.raises(Corrupt, match="slots"):
+        topology.slots(settings.addresses[0], settings, Deadline.after(TIMEOUT))
 
 
 @pytest.fixture
@@ -495,6 +595,37 @@ def test_urls_are_read(url: str, hosts: list[str]) -> None:
     assert [str(address) for address in settings.addresses] == hosts
     assert settings.db == (3 if "db=3" in url else 0)
     connect(url).close()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:hush/hush@h", "redis://:p@ss/hush:rd@h", "redis://:p@ss/1?hush=1@h",
+        "redis://:p@ss?hush@h", "redis://:p@ss#hush@h", "redis://:hush\u2100@h",
+        "redis+cluster://:hush?@h", "redis://:hush[x@h",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("form", ["{}", "memory://,{}"])
+def test_a_password_that_is_not_escaped_is_told_and_not_shown(url: str, form: str) -> None:
+    with pytest.raises(Rejected) as caught:
+        connect(form.format(url))
+    assert caught.value.field == "store"
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("redis://h?prefix=", "prefix: has no value"),
+        ("redis://h?bogus", "bogus: has no value"),
+        ("redis://h?life=5&life=6", "life: stands there twice"),
+        ("redis://h/2?db=3", "db: '3' and, in the path, '2'"),
+        ("redis://h#x", "has a #"),
+    ],
+)
+def test_nothing_in_a_url_is_passed_over(url: str, words: str) -> None:
+    with pytest.raises(Rejected, match=words):
+        connect(url)
 
 
 def test_secrets_come_from_url_file_and_environment_and_go_nowhere(
