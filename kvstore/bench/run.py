@@ -15,6 +15,7 @@ from common.config import load, option
 from kvstore.bench import redis_rows
 from kvstore.bench.redisserver import find_server, version_of
 from kvstore.bench.rows import GB, GET_BLOCKS, Bare, Memcpy, Rig, get_rows, lookup_seconds, put_rows
+from kvstore.ways.choice import ORDER
 
 DESCRIPTION = """\
 Measures on this machine, with a store of its own, how fast blocks are got and put on each way,
@@ -28,6 +29,10 @@ LEAST = 6
 FEW, MANY, QUICK_MANY = 1000, 1_000_000, 20_000
 RIVALS = {**dict.fromkeys(("shm get", "shm put", CHECKED), "memcpy"), **redis_rows.RIVALS}
 ALONE = {"memcpy", "bare socket", *redis_rows.RIVALS.values()}
+ROWS = (
+    "memcpy", CHECKED, "bare socket", *(f"{way} get" for way in ORDER),
+    *(f"{way} put" for way in ORDER), *redis_rows.RIVALS, *redis_rows.RIVALS.values(),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +42,9 @@ class BenchConfig:
     bytes: int = option(1 << 30, "moved for each row", unit="bytes", low=1 << 20)
     rounds: int = option(16, "rounds the bytes are moved in", low=1)
     working_set: int = option(256 << 20, "bytes of different blocks", unit="bytes", low=1 << 20)
-    sizes: tuple[int, ...] = option(SIZES, "bytes of a block's payload; may be repeated")
+    sizes: tuple[int, ...] = option(SIZES, "bytes of a block's payload; may be repeated", low=1)
     quick: bool = option(False, "a sixteenth of the bytes in two rounds, to see that it works")
-    rows: tuple[str, ...] = option((), "such as 'shm get'; default: all; may be repeated")
+    rows: tuple[str, ...] = option((), "default: all; may be repeated", choices=ROWS)
     json: bool = option(False, "print JSON instead of a table")
 
 

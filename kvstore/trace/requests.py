@@ -16,6 +16,8 @@ from common.errors import Rejected
 
 BLOCK_TOKENS = 512
 ID_BYTES = 8
+LENGTHS = ("timestamp", "input_length", "output_length")
+MOST = 10**15
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +61,24 @@ def write_trace(path: Path, requests: Sequence[Request]) -> None:
 def _request(line: str, where: str) -> Request:
     try:
         row = json.loads(line)
-        return Request(
-            float(row["timestamp"]) / 1000,
-            int(row["input_length"]),
-            int(row["output_length"]),
-            tuple(int(one).to_bytes(ID_BYTES, "little") for one in row["hash_ids"]),
-        )
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        at, tokens, output = (_number(row, name) for name in LENGTHS)
+        ids = row["hash_ids"]
+        if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+            raise ValueError("hash_ids is no list of whole numbers")
+        if len(set(ids)) < len(ids):
+            raise ValueError("hash_ids has one twice, but each stands for all before it")
+        names = tuple(one.to_bytes(ID_BYTES, "little") for one in ids)
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise Rejected(
             "trace",
             f"{where}: not a request ({type(error).__name__}: {error}); wanted is an object with"
             " timestamp, input_length, output_length and hash_ids",
         ) from error
+    return Request(at / 1000, int(tokens), int(output), names)
+
+
+def _number(row: dict[str, object], name: str) -> float:
+    value = row[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MOST:
+        raise ValueError(f"{name} is {str(value)[:40]} and not between 0 and {MOST:.0e}")
+    return value

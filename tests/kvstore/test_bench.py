@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvstore.bench.run import BenchConfig, main
+from kvstore.bench.run import ROWS, BenchConfig, main
 
 
 def test_a_quick_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -17,6 +17,7 @@ def test_a_quick_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     redis = ["bare redis get", "redis get", "bare redis put", "redis put"]
     alone = ["memcpy", "memcpy, checked", "bare socket"]
     assert [row["what"] for row in found["rows"]] == [*alone, *ways, *redis]
+    assert {row["what"] for row in found["rows"]} == set(ROWS)
     assert all(row["client"] > 0 for row in found["rows"])
     assert all(row["store"] > 0 for row in found["rows"] if row["what"] in ways)
     assert all(row["rate"] >= row["median"] > 0 for row in found["rows"])

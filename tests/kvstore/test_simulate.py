@@ -99,12 +99,26 @@ def test_a_trace_comes_back_as_it_was_written(tmp_path: Path) -> None:
         ("[1]", "TypeError"),
         ('{"timestamp": 1, "input_length": 2, "output_length": 3}', "hash_ids"),
         ('{"timestamp": 9, "input_length": 1, "output_length": 1, "hash_ids": [-1]}', "Overflow"),
-        ('{"timestamp": -1, "input_length": 1, "output_length": 1, "hash_ids": []}', "earlier"),
+        ('{"timestamp": 9, "input_length": 1, "output_length": 1, "hash_ids": [7, 8, 7]}', "twice"),
+        ('{"timestamp": 9, "input_length": 1, "output_length": 1, "hash_ids": "12"}', "no list"),
+        ('{"timestamp": 9, "input_length": 1, "output_length": 1, "hash_ids": [1.5]}', "no list"),
+        ('{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": []}', "timestamp"),
+        (
+            '{"timestamp": 1e300, "input_length": 1, "output_length": 1, "hash_ids": []}',
+            "timestamp",
+        ),
+        (
+            '{"timestamp": 9, "input_length": -1, "output_length": 1, "hash_ids": []}',
+            "input_length",
+        ),
+        ("[" * 100_000, "RecursionError"),
+        ('{"timestamp": -1, "input_length": 1, "output_length": 1, "hash_ids": []}', "timestamp"),
+        ('{"timestamp": 4, "input_length": 1, "output_length": 1, "hash_ids": []}', "earlier"),
     ],
 )
 def test_a_line_that_is_no_request_is_named(tmp_path: Path, line: str, words: str) -> None:
     path = tmp_path / "trace.jsonl"
-    write_trace(path, trace_of("a"))
+    write_trace(path, [Request(0.005, 512, 1, (b"a",))])
     path.write_text(path.read_text() + line + "\n")
     with pytest.raises(Rejected, match=f"trace.jsonl:2: .*{words}"):
         list(read_trace(path))
