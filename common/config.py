@@ -18,7 +18,8 @@ A field's value comes from its flag, else the environment, else the file, else i
 
 Types: ``str``, ``int``, ``float``, ``bool`` (``--x`` and ``--no-x``), each also ``| None`` or
 ``tuple[X, ...]`` (the flag may be repeated; commas separate values in the environment). With
-``unit="bytes"`` an ``int`` takes suffixes (``1GiB``). A ``secret=True`` has no flag. Rules between
+``unit="bytes"`` an ``int`` takes suffixes (``1GiB``). A ``secret=True`` has no flag, and what is
+``positional`` is not looked for in the environment, where its name may mean another. Rules between
 fields go into ``__post_init__``, which raises ``Rejected(field, message)``; a dataclass that may be
 built by hand calls ``check(self)`` there to have ranges and choices checked as well. ``load`` ends
 the process with status 2 and one line when something is wrong, and with 0 after ``--help``.
@@ -82,8 +83,10 @@ def read(
         if texts is not None:
             values[item.name] = item.read(texts, source)
         elif item.needed:
-            where = f"give {item.flag}" if not item.rules.positional else "give it as an argument"
-            raise Rejected(item.name, f"missing; {where} or set {item.variable}")
+            where = f"give {item.flag} or set {item.variable}"
+            if item.rules.positional:
+                where = "give it as an argument"
+            raise Rejected(item.name, f"missing; {where}")
     return cls(**values)
 
 
@@ -95,7 +98,7 @@ def _find(
 ) -> tuple[Sequence[str] | None, str]:
     if item.name in flags:
         return flags[item.name], "the command line" if item.rules.positional else item.flag
-    if environ.get(item.variable):
+    if environ.get(item.variable) and not item.rules.positional:
         text = environ[item.variable]
         parts = [part.strip() for part in text.split(",")] if item.repeated else [text]
         return parts, item.variable

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from common.errors import KvrelayError, Rejected
 from kvrelay import __version__
@@ -74,6 +75,11 @@ def guarded(command: Command, argv: Sequence[str]) -> int:
         # Nobody reads any more: let the flush at exit have somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
+    except OSError as error:
+        tell(f"kvrelay {command.name}: {error}")
+        with suppress(OSError):
+            sys.stdout.close()  # or what could not be written is tried again at exit
+        return 1
     except Rejected as error:
         tell(f"kvrelay {command.name}: {error}")
         return 2

@@ -119,6 +119,18 @@ def test_errors_name_where_the_value_stood(tmp_path: Path) -> None:
         read(Sample, [], "sample", "A sample.", {})
 
 
+def test_an_argument_is_not_looked_for_in_the_environment() -> None:
+    """``KVRELAY_NAME`` may be anybody's."""
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Named:
+        name: str = required(str, "a block", metavar="NAME", positional=True)
+
+    with pytest.raises(Rejected, match=r"name: missing; give it as an argument$"):
+        read(Named, [], "sample", "A sample.", {"KVRELAY_NAME": "worker-1"})
+    assert read(Named, ["ab"], "sample", "A sample.", {"KVRELAY_NAME": "worker-1"}).name == "ab"
+
+
 def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         load(Sample, ["--help"], "sample", "A sample.", {})
