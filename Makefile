@@ -56,7 +56,7 @@ protos: $(READY) ## regenerate the modules in protos/ from the .proto files
 chaos: $(READY) ## kill at random under load, every token compared: ARGS='--minutes 30 --seed 7'
 	@$(BIN)/python -m tests.failures.chaos $(ARGS)
 
-fuzz: $(READY) ## mutated messages and raw bytes to every port: ARGS='--messages 100000 --seed 7'
+fuzz: $(READY) ## mutated messages and raw bytes, so many to every port: ARGS='--messages 100000 --seed 7'
 	@$(BIN)/python -m tests.fuzz.run $(ARGS)
 
 soak: $(READY) ## readers and writers on a store at its limit, every byte compared: ARGS='--seconds 60 --disk'

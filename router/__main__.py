@@ -15,7 +15,7 @@ from router.config import RouterConfig
 from router.registry import Registry
 from router.service import SERVICE, RouterService
 from rpc import security
-from rpc.server import Server, ServerOptions, serve_until_signal
+from rpc.server import CALLS, PARTS, Server, ServerOptions, serve_until_signal
 from text.tokenizer import Tokenizer
 
 log = logging.getLogger("kvrelay.router")
@@ -58,6 +58,7 @@ def make_server(config: RouterConfig, service: RouterService) -> Server:
     options = ServerOptions(
         f"{config.host}:{config.port}",
         max_message_bytes=config.max_message,
+        max_calls=max(CALLS, PARTS * config.max_requests),  # each tenant may have a part
     )
     server = Server(options)
     server.add(SERVICE, lambda made: router_pb2_grpc.add_RouterServicer_to_server(service, made))

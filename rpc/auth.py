@@ -1,25 +1,33 @@
 """The gate of a server: no call goes on before its token was seen and its method allowed.
 
 It looks at a call's headers only, so nobody without a token has a message read. Which caller may
-call what stands in one table; what is not in it is for services and admins.
+call what stands in one table; what is not in it is for services and admins. A server's places for
+calls are bounded, and a call takes one as soon as its headers are there, though a message may never
+follow: so strangers and each tenant get a part of them, and services always find one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Never, TypeAlias, TypeVar
 
 import grpc
 
+from common.errors import Exhausted
 from rpc.credentials import Credentials
-from rpc.identity import LOCAL, Identity, Kind, enter
+from rpc.identity import LOCAL, STRANGER, Identity, Kind, enter
+from rpc.status import DETAILS_KEY, to_status
 
 log = logging.getLogger("kvrelay.rpc")
 HEADER, SCHEME = "authorization", "Bearer "
 
-OPEN = ("/grpc.health.v1.Health/",)
+OPEN = "/grpc.health.v1.Health/"
 """For everybody: load balancers and probes ask this, and learn whether it serves and no more."""
+
+RETRY_SECONDS = 1.0
 
 CLIENTS = frozenset({"/kvrelay.v1.Router/Generate"})
 STORE_USERS = frozenset(
@@ -50,10 +58,13 @@ Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
 
 class Gate(grpc.aio.ServerInterceptor):
-    """The first of a server's interceptors."""
+    """The first of a server's interceptors. ``places``: calls that one who is no service may have
+    open at once; what strangers may ask has as many for each method."""
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: Credentials, places: int) -> None:
         self._credentials = credentials
+        self._places = places
+        self._open = Counter[str]()
 
     async def intercept_service(
         self, continuation: Continuation[Q, R], handler_call_details: grpc.HandlerCallDetails
@@ -61,20 +72,42 @@ class Gate(grpc.aio.ServerInterceptor):
         """The method's handler, or one that refuses."""
         method = handler_call_details.method
         identity = LOCAL
-        if self._credentials.required and not method.startswith(OPEN):
+        if self._credentials.required:
             found = self._identify(handler_call_details.invocation_metadata)
-            if found is None:
+            if found is None and not method.startswith(OPEN):
                 return _refusing(
                     grpc.StatusCode.UNAUTHENTICATED,
                     "no token that is known here: give --credentials, or set KVRELAY_TOKEN",
                 )
-            if not may(found, method):
+            if found is not None and not may(found, method):
                 return _refusing(
                     grpc.StatusCode.PERMISSION_DENIED, f"a {found.kind.value} may not call {method}"
                 )
-            identity = found
+            if not self._take_place(found, method):
+                return _refusing(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                    f"{self._places} calls of this kind are open: end some, or ask again",
+                )
+            identity = found or STRANGER
         enter(identity)
         return await continuation(handler_call_details)
+
+    def _take_place(self, found: Identity | None, method: str) -> bool:
+        """Until the call's task ends, which it does however the call ends."""
+        if found is not None and found.kind is not Kind.CLIENT:
+            return True
+        who = method if found is None else found.tenant.name
+        task = asyncio.current_task()
+        if self._open[who] >= self._places or task is None:
+            return False
+        self._open[who] += 1
+        task.add_done_callback(lambda _: self._leave(who))
+        return True
+
+    def _leave(self, who: str) -> None:
+        self._open[who] -= 1
+        if not self._open[who]:
+            del self._open[who]
 
     def _identify(self, metadata: Metadata) -> Identity | None:
         for key, value in metadata:
@@ -85,6 +118,8 @@ class Gate(grpc.aio.ServerInterceptor):
 
 def may(identity: Identity, method: str) -> bool:
     """Whether a caller may call a method."""
+    if method.startswith(OPEN):
+        return True
     if identity.kind is Kind.CLIENT:
         stores = identity.tenant.store_bytes is not None
         return method in CLIENTS or (stores and method in STORE_USERS)
@@ -95,6 +130,10 @@ def _refusing(code: grpc.StatusCode, message: str) -> Handler[Q, R]:
     """Takes calls of any shape and reads none of their messages."""
 
     async def refuse(requests: object, context: grpc.aio.ServicerContext[Q, R]) -> Never:
-        await context.abort(code, message)
+        trailers: tuple[tuple[str, bytes], ...] = ()
+        if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            status = to_status(Exhausted(message, RETRY_SECONDS))
+            trailers = ((DETAILS_KEY, status.SerializeToString()),)
+        await context.abort(code, message, trailers)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

@@ -42,6 +42,9 @@ class Identity:
 LOCAL = Identity(Kind.ADMIN)
 """Everybody, where no credentials are configured."""
 
+STRANGER = Identity(Kind.CLIENT)
+"""Who shows no token; what is open to strangers asks nothing of them."""
+
 _caller: ContextVar[Identity] = ContextVar("kvrelay.caller", default=LOCAL)
 
 

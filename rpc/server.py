@@ -29,6 +29,8 @@ from rpc.security import Security, installed
 from rpc.tls import Tls
 
 MIB = 1 << 20
+CALLS = 4096
+PARTS = 8  # of all calls, one for each tenant, and one for strangers
 log = logging.getLogger("kvrelay.rpc")
 
 
@@ -39,7 +41,7 @@ class ServerOptions:
     address: str = "127.0.0.1:0"
     max_message_bytes: int = 8 * MIB
     max_concurrent_streams: int = 1024  # of one connection
-    max_calls: int = 4096  # of all of them; one more is told to retry
+    max_calls: int = CALLS  # of all of them; one more is told to retry
     keepalive_seconds: float = 20.0
     keepalive_timeout_seconds: float = 10.0
     security: Security | None = None
@@ -79,8 +81,9 @@ class Server:
         address = Address.parse(self.options.address)
         security = self.options.security or installed()
         security.check_listen(address)
+        gate = Gate(security.credentials, max(self.options.max_calls // PARTS, 1))
         server = grpc.aio.server(
-            interceptors=(Gate(security.credentials), Guard()),
+            interceptors=(gate, Guard()),
             options=self.options.arguments(),
             maximum_concurrent_rpcs=self.options.max_calls,
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from typing import cast
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
@@ -115,8 +114,3 @@ class Mutator:
             value %= 1 << bits
             return value if kind == F.TYPE_ENUM or value < 1 << (bits - 1) else value - (1 << bits)
         return value % (1 << (64 if kind in WIDE else 32))
-
-
-def one_of(chance: random.Random, raws: Sequence[bytes]) -> bytes:
-    """One of several."""
-    return raws[chance.randrange(len(raws))]

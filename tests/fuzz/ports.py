@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import ssl
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -15,23 +16,25 @@ import grpc
 
 from kvstore.wire.peer import address_of
 from rpc.channel import ChannelOptions, open_channel
-from rpc.credentials import given
-from rpc.security import Security
 from tests.fuzz.calls import Method, methods
 from tests.fuzz.mutate import Mutator
 
-CALL_SECONDS = 1.0
-READ_SECONDS = 0.05
+CALL_SECONDS = 0.5
+READ_SECONDS = 0.02
 CONNECT_SECONDS = 10.0
 CONNECTIONS = 100  # that a port is held with at once
 BUGS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-AT_ONCE = 8  # messages of one port
+AT_ONCE = 24  # messages of one port
 
 
 class Port(Protocol):
-    """Something that takes messages. ``ended`` counts how it answered."""
+    """Something that takes messages. ``ended`` counts how it answered.
+
+    ``turns``: as how many of these one port is listed, which share its messages.
+    """
 
     name: str
+    turns: int
     ended: Counter[str]
 
     async def send(self) -> None:
@@ -46,6 +49,7 @@ class Calls:
     channels: dict[str, grpc.aio.Channel]
     methods: Sequence[Method]
     chance: random.Random
+    turns: int = 2
     ended: Counter[str] = field(default_factory=Counter)
 
     async def send(self) -> None:
@@ -74,16 +78,13 @@ async def aiter_of(raws: Sequence[bytes]) -> AsyncGenerator[bytes]:
 
 
 @asynccontextmanager
-async def calls(name: str, role: str, address: str, seed: int) -> AsyncIterator[Calls]:
+async def calls(
+    name: str, role: str, address: str, seed: int, options: Callable[[str], ChannelOptions]
+) -> AsyncIterator[Calls]:
     """A connection for each token."""
     found = list(methods(role))
-    channels = {
-        token: open_channel(
-            address,
-            ChannelOptions(security=Security(credentials=given(token, None))),
-        )
-        for token in {method.token for method in found}
-    }
+    tokens = sorted({method.token for method in found})
+    channels = {token: open_channel(address, options(token)) for token in tokens}
     try:
         yield Calls(name, channels, found, random.Random(seed))
     finally:
@@ -93,16 +94,23 @@ async def calls(name: str, role: str, address: str, seed: int) -> AsyncIterator[
 
 @dataclass(slots=True)
 class Bytes:
-    """A port that is written bytes; ``address`` is HOST:PORT, or ``@NAME`` of a Unix socket."""
+    """A port that is written bytes; ``address`` is HOST:PORT, or ``@NAME`` of a Unix socket.
+
+    With ``tls`` every other message comes after a handshake, the rest in the place of one.
+    """
 
     name: str
     address: str
     make: Callable[[], bytes]
+    turns: int = 1
+    tls: ssl.SSLContext | None = None
+    sent: int = 0
     ended: Counter[str] = field(default_factory=Counter)
 
     async def send(self) -> None:
+        self.sent += 1
         try:
-            reader, writer = await connect(self.address)
+            reader, writer = await connect(self.address, self.tls if self.sent % 2 else None)
         except (OSError, TimeoutError):
             self.ended["refused"] += 1
             return
@@ -125,7 +133,9 @@ async def _answer(reader: asyncio.StreamReader) -> str:
     return "answered" if got else "closed"
 
 
-async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def connect(
+    address: str, tls: ssl.SSLContext | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     if address.startswith("@"):
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         made.setblocking(False)
@@ -133,7 +143,7 @@ async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
         opening = asyncio.open_connection(sock=made)
     else:
         host, port = address.rsplit(":", 1)
-        opening = asyncio.open_connection(host, int(port))
+        opening = asyncio.open_connection(host, int(port), ssl=tls)
     return await asyncio.wait_for(opening, CONNECT_SECONDS)
 
 

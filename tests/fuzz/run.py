@@ -1,7 +1,8 @@
-"""``python -m tests.fuzz.run --messages N --seed N``: every port, so many messages in all.
+"""``python -m tests.fuzz.run --messages N --seed N``: so many messages to every port of a cluster.
 
-Half of them are mutated messages of every method, half raw bytes. It ends with status 0 only if no
-process ended, none holds anything, memory stood still, and every answer given meanwhile was right.
+Where gRPC listens half of them are mutated messages of every method, half raw bytes. Then the same
+for a cluster with mutual TLS. It ends with status 0 only if no process ended, none holds anything,
+memory stood still, and every answer given meanwhile was right.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from rpc.health import is_serving
 from tests.fuzz.ports import Bytes, Calls, Port, besiege, calls, flood
 from tests.fuzz.stand import Stand, Witness, standing
 from tests.fuzz.wire import LaneBytes, claimed, http1, http2, noise
+from tests.secured import SERVICE
 
 ROLES = ("router", "prefill", "decode", "store")
 GROWTH_MIB = 48
@@ -34,26 +36,26 @@ IDLE_SECONDS = 60.0
 async def fuzz(
     stand: Stand, messages: int, seed: int, siege: float, rest: float = 0.0
 ) -> list[str]:
-    """What went wrong; empty if nothing did.
+    """What went wrong with so many messages to each port; empty if nothing did.
 
     ``rest``: seconds before memory is read, in which the threads that a flood has made end.
     """
     before, memory = stand.pids(), dict[str, int]()
     witness, over = Witness(stand), asyncio.Event()
     await witness.begin()
+    at_first = stand.memory()
     witnessing = asyncio.ensure_future(witness.go_on(over))
     async with AsyncExitStack() as stack:
         ports = await _ports(stand, stack, seed)
-        share = max(messages // ROUNDS // len(ports), 1)
+        share = max(messages // ROUNDS, 2)
         begun = time.monotonic()
         for number in range(ROUNDS):
             if number == ROUNDS // 2:
                 await asyncio.sleep(rest)
                 memory = stand.memory()
-            await asyncio.gather(*(flood(port, share) for port in ports))
-        for port in ports:
-            if isinstance(port, Bytes):
-                await besiege(port.address, siege)
+            await asyncio.gather(*(flood(port, share // port.turns) for port in ports))
+        sieged = (port.address for port in ports if isinstance(port, Bytes))
+        await asyncio.gather(*(besiege(address, siege) for address in sieged))
         took = time.monotonic() - begun
         over.set()
         problems = await _problems(stand, ports, witnessing)
@@ -63,10 +65,13 @@ async def fuzz(
         problems.append(f"processes ended: {before} are now {stand.pids()}")
     problems += await _settled(stand)
     await asyncio.sleep(rest)
-    grown = {name: mib - memory[name] for name, mib in stand.memory().items()}
+    at_last = stand.memory()
+    grown = {name: mib - memory[name] for name, mib in at_last.items()}
     if max(grown.values()) > (GROWTH_MIB if rest else GROWTH_AT_ONCE_MIB):
         problems.append(f"memory grew by {grown} MiB")
-    _tell(ports, share * ROUNDS, took, grown, witness.rounds)
+    told = {name: f"{at_first[name]}, {memory[name]}, {at_last[name]}" for name in memory}
+    print(f"MiB at the beginning, in the middle and at the end: {told}")
+    _tell(ports, took, witness.rounds)
     return problems
 
 
@@ -75,16 +80,19 @@ async def _ports(stand: Stand, stack: AsyncExitStack, seed: int) -> list[Port]:
     ports: list[Port] = []
     for number, role in enumerate(ROLES):
         address = stand.address(role)
-        ports.append(await stack.enter_async_context(calls(role, role, address, seed + number)))
-        ports.append(Bytes(f"{role}, bytes", address, _either(http2, noise, seed - number)))
+        called = calls(role, role, address, seed + number, stand.options)
+        ports.append(await stack.enter_async_context(called))
+        raw = _either(http2, noise, seed - number)
+        ports.append(Bytes(f"{role}, bytes", address, raw, 2, stand.tls()))
     ways = await asyncio.to_thread(stand.ways)
     grant = await asyncio.to_thread(stand.grant, b"f" * 32)
     lane = LaneBytes(random.Random(seed), [claimed(grant)])
     for name, where in (
-        ("lane", f"127.0.0.1:{ways.lane_port}"),
-        ("Unix socket", f"@{ways.socket}"),
+        ("lane", ways.lane_port and f"127.0.0.1:{ways.lane_port}"),  # none with TLS
+        ("Unix socket", ways.socket and f"@{ways.socket}"),
     ):
-        ports.append(Bytes(name, where, _either(lambda _: lane.connection(), noise, seed)))
+        if where:
+            ports.append(Bytes(name, where, _either(lambda _: lane.connection(), noise, seed)))
     for role, where in stand.metrics.items():
         ports.append(Bytes(f"metrics of {role}", where, _either(http1, http1, seed)))
     return ports
@@ -106,7 +114,7 @@ async def _problems(
     except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever it is, it is told
         problems.append(f"a request beside it went wrong: {error!r}")
     for role in ROLES:
-        async with open_channel(stand.address(role)) as channel:
+        async with open_channel(stand.address(role), stand.options(SERVICE)) as channel:
             if not await is_serving(channel, Deadline.after(IDLE_SECONDS)):
                 problems.append(f"{role} serves no more")
     for port in ports:
@@ -125,25 +133,26 @@ async def _settled(stand: Stand) -> list[str]:
     return found
 
 
-def _tell(
-    ports: Sequence[Port], each: int, took: float, grown: dict[str, int], rounds: int
-) -> None:
-    print(f"{each} messages to each of {len(ports)} ports in {took:.0f} s;", end=" ")
-    print(f"{rounds} requests beside them had the tokens they should; memory grew by {grown} MiB")
+def _tell(ports: Sequence[Port], took: float, rounds: int) -> None:
+    sent = sum(sum(port.ended.values()) for port in ports)
+    print(f"{sent} messages in {took:.0f} s, {rounds} requests beside them as they should be")
     for port in ports:
         kind = "methods" if isinstance(port, Calls) else "bytes"
         ended = ", ".join(f"{how} {count}" for how, count in port.ended.most_common(8))
-        print(f"  {port.name} ({kind}): {ended}")
+        print(f"  {port.name} ({kind}), {sum(port.ended.values())}: {ended}")
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make fuzz", description=__doc__)
-    parser.add_argument("--messages", type=int, default=100_000, help="in all; they take turns")
+    parser.add_argument("--messages", type=int, default=100_000, help="to each port")
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 31))
+    parser.add_argument("--only", choices=("plain", "tls"), help="one cluster, not both")
     chosen = parser.parse_args(argv)
-    print(f"seed {chosen.seed}")
-    with tempfile.TemporaryDirectory() as folder, standing(Path(folder)) as stand:
-        problems = asyncio.run(fuzz(stand, chosen.messages, chosen.seed, 5.0, REST_SECONDS))
+    problems = []
+    for kind in (chosen.only,) if chosen.only else ("plain", "tls"):
+        print(f"{kind}, seed {chosen.seed}", flush=True)
+        with tempfile.TemporaryDirectory() as folder, standing(Path(folder), kind == "tls") as one:
+            problems += asyncio.run(fuzz(one, chosen.messages, chosen.seed, 5.0, REST_SECONDS))
     for problem in problems:
         print(f"! {problem}")
     return 1 if problems else 0

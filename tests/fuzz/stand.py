@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvrelay import AsyncClient
+from kvrelay.certs import Authority
 from kvrelay.ports import free_ports
 from kvrelay.process import Spec
 from kvrelay.processes import ClusterConfig, specs
 from kvrelay.supervisor import Cluster
 from protos import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
+from rpc import security
 from rpc.channel import ChannelOptions, open_sync_channel
-from rpc.credentials import given
-from rpc.security import Security
+from rpc.options import SecurityOptions
 from tests.models import tiny_model
-from tests.secured import ADMIN, BOB, SERVICE, write_credentials
+from tests.secured import ADMIN, BOB, SERVICE, Files, write_credentials, write_files
 
 SECONDS = 120.0
 PROMPTS = [[(number * 31 + index * 7) % 250 for index in range(40 + number)] for number in range(4)]
@@ -27,14 +29,26 @@ PROMPTS = [[(number * 31 + index * 7) % 250 for index in range(40 + number)] for
 
 @dataclass(slots=True)
 class Stand:
-    """A running cluster of plain connections with credentials, so that raw bytes get far."""
+    """A running cluster with credentials; its connections are plain, or mutual TLS by ``files``."""
 
     cluster: Cluster
     metrics: dict[str, str]
+    files: Files | None = None
     lines: list[str] = field(default_factory=list)
 
     def options(self, token: str) -> ChannelOptions:
-        return ChannelOptions(security=Security(credentials=given(token, None)))
+        files = self.files
+        given = SecurityOptions(token=token) if files is None else files.options(token=token)
+        return ChannelOptions(security=security.load(given))
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Of whoever has a certificate of this cluster."""
+        if self.files is None:
+            return None
+        context = ssl.create_default_context(cafile=self.files.ca)
+        context.load_cert_chain(self.files.cert, self.files.key)
+        context.set_alpn_protocols(["h2"])
+        return context
 
     def ways(self) -> kvstore_pb2.WaysResponse:
         """Where the store's lanes are."""
@@ -80,9 +94,10 @@ class Stand:
 
 
 @contextmanager
-def standing(folder: Path) -> Iterator[Stand]:
+def standing(folder: Path, tls: bool = False) -> Iterator[Stand]:
     """One worker of each role. What ends is not started again."""
     tokens = write_credentials(folder)
+    files = write_files(folder, "cluster", Authority()) if tls else None
     model = tiny_model("llama", folder / "llama", eos_token_id=None)
     ports = free_ports(2)
     metrics = {
@@ -95,6 +110,9 @@ def standing(folder: Path) -> Iterator[Stand]:
     config = ClusterConfig(
         model=str(model), port=0, dtype="float32", disaggregate="always", threads=1,
         store_budget=1 << 26, num_blocks=512, max_num_seqs=16, credentials=tokens,
+        tls_cert=None if files is None else files.cert,
+        tls_key=None if files is None else files.key,
+        tls_ca=None if files is None else files.ca,
     )  # fmt: skip
     lines: list[str] = []
     cluster = Cluster(
@@ -105,7 +123,7 @@ def standing(folder: Path) -> Iterator[Stand]:
     )
     try:
         with cluster:
-            yield Stand(cluster, metrics, lines)
+            yield Stand(cluster, metrics, files, lines)
     finally:
         print("\n".join(lines[-60:]))
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 import pytest
@@ -24,7 +25,7 @@ from rpc.health import is_serving
 from rpc.identity import LOCAL, Identity, Kind, caller
 from rpc.options import SecurityOptions
 from rpc.security import OPEN, Security
-from rpc.server import Server, ServerOptions
+from rpc.server import PARTS, Server, ServerOptions
 from rpc.status import from_rpc_error
 from tests.secured import (
     ADMIN,
@@ -68,8 +69,8 @@ async def stats(request: bytes, context: object) -> bytes:
 
 
 @asynccontextmanager
-async def serving(protection: Security) -> AsyncIterator[str]:
-    server = Server(ServerOptions(security=protection))
+async def serving(protection: Security, calls: int = 4096) -> AsyncIterator[str]:
+    server = Server(ServerOptions(security=protection, max_calls=calls))
     server.add("kvrelay.v1.Router", lambda s: _register_router(s))
     server.add("kvrelay.v1.KVStore", lambda s: _register_store(s))
     try:
@@ -269,6 +270,50 @@ async def test_a_stranger_has_no_message_read(tokens: str) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             _ = [answer async for answer in call(b"\xff" * 1024, timeout=SECONDS)]
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+@pytest.mark.parametrize("token", [None, ALICE])
+async def test_calls_that_never_say_anything_take_a_part_of_the_places(
+    token: str | None, tokens: str
+) -> None:
+    """With headers alone a call is open; so strangers and tenants could fill the server."""
+    path = "/grpc.health.v1.Health/Check" if token is None else "/kvrelay.v1.Router/Generate"
+    server = security.load(SecurityOptions(credentials=tokens))
+    options = ChannelOptions(security=shown(token))
+    async with serving(server, calls=PARTS * 2) as address, open_channel(address, options) as mute:
+        opened = [await _begun(mute, path) for _ in range(PARTS * 3)]
+        refused = [call for call in opened if await _ended(call)]
+        assert len(refused) == len(opened) - 2
+        for call in refused:
+            assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert await generate(address, shown(BOB)) == "client bob"
+        assert await generate(address, server) == "service "
+        async with open_channel(address, ChannelOptions(security=server)) as channel:
+            assert await is_serving(channel, Deadline.after(SECONDS))
+        for call in opened:
+            call.cancel()
+        async with asyncio.timeout(SECONDS):
+            while await _ended(await _begun(mute, path)):
+                pass  # until their places are free again
+
+
+Mute: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
+
+
+async def _begun(channel: grpc.aio.Channel, path: str) -> Mute:
+    """A call that sends its headers and nothing else."""
+    method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
+    call = method(timeout=SECONDS)
+    await call.wait_for_connection()
+    return call
+
+
+async def _ended(call: Mute) -> bool:
+    try:
+        await asyncio.wait_for(asyncio.shield(call.code()), 0.3)
+    except TimeoutError:
+        return False
+    return True
 
 
 def test_outside_of_a_call_it_is_ourselves() -> None:
