@@ -23,16 +23,21 @@ class Drain:
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
-        self._at: float | None = None
+        self._at = 0.0
+        self._queued = False
 
     def look(self, now: float, queued: bool) -> None:
-        """Time has passed; ``queued`` says whether there is a queue from now on."""
-        if self._at is not None:
+        """Time has passed; ``queued`` says whether there is a queue from now on.
+
+        A measure ages also while there is none, so that the next queue soon outweighs it.
+        """
+        if self._queued or queued:
             passed = max(0.0, now - self._at)
             kept = 0.5 ** (passed / HALF_LIFE)
             self._tokens *= kept
-            self._seconds = self._seconds * kept + passed
-        self._at = now if queued else None
+            self._seconds = self._seconds * kept + (passed if self._queued else 0.0)
+            self._at = now
+        self._queued = queued
 
     def went(self, tokens: int) -> None:
         """So many left it."""
@@ -101,6 +106,19 @@ class Admission:
             raise self._full(one.tokens, now)
         out = tuple((other.key, self._full(other.tokens, now)) for other in pushed)
         return Step(self._go(now), out)
+
+    def crowd_out(self, tenant: str, weight: float, now: float) -> Step:
+        """There are too many: the last of whoever has most makes room for one of ``tenant``.
+
+        ``Exhausted`` where nobody has more than it would have.
+        """
+        self._drain.look(now, bool(self._queue))
+        last = self._queue.crowded(tenant, weight)
+        if last is None:
+            count = len(self._queue) + len(self._running)
+            raise self._refuse(f"{count} requests are under way or waiting", self.later(1, now))
+        self._queue.remove(last.key)
+        return Step(refused=((last.key, self._full(last.tokens, now)),))
 
     def leave(self, key: int, now: float) -> Step:
         """A request ended, or waits no more."""

@@ -114,6 +114,18 @@ class FairQueue:
         weights = sum(line.weight for line in self._lines.values())
         return min(float(self._tokens), own * weights / line.weight)
 
+    def crowded(self, tenant: str, weight: float) -> Waiting | None:
+        """The last of whoever has most requests for its weight, if ``tenant`` would have fewer."""
+        most = max(self._lines, key=lambda name: self._crowd(name), default=None)
+        own = self._lines.get(tenant)
+        if most is None or self._crowd(most) <= (len(own.ranks) + 1 if own else 1) / weight:
+            return None
+        return self._waiting[self._lines[most].ranks[-1][1]]
+
+    def _crowd(self, tenant: str) -> float:
+        line = self._lines[tenant]
+        return len(line.ranks) / line.weight
+
     def _room(self, waiting: Waiting) -> list[Waiting] | None:
         over = self._tokens + waiting.tokens - self._limit
         if over <= 0:

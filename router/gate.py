@@ -63,9 +63,10 @@ class Gate:
             self._apply(self._admission.leave(key, time.monotonic()))
             self._resize()
 
-    def later(self) -> float:
-        """Seconds after which one more request may find room."""
-        return self._admission.later(1, time.monotonic())
+    def make_room(self, tenant: Tenant) -> None:
+        """Push out one of another tenant that has more of them waiting, or raise ``Exhausted``."""
+        step = self._admission.crowd_out(tenant.name, tenant.weight, time.monotonic())
+        self._apply(step)
 
     def status(self) -> router_pb2.QueueStatus:
         """For ``ListWorkers``."""
@@ -86,7 +87,8 @@ class Gate:
         except TimeoutError as error:
             if deadline.expired:
                 raise DeadlineExceeded("its time was over while it waited for its turn") from error
-            raise Exhausted("its turn did not come in time", self.later()) from error
+            later = self._admission.later(1, time.monotonic())
+            raise Exhausted("its turn did not come in time", later) from error
 
     def _resize(self) -> None:
         """As many slots as there are workers for; as before while there are none."""

@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
-from common.errors import Exhausted, Unavailable
+from common.errors import Unavailable
 from protos import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, namespace_of
@@ -20,8 +20,8 @@ from router.quotas import Place, Quotas
 from router.registry import Registry
 from router.request import build, check_envelope, check_length, prompt_of
 from rpc.deadline import Deadline
-from rpc.identity import caller
 from rpc.sampling import sampling_of
+from rpc.identity import Tenant, caller
 from text.tokenizer import Tokenizer, eos_token_ids
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
@@ -59,7 +59,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         check_envelope(request, self._model)
         deadline.check("to begin")
         tenant = caller().tenant
-        with self._admitted(), self._quotas.place(tenant) as place:
+        with self._quotas.place(tenant) as place, self._admitted(tenant):
             generation = await self._prepare(request, deadline, place)
             turn = self._gate.passed(generation.tokens, request.priority, tenant, deadline)
             async with turn, aclosing(generation.responses()) as responses:
@@ -120,11 +120,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return generation
 
     @contextmanager
-    def _admitted(self) -> Iterator[None]:
+    def _admitted(self, tenant: Tenant) -> Iterator[None]:
         if self._draining:
             raise Unavailable("this router is draining: ask another one")
         if self._open >= self._config.max_requests:
-            raise Exhausted(f"{self._open} requests are under way", self._gate.later())
+            self._gate.make_room(tenant)
         self._open += 1
         self._idle.clear()
         try:

@@ -84,6 +84,7 @@ def read(
 
     ``token`` is what this process shows, else the file's ``token``, else the first of ``shows``.
     """
+    _check_given(token, fleet_key)
     table = _table(path)
     _check_names("", table, _TOP)
     fleet = _fleet(_secret(table, "fleet", "fleet") or fleet_key)
@@ -101,7 +102,14 @@ def read(
 
 def given(token: str | None, fleet_key: str | None) -> Credentials:
     """Without a file: nothing is asked of callers."""
+    _check_given(token, fleet_key)
     return Credentials(token, _fleet(fleet_key))
+
+
+def _check_given(token: str | None, fleet_key: str | None) -> None:
+    for name, secret in (("token", token), ("fleet_key", fleet_key)):
+        if secret is not None and (wrong := _wrong(secret)) is not None:
+            raise Rejected(name, f"{wrong}; is there a newline at its end?")
 
 
 def _digest(key: bytes, token: str) -> bytes:
@@ -157,7 +165,7 @@ def _table(path: str) -> Mapping[str, object]:
         return tomllib.loads(raw.decode())
     except OSError as error:
         raise Rejected(FIELD, f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         raise Rejected(FIELD, f"{path} is not TOML in UTF-8; see docs/security.md") from None
 
 
@@ -170,11 +178,20 @@ def _secret(table: Mapping[str, object], name: str, where: str) -> str | None:
     value = table.get(name)
     if value is None:
         return None
-    if not (isinstance(value, str) and value.isascii() and value.isprintable()):
+    if not isinstance(value, str):
         raise Rejected(FIELD, f"{where}: must be text of printable ASCII")
-    if not SHORTEST <= len(value) <= LONGEST:
-        raise Rejected(FIELD, f"{where}: must have {SHORTEST} to {LONGEST} characters")
+    if (wrong := _wrong(value)) is not None:
+        raise Rejected(FIELD, f"{where}: {wrong}")
     return value
+
+
+def _wrong(secret: str) -> str | None:
+    """Why this can be no token or key."""
+    if not (secret.isascii() and secret.isprintable()):
+        return "must be text of printable ASCII"
+    if not SHORTEST <= len(secret) <= LONGEST:
+        return f"must have {SHORTEST} to {LONGEST} characters"
+    return None
 
 
 def _count(table: Mapping[str, object], name: str, where: str) -> int | None:

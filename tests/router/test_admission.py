@@ -134,6 +134,20 @@ def test_a_tenant_below_its_share_pushes_out_the_greediest() -> None:
     assert queue.tokens <= 1000
 
 
+def test_whoever_has_most_requests_for_its_weight_makes_room() -> None:
+    queue = FairQueue(1 << 30)
+    assert queue.crowded("anyone", 1.0) is None
+    for key in range(6):
+        queue.push(Waiting(key, 1, "many"))
+    for key in range(6, 14):
+        queue.push(Waiting(key, 1000, "heavy", 4.0))
+    assert queue.crowded("many", 1.0) is None  # it has most itself
+    found = queue.crowded("other", 1.0)
+    assert found is not None
+    assert found.key == 5  # the last of many: 6 beside 8 / 4
+    assert queue.crowded("other", 0.1) is None  # one request is ten for its weight
+
+
 @settings(deadline=None, max_examples=200)
 @given(
     st.lists(st.tuples(st.sampled_from(("offer", "leave", "resize")), requests), max_size=80),
@@ -193,6 +207,25 @@ def test_the_rate_is_that_of_the_queue_while_there_is_one() -> None:
     admission.resize(1, 1000.0)  # nobody waits: the time that passes says nothing
     assert admission.rate == measured == pytest.approx(100, rel=0.05)
     assert Admission(1, 1.0).rate is None
+
+
+def test_a_measure_ages_while_nobody_waits() -> None:
+    """After a standstill, a queue of an hour later is not judged by it."""
+    admission = Admission(100_000, 120.0)
+    admission.resize(1, 0.0)
+    for key in range(3):
+        admission.offer(Waiting(key, 100), 0.0, 1e9)
+    admission.leave(0, 1.0)
+    admission.leave(2, 500.0)  # it gave up
+    admission.leave(1, 500.0)
+    now = 4000.0
+    for key in range(10, 12):
+        admission.offer(Waiting(key, 100), now, 1e9)
+    admission.leave(10, now + 1.0)  # a hundred tokens a second again
+    assert admission.rate == pytest.approx(100, rel=0.05)
+    for key in range(12, 32):
+        admission.offer(Waiting(key, 100), now + 1.0, 1e9)
+    assert admission.waiting == 20
 
 
 def test_who_cannot_be_in_time_is_refused_early() -> None:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TypeAlias
 
 import grpc
 import pytest
 
 from common.errors import DeadlineExceeded, Exhausted, KvrelayError, Rejected
 from protos import router_pb2, router_pb2_grpc
+from router import service
 from rpc.deadline import Deadline
-from rpc.identity import Tenant
+from rpc.identity import Identity, Kind, Tenant
 from rpc.status import from_rpc_error
 from tests.router.fakes import Behaviour, FakeWorker, Running, answer, decode_worker, ids, running
 
+Call: TypeAlias = (
+    "grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]"
+)
 SLOTS = 3  # of a worker that runs two
 
 
@@ -51,6 +56,13 @@ async def refusal(
     with pytest.raises(grpc.RpcError) as refused:
         await router.generate(message, seconds)
     return from_rpc_error(refused.value)
+
+
+async def error_of(call: Call) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        async for _ in call:
+            pass
+    return caught.value
 
 
 async def test_workers_get_what_they_can_run_and_the_rest_waits() -> None:
@@ -114,6 +126,33 @@ async def test_a_full_queue_refuses_and_says_when_to_ask_again() -> None:
         assert (await status(router)).refused == 1
         for call in calls:
             call.cancel()
+
+
+async def test_requests_of_one_tenant_do_not_take_every_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """``max_requests`` bounds all that are there; the queue's tokens would let far more wait."""
+    tenant = Tenant("greedy")
+    monkeypatch.setattr(service, "caller", lambda: Identity(Kind.CLIENT, tenant))
+    async with running([held()], max_requests=SLOTS + 6) as router:
+        calls = [router.call(request(n)) for n in range(SLOTS + 6)]
+        await waiting(router, 6)
+        assert isinstance(await refusal(router, request(50), 20), Exhausted)
+        tenant = Tenant("small")
+        calls += [router.call(request(60 + n)) for n in range(3)]
+        greedy = [asyncio.ensure_future(error_of(call)) for call in calls[: SLOTS + 6]]
+        async with asyncio.timeout(20):
+            left = set(greedy)
+            while len(left) > SLOTS + 3:
+                _, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        pushed_out = [await task for task in greedy if task.done()]
+        assert all(isinstance(from_rpc_error(error), Exhausted) for error in pushed_out)
+        await waiting(router, 6)
+        assert isinstance(await refusal(router, request(70), 20), Exhausted)  # it has its half
+        assert (await status(router)).refused == 5
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*greedy, return_exceptions=True)
 
 
 async def test_who_waits_in_vain_is_told_at_its_deadline() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 
 from common.errors import Exhausted, Rejected
@@ -66,6 +68,29 @@ def test_what_was_not_used_comes_back() -> None:
         place.charge(60)
         with pytest.raises(Exhausted):
             place.charge(1)
+
+
+def test_what_came_back_by_itself_is_not_given_back_again() -> None:
+    """Else who keeps requests open that use little could have twice its tokens."""
+    clock = Clock()
+    quotas, alice = Quotas(clock), Tenant("alice", tokens_per_minute=600)
+    with ExitStack() as late:
+        with quotas.place(alice) as first, quotas.place(alice) as second:
+            last = late.enter_context(quotas.place(alice))
+            first.charge(200)
+            second.charge(200)
+            last.charge(200)
+            clock.now += 50.0  # 500 tokens: those of the first, the second, and half of the last
+            with quotas.place(alice) as other:
+                other.charge(500)
+                other.used = 500
+        with quotas.place(alice) as more, pytest.raises(Exhausted) as caught:
+            more.charge(100)
+        assert caught.value.retry_after == pytest.approx(10.0)
+    with quotas.place(alice) as more:
+        more.charge(100)  # given back at the end of the last
+        with pytest.raises(Exhausted):
+            more.charge(1)
 
 
 def test_more_than_a_minute_has_is_never_served() -> None:
