@@ -12,9 +12,10 @@ from common.config import load
 from common.errors import KvrelayError
 from protos import router_pb2_grpc
 from router.config import RouterConfig
+from router.metrics import registry_of
 from router.registry import Registry
 from router.service import SERVICE, RouterService
-from rpc import security
+from rpc import exposition, security
 from rpc.server import CALLS, PARTS, Server, ServerOptions, serve_until_signal
 from text.tokenizer import Tokenizer
 
@@ -41,6 +42,8 @@ async def serve(config: RouterConfig) -> int:
     registry = Registry(config)
     service = RouterService(config, registry, tokenizer)
     server = make_server(config, service)
+    if config.metrics_port is not None:
+        exposition.serve(registry_of(service), config.metrics_host, config.metrics_port)
     try:
         await registry.start()
         return await serve_until_signal(

@@ -8,6 +8,7 @@ refused before count, so that not all come back at one moment.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from common.errors import Exhausted
@@ -67,7 +68,7 @@ class Admission:
         self._running: set[int] = set()
         self._slots = 0
         self._promised, self._promised_at = 0.0, 0.0  # tokens of the refused that may be back soon
-        self.refused = 0
+        self.refused = Counter[str]()  # by reason
 
     @property
     def waiting(self) -> int:
@@ -98,13 +99,14 @@ class Admission:
         allowed, estimate = min(time_left, self._queue_seconds), self._estimate(one)
         if estimate > allowed:
             raise self._refuse(
+                "too_late",
                 f"it would wait for about {estimate:.1f} s, and may for {allowed:.1f} s",
                 self.later(one.tokens, now, estimate - allowed),
             )
         pushed = self._queue.push(one)
         if pushed is None:
-            raise self._full(one.tokens, now)
-        out = tuple((other.key, self._full(other.tokens, now)) for other in pushed)
+            raise self._full("queue_full", one.tokens, now)
+        out = tuple((one.key, self._full("pushed_out", one.tokens, now)) for one in pushed)
         return Step(self._go(now), out)
 
     def crowd_out(self, tenant: str, weight: float, now: float) -> Step:
@@ -116,9 +118,14 @@ class Admission:
         last = self._queue.crowded(tenant, weight)
         if last is None:
             count = len(self._queue) + len(self._running)
-            raise self._refuse(f"{count} requests are under way or waiting", self.later(1, now))
+            why = f"{count} requests are under way or waiting"
+            raise self._refuse("too_many", why, self.later(1, now))
         self._queue.remove(last.key)
-        return Step(refused=((last.key, self._full(last.tokens, now)),))
+        return Step(refused=((last.key, self._full("pushed_out", last.tokens, now)),))
+
+    def missed(self, now: float) -> Exhausted:
+        """For one whose turn did not come in time."""
+        return self._refuse("no_turn", "its turn did not come in time", self.later(1, now))
 
     def leave(self, key: int, now: float) -> Step:
         """A request ended, or waits no more."""
@@ -146,14 +153,15 @@ class Admission:
         rate = self._drain.rate
         return 0.0 if rate is None else self._queue.ahead(one) / rate
 
-    def _full(self, tokens: int, now: float) -> Exhausted:
+    def _full(self, reason: str, tokens: int, now: float) -> Exhausted:
         return self._refuse(
+            reason,
             f"{len(self._queue)} requests of {self._queue.tokens} tokens are waiting",
             self.later(tokens, now),
         )
 
-    def _refuse(self, why: str, seconds: float) -> Exhausted:
-        self.refused += 1
+    def _refuse(self, reason: str, why: str, seconds: float) -> Exhausted:
+        self.refused[reason] += 1
         return Exhausted(f"{why}: ask again in {seconds:.2g} s", seconds)
 
     def later(self, tokens: int, now: float, least: float = 0.0) -> float:

@@ -81,6 +81,12 @@ class RouterConfig(SecurityOptions):
     migration_burst: int = option(256, "such legs at once", low=1)
     max_prompt: int = option(MAX_PROMPT_BYTES, "size of a prompt", unit="bytes", low=1)
     max_message: int = option(32 << 20, "size of a message", unit="bytes", low=1 << 16)
+    metrics_port: int | None = option(
+        None, "port for Prometheus; default: no metrics", low=1, high=65535
+    )
+    metrics_host: str = option(
+        "127.0.0.1", "address of it: plain HTTP, for whoever reaches it", metavar="HOST"
+    )
     grace: float = option(10.0, "that requests under way get at SIGTERM", low=0.0)
     log_level: str = option("info", "how much to log", choices=LEVELS)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from common.errors import DeadlineExceeded, Exhausted, KvrelayError, Mismatch, Unavailable
@@ -68,12 +69,23 @@ class Held:
     stored: int
 
 
+@dataclass(slots=True)
+class Tally:
+    """Counts of a router's choices and of what came of them."""
+
+    decisions: int = 0
+    seconds: float = 0.0
+    retried: Counter[str] = field(default_factory=Counter)  # by what was done
+    migrations: int = 0
+
+
 class Dispatcher:
     """Shared by all requests; it remembers which prefixes it sent where, and what legs cost."""
 
     def __init__(self, registry: Registry, config: RouterConfig) -> None:
         self.registry = registry
         self.costs = Costs()
+        self.tally = Tally()
         self._mode = config.disaggregate
         self._policy = {role: policy(config.policy) for role in WEIGHTS}
         self._worker_wait, self._resume_wait = config.worker_wait, config.resume_wait
@@ -169,8 +181,10 @@ class Dispatcher:
         if left and (shortest := min(left)) > 0:
             raise Exhausted(f"every {role_name(role)} worker is full", shortest)
 
-    def pause(self, error: KvrelayError, what: Next) -> float:
-        """Seconds to wait before a leg that failed goes on."""
+    def pause(self, error: KvrelayError, what: Next, begun: bool) -> float:
+        """Seconds to wait before a leg that failed goes on; ``begun``: with tokens so far."""
+        self.tally.retried[what.name.lower()] += 1
+        self.tally.migrations += begun
         if isinstance(error, Exhausted):
             return error.retry_after if what is Next.AGAIN else 0.0
         return self._moves.take(time.monotonic())
@@ -233,5 +247,8 @@ class Dispatcher:
             weights=WEIGHTS[role],
             stored=held.stored,
         )
+        begin = time.perf_counter()
         choice = self._policy[role].choose(wish, candidates, held.leading[role])
+        self.tally.seconds += time.perf_counter() - begin
+        self.tally.decisions += 1
         return None if choice is None else Found(workers[choice.key], choice.hit, choice.work)

@@ -9,10 +9,10 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from common.errors import DeadlineExceeded, Exhausted
+from common.errors import DeadlineExceeded
 from protos import router_pb2, types_pb2
 from router.admission import Admission, Step
 from router.config import RouterConfig
@@ -68,6 +68,11 @@ class Gate:
         step = self._admission.crowd_out(tenant.name, tenant.weight, time.monotonic())
         self._apply(step)
 
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """How many, by reason."""
+        return self._admission.refused
+
     def status(self) -> router_pb2.QueueStatus:
         """For ``ListWorkers``."""
         admission = self._admission
@@ -77,7 +82,7 @@ class Gate:
             waiting=admission.waiting,
             waiting_tokens=admission.waiting_tokens,
             tokens_per_second=admission.rate or 0.0,
-            refused=admission.refused,
+            refused=admission.refused.total(),
         )
 
     async def _turn(self, turn: asyncio.Future[None], deadline: Deadline) -> None:
@@ -87,8 +92,7 @@ class Gate:
         except TimeoutError as error:
             if deadline.expired:
                 raise DeadlineExceeded("its time was over while it waited for its turn") from error
-            later = self._admission.later(1, time.monotonic())
-            raise Exhausted("its turn did not come in time", later) from error
+            raise self._admission.missed(time.monotonic()) from error
 
     def _resize(self) -> None:
         """As many slots as there are workers for; as before while there are none."""

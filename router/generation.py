@@ -213,6 +213,6 @@ class Generation:
             self._dispatcher.registry.suspect(worker, error)
         deadline = self._request.deadline
         deadline.check("to go on with the answer")
-        seconds = self._dispatcher.pause(error, what)
+        seconds = self._dispatcher.pause(error, what, bool(self._outputs))
         if seconds:
             await asyncio.sleep(min(seconds, deadline.remaining()))

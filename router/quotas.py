@@ -7,6 +7,7 @@ those of the oldest request, and what has come back in this way is not given bac
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -66,12 +67,14 @@ class Quotas:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
+        self.refused = Counter[str]()  # by reason
 
     @contextmanager
     def place(self, tenant: Tenant) -> Iterator[Place]:
         """Count a request while it lasts; ``Exhausted`` when there are as many as may be."""
         account = self._accounts.setdefault(tenant.name, _Account(at=self._clock()))
         if tenant.max_requests is not None and len(account.places) >= tenant.max_requests:
+            self.refused["tenant_requests"] += 1
             raise Exhausted(
                 f"tenant {tenant.name!r} has {len(account.places)} requests under way, its limit",
                 RETRY_SECONDS,
@@ -98,6 +101,7 @@ class Quotas:
         account, now, rate = self._accounts[tenant.name], self._clock(), allowed / MINUTE
         account.pass_time(now, rate)
         if (over := account.spent + tokens - allowed) > 0:
+            self.refused["tenant_tokens"] += 1
             raise Exhausted(
                 f"tenant {tenant.name!r} has had its {allowed} tokens of this minute", over / rate
             )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from typing import TypeAlias, TypeVar
 
 import grpc
 
-from common.errors import Unavailable
+from common.errors import KvrelayError, Unavailable
 from protos import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, namespace_of
@@ -22,6 +23,7 @@ from router.request import build, check_envelope, check_length, prompt_of
 from rpc.deadline import Deadline
 from rpc.sampling import sampling_of
 from rpc.identity import Tenant, caller
+from rpc.status import code_of
 from text.tokenizer import Tokenizer, eos_token_ids
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
@@ -37,13 +39,15 @@ class RouterService(router_pb2_grpc.RouterServicer):
 
     def __init__(self, config: RouterConfig, registry: Registry, tokenizer: Tokenizer) -> None:
         self._config = config
-        self._registry = registry
+        self.registry = registry
         self._tokenizer = tokenizer
         self._model = config.model_name
         self._eos = eos_token_ids(config.model)
-        self._dispatcher = Dispatcher(registry, config)
-        self._quotas = Quotas(time.monotonic)
-        self._gate = Gate(registry, config)
+        self.dispatcher = Dispatcher(registry, config)
+        self.quotas = Quotas(time.monotonic)
+        self.gate = Gate(registry, config)
+        self.ended = Counter[str]()  # requests, by how they ended
+        self.relayed = 0  # tokens
         self._open = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -54,17 +58,15 @@ class RouterService(router_pb2_grpc.RouterServicer):
         request: router_pb2.GenerateRequest,
         context: Context[router_pb2.GenerateRequest, router_pb2.GenerateResponse],
     ) -> AsyncGenerator[router_pb2.GenerateResponse]:
-        config = self._config
+        config, tenant = self._config, caller().tenant
         deadline = Deadline.from_context(context, config.default_timeout, config.max_timeout)
-        check_envelope(request, self._model)
-        deadline.check("to begin")
-        tenant = caller().tenant
-        with self._quotas.place(tenant) as place, self._admitted(tenant):
+        with self._counted(), self._begun(request, deadline, tenant) as place:
             generation = await self._prepare(request, deadline, place)
-            turn = self._gate.passed(generation.tokens, request.priority, tenant, deadline)
+            turn = self.gate.passed(generation.tokens, request.priority, tenant, deadline)
             async with turn, aclosing(generation.responses()) as responses:
                 async for response in responses:
                     place.used += len(response.tokens)
+                    self.relayed += len(response.tokens)
                     yield response
 
     async def Announce(
@@ -72,7 +74,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         request: router_pb2.AnnounceRequest,
         context: Context[router_pb2.AnnounceRequest, router_pb2.AnnounceResponse],
     ) -> router_pb2.AnnounceResponse:
-        status = self._registry.announce(request.address, request.ttl_seconds).status()
+        status = self.registry.announce(request.address, request.ttl_seconds).status()
         return router_pb2.AnnounceResponse(state=status.state, reason=status.reason)
 
     async def ListWorkers(
@@ -81,8 +83,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         context: Context[router_pb2.ListWorkersRequest, router_pb2.ListWorkersResponse],
     ) -> router_pb2.ListWorkersResponse:
         return router_pb2.ListWorkersResponse(
-            workers=[worker.status() for worker in self._registry.workers],
-            queue=self._gate.status(),
+            workers=[worker.status() for worker in self.registry.workers],
+            queue=self.gate.status(),
         )
 
     async def drain(self) -> None:
@@ -95,19 +97,19 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> Generation:
         received = time.monotonic()
         prompt = await prompt_of(message, self._tokenizer)
-        info = await self._dispatcher.info(deadline)
+        info = await self.dispatcher.info(deadline)
         check_length(message, info.max_model_len)
         tenant = place.tenant
         request = build(message, prompt, info.vocab_size, deadline, tenant)
         namespace = namespace_of(info, tenant)
-        self._dispatcher.check_fits(request)
+        self.dispatcher.check_fits(request)
         place.charge(request.tokens)
         place.used = len(prompt)
         generation = Generation(
             request,
-            self._dispatcher.prefix(request, namespace),
+            self.dispatcher.prefix(request, namespace),
             namespace.digest if tenant.salt else info.namespace.digest,
-            self._dispatcher,
+            self.dispatcher,
             self._tokenizer,
             self._config,
             received,
@@ -120,11 +122,35 @@ class RouterService(router_pb2_grpc.RouterServicer):
         return generation
 
     @contextmanager
+    def _counted(self) -> Iterator[None]:
+        ended = "cancelled"
+        try:
+            yield
+            ended = "finished"
+        except KvrelayError as error:
+            ended = code_of(error).name.lower()
+            raise
+        except Exception:
+            ended = "internal"
+            raise
+        finally:
+            self.ended[ended] += 1
+
+    @contextmanager
+    def _begun(
+        self, request: router_pb2.GenerateRequest, deadline: Deadline, tenant: Tenant
+    ) -> Iterator[Place]:
+        check_envelope(request, self._model)
+        deadline.check("to begin")
+        with self.quotas.place(tenant) as place, self._admitted(tenant):
+            yield place
+
+    @contextmanager
     def _admitted(self, tenant: Tenant) -> Iterator[None]:
         if self._draining:
             raise Unavailable("this router is draining: ask another one")
         if self._open >= self._config.max_requests:
-            self._gate.make_room(tenant)
+            self.gate.make_room(tenant)
         self._open += 1
         self._idle.clear()
         try:

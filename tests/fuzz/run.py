@@ -54,6 +54,8 @@ async def fuzz(
                 await asyncio.sleep(rest)
                 memory = stand.memory()
             await asyncio.gather(*(flood(port, share // port.turns) for port in ports))
+            sent, seconds = share * (number + 1), time.monotonic() - begun
+            print(f"{sent} to each port, {seconds:.0f} s, MiB: {stand.memory()}", flush=True)
         sieged = (port.address for port in ports if isinstance(port, Bytes))
         await asyncio.gather(*(besiege(address, siege) for address in sieged))
         took = time.monotonic() - begun
@@ -69,8 +71,7 @@ async def fuzz(
     grown = {name: mib - memory[name] for name, mib in at_last.items()}
     if max(grown.values()) > (GROWTH_MIB if rest else GROWTH_AT_ONCE_MIB):
         problems.append(f"memory grew by {grown} MiB")
-    told = {name: f"{at_first[name]}, {memory[name]}, {at_last[name]}" for name in memory}
-    print(f"MiB at the beginning, in the middle and at the end: {told}")
+    print(f"MiB at the beginning {at_first}, in the middle {memory}, at the end {at_last}")
     _tell(ports, took, witness.rounds)
     return problems
 

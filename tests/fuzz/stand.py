@@ -99,10 +99,8 @@ def standing(folder: Path, tls: bool = False) -> Iterator[Stand]:
     tokens = write_credentials(folder)
     files = write_files(folder, "cluster", Authority()) if tls else None
     model = tiny_model("llama", folder / "llama", eos_token_id=None)
-    ports = free_ports(2)
-    metrics = {
-        role: f"127.0.0.1:{port}" for role, port in zip(("prefill", "decode"), ports, strict=True)
-    }
+    roles = ("router", "prefill", "decode")
+    metrics = {role: f"127.0.0.1:{port}" for role, port in zip(roles, free_ports(3), strict=True)}
 
     def layout(config: ClusterConfig) -> tuple[Spec, ...]:
         return tuple(_told(spec, metrics) for spec in specs(config))

@@ -226,7 +226,7 @@ async def test_a_worker_that_is_full_is_left_alone_for_as_long_as_it_says() -> N
 async def test_a_tenant_with_many_requests_does_not_hold_up_another_one() -> None:
     order: list[str] = []
     async with running([decode_worker(max_num_seqs=2)]) as router:
-        gate, done = router.service._gate, asyncio.Event()
+        gate, done = router.service.gate, asyncio.Event()
 
         async def ask(tenant: str) -> None:
             async with gate.passed(100, 0, Tenant(tenant), Deadline.after(20)):

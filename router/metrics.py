@@ -1,0 +1,85 @@
+"""What a router counts, for Prometheus: its requests, its queue, what went wrong, its workers.
+
+Everything is read at the moment of a scrape from those who own the numbers; ``kvrelay top`` shows
+the same ones. What a worker does with its legs is on that worker's own page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from protos import router_pb2
+from router.registry import role_name
+from router.service import RouterService
+
+PREFIX = "kvrelay:router_"
+
+
+class RouterCollector(Collector):
+    """The metrics of one router."""
+
+    def __init__(self, service: RouterService) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric."""
+        service = self._service
+        for name, text, value in queue(service.gate.status()):
+            yield GaugeMetricFamily(PREFIX + name, text, value)
+        yield _counted("requests", "Requests by how they ended.", "ended", service.ended)
+        refused = {**service.gate.refused, **service.quotas.refused}
+        yield _counted("refused_requests", "Requests told to ask again.", "reason", refused)
+        tally = service.dispatcher.tally
+        yield _counted("retried_legs", "Legs that failed and went on.", "next", tally.retried)
+        yield CounterMetricFamily(
+            PREFIX + "migrations", "Of these, legs of an answer that had begun.", tally.migrations
+        )
+        yield CounterMetricFamily(PREFIX + "generation_tokens", "Tokens relayed.", service.relayed)
+        yield SummaryMetricFamily(
+            PREFIX + "decision_seconds", "Time to choose a worker.", tally.decisions, tally.seconds
+        )
+        yield self._in_flight()
+
+    def _in_flight(self) -> Metric:
+        family = GaugeMetricFamily(
+            PREFIX + "worker_in_flight",
+            "Legs that this router has on a worker.",
+            labels=["worker", "role", "state"],
+        )
+        for worker in self._service.registry.workers:
+            state = router_pb2.WorkerState.Name(worker.verdict.state.value)
+            told = state.removeprefix("WORKER_STATE_").lower()
+            family.add_metric([worker.address, role_name(worker.role), told], worker.legs)
+        return family
+
+
+def queue(status: router_pb2.QueueStatus) -> Iterator[tuple[str, str, float]]:
+    """Name, help and value of what goes up and down."""
+    yield "running_requests", "Requests under way.", status.running
+    yield "slots", "Requests that may be under way.", status.slots
+    yield "waiting_requests", "Requests that wait for their turn.", status.waiting
+    yield "waiting_tokens", "All that these can come to.", status.waiting_tokens
+    yield "drained_tokens_per_second", "How fast the queue drains.", status.tokens_per_second
+
+
+def _counted(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, text, labels=[label])
+    for key, count in list(counts.items()):
+        family.add_metric([key], count)
+    return family
+
+
+def registry_of(service: RouterService) -> CollectorRegistry:
+    """All metrics of a router."""
+    registry = CollectorRegistry()
+    registry.register(RouterCollector(service))
+    return registry

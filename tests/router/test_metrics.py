@@ -1,0 +1,74 @@
+"""The router's page for Prometheus says what happened."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from prometheus_client import CollectorRegistry
+
+from common.errors import Unavailable
+from protos import router_pb2
+from router.metrics import PREFIX, registry_of
+from tests.router.fakes import Behaviour, decode_worker, ids, prefill_worker, running
+
+
+def request(tokens: int = 4) -> router_pb2.GenerateRequest:
+    message = router_pb2.GenerateRequest(max_tokens=tokens)
+    message.token_ids.ids.extend([1, 2, 3])
+    message.sampling.seed = 1
+    return message
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(PREFIX + name, labels)
+
+
+async def until(page: CollectorRegistry, wanted: float, name: str, **labels: str) -> None:
+    async with asyncio.timeout(20):
+        for _ in range(10_000):
+            if value(page, name, **labels) == wanted:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_requests_legs_and_workers() -> None:
+    step = asyncio.Semaphore(0)
+    prefill, first = prefill_worker(), decode_worker(behaviour=Behaviour(step=step))
+    async with running([prefill, first], max_requests=1) as router:
+        page = registry_of(router.service)
+        call = asyncio.ensure_future(router.generate(request()))
+        await first.entered.wait()
+        assert value(page, "running_requests") == 1
+        in_flight = {"worker": first.address, "role": "decode", "state": "ready"}
+        assert value(page, "worker_in_flight", **in_flight) == 1
+        for _ in range(2):
+            with pytest.raises(grpc.RpcError):
+                await router.generate(request())
+        assert value(page, "refused_requests_total", reason="too_many") == 2
+        assert value(page, "requests_total", ended="resource_exhausted") == 2
+        with pytest.raises(grpc.RpcError):
+            await router.generate(request(0))
+        assert value(page, "requests_total", ended="invalid_argument") == 1
+        for _ in range(8):
+            step.release()
+        assert len(ids(await call)) == 4
+        assert value(page, "requests_total", ended="finished") == 1
+        assert value(page, "generation_tokens_total") == 4
+        assert (value(page, "decision_seconds_count") or 0) >= 2
+        assert value(page, "worker_in_flight", **in_flight) == 0
+        assert value(page, "running_requests") == 0
+        left = router.call(request(50))
+        await until(page, 1, "running_requests")
+        left.cancel()
+        await until(page, 1, "requests_total", ended="cancelled")
+
+
+async def test_retries() -> None:
+    failing = prefill_worker(behaviour=Behaviour(fail=Unavailable("not today")))
+    async with running([failing, decode_worker()]) as router:
+        page = registry_of(router.service)
+        assert len(ids(await router.generate(request()))) == 4
+        assert value(page, "retried_legs_total", next="suspect") == 1
+        assert value(page, "migrations_total") == 0
