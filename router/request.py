@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from dataclasses import dataclass
 
@@ -12,13 +11,11 @@ from router.fair import HIGHEST, LOWEST
 from rpc.deadline import Deadline
 from rpc.identity import Tenant
 from rpc.sampling import check_ids, sampling_of
-from text.tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16
 MAX_REQUEST_ID_CHARS = 128
 NOBODY = Tenant()
 MAX_MESSAGES = 4096
-LONG_TEXT_CHARS = 2048  # from here on tokenising takes too long for the event loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +81,6 @@ def _check_input(message: router_pb2.GenerateRequest) -> None:
             raise Rejected("chat.messages", f"at most {MAX_MESSAGES}")
         case None:
             raise Rejected("prompt", "missing: give a prompt, token_ids or chat messages")
-
-
-async def prompt_of(message: router_pb2.GenerateRequest, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The token ids of the input, tokenised off the event loop when it is long."""
-    if message.HasField("token_ids"):
-        return tuple(message.token_ids.ids)
-    if message.HasField("chat"):
-        turns = [{"role": m.role, "content": m.content} for m in message.chat.messages]
-        long = sum(len(turn["content"]) for turn in turns) > LONG_TEXT_CHARS
-        if long:
-            return tuple(await asyncio.to_thread(tokenizer.encode_chat, turns))
-        return tuple(tokenizer.encode_chat(turns))
-    tokenizer.check_size(message.prompt, "prompt")
-    if len(message.prompt) > LONG_TEXT_CHARS:
-        return tuple(await asyncio.to_thread(tokenizer.encode, message.prompt))
-    return tuple(tokenizer.encode(message.prompt))
 
 
 def check_length(message: router_pb2.GenerateRequest, longest: int) -> None:

@@ -17,9 +17,10 @@ from router.config import RouterConfig
 from router.dispatch import Dispatcher, namespace_of
 from router.gate import Gate
 from router.generation import Generation
+from router.prompts import Prompts
 from router.quotas import Place, Quotas
 from router.registry import Registry
-from router.request import build, check_envelope, check_length, prompt_of
+from router.request import build, check_envelope, check_length
 from rpc.deadline import Deadline
 from rpc.sampling import sampling_of
 from rpc.identity import Tenant, caller
@@ -41,6 +42,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._config = config
         self.registry = registry
         self._tokenizer = tokenizer
+        self._prompts = Prompts(tokenizer)
         self._model = config.model_name
         self._eos = eos_token_ids(config.model)
         self.dispatcher = Dispatcher(registry, config)
@@ -96,10 +98,10 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self, message: router_pb2.GenerateRequest, deadline: Deadline, place: Place
     ) -> Generation:
         received = time.monotonic()
-        prompt = await prompt_of(message, self._tokenizer)
+        tenant = place.tenant
+        prompt = await self._prompts.of(message, tenant.name)
         info = await self.dispatcher.info(deadline)
         check_length(message, info.max_model_len)
-        tenant = place.tenant
         request = build(message, prompt, info.vocab_size, deadline, tenant)
         namespace = namespace_of(info, tenant)
         self.dispatcher.check_fits(request)

@@ -1,0 +1,57 @@
+"""The token ids of a request's input: what takes long is done beside the event loop.
+
+It is work before any queue, so each tenant may have a little of it at once: what is under way goes
+on when its client leaves, and keeps its place until it is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from protos import router_pb2
+from text.tokenizer import Tokenizer
+
+LONG_CHARS = 2048  # from here on tokenising takes too long for the event loop
+LONG_CHAT = 32  # messages
+AT_ONCE = 4  # long ones of a tenant
+
+
+class Prompts:
+    """The tokenizer of a router, shared by all tenants; there are no more than credentials."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(AT_ONCE))
+
+    async def of(self, message: router_pb2.GenerateRequest, tenant: str) -> tuple[int, ...]:
+        """The ids; ``Rejected`` for an input that is too long or that no template takes."""
+        if message.HasField("token_ids"):
+            return tuple(message.token_ids.ids)
+        if message.HasField("chat"):
+            turns = [{"role": m.role, "content": m.content} for m in message.chat.messages]
+            chars = sum(len(turn["role"]) + len(turn["content"]) for turn in turns)
+            long = chars > LONG_CHARS or len(turns) > LONG_CHAT
+            return await self._ids(lambda: self._tokenizer.encode_chat(turns), long, tenant)
+        prompt = message.prompt
+        self._tokenizer.check_size(prompt, "prompt")
+        long = len(prompt) > LONG_CHARS
+        return await self._ids(lambda: self._tokenizer.encode(prompt), long, tenant)
+
+    async def _ids(
+        self, encode: Callable[[], Sequence[int]], long: bool, tenant: str
+    ) -> tuple[int, ...]:
+        if not long:
+            return tuple(encode())
+        turn = self._turns[tenant]
+        await turn.acquire()
+        work = asyncio.ensure_future(asyncio.to_thread(encode))
+        work.add_done_callback(lambda done: _over(turn, done))
+        return tuple(await asyncio.shield(work))
+
+
+def _over(turn: asyncio.Semaphore, done: asyncio.Future[Sequence[int]]) -> None:
+    turn.release()
+    if not done.cancelled():
+        done.exception()  # seen, whether or not somebody still waits for it
