@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -316,7 +316,8 @@ async def _begun(channel: grpc.aio.Channel, path: str) -> Mute:
     """A call that sends its headers and nothing else."""
     method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
     call = method(timeout=SECONDS)
-    await call.wait_for_connection()
+    with suppress(grpc.aio.AioRpcError):  # it was refused already
+        await call.wait_for_connection()
     return call
 
 
