@@ -18,8 +18,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from protos import router_pb2
-from router.registry import role_name
 from router.service import RouterService
+from rpc.roles import role_name
 
 PREFIX = "kvrelay:router_"
 

@@ -22,8 +22,8 @@ from router.quotas import Place, Quotas
 from router.registry import Registry
 from router.request import build, check_envelope, check_length
 from rpc.deadline import Deadline
-from rpc.sampling import sampling_of
 from rpc.identity import Tenant, caller
+from rpc.sampling import sampling_of
 from rpc.status import code_of
 from text.tokenizer import Tokenizer, eos_token_ids
 
