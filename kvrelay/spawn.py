@@ -13,8 +13,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.machinery import ModuleSpec
 from multiprocessing import connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import IO, Protocol
@@ -78,11 +79,23 @@ def forked(module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> Ru
     process = context.Process(
         target=child.forked, args=(lifeline, theirs, module, args, dict(environ)), daemon=True
     )
-    with _forking:
+    with _forking, _script_left_alone():
         process.start()
     lifeline.close()
     theirs.close()
     return _Forked(process, output, ours)
+
+
+@contextmanager
+def _script_left_alone() -> Iterator[None]:
+    """multiprocessing imports the script that was run into each process that it starts, and the
+    cluster which that makes would be made there again. What is a package's own it does not."""
+    main = sys.modules["__main__"]
+    known, main.__spec__ = main.__spec__, ModuleSpec("kvrelay.__main__", None)
+    try:
+        yield
+    finally:
+        main.__spec__ = known
 
 
 def _context() -> ForkServerContext:

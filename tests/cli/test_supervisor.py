@@ -214,3 +214,25 @@ def test_a_cluster_keeps_to_its_own_store_only_without_a_url(tmp_path: Path) -> 
     other = Cluster(ClusterConfig(port=0, store="kvrelay://10.0.0.1:1"))
     assert other.addresses("store") == ()
     assert "kvrelay://10.0.0.1:1" in other.process("decode", 0).spec.args
+
+
+def test_a_script_without_a_guard_is_run_once(tmp_path: Path) -> None:
+    """A forked process must not run what made it, as multiprocessing would."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os\n"
+        "from kvrelay import spawn\n"
+        "print('once', flush=True)\n"
+        "spawn.PRELOADED.clear()\n"
+        "running = spawn.forked('this', (), os.environ)\n"
+        "print(running.output.read().decode())\n"
+        "print('status', running.wait(lambda: None))\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.count("once") == 1, done.stdout + done.stderr
+    assert "Namespaces are one honking great idea" in done.stdout
+    assert "status 0" in done.stdout

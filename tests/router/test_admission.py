@@ -60,18 +60,18 @@ def test_it_is_bounded_counts_right_and_loses_nobody(events: list[tuple[str, Wai
     assert queue.tokens == 0
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(
     st.lists(st.sampled_from((0.5, 1.0, 2.0, 4.0)), min_size=2, max_size=4),
     st.integers(0, 1 << 32),
 )
 def test_tenants_differ_by_one_request_of_each_at_most(weights: list[float], seed: int) -> None:
     chance, queue = random.Random(seed), FairQueue(1 << 40)
-    for key in range(200 * len(weights)):
+    for key in range(100 * len(weights)):
         tenant = key % len(weights)
         tokens, priority = chance.randint(1, MOST), chance.randint(LOWEST, HIGHEST)
         queue.push(Waiting(key, tokens, str(tenant), weights[tenant], priority))
-    served, left = Counter[str](), Counter({str(t): 200 for t in range(len(weights))})
+    served, left = Counter[str](), Counter({str(t): 100 for t in range(len(weights))})
     while all(left.values()):
         went = queue.pop()
         assert went is not None
