@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from common.miss import Miss
+from kvstore.book.blocks import Blocks
 from kvstore.book.choosing import Chooser
-from kvstore.book.deadlines import Deadlines
 from kvstore.book.entries import Entry, Room
 from kvstore.book.events import KEPT_EVENTS, Events, Reason
 from kvstore.book.gone import MISSES, Gone
 from kvstore.book.keys import prefix_of
-from kvstore.book.leases import Leases
 from kvstore.book.places import Places
 from kvstore.book.policy import Node, Policy
 from kvstore.book.reservations import WHOLE, Reservations, Shares
@@ -40,12 +39,9 @@ class Catalog(Generic[V]):
         shares: Shares = WHOLE,
     ) -> None:  # fmt: skip
         self._budget, self._policy, self._entry_bytes = budget, policy, entry_bytes
-        self._partial_life, self._boot = partial_life, boot
-        self._entries: dict[bytes, Entry[V]] = {}
-        self._writing = Reservations(budget, shares)
-        self._places, self._leases = Places(room), Leases()
-        self._lives: Deadlines[bytes] = Deadlines()
-        self._bytes = self._leased = self._serial = 0
+        self._boot, self._serial = boot, 0
+        self._entries: Blocks[V] = Blocks(policy, partial_life)
+        self._writing, self._places = Reservations(budget, shares), Places(room)
         self.choose: Callable[[Claim], Node | None] = Chooser(policy, self._entries).victim_for
         self._gone, self.tally = Gone(), Tally()
         self.events: Events[V] = Events(kept_events)
@@ -99,7 +95,7 @@ class Catalog(Generic[V]):
         if entry is None:
             self.tally.absent += 1
             return None
-        self._use(entry, now)
+        self._entries.use(entry, now)
         self.tally.served += 1
         self.tally.bytes_out += entry.size
         return entry.value
@@ -120,7 +116,7 @@ class Catalog(Generic[V]):
     def leased(self, lease: int, first: int, count: int, now: float) -> list[tuple[int, V]] | None:
         """Sizes and values of blocks a lease holds, in its order; ``None`` once it has ended."""
         self.expire(now)
-        if (names := self._leases.names(lease)) is None:
+        if (names := self._entries.held(lease)) is None:
             return None
         held = map(self._entries.__getitem__, names[first : first + count])
         return [(entry.size, entry.value) for entry in held]
@@ -128,14 +124,14 @@ class Catalog(Generic[V]):
     def extend(self, lease: int, deadline: float, now: float) -> bool:
         """Move the end of a lease; false when it has ended already."""
         self.expire(now)
-        return self._leases.extend(lease, deadline)
+        return self._entries.extend(lease, deadline)
 
     def reserve(self, claims: Sequence[Claim], ttl: float, now: float) -> Grant:
         """Room for those of ``claims`` that nobody has put or is putting, under one ticket."""
         self.expire(now)
         for claim in reversed(claims):
             if (entry := self._entries.get(claim.name)) is not None:
-                self._use(entry, now)
+                self._entries.use(entry, now)
         self._serial += 1
         self._writing.open(self._serial, now + ttl)
         verdicts = tuple(self._claim(claim, self._serial) for claim in claims)
@@ -174,13 +170,10 @@ class Catalog(Generic[V]):
         self.expire(now)
         if (claim := self._writing.take(ticket, name)) is None:
             return False
-        if parent in self._entries:
+        if parent is not None and parent in self._entries:
             parent = self._entries[parent].name  # not another copy of it
-        self._entries[name] = entry = Entry(claim, value, parent, tokens)
-        self._bytes += claim.size
-        self._policy.add(entry, self._entries.get(entry.parent or b""))
-        if claim.partial:
-            self._lives.set(name, now + self._partial_life)
+        entry = Entry(claim, value, parent, tokens)
+        self._entries.add(entry, now)
         self.tally.stored += 1
         self.tally.bytes_in += claim.size
         self._came(entry)
@@ -188,7 +181,7 @@ class Catalog(Generic[V]):
 
     def owner(self, serial: int) -> bytes | None:
         """The tenant's part of the keys of a lease or ticket; ``None`` once it has ended."""
-        names = self._leases.names(serial)
+        names = self._entries.held(serial)
         return prefix_of(names[0]) if names else self._writing.owner(serial)
 
     def abandon(self, ticket: int, names: Iterable[bytes] | None = None) -> None:
@@ -202,12 +195,7 @@ class Catalog(Generic[V]):
 
     def release(self, lease: int) -> None:
         """End a lease early; unknown ones have ended already."""
-        for name in reversed(self._leases.end(lease)):
-            entry = self._entries[name]
-            entry.leases -= 1
-            if entry.leases == 0:
-                self._leased -= entry.size
-                self._policy.free(entry)
+        self._entries.release(lease)
 
     def clear(self, now: float) -> int:
         """Remove every block that no lease holds; how many."""
@@ -221,18 +209,15 @@ class Catalog(Generic[V]):
     def expire(self, now: float) -> None:
         """End the leases, reservations and partial blocks whose time is over."""
         self._policy.advance(now)
-        if self._leases.quiet(now) and self._writing.quiet(now) and self._lives.quiet(now):
+        if self._entries.quiet(now) and self._writing.quiet(now):
             return
-        for lease in self._leases.due(now):
+        for lease in self._entries.ended(now):
             self.release(lease)
         for ticket in self._writing.due(now):
             self.abandon(ticket)
-        for name in list(self._lives.due(now)):
-            if self._entries[name].leases:
-                self._lives.set(name, now + self._partial_life)
-            else:
-                self._remove(name, Reason.EXPIRED)
-                self.tally.expired += 1
+        for name in self._entries.worn(now):
+            self._remove(name, Reason.EXPIRED)
+            self.tally.expired += 1
 
     def find(self, name: bytes, now: float) -> Entry[V] | None:
         """The block, which does not count as used."""
@@ -247,41 +232,21 @@ class Catalog(Generic[V]):
     def stats(self) -> Stats:
         """A reading; the tally in it is a copy."""
         return Stats(
-            self._boot, self._budget, len(self._entries), self._bytes + self._writing.bytes,
-            self._writing.bytes, self._leased, len(self._leases), len(self._writing),
+            self._boot, self._budget, len(self._entries), self._entries.bytes + self._writing.bytes,
+            self._writing.bytes, self._entries.leased, self._entries.leases, len(self._writing),
             dataclasses.replace(self.tally), eviction=self._policy.name,
         )  # fmt: skip
 
     def audit(self) -> list[str]:
         """Sums that do not agree; empty unless there is a bug."""
-        entries = self._entries.values()
-        sums = {
-            "bytes": (self._bytes, sum(entry.size for entry in entries)),
-            "leased": (self._leased, sum(e.size for e in entries if e.leases)),
-            "leases": (self._leases.held(), sum(entry.leases for entry in entries)),
-            "deadlines": (self._leases.deadlines(), len(self._leases)),
-            "lives": (len(self._lives), sum(entry.partial for entry in entries)),
-            "budget": (max(self._bytes + self._writing.bytes, self._budget), self._budget),
-        }
+        most = max(self._entries.bytes + self._writing.bytes, self._budget)
+        sums = {**self._entries.sums(), "budget": (most, self._budget)}
         return [f"{what}: {one} is not {two}" for what, (one, two) in sums.items() if one != two]
 
     def _hold(self, names: tuple[bytes, ...], deadline: float, now: float) -> int:
         self._serial += 1
-        for name in names:
-            entry = self._entries[name]
-            if entry.partial:
-                self._lives.set(name, now + self._partial_life)
-            if entry.leases == 0:  # that it was used is noted when it is free again
-                self._policy.hold(entry)
-                self._leased += entry.size
-            entry.leases += 1
-        self._leases.give(self._serial, names, deadline)
+        self._entries.hold(self._serial, names, deadline, now)
         return self._serial
-
-    def _use(self, entry: Entry[V], now: float) -> None:
-        self._policy.touch(entry)
-        if entry.partial:
-            self._lives.set(entry.name, now + self._partial_life)
 
     def _claim(self, claim: Claim, ticket: int) -> Verdict:
         if self._has(claim.name):
@@ -298,7 +263,7 @@ class Catalog(Generic[V]):
 
     def _make_room(self, claim: Claim) -> bool:
         """Evict until there is room, in bytes and in one piece; false if there cannot be."""
-        if self._leased + self._writing.bytes + claim.size > self._budget:
+        if self._entries.leased + self._writing.bytes + claim.size > self._budget:
             return False
         while self._charged + claim.size + self._entry_bytes > self._budget:
             if not self._evict(claim):
@@ -311,7 +276,7 @@ class Catalog(Generic[V]):
     @property
     def _charged(self) -> int:
         count = len(self._entries) + len(self._writing)
-        return self._bytes + self._writing.bytes + count * self._entry_bytes
+        return self._entries.bytes + self._writing.bytes + count * self._entry_bytes
 
     def _evict(self, claim: Claim) -> bool:
         victim = self.choose(claim)
@@ -322,11 +287,8 @@ class Catalog(Generic[V]):
         return True
 
     def _remove(self, name: bytes, reason: Reason) -> None:
-        entry = self._entries.pop(name)
+        entry = self._entries.take(name)
         self._left(entry, reason)
-        self._policy.remove(entry, self._entries.get(entry.parent or b""))
-        self._lives.drop(name)
-        self._bytes -= entry.size
         if not entry.grips:  # else it goes back with the last of them
             self.give_back(entry.value, entry.size)
 

@@ -20,6 +20,7 @@ from kvstore.book.reservations import WHOLE, Shares
 from kvstore.disk.index import Index, Spot, entry_of
 from kvstore.disk.record import record_bytes
 from kvstore.disk.stats import DiskStats, DiskTally
+from kvstore.disk.unsaved import Unsaved
 from kvstore.records import Claim, Holding, Surveyed, Tail
 from kvstore.stats import Stats
 
@@ -36,8 +37,7 @@ class TieredCatalog(Catalog[int]):
     ) -> None:  # fmt: skip
         super().__init__(budget, policy, partial_life, boot, room, entry_bytes, kept_events, shares)
         self.index, self.disk = index, DiskTally()
-        self._unsaved: dict[bytes, Entry[int]] = {}  # in the order in which they came
-        self._saving = 0
+        self._unsaved = Unsaved()
         self._wanted: deque[tuple[Entry[int], Spot]] = deque()
         self._coming = 0  # bytes of what is not ready
 
@@ -101,32 +101,21 @@ class TieredCatalog(Catalog[int]):
             self.disk.read += 1
             self.disk.bytes_read += entry.size
             if entry.name not in self.index and self._entries.get(entry.name) is entry:
-                self._unsaved[entry.name] = entry  # its segment went meanwhile
+                self._save(entry)  # its segment went meanwhile
         elif self.index.forget(spot):
             self.disk.corrupt += 1
             if entry.name not in self._entries:
                 super()._left(entry, Reason.CORRUPT)
         if not good and self._entries.get(entry.name) is entry:
-            self._take_from_leases(entry)
+            self._entries.strike(entry)
             self._remove(entry.name, Reason.CORRUPT)
         self._loosen(entry)
 
     def take_unsaved(self, limit: int) -> list[Entry[int]]:
         """Blocks to write, of about ``limit`` bytes; ``saved`` or ``not_saved`` must follow."""
-        batch: list[Entry[int]] = []
-        size = 0
-        while self._unsaved:
-            entry = next(iter(self._unsaved.values()))
-            if batch and size + entry.size > limit:
-                break
-            del self._unsaved[entry.name]
-            if 2 * record_bytes(entry.size) > self.index.budget:
-                self.disk.skipped += 1
-                continue
+        batch = self._unsaved.take(limit)
+        for entry in batch:
             entry.grips += 1
-            size += entry.size
-            batch.append(entry)
-        self._saving += len(batch)
         return batch
 
     def saved(
@@ -143,37 +132,32 @@ class TieredCatalog(Catalog[int]):
         )
         added = {spot.name for spot in new}
         for entry in batch:
-            self._unsaved.pop(entry.name, None)
+            self._unsaved.drop(entry.name)
             entry.again = False
             self.disk.written += 1
             self.disk.bytes_written += entry.size
             if entry.name in added and entry.name not in self._entries:
                 super()._came(entry)  # evicted meanwhile, and there again
             self._loosen(entry)
-        self._saving -= len(batch)
+        self._unsaved.end(len(batch))
 
     def not_saved(self, batch: Sequence[Entry[int]]) -> None:
         """Nothing was written: what is still there is to be taken again."""
-        again = {e.name: e for e in batch if self._entries.get(e.name) is e}
-        self._unsaved = {
-            name: entry
-            for name, entry in {**again, **self._unsaved}.items()
-            if name not in self.index
-        }
+        there = [e for e in batch if self._entries.get(e.name) is e and e.name not in self.index]
+        self._unsaved.end(len(batch), again=there)
         for entry in batch:
             self._loosen(entry)
-        self._saving -= len(batch)
 
     def unsaved(self) -> int:
         """Blocks that are to be written or are being written."""
-        return len(self._unsaved) + self._saving
+        return len(self._unsaved)
 
     def save_all(self) -> None:
         """Have everything written that is in memory only; what is there is used last."""
         for name, entry in self._entries.items():
             self.index.touch(name)
             if not entry.partial and entry.ready and name not in self.index:
-                self._unsaved[name] = entry
+                self._save(entry)
 
     def make_room_below(self, nbytes: int, spared: int | None) -> list[int] | None:
         """Segments forgotten so that there is room for ``nbytes`` more; ``None``: there is none."""
@@ -193,7 +177,7 @@ class TieredCatalog(Catalog[int]):
                 self.disk.dropped += 1
                 super()._left(entry_of(spot), Reason.EVICTED)
             elif entry.again and entry.ready:
-                self._unsaved[spot.name] = entry
+                self._save(entry)
 
     def restored(self, spots: Iterable[Spot]) -> None:
         """Blocks of an earlier start were found."""
@@ -202,7 +186,7 @@ class TieredCatalog(Catalog[int]):
             if spot.name not in self._entries:
                 self.events.add(entry_of(spot))
             else:
-                self._unsaved.pop(spot.name, None)
+                self._unsaved.drop(spot.name)
 
     def clear(self, now: float) -> int:
         """Likewise; the segments are told by ``index``, which is empty then."""
@@ -259,12 +243,12 @@ class TieredCatalog(Catalog[int]):
                 known = names[:at] if run else names
                 there = tuple(name for name in known if name in self._entries)
                 kept.append(self._hold(there, now + HELD_SECONDS, now))
-            if not self._start(spot):
+            if not self._start(spot, now):
                 break
             kept.append(self._hold((name,), now + HELD_SECONDS, now))
         return kept
 
-    def _start(self, spot: Spot) -> bool:
+    def _start(self, spot: Spot, now: float) -> bool:
         """A place for a block, where it will be read to; false if there is none."""
         if self._coming + spot.size > self._budget // 2 or spot.name in self._writing:
             return False
@@ -273,10 +257,8 @@ class TieredCatalog(Catalog[int]):
             return False
         entry = Entry(claim, place, spot.parent, spot.tokens)
         entry.ready, entry.grips = False, 1
-        self._entries[spot.name] = entry
-        self._bytes += spot.size
+        self._entries.add(entry, now)
         self._coming += spot.size
-        self._policy.add(entry, self._entries.get(entry.parent or b""))
         self.index.touch(spot.name)
         self.index.pin(spot.segment)
         self._wanted.append((entry, spot))
@@ -286,19 +268,18 @@ class TieredCatalog(Catalog[int]):
         for lease in leases:
             self.release(lease)
 
+    def _save(self, entry: Entry[int]) -> None:
+        """Have it written, unless it is too large for the disk."""
+        if 2 * record_bytes(entry.size) > self.index.budget:
+            self.disk.skipped += 1
+        else:
+            self._unsaved.add(entry)
+
     def _loosen(self, entry: Entry[int]) -> None:
         """A read or write at its place has ended."""
         entry.grips -= 1
         if not entry.grips and self._entries.get(entry.name) is not entry:
             self.give_back(entry.value, entry.size)
-
-    def _take_from_leases(self, entry: Entry[int]) -> None:
-        """Of a block that is damaged."""
-        if entry.leases:
-            self._leases.strike(entry.name)
-            entry.leases = 0
-            self._leased -= entry.size
-            self._policy.free(entry)
 
     def _hold(self, names: tuple[bytes, ...], deadline: float, now: float) -> int:
         lease = super()._hold(names, deadline, now)
@@ -328,10 +309,10 @@ class TieredCatalog(Catalog[int]):
             return
         super()._came(entry)
         if not entry.partial:
-            self._unsaved[entry.name] = entry
+            self._save(entry)
 
     def _left(self, entry: Entry[int], reason: Reason) -> None:
-        unsaved = self._unsaved.pop(entry.name, None) is not None
+        unsaved = self._unsaved.drop(entry.name)
         if (spot := self.index.find(entry.name)) is not None:
             spot.opening = entry.opening
             if entry.again:

@@ -1,0 +1,118 @@
+"""The blocks that are there: what they take, who holds them, how long partial ones live. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TypeVar
+
+from kvstore.book.deadlines import Deadlines
+from kvstore.book.entries import Entry
+from kvstore.book.leases import Leases
+from kvstore.book.policy import Policy
+
+V = TypeVar("V")
+
+
+class Blocks(dict[bytes, Entry[V]]):
+    """By name. They come by ``add`` and go by ``take``; ``leased`` bytes are held by a lease."""
+
+    def __init__(self, policy: Policy, partial_life: float) -> None:
+        super().__init__()
+        self._policy, self._partial_life = policy, partial_life
+        self._leases = Leases()
+        self._lives: Deadlines[bytes] = Deadlines()
+        self.bytes = self.leased = 0
+
+    @property
+    def leases(self) -> int:
+        """How many there are."""
+        return len(self._leases)
+
+    def add(self, entry: Entry[V], now: float) -> None:
+        """A block is there."""
+        self[entry.name] = entry
+        self.bytes += entry.size
+        self._policy.add(entry, self.get(entry.parent or b""))
+        self._prolong(entry, now)
+
+    def take(self, name: bytes) -> Entry[V]:
+        """A block is there no more."""
+        entry = self.pop(name)
+        self.bytes -= entry.size
+        self._policy.remove(entry, self.get(entry.parent or b""))
+        self._lives.drop(name)
+        return entry
+
+    def use(self, entry: Entry[V], now: float) -> None:
+        """It was used just now."""
+        self._policy.touch(entry)
+        self._prolong(entry, now)
+
+    def hold(self, lease: int, names: tuple[bytes, ...], deadline: float, now: float) -> None:
+        """A new lease on ``names``."""
+        for name in names:
+            entry = self[name]
+            self._prolong(entry, now)
+            if entry.leases == 0:  # that it was used is noted when it is free again
+                self._policy.hold(entry)
+                self.leased += entry.size
+            entry.leases += 1
+        self._leases.give(lease, names, deadline)
+
+    def held(self, lease: int) -> tuple[bytes, ...] | None:
+        """What it holds; ``None`` once it has ended."""
+        return self._leases.names(lease)
+
+    def extend(self, lease: int, deadline: float) -> bool:
+        """Move its end; false when it has ended already."""
+        return self._leases.extend(lease, deadline)
+
+    def release(self, lease: int) -> None:
+        """End a lease; unknown ones have ended already."""
+        for name in reversed(self._leases.end(lease)):
+            entry = self[name]
+            entry.leases -= 1
+            if entry.leases == 0:
+                self._free(entry)
+
+    def strike(self, entry: Entry[V]) -> None:
+        """No lease holds it any more: it is damaged."""
+        if entry.leases:
+            self._leases.strike(entry.name)
+            entry.leases = 0
+            self._free(entry)
+
+    def quiet(self, now: float) -> bool:
+        """Whether certainly no lease and no life is over."""
+        return self._leases.quiet(now) and self._lives.quiet(now)
+
+    def ended(self, now: float) -> Iterator[int]:
+        """Leases whose time is over; they must be released."""
+        return self._leases.due(now)
+
+    def worn(self, now: float) -> list[bytes]:
+        """Partial blocks whose life is over, to be taken out. Those that are held live on."""
+        due = list(self._lives.due(now))
+        for name in due:
+            if self[name].leases:
+                self._prolong(self[name], now)
+        return [name for name in due if not self[name].leases]
+
+    def sums(self) -> Mapping[str, tuple[int, int]]:
+        """What is counted, and the same counted anew: equal unless there is a bug."""
+        entries = self.values()
+        return {
+            "bytes": (self.bytes, sum(entry.size for entry in entries)),
+            "leased": (self.leased, sum(entry.size for entry in entries if entry.leases)),
+            "leases": (self._leases.held(), sum(entry.leases for entry in entries)),
+            "deadlines": (self._leases.deadlines(), len(self._leases)),
+            "lives": (len(self._lives), sum(entry.partial for entry in entries)),
+        }
+
+    def _free(self, entry: Entry[V]) -> None:
+        self.leased -= entry.size
+        self._policy.free(entry)
+
+    def _prolong(self, entry: Entry[V], now: float) -> None:
+        if entry.partial:
+            self._lives.set(entry.name, now + self._partial_life)
