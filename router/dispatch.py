@@ -117,17 +117,16 @@ class Dispatcher:
         return Prefix(tuple(names), size)
 
     def check_fits(self, request: Request) -> None:
-        """``Rejected`` when no decode worker that is usable now could ever hold the request."""
-        usable = self.registry.usable(types_pb2.ROLE_DECODE)
-        candidates = [worker.candidate() for worker in usable]
-        if candidates and not any(c.fits(request.positions) for c in candidates):
-            raise too_long(request.positions, candidates)
+        """``Rejected`` when no decode worker, of those away for now too, could hold the request."""
+        members = self.registry.members(types_pb2.ROLE_DECODE)
+        if members and not any(worker.fits(request.positions) for worker in members):
+            raise too_long(request.positions, [worker.candidate() for worker in members])
 
     async def place(self, request: Request, prefix: Prefix, so_far: int, tried: Attempts) -> Found:
         """A prefill worker for a request without tokens, if that is worth it; else a decode one."""
         if not so_far and self._mode != "never":
             held = self._look(prefix)
-            self._check_rest(types_pb2.ROLE_PREFILL, tried)
+            self._check_rest(types_pb2.ROLE_PREFILL, request, tried)
             found = self._choose(types_pb2.ROLE_PREFILL, request, prefix, so_far, tried, held)
             if found is not None and not self._direct(request, prefix, found, tried, held):
                 return self._send(found, prefix)
@@ -175,9 +174,14 @@ class Dispatcher:
         """It has no room: ask it nothing new for as long as it says."""
         worker.rests_until = time.monotonic() + min(error.retry_after, LONGEST_REST)
 
-    def _check_rest(self, role: Role, tried: Attempts) -> None:
+    def _left(self, role: Role, request: Request, tried: Attempts) -> list[KnownWorker]:
+        """Workers that can be used, did not fail the request, and could hold it."""
+        left = (w for w in self.registry.usable(role) if w.key not in tried.excluded)
+        return [worker for worker in left if worker.fits(request.positions)]
+
+    def _check_rest(self, role: Role, request: Request, tried: Attempts) -> None:
         """``Exhausted`` when every worker of a role is full; asking them again would not help."""
-        left = [w.rest for w in self.registry.usable(role) if w.key not in tried.excluded]
+        left = [worker.rest for worker in self._left(role, request, tried)]
         if left and (shortest := min(left)) > 0:
             raise Exhausted(f"every {role_name(role)} worker is full", shortest)
 
@@ -194,29 +198,33 @@ class Dispatcher:
     ) -> Found:
         seconds = self._resume_wait if so_far else self._worker_wait
         waiting = request.deadline.earlier(seconds)
+
+        def any_left() -> bool:
+            return bool(self._left(types_pb2.ROLE_DECODE, request, tried))
+
         while True:
             if not so_far:
-                self._check_rest(types_pb2.ROLE_DECODE, tried)
+                self._check_rest(types_pb2.ROLE_DECODE, request, tried)
             held = self._look(prefix)
             found = self._choose(types_pb2.ROLE_DECODE, request, prefix, so_far, tried, held)
             if found is not None:
                 return self._send(found, prefix)
             if not so_far and isinstance(tried.last, Exhausted):
                 raise tried.last  # an answer that has begun waits for its worker instead
-            if not await self.registry.wait_for(lambda: self._any_left(tried), waiting):
+            if not await self.registry.wait_for(any_left, waiting):
                 raise self._none_left(request, tried)
-
-    def _any_left(self, tried: Attempts) -> bool:
-        usable = self.registry.usable(types_pb2.ROLE_DECODE)
-        return any(worker.key not in tried.excluded for worker in usable)
 
     def _none_left(self, request: Request, tried: Attempts) -> KvrelayError:
         if request.deadline.expired:
             return DeadlineExceeded("no time left to find a worker")
-        missing = self.registry.missing(types_pb2.ROLE_DECODE)
+        usable = self.registry.usable(types_pb2.ROLE_DECODE)
+        if usable and not any(worker.fits(request.positions) for worker in usable):
+            return Unavailable(
+                f"no decode worker that holds {request.positions} positions can be used now"
+            )
         if tried.last is not None:
             return Unavailable(f"no other worker to go on with ({tried.last})")
-        return missing
+        return self.registry.missing(types_pb2.ROLE_DECODE)
 
     def _choose(
         self,
@@ -227,8 +235,8 @@ class Dispatcher:
         tried: Attempts,
         held: Held,
     ) -> Found | None:
-        """Raises ``Rejected`` when no decode worker could ever hold the request."""
-        left = [w for w in self.registry.usable(role) if w.key not in tried.excluded]
+        """``None`` when no worker is left that could hold the request."""
+        left = self._left(role, request, tried)
         if not so_far:  # an answer that has begun may knock again
             left = [w for w in left if not w.rest]
         fresh = [w for w in left if w.key not in tried.avoided]
@@ -236,8 +244,6 @@ class Dispatcher:
         again = left if role == types_pb2.ROLE_DECODE else []
         workers = {worker.key: worker for worker in fresh or again}
         candidates = [worker.candidate() for worker in workers.values()]
-        if role == types_pb2.ROLE_PREFILL:  # a decode worker can do it too
-            candidates = [c for c in candidates if c.fits(request.positions)]
         if not candidates:
             return None
         wish = Wish(

@@ -56,7 +56,8 @@ async def run_leg(
     ``Lost`` and ``Silent`` say that the worker did not speak; ``Draining`` that it leaves.
     """
     complete = False
-    with worker.stay(work) as stay:
+    positions = len(leg.prompt_token_ids) + leg.max_tokens - 1
+    with worker.stay(work, positions) as stay:
         if worker.role == types_pb2.ROLE_PREFILL:
             events = _prefill(worker, stay, leg, deadline, handoff_wait)
         else:

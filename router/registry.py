@@ -83,6 +83,11 @@ class Registry:
         """Those of a role that may be given legs."""
         return [worker for worker in self.workers if worker.role == role and worker.usable]
 
+    def members(self, role: Role) -> list[KnownWorker]:
+        """Those of a role that belong to the fleet, whether they can be used now or not."""
+        known = (w for w in self.workers if w.role == role and w.info is not None)
+        return [worker for worker in known if not isinstance(worker.problem, Mismatch)]
+
     @property
     def alive(self) -> set[str]:
         """Boot tokens of workers that answer checks."""
@@ -194,13 +199,14 @@ class Registry:
                 self.update(listed)
 
     def _restarted(self, worker: KnownWorker, before: worker_pb2.WorkerInfo) -> None:
-        """It has another boot token than ``before``: the legs it had are none of its own."""
-        if worker.info is not None and worker.info.role != before.role:
-            log.info("worker %s is a %s worker now", worker.address, role_name(worker.role))
-            worker.evict(Draining(f"{worker.address} changed its role"))
-        else:
-            log.info("worker %s was restarted (%s)", worker.address, worker.key)
-            worker.evict(Lost(f"{worker.address} was restarted"))
+        """It has another boot token than ``before``: the legs it had are none of its own.
+
+        It is another worker, and not used before it was judged as such.
+        """
+        changed = worker.info is not None and worker.info.role != before.role
+        why = Draining("it changed its role") if changed else Lost("it was started again")
+        self._enter(worker, Verdict(State.STARTING, why))
+        worker.evict(type(why)(f"{worker.address}: {why}"))
 
     def _accept(self, worker: KnownWorker, info: worker_pb2.WorkerInfo) -> None:
         check_key(info, installed().credentials.fleet_key_id)
@@ -212,17 +218,25 @@ class Registry:
 
     def _judge(self, worker: KnownWorker, verdict: Verdict) -> None:
         """A check found this. Whoever is lost gives its legs back; whoever leaves, its streams."""
+        verdict = self._joined(worker, verdict)
         self._enter(worker, verdict)
         if verdict.lost and worker.legs:
             error = Lost if verdict.state is State.GONE else Silent
             moved = worker.evict(error(f"{worker.address}: {verdict.problem}"))
             log.warning("%d legs leave worker %s", moved, worker.address)
-        elif verdict.state is State.DRAINING and self._others(worker):
-            worker.evict(Draining(f"{worker.address} is draining"))
+        elif verdict.state is State.DRAINING and worker.role == types_pb2.ROLE_DECODE:
+            # A prefill leg ends by itself, soon; a stream without another worker may end here.
+            worker.move(self.usable(worker.role), Draining(f"{worker.address} is draining"))
 
-    def _others(self, worker: KnownWorker) -> bool:
-        """Whether its streams can go elsewhere. A prefill leg ends by itself, soon."""
-        return worker.role == types_pb2.ROLE_DECODE and bool(self.usable(worker.role))
+    def _joined(self, worker: KnownWorker, verdict: Verdict) -> Verdict:
+        """The same, unless others of another fleet came to be used while this one was asked."""
+        if verdict.state is not State.READY or worker.usable or worker.info is None:
+            return verdict
+        try:
+            self._accept(worker, worker.info)
+        except Mismatch as error:
+            return Verdict(State.STARTING, error)
+        return verdict
 
     def _enter(self, worker: KnownWorker, verdict: Verdict) -> None:
         """The one place that changes whether a worker is used."""
@@ -232,7 +246,7 @@ class Registry:
         if problem is None:
             log.info("%s worker %s is used", name, worker.address)
         else:
-            expected = worker.info is None or verdict.state is State.DRAINING
+            expected = worker.info is None or isinstance(problem, Draining)
             level = logging.INFO if expected else logging.WARNING  # the first may yet start
             state = verdict.state.name.lower()
             log.log(level, "%s worker %s is %s: %s", name, worker.address, state, problem)

@@ -21,10 +21,13 @@ class Call(Protocol):
 
 
 class Stay:
-    """One leg. ``tokens`` is its work, as the policy says; ``evicted`` why it was ended here."""
+    """One leg. ``tokens`` is its work, as the policy says; ``evicted`` why it was ended here.
 
-    def __init__(self, tokens: int, connected: bool) -> None:
-        self.tokens = tokens
+    ``positions`` is all that its request can ever need, wherever it goes on.
+    """
+
+    def __init__(self, tokens: int, positions: int, connected: bool) -> None:
+        self.tokens, self.positions = tokens, positions
         self.connected = connected  # else a failure says nothing about this request
         self.evicted: KvrelayError | None = None
         self._call: Call | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import grpc
@@ -76,14 +76,18 @@ class KnownWorker:
         """How many this router has there."""
         return len(self._stays)
 
+    def fits(self, positions: int) -> bool:
+        """Whether a request that needs so many could ever run there."""
+        return self.info is not None and self.candidate().fits(positions)
+
     def hear(self) -> None:
         """A message came: it is alive, whatever a check says."""
         self.heard = time.monotonic()
 
     @contextmanager
-    def stay(self, tokens: int) -> Iterator[Stay]:
+    def stay(self, tokens: int, positions: int) -> Iterator[Stay]:
         """Counts a leg of so many tokens as being there, and makes it end if the worker is lost."""
-        stay = Stay(tokens, self.channel.get_state() is grpc.ChannelConnectivity.READY)
+        stay = Stay(tokens, positions, self.channel.get_state() is grpc.ChannelConnectivity.READY)
         self._stays.add(stay)
         self.idle.clear()
         try:
@@ -98,6 +102,12 @@ class KnownWorker:
         for stay in self._stays:
             stay.evict(error)
         return len(self._stays)
+
+    def move(self, others: Sequence[KnownWorker], error: KvrelayError) -> None:
+        """End the legs there that could go on at one of ``others``."""
+        for stay in self._stays:
+            if any(other.fits(stay.positions) for other in others):
+                stay.evict(error)
 
     def candidate(self) -> Candidate:
         """What the policy needs to know. Only of a worker that told its ``info``."""

@@ -27,7 +27,7 @@ def read_workers(path: Path) -> Workers:
     try:
         text = path.read_bytes()[: MAX_BYTES + 1].decode()
         content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Rejected(FIELD, f"{path}: {error}") from error
     if not isinstance(content, dict):
         raise Rejected(FIELD, f"{path}: must hold the lists `prefill` and `decode`")

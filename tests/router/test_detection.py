@@ -108,6 +108,35 @@ async def stand_by(router: Running, *workers: FakeWorker) -> None:
     await router.settled(used=len(workers), listed=len(workers))
 
 
+@pytest.mark.parametrize("dies", [False, True], ids=["drains", "dies"])
+async def test_a_stream_waits_for_a_worker_that_is_large_enough(dies: bool) -> None:
+    step = asyncio.Semaphore(3)
+    large = decode_worker("d0", behaviour=Behaviour(step=step))
+    small = decode_worker("d1", num_blocks=4)
+    async with running([large], **FAST) as router:
+        call = aiter(router.call(request(40)))
+        seen = await first(call, 3)
+        await stand_by(router, large, small)
+        if dies:
+            await large.stop()
+        else:
+            large.behaviour.draining = True
+        await router.settled(used=1)
+        error = await failing(router.generate(request(40)))  # it may fit again, so no Rejected
+        assert isinstance(error, Unavailable)
+        again = decode_worker("d2")
+        if dies:
+            await again.start(large.address)
+        else:  # it ends where it is
+            for _ in range(40):
+                step.release()
+        assert seen + await rest(call) == answer(PROMPT, 40, 5)
+        assert not small.legs
+        assert large.cancelled.is_set() == dies
+        await again.stop()
+        await small.stop()
+
+
 async def test_a_worker_that_only_makes_tokens_is_not_silent() -> None:
     checks, step = awake(), asyncio.Semaphore(0)
     busy = decode_worker("d0", behaviour=Behaviour(checks=checks, step=step))

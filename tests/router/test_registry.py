@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from pathlib import Path
 
 import pytest
 
-from common.errors import Rejected
+from common.errors import Mismatch, Rejected
 from protos import router_pb2, router_pb2_grpc, types_pb2
 from router.config import RouterConfig
+from router.registry import Registry
 from router.workersfile import Workers, read_workers
 from rpc.deadline import Deadline
 from tests.router.fakes import (
@@ -19,6 +21,7 @@ from tests.router.fakes import (
     answer,
     decode_worker,
     ids,
+    model,
     namespace,
     prefill_worker,
     running,
@@ -153,7 +156,7 @@ def test_workers_files(tmp_path: Path) -> None:
     toml.write_text('prefill = ["a:1"]\ndecode = ["b:2", "b:2"]\n')
     assert read_workers(toml).prefill == ("a:1",)
     assert read_workers(toml).decode == ("b:2",)
-    for text in ("{", "[]", '{"decode": "b:2"}', '{"decode": [1]}'):
+    for text in ("{", "[]", '{"decode": "b:2"}', '{"decode": [1]}', "[" * 100_000):
         file = tmp_path / "w.json"
         file.write_text(text)
         with pytest.raises(Rejected, match="workers_file"):
@@ -165,3 +168,43 @@ def test_workers_files(tmp_path: Path) -> None:
 def test_a_router_without_workers_is_refused() -> None:
     with pytest.raises(Rejected, match="decode"):
         RouterConfig(model="m")
+
+
+async def test_two_fleets_are_never_used_together() -> None:
+    first, second = decode_worker("d0"), decode_worker("d1", namespace=namespace(revision="s"))
+    addresses = tuple([await worker.start() for worker in (first, second)])
+    registry = Registry(RouterConfig(model=str(model()), decode=addresses, health_interval=0.05))
+    used: list[set[str]] = []
+    registry.listen(lambda: used.append({w.key for w in registry.workers if w.usable}))
+    await registry.start()  # both are asked at the same time
+
+    def judged() -> bool:
+        problems = [worker.problem for worker in registry.workers]
+        return None in problems and any(isinstance(one, Mismatch) for one in problems)
+
+    assert await registry.wait_for(judged, Deadline.after(10))
+    await registry.close()
+    await first.stop()
+    await second.stop()
+    assert max(map(len, used)) == 1, used
+
+
+async def test_one_started_again_as_another_model_is_not_used_meanwhile() -> None:
+    worker = decode_worker()
+    async with running([worker]) as router:
+        (known,) = router.registry.workers
+        seen: set[str] = set()
+
+        async def look() -> None:
+            while not isinstance(known.problem, Mismatch):
+                seen.update(
+                    w.info.namespace.model
+                    for w in router.registry.workers
+                    if w.usable and w.info is not None
+                )
+                await asyncio.sleep(0)
+
+        looking = asyncio.create_task(look())
+        worker.boot, worker.namespace = "d1", namespace(model="another")
+        await asyncio.wait_for(looking, 10)
+        assert seen == {"tiny"}
