@@ -14,7 +14,7 @@ from kvrelay.endpoints import store_of
 from kvstore.base import Store
 from kvstore.client.browse import Browser, browse
 from kvstore.connect import connect
-from kvstore.urls import urls_of
+from kvstore.urls import public_name, urls_of
 from rpc import security
 from rpc.credentials import ADMIN_FIRST
 from rpc.options import SecurityOptions
@@ -38,7 +38,7 @@ class StoresConfig(SecurityOptions):
         security.install(self, ADMIN_FIRST)
         text = store_of(Path(self.endpoints)) if self.endpoints is not None else self.store
         urls = urls_of(text or "")
-        twice = [name for name, count in Counter(map(title, urls)).items() if count > 1]
+        twice = [name for name, count in Counter(map(public_name, urls)).items() if count > 1]
         if twice:
             raise Rejected("store", f"{twice[0]} stands twice in the list")
         return urls
