@@ -20,7 +20,7 @@ from engine.request import Finish, Naming, Order, Request, State
 from engine.scheduler import Lookup, Scheduler
 from engine.usage import leg_tokens
 
-VERSION = 1
+VERSION = 2
 Json = None | bool | int | str | Sequence["Json"] | dict[str, "Json"]
 Record = dict[str, Json]
 
@@ -109,12 +109,12 @@ def is_empty(plan: Plan) -> bool:
 
 
 def counters(scheduler: Scheduler) -> Record:
-    """How the scheduler stands, in numbers."""
+    """How the scheduler stands, in numbers. No name here is one of an outcome's own."""
     return {
         "waiting": len(scheduler.waiting),
         "running": len(scheduler.running),
-        "loads": len(scheduler.loads),
-        "saves": len(scheduler.saves),
+        "open_loads": len(scheduler.loads),
+        "open_saves": len(scheduler.saves),
         "free": len(scheduler.pool.free),
         "late": scheduler.late_events,
         "preemptions": scheduler.preemptions,

@@ -14,9 +14,12 @@ from dataclasses import dataclass, fields
 
 from common.errors import Rejected
 from engine.external import Query
-from engine.journal import VERSION, Journal, Json, Record
+from engine.journal import VERSION, Journal, Json, Record, is_empty
 from engine.plan import Limits, Plan
 from engine.request import Finish, Naming, Order
+
+LONGEST_LINE = 1 << 26  # characters
+MOST_BLOCKS = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +58,14 @@ class Replay:
 
     def __init__(self, limits: Limits) -> None:
         self._told: list[str] = []
-        self._said: list[Json] = []
+        self._said: list[int | None] = []
         self._plan: Plan | None = None
         self.core = Journal(limits, _naming(), self._answer, self._told.append)
 
     def repeat(self, record: Record) -> Record | None:
         """Carry out one call; what the core writes about it now."""
         self._told.clear()
-        given, self._said = _table(record, "given"), list(_list(record, "answers"))
+        given, self._said = _table(record, "given"), _answers(record)
         call = _text(record, "call")
         if call not in _CALLS:
             raise Rejected("journal", f"no call is named {call!r}")
@@ -73,11 +76,7 @@ class Replay:
 
     def _answer(self, query: Query) -> int | None:
         """The recorded answers in their order; beyond them the core has gone another way."""
-        if not self._said:
-            return None
-        answer = self._said.pop(0)
-        assert answer is None or isinstance(answer, int)
-        return answer
+        return self._said.pop(0) if self._said else None
 
     def _submit(self, given: Record) -> None:
         order = Order(
@@ -86,9 +85,9 @@ class Replay:
             _int(given, "prompt_len"),
             _int(given, "max_tokens"),
             frozenset(_ints(given, "ending")),
-            bool(given["prefill_only"]),
-            bool(given["save"]),
-            str(given.get("space", "")).encode(),
+            _flag(given, "prefill_only"),
+            _flag(given, "save"),
+            _text(given, "space").encode(),
         )
         try:
             self.core.submit(order)
@@ -96,7 +95,10 @@ class Replay:
             return  # as written in the journal, and compared there
 
     def _abort(self, given: Record) -> None:
-        self.core.abort(_text(given, "id"), Finish(given["finish"]))
+        finish = {one.value: one for one in Finish}.get(_text(given, "finish"))
+        if finish is None:
+            raise Rejected("journal", f"{given['finish']!r} is no way to end")
+        self.core.abort(_text(given, "id"), finish)
 
     def _schedule(self, given: Record) -> None:
         self._leave()
@@ -120,7 +122,7 @@ class Replay:
 
     def _leave(self) -> None:
         """The commit of an empty plan is not written; it changes nothing."""
-        if self._plan is not None:
+        if self._plan is not None and is_empty(self._plan):
             self.core.discard()
 
 
@@ -142,7 +144,7 @@ def replay(lines: Iterable[str]) -> Replayed:
     events = steps = ended = 0
     difference = None
     for number, record in records:
-        difference = _compare(number, record, again.repeat(record))
+        difference = _repeated(again, number, record)
         if difference is not None:
             break
         events += 1
@@ -151,11 +153,23 @@ def replay(lines: Iterable[str]) -> Replayed:
     return Replayed(events, steps, again.core.preemptions, ended, difference)
 
 
+def _repeated(again: Replay, number: int, record: Record) -> Difference | None:
+    """One call on the core, and how it differs; a call that cannot follow there differs too."""
+    try:
+        return _compare(number, record, again.repeat(record))
+    except Rejected as error:
+        raise Rejected("journal", f"line {number}: {error.message}") from error
+    except RuntimeError as error:
+        return Difference(number, _text(record, "call"), "an outcome", f"refused: {error}")
+
+
 def _records(lines: Iterable[str]) -> Iterator[tuple[int, Record]]:
     """Numbered records. A last line that was cut off, the worker having died, is left out."""
     for number, line in enumerate(lines, 1):
         if line.endswith("\n"):
             yield number, _parse(line, number)
+        elif len(line) >= LONGEST_LINE:
+            raise Rejected("journal", f"line {number} is longer than {LONGEST_LINE} characters")
 
 
 def _parse(line: str, number: int = 0) -> Record:
@@ -172,7 +186,11 @@ def _limits(record: Record) -> Limits:
     if record.get("journal") != VERSION:
         raise Rejected("journal", f"its first line must say journal version {VERSION}")
     given = _table(record, "limits")
-    return Limits(**{field.name: _int(given, field.name) for field in fields(Limits)})
+    limits = Limits(**{field.name: _int(given, field.name) for field in fields(Limits)})
+    if limits.block_size < 1 or not 1 <= limits.num_blocks <= MOST_BLOCKS:
+        pool = f"{limits.num_blocks} blocks of {limits.block_size}"
+        raise Rejected("journal", f"its first line tells of a pool of {pool}")
+    return limits
 
 
 def _compare(line: int, recorded: Record, replayed: Record | None) -> Difference | None:
@@ -220,12 +238,27 @@ def _list(record: Record, name: str) -> list[Json]:
     return value
 
 
+def _answers(record: Record) -> list[int | None]:
+    values = _list(record, "answers")
+    found = [value for value in values if value is None or isinstance(value, int)]
+    if len(found) != len(values):
+        raise Rejected("journal", "'answers' holds more than whole numbers and null")
+    return found
+
+
 def _ints(record: Record, name: str) -> list[int]:
     values = _list(record, name)
     found = [value for value in values if isinstance(value, int)]
     if len(found) != len(values):
         raise Rejected("journal", f"{name!r} holds more than whole numbers")
     return found
+
+
+def _flag(record: Record, name: str) -> bool:
+    value = _value(record, name)
+    if not isinstance(value, bool):
+        raise Rejected("journal", f"{name!r} is neither true nor false")
+    return value
 
 
 def _int(record: Record, name: str) -> int:
@@ -248,8 +281,8 @@ def main(argv: Sequence[str]) -> int:
         print("usage: python -m engine.replay FILE", file=sys.stderr)
         return 2
     try:
-        with open(argv[0], encoding="utf-8") as file:
-            done = replay(file)
+        with open(argv[0], encoding="utf-8", errors="replace") as file:
+            done = replay(iter(lambda: file.readline(LONGEST_LINE), ""))
     except (OSError, Rejected) as error:
         print(f"{argv[0]}: {error}", file=sys.stderr)
         return 2

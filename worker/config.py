@@ -55,7 +55,10 @@ class WorkerConfig(SecurityOptions):
         "127.0.0.1", "address of it: plain HTTP, for whoever reaches it", metavar="HOST"
     )
     journal: str | None = option(
-        None, "file for every call of the scheduler, prompts too, to replay", metavar="FILE"
+        None,
+        "file of this worker alone for every call of the scheduler, prompts too, to replay; what"
+        " is there becomes FILE.before",
+        metavar="FILE",
     )
     log_level: str = option("info", "how much to log", choices=LEVELS)
 

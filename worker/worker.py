@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from common.errors import Mismatch, Rejected
+from common.errors import Mismatch
 from common.version import VERSION
 from engine.engine import Engine
 from engine.external import Connector
@@ -25,7 +25,7 @@ from rpc.credentials import Credentials
 from rpc.protocol import PROTOCOL
 from rpc.roles import Role
 from rpc.security import installed
-from worker import convert
+from worker import convert, journal
 from worker.config import WorkerConfig
 from worker.handoff import Handoff, check_signature, check_tokens, sign
 from worker.identity import Identity
@@ -75,7 +75,7 @@ class Worker:
             config.max_waiting,
             config.audit,
             lambda: os._exit(os.EX_SOFTWARE),
-            journal_of(config),
+            None if config.journal is None else journal.writer(config.journal),
         )
         return cls(
             config, Identity(role), model, runner, namespace, namer, limits, outside, engine,
@@ -179,17 +179,6 @@ def limits_of(config: WorkerConfig, model: LoadedModel) -> Limits:
         max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
-
-
-def journal_of(config: WorkerConfig) -> Callable[[str], object] | None:
-    """Where the journal's lines go; the file is as private as the prompts in it."""
-    if config.journal is None:
-        return None
-    try:
-        descriptor = os.open(config.journal, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    except OSError as error:
-        raise Rejected("journal", f"cannot write {config.journal}: {error.strerror}") from error
-    return os.fdopen(descriptor, "w", buffering=1, encoding="utf-8").write
 
 
 def namespace_message(namespace: Namespace) -> worker_pb2.Namespace:

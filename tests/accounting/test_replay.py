@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from common.errors import Rejected
 from engine.external import Query
-from engine.journal import Journal
+from engine.journal import VERSION, Journal
 from engine.plan import Limits
-from engine.replay import main, replay
+from engine.replay import LONGEST_LINE, main, replay
 from engine.request import Naming
 from engine.scheduler import Lookup, Scheduler
 from tests.accounting.bench import Bench, limits
 
 SEED = 20
+
+
+def head(**changed: int) -> str:
+    """A journal's first line."""
+    bounds = {**asdict(limits(12, 4)), **changed}
+    return json.dumps({"journal": VERSION, "limits": bounds}) + "\n"
 
 
 def journalled(lines: list[str]) -> Callable[[Limits, Naming, Lookup], Scheduler]:
@@ -75,8 +83,13 @@ def test_a_journal_repeats_to_the_last_counter(lines: list[str]) -> None:
         ("schedule", r'"entries":\[\["r\d+",\d+,\d+,', r"\g<0>9"),  # a count
         ("schedule", r'"answers":\[', r"\g<0>7,"),
         ("schedule", r'"tables":\[\[', r"\g<0>1"),
+        ("schedule", r'"loads":\[\["r\d+",\d+,\d+,', r"\g<0>9"),  # what is asked of the store
+        ("schedule", r'"saves":\[\["r\d+",\d+,\d+,\[', r"\g<0>9"),  # a block
+        ("schedule", r'"open_loads":', r"\g<0>1"),
         ("schedule", r'"free":', r"\g<0>1"),
         ("commit", r'"outputs":\[\["r\d+",', r"\g<0>1"),
+        ("commit", r'"saves":\[\["r\d+",\d+,\d+,\[', r"\g<0>9"),
+        ("commit", r'"sampled":\[\d+', '"sampled":[null'),
         ("commit", r'"executed":', r"\g<0>1"),
         ("commit", r'"late":', r"\g<0>1"),
         ("loaded", r'"heard":true', '"heard":false'),
@@ -103,6 +116,36 @@ def test_a_lost_event_is_found_later(lines: list[str]) -> None:
     assert difference.line > number
 
 
+def test_a_step_that_is_told_twice_is_found(lines: list[str]) -> None:
+    """Two plans without a commit between them: the core refuses that, and so does a replay."""
+    number = next(n for n, line in enumerate(lines) if '"entries":[["r' in line)
+    difference = replay([*lines[: number + 1], *lines[number:]]).difference
+    assert difference is not None
+    assert (difference.line, difference.call) == (number + 2, "schedule")
+    assert "schedule() before commit()" in difference.replayed
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"answers":[]', '"answers":[1.5]'),
+        ('"answers":[]', '"answer":[]'),
+        ('"prefill_only":', '"prefill":'),
+        ('"finish":"abort"', '"finish":"never"'),
+        ('"call":"loaded"', '"call":"lifted"'),
+        ('"result":', '"results":'),
+        ('"valid":', '"valid":"all","was":'),
+    ],
+)
+def test_a_record_that_cannot_be_read_is_named_by_its_line(
+    lines: list[str], old: str, new: str
+) -> None:
+    number = next(number for number, line in enumerate(lines) if old in line)
+    changed = [*lines[:number], lines[number].replace(old, new), *lines[number + 1 :]]
+    with pytest.raises(Rejected, match=f"^journal: line {number + 1}: "):
+        replay(changed)
+
+
 def test_a_line_cut_off_by_a_crash_is_no_difference(lines: list[str]) -> None:
     done = replay([*lines[:100], lines[100][:20]])
     assert (done.events, done.difference) == (99, None)
@@ -117,7 +160,17 @@ def test_an_idle_worker_writes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "nonsense\n", '{"journal":0}\n', '{"journal":1,"limits":{}}\n', "[]\n"]
+    "text",
+    [
+        "",
+        "nonsense\n",
+        "[]\n",
+        '{"journal":1,"limits":{}}\n',
+        '{"journal":2,"limits":{}}\n',
+        head(num_blocks=0),
+        head(num_blocks=10**12),
+        head(block_size=0),
+    ],
 )
 def test_what_is_no_journal_is_refused(text: str) -> None:
     with pytest.raises(Rejected, match="journal"):
@@ -135,3 +188,9 @@ def test_the_command_says_what_it_found(
     assert main([str(path)]) == 1
     assert "recorded preemptions 41, replayed 40" in capsys.readouterr().out
     assert main([str(tmp_path / "missing")]) == 2
+    path.write_bytes(b"\x00\xff\xfe" * 100 + b"\n")
+    assert main([str(path)]) == 2
+    assert "line 1 is no JSON" in capsys.readouterr().err
+    path.write_text(head() + "9" * (LONGEST_LINE + 1))
+    assert main([str(path)]) == 2
+    assert "line 2 is longer than" in capsys.readouterr().err
