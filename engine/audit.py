@@ -21,42 +21,53 @@ class Finding:
 
 def audit(scheduler: Scheduler) -> list[Finding]:
     """Everything that is wrong; empty when nothing is."""
-    findings = list(_references(scheduler))
+    findings = list(_strangers(scheduler))
+    if findings:
+        return findings  # the rest is about blocks
+    findings += _references(scheduler)
     findings += _names(scheduler)
+    findings += _tables(scheduler)
     for request in scheduler.requests.values():
         findings += _request(scheduler, request)
     findings += _queues(scheduler)
     return findings
 
 
-def _references(scheduler: Scheduler) -> Iterator[Finding]:
-    """I1: references of a block are its holders; what nobody holds is free, and nothing else."""
-    pool, holders = scheduler.pool, _holders(scheduler)
-    for request in scheduler.requests.values():
-        blocks = request.residency.blocks if request.residency is not None else []
-        if len(set(blocks)) != len(blocks):
-            yield Finding("I1", request.id, f"a block twice in {blocks}")
-    for block, references in enumerate(pool.references):
-        who = holders[block]
-        if references != len(who):
-            told = f"block {block} counts {references} holders and has {len(who)}: {who}"
-            yield Finding("I1", None, told)
-        if (block in pool.free) != (references == 0):
-            filed = "is filed as free" if block in pool.free else "is not filed as free"
-            yield Finding("I1", None, f"block {block} has {references} holders and {filed}: {who}")
+def _strangers(scheduler: Scheduler) -> Iterator[Finding]:
+    """I1: every number that is written down as a block is one."""
+    pool, size = scheduler.pool, len(scheduler.pool.references)
+    held = [*_held(scheduler)]
+    held += [(block, None, "the free list") for block in pool.free]
+    held += [(block, None, "the names") for block in pool.by_name.values()]
+    for block, request_id, who in held:
+        if not 0 <= block < size:
+            yield Finding("I1", request_id, f"{who} has block {block}, and the pool {size}")
 
 
-def _holders(scheduler: Scheduler) -> defaultdict[int, list[str]]:
-    """Who may read or write each block, in words."""
-    holders: defaultdict[int, list[str]] = defaultdict(list)
+def _held(scheduler: Scheduler) -> Iterator[tuple[int, str | None, str]]:
+    """Every block with who may read or write it: the request, and in words."""
     for request in scheduler.requests.values():
         for block in request.residency.blocks if request.residency is not None else ():
-            holders[block].append(f"request {request.id}")
+            yield block, request.id, f"request {request.id}"
     for what, jobs in (("load", scheduler.loads), ("save", scheduler.saves)):
         for key, blocks in jobs.items():
             for block in blocks:
-                holders[block].append(f"{what} of {key[0]}")
-    return holders
+                yield block, key[0], f"{what} of {key[0]}"
+
+
+def _references(scheduler: Scheduler) -> Iterator[Finding]:
+    """I1: references of a block are its holders; what nobody holds is free, and nothing else."""
+    pool, holders = scheduler.pool, defaultdict[int, list[str]](list)
+    for block, _, who in _held(scheduler):
+        holders[block].append(who)
+    for block, references in enumerate(pool.references):
+        told = holders[block]
+        if references != len(told):
+            message = f"block {block} counts {references} holders and has {len(told)}: {told}"
+            yield Finding("I1", None, message)
+        if (block in pool.free) != (references == 0):
+            filed = "is filed as free" if block in pool.free else "is not filed as free"
+            yield Finding("I1", None, f"block {block} has {references} holders and {filed}: {told}")
 
 
 def _names(scheduler: Scheduler) -> Iterator[Finding]:
@@ -85,12 +96,34 @@ def _request(scheduler: Scheduler, request: Request) -> Iterator[Finding]:
     admission, computed = residency.admission, residency.computed
     if not 0 <= computed <= len(residency.blocks) * size:
         yield Finding("I2", request.id, f"{computed} computed in {len(residency.blocks)} blocks")
+    elif request.state is State.LOADING and computed != admission.local:
+        yield Finding("I2", request.id, f"{computed} computed, loading after {admission.local}")
     if request.state is State.RUNNING and computed > request.length - 1:
         yield Finding("I2", request.id, f"{computed} computed of {request.length}: no work left")
     if min(admission.local, admission.external, admission.fresh - 1) < 0:
         yield Finding("I3", request.id, f"{admission}")
     if request.state is State.RUNNING and computed < admission.hit:
         yield Finding("I3", request.id, f"{computed} computed, {admission.hit} admitted")
+
+
+def _tables(scheduler: Scheduler) -> Iterator[Finding]:
+    """I1: a block stands once in a table, and one that is not full yet in no other table. I4: what
+    is full has the name of its tokens or none, what is not has none (D6)."""
+    pool, size = scheduler.pool, scheduler.limits.block_size
+    residents = [request for request in scheduler.requests.values() if request.residency]
+    shares = Counter(block for request in residents for block in request.resident.blocks)
+    for request in residents:
+        blocks, full = request.resident.blocks, request.resident.computed // size
+        if len(set(blocks)) != len(blocks):
+            yield Finding("I1", request.id, f"a block twice in {blocks}")
+        for block in blocks[full:]:
+            if shares[block] > 1:
+                yield Finding("I1", request.id, f"block {block} is written and in another table")
+        for index, block in enumerate(blocks):
+            wanted = request.names[index] if index < min(full, len(request.names)) else None
+            if pool.names[block] not in (None, wanted):
+                of = f"positions {index * size} to {(index + 1) * size - 1}, {full * size} are full"
+                yield Finding("I4", request.id, f"block {block} has a name not its own: {of}")
 
 
 def _queues(scheduler: Scheduler) -> Iterator[Finding]:

@@ -158,8 +158,8 @@ class Scheduler:
 
     def _preempt(self) -> Request:
         request = self.running.pop()
-        self._release(request, State.WAITING)
         self.waiting.appendleft(request)
+        self._release(request, State.WAITING)
         self.preemptions += 1
         return request
 
@@ -318,13 +318,14 @@ class Scheduler:
         return Piece(request.resident.blocks[index], name, parent, tokens)
 
     def _finish(self, request: Request, finish: Finish | None) -> None:
+        """Forgotten first: should its book be broken, it breaks once and not at every abort."""
+        del self.requests[request.id]
         if request.state is State.WAITING:
             self.waiting.remove(request)
         elif request.state is State.RUNNING:
             self.running.remove(request)
         request.finish = finish
         self._release(request, State.FINISHED)
-        del self.requests[request.id]
 
     def _release(self, request: Request, state: State) -> None:
         residency = request.end(state)

@@ -124,7 +124,10 @@ class Steps:
         return updates
 
     def fail_step(self, error: Exception) -> None:
-        """End the requests of the step that failed; all of them, if it failed outside a plan."""
+        """End the requests of the step that failed; all of them, if it failed outside a plan.
+
+        Raises if somebody stands in a queue after that: then every step would fail from now on.
+        """
         log.error("a step failed; its requests are ended", exc_info=error)
         plan = self._scheduler.discard()
         failed = list(self._tasks)
@@ -132,6 +135,8 @@ class Steps:
             failed = [entry.request.id for entry in plan.entries]
             failed += [load.request_id for load in plan.loads]
         self._fail(failed, "a step failed")
+        if not self._tasks and (self._scheduler.running or self._scheduler.waiting):
+            raise RuntimeError("a request that has ended still stands in a queue")
 
     def fail_all(self, reason: str) -> None:
         """End every request."""

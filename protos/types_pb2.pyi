@@ -73,7 +73,7 @@ class _MissEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Miss.ValueType],
     MISS_CLEARED: _Miss.ValueType  # 4
     """somebody cleared the store"""
     MISS_OTHER_NAMESPACE: _Miss.ValueType  # 5
-    """the same tokens are there, of another model, dtype, block size"""
+    """the same first block is there, of another model, dtype, layout"""
     MISS_FAILED_VERIFICATION: _Miss.ValueType  # 6
     """it came, and was not what was wanted"""
     MISS_TOO_LATE: _Miss.ValueType  # 7
@@ -96,7 +96,7 @@ MISS_EXPIRED: Miss.ValueType  # 3
 MISS_CLEARED: Miss.ValueType  # 4
 """somebody cleared the store"""
 MISS_OTHER_NAMESPACE: Miss.ValueType  # 5
-"""the same tokens are there, of another model, dtype, block size"""
+"""the same first block is there, of another model, dtype, layout"""
 MISS_FAILED_VERIFICATION: Miss.ValueType  # 6
 """it came, and was not what was wanted"""
 MISS_TOO_LATE: Miss.ValueType  # 7

@@ -62,7 +62,9 @@ async def _serve(worker: Worker, faces: Sequence[Register]) -> int:
     worker.start()
     if config.metrics_port is not None:
         started_as = NAMES[worker.identity.started_as]  # one series, whatever it is told later
-        registry = metrics.registry_of(worker.engine, started_as, counters_of(worker.connector))
+        registry = metrics.registry_of(
+            worker.engine, started_as, counters_of(worker.connector), config.store is not None
+        )
         exposition.serve(registry, config.metrics_host, config.metrics_port)
     try:
         return await serve_until_signal(

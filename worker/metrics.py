@@ -22,11 +22,15 @@ PREFIX = "kvrelay:"
 
 
 class EngineCollector(Collector):
-    """The metrics of one engine, labelled with the worker's role."""
+    """The metrics of one engine, labelled with the worker's role.
 
-    def __init__(self, engine: Engine, role: str) -> None:
+    One without a store (``outside``) has looked nothing up there.
+    """
+
+    def __init__(self, engine: Engine, role: str, outside: bool = True) -> None:
         self._engine = engine
         self._role = role
+        self._outside = outside
 
     def collect(self) -> Iterator[Metric]:
         """Every metric, of one moment."""
@@ -35,7 +39,7 @@ class EngineCollector(Collector):
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=["role"])
             gauge.add_metric([self._role], value)
             yield gauge
-        for name, text, value in counters(load):
+        for name, text, value in counters(load, self._outside):
             counter = CounterMetricFamily(PREFIX + name, text, labels=["role"])
             counter.add_metric([self._role], value)
             yield counter
@@ -100,14 +104,14 @@ def gauges(load: EngineLoad) -> Iterator[tuple[str, str, float]]:
     yield "kv_cache_usage_perc", "Blocks held, 1 is all of them.", load.held_blocks / blocks
 
 
-def counters(load: EngineLoad) -> Iterator[tuple[str, str, float]]:
+def counters(load: EngineLoad, outside: bool) -> Iterator[tuple[str, str, float]]:
     """Name, help and value of what only grows; tokens unless the name says otherwise."""
     totals = load.totals
     yield "prompt_tokens", "Tokens that legs started from.", totals.prompt
     yield "generation_tokens", "Tokens made.", totals.generated
     yield "prefix_cache_queries", "Tokens looked up in the local prefix cache.", totals.prompt
     yield "prefix_cache_hits", "Tokens found there.", totals.local
-    asked = totals.prompt - totals.local
+    asked = totals.prompt - totals.local if outside else 0
     yield "external_prefix_cache_queries", "Tokens looked up in the store.", asked
     yield "external_prefix_cache_hits", "Tokens loaded from there and verified.", totals.external
     yield "recomputed_tokens", "Positions computed again after preemptions.", totals.recomputed
@@ -120,11 +124,11 @@ def counters(load: EngineLoad) -> Iterator[tuple[str, str, float]]:
 
 
 def registry_of(
-    engine: Engine, role: str, store: Callable[[], Counters] | None = None
+    engine: Engine, role: str, store: Callable[[], Counters] | None = None, outside: bool = True
 ) -> CollectorRegistry:
     """All metrics of a worker; ``store`` reads those of its store connector, if it has one."""
     registry = CollectorRegistry()
-    registry.register(EngineCollector(engine, role))
+    registry.register(EngineCollector(engine, role, outside))
     if store is not None:
         registry.register(StoreCollector(store, role, PREFIX))
     return registry

@@ -65,6 +65,46 @@ def name_a_block_being_written(scheduler: Scheduler) -> None:
     scheduler.pool.name(next(iter(scheduler.loads.values()))[0], b"early")
 
 
+def hold_what_is_no_block(scheduler: Scheduler) -> None:
+    residency(scheduler, "runs").blocks[0] = 9999
+
+
+def load_into_what_is_no_block(scheduler: Scheduler) -> None:
+    scheduler.loads[next(iter(scheduler.loads))] = (-1,)
+
+
+def find_what_is_no_block(scheduler: Scheduler) -> None:
+    scheduler.pool.by_name[b"other"] = 12
+
+
+def free_what_is_no_block(scheduler: Scheduler) -> None:
+    scheduler.pool.free[12] = None
+
+
+def name_before_it_is_full(scheduler: Scheduler) -> None:
+    scheduler.pool.name(residency(scheduler, "runs").blocks[-1], b"early")
+
+
+def swap_two_names(scheduler: Scheduler) -> None:
+    pool, (one, two, *_) = scheduler.pool, residency(scheduler, "runs").blocks
+    pool.names[one], pool.names[two] = pool.names[two], pool.names[one]
+    pool.by_name = {name: block for block, name in enumerate(pool.names) if name is not None}
+
+
+def write_a_block_of_another(scheduler: Scheduler) -> None:
+    """Every reference is right, and one overwrites the other."""
+    runs, other = residency(scheduler, "runs"), residency(scheduler, "loads")
+    for block in other.blocks[1:]:
+        scheduler.pool.drop([block])
+    del other.blocks[1:]
+    other.blocks.append(runs.blocks[-1])
+    scheduler.pool.hold(other.blocks[1:])
+
+
+def begin_a_load_too_far(scheduler: Scheduler) -> None:
+    residency(scheduler, "loads").computed = 4
+
+
 def compute_beyond_the_blocks(scheduler: Scheduler) -> None:
     residency(scheduler, "loads").computed = 99
 
@@ -118,6 +158,15 @@ def load_without_a_load(scheduler: Scheduler) -> None:
         (find_by_a_name_not_carried, "I4", None),
         (carry_a_name_not_found, "I4", None),
         (name_a_block_being_written, "I4", "loads"),
+        (hold_what_is_no_block, "I1", "runs"),
+        (load_into_what_is_no_block, "I1", "loads"),
+        (find_what_is_no_block, "I1", None),
+        (free_what_is_no_block, "I1", None),
+        (name_before_it_is_full, "I4", "runs"),
+        (swap_two_names, "I4", "runs"),
+        (write_a_block_of_another, "I1", "runs"),
+        (write_a_block_of_another, "I1", "loads"),
+        (begin_a_load_too_far, "I2", "loads"),
         (compute_beyond_the_blocks, "I2", "loads"),
         (leave_no_work, "I2", "runs"),
         (reside_while_waiting, "I2", "waits"),

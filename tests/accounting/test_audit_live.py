@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
 
-from connector.mock import Script
+from connector.mock import Script, Verdict
 from engine.plan import Limits
+from engine.request import Order, Request
 from tests.accounting.served import Served
 from tests.engine.fakes import answer
 
@@ -15,6 +17,7 @@ LIMITS = Limits(
     num_blocks=8, block_size=4, max_model_len=32, max_num_seqs=4, max_num_batched_tokens=16
 )
 BLOCK = 7
+ORDER = Order("nobody's", (1, 2, 3), 3, 8)
 
 
 def test_a_broken_book_is_named_and_the_worker_goes_on() -> None:
@@ -37,6 +40,59 @@ def test_a_broken_book_is_named_and_the_worker_goes_on() -> None:
             served.wait(name)
             assert served.tokens(name) == answer(prompt, 8)
         assert len(served.engine.audit().result(10)) == 1
+
+
+def stuck() -> Served:
+    """Its request ``stuck`` waits for a load that never ends."""
+    bounds = replace(LIMITS, num_blocks=16)
+    served = Served(bounds, Script(lookups={"stuck": [4]}, loads={"stuck": [Verdict(times=0)]}))
+    served.engine._audit_steps = False
+    return served
+
+
+def until_it_loads(served: Served) -> None:
+    for _ in range(100_000):
+        if served.engine.load().loading:
+            return
+        served.engine.audit().result(10)
+    raise AssertionError("no load began")
+
+
+def test_a_request_whose_book_is_broken_ends_and_the_worker_goes_on() -> None:
+    """A reference too few: giving the block back fails, once, and not for ever after."""
+    served, lost = stuck(), threading.Event()
+    served.engine._on_fatal = lost.set
+    scheduler = served.engine._steps._scheduler
+
+    def lose_a_holder() -> None:
+        request = scheduler.requests["stuck"]
+        scheduler.pool.references[request.resident.blocks[-1]] = 0
+
+    with served:
+        served.submit("stuck", range(9), 8)
+        until_it_loads(served)
+        served.engine._call(lose_a_holder).result(10)
+        findings = served.engine.audit().result(10)
+        assert "request stuck" in findings[0].message
+        served.engine.abort("stuck")
+        for name in ("a", "b"):
+            served.submit(name, [1, 2, 3], 8)
+            served.wait(name)
+            assert served.tokens(name) == answer([1, 2, 3], 8)
+        assert not lost.is_set()
+
+
+def test_a_worker_that_could_only_fail_is_given_up() -> None:
+    """Who stands in a queue and is not there any more would fail every step from now on."""
+    served, lost = stuck(), threading.Event()
+    served.engine._on_fatal = lost.set
+    scheduler = served.engine._steps._scheduler
+    with served:
+        served.submit("stuck", range(9), 8)
+        until_it_loads(served)
+        served.engine._call(lambda: scheduler.running.append(Request.of(ORDER))).result(10)
+        assert lost.wait(30)
+        served.wait("stuck")
 
 
 @pytest.mark.parametrize("field", ["local", "external", "prompt", "sources"])
