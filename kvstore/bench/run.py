@@ -44,7 +44,7 @@ class BenchConfig:
     working_set: int = option(256 << 20, "bytes of different blocks", unit="bytes", low=1 << 20)
     sizes: tuple[int, ...] = option(SIZES, "bytes of a block's payload; may be repeated", low=1)
     quick: bool = option(False, "a sixteenth of the bytes in two rounds, to see that it works")
-    rows: tuple[str, ...] = option((), "default: all; may be repeated", choices=ROWS)
+    rows: tuple[str, ...] = option((), "such as 'shm get'", choices=ROWS, metavar="ROW")
     json: bool = option(False, "print JSON instead of a table")
 
 
