@@ -50,18 +50,23 @@ class Blocks(dict[bytes, Entry[V]]):
 
     def hold(self, lease: int, names: tuple[bytes, ...], deadline: float, now: float) -> None:
         """A new lease on ``names``."""
-        for name in names:
-            entry = self[name]
+        entries = [self[name] for name in names]
+        for entry in entries:
             self._prolong(entry, now)
             if entry.leases == 0:  # that it was used is noted when it is free again
                 self._policy.hold(entry)
                 self.leased += entry.size
             entry.leases += 1
-        self._leases.give(lease, names, deadline)
+        # Names that are there anyway: a caller's copies would be eight times as much memory.
+        self._leases.give(lease, tuple(entry.name for entry in entries), deadline)
 
     def held(self, lease: int) -> tuple[bytes, ...] | None:
         """What it holds; ``None`` once it has ended."""
         return self._leases.names(lease)
+
+    def load(self, owner: bytes) -> int:
+        """See ``Leases.load``."""
+        return self._leases.load(owner)
 
     def extend(self, lease: int, deadline: float) -> bool:
         """Move its end; false when it has ended already."""

@@ -11,6 +11,7 @@ the reservation, the writer that borrowed it, or the block.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
@@ -113,13 +114,19 @@ class Catalog(Generic[V]):
         self.tally.bytes_out += sum(served)
         return Located(tuple(None if e is None else (e.size, e.value) for e in entries), lease)
 
-    def leased(self, lease: int, first: int, count: int, now: float) -> list[tuple[int, V]] | None:
-        """Sizes and values of blocks a lease holds, in its order; ``None`` once it has ended."""
+    def lend(self, lease: int, first: int, count: int, now: float) -> Located[V]:
+        """Blocks a lease holds, held until their reader releases them; none once it ended."""
         self.expire(now)
         if (names := self._entries.held(lease)) is None:
-            return None
-        held = map(self._entries.__getitem__, names[first : first + count])
-        return [(entry.size, entry.value) for entry in held]
+            return Located((), None)
+        names = names[first : first + count]
+        entries = map(self._entries.__getitem__, names)
+        return Located(tuple((e.size, e.value) for e in entries), self._hold(names, math.inf, now))
+
+    def held_by(self, owner: bytes, now: float) -> int:
+        """See ``Leases.load``."""
+        self.expire(now)
+        return self._entries.load(owner)
 
     def extend(self, lease: int, deadline: float, now: float) -> bool:
         """Move the end of a lease; false when it has ended already."""

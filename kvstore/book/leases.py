@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from kvstore.book.deadlines import Deadlines
+from kvstore.book.keys import prefix_of
+
+LEAST_LOAD = 64
+"""What a lease costs beside its names: about as much memory."""
 
 
 class Leases:
@@ -13,6 +18,7 @@ class Leases:
     def __init__(self) -> None:
         self._names: dict[int, tuple[bytes, ...]] = {}
         self._ends: Deadlines[int] = Deadlines()
+        self._load: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
         return len(self._names)
@@ -21,11 +27,14 @@ class Leases:
         """A new one."""
         self._names[lease] = names
         self._ends.set(lease, deadline)
+        self._count(names, 1)
 
     def end(self, lease: int) -> tuple[bytes, ...]:
         """What it held; nothing if it has ended already."""
         self._ends.drop(lease)
-        return self._names.pop(lease, ())
+        names = self._names.pop(lease, ())
+        self._count(names, -1)
+        return names
 
     def names(self, lease: int) -> tuple[bytes, ...] | None:
         """What it holds; ``None`` once it has ended."""
@@ -42,7 +51,13 @@ class Leases:
         """No lease holds it any more. Rare: all of them are looked through."""
         for lease, names in self._names.items():
             if name in names:
-                self._names[lease] = tuple(one for one in names if one != name)
+                self._names[lease] = left = tuple(one for one in names if one != name)
+                self._count(names, -1)
+                self._count(left, 1)
+
+    def load(self, owner: bytes) -> int:
+        """What all leases of a tenant cost, in names; ``owner`` is its part of their keys."""
+        return self._load[owner]
 
     def held(self) -> int:
         """The sum of all lengths."""
@@ -59,3 +74,7 @@ class Leases:
     def due(self, now: float) -> Iterator[int]:
         """Those whose time is over; they must be ended."""
         return self._ends.due(now)
+
+    def _count(self, names: tuple[bytes, ...], times: int) -> None:
+        if names:
+            self._load[prefix_of(names[0])] += times * (LEAST_LOAD + len(names))

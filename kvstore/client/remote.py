@@ -153,6 +153,7 @@ class RemoteStore:
         asked = time.monotonic()
         with mapped():
             answer = self._calls.lookup(request, timeout=timeout)
+        self._ways.started(answer.boot)
         lease = Lease(answer.lease, answer.boot, asked + answer.lease_ms / 1000)
         return answer, lease if answer.lease else None
 

@@ -20,7 +20,8 @@ FORMAT = f"kvrelay store, disk format 1, header format {HEADER_VERSION}\n"
 FIELD = "disk"
 _FORMAT, _LOCK = "FORMAT", "lock"
 _OURS = re.compile(r"segment-([0-9a-f]{16})")
-_ALLOWED = {"lost+found"}  # of a file system's root
+_NEW = f"{_FORMAT}.new"  # of a start that ended while it wrote it
+_ALLOWED = {"lost+found", _LOCK, _NEW}  # the first is of a file system's root
 
 
 class Directory:
@@ -58,7 +59,7 @@ class Directory:
         """Numbers and bytes of those there are, the one not used for the longest time first."""
         found = []
         for entry in os.scandir(self.path):
-            if (match := _OURS.fullmatch(entry.name)) is not None:
+            if (match := _OURS.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
                 status = entry.stat(follow_symlinks=False)
                 found.append((status.st_mtime_ns, int(match[1], 16), status.st_size))
         return [(segment, size) for _, segment, size in sorted(found)]
@@ -75,7 +76,7 @@ class Directory:
             self.file(segment).unlink()
 
     def _check_format(self) -> None:
-        names = {entry.name for entry in os.scandir(self.path)} - _ALLOWED - {_LOCK}
+        names = {entry.name for entry in os.scandir(self.path)} - _ALLOWED
         if _FORMAT not in names:
             if names:
                 raise Rejected(FIELD, f"{self.path} holds other files: give an empty directory")
@@ -91,7 +92,7 @@ class Directory:
             )
 
     def _write_format(self) -> None:
-        new = self.path / f"{_FORMAT}.new"
+        new = self.path / _NEW
         if not (self.path / _FORMAT).exists():
             new.write_text(FORMAT)
             new.rename(self.path / _FORMAT)

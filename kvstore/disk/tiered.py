@@ -250,7 +250,9 @@ class TieredCatalog(Catalog[int]):
 
     def _start(self, spot: Spot, now: float) -> bool:
         """A place for a block, where it will be read to; false if there is none."""
-        if self._coming + spot.size > self._budget // 2 or spot.name in self._writing:
+        # Alone any block may come.
+        crowded = self._coming and self._coming + spot.size > self._budget // 2
+        if crowded or spot.name in self._writing:
             return False
         claim = Claim(spot.name, spot.size, False, spot.opening)
         if not self._make_room(claim) or (place := self._places.borrow(spot.name)) is None:

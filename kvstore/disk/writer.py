@@ -100,7 +100,11 @@ class Writer:
         if self._current is None:
             number, self._next = self._next, self._next + 1
             self._books.open(number, 0)
-            self._current = Appender(self._directory.file(number), number)
+            try:
+                self._current = Appender(self._directory.file(number), number)
+            except OSError:
+                self._books.drop(number)
+                raise
         return self._current
 
     def _refused(self, batch: list[Entry[int]], error: OSError) -> None:

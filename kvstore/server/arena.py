@@ -11,7 +11,8 @@ import mmap
 import struct
 import sys
 
-from common.errors import Corrupt
+from common.errors import Corrupt, Rejected
+from common.values import show_size
 from kvstore.book.slots import GRANULE, Slots
 
 MAGIC = b"KVRARENA"
@@ -59,8 +60,12 @@ class Arena:
 
     def __init__(self, boot: bytes, capacity: int) -> None:
         self.size = GRANULE + capacity
-        fd = memfd("kvrelay-arena", self.size)
-        self._map = mmap.mmap(-1, self.size) if fd is None else mmap.mmap(fd, self.size)
+        try:
+            fd = memfd("kvrelay-arena", self.size)
+            self._map = mmap.mmap(-1 if fd is None else fd, self.size)
+        except (OSError, OverflowError) as error:
+            size = show_size(self.size)
+            raise Rejected("budget", f"{size} of memory cannot be had: {error}") from error
         self._view = memoryview(self._map)
         _HEADER.pack_into(self._map, 0, MAGIC, VERSION, self.size, boot)
         # Sealed after our own mapping, the only one that will ever be writable.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import closing
 
 from google.protobuf.message import DecodeError
 
-from common.errors import Corrupt, Rejected
+from common.errors import Corrupt, DeadlineExceeded, Rejected
 from kvstore.base import NOT_SENT, Kept, Outcome
 from kvstore.records import Claim, Grant, Verdict
 from kvstore.server.vault import Vault
@@ -51,21 +52,30 @@ def granted(vault: Vault, ticket: int, claims: Sequence[Claim], owner: bytes) ->
 async def receive(
     vault: Vault, requests: AsyncIterator[bytes], claims: Sequence[Claim], grant: Grant
 ) -> list[Outcome]:
-    """Read the stream to its end; an outcome for each claim."""
+    """Read the stream to its end; an outcome for each claim.
+
+    A writer that stands still for longer than a ticket lives is cut off: its places are wanted.
+    """
     outcomes: list[Outcome] = []
-    prolonged, rarely = time.monotonic(), vault.limits.ticket_life / 10
-    with closing(_buffers(vault, claims, grant, outcomes)) as buffers:
-        pour = Pour(buffers)
-        async for message in requests:
-            part, body = parse(message)
-            if part != DATA:
-                raise Rejected("head", "must not be sent twice")
-            pour.feed(body)
-            if grant.ticket is not None and time.monotonic() - prolonged > rarely:
-                prolonged = time.monotonic()
-                vault.prolong(grant.ticket)
-        if not pour.full:
-            raise Rejected("data", "ended before the last block was whole")
+    life = vault.limits.ticket_life
+    prolonged, now = time.monotonic(), asyncio.get_running_loop().time
+    try:
+        with closing(_buffers(vault, claims, grant, outcomes)) as buffers:
+            pour = Pour(buffers)
+            async with asyncio.timeout(life) as limit:
+                async for message in requests:
+                    limit.reschedule(now() + life)
+                    part, body = parse(message)
+                    if part != DATA:
+                        raise Rejected("head", "must not be sent twice")
+                    pour.feed(body)
+                    if grant.ticket is not None and time.monotonic() - prolonged > life / 10:
+                        prolonged = time.monotonic()
+                        vault.prolong(grant.ticket)
+            if not pour.full:
+                raise Rejected("data", "ended before the last block was whole")
+    except TimeoutError as error:
+        raise DeadlineExceeded(f"no byte of this Put came for {life} s") from error
     return outcomes
 
 

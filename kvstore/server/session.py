@@ -9,7 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -50,16 +50,6 @@ class Session:
         self._window: mmap.mmap | None = None
         self._known = local
         self._tickets: set[int] = set()
-        self._table: dict[Op, Callable[[Request, bytes], None]] = {
-            Op.ATTACH: self._attach,
-            Op.WINDOW: self._make_window,
-            Op.LOCATE: self._locate,
-            Op.STAGE: self._stage,
-            Op.GET: self._get,
-            Op.PUT: self._put,
-            Op.RELEASE: self._release,
-            Op.RESERVE: self._reserve,
-        }
 
     def run(self) -> None:
         """Raises ``KvrelayError`` when the connection breaks or its peer is at fault."""
@@ -85,7 +75,7 @@ class Session:
         body = self._pipe.receive(request.body)
         if request.op in (Op.PUT, Op.STAGE) and self._vault.knows(request.serial, request.token):
             self._tickets.add(request.serial)
-        self._table[request.op](request, body)
+        _TABLE[request.op](self, request, body)
         return True
 
     def _check_stranger(self, request: Request) -> None:
@@ -144,14 +134,15 @@ class Session:
     def _get(self, request: Request, body: bytes) -> None:
         known = self._vault.knows(request.serial, request.token)
         first, count = request.first, request.count
-        blocks = self._vault.leased(request.serial, first, count) if known else None
-        if blocks is None:
-            self._answer(Status.GONE)
-        elif len(blocks) != count:
-            raise Rejected("count", f"the lease holds {first + len(blocks)} blocks")
-        else:
-            answer = Answer(Status.OK, sum(map(len, blocks)), self._vault.boot)
-            self._pipe.send([answer.encode(), *blocks])
+        lent = self._vault.lent(request.serial, first, count) if known else nullcontext()
+        with lent as blocks:
+            if blocks is None:
+                self._answer(Status.GONE)
+            elif len(blocks) != count:
+                raise Rejected("count", f"the lease holds {first + len(blocks)} blocks")
+            else:
+                answer = Answer(Status.OK, sum(map(len, blocks)), self._vault.boot)
+                self._pipe.send([answer.encode(), *blocks])
         if request.last:
             if known:
                 self._vault.release([request.serial])
@@ -192,6 +183,19 @@ class Session:
             self._vault.abandon(request.serial)
         message = pb.PutResponse(boot=self._vault.boot, outcomes=map(outcome_message, outcomes))
         self._answer(Status.OK, message.SerializeToString())
+
+
+# Not in the session itself: a circle would keep its window until the collector comes by.
+_TABLE: dict[Op, Callable[[Session, Request, bytes], None]] = {
+    Op.ATTACH: Session._attach,
+    Op.WINDOW: Session._make_window,
+    Op.LOCATE: Session._locate,
+    Op.STAGE: Session._stage,
+    Op.GET: Session._get,
+    Op.PUT: Session._put,
+    Op.RELEASE: Session._release,
+    Op.RESERVE: Session._reserve,
+}
 
 
 def _parsed(kind: type[M], body: bytes) -> M:

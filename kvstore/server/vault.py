@@ -11,10 +11,11 @@ import hmac
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from common.errors import Corrupt
+from common.errors import Corrupt, Exhausted
 from kvblock.header import Header, stated_length
 from kvstore.base import Kept, Outcome
 from kvstore.book.catalog import Catalog
@@ -50,6 +51,7 @@ class Limits:
     events: int = KEPT_EVENTS
     disk_budget: int | None = None  # none: there is no disk
     eviction: str = EVICTIONS[0]
+    leased: int = 1 << 24  # names in all leases of one tenant, each lease 64 more
     shares: Shares = Shares(ticket=1 / 4, all=1 / 2)  # noqa: RUF009 a frozen value
 
 
@@ -109,6 +111,7 @@ class Vault:
     ) -> Holding:
         """See ``Catalog.lookup``."""
         with self._lock:
+            self._may_hold([*names[:1], *(tail.name for tail in tails)], len(names), ttl)
             held = self._catalog.lookup(names, tails, ttl, time.monotonic(), openings)
             self._wake()
             return held
@@ -116,6 +119,7 @@ class Vault:
     def survey(self, names: Sequence[bytes], ttl: float, openings: Sequence[int] = ()) -> Surveyed:
         """See ``Catalog.survey``."""
         with self._lock:
+            self._may_hold(names, len(names), ttl)
             seen = self._catalog.survey(names, ttl, time.monotonic(), openings)
             self._wake()
             return seen
@@ -123,15 +127,26 @@ class Vault:
     def locate(self, names: Sequence[bytes], ttl: float) -> Located[int]:
         """See ``Catalog.locate``; the values are offsets in the arena."""
         with self._lock:
+            self._may_hold(names, len(names), ttl)
             return self._catalog.locate(names, ttl, time.monotonic())
 
-    def leased(self, lease: int, first: int, count: int) -> list[memoryview] | None:
-        """The bytes of blocks a lease holds, ``None`` once it has ended."""
+    @contextmanager
+    def lent(self, lease: int, first: int, count: int) -> Iterator[list[memoryview] | None]:
+        """The bytes of blocks a lease holds, ``None`` once it has ended.
+
+        They stay what they are until they are given back, though the lease may end before: what
+        is being sent must not become another block, which may be another tenant's.
+        """
         with self._lock:
-            blocks = self._catalog.leased(lease, first, count, time.monotonic())
-        if blocks is None:
-            return None
-        return [self.arena.view(place, size).toreadonly() for size, place in blocks]
+            lent = self._catalog.lend(lease, first, count, time.monotonic())
+        if lent.lease is None:
+            yield None
+            return
+        try:
+            there = (block for block in lent.blocks if block is not None)
+            yield [self.arena.view(place, size).toreadonly() for size, place in there]
+        finally:
+            self.release([lent.lease])
 
     def extend(self, lease: int, seconds: float) -> bool:
         """See ``Catalog.extend``."""
@@ -237,6 +252,17 @@ class Vault:
     def on_disk(self, name: bytes) -> bool:
         """Whether the block lies there."""
         return self.books is not None and self.books.has(name)
+
+    def _may_hold(self, names: Sequence[bytes], count: int, ttl: float) -> None:
+        """Leases are memory too, which no budget counts: ``Exhausted`` when a tenant has many."""
+        if ttl <= 0 or not names:
+            return
+        load = self._catalog.held_by(prefix_of(names[0]), time.monotonic())
+        most = self.limits.leased
+        if load + count > most:
+            raise Exhausted(
+                f"leases hold {load} blocks and {count} more are over {most}: give some back", 1.0
+            )
 
     def _wake(self) -> None:
         if self.books is not None:

@@ -19,6 +19,7 @@ from kvstore.server.listing import PAGE, info_of, paged
 from kvstore.server.vault import Vault
 from protos import kvstore_pb2 as pb
 
+_TOO_SLOW = "more came after event {} than is kept: watch anew"
 MOST_EVENTS = 1000
 """In one message."""
 
@@ -74,6 +75,8 @@ class Watching:
             page = pb.Page(first=first, last=len(blocks) < PAGE, blocks=blocks)
             await self._write(context, pb.WatchResponse(sequence=last, page=page))
             first = False
+            if self._vault.events(last, 0) is None:  # nor would the list be let go for hours
+                raise Exhausted(_TOO_SLOW.format(last), 1.0)
         return last
 
     async def _follow(self, at: int, context: Writer) -> None:
@@ -81,7 +84,7 @@ class Watching:
         while True:
             told = self._vault.events(at, MOST_EVENTS)
             if told is None:
-                raise Exhausted(f"more came after event {at} than is kept: watch anew", 1.0)
+                raise Exhausted(_TOO_SLOW.format(at), 1.0)
             now = time.monotonic()
             if told or now - said >= self._pace.silence:
                 at, said = at + len(told), now

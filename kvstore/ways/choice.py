@@ -37,6 +37,7 @@ class Ways:
         self._stream = StreamWay(calls)
         self._lock = threading.Lock()
         self._offered: pb.WaysResponse | None = None
+        self._boot = b""
         self._made: dict[str, Way] = {}
         self._avoid: dict[str, float] = {}
         self._said = ""
@@ -64,6 +65,19 @@ class Ways:
         way.close(cut=False)
         log.warning("kvrelay://%s: %s broke: %s", self._address, way.title, error)
 
+    def started(self, boot: bytes) -> None:
+        """The store said which start of it this is: what is left of another is given up.
+
+        Its memory too, which would stay taken for as long as it is mapped here.
+        """
+        if boot == self._boot:
+            return
+        with self._lock:
+            self._boot, self._offered, self._avoid = boot, None, {}
+            made, self._made = self._made, {}
+        for way in made.values():
+            way.close(cut=False)
+
     def close(self) -> None:
         """Give up all connections; calls under way fail."""
         with self._lock:
@@ -88,6 +102,8 @@ class Ways:
 
     def _make(self, name: str, deadline: Deadline) -> Way:
         offered = self._offered = self._offered or self._calls.ways(deadline)
+        if offered.boot != self._boot:
+            self._boot, self._avoid = offered.boot, {}
         limit = deadline if name == self._forced else deadline.earlier(CONNECT_SECONDS)
         makers: dict[str, Callable[[], Way]] = {
             "shm": lambda: SharedWay(offered, limit),

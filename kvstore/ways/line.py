@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from common.errors import Corrupt, KvrelayError, Unavailable
+from common.errors import Corrupt, DeadlineExceeded, KvrelayError, Unavailable
 from kvstore.wire.frames import (
     ANSWER_BYTES,
     MAX_BODY,
@@ -127,7 +127,10 @@ class Lines(Generic[P]):
         """One for the caller alone; to be given back or dropped."""
         with self._lock:
             line = self._resting.pop() if self._resting else None
-        line = line or self._dial(deadline)
+        if line is None:
+            if deadline.expired:
+                raise DeadlineExceeded("no time is left to connect")
+            line = self._dial(deadline)
         with self._lock:
             if not self._closed:
                 self._used.add(line)

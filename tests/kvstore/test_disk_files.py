@@ -199,6 +199,52 @@ def test_a_block_too_large_for_the_disk_stays_in_memory(tmp_path: Path) -> None:
         assert (store.disk.entries, store.right(large)) == (1, [True])
 
 
+def test_a_block_of_more_than_half_of_the_memory_comes_back(tmp_path: Path) -> None:
+    with inside(tmp_path, budget=1 << 20) as store:
+        large = make(600_000)
+        store.fill(large, *(make(100_000) for _ in range(9)))
+        assert store.vault.inspect(name_of(large)) is not None
+        assert store.vault.locate([name_of(large)], 0.0).lease is None  # not in memory
+        assert store.right(large) == [True]
+
+
+def test_a_file_that_cannot_be_made_leaves_nothing_in_the_books(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(writer, "FIRST_REST", 0.01)
+    monkeypatch.setattr(writer, "LONGEST_REST", 0.01)
+    with inside(tmp_path) as store, monkeypatch.context() as context:
+        context.setattr(writer, "Appender", refused)
+        store.put(make(30_000))
+        until(lambda: store.disk.tally.failed > 4)
+        assert store.vault.books is not None
+        assert len(store.vault.books.segments()) <= 1  # that of the try under way
+        context.undo()
+        store.saved()
+
+
+def test_what_is_no_file_is_no_segment(tmp_path: Path) -> None:
+    """A pipe that was opened to be looked through would stop it for good."""
+    block = make(1000)
+    with inside(tmp_path) as store:
+        store.fill(block)
+    os.mkfifo(tmp_path / f"segment-{7:016x}")
+    (tmp_path / f"segment-{8:016x}").mkdir()
+    (tmp_path / f"segment-{9:016x}").symlink_to("/dev/zero")
+    with inside(tmp_path, restore=True) as store:
+        assert store.right(block) == [True]
+        assert store.disk.tally.damaged == 0
+
+
+def test_a_start_that_ended_early_leaves_a_directory_that_can_be_used(tmp_path: Path) -> None:
+    (tmp_path / "FORMAT.new").touch()
+    Directory(str(tmp_path)).close()
+    Directory(str(tmp_path)).close()
+
+
 def test_a_directory_is_one_stores_and_of_one_format(tmp_path: Path) -> None:
     ours, foreign, old = tmp_path / "a" / "b", tmp_path / "foreign", tmp_path / "old"
     first = Directory(str(ours))

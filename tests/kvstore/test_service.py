@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from common.errors import DeadlineExceeded, KvrelayError, Rejected, Unavailable
-from kvstore import Kept, Offer, Tail, connect
+from kvstore import Block, Kept, Offer, Tail, connect
 from kvstore.client.remote import RemoteStore
 from kvstore.wire.buffers import cut
 from protos import kvstore_pb2 as pb
@@ -194,6 +194,32 @@ def test_a_reservation_nobody_uses_ends_by_itself(
     assert time.monotonic() - began > 0.5
 
 
+def test_a_writer_that_stands_still_holds_no_place(
+    channel: grpc.Channel, store: RemoteStore
+) -> None:
+    """It leaves the call open, without a deadline of its own."""
+    call: grpc.StreamUnaryMultiCallable[bytes, pb.PutResponse]
+    call = channel.stream_unary(PATH + "Put", None, pb.PutResponse.FromString)
+    over = threading.Event()
+
+    def stalled(block: Block) -> Iterator[bytes]:
+        yield head(claim_of(block.size, name_of(block)))
+        over.wait(TIMEOUT)
+
+    try:
+        for _ in range(2):  # of 7 MiB each, in a store of 16
+            calls = [call.future(stalled(make(7 << 20))) for _ in range(2)]
+            for one in calls:
+                with pytest.raises(grpc.RpcError) as raised:
+                    one.result(TIMEOUT)
+                assert raised.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        blocks = [make(7 << 20) for _ in range(2)]
+        assert put(store, *blocks) == [Kept.STORED] * 2
+        get(store, *blocks)
+    finally:
+        over.set()
+
+
 def test_another_writer_is_waited_for_only_so_long(
     channel: grpc.Channel, store: RemoteStore
 ) -> None:
@@ -276,6 +302,10 @@ def test_the_process_ends_on_a_signal_and_refuses_a_bad_flag() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "budget" in done.stderr
+    done = subprocess.run([*command[:-1], "1000TiB"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "budget: " in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("call", ["get", "put", "lookup"])

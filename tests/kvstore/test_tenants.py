@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import KvrelayError, NotFound, Rejected
+from common.errors import Exhausted, KvrelayError, NotFound, Rejected
 from common.miss import Miss
 from kvblock.header import decode
 from kvstore import Block, Kept, Tail
@@ -314,6 +314,35 @@ def test_random_floods_evict_only_from_those_over_their_quota(disk_budget: int |
     assert vault.stats().tally.evicted > 0
     vault.clear()
     assert all((count, size) == (0, 0) for _, count, size in vault.usage())
+
+
+def test_the_leases_of_a_tenant_are_bounded_and_cost_others_nothing() -> None:
+    budget = 1 << 20
+    tenants = Tenants.of([tenant("a", 1000), tenant("b", 1000)], budget)
+    vault = Vault(Limits(budget, leased=10_000), tenants)
+    names: dict[str, list[bytes]] = {}
+    for name in ("a", "b"):
+        block, scope = make(100), tenants.named(name)
+        grant = vault.reserve(scope.claims([Claim(name_of(block), block.size, partial=False)]))
+        slot = vault.slot(grant.ticket or 0, scope.key(name_of(block)))
+        assert slot is not None
+        slot.fill(memoryview(block.header + bytes(block.payload)))
+        assert slot.keep().kept is Kept.STORED
+        names[name] = [scope.key(name_of(block))]
+    calls: list[tuple[Callable[[list[bytes]], int | None], int]] = [
+        (lambda names: vault.lookup(names * 900, [], 60.0).lease, 10),
+        (lambda names: vault.survey(names, 60.0).lease, 154),
+        (lambda names: vault.locate(names, 60.0).lease, 154),
+    ]
+    for call, most in calls:
+        held = [call(names["a"]) for _ in range(most)]
+        with pytest.raises(Exhausted, match="give some back"):
+            call(names["a"])
+        held.append(call(names["b"]))
+        assert None not in held
+        assert vault.lookup(names["a"], [], 0.0).lead == 1  # without a lease it may ask
+        vault.release(lease for lease in held if lease is not None)
+    assert vault.stats().leases == 0
 
 
 def test_a_header_of_another_name_is_refused_for_tenants_too(connect: Connect) -> None:

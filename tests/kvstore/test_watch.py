@@ -233,6 +233,20 @@ async def test_who_reads_too_slowly_is_cut_off_with_the_reason() -> None:
         await Watching(vault, Pace(stuck=0.01), most=1).serve(pb.WatchRequest(), Reader())
 
 
+async def test_a_snapshot_that_leads_nowhere_is_not_read_to_its_end() -> None:
+    """What is in it is kept for its reader, who could take hours."""
+    vault = Vault(Limits(8 << 20, events=8))
+    fill(vault, 2500)
+    reader = Reader()
+    serving = asyncio.ensure_future(Watching(vault).serve(pb.WatchRequest(), reader))
+    await reader.waits.wait()
+    fill(vault, 20)
+    reader.open.set()
+    with pytest.raises(Exhausted, match="watch anew"):
+        await asyncio.wait_for(serving, TIMEOUT)
+    assert reader.messages == 1
+
+
 async def exhaust(call: grpc.aio.UnaryStreamCall[Message, pb.WatchResponse]) -> None:
     while await call.read() is not grpc.aio.EOF:
         pass

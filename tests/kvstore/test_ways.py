@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import random
@@ -12,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +24,8 @@ from kvstore import Block, Kept, Want, connect
 from kvstore.client.remote import RemoteStore
 from kvstore.ways import lane, shared
 from kvstore.ways.choice import ORDER
-from kvstore.ways.line import Line, dial_tcp, dial_unix
+from kvstore.ways.line import Line, Lines, dial_tcp, dial_unix
+from kvstore.wire.frames import ANSWER_BYTES, Op, Request, Row, Status
 from protos import kvstore_pb2 as pb
 from rpc.deadline import Deadline
 from tests.kvstore.conftest import start_service, stop
@@ -307,6 +310,40 @@ def test_a_flipped_byte_in_shared_memory_is_found() -> None:
         stop(process)
 
 
+def test_the_memory_of_a_killed_store_is_let_go() -> None:
+    """By a client that only looks up, too: or it would be taken twice."""
+    process, url = start_service("--budget=1MiB")
+    store = RemoteStore(address_of(url))
+    maps = Path("/proc/self/maps")
+    block = make(500_000)
+    try:
+        assert put(store, block) == [Kept.STORED]
+        arenas = maps.read_text().count("kvrelay-arena")
+        assert arenas
+        stop(process)
+        process, _ = start_service("--budget=1MiB", f"--port={url.rpartition(':')[2]}")
+        deadline = Deadline.after(TIMEOUT)
+        while maps.read_text().count("kvrelay-arena") == arenas:
+            assert not deadline.expired, "it is mapped still"
+            with contextlib.suppress(Unavailable):
+                assert store.lookup([name_of(block)], [], 0.0, TIMEOUT).lead == 0
+        assert put(store, block) == [Kept.STORED]
+        assert set(store.used) == {"shm"}  # and it is the new one's at once
+    finally:
+        store.close()
+        stop(process)
+
+
+def test_a_call_without_time_to_connect_blames_no_way(service_url: str) -> None:
+    line, store = tcp_line(service_url)
+    port = store._calls.ways(Deadline.after(TIMEOUT)).lane_port
+    lines = Lines(lambda deadline: dial_tcp("127.0.0.1", port, deadline, line.boot))
+    with pytest.raises(DeadlineExceeded):
+        lines.take(Deadline.after(0.0))
+    line.pipe.close()
+    store.close()
+
+
 @pytest.mark.parametrize("way", ORDER)
 def test_a_killed_store_is_not_answered_from_stale_places(way: str) -> None:
     process, url = start_service("--budget=4MiB")
@@ -370,8 +407,6 @@ class Slow(Want):
 def test_nobody_but_the_store_writes_to_the_arena(service_url: str) -> None:
     import mmap
 
-    from kvstore.wire.frames import Op, Request
-
     store = RemoteStore(address_of(service_url))
     ways = store._calls.ways(Deadline.after(TIMEOUT))
     line = dial_unix(ways.socket, Deadline.after(TIMEOUT), ways.boot)
@@ -423,8 +458,6 @@ def tcp_line(url: str) -> tuple[Line, RemoteStore]:
 
 
 def test_nothing_is_read_from_a_lane_without_a_lookup(service_url: str) -> None:
-    from kvstore.wire.frames import Op, Request, Status
-
     line, store = tcp_line(service_url)
     mine, theirs = make(1000), make(1000)
     put(store, mine, theirs)
@@ -455,8 +488,6 @@ def test_nothing_is_read_from_a_lane_without_a_lookup(service_url: str) -> None:
 
 
 def test_a_bad_request_on_a_lane_is_refused_and_ends_the_connection(service_url: str) -> None:
-    from kvstore.wire.frames import Op, Request, Row
-
     row = Row(b"n" * 32, 1 << 40).encode()
     line, store = tcp_line(service_url)
     block = make(300 << 10)
@@ -487,3 +518,52 @@ def test_a_bad_request_on_a_lane_is_refused_and_ends_the_connection(service_url:
             line.pipe.receive(1)
         line.pipe.close()
         store.close()
+
+
+def test_what_is_being_sent_stays_what_it_is_after_its_lease(service_url: str) -> None:
+    """A reader that stalls until its lease is over must not be sent what came to that place."""
+    store = RemoteStore(address_of(service_url), "grpc")
+    store.clear(TIMEOUT)
+    block = make(7 << 20)
+    assert put(store, block) == [Kept.STORED]
+    found = store._calls.locate([name_of(block)], 60_000, Deadline.after(TIMEOUT))
+    port = store._calls.ways(Deadline.after(TIMEOUT)).lane_port
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that most of it waits
+        sock.settimeout(TIMEOUT)
+        sock.connect(("127.0.0.1", port))
+        sock.sendall(Request(Op.GET, found.lease, found.token, 0, 1).encode())
+        assert sock.recv(1, socket.MSG_PEEK)
+        store._calls.let_go(found.boot, found.lease, TIMEOUT)
+        for _ in range(24):
+            assert put(store, make(1 << 20)) == [Kept.STORED]
+        sent = bytearray()
+        while len(sent) < ANSWER_BYTES + block.size:
+            sent += sock.recv(1 << 20)
+    assert sent[ANSWER_BYTES:] == block.header + bytes(block.payload)
+    deadline = Deadline.after(TIMEOUT)
+    while store.stats(TIMEOUT).leases:
+        assert not deadline.expired, "it is held still"
+        time.sleep(0.01)
+    store.close()
+
+
+def test_a_window_is_gone_with_its_connection() -> None:
+    process, url = start_service("--budget=1MiB")
+    store = RemoteStore(address_of(url), "grpc")
+    ways = store._calls.ways(Deadline.after(TIMEOUT))
+    maps = Path(f"/proc/{process.pid}/maps")
+    try:
+        for _ in range(8):
+            line = dial_unix(ways.socket, Deadline.after(TIMEOUT), ways.boot)
+            line.ask(Request(Op.WINDOW))
+            os.close(line.descriptor()[0])
+            assert "kvrelay-window" in maps.read_text()
+            line.pipe.close()
+        deadline = Deadline.after(TIMEOUT)
+        while "kvrelay-window" in maps.read_text():
+            assert not deadline.expired, "windows of closed connections are mapped still"
+            time.sleep(0.01)
+    finally:
+        store.close()
+        stop(process)
