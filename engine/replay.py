@@ -10,7 +10,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 from common.errors import Rejected
 from engine.external import Query
@@ -275,7 +275,7 @@ def _text(record: Record, name: str) -> str:
     return value
 
 
-def main(argv: Sequence[str]) -> int:
+def main(argv: Sequence[str], as_json: bool = False) -> int:
     """0 when every event came out the same, 1 when one differs, 2 when it is not a journal."""
     if len(argv) != 1:
         print("usage: python -m engine.replay FILE", file=sys.stderr)
@@ -286,7 +286,7 @@ def main(argv: Sequence[str]) -> int:
     except (OSError, Rejected) as error:
         print(f"{argv[0]}: {error}", file=sys.stderr)
         return 2
-    print(done)
+    print(json.dumps(asdict(done)) if as_json else done)
     return 0 if done.difference is None else 1
 
 

@@ -27,6 +27,7 @@ from kvrelay.processes import SHIPPED_MODEL
 from kvstore.redis.settings import PORT
 from protos import worker_pb2, worker_pb2_grpc
 from rpc.address import ROUTER_PORT
+from rpc.address import Address
 from rpc.channel import ChannelOptions, open_sync_channel
 from rpc.status import from_rpc_error
 
@@ -62,6 +63,7 @@ def examine() -> Iterator[Finding]:
 
 def audit(address: str) -> worker_pb2.AuditResponse:
     """What a running worker finds wrong with its accounting, between two of its steps."""
+    Address.parse(address)  # gRPC would take a name without a port, and a port modulo 65536
     with open_sync_channel(address, ChannelOptions()) as channel:
         try:
             stub = worker_pb2_grpc.WorkerStub(channel)

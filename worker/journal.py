@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import stat
 from collections.abc import Callable
@@ -11,17 +12,31 @@ from common.errors import Rejected
 
 BEFORE = ".before"
 
+log = logging.getLogger(__name__)
+
 
 def writer(path: str) -> Callable[[str], object]:
-    """Writes lines to ``path``, empty at first; what was there is now ``path`` + ``BEFORE``."""
+    """Writes lines to ``path``, empty at first; what was there is now ``path`` + ``BEFORE``.
+
+    One that cannot be written raises; its reader sees where the journal breaks off, the log why.
+    """
     try:
-        return os.fdopen(_opened(path), "w", buffering=1, encoding="utf-8").write
+        file = os.fdopen(_opened(path), "w", buffering=1, encoding="utf-8")
     except BlockingIOError as error:
         raise Rejected(
             "journal", f"another worker writes {path}: give each worker a file of its own"
         ) from error
     except OSError as error:
         raise Rejected("journal", f"cannot write {path}: {error.strerror}") from error
+
+    def write(line: str) -> None:
+        try:
+            file.write(line)
+        except OSError as error:
+            log.error("the journal %s ends here: %s", path, error.strerror)
+            raise
+
+    return write
 
 
 def _opened(path: str) -> int:

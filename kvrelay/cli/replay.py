@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.config import load, required
+from common.config import load, option, required
 
 DESCRIPTION = """\
 Repeats the journal that a worker wrote with --journal FILE: every call of its scheduler, with the
@@ -18,10 +18,11 @@ class ReplayConfig:
     """What to repeat."""
 
     file: str = required(str, "the journal", metavar="FILE", positional=True)
+    json: bool = option(False, "print what was found as JSON")
 
 
 def main(argv: Sequence[str]) -> int:
     config = load(ReplayConfig, argv, "kvrelay replay", DESCRIPTION)
     from engine import replay
 
-    return replay.main([config.file])
+    return replay.main([config.file], config.json)

@@ -18,6 +18,7 @@ from engine.plan import Limits
 from engine.replay import LONGEST_LINE, main, replay
 from engine.request import Naming
 from engine.scheduler import Lookup, Scheduler
+from kvrelay.cli.main import main as command
 from tests.accounting.bench import Bench, limits
 
 SEED = 20
@@ -187,6 +188,10 @@ def test_the_command_says_what_it_found(
     path.write_text("".join(lines).replace('"preemptions":40', '"preemptions":41'))
     assert main([str(path)]) == 1
     assert "recorded preemptions 41, replayed 40" in capsys.readouterr().out
+    assert command(["replay", str(path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["difference"]["recorded"] == "preemptions 41"
+    assert found["preemptions"] == 40
     assert main([str(tmp_path / "missing")]) == 2
     path.write_bytes(b"\x00\xff\xfe" * 100 + b"\n")
     assert main([str(path)]) == 2

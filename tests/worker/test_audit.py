@@ -101,6 +101,12 @@ def compute_what_has_no_room(scheduler: Scheduler) -> None:
         request.resident.computed = 999
 
 
+@pytest.mark.parametrize("address", ["", "localhost", "127.0.0.1:99999"])
+def test_doctor_says_what_is_no_address(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--audit", address]) != 0
+    assert f"{address!r} is neither HOST:PORT nor unix:PATH" in capsys.readouterr().err
+
+
 def test_doctor_names_the_request_and_the_numbers_and_the_others_are_served(
     live: Live, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -61,3 +61,12 @@ def test_what_is_no_file_is_written_as_it_is() -> None:
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(Rejected, match=r"^journal: cannot write .*missing.*: No such file"):
         writer(str(tmp_path / "missing" / "journal"))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # it is closed, full
+def test_where_a_full_disk_ended_it_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    write = writer("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        write("a line\n")
+    assert "the journal /dev/full ends here: No space left on device" in caplog.text
