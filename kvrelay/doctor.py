@@ -26,8 +26,7 @@ from kvrelay.ports import is_free
 from kvrelay.processes import SHIPPED_MODEL
 from kvstore.redis.settings import PORT
 from protos import worker_pb2, worker_pb2_grpc
-from rpc.address import ROUTER_PORT
-from rpc.address import Address
+from rpc.address import ROUTER_PORT, Address
 from rpc.channel import ChannelOptions, open_sync_channel
 from rpc.status import from_rpc_error
 
