@@ -8,14 +8,16 @@ after the others.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import TypeVar
 
 from common.errors import DeadlineExceeded, Unavailable
-from kvstore.base import Lease, Seen, Store
+from kvstore.base import Lease, Seen, Store, Want
 from kvstore.several.behind import Behind
 
 THREADS = 4
@@ -25,6 +27,7 @@ MOST_CALLS = 64
 PROMPT_SECONDS = 0.25
 DOUBT_SECONDS = 10.0
 RELEASE_SECONDS = 1.0
+LOOK_SECONDS = 2.0
 
 R = TypeVar("R")
 
@@ -77,6 +80,19 @@ class Arm:
         if lease is not None:
             held = [lease]
             self.ask(lambda store, left: store.release(held, left), RELEASE_SECONDS)
+
+    def look_again(self, want: Want) -> None:
+        """A reader left at this block, which was read ahead of him: the store is told in its words.
+
+        Nobody waits.
+        """
+        alone = dataclasses.replace(want, buffer=memoryview(bytearray(want.buffer.nbytes)))
+
+        def leave(store: Store, left: float) -> None:
+            with closing(store.get([alone], left)) as arriving:
+                next(arriving, None)
+
+        self.ask(leave, LOOK_SECONDS)
 
     def disown(self, asked: Future[Seen]) -> None:
         """Nobody waits for this answer any more: what it holds goes back when it comes."""

@@ -84,6 +84,7 @@ class Several:
                 except GeneratorExit:
                     if arm is not None:
                         arm.doubt()
+                        arm.look_again(want)
                     raise
                 if arm is not None and got.header is not None and arm.promote:
                     self._promote(want, got.header)

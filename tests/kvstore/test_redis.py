@@ -18,11 +18,14 @@ from redis import Redis
 from common.errors import Corrupt, Rejected, Unavailable
 from common.miss import Miss
 from kvstore import Block, Kept, Offer, Tail, Want, connect
+from kvstore.client.memory import MemoryStore, forget
 from kvstore.redis import RedisStore, settings_of, topology
 from kvstore.redis.call import CHUNK
 from kvstore.redis.getting import WINDOW, Queue
 from kvstore.redis.link import Link
 from kvstore.redis.node import Node
+from kvstore.several.arm import Arm
+from kvstore.several.store import Several
 from kvstore.urls import public_name
 from rpc.deadline import Deadline
 from tests.kvstore.redisserver import Cluster, Server, running, version
@@ -336,6 +339,34 @@ def test_what_is_wrong_goes_when_its_reader_leaves_and_can_be_put_anew(
     assert store.stats(TIMEOUT).tally.corrupt == 1
     assert put(store, *blocks) == [Kept.EXISTED, Kept.STORED, Kept.EXISTED]
     assert all(got.header is not None for got in get(store, *blocks))
+
+
+def test_what_is_wrong_in_a_store_behind_another_goes_too(
+    making: Make, redis_server: Server
+) -> None:
+    """It is read ahead there: when its reader leaves, its store has long been done."""
+    near, far = MemoryStore("before-redis"), making()
+    block, wrong, after = make(), make(), make()
+    put(near, block)
+    put(far, wrong, after)
+    with redis_server.client() as client:
+        flipped(client.get(key_of(far, wrong)) or b"", client, key_of(far, wrong))
+    blocks = {"near": [block], "far": [wrong, after]}
+    wants = [
+        Want(name_of(b), memoryview(bytearray(b.payload.nbytes)), source)
+        for source, some in blocks.items()
+        for b in some
+    ]
+    with contextlib.closing(Several([Arm("near", near), Arm("far", far)])) as both:
+        with contextlib.closing(both.get(wants, TIMEOUT)) as arriving:
+            next(arriving)
+            next(arriving)
+        deadline = time.monotonic() + TIMEOUT
+        while present(far, wrong) != [False]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert present(far, after) == [True]
+    forget("before-redis")
 
 
 def test_a_block_that_is_right_stays_when_its_reader_leaves(making: Make) -> None:
