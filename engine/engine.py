@@ -22,6 +22,7 @@ from engine.request import Naming, Order
 from engine.steps import EngineLoad, ModelRunner, Steps
 from engine.task import StopText
 from engine.updates import Update
+from engine.watchdog import Watchdog, stack_of
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,8 @@ IDLE_SECONDS = 1.0  # everything that is new wakes the thread; this is for what 
 class Engine:
     """Serves requests until closed. With ``audit_steps`` a step that breaks an invariant fails.
 
-    ``on_fatal`` is called when the engine is lost: the process should end and be started again.
+    ``on_fatal`` is called when the engine is lost, which it is too when a step does not end within
+    ``step_seconds``: the process should end and be started again.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Engine:
         audit_steps: bool = False,
         on_fatal: Callable[[], None] = lambda: None,
         journal: Callable[[str], object] | None = None,
+        step_seconds: float = 120.0,
     ) -> None:
         self._steps = Steps(runner, limits, naming, connector, max_waiting, journal)
         self._load = self._steps.measure()
@@ -58,11 +61,14 @@ class Engine:
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._turns, self._busy = 0, False
+        self._watchdog = Watchdog(step_seconds, self._at, self._hangs)
 
     def start(self) -> None:
         """Start the engine's thread and the connector's."""
         self._connector.start(self._wake.set)
         self._thread.start()
+        self._watchdog.start()
 
     def submit(self, order: Order, sampling: Sampling, stop_text: StopText | None = None) -> None:
         """Queue a request; what becomes of it is told through ``deliver``, under its id."""
@@ -85,6 +91,7 @@ class Engine:
     def close(self, timeout: float = 10.0) -> None:
         """Stop; open requests fail as unavailable."""
         self._closing.set()
+        self._watchdog.end()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout)
@@ -120,12 +127,14 @@ class Engine:
             self._publish()
 
     def _turn(self) -> None:
+        self._turns, self._busy = self._turns + 1, True
         try:
             busy = self._step()
         except Exception as error:  # noqa: BLE001 - the edge: it ends the requests of the step
             self._steps.fail_step(error)  # if not even that goes, the accounting is lost
             busy = True
         self._publish()
+        self._busy = False
         if not busy:
             self._wake.wait(IDLE_SECONDS)
         self._wake.clear()
@@ -139,6 +148,14 @@ class Engine:
 
     def _give_up(self, error: Exception) -> None:
         log.critical("the engine cannot go on", exc_info=error)
+        self._closing.set()
+        self._on_fatal()
+
+    def _at(self) -> int | None:
+        return self._turns if self._busy else None
+
+    def _hangs(self) -> None:
+        log.critical("the engine hangs in a step:\n%s", stack_of(self._thread))
         self._closing.set()
         self._on_fatal()
 

@@ -45,6 +45,9 @@ class WorkerConfig(SecurityOptions):
     max_num_seqs: int = option(64, "requests that compute or load at once", low=1)
     max_num_batched_tokens: int = option(512, "positions computed in one step", low=1)
     max_waiting: int = option(1024, "requests that may wait; one more is told to retry", low=1)
+    step_seconds: float = option(
+        120.0, "a step that takes longer hangs: the worker ends, to be started again", low=1.0
+    )
     threads: int | None = option(None, "CPU threads of the model; default: torch's own", low=1)
     grace: float = option(10.0, "seconds that requests under way get at SIGTERM", low=0.0)
     audit: bool = option(False, "check every invariant of the accounting after every step")

@@ -76,6 +76,7 @@ class Worker:
             config.audit,
             lambda: os._exit(os.EX_SOFTWARE),
             None if config.journal is None else journal.writer(config.journal),
+            config.step_seconds,
         )
         return cls(
             config, Identity(role), model, runner, namespace, namer, limits, outside, engine,
