@@ -75,6 +75,9 @@ class RouterConfig(SecurityOptions):
     max_deaths: int = option(
         2, "workers that may die of one request; it is refused at the last of them", low=1
     )
+    poison_seconds: float = option(
+        60.0, "that such a request is refused, asked again, before it is tried anew", low=0.0
+    )
     migration_rate: float = option(
         100.0, "legs a second that may go on elsewhere after a loss; more wait", low=0.1
     )

@@ -17,6 +17,7 @@ from router.attempts import Attempts, Next
 from router.budget import Bucket
 from router.config import RouterConfig
 from router.costs import Account, Costs, Offer
+from router.poison import Poisons
 from router.policies import policy
 from router.policy import DECODE, PREFILL, Prefix, Wish, too_long
 from router.registry import Registry
@@ -85,6 +86,7 @@ class Dispatcher:
     def __init__(self, registry: Registry, config: RouterConfig) -> None:
         self.registry = registry
         self.costs = Costs()
+        self.poisons = Poisons(config.poison_seconds)
         self.tally = Tally()
         self._mode = config.disaggregate
         self._policy = {role: policy(config.policy) for role in WEIGHTS}

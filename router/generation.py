@@ -83,6 +83,7 @@ class Generation:
 
     async def responses(self) -> AsyncGenerator[router_pb2.GenerateResponse]:
         """The whole stream; closing it cancels whatever leg is under way."""
+        self._dispatcher.poisons.check(self._request, time.monotonic())
         while self._finish == UNFINISHED:
             found = await self._dispatcher.place(
                 self._request, self._prefix, len(self._outputs), self._tried
@@ -206,6 +207,7 @@ class Generation:
             what = self._tried.failed(worker.key, error, gained, bool(self._outputs), alive)
         except Poisonous as refused:
             log.error("request %s: %s", self._request.id, refused)
+            self._dispatcher.poisons.note(self._request, time.monotonic())
             raise
         if isinstance(error, Exhausted):
             self._dispatcher.full(worker, error)
