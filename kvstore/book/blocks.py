@@ -14,14 +14,17 @@ V = TypeVar("V")
 
 
 class Blocks(dict[bytes, Entry[V]]):
-    """By name. They come by ``add`` and go by ``take``; ``leased`` bytes are held by a lease."""
+    """By name. They come by ``add`` and go by ``take``; ``leased`` bytes are held by a lease.
+
+    Those are the bytes of ``holding`` blocks.
+    """
 
     def __init__(self, policy: Policy, partial_life: float) -> None:
         super().__init__()
         self._policy, self._partial_life = policy, partial_life
         self._leases = Leases()
         self._lives: Deadlines[bytes] = Deadlines()
-        self.bytes = self.leased = 0
+        self.bytes = self.leased = self.holding = 0
 
     @property
     def leases(self) -> int:
@@ -56,6 +59,7 @@ class Blocks(dict[bytes, Entry[V]]):
             if entry.leases == 0:  # that it was used is noted when it is free again
                 self._policy.hold(entry)
                 self.leased += entry.size
+                self.holding += 1
             entry.leases += 1
         # Names that are there anyway: a caller's copies would be eight times as much memory.
         self._leases.give(lease, tuple(entry.name for entry in entries), deadline)
@@ -109,6 +113,7 @@ class Blocks(dict[bytes, Entry[V]]):
         return {
             "bytes": (self.bytes, sum(entry.size for entry in entries)),
             "leased": (self.leased, sum(entry.size for entry in entries if entry.leases)),
+            "holding": (self.holding, sum(entry.leases > 0 for entry in entries)),
             "leases": (self._leases.held(), sum(entry.leases for entry in entries)),
             "deadlines": (self._leases.deadlines(), len(self._leases)),
             "lives": (len(self._lives), sum(entry.partial for entry in entries)),
@@ -116,6 +121,7 @@ class Blocks(dict[bytes, Entry[V]]):
 
     def _free(self, entry: Entry[V]) -> None:
         self.leased -= entry.size
+        self.holding -= 1
         self._policy.free(entry)
 
     def _prolong(self, entry: Entry[V], now: float) -> None:

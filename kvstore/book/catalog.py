@@ -270,20 +270,20 @@ class Catalog(Generic[V]):
 
     def _make_room(self, claim: Claim) -> bool:
         """Evict until there is room, in bytes and in one piece; false if there cannot be."""
-        if self._entries.leased + self._writing.bytes + claim.size > self._budget:
-            return False
-        while self._charged + claim.size + self._entry_bytes > self._budget:
-            if not self._evict(claim):
-                return False
-        while not self._places.take(claim):
+        needed = claim.size + self._entry_bytes
+        if self._charged(self._entries.leased, self._entries.holding) + needed > self._budget:
+            return False  # or all the rest would go for nothing
+        while self._charged(
+            self._entries.bytes, len(self._entries)
+        ) + needed > self._budget or not self._places.take(claim):
             if not self._evict(claim):
                 return False
         return True
 
-    @property
-    def _charged(self) -> int:
-        count = len(self._entries) + len(self._writing)
-        return self._entries.bytes + self._writing.bytes + count * self._entry_bytes
+    def _charged(self, nbytes: int, blocks: int) -> int:
+        """What so many blocks and all that is being written cost."""
+        count = blocks + len(self._writing)
+        return nbytes + self._writing.bytes + count * self._entry_bytes
 
     def _evict(self, claim: Claim) -> bool:
         victim = self.choose(claim)

@@ -48,6 +48,18 @@ def test_a_block_is_there_only_after_commit() -> None:
     assert not catalog.commit(grant.ticket, b"a", "again", 1.0)
 
 
+def test_a_block_that_cannot_have_room_costs_no_other() -> None:
+    catalog: Catalog[str] = Catalog(100, LeastRecentlyUsed(), LIFE, BOOT, entry_bytes=5)
+    put(catalog, b"a", b"b", b"c", b"d", size=15)
+    assert put(catalog, b"x", size=96) == [Verdict.NO_ROOM]
+    catalog.survey([b"a", b"b"], 50.0, 0.0)
+    assert put(catalog, b"x", size=56) == [Verdict.NO_ROOM]
+    assert (lead(catalog, b"a", b"b", b"c", b"d"), catalog.tally.evicted) == (4, 0)
+    assert put(catalog, b"x", size=55) == [Verdict.RESERVED]
+    assert (lead(catalog, b"a", b"b"), catalog.tally.evicted) == (2, 2)
+    assert catalog.audit() == []
+
+
 def test_one_writer_at_a_time() -> None:
     catalog = new()
     first = catalog.reserve([claim(b"a")], 5.0, 0.0)

@@ -16,6 +16,9 @@ import pytest
 from common.errors import DeadlineExceeded, KvrelayError, Rejected, Unavailable
 from kvstore import Block, Kept, Offer, Tail, connect
 from kvstore.client.remote import RemoteStore
+from kvstore.records import Claim
+from kvstore.server.service import StoreService
+from kvstore.server.vault import Limits, Vault
 from kvstore.wire.buffers import cut
 from protos import kvstore_pb2 as pb
 from rpc.status import from_rpc_error
@@ -218,6 +221,23 @@ def test_a_writer_that_stands_still_holds_no_place(
         get(store, *blocks)
     finally:
         over.set()
+
+
+async def test_a_get_whose_lease_is_over_sends_no_more() -> None:
+    """Its reader took nothing for a minute, say: other blocks may be there by now."""
+    vault, block = Vault(Limits(8 << 20)), make(2 << 20)
+    grant = vault.reserve([Claim(name_of(block), block.size, partial=False)])
+    slot = vault.slot(grant.ticket or 0, name_of(block))
+    assert slot is not None
+    slot.fill(memoryview(block.header + bytes(block.payload)))
+    assert slot.keep().kept is Kept.STORED
+    answers = StoreService(vault).get(pb.GetRequest(names=[name_of(block)]), None)
+    await anext(answers)
+    await anext(answers)
+    assert vault.stats().leases == 1
+    vault.release(range(100))
+    with pytest.raises(DeadlineExceeded, match="nothing was read"):
+        await anext(answers)
 
 
 def test_another_writer_is_waited_for_only_so_long(
