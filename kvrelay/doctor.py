@@ -21,6 +21,7 @@ from typing import Literal
 
 import grpc
 
+from common.errors import Rejected
 from common.values import show_size
 from kvrelay.ports import is_free
 from kvrelay.processes import SHIPPED_MODEL
@@ -68,6 +69,8 @@ def audit(address: str) -> worker_pb2.AuditResponse:
             stub = worker_pb2_grpc.WorkerStub(channel)
             return stub.Audit(worker_pb2.AuditRequest(), timeout=AUDIT_SECONDS)
         except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise Rejected("audit", f"{address} is no prefill or decode worker") from error
             raise from_rpc_error(error) from error
 
 

@@ -9,7 +9,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,6 +105,17 @@ def compute_what_has_no_room(scheduler: Scheduler) -> None:
 def test_doctor_says_what_is_no_address(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--audit", address]) != 0
     assert f"{address!r} is neither HOST:PORT nor unix:PATH" in capsys.readouterr().err
+
+
+def test_doctor_says_who_is_no_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    other = grpc.server(ThreadPoolExecutor(1))
+    port = other.add_insecure_port("127.0.0.1:0")
+    other.start()
+    try:
+        assert main(["doctor", "--audit", f"127.0.0.1:{port}"]) != 0
+    finally:
+        other.stop(None).wait()
+    assert f"audit: 127.0.0.1:{port} is no prefill or decode worker" in capsys.readouterr().err
 
 
 def test_doctor_names_the_request_and_the_numbers_and_the_others_are_served(
