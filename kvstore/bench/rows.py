@@ -59,19 +59,24 @@ class Rig:
         budget = 2 * self.count * (self.block_bytes + ENTRY_BYTES) + (8 << 20)
         command = [sys.executable, "-m", "kvstore", f"--budget={budget}", "--log-level=error"]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        line = self._process.stdout.readline() if self._process.stdout else ""
-        if not line.startswith("store ready at "):
-            raise Unavailable(f"the store did not start: {line!r}")
-        self.address = line.split()[3].rstrip(",")
-        self._stores = {way: RemoteStore(self.address, way) for way in ORDER}
         self._leases: list[Lease] = []
         self.others: list[int] = []  # processes of other stores that are measured beside ours
         self._parents = (n.to_bytes(32, "little") for n in itertools.count(1))
         self.wanted = [self._wanted() for _ in range(self.count)]
+        self._stores: dict[str, RemoteStore] = {}
 
     def __enter__(self) -> Rig:
-        """Fill the store."""
-        self._fill()
+        """Fill the store; whatever comes between, a store that was started ends."""
+        try:
+            line = self._process.stdout.readline() if self._process.stdout else ""
+            if not line.startswith("store ready at "):
+                raise Unavailable(f"the store did not start: {line!r}")
+            self.address = line.split()[3].rstrip(",")
+            self._stores = {way: RemoteStore(self.address, way) for way in ORDER}
+            self._fill()
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(
@@ -79,6 +84,9 @@ class Rig:
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
         """End it."""
+        self._end()
+
+    def _end(self) -> None:
         for store in self._stores.values():
             store.close()
         self._process.kill()

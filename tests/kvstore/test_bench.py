@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from kvstore.bench.rows import Rig
 from kvstore.bench.run import ROWS, BenchConfig, main
 
 
@@ -32,3 +33,14 @@ def test_a_full_run_moves_a_gibibyte_for_each_row() -> None:
     config = BenchConfig()
     assert config.bytes >= 1 << 30
     assert set(config.sizes) == {64 << 10, 256 << 10, 1 << 20, 4 << 20}
+
+
+def test_a_store_that_could_not_be_filled_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(rig: Rig) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Rig, "_fill", fill)
+    rig = Rig(1 << 16, 1 << 20)
+    with pytest.raises(KeyboardInterrupt), rig:
+        pass
+    assert rig._process.poll() is not None
