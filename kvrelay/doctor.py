@@ -7,7 +7,6 @@ Looks and asks, and changes nothing. Each finding says whether something needed 
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import shutil
 import socket
@@ -24,7 +23,7 @@ import grpc
 from common.errors import Rejected
 from common.values import show_size
 from kvrelay.ports import is_free
-from kvrelay.processes import SHIPPED_MODEL
+from kvrelay.processes import SHIPPED_MODEL, cores
 from kvstore.redis.settings import PORT
 from protos import worker_pb2, worker_pb2_grpc
 from rpc.address import ROUTER_PORT, Address
@@ -89,8 +88,7 @@ def _package(name: str) -> Finding:
 
 
 def _machine() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    found = f"{cores} cores, {platform.system()} {platform.machine()}"
+    found = f"{cores()} cores, {platform.system()} {platform.machine()}"
     return Finding("processor", "ok", found, "shared out among the workers as threads")
 
 

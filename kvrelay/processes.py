@@ -16,9 +16,12 @@ from common.errors import Rejected
 from common.option import PREFIX, option, options
 from kvrelay.ports import free_ports
 from kvrelay.process import Spec
+from kvstore.limits import BUDGET, DISK_BUDGET
 from kvstore.urls import urls_of
+from router.config import DISAGGREGATE
 from rpc.address import ROUTER_PORT
 from rpc.options import SecurityOptions
+from worker.config import LARGEST_BLOCK
 
 ROOT = Path(__file__).resolve().parent.parent
 SHIPPED_MODEL = Path(__file__).resolve().parent / "recall" / "model"
@@ -43,15 +46,15 @@ class ClusterConfig(SecurityOptions):
     prefill: int = option(1, "prefill workers; with 0 the decode workers do it", low=0, high=64)
     decode: int = option(1, "decode workers", low=1, high=64)
     store: str | None = option(None, "URL of a running store; default: start one", metavar="URL")
-    store_budget: int = option(2**30, "memory of the store", unit="bytes", low=2**20)
+    store_budget: int = option(BUDGET, "memory of the store", unit="bytes", low=2**20)
     store_disk: str | None = option(
         None, "directory for blocks that leave the store's memory", metavar="DIR"
     )
-    store_disk_budget: int = option(10 << 30, "bytes of it to use", unit="bytes", low=2**20)
+    store_disk_budget: int = option(DISK_BUDGET, "bytes of it to use", unit="bytes", low=2**20)
     restore: bool = option(True, "do not begin with the blocks that are in --store-disk")
     host: str = option("127.0.0.1", "address that the router listens on", metavar="HOST")
     port: int = option(ROUTER_PORT, "port of the router; 0 takes a free one", low=0, high=65535)
-    block_size: int | None = option(None, "token positions in a block", low=1, high=4096)
+    block_size: int | None = option(None, "token positions in a block", low=1, high=LARGEST_BLOCK)
     num_blocks: int | None = option(None, "blocks in each worker's pool", low=1)
     dtype: str | None = option(None, "number format of weights and KV, for example bfloat16")
     device: str | None = option(None, "device of the workers, for example cpu or cuda:0")
@@ -62,7 +65,7 @@ class ClusterConfig(SecurityOptions):
     disaggregate: str | None = option(
         None,
         "which prompts go to prefill workers; default: the router's own",
-        choices=("always", "auto", "never"),
+        choices=DISAGGREGATE,
     )
     threads: int | None = option(None, "threads of a worker; default: cores / workers", low=1)
 
@@ -91,10 +94,15 @@ def specs(config: ClusterConfig) -> tuple[Spec, ...]:
     return (*own_store, *prefill, *decode, router)
 
 
+def cores() -> int:
+    """Those that this process may use."""
+    known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return known or 1
+
+
 def threads(config: ClusterConfig) -> int:
-    """Of one worker: the cores this process may use, shared out, at least one."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return config.threads or max(1, (cores or 1) // (config.prefill + config.decode))
+    """Of one worker: the cores, shared out, at least one."""
+    return config.threads or max(1, cores() // (config.prefill + config.decode))
 
 
 def _store(config: ClusterConfig, port: int) -> Spec:

@@ -6,22 +6,21 @@ import asyncio
 import gc
 import logging
 import sys
-from dataclasses import dataclass
 
 from common import logs
-from common.config import load, option
+from common.config import load
 from common.errors import KvrelayError
 from common.values import show_size
-from kvstore.book.policies import EVICTIONS
 from kvstore.book.tenants import Tenants
+from kvstore.config import StoreConfig
 from kvstore.disk.tier import DiskOptions, DiskTier
+from kvstore.limits import Limits
 from kvstore.server.lanes import LaneOptions, Lanes
 from kvstore.server.prefault import Prefault
 from kvstore.server.service import NAME, StoreService, register
-from kvstore.server.vault import Limits, Vault
+from kvstore.server.vault import Vault
 from rpc import security
 from rpc.deadline import Deadline
-from rpc.options import SecurityOptions
 from rpc.server import Server, ServerOptions, serve_until_signal
 
 log = logging.getLogger("kvrelay.store")
@@ -32,31 +31,6 @@ RESTORE_SECONDS = 3.0
 
 LAST_SECONDS = 2.0
 """For what came while memory was being brought to disk."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreConfig(SecurityOptions):
-    """Configuration of the store service."""
-
-    host: str = option("127.0.0.1", "address to listen on", metavar="HOST")
-    port: int = option(0, "port to listen on; 0 picks a free one", low=0, high=65535)
-    budget: int = option(1 << 30, "memory for blocks", unit="bytes", low=1 << 10)
-    max_block: int = option(256 << 20, "largest block taken", unit="bytes", low=1 << 10)
-    partial_life: float = option(60.0, "seconds an unused partial block is kept", low=0.1)
-    ticket_life: float = option(30.0, "seconds a writer may stand still", low=0.1)
-    eviction: str = option(EVICTIONS[0], "which blocks go first", choices=EVICTIONS)
-    events: int = option(1 << 15, "events kept for those who watch", low=1, high=1 << 24)
-    lane_port: int = option(0, "port of the socket lane; 0 picks a free one", low=0, high=65535)
-    lane: bool = option(True, "do not offer the socket lane; with TLS there is none")
-    shared: bool = option(True, "do not offer shared memory to this user's processes here")
-    prefault: bool = option(True, "do not touch all memory at start, in the background")
-    disk: str | None = option(None, "directory for blocks that leave memory", metavar="DIR")
-    disk_budget: int = option(10 << 30, "bytes of it to use", unit="bytes", low=1 << 20)
-    restore: bool = option(False, "begin with the blocks that are in --disk")
-    flush_seconds: float = option(
-        10.0, "seconds to bring memory to --disk after SIGTERM", low=0.0, high=600.0
-    )
-    log_level: str = option("info", "least severe level to log", choices=logs.LEVELS)
 
 
 def spare_collector() -> None:

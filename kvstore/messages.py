@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from common.errors import Rejected
 from common.miss import Miss
-from kvblock.header import MAX_COUNT, MAX_PAYLOAD, header_bytes
+from kvblock.header import header_bytes
 from kvblock.name import NAME_BYTES
 from kvstore.base import Kept, Outcome
 from kvstore.disk.stats import DiskStats, DiskTally
@@ -22,7 +22,6 @@ MAX_NAMES = 1 << 16
 MAX_TAILS = 16
 MAX_LEASE_MS = 600_000
 MAX_SMALL = 1 << 20
-MAX_BLOCK = header_bytes(MAX_COUNT) + MAX_PAYLOAD
 
 VERDICTS: dict[Verdict, pb.Verdict.ValueType] = {
     Verdict.RESERVED: pb.VERDICT_RESERVED,

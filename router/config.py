@@ -13,6 +13,8 @@ from rpc.address import ROUTER_PORT
 from rpc.options import SecurityOptions
 from text.tokenizer import MAX_PROMPT_BYTES
 
+DISAGGREGATE = ("always", "auto", "never")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterConfig(SecurityOptions):
@@ -46,7 +48,7 @@ class RouterConfig(SecurityOptions):
     disaggregate: str = option(
         "auto",
         "send prompts to prefill workers: all, none, or those worth the hand-over",
-        choices=("always", "auto", "never"),
+        choices=DISAGGREGATE,
     )
     health_interval: float = option(
         0.15, "seconds between two checks of a worker; 0.05 for fast detection", low=0.01

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from router.policy import Candidate, Choice, Wish, choose, fitting_of, held_by
@@ -79,18 +79,15 @@ def _choice(wish: Wish, candidate: Candidate, leading: Mapping[str, int]) -> Cho
     return Choice(candidate.key, held_by(wish, leading.get(candidate.key, 0)), wish.tokens)
 
 
-POLICIES = ("affinity", "least-loaded", "round-robin", "random")
+_MAKERS: Mapping[str, Callable[[int], Policy]] = {
+    "affinity": lambda seed: Affine(),
+    "least-loaded": lambda seed: LeastLoaded(),
+    "round-robin": lambda seed: RoundRobin(),
+    "random": AnyOne,
+}
+POLICIES = tuple(_MAKERS)
 
 
 def policy(name: str, seed: int = 0) -> Policy:
-    """One of ``POLICIES``, new."""
-    match name:
-        case "affinity":
-            return Affine()
-        case "least-loaded":
-            return LeastLoaded()
-        case "round-robin":
-            return RoundRobin()
-        case "random":
-            return AnyOne(seed)
-    raise ValueError(f"{name!r} is no policy; there are {', '.join(POLICIES)}")
+    """One of ``POLICIES``, new; ``seed`` is for those that draw."""
+    return _MAKERS[name](seed)

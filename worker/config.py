@@ -8,6 +8,9 @@ from common.config import option, required
 from common.logs import LEVELS
 from rpc.options import SecurityOptions
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LARGEST_BLOCK = 1024  # token positions
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig(SecurityOptions):
@@ -30,11 +33,11 @@ class WorkerConfig(SecurityOptions):
     dtype: str = option(
         "auto",
         "number format of weights and KV",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=DTYPES,
     )
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     attention_backend: str = option("auto", "how attention is computed")
-    block_size: int = option(16, "token positions in a KV block", low=1, high=1024)
+    block_size: int = option(16, "token positions in a KV block", low=1, high=LARGEST_BLOCK)
     num_blocks: int | None = option(
         None, "KV blocks in the pool; default: what fits in --kv-memory and can be used", low=1
     )

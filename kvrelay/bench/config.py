@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import random
 from dataclasses import dataclass
 from pathlib import Path
 
 from common.config import check, option
 from common.errors import Rejected
-from kvrelay.processes import SHIPPED_MODEL, ClusterConfig
+from kvrelay.processes import SHIPPED_MODEL, ClusterConfig, cores
+from worker.config import DTYPES
 
 PARTS = {
     "a": "throughput beside plain transformers",
@@ -25,7 +25,7 @@ class BenchConfig:
 
     model: str = option("recall", "model directory; 'recall' is the one shipped", metavar="DIR")
     shape: str | None = option(None, "make a model of random weights of this shape instead")
-    dtype: str = option("auto", "number format", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option("auto", "number format", choices=DTYPES)
     only: tuple[str, ...] = option((), "only these parts: a,b", metavar="PARTS")
     quick: bool = option(False, "each figure once, with a quarter of the prompt")
     repeat: int = option(3, "how often each figure is taken; the median counts", low=1, high=100)
@@ -55,7 +55,7 @@ class BenchConfig:
 
     @property
     def cores(self) -> int:
-        return self.threads or len(os.sched_getaffinity(0))
+        return self.threads or cores()
 
     def scaled(self, tokens: int) -> int:
         """A prompt length, shortened in a quick run."""

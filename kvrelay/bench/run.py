@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -15,6 +14,7 @@ from kvrelay.bench.config import BenchConfig, Prompts
 from kvrelay.bench.rival import Transformers
 from kvrelay.bench.rows import Row
 from kvrelay.bench.throughput import Throughput
+from kvrelay.processes import cores
 from kvrelay.supervisor import Cluster
 
 
@@ -28,11 +28,10 @@ class Bench:
 
     def describe(self) -> str:
         """The machine and the model in words."""
-        cores = len(os.sched_getaffinity(0))
         gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
         return (
             f"{self._directory.name}, {self._model.parameters / 1e6:.1f} M parameters,"
-            f" {self._config.dtype}; {cores} cores ({platform.machine()}), {gpu},"
+            f" {self._config.dtype}; {cores()} cores ({platform.machine()}), {gpu},"
             f" {self._config.cores} threads; torch {torch.__version__},"
             f" transformers {version('transformers')}, Python {platform.python_version()}"
         )

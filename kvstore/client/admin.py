@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import grpc
 
 from kvblock.header import Header, decode
-from kvstore.ways.calls import mapped
+from kvstore.ways.calls import PATH, mapped
 from protos import kvstore_pb2 as pb
 from rpc.channel import open_sync_channel
-
-_PATH = "/kvrelay.v1.KVStore/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +34,15 @@ class Admin:
         self._channel = open_sync_channel(address)
         self._list: grpc.UnaryStreamMultiCallable[pb.ListRequest, pb.ListResponse]
         self._list = self._channel.unary_stream(
-            _PATH + "List", pb.ListRequest.SerializeToString, pb.ListResponse.FromString
+            PATH + "List", pb.ListRequest.SerializeToString, pb.ListResponse.FromString
         )
         self._watch: grpc.UnaryStreamMultiCallable[pb.WatchRequest, pb.WatchResponse]
         self._watch = self._channel.unary_stream(
-            _PATH + "Watch", pb.WatchRequest.SerializeToString, pb.WatchResponse.FromString
+            PATH + "Watch", pb.WatchRequest.SerializeToString, pb.WatchResponse.FromString
         )
         self._inspect: grpc.UnaryUnaryMultiCallable[pb.InspectRequest, pb.InspectResponse]
         self._inspect = self._channel.unary_unary(
-            _PATH + "Inspect", pb.InspectRequest.SerializeToString, pb.InspectResponse.FromString
+            PATH + "Inspect", pb.InspectRequest.SerializeToString, pb.InspectResponse.FromString
         )
 
     def list(self, timeout: float, prefix: bytes = b"", limit: int = 0) -> Iterator[Listed]:

@@ -29,12 +29,9 @@ from kvstore.base import (
 from kvstore.book.catalog import Catalog
 from kvstore.book.check import check_block
 from kvstore.book.policies import EVICTIONS, make_policy
+from kvstore.limits import BUDGET, PARTIAL_LIFE, TICKET_LIFE
 from kvstore.records import Claim, Tail, Verdict
 from kvstore.stats import Stats
-
-BUDGET = 1 << 30
-PARTIAL_LIFE = 60.0
-TICKET_LIFE = 30.0
 
 
 @dataclass(slots=True)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from common.errors import Corrupt
 from kvblock.header import decode, header_bytes
-from kvblock.name import child_name
 from kvblock.verify import verify_payload
 from kvstore.base import Got, Store, Want
+from kvstore.book.check import check_name
 from kvstore.client.admin import Listed
 
 BATCH_BYTES = 32 << 20
@@ -62,11 +62,7 @@ def _read(store: Store, batch: Sequence[Listed], timeout: float) -> Iterator[Che
 
 def _check(listed: Listed, want: Want, got: Got) -> None:
     header = decode(got.header or b"")
-    if header.name != listed.name:
-        raise Corrupt("name", f"{header.name.hex()} is in the header")
-    true = child_name(header.namespace, header.parent, header.tokens)
-    if true != header.name:
-        raise Corrupt("name", f"what the header holds is called {true.hex()}")
+    check_name(listed.name, header)
     verify_payload(header, want.buffer, got.summed)
 
 

@@ -24,8 +24,9 @@ from kvblock.header import Header, checksum, encode
 from kvblock.name import child_name
 from kvstore.base import Kept
 from kvstore.disk.tier import DiskOptions, DiskTier
+from kvstore.limits import Limits
 from kvstore.records import Claim
-from kvstore.server.vault import Limits, Vault
+from kvstore.server.vault import Vault
 
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 TOKENS = tuple(range(16))

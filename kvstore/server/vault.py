@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from common.errors import Corrupt, Exhausted
 from kvblock.header import Header, stated_length
@@ -22,15 +21,15 @@ from kvstore.book.catalog import Catalog
 from kvstore.book.check import Summed, check_block
 from kvstore.book.divided import Divided
 from kvstore.book.entries import Entry
-from kvstore.book.events import KEPT_EVENTS, Told
+from kvstore.book.events import Told
 from kvstore.book.keys import prefix_of
-from kvstore.book.policies import EVICTIONS, make_policy
+from kvstore.book.policies import make_policy
 from kvstore.book.policy import Policy
-from kvstore.book.reservations import Shares
 from kvstore.book.tenants import Owner, Tenants
 from kvstore.disk.books import Books
 from kvstore.disk.index import Index, entry_of
 from kvstore.disk.tiered import TieredCatalog
+from kvstore.limits import Limits
 from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail
 from kvstore.server.arena import Arena, capacity_for
 from kvstore.stats import Stats
@@ -38,21 +37,6 @@ from kvstore.wire.copying import copy, copy_summed
 
 ENTRY_BYTES = 480
 """Memory of one block besides its place, measured at a million blocks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the service keeps and for how long; bytes and seconds."""
-
-    budget: int
-    max_block: int = 256 << 20
-    partial_life: float = 60.0
-    ticket_life: float = 30.0
-    events: int = KEPT_EVENTS
-    disk_budget: int | None = None  # none: there is no disk
-    eviction: str = EVICTIONS[0]
-    leased: int = 1 << 24  # names in all leases of one tenant, each lease 64 more
-    shares: Shares = Shares(ticket=1 / 4, all=1 / 2)  # noqa: RUF009 a frozen value
 
 
 class Vault:

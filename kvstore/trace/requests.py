@@ -7,7 +7,7 @@ blocks of 512 tokens, each id standing for its block and all before it. The last
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -43,19 +43,6 @@ def read_trace(path: Path, limit: int | None = None) -> Iterator[Request]:
                 yield request
     except (OSError, UnicodeDecodeError) as error:
         raise Rejected("trace", f"{path} cannot be read: {error}") from error
-
-
-def write_trace(path: Path, requests: Sequence[Request]) -> None:
-    """The file that ``read_trace`` gives these of."""
-    with path.open("w", encoding="utf-8") as file:
-        for one in requests:
-            row = {
-                "timestamp": round(one.at * 1000),
-                "input_length": one.tokens,
-                "output_length": one.output,
-                "hash_ids": [int.from_bytes(name, "little") for name in one.names],
-            }
-            file.write(json.dumps(row) + "\n")
 
 
 def _request(line: str, where: str) -> Request:

@@ -20,7 +20,7 @@ from rpc.status import from_rpc_error
 _READ_IN_PLACE = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
 """Whoever reads a stream waits for it himself: a third less time for a small block."""
 
-_PATH = "/kvrelay.v1.KVStore/"
+PATH = "/kvrelay.v1.KVStore/"
 
 
 class _Options(ChannelOptions):
@@ -48,34 +48,34 @@ class Calls:
         self._channel = open_sync_channel(address, _Options())
         unary = self._channel.unary_unary
         self.lookup = unary(
-            _PATH + "Lookup", pb.LookupRequest.SerializeToString, pb.LookupResponse.FromString
+            PATH + "Lookup", pb.LookupRequest.SerializeToString, pb.LookupResponse.FromString
         )
         self._reserve = unary(
-            _PATH + "Reserve", pb.ReserveRequest.SerializeToString, pb.ReserveResponse.FromString
+            PATH + "Reserve", pb.ReserveRequest.SerializeToString, pb.ReserveResponse.FromString
         )
         self.release = unary(
-            _PATH + "Release", pb.ReleaseRequest.SerializeToString, pb.ReleaseResponse.FromString
+            PATH + "Release", pb.ReleaseRequest.SerializeToString, pb.ReleaseResponse.FromString
         )
         self.stats = unary(
-            _PATH + "Stats", pb.StatsRequest.SerializeToString, pb.StatsResponse.FromString
+            PATH + "Stats", pb.StatsRequest.SerializeToString, pb.StatsResponse.FromString
         )
         self.clear = unary(
-            _PATH + "Clear", pb.ClearRequest.SerializeToString, pb.ClearResponse.FromString
+            PATH + "Clear", pb.ClearRequest.SerializeToString, pb.ClearResponse.FromString
         )
         self.put_small = unary(
-            _PATH + "PutSmall", pb.PutRequest.SerializeToString, pb.PutResponse.FromString
+            PATH + "PutSmall", pb.PutRequest.SerializeToString, pb.PutResponse.FromString
         )
         self._ways = unary(
-            _PATH + "Ways", pb.WaysRequest.SerializeToString, pb.WaysResponse.FromString
+            PATH + "Ways", pb.WaysRequest.SerializeToString, pb.WaysResponse.FromString
         )
         self._locate = unary(
-            _PATH + "Locate", pb.LocateRequest.SerializeToString, pb.LocateResponse.FromString
+            PATH + "Locate", pb.LocateRequest.SerializeToString, pb.LocateResponse.FromString
         )
         self.get: grpc.UnaryStreamMultiCallable[pb.GetRequest, bytes] = self._channel.unary_stream(
-            _PATH + "Get", pb.GetRequest.SerializeToString
+            PATH + "Get", pb.GetRequest.SerializeToString
         )
         self.put: grpc.StreamUnaryMultiCallable[bytes, pb.PutResponse] = self._channel.stream_unary(
-            _PATH + "Put", None, pb.PutResponse.FromString
+            PATH + "Put", None, pb.PutResponse.FromString
         )
 
     def ways(self, deadline: Deadline) -> pb.WaysResponse:
@@ -83,11 +83,13 @@ class Calls:
         with mapped():
             return self._ways(pb.WaysRequest(), timeout=deadline.remaining())
 
-    def locate(self, names: Sequence[bytes], hold: int, deadline: Deadline) -> pb.LocateResponse:
-        """``Locate``, held for ``hold`` milliseconds."""
+    def locate(
+        self, names: Sequence[bytes], lease_ms: int, deadline: Deadline
+    ) -> pb.LocateResponse:
+        """``Locate``, held for ``lease_ms``."""
         with mapped():
             return self._locate(
-                pb.LocateRequest(names=names, lease_ms=hold), timeout=deadline.remaining()
+                pb.LocateRequest(names=names, lease_ms=lease_ms), timeout=deadline.remaining()
             )
 
     def claim(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:

@@ -29,7 +29,7 @@ class Finder(Protocol):
     def locate(
         self, names: Sequence[bytes], lease_ms: int, deadline: Deadline
     ) -> pb.LocateResponse:
-        """``Locate``, held for ``hold`` milliseconds."""
+        """``Locate``, held for ``lease_ms``."""
 
     def claim(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
         """``Reserve``."""

@@ -10,8 +10,9 @@ from pathlib import Path
 from kvstore import Block, Kept
 from kvstore.disk.stats import DiskStats
 from kvstore.disk.tier import DiskOptions, DiskTier
+from kvstore.limits import Limits
 from kvstore.records import Claim, Verdict
-from kvstore.server.vault import Limits, Vault
+from kvstore.server.vault import Vault
 from tests.kvstore.test_conformance import name_of
 
 SLOW = 60.0

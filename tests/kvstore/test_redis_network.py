@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import Corrupt, DeadlineExceeded, KvrelayError, Unavailable
-from kvblock.header import decode
-from kvblock.verify import verify_payload
+from common.errors import DeadlineExceeded, KvrelayError, Unavailable
 from kvrelay.certs import Authority
 from kvstore import Block, Kept, Want
 from kvstore.redis import RedisStore
 from tests.failures.proxy import Faults, Proxy
+from tests.kvstore import reading
 from tests.kvstore.conftest import serving
 from tests.kvstore.redisserver import Cluster, Server
 from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, present, put
@@ -28,24 +27,8 @@ PATIENCE = 60.0
 
 
 def accepted(store: RedisStore, blocks: list[Block], timeout: float = TIMEOUT) -> tuple[int, int]:
-    """Gets blocks as a careful reader does: how many it takes, how many it refuses."""
-    wants = [Want(name_of(b), memoryview(bytearray(b.payload.nbytes))) for b in blocks]
-    taken = refused = 0
-    with contextlib.suppress(KvrelayError):
-        for got in store.get(wants, timeout):
-            try:
-                if got.header is None:
-                    continue
-                header = decode(got.header)
-                if header != decode(blocks[got.index].header):
-                    raise Corrupt("header", "another block")
-                verify_payload(header, wants[got.index].buffer, got.summed)
-            except Corrupt:
-                refused += 1
-                continue
-            taken += 1
-            assert wants[got.index].buffer == blocks[got.index].payload
-    return taken, refused
+    """As a careful reader says; a store that fails ends it."""
+    return reading.accepted(store, blocks, timeout, KvrelayError)
 
 
 def until_all_come(store: RedisStore, blocks: list[Block]) -> None:

@@ -16,10 +16,23 @@ from kvrelay.cli.main import main
 from kvstore.book.policies import EVICTIONS, make_policy
 from kvstore.book.policy import LeastRecentlyUsed
 from kvstore.trace.optimum import optimum
-from kvstore.trace.requests import Request, read_trace, write_trace
+from kvstore.trace.requests import Request, read_trace
 from kvstore.trace.simulate import replay, unbounded
 
 SEED = 11
+
+
+def write_trace(path: Path, requests: Sequence[Request]) -> None:
+    """The file that ``read_trace`` gives these of."""
+    with path.open("w", encoding="utf-8") as file:
+        for one in requests:
+            row = {
+                "timestamp": round(one.at * 1000),
+                "input_length": one.tokens,
+                "output_length": one.output,
+                "hash_ids": [int.from_bytes(name, "little") for name in one.names],
+            }
+            file.write(json.dumps(row) + "\n")
 
 
 def trace_of(*chains: str) -> list[Request]:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvstore import Kept
+from kvstore.limits import Limits
 from kvstore.records import Claim, Verdict
-from kvstore.server.vault import Limits, Vault
+from kvstore.server.vault import Vault
 from tests.kvstore.soak import at_once, disk_flags, soak
 from tests.kvstore.test_conformance import make, name_of
 

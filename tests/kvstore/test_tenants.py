@@ -17,8 +17,9 @@ from kvstore.book.keys import prefix_of
 from kvstore.book.tenants import OPEN, Scope, Tenants
 from kvstore.client.admin import Admin
 from kvstore.client.remote import RemoteStore
+from kvstore.limits import Limits
 from kvstore.records import Claim
-from kvstore.server.vault import ENTRY_BYTES, Limits, Vault
+from kvstore.server.vault import ENTRY_BYTES, Vault
 from kvstore.wire.buffers import cut
 from protos import kvstore_pb2 as pb
 from rpc import security

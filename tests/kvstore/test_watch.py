@@ -19,9 +19,10 @@ from kvstore.book.events import Events, Reason
 from kvstore.client.admin import Admin
 from kvstore.client.mirror import Mirror
 from kvstore.client.remote import RemoteStore
+from kvstore.limits import Limits
 from kvstore.records import Claim
 from kvstore.server.service import NAME, StoreService, register
-from kvstore.server.vault import Limits, Vault
+from kvstore.server.vault import Vault
 from kvstore.server.watching import Pace, Watching
 from protos import kvstore_pb2 as pb
 from rpc.server import Server

@@ -18,9 +18,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Unavailable
-from kvblock.header import decode
-from kvblock.verify import verify_payload
-from kvstore import Block, Kept, Want, connect
+from kvstore import Kept, Want, connect
 from kvstore.client.remote import RemoteStore
 from kvstore.ways import lane, shared
 from kvstore.ways.choice import ORDER
@@ -30,6 +28,7 @@ from protos import kvstore_pb2 as pb
 from rpc.deadline import Deadline
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.proxy import Fault, Proxy
+from tests.kvstore.reading import accepted
 from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, put
 
 Proxied = Callable[[str], tuple[RemoteStore, Proxy]]
@@ -85,26 +84,6 @@ def plain(service_url: str) -> Iterator[RemoteStore]:
     store = RemoteStore(address_of(service_url), "grpc")
     yield store
     store.close()
-
-
-def accepted(store: RemoteStore, *blocks: Block) -> tuple[int, int]:
-    """Gets blocks as a careful reader does: how many it takes, how many it refuses."""
-    wants = [Want(name_of(b), memoryview(bytearray(b.payload.nbytes))) for b in blocks]
-    taken = refused = 0
-    for got in store.get(wants, 3.0):
-        if got.header is None:
-            continue
-        try:
-            header = decode(got.header)
-            if header != decode(blocks[got.index].header):
-                raise Corrupt("header", "another block")
-            verify_payload(header, wants[got.index].buffer, got.summed)
-        except Corrupt:
-            refused += 1
-            continue
-        taken += 1
-        assert wants[got.index].buffer == blocks[got.index].payload
-    return taken, refused
 
 
 @pytest.mark.parametrize(
@@ -218,7 +197,7 @@ def test_a_flipped_byte_on_the_way_out_is_found(
         proxy.fault = Fault(flip_down=source.randrange(100, 90_000))
         with RemoteAgain(store, way, proxy) as fresh:
             try:
-                taken, refused = accepted(fresh, *blocks)
+                taken, refused = accepted(fresh, blocks)
             except KvrelayError:
                 taken, refused = 0, 0
                 sums[2] += 1
@@ -259,7 +238,7 @@ def test_a_flipped_byte_on_the_way_in_is_refused_or_another_way_taken(
             except KvrelayError:
                 continue
         refused += outcome.kept is Kept.CORRUPT
-        taken, wrong = accepted(plain, block)
+        taken, wrong = accepted(plain, [block])
         assert (taken, wrong) == (int(outcome.present), 0)
     assert refused > 3
     assert plain.stats(TIMEOUT).tally.corrupt >= refused
@@ -297,10 +276,10 @@ def test_a_flipped_byte_in_shared_memory_is_found() -> None:
                 byte = memory.read(1)
                 memory.seek(at)
                 memory.write(bytes([byte[0] ^ 1]))
-                assert accepted(store, *blocks) == (2, 1)
+                assert accepted(store, blocks) == (2, 1)
                 memory.seek(at)
                 memory.write(byte)
-        assert accepted(store, *blocks) == (3, 0)
+        assert accepted(store, blocks) == (3, 0)
         assert store.breaks == {}
     finally:
         store.close()
@@ -348,24 +327,24 @@ def test_a_killed_store_is_not_answered_from_stale_places(way: str) -> None:
     try:
         old = [make(50_000) for _ in range(4)]
         put(store, *old)
-        assert accepted(store, *old) == (4, 0)
+        assert accepted(store, old) == (4, 0)
         process.send_signal(signal.SIGKILL)
         stop(process)
         with pytest.raises(Unavailable):
-            accepted(store, *old)
+            accepted(store, old)
         process, _ = start_service("--budget=4MiB", f"--port={url.rpartition(':')[2]}")
         deadline = time.monotonic() + TIMEOUT
         while True:
             try:
-                assert accepted(store, *old) == (0, 0)
+                assert accepted(store, old) == (0, 0)
                 break
             except Unavailable:
                 assert time.monotonic() < deadline
         new = [make(50_000) for _ in range(4)]
         put(store, *new)
-        assert accepted(store, *old, *new) == (4, 0)
+        assert accepted(store, [*old, *new]) == (4, 0)
         put(store, *old)
-        assert accepted(store, *old, *new) == (8, 0)
+        assert accepted(store, [*old, *new]) == (8, 0)
         assert store.stats(TIMEOUT).leases == 0
     finally:
         store.close()
