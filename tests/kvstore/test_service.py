@@ -16,9 +16,10 @@ import pytest
 from common.errors import DeadlineExceeded, KvrelayError, Rejected, Unavailable
 from kvstore import Block, Kept, Offer, Tail, connect
 from kvstore.client.remote import RemoteStore
+from kvstore.limits import Limits
 from kvstore.records import Claim
 from kvstore.server.service import StoreService
-from kvstore.server.vault import Limits, Vault
+from kvstore.server.vault import Vault
 from kvstore.wire.buffers import cut
 from protos import kvstore_pb2 as pb
 from rpc.status import from_rpc_error
