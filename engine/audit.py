@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from engine.request import Request, State
 from engine.scheduler import Scheduler
@@ -134,6 +135,10 @@ def _queues(scheduler: Scheduler) -> Iterator[Finding]:
     for request in scheduler.running:
         if request.state is not State.RUNNING or scheduler.requests.get(request.id) is not request:
             yield Finding("I8", request.id, f"stands among the running and is {request.state}")
+    for queue in (scheduler.waiting, scheduler.running):
+        for before, request in pairwise(queue):
+            if before.arrival > request.arrival:
+                yield Finding("I8", request.id, f"stands behind {before.id}, which came later")
     for request in scheduler.requests.values():
         epoch = request.residency.admission.epoch if request.residency else None
         if request.state is State.LOADING and (request.id, epoch) not in scheduler.loads:

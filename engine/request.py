@@ -108,6 +108,7 @@ class Request:
 
     order: Order
     tokens: list[int]
+    arrival: int = 0  # first come, first served
     names: list[bytes] = field(default_factory=list)
     state: State = State.WAITING
     residency: Residency | None = None
@@ -117,8 +118,8 @@ class Request:
     failed: int = 0  # external tokens promised and not delivered
 
     @classmethod
-    def of(cls, order: Order) -> Request:
-        return cls(order, list(order.tokens))
+    def of(cls, order: Order, arrival: int = 0) -> Request:
+        return cls(order, list(order.tokens), arrival)
 
     @property
     def id(self) -> str:
@@ -156,6 +157,8 @@ class Request:
     @property
     def ceiling(self) -> int:
         """Positions whose KV is ever stored: the last sampled token's is not."""
+        if self.order.prefill_only:
+            return len(self.order.tokens)
         return self.order.prompt_len + self.order.max_tokens - 1
 
     def need(self, count: int, block_size: int) -> int:

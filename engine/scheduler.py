@@ -9,6 +9,7 @@ remembered from an attempt that was refused. See docs/accounting.md for the defi
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,6 +39,7 @@ class Scheduler:
         self.preemptions = 0
         self._lookup = lookup
         self._plan: Plan | None = None
+        self._arrivals = 0
         self._epoch = 0
         self._serial = 0
 
@@ -49,7 +51,8 @@ class Scheduler:
     def submit(self, order: Order) -> Request:
         """Queue a request. Raises ``Rejected`` for one that can never be served (D5)."""
         self._check(order)
-        request = Request.of(order)
+        self._arrivals += 1
+        request = Request.of(order, self._arrivals)
         self.requests[request.id] = request
         self.waiting.append(request)
         return request
@@ -158,7 +161,7 @@ class Scheduler:
 
     def _preempt(self) -> Request:
         request = self.running.pop()
-        self.waiting.appendleft(request)
+        insort(self.waiting, request, key=_arrival)
         self._release(request, State.WAITING)
         self.preemptions += 1
         return request
@@ -174,12 +177,17 @@ class Scheduler:
         return entries
 
     def _admit(self, budget: int) -> tuple[list[Entry], list[Load], list[Save]]:
-        """Waiting requests, in order, while there is room; who must ask later is passed over."""
+        """Waiting requests, in order, while there is room; who must ask later is passed over.
+
+        Whoever passes the first of those leaves it its place and its room, for whatever those who
+        are here may still become: so nobody is passed over for ever.
+        """
         entries: list[Entry] = []
         loads: list[Load] = []
         saves: list[Save] = []
+        passing, owed, kept = False, 0, list[int]()
         for request in list(self.waiting):
-            residents = len(self.running) + self.loading
+            residents = len(self.running) + self.loading + passing
             if residents >= self.limits.max_num_seqs:
                 break
             request.name_full_blocks(self._naming(request), self.limits.block_size)
@@ -187,9 +195,16 @@ class Scheduler:
             local = len(found) * self.limits.block_size
             answer = self._ask(request, local)
             if answer is None:
+                if not passing:
+                    owed, kept = self._missing(request, found, bool(request.runs)), found
+                passing = True
                 continue
             external = min(max(answer, 0), request.length - 1 - local)  # D4
-            if (not external and budget < 1) or not self._fits(request, found, residents):
+            stays = passing or (residents > 0 and bool(request.runs))
+            wanted = self._missing(request, found, stays) + owed
+            wanted += max(self.limits.headroom * residents, self._growth() if passing else 0)
+            room = self.pool.available({*found, *kept})
+            if (not external and budget < 1) or wanted > room:
                 break
             self._begin(request, found, local, external)
             saves += self._save(request, 0, local)
@@ -206,16 +221,23 @@ class Scheduler:
         order = request.order
         return self._lookup(Query(request.id, request.tokens, request.names, local, order.space))
 
-    def _fits(self, request: Request, found: list[int], residents: int) -> bool:
-        """All blocks of the request as it stands, beside what the residents may need next.
+    def _missing(self, request: Request, found: list[int], stays: bool) -> int:
+        """How many blocks it takes to admit the request, over those found.
 
-        One that was preempted waits until it can stay: it comes back with room for all it may
+        One that was preempted waits until it ``stays``: it comes back with room for all it may
         still become, so that it is not computed again and again.
         """
+        length = request.ceiling if stays else request.length
+        return -(length // -self.limits.block_size) - len(found)
+
+    def _growth(self) -> int:
+        """Blocks that those who are resident may still come to need."""
         size = self.limits.block_size
-        length = request.ceiling if request.runs and residents else request.length
-        missing = -(length // -size) - len(found)
-        return missing + self.limits.headroom * residents <= self.pool.available(found)
+        return sum(
+            -(request.ceiling // -size) - len(request.residency.blocks)
+            for request in self.requests.values()
+            if request.residency is not None
+        )
 
     def _begin(self, request: Request, found: list[int], local: int, external: int) -> None:
         """The admission: one frozen record, and every block up to the request's length."""
@@ -229,7 +251,7 @@ class Scheduler:
         if request.lookups_left is not None:
             request.lookups_left = max(request.lookups_left - 1, 0)
         if not external:
-            self.running.append(request)
+            self._run(request)
 
     def _load(self, request: Request) -> Load:
         size, admission = self.limits.block_size, request.resident.admission
@@ -257,7 +279,11 @@ class Scheduler:
         residency.computed = admission.local + valid
         self._name(request, admission.local, residency.computed)
         request.move(State.RUNNING)
-        self.running.append(request)
+        self._run(request)
+
+    def _run(self, request: Request) -> None:
+        """It runs now, before all that came later: they give way first, however it waited."""
+        insort(self.running, request, key=_arrival)
 
     def _stands(self, entry: Entry) -> bool:
         return _resides(entry.request, entry.epoch, State.RUNNING)
@@ -331,6 +357,10 @@ class Scheduler:
         residency = request.end(state)
         if residency is not None:
             self.pool.drop(residency.blocks)
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
 
 
 def _resides(request: Request, epoch: int, state: State) -> bool:

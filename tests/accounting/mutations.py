@@ -205,8 +205,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "residents without those that load",
-        "residents = len(self.running) + self.loading",
-        "residents = len(self.running)",
+        "residents = len(self.running) + self.loading + passing",
+        "residents = len(self.running) + passing",
     ),
     _scheduler(
         "one resident too many",
@@ -225,22 +225,57 @@ MUTATIONS = (
     ),
     _scheduler(
         "admitted without budget",
-        "if (not external and budget < 1) or not self._fits",
-        "if not self._fits",
+        "if (not external and budget < 1) or wanted > room:",
+        "if wanted > room:",
     ),
     _scheduler(
         "the room for the hit is counted twice",
-        "missing = -(length // -size) - len(found)",
-        "missing = -(length // -size) - 2 * len(found)",
+        "return -(length // -self.limits.block_size) - len(found)",
+        "return -(length // -self.limits.block_size) - 2 * len(found)",
     ),
     _scheduler(
         "no watermark",
-        "return missing + self.limits.headroom * residents <=",
-        "return missing <=",
+        "max(self.limits.headroom * residents, self._growth() if passing else 0)",
+        "self._growth() if passing else 0",
+    ),
+    _scheduler(
+        "a watermark for one resident only",
+        "self.limits.headroom * residents,",
+        "self.limits.headroom * (residents > 0),",
+    ),
+    _scheduler(
+        "no watermark for those that load",
+        "self.limits.headroom * residents,",
+        "self.limits.headroom * len(self.running),",
+    ),
+    _scheduler(
+        "who passes leaves no room",
+        "self._missing(request, found, stays) + owed",
+        "self._missing(request, found, stays)",
+    ),
+    _scheduler(
+        "who passes leaves no place",
+        "len(self.running) + self.loading + passing",
+        "len(self.running) + self.loading",
+    ),
+    _scheduler(
+        "who passes does not count what the others become",
+        "self._growth() if passing else 0",
+        "0",
+    ),
+    _scheduler(
+        "who passes grows into the room it left",
+        "stays = passing or",
+        "stays =",
+    ),
+    _scheduler(
+        "what is kept for who was passed counts as room",
+        "available({*found, *kept})",
+        "available(found)",
     ),
     _scheduler(
         "preempted requests come back too early",
-        "length = request.ceiling if request.runs and residents else request.length",
+        "length = request.ceiling if stays else request.length",
         "length = request.length",
     ),
     _scheduler(
@@ -392,8 +427,18 @@ MUTATIONS = (
     ),
     _scheduler(
         "preempted to the end of the queue",
-        "self.waiting.appendleft(request)",
+        "insort(self.waiting, request, key=_arrival)",
         "self.waiting.append(request)",
+    ),
+    _scheduler(
+        "preempted to the front of the queue",
+        "insort(self.waiting, request, key=_arrival)",
+        "self.waiting.appendleft(request)",
+    ),
+    _scheduler(
+        "who comes from a load runs last",
+        "insort(self.running, request, key=_arrival)",
+        "self.running.append(request)",
     ),
     _scheduler(
         "prefills before decodes",

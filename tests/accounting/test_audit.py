@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine.audit import audit
-from engine.request import Residency, State
+from engine.request import Order, Residency, State
 from engine.scheduler import Scheduler
 from tests.accounting.bench import Bench, limits
 
@@ -141,6 +141,11 @@ def leave_the_queue(scheduler: Scheduler) -> None:
     scheduler.waiting.clear()
 
 
+def wait_before_an_older_one(scheduler: Scheduler) -> None:
+    scheduler.submit(Order("younger", (1,), 1, 1))
+    scheduler.waiting.reverse()
+
+
 def load_without_a_load(scheduler: Scheduler) -> None:
     for blocks in scheduler.loads.values():
         scheduler.pool.drop(blocks)
@@ -175,6 +180,7 @@ def load_without_a_load(scheduler: Scheduler) -> None:
         (wait_and_run, "I8", "runs"),
         (run_and_wait, "I8", "waits"),
         (leave_the_queue, "I8", None),
+        (wait_before_an_older_one, "I8", "waits"),
         (load_without_a_load, "I8", "loads"),
     ],
 )

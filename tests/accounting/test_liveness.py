@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from engine.external import Query
 from engine.request import Request, State
 from engine.usage import leg_tokens
 from tests.accounting.bench import Bench, limits
@@ -68,6 +69,128 @@ def test_who_must_ask_later_is_passed_over_and_leaves_no_trace() -> None:
     assert asked == later + 1
     assert [run.admission.length for run in waits.runs] == [9]
     assert len(bench.scheduler.pool.free) == free
+
+
+@pytest.mark.parametrize("seqs", [3, 16])
+@pytest.mark.parametrize("blocks", [8, 12, 16])
+@pytest.mark.parametrize("delay", [0, 1, 7])
+def test_who_is_loaded_comes_before_those_that_came_while_it_was_loading(
+    seqs: int, blocks: int, delay: int
+) -> None:
+    """Small ones keep coming and start at once; they give way to the old one, never it to them."""
+    bench = Bench(
+        limits(blocks, 1, seqs=seqs), lambda query: 99 if query.request_id == "old" else 0
+    )
+    bench.submit("before", [9, 9], 4)
+    bench.step()
+    old = bench.submit("old", range(5), blocks - 5)
+    begun: dict[int, int] = {}
+    while old.state is not State.FINISHED:
+        assert bench.steps < 100
+        stream(bench, 4)
+        bench.step()
+        for load in list(bench.loads):
+            if bench.steps - begun.setdefault(load.epoch, bench.steps) >= delay:
+                bench.end_load(load)
+        running = [request.arrival for request in bench.scheduler.running]
+        assert running == sorted(running)
+        for save in list(bench.saves):
+            bench.end_save(save)
+    assert len(old.runs) <= 2, "preempted by the one before it, if at all"
+    bench.run()
+
+
+@pytest.mark.parametrize(("later", "stands"), [(1, 1), (5, 1), (1, 5), (2, 5), (1, 20), (20, 20)])
+@pytest.mark.parametrize(("blocks", "size", "seqs"), [(12, 4, 16), (12, 1, 16), (40, 4, 1)])
+@pytest.mark.parametrize("new", [4, 9])
+def test_who_must_ask_later_again_and_again_is_not_passed_over_for_ever(
+    later: int, stands: int, blocks: int, size: int, seqs: int, new: int
+) -> None:
+    """An answer stands for a while, then it is "later" again: those who pass leave the room."""
+
+    def store(query: Query) -> int | None:
+        asks_anew = bench.steps % (later + stands) < later
+        return None if query.request_id == "old" and asks_anew else 0
+
+    bench = Bench(limits(blocks, size, seqs=seqs), store)
+    stream(bench, new)
+    bench.step()
+    old = bench.submit("old", range(blocks * size * 2 // 3), 3)
+    while old.state is State.WAITING:
+        assert bench.steps < 200
+        stream(bench, new)
+        bench.step()
+        bench.end_all()
+    bench.run()
+
+
+def test_who_is_passed_over_keeps_the_blocks_that_were_found_for_it() -> None:
+    """6 blocks of 4, three of them hold its prefix: three are left for it, and none for another."""
+    bench = Bench(limits(6, 4, headroom=0), lambda query: None if query.request_id == "late" else 0)
+    shared = list(range(12))
+    bench.submit("first", [*shared, 50], 1)
+    bench.run()
+    late = bench.submit("late", [*shared, *range(60, 69)], 1)
+    other = bench.submit("other", [70, 71], 2)
+    bench.step()
+    assert (late.state, other.state) == (State.WAITING, State.WAITING)
+    bench.scheduler.abort("late")
+    bench.run()
+
+
+@pytest.mark.parametrize(("blocks", "passes"), [(7, False), (8, True)])
+@pytest.mark.parametrize(("first", "young"), [((1, 4), (1, 1)), ((1, 1), (1, 4))])
+def test_who_passes_leaves_room_for_all_that_everybody_may_become(
+    blocks: int, passes: bool, first: tuple[int, int], young: tuple[int, int]
+) -> None:
+    """Blocks of 1: 4 and 1 in the end for two of them, 3 for the one that must ask later."""
+    bench = Bench(
+        limits(blocks, 1, headroom=0), lambda query: None if query.request_id == "late" else 0
+    )
+    bench.submit("first", range(first[0]), first[1])
+    bench.submit("late", range(10, 13), 1)
+    other = bench.submit("young", range(20, 20 + young[0]), young[1])
+    bench.begin()
+    assert (other.residency is not None) is passes
+
+
+@pytest.mark.parametrize(("blocks", "admitted"), [(9, False), (10, True)])
+def test_the_watermark_counts_everybody_who_is_here(blocks: int, admitted: bool) -> None:
+    """Two blocks of 1 for the one that runs (it holds 3), two for the one that loads (it holds 2)."""
+    bench = Bench(
+        limits(blocks, 1, headroom=2), lambda query: 99 if query.request_id == "loads" else 0
+    )
+    bench.submit("runs", [1], 5)
+    bench.step()
+    loads = bench.submit("loads", [2, 3], 1)
+    bench.step()
+    newcomer = bench.submit("new", [4], 1)
+    bench.begin()
+    assert loads.state is State.LOADING
+    assert (newcomer.residency is not None) is admitted
+
+
+def test_two_that_are_preempted_wait_in_the_order_they_came() -> None:
+    """The second runs while the third loads, so it is preempted first, and is still before it."""
+    bench = Bench(limits(10, 1, headroom=0), lambda query: 99 if query.request_id == "third" else 0)
+    bench.submit("first", [1], 8)
+    second = bench.submit("second", [2, 3], 5)
+    third = bench.submit("third", [4, 5, 6], 3)
+    while not bench.scheduler.preemptions:
+        bench.step()
+    assert (second.state, third.state) == (State.WAITING, State.LOADING)
+    bench.end_all()
+    while bench.scheduler.preemptions < 2:
+        bench.step()
+    assert list(bench.scheduler.waiting) == [second, third]
+    bench.run()
+
+
+def stream(bench: Bench, new: int) -> None:
+    """Small requests, so that always some wait."""
+    while len(bench.scheduler.waiting) < 4:
+        number = len(bench.requests)
+        bench.submit(f"young{number}", [number % 90, number // 90], new)
 
 
 @pytest.mark.parametrize("valid", [-1, 0, 1])

@@ -31,6 +31,7 @@ class Core(NamedTuple):
     """All that the next step depends on."""
 
     requests: tuple[Standing, ...]
+    arrived: Numbers
     waiting: Numbers
     running: Numbers
     loads: tuple[tuple[int, int, Numbers], ...]
@@ -102,6 +103,7 @@ class World:
                 lives if request is None else _standing(lives, request, block, epoch)
                 for lives, request in zip(self.lives, requests, strict=True)
             ),
+            tuple([case.indexes[request_id] for request_id in scheduler.requests]),
             tuple([case.indexes[request.id] for request in scheduler.waiting]),
             tuple([case.indexes[request.id] for request in scheduler.running]),
             tuple([(i, epoch[age], tuple([block[b] for b in held])) for i, age, held in loads]),
@@ -163,8 +165,8 @@ class World:
         for index, standing in enumerate(core.requests):
             if isinstance(standing, int):
                 world.lives[index] = standing
-            else:
-                world._stand(index, standing, snapshot.logs[index])
+        for index in core.arrived:
+            world._stand(index, core.requests[index], snapshot.logs[index])
         ids = [order.request_id for order in case.orders]
         scheduler.waiting.extend([scheduler.requests[ids[index]] for index in core.waiting])
         scheduler.running.extend([scheduler.requests[ids[index]] for index in core.running])
@@ -200,9 +202,11 @@ class World:
         order, truth = self.case.orders[index], self.case.truth[index]
         names, failed, self.executed[index], runs = log
         size = self.case.limits.block_size
+        self.scheduler._arrivals += 1
         request = Request(
             order,
             list(truth[:length]),
+            self.scheduler._arrivals,
             [truth[:end] for end in range(size, names * size + 1, size)],
             STATES[code],
             None,
