@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from common.errors import Rejected
 from engine.external import Load, Save
-from engine.request import Finish, Request
+from engine.request import Finish, Order, Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,25 @@ class Limits:
     max_num_seqs: int
     max_num_batched_tokens: int
     headroom: int = 1
+
+    def check(self, order: Order) -> None:
+        """D5. Raises ``Rejected`` for an order that can never be served within these bounds."""
+        so_far, capacity = len(order.tokens) - order.prompt_len, self.num_blocks * self.block_size
+        if not 1 <= order.prompt_len <= len(order.tokens):
+            raise Rejected("prompt", "must have at least one token")
+        if order.max_tokens <= so_far:
+            raise Rejected(
+                "max_tokens",
+                f"must be more than the {so_far} tokens so far, got {order.max_tokens}",
+            )
+        positions = order.prompt_len + order.max_tokens - 1
+        if positions > min(self.max_model_len, capacity):
+            raise Rejected(
+                "max_tokens",
+                f"{order.prompt_len} prompt tokens and max_tokens {order.max_tokens} need "
+                f"{positions} positions; this worker has max_model_len {self.max_model_len} "
+                f"and room for {capacity}: shorten the prompt or lower max_tokens",
+            )
 
 
 @dataclass(frozen=True, slots=True)

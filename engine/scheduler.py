@@ -50,7 +50,9 @@ class Scheduler:
 
     def submit(self, order: Order) -> Request:
         """Queue a request. Raises ``Rejected`` for one that can never be served (D5)."""
-        self._check(order)
+        if order.request_id in self.requests:
+            raise Rejected("request_id", f"{order.request_id!r} is being served here already")
+        self.limits.check(order)
         self._arrivals += 1
         request = Request.of(order, self._arrivals)
         self.requests[request.id] = request
@@ -113,29 +115,6 @@ class Scheduler:
             self.late_events += 1
         else:
             self.pool.drop(blocks)
-
-    # --- submit ---------------------------------------------------------------------------------
-
-    def _check(self, order: Order) -> None:
-        limits, so_far = self.limits, len(order.tokens) - order.prompt_len
-        if order.request_id in self.requests:
-            raise Rejected("request_id", f"{order.request_id!r} is being served here already")
-        if not 1 <= order.prompt_len <= len(order.tokens):
-            raise Rejected("prompt", "must have at least one token")
-        if order.max_tokens <= so_far:
-            raise Rejected(
-                "max_tokens",
-                f"must be more than the {so_far} tokens so far, got {order.max_tokens}",
-            )
-        positions = order.prompt_len + order.max_tokens - 1
-        capacity = limits.num_blocks * limits.block_size
-        if positions > min(limits.max_model_len, capacity):
-            raise Rejected(
-                "max_tokens",
-                f"{order.prompt_len} prompt tokens and max_tokens {order.max_tokens} need "
-                f"{positions} positions; this worker has max_model_len {limits.max_model_len} "
-                f"and room for {capacity}: shorten the prompt or lower max_tokens",
-            )
 
     # --- schedule -------------------------------------------------------------------------------
 
@@ -203,8 +182,7 @@ class Scheduler:
             stays = passing or (residents > 0 and bool(request.runs))
             wanted = self._missing(request, found, stays) + owed
             wanted += max(self.limits.headroom * residents, self._growth() if passing else 0)
-            room = self.pool.available({*found, *kept})
-            if (not external and budget < 1) or wanted > room:
+            if (not external and budget < 1) or wanted > self.pool.available({*found, *kept}):
                 break
             self._begin(request, found, local, external)
             saves += self._save(request, 0, local)
@@ -232,12 +210,8 @@ class Scheduler:
 
     def _growth(self) -> int:
         """Blocks that those who are resident may still come to need."""
-        size = self.limits.block_size
-        return sum(
-            -(request.ceiling // -size) - len(request.residency.blocks)
-            for request in self.requests.values()
-            if request.residency is not None
-        )
+        residents = [one for one in self.requests.values() if one.residency is not None]
+        return sum(self._missing(one, one.resident.blocks, True) for one in residents)
 
     def _begin(self, request: Request, found: list[int], local: int, external: int) -> None:
         """The admission: one frozen record, and every block up to the request's length."""

@@ -42,6 +42,10 @@ def _scheduler(name: str, old: str, new: str, survives: str | None = None) -> Mu
     return Mutation(name, "engine.scheduler", old, new, survives)
 
 
+def _plan(name: str, old: str, new: str) -> Mutation:
+    return Mutation(name, "engine.plan", old, new)
+
+
 def _usage(name: str, old: str, new: str) -> Mutation:
     return Mutation(name, "engine.usage", old, new)
 
@@ -225,8 +229,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "admitted without budget",
-        "if (not external and budget < 1) or wanted > room:",
-        "if wanted > room:",
+        "if (not external and budget < 1) or wanted >",
+        "if wanted >",
     ),
     _scheduler(
         "the room for the hit is counted twice",
@@ -469,12 +473,17 @@ MUTATIONS = (
     _scheduler(
         "a discarded plan stays", "plan, self._plan = self._plan, None", "plan = self._plan"
     ),
-    _scheduler(
+    _plan(
         "what never fits is accepted",
-        "if positions > min(limits.max_model_len, capacity):",
-        "if positions > limits.max_model_len:",
+        "if positions > min(self.max_model_len, capacity):",
+        "if positions > self.max_model_len:",
     ),
-    _scheduler(
+    _plan(
+        "what is longer than the model is accepted",
+        "if positions > min(self.max_model_len, capacity):",
+        "if positions > capacity:",
+    ),
+    _plan(
         "what just fits is refused",
         "positions = order.prompt_len + order.max_tokens - 1",
         "positions = order.prompt_len + order.max_tokens",

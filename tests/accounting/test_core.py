@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from common.errors import Rejected
@@ -95,10 +97,11 @@ def test_what_just_fits_is_served_and_one_more_is_refused() -> None:
 
 
 def test_the_length_of_the_model_binds_too() -> None:
-    bounds = limits(100, 4)
-    small = Scheduler(bounds, naming(), lambda _: 0)
-    with pytest.raises(Rejected, match="max_model_len"):
-        small.submit(Order("r", (1,), 1, bounds.max_model_len + 1))
+    """There is room for 400 positions, and the model has 20."""
+    small = Scheduler(replace(limits(100, 4), max_model_len=20), naming(), lambda _: 0)
+    small.submit(Order("fits", (1,), 1, 20))
+    with pytest.raises(Rejected, match="max_model_len 20"):
+        small.submit(Order("r", (1,), 1, 21))
 
 
 @pytest.mark.parametrize(

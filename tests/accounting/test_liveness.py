@@ -156,7 +156,7 @@ def test_who_passes_leaves_room_for_all_that_everybody_may_become(
 
 @pytest.mark.parametrize(("blocks", "admitted"), [(9, False), (10, True)])
 def test_the_watermark_counts_everybody_who_is_here(blocks: int, admitted: bool) -> None:
-    """Two blocks of 1 for the one that runs (it holds 3), two for the one that loads (it holds 2)."""
+    """Two blocks of 1 for the one that runs and holds 3, two for the one that loads and holds 2."""
     bench = Bench(
         limits(blocks, 1, headroom=2), lambda query: 99 if query.request_id == "loads" else 0
     )
