@@ -200,10 +200,8 @@ class Scheduler:
         return self._lookup(Query(request.id, request.tokens, request.names, local, order.space))
 
     def _missing(self, request: Request, found: list[int], stays: bool) -> int:
-        """How many blocks it takes to admit the request, over those found.
-
-        One that was preempted waits until it ``stays``: it comes back with room for all it may
-        still become, so that it is not computed again and again.
+        """Blocks it takes beside those found. One that was preempted waits until it ``stays``: it
+        comes back with room for all it may still become, so as not to be computed again and again.
         """
         length = request.ceiling if stays else request.length
         return -(length // -self.limits.block_size) - len(found)
