@@ -17,8 +17,10 @@ from common.miss import Miss
 from engine.external import Connector, Event, Load, Loaded, Query, Save, Saved
 
 T = TypeVar("T")
-RECORDED = 10_000
-"""Calls of each kind that are remembered for who looks at them."""
+RECORDED = 256
+"""Calls of each kind that are remembered, with their tokens, for who looks at them."""
+RELEASED = 10_000
+"""Ids of requests that were released last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ class MockConnector:
         self.queries: deque[Query] = deque(maxlen=RECORDED)
         self.loads: deque[Load] = deque(maxlen=RECORDED)
         self.saves: deque[Save] = deque(maxlen=RECORDED)
-        self.released: deque[str] = deque(maxlen=RECORDED)
+        self.released: deque[str] = deque(maxlen=RELEASED)
         self.inner = inner
         self._fill = fill
         self._used: defaultdict[str, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
