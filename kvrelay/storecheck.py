@@ -11,7 +11,7 @@ from common.errors import KvrelayError, Rejected
 from common.values import show_size
 from kvrelay.doctor import Finding
 from kvstore import connect, redis
-from kvstore.urls import public_name, urls_of
+from kvstore.urls import alone, public_name, public_names, urls_of
 
 TIMEOUT = 5.0
 TESTED = (6, 2)
@@ -21,7 +21,13 @@ EVICTING = re.compile(r"(allkeys|volatile)-(lru|lfu|lrm|random|ttl)")
 
 def check_stores(text: str) -> Iterator[Finding]:
     """Findings about each URL of a list; a store that does not answer is ``missing``."""
-    for url in urls_of(text) if text else ():
+    try:
+        if text:
+            connect(text).close()  # says what is wrong with the list
+    except KvrelayError as error:
+        yield Finding(f"store {public_names(text)}", "missing", _line(error))
+        return
+    for url in map(alone, urls_of(text) if text else ()):
         try:
             if urlsplit(url).scheme in redis.SCHEMES:
                 yield from _redis(url)
@@ -39,7 +45,6 @@ def _other(url: str) -> Finding:
 
 
 def _redis(url: str) -> Iterator[Finding]:
-    connect(url).close()  # says what is wrong with the URL
     settings = redis.settings_for(url)
     found = redis.examined(settings, TIMEOUT)
     for address, one in found.items():

@@ -30,6 +30,13 @@ def public_names(text: str) -> str:
     return ",".join(map(public_name, urls_of(text))) if text else ""
 
 
+def alone(url: str) -> str:
+    """A URL of a list as one that stands alone: without what only says how the list is used."""
+    head, question, query = url.partition("?")
+    kept = [part for part in query.split("&") if part.partition("=")[0] not in ("write", "promote")]
+    return head + question + "&".join(kept) if any(kept) else head
+
+
 def parameters_of(query: str) -> dict[str, str]:
     """What stands after the ``?``, each name once and with a value; ``Rejected`` names another."""
     found: dict[str, str] = {}

@@ -14,7 +14,7 @@ from kvrelay.endpoints import store_of
 from kvstore.base import Store
 from kvstore.client.browse import Browser, browse
 from kvstore.connect import connect
-from kvstore.urls import public_name, urls_of
+from kvstore.urls import alone, public_name, urls_of
 from rpc import security
 from rpc.credentials import ADMIN_FIRST
 from rpc.options import SecurityOptions
@@ -44,22 +44,15 @@ class StoresConfig(SecurityOptions):
         return urls
 
 
-def one(url: str) -> str:
-    """A URL of a list as one that stands alone: without what only says how the list is used."""
-    head, question, query = url.partition("?")
-    kept = [part for part in query.split("&") if part.partition("=")[0] not in ("write", "promote")]
-    return head + question + "&".join(kept) if any(kept) else head
-
-
 @contextmanager
 def connected(url: str) -> Iterator[Store]:
     """A store, for a while."""
-    with closing(connect(one(url))) as store:
+    with closing(connect(alone(url))) as store:
         yield store
 
 
 @contextmanager
 def browsing(url: str) -> Iterator[Browser]:
     """The same for those who look after it."""
-    with closing(browse(one(url))) as browser:
+    with closing(browse(alone(url))) as browser:
         yield browser

@@ -16,6 +16,7 @@ from kvrelay.cli import store_clear, storeconfig
 from kvrelay.cli.main import main
 from kvstore import Block, Store, connect
 from kvstore.client.remote import RemoteStore
+from kvstore.urls import alone
 from rpc.deadline import Deadline
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.test_conformance import TIMEOUT, make, name_of, put
@@ -236,6 +237,6 @@ def test_the_store_of_a_running_cluster_is_in_its_endpoints(
 
 
 def test_a_url_of_a_list_can_stand_alone() -> None:
-    assert storeconfig.one("kvrelay://h:1?write=yes&way=shm&promote=no") == "kvrelay://h:1?way=shm"
-    assert storeconfig.one("kvrelay://h:1?write=yes") == "kvrelay://h:1"
-    assert storeconfig.one("redis://h:1/2") == "redis://h:1/2"
+    assert alone("kvrelay://h:1?write=yes&way=shm&promote=no") == "kvrelay://h:1?way=shm"
+    assert alone("kvrelay://h:1?write=yes") == "kvrelay://h:1"
+    assert alone("redis://h:1/2") == "redis://h:1/2"

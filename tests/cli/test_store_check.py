@@ -51,6 +51,13 @@ def test_a_server_that_would_fill_up_is_told_how_not_to(server: Server) -> None:
     assert "CONFIG SET maxmemory-policy allkeys-lru" in memory.means
 
 
+def test_a_list_is_checked_as_a_list(server: Server) -> None:
+    found = said(f"memory://,redis://{server.address}?promote=yes&write=no")
+    assert [finding.state for finding in found.values()] == ["ok"] * 3
+    for text in ("redis://[::1", "memory://a,redis://h?slow=yes", "memory://a,memory://a"):
+        assert [finding.state for finding in said(text).values()] == ["missing"]
+
+
 def test_a_replica_is_no_store(server: Server) -> None:
     with server.client() as client:
         client.execute_command("REPLICAOF", "127.0.0.1", 1)
