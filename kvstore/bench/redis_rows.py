@@ -15,7 +15,7 @@ from dataclasses import replace
 from common.errors import Corrupt
 from kvstore.base import Block, Offer
 from kvstore.bench.redisserver import OwnServer, find_server
-from kvstore.bench.rows import (
+from kvstore.bench.rig import (
     GB,
     GET_BLOCKS,
     PUT_BLOCKS,

@@ -14,7 +14,9 @@ from dataclasses import asdict, dataclass
 from common.config import load, option
 from kvstore.bench import redis_rows
 from kvstore.bench.redisserver import find_server, version_of
-from kvstore.bench.rows import GB, GET_BLOCKS, Bare, Memcpy, Rig, get_rows, lookup_seconds, put_rows
+from kvstore.bench.rig import GB, GET_BLOCKS, Rig
+from kvstore.bench.rivals import Bare, Memcpy
+from kvstore.bench.rows import get_rows, lookup_seconds, put_rows
 from kvstore.ways.choice import ORDER
 
 DESCRIPTION = """\

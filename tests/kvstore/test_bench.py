@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvstore.bench.rows import Rig
+from kvstore.bench.rig import Rig
 from kvstore.bench.run import ROWS, BenchConfig, main
 
 
