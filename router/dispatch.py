@@ -30,16 +30,22 @@ from rpc.roles import Role, role_name
 MAX_NAMES = 1024
 KEPT = 256  # namespaces: one for each tenant with a salt
 LONGEST_REST = 30.0  # seconds
+STORE = "store"
+STORED = 1 << 16  # names that the store is believed to hold
 WEIGHTS = {types_pb2.ROLE_PREFILL: PREFILL, types_pb2.ROLE_DECODE: DECODE}
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A worker chosen, tokens it is thought to hold, and the work that the leg is there."""
+    """A worker chosen, the work that the leg is there, and tokens thought to be held.
+
+    ``hit`` by the worker, ``stored`` by the store.
+    """
 
     worker: KnownWorker
     hit: int
     work: int
+    stored: int
 
 
 def namespace_of(info: worker_pb2.WorkerInfo, tenant: Tenant) -> Namespace:
@@ -92,6 +98,7 @@ class Dispatcher:
         self._policy = {role: policy(config.policy) for role in WEIGHTS}
         self._worker_wait, self._resume_wait = config.worker_wait, config.resume_wait
         self._affinity = {role: Affinity() for role in WEIGHTS}
+        self._stored = Affinity()
         self._moves = Bucket(config.migration_rate, config.migration_burst)
 
     async def info(self, deadline: Deadline) -> worker_pb2.WorkerInfo:
@@ -138,8 +145,8 @@ class Dispatcher:
 
     def _look(self, prefix: Prefix) -> Held:
         leading = {role: known.leading(prefix.names) for role, known in self._affinity.items()}
-        most = max((count for counts in leading.values() for count in counts.values()), default=0)
-        return Held(leading, most * prefix.block_size if self.registry.stores else 0)
+        stored = self._stored.leading(prefix.names).get(STORE, 0)
+        return Held(leading, stored * prefix.block_size if self.registry.stores else 0)
 
     def _direct(
         self, request: Request, prefix: Prefix, prefill: Found, tried: Attempts, held: Held
@@ -163,14 +170,17 @@ class Dispatcher:
         self._affinity[found.worker.role].record(prefix.names, found.worker.key, capacity)
         return found
 
-    def learn(self, found: Found, leg: types_pb2.LegUsage) -> None:
+    def learn(self, found: Found, prefix: Prefix, leg: types_pb2.LegUsage) -> None:
         """Take in the account of a leg."""
         if leg.generated and not (leg.failed or leg.preemptions):
             account = Account(leg.computed, leg.run_seconds, leg.external, leg.load_seconds)
             self.costs.learn(account)
-        info = found.worker.info
-        if info is not None and leg.local + info.namespace.block_size < found.hit:
+        size = prefix.block_size
+        if leg.local + size < found.hit:
             self._affinity[found.worker.role].mistaken(leg.worker)
+        if leg.local + leg.external + size < found.stored:
+            self._stored.mistaken(STORE)
+        self._stored.record(prefix.names[: leg.saved // size], STORE, STORED)
 
     def full(self, worker: KnownWorker, error: Exhausted) -> None:
         """It has no room: ask it nothing new for as long as it says."""
@@ -259,4 +269,8 @@ class Dispatcher:
         choice = self._policy[role].choose(wish, candidates, held.leading[role])
         self.tally.seconds += time.perf_counter() - begin
         self.tally.decisions += 1
-        return None if choice is None else Found(workers[choice.key], choice.hit, choice.work)
+        return (
+            None
+            if choice is None
+            else Found(workers[choice.key], choice.hit, choice.work, held.stored)
+        )

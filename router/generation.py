@@ -150,7 +150,7 @@ class Generation:
         """Book one event; the response that relays it, ``None`` without tokens."""
         if event.usage is not None:
             event.usage.address = found.worker.address
-            self._dispatcher.learn(found, event.usage)
+            self._dispatcher.learn(found, self._prefix, event.usage)
             self._accounts.append(event.usage)
         if event.handoff is not None:
             self._handoff = event.handoff

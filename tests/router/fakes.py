@@ -218,6 +218,7 @@ class FakeWorker(
             external=external,
             computed=length - external,
             generated=made,
+            saved=length,
             load_seconds=0.25 if pace is None else pace * external / 100,
             run_seconds=0.5 if pace is None else pace * (length - external),
             queue_seconds=0.125,

@@ -9,6 +9,7 @@ import pytest
 from protos import router_pb2
 from router.costs import Account, Costs, Line, Offer
 from tests.router.fakes import answer, decode_worker, ids, prefill_worker, running
+from tests.router.test_registry import join
 
 
 def asked(prompt: list[int], seed: int = 1) -> router_pb2.GenerateRequest:
@@ -42,6 +43,25 @@ async def test_a_prompt_that_the_decode_worker_holds_stays_there() -> None:
             assert ids(await router.generate(asked(LONG))) == answer(LONG, 3, 1)
         assert len(prefill.legs) == 1
         assert len(decode.legs) == 3
+
+
+async def test_what_the_store_lost_is_not_counted_on_for_long() -> None:
+    workers = [prefill_worker(num_blocks=5000), decode_worker(num_blocks=5000)]
+    others = [prefill_worker("p1", num_blocks=5000), decode_worker("d1", num_blocks=5000)]
+    for worker in (*workers, *others):
+        worker.behaviour.pace = 0.0005
+    prompts = [[first, *LONG] for first in range(16)]
+    async with running(workers, disaggregate="auto") as router:
+        for prompt in prompts:
+            await router.generate(asked(prompt))
+        assert len(workers[0].legs) == len(prompts)
+        await join(router, *others)  # with empty pools, and they find nothing in the store
+        await router.settled(used=2, listed=2)
+        for prompt in reversed(prompts):
+            await router.generate(asked(prompt))
+        assert len(others[0].legs) > len(prompts) / 2
+    for worker in others:
+        await worker.stop()
 
 
 def test_a_line_is_learnt_from_noise_and_forgets() -> None:
