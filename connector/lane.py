@@ -80,5 +80,8 @@ class Lane:
                 self._report(job, error)
 
     def _report(self, job: Job, error: Exception) -> None:
+        if self._closed:  # what it worked with was closed under it
+            log.debug("%s was broken off", type(job).__name__, exc_info=error)
+            return
         log.error("%s failed", type(job).__name__, exc_info=error)
         self._crashed()
