@@ -68,6 +68,11 @@ class Calls:
             # "from Core" is our own side's: it was refused while it still sent.
             if code in BUGS and "from Core" not in (error.details() or ""):
                 self.ended[f"{code.name} of {method.path}: {error.details()}"] += 1
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            self.ended["CANCELLED"] += 1  # by gRPC: the call ended while it still sent
         else:
             self.ended["OK"] += 1
 

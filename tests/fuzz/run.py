@@ -55,7 +55,11 @@ async def fuzz(
                 memory = stand.memory()
             await asyncio.gather(*(flood(port, share // port.turns) for port in ports))
             sent, seconds = share * (number + 1), time.monotonic() - begun
-            print(f"{sent} to each port, {seconds:.0f} s, MiB: {stand.memory()}", flush=True)
+            print(
+                f"{sent} to each port, {seconds:.0f} s, {witness.rounds} requests beside them;"
+                f" MiB: {stand.memory()}",
+                flush=True,
+            )
         sieged = (port.address for port in ports if isinstance(port, Bytes))
         await asyncio.gather(*(besiege(address, siege) for address in sieged))
         took = time.monotonic() - begun
