@@ -7,7 +7,7 @@ import gc
 import logging
 import sys
 
-from common import logs
+from common import arenas, logs
 from common.config import load
 from common.errors import KvrelayError
 from common.values import show_size
@@ -99,6 +99,7 @@ def main(argv: list[str]) -> int:
         StoreConfig, argv, prog="python -m kvstore", description="The store of KV blocks."
     )
     logs.setup("store", config.log_level)
+    arenas.bound()
     try:
         security.install(config)
         return asyncio.run(serve(config))

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from common import logs
+from common import arenas, logs
 from common.config import load
 from common.errors import KvrelayError
 from protos import router_pb2_grpc
@@ -26,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the router; the exit status."""
     config = load(RouterConfig, argv, "python -m router", "The router of kvrelay.")
     logs.setup("router", config.log_level)
+    arenas.bound()
     try:
         security.install(config)
         return asyncio.run(serve(config))

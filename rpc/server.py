@@ -11,12 +11,9 @@ Every handler runs inside ``rpc.handling.Guard``: raise a ``KvrelayError`` and t
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
-import os
 import signal
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
@@ -32,7 +29,6 @@ from rpc.security import Security, installed
 from rpc.tls import Tls
 
 MIB = 1 << 20
-M_ARENA_MAX, ARENAS = -8, 2  # malloc.h
 CALLS = 4096
 PARTS = 8  # of all calls, one for each tenant, and one for strangers
 log = logging.getLogger("kvrelay.rpc")
@@ -85,7 +81,6 @@ class Server:
         address = Address.parse(self.options.address)
         security = self.options.security or installed()
         security.check_listen(address)
-        _bound_arenas()
         gate = Gate(security.credentials, max(self.options.max_calls // PARTS, 1))
         server = grpc.aio.server(
             interceptors=(gate, Guard()),
@@ -123,14 +118,6 @@ class Server:
                 f"cannot listen on {address}, most likely another process does:"
                 " stop it, or choose another port (0 takes any free one)",
             ) from error
-
-
-def _bound_arenas() -> None:
-    """glibc gives threads up to eight arenas a core, and gRPC's threads come and go with the load:
-    under a flood of resets memory grew without end, with two arenas it stands still."""
-    if "MALLOC_ARENA_MAX" not in os.environ:
-        with suppress(OSError, AttributeError):  # another libc
-            ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
 
 
 async def serve_until_signal(

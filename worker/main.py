@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from common import logs
+from common import arenas, logs
 from common.config import load
 from common.errors import KvrelayError
 from protos import worker_pb2_grpc
@@ -34,6 +34,7 @@ def main(role: Role, faces: Sequence[Register], argv: Sequence[str]) -> int:
     name = NAMES[role]
     config = load(WorkerConfig, argv, f"python -m {name}_service", f"The {name} worker of kvrelay.")
     logs.setup(name, config.log_level)
+    arenas.bound()
     try:
         security.install(config)
         return asyncio.run(_serve(Worker.build(config, role), faces))
