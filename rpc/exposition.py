@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from contextlib import suppress
 from socketserver import ThreadingMixIn
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
@@ -19,13 +20,14 @@ from rpc.security import installed
 
 log = logging.getLogger("kvrelay.rpc")
 MOST_CONNECTIONS = 32
-SECONDS = 5.0
+SECONDS = 5.0  # of each read
+MOST_SECONDS = 15.0  # of a connection, however often something comes
 
 Request = socket.socket | tuple[bytes, socket.socket]
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = SECONDS  # of each read
+    timeout = SECONDS
 
     def log_message(self, format: str, *args: object) -> None:
         """Scrapes are not worth a line."""
@@ -47,14 +49,24 @@ class _Server(ThreadingMixIn, WSGIServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Request, client_address: object) -> None:
+        over = threading.Timer(MOST_SECONDS, _cut, (request,))
+        over.daemon = True
+        over.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
+            over.cancel()
             self._places.release()
 
     def handle_error(self, request: Request, client_address: object) -> None:
         """A client that left, or sent nonsense."""
         log.debug("metrics: a request of %s failed", client_address, exc_info=True)
+
+
+def _cut(request: Request) -> None:
+    with suppress(OSError):  # it has ended
+        if isinstance(request, socket.socket):
+            request.shutdown(socket.SHUT_RDWR)
 
 
 class _Server6(_Server):

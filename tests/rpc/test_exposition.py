@@ -41,6 +41,24 @@ def test_who_says_nothing_is_let_go(port: int, monkeypatch: pytest.MonkeyPatch) 
         assert silent.recv(1) == b""
 
 
+def test_who_says_a_byte_now_and_then_is_let_go(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exposition, "MOST_SECONDS", 0.3)
+    with socket.create_connection(("127.0.0.1", port), SECONDS) as slow:
+        slow.settimeout(0.05)
+        assert any(_closed(slow) for _ in range(int(SECONDS / 0.05)))
+
+
+def _closed(sock: socket.socket) -> bool:
+    """Whether the other side has closed, asked with one byte more."""
+    try:
+        sock.sendall(b"G")
+        return sock.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
 def test_connections_are_counted(port: int) -> None:
     address = ("127.0.0.1", port)
     held = [socket.create_connection(address, SECONDS) for _ in range(exposition.MOST_CONNECTIONS)]
