@@ -496,32 +496,36 @@ def test_a_bad_request_on_a_lane_is_refused_and_ends_the_connection(service_url:
         store.close()
 
 
-def test_what_is_being_sent_stays_what_it_is_after_its_lease(service_url: str) -> None:
+def test_what_is_being_sent_stays_what_it_is_after_its_lease() -> None:
     """A reader that stalls until its lease is over must not be sent what came to that place."""
-    store = RemoteStore(address_of(service_url), "grpc")
-    store.clear(TIMEOUT)
+    process, url = start_service("--budget=16MiB", "--eviction=lru")
+    store = RemoteStore(address_of(url), "grpc")
     block = make(7 << 20)
-    assert put(store, block) == [Kept.STORED]
-    found = store._calls.locate([name_of(block)], 60_000, Deadline.after(TIMEOUT))
-    port = store._calls.ways(Deadline.after(TIMEOUT)).lane_port
-    with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that most of it waits
-        sock.settimeout(TIMEOUT)
-        sock.connect(("127.0.0.1", port))
-        sock.sendall(Request(Op.GET, found.lease, found.token, 0, 1).encode())
-        assert sock.recv(1, socket.MSG_PEEK)
-        store._calls.let_go(found.boot, found.lease, TIMEOUT)
-        for _ in range(24):
-            assert put(store, make(1 << 20)) == [Kept.STORED]
-        sent = bytearray()
-        while len(sent) < ANSWER_BYTES + block.size:
-            sent += sock.recv(1 << 20)
-    assert sent[ANSWER_BYTES:] == block.header + bytes(block.payload)
-    deadline = Deadline.after(TIMEOUT)
-    while store.stats(TIMEOUT).leases:
-        assert not deadline.expired, "it is held still"
-        time.sleep(0.01)
-    store.close()
+    try:
+        assert put(store, block) == [Kept.STORED]
+        found = store._calls.locate([name_of(block)], 60_000, Deadline.after(TIMEOUT))
+        port = store._calls.ways(Deadline.after(TIMEOUT)).lane_port
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that most of it waits
+            sock.settimeout(TIMEOUT)
+            sock.connect(("127.0.0.1", port))
+            sock.sendall(Request(Op.GET, found.lease, found.token, 0, 1).encode())
+            assert sock.recv(1, socket.MSG_PEEK)
+            store._calls.let_go(found.boot, found.lease, TIMEOUT)
+            for _ in range(16):
+                assert put(store, make(1 << 20)) == [Kept.STORED]
+            sent = bytearray()
+            while len(sent) < ANSWER_BYTES + block.size:
+                sent += (part := sock.recv(1 << 20))
+                assert part, "the store has cut the connection"
+        assert sent[ANSWER_BYTES:] == block.header + bytes(block.payload)
+        deadline = Deadline.after(TIMEOUT)
+        while store.stats(TIMEOUT).leases:
+            assert not deadline.expired, "it is held still"
+            time.sleep(0.01)
+    finally:
+        store.close()
+        stop(process)
 
 
 def test_a_window_is_gone_with_its_connection() -> None:
