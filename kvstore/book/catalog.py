@@ -262,7 +262,7 @@ class Catalog(Generic[V]):
         if claim.name in self._writing or self._writing.is_full(ticket, claim.size):
             self.tally.pending += 1
             return Verdict.PENDING
-        if not (self._writing.allows(claim.size) and self._make_room(claim)):
+        if not (self._writing.allows(claim) and self._make_room(claim)):
             self.tally.rejected += 1
             return Verdict.NO_ROOM
         self._writing.add(ticket, claim)

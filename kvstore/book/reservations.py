@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,11 +15,13 @@ from kvstore.records import Claim
 class Shares:
     """Parts of the budget that one ticket and all of them may reserve at once.
 
-    A reservation evicts what is there before a byte of it has come.
+    A reservation evicts what is there before a byte of it has come. ``owners`` are those that
+    share the budget: none of them may take what the others write into.
     """
 
     ticket: float
     all: float
+    owners: int = 1
 
 
 WHOLE = Shares(1.0, 1.0)
@@ -28,7 +31,9 @@ class Reservations:
     """Tickets, each with the claims not yet committed. A name has at most one writer."""
 
     def __init__(self, budget: int, shares: Shares = WHOLE) -> None:
-        self._of_ticket, self._of_all = budget * shares.ticket, budget * shares.all
+        part = budget / shares.owners
+        self._of_ticket, self._of_owner = part * shares.ticket, part * shares.all
+        self._owned: Counter[bytes] = Counter()
         self._tickets: dict[int, dict[bytes, Claim]] = {}
         self._writers: set[bytes] = set()
         self._ends: Deadlines[int] = Deadlines()
@@ -51,6 +56,7 @@ class Reservations:
         self._tickets[ticket][claim.name] = claim
         self._writers.add(claim.name)
         self._sizes[ticket] += claim.size
+        self._owned[prefix_of(claim.name)] += claim.size
         self.bytes += claim.size
 
     def is_full(self, ticket: int, size: int) -> bool:
@@ -60,9 +66,10 @@ class Reservations:
         """
         return self._sizes[ticket] > 0 and self._sizes[ticket] + size > self._of_ticket
 
-    def allows(self, size: int) -> bool:
-        """Whether so many bytes more may be reserved beside the others; alone any block may."""
-        return self.bytes == 0 or self.bytes + size <= self._of_all
+    def allows(self, claim: Claim) -> bool:
+        """Whether it may be reserved beside the others of its owner; alone any block may."""
+        owned = self._owned[prefix_of(claim.name)]
+        return owned == 0 or owned + claim.size <= self._of_owner
 
     def owner(self, ticket: int) -> bytes | None:
         """The tenant's part of the keys of a ticket, which has claims while it stands."""
@@ -83,6 +90,7 @@ class Reservations:
         if claim is not None:
             self._writers.remove(name)
             self._sizes[ticket] -= claim.size
+            self._owned[prefix_of(name)] -= claim.size
             self.bytes -= claim.size
             self.close_if_empty(ticket)
         return claim

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from common.errors import Corrupt, Exhausted
 from kvblock.header import Header, stated_length
@@ -58,14 +59,15 @@ class Vault:
 
     def _make_catalog(self, policy: Policy) -> Catalog[int]:
         limits = self.limits
+        shares = replace(limits.shares, owners=max(1, len(self.tenants.owners)))
         if self._index is None:
             return Catalog(
                 limits.budget, policy, limits.partial_life, self.boot, self.arena, ENTRY_BYTES,
-                limits.events, limits.shares,
+                limits.events, shares,
             )  # fmt: skip
         tiered = TieredCatalog(
             limits.budget, policy, limits.partial_life, self.boot, self.arena, ENTRY_BYTES,
-            self._index, limits.events, limits.shares,
+            self._index, limits.events, shares,
         )  # fmt: skip
         self.books = Books(tiered, self._lock, self._tell)
         return tiered

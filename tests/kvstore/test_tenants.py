@@ -18,7 +18,7 @@ from kvstore.book.tenants import OPEN, Scope, Tenants
 from kvstore.client.admin import Admin
 from kvstore.client.remote import RemoteStore
 from kvstore.limits import Limits
-from kvstore.records import Claim
+from kvstore.records import Claim, Verdict
 from kvstore.server.vault import ENTRY_BYTES, Vault
 from kvstore.wire.buffers import cut
 from protos import kvstore_pb2 as pb
@@ -315,6 +315,21 @@ def test_random_floods_evict_only_from_those_over_their_quota(disk_budget: int |
     assert vault.stats().tally.evicted > 0
     vault.clear()
     assert all((count, size) == (0, 0) for _, count, size in vault.usage())
+
+
+def test_what_one_tenant_reserves_leaves_the_others_their_part() -> None:
+    """A reservation needs no bytes, so it would be the cheapest way to keep others from writing."""
+    budget = 300_000
+    vault = Vault(Limits(budget), Tenants.of([tenant("a", 1000), tenant("b", 1000)], budget))
+
+    def reserve(name: str, size: int) -> Verdict:
+        claim = Claim(name_of(make()), size, partial=False)
+        return vault.reserve(vault.tenants.named(name).claims([claim])).verdicts[0]
+
+    greedy = [reserve("a", 10_000) for _ in range(10)]
+    assert greedy == [Verdict.RESERVED] * 5 + [Verdict.NO_ROOM] * 5
+    assert [reserve(name, 25_000) for name in ("b", "", "b", "")] == [Verdict.RESERVED] * 4
+    assert reserve("b", 1000) is Verdict.NO_ROOM
 
 
 def test_the_leases_of_a_tenant_are_bounded_and_cost_others_nothing() -> None:
