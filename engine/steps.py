@@ -15,6 +15,7 @@ from typing import Protocol
 from common.errors import Exhausted, KvrelayError, Unavailable
 from common.sampling import Sampling
 from engine.audit import Finding, audit
+from engine.careful import Careful
 from engine.external import Connector, Event, Loaded, Save
 from engine.journal import Journal
 from engine.plan import Committed, Limits, Plan
@@ -72,11 +73,11 @@ class Steps:
     ) -> None:
         self.limits = limits
         self._runner = runner
-        self._connector = connector
+        self._connector = careful = Careful(connector)
         self._scheduler = (
-            Scheduler(limits, naming, connector.lookup)
+            Scheduler(limits, naming, careful.lookup)
             if journal is None
-            else Journal(limits, naming, connector.lookup, journal)
+            else Journal(limits, naming, careful.lookup, journal)
         )
         self._max_waiting = max_waiting
         self._tasks: dict[str, Task] = {}

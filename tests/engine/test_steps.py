@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from common.sampling import Sampling
 from connector.none import NoConnector
+from engine.external import Connector, Event, Load, Query, Save
 from engine.plan import Limits
 from engine.request import Order
 from engine.steps import Steps
@@ -39,8 +42,44 @@ class Breaking(ChainRunner):
         return super().execute(works)
 
 
-def steps(runner: ChainRunner) -> Steps:
-    return Steps(runner, LIMITS, naming(), NoConnector(), max_waiting=8)
+class Raising(NoConnector):
+    """One of its calls breaks, every other time; its lookups promise four tokens."""
+
+    def __init__(self, call: str) -> None:
+        super().__init__()
+        self.call, self.broken = call, 0
+
+    def lookup(self, query: Query) -> int:
+        self._break("lookup")
+        return 4
+
+    def why(self, request_id: str) -> None:
+        self._break("why")
+
+    def load(self, load: Load) -> None:
+        self._break("load")
+        super().load(load)
+
+    def save(self, save: Save) -> None:
+        self._break("save")
+        super().save(save)
+
+    def release(self, request_id: str) -> None:
+        self._break("release")
+
+    def poll(self) -> list[Event]:
+        self._break("poll")
+        return super().poll()
+
+    def _break(self, call: str) -> None:
+        if call == self.call:
+            self.broken += 1
+            if self.broken % 2 == 0:
+                raise RuntimeError(f"{call} broke")
+
+
+def steps(runner: ChainRunner, connector: Connector | None = None) -> Steps:
+    return Steps(runner, LIMITS, naming(), connector or NoConnector(), max_waiting=8)
 
 
 def run(engine: Steps) -> dict[str, list[Token | Ended | Failed]]:
@@ -57,6 +96,20 @@ def run(engine: Steps) -> dict[str, list[Token | Ended | Failed]]:
     load = engine.measure()
     assert (load.running, load.waiting, load.held_blocks) == (0, 0, 0)
     return told
+
+
+@pytest.mark.parametrize("call", ["lookup", "why", "load", "save", "release", "poll"])
+def test_a_connector_that_breaks_is_a_miss(call: str) -> None:
+    """In the middle of an admission too: every request has its answer, no block stays held."""
+    connector = Raising(call)
+    engine = steps(ChainRunner(LIMITS.num_blocks, LIMITS.block_size), connector)
+    prompts = {f"r{n}": [n, *range(20 + n, 28 + n)] for n in range(4)}
+    for name, prompt in prompts.items():
+        submit(engine, name, prompt)
+    told = run(engine)
+    assert connector.broken > 1
+    for name, prompt in prompts.items():
+        assert tokens(told[name]) == answer(prompt, 6)
 
 
 def submit(engine: Steps, name: str, prompt: list[int], text: NoText | None = None) -> None:
