@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from connector.counters import Counters
 from connector.mock import Script, Verdict
 from tests.accounting.bench import limits
+from tests.accounting.journalled import Sums
 from tests.accounting.served import Served
 from tests.exact.scrape import Scrape, parsed
 from worker.metrics import registry_of
@@ -33,6 +34,30 @@ class Scraper(threading.Thread):
     def stop(self) -> None:
         self._over.set()
         self.join(60)
+
+
+def test_the_counters_are_what_the_journal_adds_up_to() -> None:
+    """Of every leg, those too that were aborted and whose accounts nobody got."""
+    journal: list[str] = []
+    script = Script(
+        lookups={"*": [None, 5, 99, -3]},
+        loads={"*": [Verdict(3, after=2, times=2), Verdict(0), Verdict(after=3, strays=(1,))]},
+        saves={"*": [Verdict(after=5, times=2)]},
+    )
+    with Served(limits(12, 4, budget=16, headroom=0), script, journal) as served:
+        for number in range(80):
+            served.submit(f"r{number}", range(number % 5, number % 5 + 9), 30)
+            if number % 4 == 3:
+                served.engine.abort(f"r{number - 2}")
+                served.orders.pop(f"r{number - 2}")
+        served.wait(*served.orders)
+        served.settle()
+        totals = served.engine.load().totals
+        assert totals.executed == served.runner.executed_positions
+    sums = Sums(journal).found
+    assert {name: getattr(totals, name) for name in sums} == dict(sums)
+    assert sums.keys() >= {"prompt", "local", "external", "failed", "executed", "generated"}
+    assert min(sums["preemptions"], sums["failed"], sums["external"]) > 0
 
 
 def test_a_worker_without_a_store_has_looked_nothing_up_there() -> None:
