@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from rpc.deadline import Deadline
 from tests.connector.rig import B, Worker, blocks_for
 from tests.connector.test_store import saved
 from tests.kvstore.conftest import start_service, stop
+from tests.kvstore.redisserver import Server, running
 from tests.kvstore.test_ways import arena_in
 
 TOKENS = tuple(range(100, 100 + 3 * B))
@@ -90,3 +92,23 @@ def test_no_flipped_byte_is_ever_taken(way: str, headers: int, payloads: int) ->
     finally:
         bench.close()
         stop(process)
+
+
+def test_what_was_flipped_in_redis_is_put_anew_by_whoever_met_it(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    with running(server):
+        worker = Worker(connect(f"redis://{server.address}"), PATIENT)
+        saved(worker, TOKENS)
+        key = f"kvrelay:{worker.namer.chain(TOKENS, B)[1].hex()}"
+        with server.client() as client:
+            value = bytearray(client.get(key) or b"")
+            value[-1] ^= 1
+            client.set(key, bytes(value))
+        for valid in (B, len(TOKENS)):
+            worker.load("r", (*TOKENS, 7), 0, len(TOKENS), blocks_for(len(TOKENS)))
+            event = worker.event()
+            assert isinstance(event, Loaded)
+            assert event.valid == valid
+            saved(worker, TOKENS)  # as computed after the load
+        assert worker.counters.corrupt == 1
+        worker.connector.close()
