@@ -124,7 +124,7 @@ def cleared(topology: Topology, settings: Settings, deadline: Deadline) -> int:
             with guarded(node), client(node.address, settings, deadline) as library:
                 for count, refused in _removed(library, topology, settings.prefix, deadline):
                     removed += count
-                    failed += [f"{node.address}: {error}" for error in refused]
+                    failed += [f"{node.address}: {type(e).__name__} {e}" for e in refused]
         except KvrelayError as error:
             failed.append(str(error))
     if failed:
