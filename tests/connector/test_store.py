@@ -378,7 +378,7 @@ def test_a_storm_leaves_nothing_behind(stage: Stage) -> None:
     source, fate = random.Random(seed), random.Random(seed + 1)
     worker = Worker(stage, Options(lease_seconds=60))
     stage.failing = lambda: fate.random() < 0.2
-    stage.flip = lambda index: fate.random() < 0.1
+    stage.flip = lambda index: fate.random() < 0.3
     orders = {"load": 0, "save": 0}
     events: list[Event] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.failures.streams import Stream, draw, run_all, undisturbed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 DEATHS = 2  # the router's --max-deaths
+SALTS = itertools.count()  # each is another poison: one that killed is remembered
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +51,15 @@ async def poison(fleet: Rig, salt: int) -> KvrelayError:
 
 
 async def together(fleet: Rig, streams: list[Stream], count: int) -> list[KvrelayError]:
-    """So many poisonous requests one after another, beside streams that are under way."""
+    """So many poisons one after another, each asked twice, beside streams that are under way."""
     running = asyncio.ensure_future(run_all(fleet.cluster.router, streams))
     told = []
-    for salt in range(count):
+    for salt in itertools.islice(SALTS, count):
         while not all(stream.tokens for stream in streams):
             assert not running.done(), running.exception()
             await asyncio.sleep(0.01)
         told.append(await poison(fleet, salt))
+        assert "it is refused for" in str(await poison(fleet, salt))  # and nobody dies of it
         await asyncio.to_thread(fleet.settle)
     await running
     return told
