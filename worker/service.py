@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeAlias, TypeVar
 
 import grpc
 
+from common.errors import DeadlineExceeded
 from protos import worker_pb2, worker_pb2_grpc
 from rpc.deadline import Deadline
 from worker.roles import Roles
@@ -19,6 +22,15 @@ AUDIT_SECONDS = 60.0
 Q = TypeVar("Q")
 R = TypeVar("R")
 Context: TypeAlias = "grpc.aio.ServicerContext[Q, R]"  # generic in the type stubs only
+
+
+@contextmanager
+def _in_time(doing: str) -> Iterator[None]:
+    """The caller's time may be over here before gRPC has ended the call."""
+    try:
+        yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"no time left {doing}") from None
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
@@ -61,7 +73,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         context: Context[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
     ) -> worker_pb2.DrainResponse:
         deadline = Deadline.from_context(context, DRAIN_SECONDS, DRAIN_SECONDS)
-        await self._worker.streams.drain(deadline)
+        with _in_time("to drain: its legs go on"):
+            await self._worker.streams.drain(deadline)
         return worker_pb2.DrainResponse()
 
     async def SetRole(
@@ -80,7 +93,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     ) -> worker_pb2.AuditResponse:
         deadline = Deadline.from_context(context, AUDIT_SECONDS, AUDIT_SECONDS)
         future = asyncio.wrap_future(self._worker.engine.audit())
-        findings = await asyncio.wait_for(future, deadline.remaining())
+        with _in_time("to audit: the step under way takes longer"):
+            findings = await asyncio.wait_for(future, deadline.remaining())
         return worker_pb2.AuditResponse(
             findings=[
                 worker_pb2.Finding(

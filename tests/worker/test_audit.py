@@ -19,7 +19,7 @@ import pytest
 from decode_service.service import register
 from engine.scheduler import Scheduler
 from kvrelay.cli.main import main
-from protos import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2_grpc
+from protos import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from rpc.server import Server, ServerOptions
 from tests.models import tiny_model
 from worker.config import WorkerConfig
@@ -145,3 +145,22 @@ def test_doctor_names_the_request_and_the_numbers_and_the_others_are_served(
         capsys.readouterr()
         assert main(audit) == 0, "it was the request's own book that was broken"
         assert tokens_of(live.decode("last", channel)) == first
+
+
+def test_an_audit_whose_time_is_over_is_no_internal_error(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gRPC tells the client itself; what the worker made of it was a traceback in its log."""
+    go_on = threading.Event()
+    live.worker.engine._call(lambda: go_on.wait(WAIT))
+    try:
+        with grpc.insecure_channel(live.address) as channel:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            for _ in range(5):
+                with pytest.raises(grpc.RpcError) as caught:
+                    stub.Audit(worker_pb2.AuditRequest(), timeout=0.2)
+                assert isinstance(caught.value, grpc.Call)
+                assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    finally:
+        go_on.set()
+    assert not [record for record in caplog.records if record.exc_info]
