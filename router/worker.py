@@ -78,7 +78,11 @@ class KnownWorker:
 
     def fits(self, positions: int) -> bool:
         """Whether a request that needs so many could ever run there."""
-        return self.info is not None and self.candidate().fits(positions)
+        info = self.info
+        if info is None:
+            return False
+        held = info.num_blocks * info.namespace.block_size
+        return positions <= min(info.max_model_len, held)  # as ``Candidate.fits``, for each look
 
     def hear(self) -> None:
         """A message came: it is alive, whatever a check says."""
