@@ -114,6 +114,11 @@ MUTATIONS = (
         "return self.frontier - self.admission.hit",
         "return self.frontier - self.admission.local",
     ),
+    _request(
+        "the last token is never a stop",
+        "if token in self.order.ending:",
+        "if token in self.order.ending and self.length < self.ceiling:",
+    ),
     # --- the pool ---
     _blocks(
         "held and still free",
@@ -443,6 +448,11 @@ MUTATIONS = (
         "who comes from a load runs last",
         "insort(self.running, request, key=_arrival)",
         "self.running.append(request)",
+    ),
+    _scheduler(
+        "short prefills before long ones",
+        "key=lambda request: request.work > 1)",
+        "key=lambda request: request.work)",
     ),
     _scheduler(
         "prefills before decodes",

@@ -306,3 +306,8 @@ def test_the_account_of_a_leg_that_was_preempted_twice() -> None:
         assert (account.length, account.generated) == (7, 30)
         assert account.computed == 7
         assert account.executed == 36 + again
+
+
+def test_the_last_token_that_is_also_an_ending_one_is_a_stop() -> None:
+    order = Order("r", (1, 2), 1, 1, ending=frozenset({2}))
+    assert Request.of(order).ends_with(2) is Finish.STOP

@@ -257,6 +257,19 @@ def test_a_prefill_is_not_starved_by_decoders() -> None:
     bench.run()
 
 
+def test_a_long_prefill_comes_before_a_short_one_that_came_later() -> None:
+    """The short one was loaded but for two positions: it gets what the long one leaves."""
+    bench = Bench(limits(40, 4, budget=8), lambda query: 7 if query.request_id == "short" else 0)
+    long = bench.submit("long", range(40), 1)
+    bench.step()
+    bench.submit("short", range(50, 59), 1)
+    bench.step()
+    bench.end_all()
+    plan = bench.step()
+    assert [(entry.request, entry.count) for entry in plan.entries] == [(long, 8)]
+    bench.run()
+
+
 def test_the_budget_binds_decode() -> None:
     bench = Bench(limits(40, 4, budget=2))
     requests = [bench.submit(f"r{n}", [n], 10) for n in range(5)]

@@ -1,0 +1,36 @@
+"""The sums of a worker, number by number: each leg adds what it did, to what was there."""
+
+from __future__ import annotations
+
+from common.miss import Miss
+from engine.request import Admission, Finish
+from engine.totals import Totals
+from engine.updates import Missed
+from engine.usage import LegTokens
+
+LEG = LegTokens(
+    length=20, local=4, external=8, computed=8, generated=3, recomputed=5, executed=15, failed=2,
+    runs=(),
+)  # fmt: skip
+
+
+def test_every_leg_adds_to_what_was_there() -> None:
+    totals = Totals()
+    for _ in range(2):
+        admission = Admission(1, 20, 4, 8)
+        totals = totals.with_first_token(admission, {"a": 8}, Missed(Miss.EVICTED, 2))
+        totals = totals.with_late(6)
+    for how in (Finish.STOP, None, None):
+        totals = totals.with_leg(LEG, 7, how)
+    assert (totals.prompt, totals.local, totals.external, totals.computed) == (40, 8, 16, 16)
+    assert (totals.sources, totals.missed) == ({"a": 16}, {Miss.EVICTED: 4})
+    assert (totals.generated, totals.recomputed, totals.executed) == (9, 15, 45)
+    assert (totals.failed, totals.late, totals.preemptions) == (6, 12, 21)
+    assert totals.finished == {"stop": 1, "handoff": 2}
+    assert totals.adds_up
+
+
+def test_sums_that_cannot_be_do_not_add_up() -> None:
+    assert not Totals(prompt=3, local=4).adds_up
+    assert not Totals(prompt=9, external=4, sources={"a": 3}).adds_up
+    assert not Totals(prompt=9, local=-1).adds_up
