@@ -50,7 +50,8 @@ def cluster(
 ) -> Iterator[Cluster]:
     """A running cluster; its logs are printed when the test fails."""
     lines: list[str] = []
-    defaults = {"dtype": "float32", "disaggregate": "always"}
+    # A store touches its memory at start: as little as tiny models need, or it takes a second.
+    defaults = {"dtype": "float32", "disaggregate": "always", "store_budget": 1 << 28}
     config = ClusterConfig(model=str(model), port=0, **{**defaults, **settings})  # type: ignore[arg-type]
     try:
         with Cluster(

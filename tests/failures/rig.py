@@ -116,7 +116,7 @@ def rig(
     config = ClusterConfig(
         model=str(model), port=0, dtype="float32", prefill=prefill, decode=decode,
         block_size=BLOCK, num_blocks=128, max_num_seqs=seqs, max_num_batched_tokens=16,
-        disaggregate="always",
+        disaggregate="always", store_budget=1 << 26,
     )  # fmt: skip
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVRELAY_AUDIT", "true")
