@@ -9,6 +9,7 @@ TRACE holds one JSON object a line: ``timestamp`` (ms), ``input_length``, ``outp
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import sys
 import time
@@ -19,9 +20,20 @@ from statistics import mean
 
 from benchmarks.fleet import Asked, Fleet, Served, Shape
 from kvstore.trace.requests import BLOCK_TOKENS, read_trace
+from protos.types_pb2 import ROLE_DECODE, ROLE_PREFILL, Sampling
+from protos.worker_pb2 import Namespace, WorkerInfo, WorkerLoad
 from router.affinity import Affinity
+from router.attempts import Attempts
+from router.config import RouterConfig
+from router.dispatch import Dispatcher
+from router.life import READY
 from router.policies import POLICIES, policy
 from router.policy import PREFILL, Candidate, Prefix, Wish, choose
+from router.registry import Registry
+from router.request import Request
+from router.worker import KnownWorker
+from rpc.channel import ChannelOptions
+from rpc.deadline import Deadline
 
 SEED = 1
 WORKERS, PREFIXES, DECISIONS, REPEATS = 64, 10_000, 500, 7
@@ -77,9 +89,7 @@ def decision_seconds() -> float:
     """Of one choice among many workers that hold many prefixes: lookup, choice, record."""
     chance, known = random.Random(SEED), Affinity()
     keys = [f"worker-{n}" for n in range(WORKERS)]
-    chains = [
-        tuple(f"{n}/{i}".encode() for i in range(chance.randrange(1, 40))) for n in range(PREFIXES)
-    ]
+    chains = _chains(chance)
     for chain in chains:
         known.record(chain, chance.choice(keys), 4096)
     candidates = [
@@ -88,6 +98,59 @@ def decision_seconds() -> float:
     ]
     asked = [chance.choice(chains) for _ in range(DECISIONS)]
     return min(_decide(known, candidates, asked) for _ in range(REPEATS))  # others use the machine
+
+
+def _chains(rng: random.Random) -> list[tuple[bytes, ...]]:
+    lengths = [rng.randrange(1, 40) for _ in range(PREFIXES)]
+    return [tuple(f"{n}/{i}".encode() for i in range(size)) for n, size in enumerate(lengths)]
+
+
+class _Ready(Registry):
+    """Workers that are what they are said to be, without anybody asking them."""
+
+    def admit(self, number: int, rng: random.Random) -> None:
+        """One that is used, with something under way."""
+        role = ROLE_DECODE if number % 2 else ROLE_PREFILL
+        worker = KnownWorker(f"127.0.0.1:{number + 1}", role, ChannelOptions())
+        worker.info = WorkerInfo(
+            worker=f"worker-{number}", role=role, started_as=role, store="kvrelay://",
+            namespace=Namespace(block_size=16), num_blocks=4096, max_model_len=1 << 16,
+        )  # fmt: skip
+        worker.load = WorkerLoad(
+            steps=1, running=rng.randrange(9), free_blocks=2048, waiting_tokens=rng.randrange(9000)
+        )
+        worker.verdict = READY
+        self._workers[role, worker.address] = worker
+
+
+async def place_seconds() -> float:
+    """Of all that the router does to place a request, half of the workers being of each role."""
+    rng = random.Random(SEED)
+    config = RouterConfig(model=".", decode=("127.0.0.1:1",))
+    registry = _Ready(config)
+    for number in range(WORKERS):
+        registry.admit(number, rng)
+    dispatcher = Dispatcher(registry, config)
+    chains = _chains(rng)
+    asked = [_request(chain) for chain in rng.sample(chains, DECISIONS)]
+    for chain in chains:
+        await dispatcher.place(*_request(chain), 0, Attempts())
+    best = min([await _placed(dispatcher, asked) for _ in range(REPEATS)])
+    await registry.close()
+    return best
+
+
+def _request(chain: tuple[bytes, ...]) -> tuple[Request, Prefix]:
+    prompt = tuple(range(len(chain) * 16 + 5))
+    deadline = Deadline.after(600.0)
+    return Request("r", prompt, (), 64, Sampling(), deadline), Prefix(chain, 16)
+
+
+async def _placed(dispatcher: Dispatcher, asked: Sequence[tuple[Request, Prefix]]) -> float:
+    begun = time.perf_counter()
+    for request, prefix in asked:
+        await dispatcher.place(request, prefix, 0, Attempts())
+    return (time.perf_counter() - begun) / len(asked)
 
 
 def _decide(
@@ -127,7 +190,8 @@ def main(argv: Sequence[str]) -> int:
         )
     print(
         f"one decision among {WORKERS} workers and {PREFIXES} prefixes:"
-        f" {decision_seconds() * 1e6:.0f} us"
+        f" {decision_seconds() * 1e6:.0f} us;"
+        f" placing a request, both roles looked at: {asyncio.run(place_seconds()) * 1e6:.0f} us"
     )
     return 0
 

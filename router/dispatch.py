@@ -188,8 +188,9 @@ class Dispatcher:
 
     def _left(self, role: Role, request: Request, tried: Attempts) -> list[KnownWorker]:
         """Workers that can be used, did not fail the request, and could hold it."""
-        left = (w for w in self.registry.usable(role) if w.key not in tried.excluded)
-        return [worker for worker in left if worker.fits(request.positions)]
+        positions, excluded = request.positions, tried.excluded
+        usable = self.registry.usable(role)
+        return [w for w in usable if w.key not in excluded and w.fits(positions)]
 
     def _check_rest(self, role: Role, request: Request, tried: Attempts) -> None:
         """``Exhausted`` when every worker of a role is full; asking them again would not help."""
@@ -250,7 +251,8 @@ class Dispatcher:
         """``None`` when no worker is left that could hold the request."""
         left = self._left(role, request, tried)
         if not so_far:  # an answer that has begun may knock again
-            left = [w for w in left if not w.rest]
+            now = time.monotonic()
+            left = [w for w in left if w.rests_until <= now]
         fresh = [w for w in left if w.key not in tried.avoided]
         # A prefill worker can be done without: none is asked again.
         again = left if role == types_pb2.ROLE_DECODE else []

@@ -81,7 +81,8 @@ class Registry:
 
     def usable(self, role: Role) -> list[KnownWorker]:
         """Those of a role that may be given legs."""
-        return [worker for worker in self.workers if worker.role == role and worker.usable]
+        every = self._workers.values()
+        return [worker for worker in every if worker.role == role and worker.usable]
 
     def members(self, role: Role) -> list[KnownWorker]:
         """Those of a role that belong to the fleet, whether they can be used now or not."""

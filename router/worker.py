@@ -36,35 +36,58 @@ class KnownWorker:
         self.control = worker_pb2_grpc.WorkerStub(self.channel)
         self.prefill = prefill_pb2_grpc.PrefillStub(self.channel)
         self.decode = decode_pb2_grpc.DecodeStub(self.channel)
-        self.info: worker_pb2.WorkerInfo | None = None
-        self.load = worker_pb2.WorkerLoad()
         self.verdict: Verdict = UNASKED
         self.heard = 0.0  # when it last said anything, in seconds of ``time.monotonic``
         self.rests_until = 0.0  # it said that it is full
         self.idle = asyncio.Event()  # no leg is there
         self.idle.set()
         self._stays: set[Stay] = set()
+        self._tokens = 0  # of all stays
+        self.info = None
+        self.load = worker_pb2.WorkerLoad()
+
+    # What a choice reads of every worker is taken out of messages when they come.
 
     @property
-    def role(self) -> Role:
-        """As it says itself, if it may; else as it is listed."""
-        info = self.info
-        return info.role if info is not None and belongs(info, self.listed) else self.listed
+    def info(self) -> worker_pb2.WorkerInfo | None:
+        """What it said of itself; ``role`` is what it says, if it may, else as it is listed."""
+        return self._info
+
+    @info.setter
+    def info(self, info: worker_pb2.WorkerInfo | None) -> None:
+        self._info, self.role, self.key = info, self.listed, self.address
+        self._max_model_len = self._capacity = self._block_size = self._longest = 0
+        self._candidate: Candidate | None = None
+        if info is None:
+            return
+        if belongs(info, self.listed):
+            self.role = info.role
+        self.key = info.worker
+        self._block_size = info.namespace.block_size
+        self._max_model_len, self._capacity = info.max_model_len, info.num_blocks * self._block_size
+        self._longest = min(self._max_model_len, self._capacity)
+
+    @property
+    def load(self) -> worker_pb2.WorkerLoad:
+        """What is on it."""
+        return self._load
+
+    @load.setter
+    def load(self, load: worker_pb2.WorkerLoad) -> None:
+        self._load, self._candidate = load, None
+        self._under_way = load.waiting + load.loading + load.running
+        self._waiting_tokens = load.waiting_tokens
+        self._free_blocks = load.free_blocks if load.steps else None
 
     @property
     def usable(self) -> bool:
         """Whether it may be given legs."""
-        return self.verdict.state is State.READY and self.info is not None
+        return self._info is not None and self.verdict.state is State.READY
 
     @property
     def problem(self) -> KvrelayError | None:
         """Why it is not used."""
         return self.verdict.problem
-
-    @property
-    def key(self) -> str:
-        """Its boot token; its address until it told one."""
-        return self.info.worker if self.info is not None else self.address
 
     @property
     def rest(self) -> float:
@@ -78,11 +101,7 @@ class KnownWorker:
 
     def fits(self, positions: int) -> bool:
         """Whether a request that needs so many could ever run there."""
-        info = self.info
-        if info is None:
-            return False
-        held = info.num_blocks * info.namespace.block_size
-        return positions <= min(info.max_model_len, held)  # as ``Candidate.fits``, for each look
+        return positions <= self._longest  # as ``Candidate.fits``
 
     def hear(self) -> None:
         """A message came: it is alive, whatever a check says."""
@@ -93,11 +112,13 @@ class KnownWorker:
         """Counts a leg of so many tokens as being there, and makes it end if the worker is lost."""
         stay = Stay(tokens, positions, self.channel.get_state() is grpc.ChannelConnectivity.READY)
         self._stays.add(stay)
+        self._tokens, self._candidate = self._tokens + tokens, None
         self.idle.clear()
         try:
             yield stay
         finally:
             self._stays.discard(stay)
+            self._tokens, self._candidate = self._tokens - tokens, None
             if not self._stays:
                 self.idle.set()
 
@@ -115,18 +136,22 @@ class KnownWorker:
 
     def candidate(self) -> Candidate:
         """What the policy needs to know. Only of a worker that told its ``info``."""
-        info, load = self.info or worker_pb2.WorkerInfo(), self.load
-        size, own = info.namespace.block_size, sum(stay.tokens for stay in self._stays)
+        if self._candidate is None:
+            self._candidate = self._as_candidate()
+        return self._candidate
+
+    def _as_candidate(self) -> Candidate:
+        own, waiting, free = self._tokens, self._waiting_tokens, self._free_blocks
         prefills = self.role == types_pb2.ROLE_PREFILL
         return Candidate(
             key=self.key,
             # Other routers may send work too, and a check may be older than our own legs.
-            legs=max(self.legs, load.waiting + load.loading + load.running),
-            tokens=max(own, load.waiting_tokens),
-            max_model_len=info.max_model_len,
-            capacity=info.num_blocks * size,
-            free=load.free_blocks * size if load.steps else None,
-            queued=max(own, load.waiting_tokens) if prefills else load.waiting_tokens,
+            legs=max(len(self._stays), self._under_way),
+            tokens=max(own, waiting),
+            max_model_len=self._max_model_len,
+            capacity=self._capacity,
+            free=None if free is None else free * self._block_size,
+            queued=max(own, waiting) if prefills else waiting,
         )
 
     def status(self) -> router_pb2.WorkerStatus:
