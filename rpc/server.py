@@ -25,6 +25,7 @@ from rpc.auth import Gate
 from rpc.deadline import Deadline
 from rpc.handling import Guard
 from rpc.health import Health
+from rpc.leavers import hush
 from rpc.security import Security, installed
 from rpc.tls import Tls
 
@@ -82,6 +83,7 @@ class Server:
         security = self.options.security or installed()
         security.check_listen(address)
         gate = Gate(security.credentials, max(self.options.max_calls // PARTS, 1))
+        hush()
         server = grpc.aio.server(
             interceptors=(gate, Guard()),
             options=self.options.arguments(),

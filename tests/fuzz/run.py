@@ -21,7 +21,7 @@ from rpc.channel import open_channel
 from rpc.deadline import Deadline
 from rpc.health import is_serving
 from tests.fuzz.ports import Bytes, Calls, Port, besiege, calls, flood
-from tests.fuzz.stand import Stand, Witness, standing
+from tests.fuzz.stand import Stand, Witness, standing, tracebacks
 from tests.fuzz.wire import LaneBytes, claimed, http1, http2, noise
 from tests.secured import SERVICE
 
@@ -124,8 +124,7 @@ async def _problems(
                 problems.append(f"{role} serves no more")
     for port in ports:
         problems += [f"{port.name}: {how}" for how in port.ended if " of " in how]
-    problems += [line for line in stand.lines if "Traceback" in line]
-    return problems
+    return problems + [f"{count} times {text}" for text, count in tracebacks(stand.lines).items()]
 
 
 async def _settled(stand: Stand) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import ssl
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -123,7 +124,21 @@ def standing(folder: Path, tls: bool = False) -> Iterator[Stand]:
         with cluster:
             yield Stand(cluster, metrics, files, lines)
     finally:
-        print("\n".join(lines[-60:]))
+        print("\n".join(lines[-20:]))
+
+
+def tracebacks(lines: Sequence[str]) -> Counter[str]:
+    """Every different one that a process wrote, whole, and how often."""
+    found, open_ones = Counter[str](), dict[str, list[str]]()
+    for line in lines:
+        name, _, text = line.partition("| ")
+        if text.startswith("Traceback"):
+            open_ones[name] = [f"{name}: {text}"]
+        elif name in open_ones:
+            open_ones[name].append(text)
+            if not text.startswith(" "):  # the error itself
+                found[re.sub(r"0x[0-9a-f]+", "0x...", "\n".join(open_ones.pop(name)))] += 1
+    return found
 
 
 def _told(spec: Spec, metrics: dict[str, str]) -> Spec:

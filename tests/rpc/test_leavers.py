@@ -1,0 +1,30 @@
+"""What gRPC logs of clients that left fills no log; its other errors are logged."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+
+import pytest
+
+from rpc.leavers import GRPC, hush
+
+ExecuteBatchError: type[Exception] = importlib.import_module(GRPC).ExecuteBatchError
+
+
+@pytest.mark.parametrize(
+    ("error", "levels"),
+    [(ExecuteBatchError("execute_batch"), ["DEBUG"]), (ValueError("a bug"), ["ERROR"])],
+)
+def test_a_client_that_left_is_no_error_of_the_server(
+    error: Exception, levels: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    hush()
+    hush()
+    with caplog.at_level(logging.DEBUG):
+        try:
+            raise error
+        except type(error):
+            logging.getLogger(GRPC).exception("raised in core by servicer method [/x/Y]")
+    assert [record.levelname for record in caplog.records] == levels
+    assert "/x/Y" in caplog.text
