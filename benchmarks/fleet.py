@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from router.affinity import Affinity
+from router.dispatch import STORE, STORED
 from router.policies import Policy
 from router.policy import DECODE, PREFILL, Candidate, Prefix, Wish
 
@@ -100,12 +101,17 @@ class Fleet:
         self._decode = [Machine(Cache(shape.pool)) for _ in range(shape.decode)]
         self._store = Cache(shape.store)
         self._known = Affinity(), Affinity()
+        self._stored = Affinity()
         self.streams = [0.0] * shape.decode  # seconds of streams by decode worker
 
     def serve(self, asked: Asked) -> Served:
         """Place and run one request; they come in the order of their time."""
         at, work = self._choose(0, self._prefill, asked)
+        believed = self._believed(asked)
         served = self._compute(at, work, asked)
+        if served.local + served.fetched + BLOCK < believed:
+            self._stored.mistaken(STORE)
+        self._stored.record(asked.names, STORE, STORED)
         at, work = self._choose(1, self._decode, asked)
         self._stream(at, work, asked, asked.at + served.first_token)
         return served
@@ -113,20 +119,25 @@ class Fleet:
     def _choose(self, role: int, machines: list[Machine], asked: Asked) -> tuple[int, int]:
         pool = self._shape.pool
         candidates = [m.candidate(str(i), asked.at, pool) for i, m in enumerate(machines)]
-        leading = [known.leading(asked.names) for known in self._known]
-        most = max((count for counts in leading for count in counts.values()), default=0)
         wish = Wish(
             tokens=asked.tokens,
             positions=1,
             prefix=Prefix(asked.names, BLOCK),
             weights=(PREFILL, DECODE)[role],
-            stored=most * BLOCK if self._shape.store else 0,
+            stored=self._believed(asked),
         )
-        choice = self._policies[role].choose(wish, candidates, leading[role])
+        leading = self._known[role].leading(asked.names)
+        choice = self._policies[role].choose(wish, candidates, leading)
         if choice is None:
             raise ValueError("a fleet without workers")
         self._known[role].record(asked.names, choice.key, pool)
         return int(choice.key), choice.work
+
+    def _believed(self, asked: Asked) -> int:
+        """Leading tokens that the store is thought to hold: as the router learns it."""
+        if not self._shape.store:
+            return 0
+        return self._stored.leading(asked.names).get(STORE, 0) * BLOCK
 
     def _compute(self, index: int, work: int, asked: Asked) -> Served:
         shape, machine = self._shape, self._prefill[index]
