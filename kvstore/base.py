@@ -193,7 +193,10 @@ class Store(Protocol):
         """Which of ``names`` are there, each for itself, held for ``ttl`` seconds (0: not held)."""
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
-        """Each want once, in order, as it arrives. Close the generator to stop early."""
+        """Each want once, in order, as it arrives. Close the generator to stop early.
+
+        The store may look again at the block where it is closed, and remove it if it is wrong.
+        """
 
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
         """Put what is absent, each whole or not at all; an outcome for each offer, in order.

@@ -21,7 +21,7 @@ class Tally:
     existed: int = 0  # put again, and not copied
     pending: int = 0  # put while another writer was at it
     rejected: int = 0  # no room
-    corrupt: int = 0  # refused: not what the header says
+    corrupt: int = 0  # not what the header says: refused, or taken out later
     abandoned: int = 0  # reservations given up or run out
     evicted: int = 0
     expired: int = 0  # partial blocks whose life was over

@@ -83,7 +83,7 @@ class _RemovalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Removal.Value
     """a partial block whose life was over"""
     REMOVAL_CLEARED: _Removal.ValueType  # 3
     REMOVAL_CORRUPT: _Removal.ValueType  # 4
-    """its bytes on disk were not those that were written"""
+    """its bytes were not those that were put"""
 
 class Removal(_Removal, metaclass=_RemovalEnumTypeWrapper): ...
 
@@ -94,7 +94,7 @@ REMOVAL_EXPIRED: Removal.ValueType  # 2
 """a partial block whose life was over"""
 REMOVAL_CLEARED: Removal.ValueType  # 3
 REMOVAL_CORRUPT: Removal.ValueType  # 4
-"""its bytes on disk were not those that were written"""
+"""its bytes were not those that were put"""
 Global___Removal: _TypeAlias = Removal  # noqa: Y015
 
 @_typing.final
@@ -567,6 +567,48 @@ class ReleaseResponse(_message.Message):
 Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
 
 @_typing.final
+class RecheckRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    name: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        name: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecheckRequest: _TypeAlias = RecheckRequest  # noqa: Y015
+
+@_typing.final
+class RecheckResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    boot: _builtins.bytes
+    removed: _builtins.bool
+    """it was there and wrong"""
+    def __init__(
+        self,
+        *,
+        boot: _builtins.bytes = ...,
+        removed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "removed", b"removed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RecheckResponse: _TypeAlias = RecheckResponse  # noqa: Y015
+
+@_typing.final
 class WaysRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -764,7 +806,7 @@ class StatsResponse(_message.Message):
     rejected: _builtins.int
     """no room"""
     corrupt: _builtins.int
-    """refused"""
+    """refused, or taken out later"""
     abandoned: _builtins.int
     """reservations given up or run out"""
     evicted: _builtins.int

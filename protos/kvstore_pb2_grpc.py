@@ -59,6 +59,11 @@ class KVStoreStub:
                 request_serializer=protos_dot_kvstore__pb2.PutRequest.SerializeToString,
                 response_deserializer=protos_dot_kvstore__pb2.PutResponse.FromString,
                 _registered_method=True)
+        self.Recheck = channel.unary_unary(
+                '/kvrelay.v1.KVStore/Recheck',
+                request_serializer=protos_dot_kvstore__pb2.RecheckRequest.SerializeToString,
+                response_deserializer=protos_dot_kvstore__pb2.RecheckResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/kvrelay.v1.KVStore/Release',
                 request_serializer=protos_dot_kvstore__pb2.ReleaseRequest.SerializeToString,
@@ -135,6 +140,14 @@ class KVStoreServicer:
 
     def PutSmall(self, request, context):
         """The same for a few bytes, at most 1 MiB: head and data in one message, one answer.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Recheck(self, request, context):
+        """Looks once more at a block that a reader found wrong, and takes it out if it is, so that the
+        right one can be put. A copy on disk counts on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -223,6 +236,11 @@ def add_KVStoreServicer_to_server(servicer, server):
                     servicer.PutSmall,
                     request_deserializer=protos_dot_kvstore__pb2.PutRequest.FromString,
                     response_serializer=protos_dot_kvstore__pb2.PutResponse.SerializeToString,
+            ),
+            'Recheck': grpc.unary_unary_rpc_method_handler(
+                    servicer.Recheck,
+                    request_deserializer=protos_dot_kvstore__pb2.RecheckRequest.FromString,
+                    response_serializer=protos_dot_kvstore__pb2.RecheckResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -400,6 +418,33 @@ class KVStore:
             '/kvrelay.v1.KVStore/PutSmall',
             protos_dot_kvstore__pb2.PutRequest.SerializeToString,
             protos_dot_kvstore__pb2.PutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Recheck(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.KVStore/Recheck',
+            protos_dot_kvstore__pb2.RecheckRequest.SerializeToString,
+            protos_dot_kvstore__pb2.RecheckResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -52,6 +52,10 @@ class KVStoreStub:
     """
     PutSmall: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.PutRequest, _kvstore_pb2.PutResponse]
     """The same for a few bytes, at most 1 MiB: head and data in one message, one answer."""
+    Recheck: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.RecheckRequest, _kvstore_pb2.RecheckResponse]
+    """Looks once more at a block that a reader found wrong, and takes it out if it is, so that the
+    right one can be put. A copy on disk counts on.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ReleaseRequest, _kvstore_pb2.ReleaseResponse]
     """Gives leases back before their time."""
     Ways: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.WaysRequest, _kvstore_pb2.WaysResponse]
@@ -85,6 +89,10 @@ class KVStoreAsyncStub(KVStoreStub):
     """
     PutSmall: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.PutRequest, _kvstore_pb2.PutResponse]  # type: ignore[assignment]
     """The same for a few bytes, at most 1 MiB: head and data in one message, one answer."""
+    Recheck: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.RecheckRequest, _kvstore_pb2.RecheckResponse]  # type: ignore[assignment]
+    """Looks once more at a block that a reader found wrong, and takes it out if it is, so that the
+    right one can be put. A copy on disk counts on.
+    """
     Release: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ReleaseRequest, _kvstore_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives leases back before their time."""
     Ways: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.WaysRequest, _kvstore_pb2.WaysResponse]  # type: ignore[assignment]
@@ -145,6 +153,16 @@ class KVStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.PutResponse, _abc.Awaitable[_kvstore_pb2.PutResponse]]:
         """The same for a few bytes, at most 1 MiB: head and data in one message, one answer."""
+
+    @_abc_1.abstractmethod
+    def Recheck(
+        self,
+        request: _kvstore_pb2.RecheckRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.RecheckResponse, _abc.Awaitable[_kvstore_pb2.RecheckResponse]]:
+        """Looks once more at a block that a reader found wrong, and takes it out if it is, so that the
+        right one can be put. A copy on disk counts on.
+        """
 
     @_abc_1.abstractmethod
     def Release(

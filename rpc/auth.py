@@ -34,6 +34,7 @@ STORE_USERS = frozenset(
     f"/kvrelay.v1.KVStore/{method}"
     for method in (
         "Lookup", "Get", "Reserve", "Put", "PutSmall", "Release", "Ways", "Locate", "Stats",
+        "Recheck",
     )
 )  # fmt: skip
 """For clients whose tenant has a place in the store; they reach that tenant's blocks only."""

@@ -16,13 +16,15 @@ V = TypeVar("V")
 class Blocks(dict[bytes, Entry[V]]):
     """By name. They come by ``add`` and go by ``take``; ``leased`` bytes are held by a lease.
 
-    Those are the bytes of ``holding`` blocks.
+    Those are the bytes of ``holding`` blocks. One that was taken while leases hold it counts on,
+    out of reach, until the last of them has ended.
     """
 
     def __init__(self, policy: Policy, partial_life: float) -> None:
         super().__init__()
         self._policy, self._partial_life = policy, partial_life
-        self._leases = Leases()
+        self._leases: Leases[V] = Leases()
+        self._taken: set[Entry[V]] = set()  # and held still
         self._lives: Deadlines[bytes] = Deadlines()
         self.bytes = self.leased = self.holding = 0
 
@@ -39,9 +41,12 @@ class Blocks(dict[bytes, Entry[V]]):
         self._prolong(entry, now)
 
     def take(self, name: bytes) -> Entry[V]:
-        """A block is there no more."""
+        """A block is there no more; its place is free unless leases hold it."""
         entry = self.pop(name)
-        self.bytes -= entry.size
+        if entry.leases:
+            self._taken.add(entry)
+        else:
+            self.bytes -= entry.size
         self._policy.remove(entry, self.get(entry.parent or b""))
         self._lives.drop(name)
         return entry
@@ -51,22 +56,21 @@ class Blocks(dict[bytes, Entry[V]]):
         self._policy.touch(entry)
         self._prolong(entry, now)
 
-    def hold(self, lease: int, names: tuple[bytes, ...], deadline: float, now: float) -> None:
-        """A new lease on ``names``."""
-        entries = [self[name] for name in names]
+    def hold(self, lease: int, entries: tuple[Entry[V], ...], deadline: float, now: float) -> None:
+        """A new lease on what is there, or held by another lease."""
         for entry in entries:
-            self._prolong(entry, now)
+            if entry not in self._taken:
+                self._prolong(entry, now)
             if entry.leases == 0:  # that it was used is noted when it is free again
                 self._policy.hold(entry)
                 self.leased += entry.size
                 self.holding += 1
             entry.leases += 1
-        # Names that are there anyway: a caller's copies would be eight times as much memory.
-        self._leases.give(lease, tuple(entry.name for entry in entries), deadline)
+        self._leases.give(lease, entries, deadline)
 
-    def held(self, lease: int) -> tuple[bytes, ...] | None:
+    def held(self, lease: int) -> tuple[Entry[V], ...] | None:
         """What it holds; ``None`` once it has ended."""
-        return self._leases.names(lease)
+        return self._leases.blocks(lease)
 
     def load(self, owner: bytes) -> int:
         """See ``Leases.load``."""
@@ -76,18 +80,19 @@ class Blocks(dict[bytes, Entry[V]]):
         """Move its end; false when it has ended already."""
         return self._leases.extend(lease, deadline)
 
-    def release(self, lease: int) -> None:
-        """End a lease; unknown ones have ended already."""
-        for name in reversed(self._leases.end(lease)):
-            entry = self[name]
+    def release(self, lease: int) -> list[Entry[V]]:
+        """End a lease; unknown ones have ended already. The taken ones that nobody holds now."""
+        gone = []
+        for entry in reversed(self._leases.end(lease)):
             entry.leases -= 1
-            if entry.leases == 0:
-                self._free(entry)
+            if entry.leases == 0 and self._free(entry):
+                gone.append(entry)
+        return gone
 
     def strike(self, entry: Entry[V]) -> None:
         """No lease holds it any more: it is damaged."""
         if entry.leases:
-            self._leases.strike(entry.name)
+            self._leases.strike(entry)
             entry.leases = 0
             self._free(entry)
 
@@ -109,20 +114,26 @@ class Blocks(dict[bytes, Entry[V]]):
 
     def sums(self) -> Mapping[str, tuple[int, int]]:
         """What is counted, and the same counted anew: equal unless there is a bug."""
-        entries = self.values()
+        entries = [*self.values(), *self._taken]
         return {
             "bytes": (self.bytes, sum(entry.size for entry in entries)),
             "leased": (self.leased, sum(entry.size for entry in entries if entry.leases)),
             "holding": (self.holding, sum(entry.leases > 0 for entry in entries)),
             "leases": (self._leases.held(), sum(entry.leases for entry in entries)),
             "deadlines": (self._leases.deadlines(), len(self._leases)),
-            "lives": (len(self._lives), sum(entry.partial for entry in entries)),
+            "lives": (len(self._lives), sum(entry.partial for entry in self.values())),
         }
 
-    def _free(self, entry: Entry[V]) -> None:
+    def _free(self, entry: Entry[V]) -> bool:
+        """No lease holds it any more; whether it was taken before."""
         self.leased -= entry.size
         self.holding -= 1
-        self._policy.free(entry)
+        if entry not in self._taken:
+            self._policy.free(entry)
+            return False
+        self._taken.remove(entry)
+        self.bytes -= entry.size
+        return True
 
     def _prolong(self, entry: Entry[V], now: float) -> None:
         if entry.partial:

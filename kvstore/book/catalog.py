@@ -2,7 +2,8 @@
 
 Pure: time is passed in, nothing blocks, nothing is copied. A block is put in two phases, reserve
 then commit, so it is visible whole or not at all and concurrent writers of one name cost one copy.
-What a lease holds is neither evicted nor cleared before the lease ends.
+What a lease holds is neither evicted nor cleared before the lease ends. A block that turns out to
+be wrong goes at once, but its place is another's only after the last lease on it.
 
 With a ``Room`` every block has a place from its reservation on. A place has one owner at a time:
 the reservation, the writer that borrowed it, or the block.
@@ -62,7 +63,8 @@ class Catalog(Generic[V]):
         self.tally.hits += len(found)
         self.tally.misses += len(names) - lead
         sizes = self._sizes(found)
-        lease = self._hold(tuple(found), now + ttl, now) if found and ttl > 0 else None
+        held = [self._entries[name] for name in found] if ttl > 0 else []
+        lease = self._hold(held, now + ttl, now) if held else None
         # With a tail there may be a full block that is missing all the same, of later tokens.
         there = tail is not None or (lead == len(names) and not any(t.after == lead for t in tails))
         wanted = [*names[lead : lead + 1], *(t.name for t in tails if t.after == lead)]
@@ -80,12 +82,12 @@ class Catalog(Generic[V]):
     ) -> Surveyed:
         """Which of ``names`` are there, each for itself; held for ``ttl``."""
         self.expire(now)
-        found = {name: self._entries[name].size for name in names if name in self._entries}
-        sizes = tuple(found.get(name) for name in names)
+        found = {name: self._entries[name] for name in names if name in self._entries}
+        sizes = tuple(found[name].size if name in found else None for name in names)
         self.tally.lookups += 1
         self.tally.hits += len(names) - sizes.count(None)
         self.tally.misses += sizes.count(None)
-        lease = self._hold(tuple(found), now + ttl, now) if found and ttl > 0 else None
+        lease = self._hold(found.values(), now + ttl, now) if found and ttl > 0 else None
         misses = tuple(None if name in found else self._why([name]) for name in names)
         return Surveyed(sizes, lease, now + ttl, misses, self._gone.begins(openings))
 
@@ -106,7 +108,7 @@ class Catalog(Generic[V]):
         self.expire(now)
         there = {name: self._entries[name] for name in names if name in self._entries}
         found = {name: entry for name, entry in there.items() if entry.ready}
-        lease = self._hold(tuple(found), now + ttl, now) if found else None
+        lease = self._hold(found.values(), now + ttl, now) if found else None
         entries = [found.get(name) for name in names]
         served = [entry.size for entry in entries if entry is not None]
         self.tally.served += len(served)
@@ -117,11 +119,27 @@ class Catalog(Generic[V]):
     def lend(self, lease: int, first: int, count: int, now: float) -> Located[V]:
         """Blocks a lease holds, held until their reader releases them; none once it ended."""
         self.expire(now)
-        if (names := self._entries.held(lease)) is None:
+        if (held := self._entries.held(lease)) is None:
             return Located((), None)
-        names = names[first : first + count]
-        entries = map(self._entries.__getitem__, names)
-        return Located(tuple((e.size, e.value) for e in entries), self._hold(names, math.inf, now))
+        held = held[first : first + count]
+        return Located(tuple((e.size, e.value) for e in held), self._hold(held, math.inf, now))
+
+    def examine(self, name: bytes, now: float) -> tuple[Entry[V], int] | None:
+        """A block whose bytes are here, and a lease for whoever looks whether they are right."""
+        self.expire(now)
+        entry = self._entries.get(name)
+        if entry is None or not entry.ready:
+            return None
+        return entry, self._hold((entry,), math.inf, now)
+
+    def condemn(self, entry: Entry[V]) -> bool:
+        """Its bytes are wrong: it is there no more, nor in the way; whether it was until now."""
+        if self._entries.get(entry.name) is not entry:
+            return False
+        entry.ready = False
+        self._remove(entry.name, Reason.CORRUPT)
+        self.tally.corrupt += 1
+        return True
 
     def held_by(self, owner: bytes, now: float) -> int:
         """See ``Leases.load``."""
@@ -188,8 +206,8 @@ class Catalog(Generic[V]):
 
     def owner(self, serial: int) -> bytes | None:
         """The tenant's part of the keys of a lease or ticket; ``None`` once it has ended."""
-        names = self._entries.held(serial)
-        return prefix_of(names[0]) if names else self._writing.owner(serial)
+        held = self._entries.held(serial)
+        return prefix_of(held[0].name) if held else self._writing.owner(serial)
 
     def abandon(self, ticket: int, names: Iterable[bytes] | None = None) -> None:
         """Give up reservations of a ticket: those named, or all that are left."""
@@ -202,7 +220,9 @@ class Catalog(Generic[V]):
 
     def release(self, lease: int) -> None:
         """End a lease early; unknown ones have ended already."""
-        self._entries.release(lease)
+        for entry in self._entries.release(lease):
+            if not entry.grips:
+                self.give_back(entry.value, entry.size)
 
     def clear(self, now: float) -> int:
         """Remove every block that no lease holds; how many."""
@@ -250,9 +270,9 @@ class Catalog(Generic[V]):
         sums = {**self._entries.sums(), "budget": (most, self._budget)}
         return [f"{what}: {one} is not {two}" for what, (one, two) in sums.items() if one != two]
 
-    def _hold(self, names: tuple[bytes, ...], deadline: float, now: float) -> int:
+    def _hold(self, entries: Iterable[Entry[V]], deadline: float, now: float) -> int:
         self._serial += 1
-        self._entries.hold(self._serial, names, deadline, now)
+        self._entries.hold(self._serial, tuple(entries), deadline, now)
         return self._serial
 
     def _claim(self, claim: Claim, ticket: int) -> Verdict:
@@ -296,7 +316,7 @@ class Catalog(Generic[V]):
     def _remove(self, name: bytes, reason: Reason) -> None:
         entry = self._entries.take(name)
         self._left(entry, reason)
-        if not entry.grips:  # else it goes back with the last of them
+        if not entry.grips and not entry.leases:  # else it goes back with the last of them
             self.give_back(entry.value, entry.size)
 
     # What a catalog with a tier below does in another way.

@@ -23,8 +23,9 @@ class Room(Protocol[V]):
 class Entry(Node, Generic[V]):
     """A block that is there, of ``tokens`` positions; ``leases`` is how many hold it.
 
-    With a tier below: ``ready`` is false until its bytes have come from there, ``grips`` are the
-    reads and writes under way at its place, and ``again`` says that it was used since it was saved.
+    ``ready`` is false once its bytes turned out to be wrong. With a tier below it is also false
+    until they have come from there, ``grips`` are the reads and writes under way at its place, and
+    ``again`` says that it was used since it was saved.
     """
 
     __slots__ = (

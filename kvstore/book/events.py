@@ -22,7 +22,7 @@ class Reason(Enum):
     EVICTED = "evicted"
     EXPIRED = "expired"  # partial blocks
     CLEARED = "cleared"
-    CORRUPT = "corrupt"  # its bytes on disk were not those that were written
+    CORRUPT = "corrupt"  # its bytes were not those that were put
 
 
 Told = tuple[Entry[V], Reason | None]

@@ -1,58 +1,65 @@
-"""Who may rely on which blocks, and until when. Pure."""
+"""Who may rely on which blocks, and until when. Pure.
+
+A lease holds the very block it was given for, not whatever is called so later.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 from kvstore.book.deadlines import Deadlines
+from kvstore.book.entries import Entry
 from kvstore.book.keys import prefix_of
+
+V = TypeVar("V")
 
 LEAST_LOAD = 64
 """What a lease costs beside its names: about as much memory."""
 
 
-class Leases:
-    """Names by lease; each ends by itself at its deadline."""
+class Leases(Generic[V]):
+    """Blocks by lease; each ends by itself at its deadline."""
 
     def __init__(self) -> None:
-        self._names: dict[int, tuple[bytes, ...]] = {}
+        self._blocks: dict[int, tuple[Entry[V], ...]] = {}
         self._ends: Deadlines[int] = Deadlines()
         self._load: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._blocks)
 
-    def give(self, lease: int, names: tuple[bytes, ...], deadline: float) -> None:
+    def give(self, lease: int, blocks: tuple[Entry[V], ...], deadline: float) -> None:
         """A new one."""
-        self._names[lease] = names
+        self._blocks[lease] = blocks
         self._ends.set(lease, deadline)
-        self._count(names, 1)
+        self._count(blocks, 1)
 
-    def end(self, lease: int) -> tuple[bytes, ...]:
+    def end(self, lease: int) -> tuple[Entry[V], ...]:
         """What it held; nothing if it has ended already."""
         self._ends.drop(lease)
-        names = self._names.pop(lease, ())
-        self._count(names, -1)
-        return names
+        blocks = self._blocks.pop(lease, ())
+        self._count(blocks, -1)
+        return blocks
 
-    def names(self, lease: int) -> tuple[bytes, ...] | None:
+    def blocks(self, lease: int) -> tuple[Entry[V], ...] | None:
         """What it holds; ``None`` once it has ended."""
-        return self._names.get(lease)
+        return self._blocks.get(lease)
 
     def extend(self, lease: int, deadline: float) -> bool:
         """Move its end; false when it has ended already."""
-        if lease not in self._names:
+        if lease not in self._blocks:
             return False
         self._ends.set(lease, deadline)
         return True
 
-    def strike(self, name: bytes) -> None:
+    def strike(self, block: Entry[V]) -> None:
         """No lease holds it any more. Rare: all of them are looked through."""
-        for lease, names in self._names.items():
-            if name in names:
-                self._names[lease] = left = tuple(one for one in names if one != name)
-                self._count(names, -1)
+        for lease, blocks in self._blocks.items():
+            if block in blocks:
+                self._blocks[lease] = left = tuple(one for one in blocks if one is not block)
+                self._count(blocks, -1)
                 self._count(left, 1)
 
     def load(self, owner: bytes) -> int:
@@ -61,7 +68,7 @@ class Leases:
 
     def held(self) -> int:
         """The sum of all lengths."""
-        return sum(map(len, self._names.values()))
+        return sum(map(len, self._blocks.values()))
 
     def deadlines(self) -> int:
         """As many as there are leases, unless there is a bug."""
@@ -75,6 +82,6 @@ class Leases:
         """Those whose time is over; they must be ended."""
         return self._ends.due(now)
 
-    def _count(self, names: tuple[bytes, ...], times: int) -> None:
-        if names:
-            self._load[prefix_of(names[0])] += times * (LEAST_LOAD + len(names))
+    def _count(self, blocks: tuple[Entry[V], ...], times: int) -> None:
+        if blocks:
+            self._load[prefix_of(blocks[0].name)] += times * (LEAST_LOAD + len(blocks))

@@ -107,7 +107,11 @@ class MemoryStore:
                 continue
             split = len(data) - len(want.buffer)
             want.buffer[:] = memoryview(data)[split:]
-            yield Got(index, data[:split])
+            try:
+                yield Got(index, data[:split])
+            except GeneratorExit:
+                self._recheck(want.name)
+                raise
 
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
         """As the protocol says."""
@@ -163,6 +167,18 @@ class MemoryStore:
                 ticket, claim.name, data, time.monotonic(), header.parent, header.count
             )
         return Outcome(Kept.STORED if stored else Kept.EXPIRED)
+
+    def _recheck(self, name: bytes) -> None:
+        """A reader left at this block. If it is wrong it goes, and may be put anew."""
+        with self._shelf.changed:
+            entry = self._shelf.catalog.find(name, time.monotonic())
+        if entry is None:
+            return
+        try:
+            check_block(Claim(name, entry.size, entry.partial), entry.value, self._digest)
+        except Corrupt:
+            with self._shelf.changed:
+                self._shelf.catalog.condemn(entry)
 
     def _abandon(self, ticket: int | None) -> None:
         with self._shelf.changed:

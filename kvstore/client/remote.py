@@ -6,9 +6,11 @@ asking first, large ones only if the store wants them. A way that breaks is left
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Generator, Sequence
+from contextlib import closing
 
 from common.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Unavailable
 from kvstore.base import NOT_SENT, Found, Got, Kept, Lease, Offer, Outcome, Seen, Want, claim_of
@@ -22,11 +24,16 @@ from kvstore.ways.way import Progress, Ticket, Way
 from protos import kvstore_pb2 as pb
 from rpc.deadline import Deadline
 
+log = logging.getLogger("kvrelay.store")
+
 SEND_UNASKED = 256 << 10
 """Up to so many bytes in all a round trip costs more than sending in vain."""
 
 GRACE = 0.05
 """With less time left than this, another writer is not waited for any more."""
+
+RECHECK_SECONDS = 1.0
+"""For the store to look again at a block that a reader left at."""
 
 _VERDICT_OF = {wire: verdict for verdict, wire in VERDICTS.items()}
 
@@ -92,16 +99,16 @@ class RemoteStore:
         return Seen(tuple(length or None for length in lengths), lease, misses, answer.opening)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
-        """As the protocol says."""
-        deadline, progress = Deadline.after(timeout), Progress()
-        tried: set[str] = set()
-        while True:
-            way = self._ways.best(tried, deadline)
-            try:
-                yield from way.get(wants, progress, deadline)
-                return
-            except (Unavailable, Corrupt) as error:
-                self._after(way, error, tried)
+        """As the protocol says. The store looks again at a block where its reader leaves."""
+        deadline, got = Deadline.after(timeout), None
+        try:
+            with closing(self._arriving(wants, deadline)) as arriving:
+                for got in arriving:
+                    yield got
+        except GeneratorExit:
+            if got is not None and got.header is not None:
+                self._recheck(wants[got.index].name, deadline.earlier(RECHECK_SECONDS))
+            raise
 
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
         """As the protocol says."""
@@ -146,6 +153,26 @@ class RemoteStore:
         self._closed.set()
         self._calls.close()
         self._ways.close()
+
+    def _arriving(self, wants: Sequence[Want], deadline: Deadline) -> Generator[Got, None, None]:
+        """The blocks, by one way after another."""
+        progress = Progress()
+        tried: set[str] = set()
+        while True:
+            way = self._ways.best(tried, deadline)
+            try:
+                yield from way.get(wants, progress, deadline)
+                return
+            except (Unavailable, Corrupt) as error:
+                self._after(way, error, tried)
+
+    def _recheck(self, name: bytes, deadline: Deadline) -> None:
+        """If what lies there is wrong it goes, and may be put anew. A failure is nobody's loss."""
+        try:
+            with mapped():
+                self._calls.recheck(pb.RecheckRequest(name=name), timeout=deadline.remaining())
+        except KvrelayError as error:
+            log.info("%s: block %s was not looked at again: %s", self.url, name.hex(), error)
 
     def _ask(
         self, request: pb.LookupRequest, timeout: float

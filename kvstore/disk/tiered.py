@@ -121,7 +121,10 @@ class TieredCatalog(Catalog[int]):
     def saved(
         self, segment: int, nbytes: int, batch: Sequence[Entry[int]], offsets: Sequence[int]
     ) -> None:
-        """They lie in ``segment`` at ``offsets``; it is ``nbytes`` long now."""
+        """They lie in ``segment`` at ``offsets``; it is ``nbytes`` long now.
+
+        Those that turned out to be wrong meanwhile do not count.
+        """
         if not self.index.holds(segment):  # cleared meanwhile
             self.not_saved(batch)
             return
@@ -129,16 +132,19 @@ class TieredCatalog(Catalog[int]):
         new = self.index.add(
             Spot(e.name, e.parent, e.size, e.tokens, segment, offset, e.opening)
             for e, offset in zip(batch, offsets, strict=True)
+            if e.ready
         )
         added = {spot.name for spot in new}
         for entry in batch:
+            self._loosen(entry)
+            if not entry.ready:
+                continue
             self._unsaved.drop(entry.name)
             entry.again = False
             self.disk.written += 1
             self.disk.bytes_written += entry.size
             if entry.name in added and entry.name not in self._entries:
                 super()._came(entry)  # evicted meanwhile, and there again
-            self._loosen(entry)
         self._unsaved.end(len(batch))
 
     def not_saved(self, batch: Sequence[Entry[int]]) -> None:
@@ -241,11 +247,11 @@ class TieredCatalog(Catalog[int]):
                 continue
             if not kept:
                 known = names[:at] if run else names
-                there = tuple(name for name in known if name in self._entries)
+                there = [self._entries[name] for name in known if name in self._entries]
                 kept.append(self._hold(there, now + HELD_SECONDS, now))
             if not self._start(spot, now):
                 break
-            kept.append(self._hold((name,), now + HELD_SECONDS, now))
+            kept.append(self._hold((self._entries[name],), now + HELD_SECONDS, now))
         return kept
 
     def _start(self, spot: Spot, now: float) -> bool:
@@ -280,14 +286,15 @@ class TieredCatalog(Catalog[int]):
     def _loosen(self, entry: Entry[int]) -> None:
         """A read or write at its place has ended."""
         entry.grips -= 1
-        if not entry.grips and self._entries.get(entry.name) is not entry:
+        held = entry.grips or entry.leases
+        if not held and self._entries.get(entry.name) is not entry:
             self.give_back(entry.value, entry.size)
 
-    def _hold(self, names: tuple[bytes, ...], deadline: float, now: float) -> int:
-        lease = super()._hold(names, deadline, now)
-        for name in names:
-            self._entries[name].again = True
-        return lease
+    def _hold(self, entries: Iterable[Entry[int]], deadline: float, now: float) -> int:
+        held = tuple(entries)
+        for entry in held:
+            entry.again = True
+        return super()._hold(held, deadline, now)
 
     def _lead(self, names: Sequence[bytes], held: bool) -> int:
         lead = super()._lead(names, held)

@@ -6,6 +6,7 @@ Everything here runs on one event loop; the vault is shared with the threads of 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import cast
@@ -39,6 +40,8 @@ from kvstore.wire.buffers import cut, data_message
 from protos import kvstore_pb2 as pb
 from rpc.identity import caller
 
+log = logging.getLogger("kvrelay.store")
+
 NAME = "kvrelay.v1.KVStore"
 MAX_LISTED = 1 << 31
 STREAM_SECONDS = 60.0
@@ -56,6 +59,7 @@ class StoreService:
         self._vault = vault
         self._ways = ways or pb.WaysResponse(boot=vault.boot)
         self._changed = Changes()
+        self._rechecking = asyncio.Lock()
         self._watching = Watching(vault, pace)
         vault.watch(self._changed.tell)
 
@@ -162,6 +166,16 @@ class StoreService:
             self._vault.release(request.leases, self._scope().prefix)
         return pb.ReleaseResponse(boot=self._vault.boot)
 
+    async def recheck(self, request: pb.RecheckRequest, context: object) -> pb.RecheckResponse:
+        """``Recheck``; one at a time, for threads are there for others too."""
+        checked_names("name", [request.name], 1, 1)
+        key = self._scope().key(request.name)
+        async with self._rechecking:
+            error = await asyncio.to_thread(self._vault.recheck, key)
+        if error is not None:
+            log.warning("block %s was taken out: %s", request.name.hex(), error)
+        return pb.RecheckResponse(boot=self._vault.boot, removed=error is not None)
+
     async def stats(self, request: pb.StatsRequest, context: object) -> pb.StatsResponse:
         """``Stats``."""
         return stats_for(self._vault, caller())
@@ -246,6 +260,7 @@ def register(service: StoreService, server: grpc.aio.Server) -> None:
         "Locate": unary(service.locate, pb.LocateRequest.FromString, _serialized),
         "Reserve": unary(service.reserve, pb.ReserveRequest.FromString, _serialized),
         "Release": unary(service.release, pb.ReleaseRequest.FromString, _serialized),
+        "Recheck": unary(service.recheck, pb.RecheckRequest.FromString, _serialized),
         "Stats": unary(service.stats, pb.StatsRequest.FromString, _serialized),
         "Clear": unary(service.clear, pb.ClearRequest.FromString, _serialized),
         "PutSmall": unary(service.put_small, pb.PutRequest.FromString, _serialized),

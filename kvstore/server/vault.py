@@ -134,6 +134,26 @@ class Vault:
         finally:
             self.release([lent.lease])
 
+    def recheck(self, name: bytes) -> Corrupt | None:
+        """Look at a block in memory, and take it out if it is wrong; what is wrong. Reads all.
+
+        It is held meanwhile; for other leases too it stays where it is until they end.
+        """
+        with self._lock:
+            found = self._catalog.examine(name, time.monotonic())
+        if found is None:
+            return None
+        entry, lease = found
+        try:
+            view = self.arena.view(entry.value, entry.size).toreadonly()
+            check_block(Claim(name, entry.size, entry.partial), view)
+        except Corrupt as error:
+            with self._lock:
+                return error if self._catalog.condemn(entry) else None
+        finally:
+            self.release([lease])
+        return None
+
     def extend(self, lease: int, seconds: float) -> bool:
         """See ``Catalog.extend``."""
         now = time.monotonic()

@@ -62,6 +62,9 @@ class Calls:
         self.clear = unary(
             PATH + "Clear", pb.ClearRequest.SerializeToString, pb.ClearResponse.FromString
         )
+        self.recheck = unary(
+            PATH + "Recheck", pb.RecheckRequest.SerializeToString, pb.RecheckResponse.FromString
+        )
         self.put_small = unary(
             PATH + "PutSmall", pb.PutRequest.SerializeToString, pb.PutResponse.FromString
         )

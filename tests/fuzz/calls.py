@@ -106,6 +106,7 @@ def store_seeds(name: str) -> tuple[Message, ...]:
         "Put": (kvstore_pb2.PutRequest(head=head), kvstore_pb2.PutRequest(data=bytes(8192))),
         "PutSmall": (kvstore_pb2.PutRequest(head=head, data=bytes(8192)),),
         "Release": (kvstore_pb2.ReleaseRequest(boot=bytes(16), leases=[1, 2, 3]),),
+        "Recheck": (kvstore_pb2.RecheckRequest(name=names[0]),),
         "Inspect": (kvstore_pb2.InspectRequest(name=names[0]),),
         "List": (kvstore_pb2.ListRequest(limit=5),),
     }  # fmt: skip

@@ -228,7 +228,7 @@ def test_random_use_keeps_every_sum(budget: int) -> None:
     for _ in range(4000):
         now += source.random()
         picked = source.sample(names, source.randrange(1, 6))
-        action = source.randrange(7)
+        action = source.randrange(8)
         if action == 0:
             claims = [claim(n, source.randrange(1, 30), source.random() < 0.3) for n in picked]
             grant = catalog.reserve(claims, source.random() * 4, now)
@@ -244,6 +244,9 @@ def test_random_use_keeps_every_sum(budget: int) -> None:
             leases += [] if lease is None else [lease]
         elif action == 5 and leases:
             catalog.release(leases.pop(source.randrange(len(leases))))
+        elif action == 6 and (found := catalog.examine(picked[0], now)) is not None:
+            leases.append(found[1])
+            assert catalog.condemn(found[0])
         else:
             catalog.get(picked[0], now)
         assert catalog.audit() == []

@@ -97,6 +97,14 @@ def test_two_tenants_have_two_blocks_of_one_name(connect: Connect, way: str) -> 
     assert present(fleet, ours) == [False]
 
 
+def test_a_tenant_may_have_a_block_looked_at_again(connect: Connect) -> None:
+    alice, block = connect(ALICE), make(1000)
+    put(alice, block)
+    request = pb.RecheckRequest(name=name_of(block))
+    assert not alice._calls.recheck(request, timeout=TIMEOUT).removed
+    assert present(alice, block) == [True]
+
+
 def test_why_a_block_is_missing_says_nothing_of_others(connect: Connect) -> None:
     alice, bob, admin = connect(ALICE), connect(BOB), connect(ADMIN)
     block, opening = make(), 7

@@ -201,7 +201,7 @@ def test_random_use_keeps_every_sum_and_every_event(budget: int, disk: int) -> N
     for _ in range(4000):
         now += source.random() / 4
         picked = source.sample(names, source.randrange(1, 6))
-        action = source.randrange(12)
+        action = source.randrange(13)
         if action < 3:
             put(catalog, *picked, now=now, partial=source.random() < 0.1)
         elif action == 3:
@@ -231,6 +231,9 @@ def test_random_use_keeps_every_sum_and_every_event(budget: int, disk: int) -> N
             catalog.arrived(*reads.pop(source.randrange(len(reads))), source.random() < 0.8)
         elif action == 11 and source.random() < 0.1:
             catalog.clear(now)
+        elif action == 12 and (found := catalog.examine(picked[0], now)) is not None:
+            leases.append(found[1])
+            assert catalog.condemn(found[0])
         assert catalog.audit() == []
         catalog.expire(now)
         at = follow(catalog, known, at)
