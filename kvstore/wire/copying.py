@@ -15,7 +15,7 @@ LARGE = 128 << 10
 """From here on a copy takes longer than calling numpy, which lets other threads run meanwhile."""
 
 PIECE = 512 << 10
-"""Copied and then hashed: source and target both lie in a second level of cache of 1 MiB or more."""
+"""Copied and then hashed: both sides of it lie in a second level of cache of 1 MiB or more."""
 
 
 def copy(target: memoryview, source: memoryview) -> None:
