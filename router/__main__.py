@@ -27,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
     config = load(RouterConfig, argv, "python -m router", "The router of kvrelay.")
     logs.setup("router", config.log_level)
     arenas.bound()
+    arenas.keep_trimmed()
     try:
         security.install(config)
         return asyncio.run(serve(config))

@@ -1,4 +1,4 @@
-"""Threads share two arenas of the allocator, so that what floods leave behind is bounded."""
+"""Threads share two arenas of the allocator, and what is free goes back to the system."""
 
 from __future__ import annotations
 
@@ -32,18 +32,38 @@ starts = re.findall(r"^([0-9a-f]+)-\\S+ rw-p 0+ 00:00 0 *$", maps, re.M)
 print(1 + sum(int(start, 16) % (1 << 26) == 0 for start in starts))
 over.set()
 """
+# Every second block is free: the heap cannot be cut at its end.
+TRIMMED = """
+import re, time
+from pathlib import Path
+from common import arenas
+def held():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+blocks = [bytearray(40_000) for _ in range(4_000)]
+del blocks[::2]
+before = held()
+arenas.keep_trimmed(0.05)
+until = time.monotonic() + 50
+while held() > before - 40_000 and time.monotonic() < until:
+    time.sleep(0.05)
+print(before - held())
+"""
 
 
 def arenas(**environ: str) -> int:
-    told = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+    return told(SCRIPT, **environ)
+
+
+def told(script: str, **environ: str) -> int:
+    run = subprocess.run(
+        [sys.executable, "-c", script],
         env={**os.environ, **environ},
         capture_output=True,
         text=True,
         check=True,
         timeout=60,
     )
-    return int(told.stdout)
+    return int(run.stdout)
 
 
 def test_threads_share_the_arenas() -> None:
@@ -53,3 +73,7 @@ def test_threads_share_the_arenas() -> None:
 def test_the_environment_says_otherwise() -> None:
     """And the count above is not blind."""
     assert arenas(MALLOC_ARENA_MAX=str(THREADS * 2)) > MOST
+
+
+def test_what_is_free_in_the_midst_of_the_heap_goes_back() -> None:
+    assert told(TRIMMED) > 40_000
