@@ -65,7 +65,7 @@ fuzz: $(READY) ## mutated messages and raw bytes, so many to every port: ARGS='-
 soak: $(READY) ## readers and writers on a store at its limit, every byte compared: ARGS='--seconds 60 --disk'
 	@$(BIN)/python -m tests.kvstore.soak $(ARGS)
 
-prove: $(READY) ## explore the accounting's states and mutations at full size (half an hour)
+prove: $(READY) ## explore the accounting's states and mutations at full size (a quarter of an hour)
 	@run=$$(mktemp) && $(BIN)/python -m tests.accounting.prove --save $$run $(ARGS) \
 		&& $(BIN)/python -m tests.accounting.page $$run && rm $$run
 
