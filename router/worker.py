@@ -46,8 +46,6 @@ class KnownWorker:
         self.info = None
         self.load = worker_pb2.WorkerLoad()
 
-    # What a choice reads of every worker is taken out of messages when they come.
-
     @property
     def info(self) -> worker_pb2.WorkerInfo | None:
         """What it said of itself; ``role`` is what it says, if it may, else as it is listed."""
@@ -56,16 +54,10 @@ class KnownWorker:
     @info.setter
     def info(self, info: worker_pb2.WorkerInfo | None) -> None:
         self._info, self.role, self.key = info, self.listed, self.address
-        self._max_model_len = self._capacity = self._block_size = self._longest = 0
         self._candidate: Candidate | None = None
-        if info is None:
-            return
-        if belongs(info, self.listed):
-            self.role = info.role
-        self.key = info.worker
-        self._block_size = info.namespace.block_size
-        self._max_model_len, self._capacity = info.max_model_len, info.num_blocks * self._block_size
-        self._longest = min(self._max_model_len, self._capacity)
+        if info is not None:
+            self.role = info.role if belongs(info, self.listed) else self.listed
+            self.key = info.worker
 
     @property
     def load(self) -> worker_pb2.WorkerLoad:
@@ -75,9 +67,6 @@ class KnownWorker:
     @load.setter
     def load(self, load: worker_pb2.WorkerLoad) -> None:
         self._load, self._candidate = load, None
-        self._under_way = load.waiting + load.loading + load.running
-        self._waiting_tokens = load.waiting_tokens
-        self._free_blocks = load.free_blocks if load.steps else None
 
     @property
     def usable(self) -> bool:
@@ -101,7 +90,7 @@ class KnownWorker:
 
     def fits(self, positions: int) -> bool:
         """Whether a request that needs so many could ever run there."""
-        return positions <= self._longest  # as ``Candidate.fits``
+        return self.candidate().fits(positions)
 
     def hear(self) -> None:
         """A message came: it is alive, whatever a check says."""
@@ -135,22 +124,23 @@ class KnownWorker:
                 stay.evict(error)
 
     def candidate(self) -> Candidate:
-        """What the policy needs to know. Only of a worker that told its ``info``."""
+        """What the policy needs to know, read from messages anew only after a change."""
         if self._candidate is None:
             self._candidate = self._as_candidate()
         return self._candidate
 
     def _as_candidate(self) -> Candidate:
-        own, waiting, free = self._tokens, self._waiting_tokens, self._free_blocks
-        prefills = self.role == types_pb2.ROLE_PREFILL
+        info, load, own = self._info or worker_pb2.WorkerInfo(), self._load, self._tokens
+        size, prefills = info.namespace.block_size, self.role == types_pb2.ROLE_PREFILL
+        waiting = load.waiting_tokens
         return Candidate(
             key=self.key,
             # Other routers may send work too, and a check may be older than our own legs.
-            legs=max(len(self._stays), self._under_way),
+            legs=max(len(self._stays), load.waiting + load.loading + load.running),
             tokens=max(own, waiting),
-            max_model_len=self._max_model_len,
-            capacity=self._capacity,
-            free=None if free is None else free * self._block_size,
+            max_model_len=info.max_model_len,
+            capacity=info.num_blocks * size,
+            free=load.free_blocks * size if load.steps else None,
             queued=max(own, waiting) if prefills else waiting,
         )
 
