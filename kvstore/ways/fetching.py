@@ -72,8 +72,11 @@ def receive(
         return
     if answer.length != batch.size:
         raise Corrupt("answer", f"{answer.length} bytes came and {batch.size} were located")
-    if max(len(wants[index].buffer) for index in batch.wants) < LARGE:
-        yield from _small(line, wants, lengths, batch)
+    largest = max(lengths[index] for index in batch.wants)
+    if largest < LARGE:
+        step = PIECE // largest
+        for start in range(0, len(batch.wants), step):
+            yield from _small(line, wants, lengths, batch.wants[start : start + step])
         return
     for index in batch.wants:
         header, summed = _large(line, wants[index], lengths[index])
@@ -81,12 +84,12 @@ def receive(
 
 
 def _small(
-    line: Line, wants: Sequence[Want], lengths: Sequence[int], batch: Batch
+    line: Line, wants: Sequence[Want], lengths: Sequence[int], indices: Sequence[int]
 ) -> Iterator[tuple[int, bytes | None, int | None]]:
-    """All of a batch at once."""
+    """As many as are then summed while they lie in the CPU's cache."""
     headers: list[bytearray | None] = []
     views: list[memoryview] = []
-    for index in batch.wants:
+    for index in indices:
         split = split_of(lengths[index], wants[index])
         headers.append(None if split is None else bytearray(split))
         header = headers[-1]
@@ -94,7 +97,7 @@ def _small(
             skip(lengths[index]) if header is None else (memoryview(header), wants[index].buffer)
         )
     line.pipe.receive_into(views)
-    for index, header in zip(batch.wants, headers, strict=True):
+    for index, header in zip(indices, headers, strict=True):
         yield index, None if header is None else bytes(header), None
 
 
