@@ -19,7 +19,7 @@ import grpc
 from common.errors import Exhausted
 from rpc.credentials import Credentials
 from rpc.identity import LOCAL, STRANGER, Identity, Kind, enter
-from rpc.status import DETAILS_KEY, to_status
+from rpc.status import abort, end
 
 log = logging.getLogger("kvrelay.rpc")
 HEADER, SCHEME = "authorization", "Bearer "
@@ -131,10 +131,8 @@ def _refusing(code: grpc.StatusCode, message: str) -> Handler[Q, R]:
     """Takes calls of any shape and reads none of their messages."""
 
     async def refuse(requests: object, context: grpc.aio.ServicerContext[Q, R]) -> Never:
-        trailers: tuple[tuple[str, bytes], ...] = ()
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
-            status = to_status(Exhausted(message, RETRY_SECONDS))
-            trailers = ((DETAILS_KEY, status.SerializeToString()),)
-        await context.abort(code, message, trailers)
+            await abort(context, Exhausted(message, RETRY_SECONDS))
+        await end(context, code, message)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

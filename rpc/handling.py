@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Never, TypeAlias, TypeVar, cast
 
@@ -90,8 +90,10 @@ def _edge(
 ) -> Callable[..., Awaitable[object]]:
     async def call(request: object, context: Context[Q, R]) -> object:
         try:
-            checked = _checked_all(request) if streaming else _checked(request)
-            return await inner(checked, context)
+            if not streaming:
+                return await inner(_checked(request), context)
+            async with aclosing(_checked_all(context)) as requests:
+                return await inner(requests, context)
         except KvrelayError as error:
             await abort(context, error)
         except grpc.aio.AbortError:
@@ -112,8 +114,9 @@ def _checked(request: object) -> object:
     return request
 
 
-async def _checked_all(requests: object) -> AsyncIterator[object]:
-    async for request in cast("AsyncIterator[object]", requests):
+async def _checked_all(context: Context[Q, R]) -> AsyncGenerator[object]:
+    # Not gRPC's own iterator, which refers to itself until it was read to its end.
+    while (request := await context.read()) is not grpc.aio.EOF:
         yield _checked(request)
 
 

@@ -41,6 +41,7 @@ class ServerOptions:
 
     address: str = "127.0.0.1:0"
     max_message_bytes: int = 8 * MIB
+    max_connections: int = 2048  # each may have some hundred KiB read before they are understood
     max_concurrent_streams: int = 1024  # of one connection
     max_calls: int = CALLS  # of all of them; one more is told to retry
     keepalive_seconds: float = 20.0
@@ -53,6 +54,7 @@ class ServerOptions:
             ("grpc.so_reuseport", 0),  # a taken port must be an error, not a shared port
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_send_message_length", self.max_message_bytes),
+            ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.max_concurrent_streams", self.max_concurrent_streams),
             ("grpc.keepalive_time_ms", round(self.keepalive_seconds * 1000)),
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_seconds * 1000)),

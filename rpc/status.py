@@ -6,7 +6,8 @@ side. Codes that gRPC itself produces (a closed socket, a message too large) are
 
 from __future__ import annotations
 
-from typing import Never, Protocol
+import asyncio
+from typing import Never, Protocol, TypeAlias
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -44,6 +45,8 @@ _CODES: tuple[tuple[type[KvrelayError], grpc.StatusCode], ...] = (
     (KvrelayError, grpc.StatusCode.INTERNAL),
 )
 
+Trailers: TypeAlias = tuple[tuple[str, str | bytes], ...]
+
 
 class _Aborting(Protocol):
     """What a servicer context is asked for here."""
@@ -52,7 +55,7 @@ class _Aborting(Protocol):
         self,
         code: grpc.StatusCode,
         details: str = "",
-        trailing_metadata: tuple[tuple[str, str | bytes], ...] = (),
+        trailing_metadata: Trailers = (),
     ) -> Never: ...
 
 
@@ -73,7 +76,23 @@ async def abort(context: _Aborting, error: KvrelayError) -> Never:
     """End the call with this error's status."""
     status = to_status(error)
     trailers = ((DETAILS_KEY, status.SerializeToString()),)
-    await context.abort(code_of(error), status.message, trailers)
+    await end(context, code_of(error), status.message, trailers)
+
+
+async def end(
+    context: _Aborting, code: grpc.StatusCode, message: str, trailers: Trailers = ()
+) -> Never:
+    """``context.abort``, which would leave a circle of references for every call that it ends.
+
+    The call keeps the exception, its traceback the frames it came through, they the call, and that
+    what gRPC's core holds for it, until a collector comes by that is to come seldom.
+    """
+    try:
+        await context.abort(code, message, trailers)
+    except grpc.aio.AbortError as aborted:
+        aborted.__context__ = None
+        asyncio.get_running_loop().call_soon(aborted.with_traceback, None)
+        raise
 
 
 def from_rpc_error(error: grpc.RpcError) -> KvrelayError:

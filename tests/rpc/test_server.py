@@ -174,3 +174,26 @@ async def test_stop_gives_running_calls_time() -> None:
         leave.set()
         assert await reading == decode_pb2.DecodeResponse()
         await stopping
+
+
+async def test_connections_are_bounded() -> None:
+    """One too many is closed at once; when another has left there is room again."""
+    server = echo_server(ServerOptions(max_connections=2))
+    host, port = (await server.start()).split(":")
+
+    async def greeted() -> tuple[bytes, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        return await reader.read(1), writer  # whoever is taken is sent settings
+
+    async with asyncio.timeout(60):
+        (first, one), (second, two), (third, three) = [await greeted() for _ in range(3)]
+        assert (bool(first), bool(second), third) == (True, True, b"")
+        one.close()
+        three.close()
+        while True:
+            told, writer = await greeted()
+            writer.close()
+            if told:
+                break
+    two.close()
+    await server.stop()
