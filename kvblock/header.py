@@ -17,6 +17,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import xxhash
 
@@ -42,6 +43,7 @@ ITEM_BYTES = {
 """Element types a payload may have and their sizes in bytes."""
 
 _FIXED = struct.Struct("<8sHBBIQQQI20s32s32s32s8I")
+_KINDS = {dtype.encode("ascii").ljust(20, b"\0"): dtype for dtype in ITEM_BYTES}
 _CHECKSUM = slice(16, 24)
 _PAYLOAD_CHECKSUM = slice(32, 40)
 
@@ -126,10 +128,15 @@ def _common(
         data, 0, MAGIC, VERSION, len(shape), 0, length, 0, 0, 0, count, dtype.encode("ascii"),
         b"", b"", b"", *dimensions,
     )  # fmt: skip
-    words, end = struct.Struct(f"<{count}I"), _FIXED.size + 4 * count
+    end = _FIXED.size + 4 * count
     found = (data[: _CHECKSUM.start], data[40:64], data[160 : _FIXED.size], data[end:])
     start, kind, shaped, padding = map(bytes, found)
-    return start, kind, shaped, words, padding
+    return start, kind, shaped, _words(count), padding
+
+
+@lru_cache(maxsize=1024)
+def _words(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}I")
 
 
 def seal(header: bytes, payload_checksum: int) -> bytes:
@@ -140,8 +147,35 @@ def seal(header: bytes, payload_checksum: int) -> bytes:
     return bytes(data)
 
 
+class Fields(NamedTuple):
+    """A header's fields, which agree with one another; ``words`` are its token ids as they lie."""
+
+    namespace: bytes
+    parent: bytes
+    name: bytes
+    words: bytes
+    dtype: str
+    shape: tuple[int, ...]
+    payload_bytes: int
+    payload_checksum: int
+
+    @property
+    def positions(self) -> int:
+        """Token positions in the block."""
+        return len(self.words) // 4
+
+
 def decode(data: Buffer) -> Header:
-    """Read a header from the start of ``data``; ``Corrupt`` names the field that is wrong.
+    """Read a header from the start of ``data``; ``Corrupt`` names the field that is wrong."""
+    found = fields_of(data)
+    return Header(
+        found.namespace, found.parent, found.name, _words(found.positions).unpack(found.words),
+        found.dtype, found.shape, found.payload_bytes, found.payload_checksum,
+    )  # fmt: skip
+
+
+def fields_of(data: Buffer) -> Fields:
+    """The same without a number for each token.
 
     Lengths are checked against the limits and against each other before anything is allocated.
     """
@@ -150,18 +184,17 @@ def decode(data: Buffer) -> Header:
     magic, version, dimensions, _, length, own, size, payload, count, dtype, space, parent, name, \
         *shape = _FIXED.unpack_from(data)  # fmt: skip
     _check_frame(len(data), magic, version, length, count)
-    if own != _own_checksum(memoryview(data)[:length]):
+    raw = bytes(data[:length])
+    if own != _own_checksum(raw):
         raise Corrupt("header_checksum", "the header's bytes are not those that were written")
-    header = Header(
-        space, parent, name, struct.unpack_from(f"<{count}I", data, _FIXED.size),
-        _dtype(dtype), tuple(shape[:dimensions]), size, payload,
-    )  # fmt: skip
-    _check_payload(header, dimensions)
-    return header
+    kind, shaped = _dtype(dtype), tuple(shape[:dimensions])
+    _check_payload(kind, dimensions, shaped, size)
+    words = raw[_FIXED.size : _FIXED.size + 4 * count]
+    return Fields(space, parent, name, words, kind, shaped, size, payload)
 
 
-def _own_checksum(data: Buffer) -> int:
-    return xxhash.xxh3_64_intdigest(bytes(data[: _CHECKSUM.start]) + data[_CHECKSUM.stop :])
+def _own_checksum(data: bytes | bytearray) -> int:
+    return xxhash.xxh3_64_intdigest(data[: _CHECKSUM.start] + data[_CHECKSUM.stop :])
 
 
 def _check_frame(available: int, magic: bytes, version: int, length: int, count: int) -> None:
@@ -180,17 +213,16 @@ def _check_frame(available: int, magic: bytes, version: int, length: int, count:
 
 
 def _dtype(raw: bytes) -> str:
-    name = raw.rstrip(b"\0").decode("ascii", "replace")
-    if name not in ITEM_BYTES:
-        raise Corrupt("dtype", f"{name!r} is none of {', '.join(ITEM_BYTES)}")
+    if (name := _KINDS.get(raw)) is None:
+        said = raw.rstrip(b"\0").decode("ascii", "replace")
+        raise Corrupt("dtype", f"{said!r} is none of {', '.join(ITEM_BYTES)}")
     return name
 
 
-def _check_payload(header: Header, dimensions: int) -> None:
+def _check_payload(dtype: str, dimensions: int, shape: tuple[int, ...], size: int) -> None:
     if dimensions > MAX_DIMENSIONS:
         raise Corrupt("shape", f"{dimensions} dimensions are more than {MAX_DIMENSIONS}")
-    expected = payload_bytes(header.dtype, header.shape)
-    if header.payload_bytes != expected:
-        raise Corrupt("payload_bytes", f"{header.payload_bytes} is not the {expected} of its shape")
-    if header.payload_bytes > MAX_PAYLOAD:
-        raise Corrupt("payload_bytes", f"{header.payload_bytes} is more than {MAX_PAYLOAD}")
+    if size != (expected := payload_bytes(dtype, shape)):
+        raise Corrupt("payload_bytes", f"{size} is not the {expected} of its shape")
+    if size > MAX_PAYLOAD:
+        raise Corrupt("payload_bytes", f"{size} is more than {MAX_PAYLOAD}")

@@ -48,6 +48,12 @@ def child_name(
     return digest(_CHILD + namespace + parent + packed)
 
 
+def name_after(namespace: bytes, parent: bytes, words: bytes, digest: Digest = sha256) -> bytes:
+    """The same, of token ids as a header has them: 32 bits each, little-endian."""
+    count = len(words) // 4
+    return digest(b"".join((_CHILD, namespace, parent, count.to_bytes(4, "little"), words)))
+
+
 class Namer:
     """Makes the names of one namespace. Stateless, so any thread may use it."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.errors import Corrupt
-from kvblock.header import Buffer, Header, checksum, decode, encoded
+from kvblock.header import Buffer, Fields, Header, checksum, decode, encoded
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def verify(header: Header, wanted: Wanted) -> None:
     _same("shape", header.shape, wanted.shape)
 
 
-def verify_payload(header: Header, payload: Buffer, summed: int | None = None) -> None:
+def verify_payload(header: Header | Fields, payload: Buffer, summed: int | None = None) -> None:
     """Raise ``Corrupt`` unless ``payload`` has the length and checksum the header states.
 
     ``summed`` is the checksum of ``payload``, where it was computed as the bytes came.

@@ -175,10 +175,12 @@ class Catalog(Generic[V]):
         """The writer makes progress: its reservations end later."""
         self._writing.prolong(ticket, deadline)
 
-    def borrow(self, ticket: int, name: bytes, now: float) -> V | None:
-        """The place of a reserved block, for its writer to ``commit`` or ``give_back``, once."""
+    def borrow(
+        self, ticket: int, names: Sequence[bytes], now: float
+    ) -> list[tuple[Claim, V] | None]:
+        """Reserved blocks and their places, for a writer to ``commit`` or ``give_back``, once."""
         self.expire(now)
-        return None if self._writing.find(ticket, name) is None else self._places.borrow(name)
+        return [self._borrow(ticket, name) for name in names]
 
     def give_back(self, place: V, size: int) -> None:
         """A borrowed place that nobody writes to any more."""
@@ -193,6 +195,12 @@ class Catalog(Generic[V]):
         Its value is then still the writer's. ``parent`` is the block that it continues.
         """
         self.expire(now)
+        return self.publish(ticket, name, value, now, parent, tokens)
+
+    def publish(
+        self, ticket: int, name: bytes, value: V, now: float, parent: bytes | None, tokens: int
+    ) -> bool:
+        """``commit`` for one of many blocks, of which the first made ``expire`` look at ``now``."""
         if (claim := self._writing.take(ticket, name)) is None:
             return False
         if parent is not None and parent in self._entries:
@@ -285,25 +293,25 @@ class Catalog(Generic[V]):
         if not (self._writing.allows(claim) and self._make_room(claim)):
             self.tally.rejected += 1
             return Verdict.NO_ROOM
-        self._writing.add(ticket, claim)
+        self._writing.give(ticket, claim)
         return Verdict.RESERVED
 
     def _make_room(self, claim: Claim) -> bool:
         """Evict until there is room, in bytes and in one piece; false if there cannot be."""
-        needed = claim.size + self._entry_bytes
-        if self._charged(self._entries.leased, self._entries.holding) + needed > self._budget:
+        entries, each = self._entries, self._entry_bytes
+        # What there is for blocks beside this one and all that is being written.
+        most = self._budget - claim.size - self._writing.bytes - (len(self._writing) + 1) * each
+        if entries.leased + entries.holding * each > most:
             return False  # or all the rest would go for nothing
-        while self._charged(
-            self._entries.bytes, len(self._entries)
-        ) + needed > self._budget or not self._places.take(claim):
+        while entries.bytes + len(entries) * each > most or not self._places.take(claim):
             if not self._evict(claim):
                 return False
         return True
 
-    def _charged(self, nbytes: int, blocks: int) -> int:
-        """What so many blocks and all that is being written cost."""
-        count = blocks + len(self._writing)
-        return nbytes + self._writing.bytes + count * self._entry_bytes
+    def _borrow(self, ticket: int, name: bytes) -> tuple[Claim, V] | None:
+        claim = self._writing.find(ticket, name)
+        place = None if claim is None else self._places.borrow(name)
+        return None if claim is None or place is None else (claim, place)
 
     def _evict(self, claim: Claim) -> bool:
         victim = self.choose(claim)

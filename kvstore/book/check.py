@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.errors import Corrupt
-from kvblock.header import Buffer, Header, decode, header_bytes
-from kvblock.name import Digest, child_name, sha256
+from kvblock.header import Buffer, Fields, fields_of, header_bytes
+from kvblock.name import Digest, name_after, sha256
 from kvblock.verify import verify_payload
 from kvstore.book.keys import name_of
 from kvstore.records import Claim
@@ -26,23 +26,23 @@ class Summed:
 
 def check_block(
     claim: Claim, data: Buffer, digest: Digest = sha256, summed: Summed | None = None
-) -> Header:
-    """The header; ``Corrupt`` names the field unless ``data`` is a whole block of that name."""
+) -> Fields:
+    """What its header says; ``Corrupt`` unless it is a whole block of that name: what is wrong."""
     view = memoryview(data)
     if view.nbytes != claim.size:
         raise Corrupt("length", f"{view.nbytes} bytes came and {claim.size} were claimed")
-    header = decode(view)
+    header = fields_of(view)
     check_name(name_of(claim.name), header, digest)
-    start = header_bytes(header.count)
+    start = header_bytes(header.positions)
     known = summed.checksum if summed is not None and summed.start == start else None
     verify_payload(header, view[start:], known)
     return header
 
 
-def check_name(name: bytes, header: Header, digest: Digest = sha256) -> None:
+def check_name(name: bytes, header: Fields, digest: Digest = sha256) -> None:
     """``Corrupt`` unless a block with this header is called ``name``, and rightly."""
     if header.name != name:
         raise Corrupt("name", f"{header.name.hex()} is in the header of {name.hex()}")
-    true = child_name(header.namespace, header.parent, header.tokens, digest)
+    true = name_after(header.namespace, header.parent, header.words, digest)
     if true != header.name:
         raise Corrupt("name", f"what the header holds is called {true.hex()}")

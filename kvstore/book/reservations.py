@@ -27,34 +27,28 @@ class Shares:
 WHOLE = Shares(1.0, 1.0)
 
 
-class Reservations:
-    """Tickets, each with the claims not yet committed. A name has at most one writer."""
+class Reservations(set[bytes]):
+    """Names that are being written, each by one ticket, until it is committed."""
 
     def __init__(self, budget: int, shares: Shares = WHOLE) -> None:
+        super().__init__()
         part = budget / shares.owners
         self._of_ticket, self._of_owner = part * shares.ticket, part * shares.all
         self._owned: Counter[bytes] = Counter()
         self._tickets: dict[int, dict[bytes, Claim]] = {}
-        self._writers: set[bytes] = set()
         self._ends: Deadlines[int] = Deadlines()
         self._sizes: dict[int, int] = {}
         self.bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._writers)
-
-    def __contains__(self, name: bytes) -> bool:
-        return name in self._writers
 
     def open(self, ticket: int, deadline: float) -> None:
         """A new ticket, without claims; it ends by itself at ``deadline``."""
         self._tickets[ticket], self._sizes[ticket] = {}, 0
         self._ends.set(ticket, deadline)
 
-    def add(self, ticket: int, claim: Claim) -> None:
+    def give(self, ticket: int, claim: Claim) -> None:
         """``ticket`` is the one writer of this claim from now on."""
         self._tickets[ticket][claim.name] = claim
-        self._writers.add(claim.name)
+        self.add(claim.name)
         self._sizes[ticket] += claim.size
         self._owned[prefix_of(claim.name)] += claim.size
         self.bytes += claim.size
@@ -88,7 +82,7 @@ class Reservations:
         """End one claim; the ticket ends with its last one."""
         claim = self._tickets.get(ticket, {}).pop(name, None)
         if claim is not None:
-            self._writers.remove(name)
+            self.remove(name)
             self._sizes[ticket] -= claim.size
             self._owned[prefix_of(name)] -= claim.size
             self.bytes -= claim.size

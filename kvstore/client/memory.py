@@ -164,7 +164,7 @@ class MemoryStore:
             return Outcome(Kept.CORRUPT, str(error))
         with self._shelf.changed:
             stored = self._shelf.catalog.commit(
-                ticket, claim.name, data, time.monotonic(), header.parent, header.count
+                ticket, claim.name, data, time.monotonic(), header.parent, header.positions
             )
         return Outcome(Kept.STORED if stored else Kept.EXPIRED)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from common.errors import Corrupt
-from kvblock.header import decode, header_bytes
+from kvblock.header import fields_of, header_bytes
 from kvblock.verify import verify_payload
 from kvstore.base import Got, Store, Want
 from kvstore.book.check import check_name
@@ -61,7 +61,7 @@ def _read(store: Store, batch: Sequence[Listed], timeout: float) -> Iterator[Che
 
 
 def _check(listed: Listed, want: Want, got: Got) -> None:
-    header = decode(got.header or b"")
+    header = fields_of(got.header or b"")
     check_name(listed.name, header)
     verify_payload(header, want.buffer, got.summed)
 

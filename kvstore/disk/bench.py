@@ -114,12 +114,12 @@ class Bench:
     def _put(self, vault: Vault, name: bytes, header: bytes) -> None:
         size = len(header) + len(self._payload)
         grant = vault.reserve([Claim(name, size, partial=False)])
-        slot = None if grant.ticket is None else vault.slot(grant.ticket, name)
-        if slot is None:
-            raise Corrupt("put", f"{grant.verdicts}")
-        slot.buffer[: len(header)] = header
-        slot.buffer[len(header) :] = self._payload
-        if slot.keep().kept is not Kept.STORED:
+        slots = [] if grant.ticket is None else vault.slots(grant.ticket, [name])
+        for slot in filter(None, slots):
+            slot.buffer[: len(header)] = header
+            slot.buffer[len(header) :] = self._payload
+            slot.check()
+        if [outcome.kept for outcome in vault.settle(slots)] != [Kept.STORED]:
             raise Corrupt("put", "was not stored")
 
     def _bring(self, vault: Vault) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from common.errors import Corrupt, KvrelayError, Unavailable
-from kvblock.header import checksum, decode, seal
+from kvblock.header import checksum, fields_of, seal
 from kvblock.verify import verify_payload
 from kvstore.base import Block, Kept, Offer, Outcome
 from kvstore.book.check import check_name
@@ -28,7 +28,7 @@ def checked(offer: Offer) -> Block:
         raise Corrupt("length", f"{block.size} bytes came and {offer.size} were offered")
     summed = checksum(block.payload)
     header = block.header if block.sealed else seal(block.header, summed)
-    found = decode(header)
+    found = fields_of(header)
     check_name(offer.name, found)
     verify_payload(found, block.payload, summed)
     return Block(header, block.payload)

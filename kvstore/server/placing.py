@@ -1,41 +1,57 @@
-"""The places of the blocks of one put on a lane: each row is compared with what was reserved."""
+"""The blocks of one put on a lane, from wherever they come into their places, a group at a time."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Iterator, Sequence
 
 from common.errors import Rejected
-from kvstore.server.vault import Slot, Vault
-from kvstore.wire.frames import Request, Row, rows_of
+from kvstore.base import Outcome
+from kvstore.server.slot import Slot
+from kvstore.server.vault import Vault
+from kvstore.wire.frames import Row
+
+GROUP_BYTES, GROUP_BLOCKS = 4 << 20, 256
+"""Borrowed and made visible together: the bookkeeping of one costs nearly as much as of many."""
+
+Bring = Callable[[Slot | None, Row], None]
+"""Has a row's block come into its slot and be checked there; without a slot it is let pass."""
 
 
-def places(
-    vault: Vault, request: Request, body: bytes
-) -> Generator[tuple[Slot | None, Row], None, None]:
-    """The place of each row's block, ``None`` if its reservation has ended or never was.
+def placed(
+    vault: Vault, ticket: int, prefix: bytes | None, rows: Sequence[Row], bring: Bring
+) -> list[Outcome]:
+    """An outcome for each row. ``prefix`` is that of the ticket's owner, ``None`` if none is known.
 
-    Close it: a place that was not kept by then is given back.
+    Whatever happens, what has come by then is visible and every other place given back.
     """
-    rows = rows_of(body, request.count, vault.limits.max_block)
-    known = vault.knows(request.serial, request.token)
-    prefix = vault.owner(request.serial) or b""
-    prolonged = 0.0
-    for row in rows:
-        if known and time.monotonic() - prolonged > vault.limits.ticket_life / 10:
-            prolonged = time.monotonic()
-            vault.prolong(request.serial)
-        slot = _place(vault, request.serial, row, prefix) if known else None
+    outcomes: list[Outcome] = []
+    known, prolonged = prefix is not None, 0.0
+    for group in _groups(rows):
+        names = [row.name for row in group] if not prefix else [prefix + row.name for row in group]
+        slots = [None] * len(group) if prefix is None else vault.slots(ticket, names)
         try:
-            yield slot, row
+            for slot, row in zip(slots, group, strict=True):
+                if slot is not None and slot.claim.size != row.size:
+                    reserved = f"the {slot.claim.size} that was reserved"
+                    raise Rejected("rows.size", f"{row.size} is not {reserved}")
+                if known and time.monotonic() - prolonged > vault.limits.ticket_life / 10:
+                    prolonged = time.monotonic()
+                    vault.prolong(ticket)
+                bring(slot, row)
         finally:
-            if slot is not None:
-                slot.drop()
+            outcomes += vault.settle(slots)
+    return outcomes
 
 
-def _place(vault: Vault, ticket: int, row: Row, prefix: bytes) -> Slot | None:
-    slot = vault.slot(ticket, prefix + row.name)
-    if slot is not None and slot.claim.size != row.size:
-        slot.drop()
-        raise Rejected("rows.size", f"{row.size} is not the {slot.claim.size} that was reserved")
-    return slot
+def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    group: list[Row] = []
+    size = 0
+    for row in rows:
+        if group and (size + row.size > GROUP_BYTES or len(group) == GROUP_BLOCKS):
+            yield group
+            group, size = [], 0
+        group.append(row)
+        size += row.size
+    if group:
+        yield group

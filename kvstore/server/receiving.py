@@ -10,7 +10,7 @@ from contextlib import closing
 from google.protobuf.message import DecodeError
 
 from common.errors import Corrupt, DeadlineExceeded, Rejected
-from kvstore.base import NOT_SENT, Kept, Outcome
+from kvstore.base import NOT_SENT, Outcome
 from kvstore.records import Claim, Grant, Verdict
 from kvstore.server.vault import Vault
 from kvstore.wire.buffers import DATA, HEAD, Pour, parse, skip
@@ -87,12 +87,13 @@ def _buffers(
         if verdict is not Verdict.RESERVED or grant.ticket is None:
             yield from skip(claim.size)
             outcomes.append(Outcome(NOT_SENT[verdict]))
-        elif (slot := vault.slot(grant.ticket, claim.name)) is None:
-            yield from skip(claim.size)
-            outcomes.append(Outcome(Kept.EXPIRED))
-        else:
-            try:
+            continue
+        slots = vault.slots(grant.ticket, [claim.name])
+        try:
+            if (slot := slots[0]) is None:
+                yield from skip(claim.size)
+            else:
                 yield slot.buffer
-                outcomes.append(slot.keep())
-            finally:
-                slot.drop()
+                slot.check()
+        finally:
+            outcomes += vault.settle(slots)

@@ -9,18 +9,19 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from common.errors import Rejected
-from kvstore.base import Kept, Outcome
+from kvstore.book.tenants import OPEN
 from kvstore.messages import MAX_NAMES, checked_names, outcome_message
 from kvstore.server.arena import GROW, SEAL, SHRINK, memfd, seal
 from kvstore.server.locating import BRING_SECONDS, located, reserved
-from kvstore.server.placing import places
-from kvstore.server.vault import Slot, Vault
+from kvstore.server.placing import Bring, placed
+from kvstore.server.slot import Slot
+from kvstore.server.vault import Vault
 from kvstore.wire.buffers import skip
 from kvstore.wire.frames import (
     REQUEST_BYTES,
@@ -31,6 +32,7 @@ from kvstore.wire.frames import (
     Row,
     Status,
     request_of,
+    rows_of,
 )
 from kvstore.wire.pipe import Pipe
 from protos import kvstore_pb2 as pb
@@ -49,7 +51,7 @@ class Session:
         self._pipe, self._vault, self._local = pipe, vault, local
         self._window: mmap.mmap | None = None
         self._known = local
-        self._tickets: set[int] = set()
+        self._tickets: dict[int, bytes] = {}  # and whose they are
 
     def run(self) -> None:
         """Raises ``KvrelayError`` when the connection breaks or its peer is at fault."""
@@ -73,8 +75,6 @@ class Session:
         if not self._local:
             self._check_stranger(request)
         body = self._pipe.receive(request.body)
-        if request.op in (Op.PUT, Op.STAGE) and self._vault.knows(request.serial, request.token):
-            self._tickets.add(request.serial)
         _TABLE[request.op](self, request, body)
         return True
 
@@ -123,7 +123,7 @@ class Session:
     def _reserve(self, request: Request, body: bytes) -> None:
         found = reserved(self._vault, _parsed(pb.ReserveRequest, body))
         if found.ticket:
-            self._tickets.add(found.ticket)
+            self._tickets[found.ticket] = OPEN.prefix
         self._answer(Status.OK, found.SerializeToString())
 
     def _release(self, request: Request, body: bytes) -> None:
@@ -149,40 +149,46 @@ class Session:
             self._answer(Status.OK)  # so that whoever has it all knows that nothing is held
 
     def _put(self, request: Request, body: bytes) -> None:
-        with closing(places(self._vault, request, body)) as rows:
-            outcomes = [self._take(slot, row) for slot, row in rows]
-        self._answer_put(request, outcomes)
-
-    def _take(self, slot: Slot | None, row: Row) -> Outcome:
-        """One block from the connection into its place."""
-        if slot is None:
+        def receive(slot: Slot | None, row: Row) -> None:
+            self._pipe.limit(self._vault.limits.ticket_life)
+            if slot is not None:
+                self._pipe.receive_into([slot.buffer])
+                slot.check()
+                return
             for scratch in skip(row.size):
                 self._pipe.receive_into([scratch])
-            return Outcome(Kept.EXPIRED)
-        self._pipe.limit(self._vault.limits.ticket_life)
-        self._pipe.receive_into([slot.buffer])
-        return slot.keep()
+
+        self._place(request, body, receive)
 
     def _stage(self, request: Request, body: bytes) -> None:
         if self._window is None:
             raise Rejected("op", "there is no window yet")
-        window, outcomes = memoryview(self._window), []
-        with closing(places(self._vault, request, body)) as rows:
-            for slot, row in rows:
-                if row.offset + row.size > len(window):
-                    raise Rejected("rows.offset", f"{row.offset} + {row.size} is beyond the window")
-                if slot is not None:
-                    # Copied first and checked there: the peer may still write into the window.
-                    slot.fill(window[row.offset : row.offset + row.size])
-                outcomes.append(Outcome(Kept.EXPIRED) if slot is None else slot.keep())
-        self._answer_put(request, outcomes)
+        window = memoryview(self._window)
 
-    def _answer_put(self, request: Request, outcomes: list[Outcome]) -> None:
-        if request.last and request.serial in self._tickets:
-            self._tickets.discard(request.serial)
-            self._vault.abandon(request.serial)
+        def take(slot: Slot | None, row: Row) -> None:
+            end = row.offset + row.size
+            if end > len(window):
+                raise Rejected("rows.offset", f"{row.offset} + {row.size} is beyond the window")
+            if slot is not None:
+                slot.take(window[row.offset : end])
+
+        self._place(request, body, take)
+
+    def _place(self, request: Request, body: bytes, bring: Bring) -> None:
+        rows = rows_of(body, request.count, self._vault.limits.max_block)
+        prefix, ticket = self._owner_of(request), request.serial
+        outcomes = placed(self._vault, ticket, prefix, rows, bring)
+        if request.last and self._tickets.pop(ticket, None) is not None:
+            self._vault.abandon(ticket)
         message = pb.PutResponse(boot=self._vault.boot, outcomes=map(outcome_message, outcomes))
         self._answer(Status.OK, message.SerializeToString())
+
+    def _owner_of(self, request: Request) -> bytes | None:
+        """The prefix of a ticket's owner; ``None`` unless it was given or shown here."""
+        ticket = request.serial
+        if ticket not in self._tickets and self._vault.knows(ticket, request.token):
+            self._tickets[ticket] = self._vault.owner(ticket) or b""
+        return self._tickets.get(ticket)
 
 
 # Not in the session itself: a circle would keep its window until the collector comes by.

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from common.errors import Corrupt, Exhausted
-from kvblock.header import Header, stated_length
+from kvblock.header import stated_length
 from kvstore.base import Kept, Outcome
 from kvstore.book.catalog import Catalog
-from kvstore.book.check import Summed, check_block
+from kvstore.book.check import check_block
 from kvstore.book.divided import Divided
 from kvstore.book.entries import Entry
 from kvstore.book.events import Told
@@ -33,8 +33,10 @@ from kvstore.disk.tiered import TieredCatalog
 from kvstore.limits import Limits
 from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail
 from kvstore.server.arena import Arena, capacity_for
+from kvstore.server.slot import Slot
 from kvstore.stats import Stats
-from kvstore.wire.copying import copy, copy_summed
+
+STORED, EXPIRED = Outcome(Kept.STORED), Outcome(Kept.EXPIRED)
 
 ENTRY_BYTES = 480
 """Memory of one block besides its place, measured at a million blocks."""
@@ -209,12 +211,26 @@ class Vault:
             self._catalog.expire(time.monotonic())
             return all(self._catalog.is_being_written(claim.name) for claim in claims)
 
-    def slot(self, ticket: int, name: bytes) -> Slot | None:
-        """Where to write a reserved block; ``None`` when the reservation has run out."""
+    def slots(self, ticket: int, names: Sequence[bytes]) -> list[Slot | None]:
+        """Where to write reserved blocks, ``None`` for those whose reservation has run out.
+
+        ``settle`` must follow, whatever happens.
+        """
         with self._lock:
-            claim = self._catalog.reserved(ticket, name)
-            place = self._catalog.borrow(ticket, name, time.monotonic())
-        return None if claim is None or place is None else Slot(self, ticket, claim, place)
+            lent = self._catalog.borrow(ticket, names, time.monotonic())
+        return [
+            None if one is None else Slot(ticket, *one, self.arena.view(one[1], one[0].size))
+            for one in lent
+        ]
+
+    def settle(self, slots: Sequence[Slot | None]) -> list[Outcome]:
+        """Make the blocks that are right visible; other slots are given back. At once for all."""
+        now = time.monotonic()
+        with self._lock:
+            self._catalog.expire(now)
+            outcomes = [EXPIRED if slot is None else self._settle(slot, now) for slot in slots]
+            self._wake()
+        return outcomes
 
     def stats(self) -> Stats:
         """A reading."""
@@ -274,56 +290,16 @@ class Vault:
         if self.books is not None:
             self.books.wake()
 
-    def settle(self, slot: Slot, header: Header) -> bool:
-        """Make a slot's block visible; else it is given back. For ``Slot`` alone."""
-        with self._lock:
-            stored = self._catalog.commit(
-                slot.ticket, slot.claim.name, slot.place, time.monotonic(),
-                prefix_of(slot.claim.name) + header.parent,
-                header.count,
-            )  # fmt: skip
-            self._wake()
-            if not stored:
-                self._catalog.give_back(slot.place, slot.claim.size)
-        return stored
-
-    def refuse(self, slot: Slot, corrupt: bool) -> None:
-        """End a slot without a block. For ``Slot`` alone."""
-        with self._lock:
-            self._catalog.tally.corrupt += corrupt
-            self._catalog.abandon(slot.ticket, [slot.claim.name])
-            self._catalog.give_back(slot.place, slot.claim.size)
-
-
-class Slot:
-    """A place borrowed by one writer: fill ``buffer``, then ``keep`` or ``drop`` it."""
-
-    def __init__(self, vault: Vault, ticket: int, claim: Claim, place: int) -> None:
-        self.ticket, self.claim, self.place = ticket, claim, place
-        self._vault, self._open = vault, True
-        self._summed: Summed | None = None
-        self.buffer = vault.arena.view(place, claim.size)
-
-    def fill(self, source: memoryview) -> None:
-        """Copy the block from memory that somebody may still write to: only the copy counts."""
-        start = min(stated_length(source), len(source))
-        copy(self.buffer[:start], source[:start])
-        self._summed = Summed(start, copy_summed(self.buffer[start:], source[start:]))
-
-    def keep(self) -> Outcome:
-        """Check the block and make it visible."""
-        try:
-            header = check_block(self.claim, self.buffer, summed=self._summed)
-        except Corrupt as error:
-            self._open = False
-            self._vault.refuse(self, corrupt=True)
-            return Outcome(Kept.CORRUPT, str(error))
-        self._open = False
-        stored = self._vault.settle(self, header)
-        return Outcome(Kept.STORED if stored else Kept.EXPIRED)
-
-    def drop(self) -> None:
-        """Give the place back unless it was kept."""
-        if self._open:
-            self._open = False
-            self._vault.refuse(self, corrupt=False)
+    def _settle(self, slot: Slot, now: float) -> Outcome:
+        claim, found = slot.claim, slot.found
+        if found is not None:
+            parent = prefix_of(claim.name) + found.parent
+            if self._catalog.publish(
+                slot.ticket, claim.name, slot.place, now, parent, found.positions
+            ):
+                return STORED
+        else:
+            self._catalog.tally.corrupt += slot.reason is not None
+            self._catalog.abandon(slot.ticket, [claim.name])
+        self._catalog.give_back(slot.place, claim.size)
+        return EXPIRED if slot.reason is None else Outcome(Kept.CORRUPT, slot.reason)

@@ -55,10 +55,10 @@ class Inside:
         if grant.ticket is None:
             assert grant.verdicts == (Verdict.EXISTS,)
             return Kept.EXISTED
-        slot = self.vault.slot(grant.ticket, name_of(block))
+        (slot,) = self.vault.slots(grant.ticket, [name_of(block)])
         assert slot is not None
-        slot.fill(memoryview(block.header + bytes(block.payload)))
-        return slot.keep().kept
+        slot.take(memoryview(block.header + bytes(block.payload)))
+        return self.vault.settle([slot])[0].kept
 
     def fill(self, *blocks: Block) -> None:
         """So that each is on disk before memory is short."""

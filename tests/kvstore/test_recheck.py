@@ -191,10 +191,10 @@ def keep(vault: Vault, block: Block, scope: Scope = OPEN, partial: bool = False)
     if grant.ticket is None:
         assert grant.verdicts == (Verdict.EXISTS,)
         return Kept.EXISTED
-    slot = vault.slot(grant.ticket, claim.name)
+    (slot,) = vault.slots(grant.ticket, [claim.name])
     assert slot is not None
-    slot.fill(memoryview(block.header + bytes(block.payload)))
-    return slot.keep().kept
+    slot.take(memoryview(block.header + bytes(block.payload)))
+    return vault.settle([slot])[0].kept
 
 
 def flip(vault: Vault, key: bytes) -> int:

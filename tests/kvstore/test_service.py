@@ -228,10 +228,10 @@ async def test_a_get_whose_lease_is_over_sends_no_more() -> None:
     """Its reader took nothing for a minute, say: other blocks may be there by now."""
     vault, block = Vault(Limits(8 << 20)), make(2 << 20)
     grant = vault.reserve([Claim(name_of(block), block.size, partial=False)])
-    slot = vault.slot(grant.ticket or 0, name_of(block))
+    (slot,) = vault.slots(grant.ticket or 0, [name_of(block)])
     assert slot is not None
-    slot.fill(memoryview(block.header + bytes(block.payload)))
-    assert slot.keep().kept is Kept.STORED
+    slot.take(memoryview(block.header + bytes(block.payload)))
+    assert vault.settle([slot])[0].kept is Kept.STORED
     answers = StoreService(vault).get(pb.GetRequest(names=[name_of(block)]), None)
     await anext(answers)
     await anext(answers)

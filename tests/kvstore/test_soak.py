@@ -37,15 +37,14 @@ def test_every_place_of_the_arena_has_one_owner_and_comes_back() -> None:
         for block, verdict in zip(some, grant.verdicts, strict=True):
             if verdict is not Verdict.RESERVED or grant.ticket is None or source.random() < 0.1:
                 continue
-            slot = vault.slot(grant.ticket, name_of(block))
+            (slot,) = vault.slots(grant.ticket, [name_of(block)])
             if slot is None:
                 continue  # the ticket ran out meanwhile
             if source.random() < 0.1:
                 time.sleep(0.06)  # longer than the ticket lives
-            slot.fill(memoryview(block.header + bytes(block.payload)))
             if source.random() < 0.9:
-                assert slot.keep().kept in (Kept.STORED, Kept.EXPIRED)
-            slot.drop()
+                slot.take(memoryview(block.header + bytes(block.payload)))
+            assert vault.settle([slot])[0].kept in (Kept.STORED, Kept.EXPIRED)
         if grant.ticket is not None and source.random() < 0.8:
             vault.abandon(grant.ticket)
 

@@ -305,10 +305,10 @@ def test_random_floods_evict_only_from_those_over_their_quota(disk_budget: int |
         before = {owner.prefix: (count, size) for owner, count, size in vault.usage()}
         grant = vault.reserve(scope.claims([Claim(name_of(block), block.size, partial=False)]))
         if grant.ticket is not None:
-            slot = vault.slot(grant.ticket, scope.key(name_of(block)))
+            (slot,) = vault.slots(grant.ticket, [scope.key(name_of(block))])
             assert slot is not None
-            slot.fill(memoryview(block.header + bytes(block.payload)))
-            assert slot.keep().kept is Kept.STORED
+            slot.take(memoryview(block.header + bytes(block.payload)))
+            assert vault.settle([slot])[0].kept is Kept.STORED
         for owner, count, size in vault.usage():
             if owner.prefix != scope.prefix and count < before[owner.prefix][0]:
                 # Up to one block below: the last one that went was over the quota in part.
@@ -348,10 +348,10 @@ def test_the_leases_of_a_tenant_are_bounded_and_cost_others_nothing() -> None:
     for name in ("a", "b"):
         block, scope = make(100), tenants.named(name)
         grant = vault.reserve(scope.claims([Claim(name_of(block), block.size, partial=False)]))
-        slot = vault.slot(grant.ticket or 0, scope.key(name_of(block)))
+        (slot,) = vault.slots(grant.ticket or 0, [scope.key(name_of(block))])
         assert slot is not None
-        slot.fill(memoryview(block.header + bytes(block.payload)))
-        assert slot.keep().kept is Kept.STORED
+        slot.take(memoryview(block.header + bytes(block.payload)))
+        assert vault.settle([slot])[0].kept is Kept.STORED
         names[name] = [scope.key(name_of(block))]
     calls: list[tuple[Callable[[list[bytes]], int | None], int]] = [
         (lambda names: vault.lookup(names * 900, [], 60.0).lease, 10),

@@ -45,9 +45,9 @@ def put(
     grant = catalog.reserve([Claim(name, 10, partial) for name in names], 5.0, now)
     for name, verdict in zip(names, grant.verdicts, strict=True):
         if verdict is Verdict.RESERVED and grant.ticket is not None:
-            place = catalog.borrow(grant.ticket, name, now)
-            assert place is not None
-            assert catalog.commit(grant.ticket, name, place, now)
+            (lent,) = catalog.borrow(grant.ticket, [name], now)
+            assert lent is not None
+            assert catalog.commit(grant.ticket, name, lent[1], now)
     return list(grant.verdicts)
 
 

@@ -207,10 +207,10 @@ def fill(vault: Vault, count: int) -> None:
         block = make(10)
         grant = vault.reserve([Claim(name_of(block), block.size, False)])
         assert grant.ticket is not None
-        slot = vault.slot(grant.ticket, name_of(block))
+        (slot,) = vault.slots(grant.ticket, [name_of(block)])
         assert slot is not None
-        slot.fill(memoryview(block.header + bytes(block.payload)))
-        assert slot.keep().kept is Kept.STORED
+        slot.take(memoryview(block.header + bytes(block.payload)))
+        assert vault.settle([slot])[0].kept is Kept.STORED
 
 
 async def test_who_reads_too_slowly_is_cut_off_with_the_reason() -> None:
