@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from google.protobuf.message import Message
 
-from common.errors import Rejected
+from common.errors import Corrupt, Rejected
 from common.miss import Miss
 from kvblock.header import header_bytes
 from kvblock.name import NAME_BYTES
-from kvstore.base import Kept, Outcome
+from kvstore.base import Kept, Offer, Outcome
 from kvstore.disk.stats import DiskStats, DiskTally
 from kvstore.records import Claim, Tail, Verdict
 from kvstore.stats import Stats, Tally
@@ -37,7 +37,8 @@ KEPT: dict[Kept, pb.Verdict.ValueType] = {
     Kept.CORRUPT: pb.VERDICT_CORRUPT,
     Kept.EXPIRED: pb.VERDICT_EXPIRED,
 }
-_FROM_WIRE = {wire: kept for kept, wire in KEPT.items()}
+_PLAIN = {wire: Outcome(kept) for kept, wire in KEPT.items()}
+_UNKNOWN = Outcome(Kept.CORRUPT)
 MAX_OPENINGS = 16
 
 
@@ -60,29 +61,28 @@ def claims_of(claims: Iterable[pb.Claim], count: int, max_block: int) -> list[Cl
     """Claims, checked: number, names (none twice) and lengths."""
     if count > MAX_NAMES:
         raise Rejected("claims", f"{count} are more than {MAX_NAMES}: split the call")
-    values = [_claim_of(claim) for claim in claims]
-    checked_names("claims.name", (claim.name for claim in values), count, MAX_NAMES)
-    if len({claim.name for claim in values}) != count:
-        raise Rejected("claims", "a name stands there twice: send each block once")
-    for index, claim in enumerate(values):
-        if not header_bytes(0) <= claim.size <= max_block:
+    values, least = [], header_bytes(0)
+    for index, claim in enumerate(claims):
+        name, size = claim.name, claim.length
+        if len(name) != NAME_BYTES:
+            raise Rejected(f"claims.name[{index}]", f"{len(name)} bytes are not {NAME_BYTES}")
+        if not least <= size <= max_block:
             raise Rejected(
                 f"claims[{index}].length",
-                f"{claim.size} is not in {header_bytes(0)} .. {max_block};"
+                f"{size} is not in {least} .. {max_block};"
                 " raise the store's --max-block if your blocks are larger",
             )
+        opening = claim.opening if claim.HasField("opening") else None
+        values.append(Claim(name, size, claim.partial, opening))
+    if len({claim.name for claim in values}) != count:
+        raise Rejected("claims", "a name stands there twice: send each block once")
     return values
 
 
-def _claim_of(claim: pb.Claim) -> Claim:
-    opening = claim.opening if claim.HasField("opening") else None
-    return Claim(claim.name, claim.length, claim.partial, opening)
-
-
-def claim_message(claim: Claim) -> pb.Claim:
+def claim_message(offer: Offer) -> pb.Claim:
     """For the wire."""
     return pb.Claim(
-        name=claim.name, length=claim.size, partial=claim.partial, opening=claim.opening
+        name=offer.name, length=offer.size, partial=offer.partial, opening=offer.opening
     )
 
 
@@ -103,14 +103,22 @@ def _label(missing: Miss) -> str:
 _MISSES = {types_pb2.Miss.Value(_label(missing)): missing for missing in Miss}
 
 
-def outcome_message(outcome: Outcome) -> pb.Outcome:
+def put_message(boot: bytes, outcomes: Sequence[Outcome]) -> pb.PutResponse:
     """For the wire."""
-    return pb.Outcome(verdict=KEPT[outcome.kept], reason=outcome.reason or "")
+    reasons = {i: outcome.reason for i, outcome in enumerate(outcomes) if outcome.reason}
+    verdicts = [KEPT[outcome.kept] for outcome in outcomes]
+    return pb.PutResponse(boot=boot, verdicts=verdicts, reasons=reasons)
 
 
-def outcome_of(message: pb.Outcome) -> Outcome:
-    """From the wire; ``CORRUPT`` for a verdict this version does not know."""
-    return Outcome(_FROM_WIRE.get(message.verdict, Kept.CORRUPT), message.reason or None)
+def outcomes_of(message: pb.PutResponse, count: int) -> list[Outcome]:
+    """From the wire, for ``count`` blocks; ``CORRUPT`` for a verdict this version does not know."""
+    if len(message.verdicts) != count:
+        raise Corrupt("verdicts", f"{len(message.verdicts)} came for {count} blocks")
+    outcomes = [_PLAIN.get(verdict, _UNKNOWN) for verdict in message.verdicts]
+    for index, reason in message.reasons.items():
+        if index < count:
+            outcomes[index] = Outcome(outcomes[index].kept, reason)
+    return outcomes
 
 
 def stats_message(stats: Stats) -> pb.StatsResponse:

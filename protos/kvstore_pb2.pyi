@@ -474,50 +474,51 @@ class PutRequest(_message.Message):
 Global___PutRequest: _TypeAlias = PutRequest  # noqa: Y015
 
 @_typing.final
-class Outcome(_message.Message):
-    """What became of one block of a Put."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    VERDICT_FIELD_NUMBER: _builtins.int
-    REASON_FIELD_NUMBER: _builtins.int
-    verdict: Global___Verdict.ValueType
-    reason: _builtins.str
-    """CORRUPT: the field that is wrong, and how"""
-    def __init__(
-        self,
-        *,
-        verdict: Global___Verdict.ValueType = ...,
-        reason: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "verdict", b"verdict"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
-
-@_typing.final
 class PutResponse(_message.Message):
+    """What became of the blocks of a Put, in the order of the claims."""
+
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ReasonsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     BOOT_FIELD_NUMBER: _builtins.int
-    OUTCOMES_FIELD_NUMBER: _builtins.int
+    VERDICTS_FIELD_NUMBER: _builtins.int
+    REASONS_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     @_builtins.property
-    def outcomes(self) -> _containers.RepeatedCompositeFieldContainer[Global___Outcome]:
-        """in the order of the claims"""
+    def verdicts(self) -> _containers.RepeatedScalarFieldContainer[Global___Verdict.ValueType]: ...
+    @_builtins.property
+    def reasons(self) -> _containers.ScalarMap[_builtins.int, _builtins.str]:
+        """of a CORRUPT one by its index: the field that is wrong, and how"""
 
     def __init__(
         self,
         *,
         boot: _builtins.bytes = ...,
-        outcomes: _abc.Iterable[Global___Outcome] | None = ...,
+        verdicts: _abc.Iterable[Global___Verdict.ValueType] | None = ...,
+        reasons: _abc.Mapping[_builtins.int, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "outcomes", b"outcomes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot", "reasons", b"reasons", "verdicts", b"verdicts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,8 +13,8 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 
 from common.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Unavailable
-from kvstore.base import NOT_SENT, Found, Got, Kept, Lease, Offer, Outcome, Seen, Want, claim_of
-from kvstore.messages import VERDICTS, claim_message, miss_of, outcome_of, stats_of
+from kvstore.base import NOT_SENT, Found, Got, Kept, Lease, Offer, Outcome, Seen, Want
+from kvstore.messages import VERDICTS, claim_message, miss_of, outcomes_of, stats_of
 from kvstore.records import Tail, Verdict
 from kvstore.stats import Stats
 from kvstore.ways.calls import Calls, mapped
@@ -199,7 +199,7 @@ class RemoteStore:
         """Ask which are wanted, waiting up to ``wait`` for other writers, and send those."""
         # Half the wait at most: when it is over, there must be time to send.
         request = pb.ReserveRequest(
-            claims=[claim_message(claim_of(offer)) for offer in offers],
+            claims=[claim_message(offer) for offer in offers],
             wait_ms=round(wait * 500),
         )
         grant = self._reserve(request, deadline, tried)
@@ -226,11 +226,11 @@ class RemoteStore:
     def _send_small(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         if not offers:
             return []
-        head = pb.PutHead(claims=[claim_message(claim_of(offer)) for offer in offers])
+        head = pb.PutHead(claims=[claim_message(offer) for offer in offers])
         request = pb.PutRequest(head=head, data=b"".join(buffers_of(offers)))
         with mapped():
             answer = self._calls.put_small(request, timeout=deadline.remaining())
-        return [outcome_of(outcome) for outcome in answer.outcomes]
+        return outcomes_of(answer, len(offers))
 
     def _send(
         self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline, tried: set[str]

@@ -26,7 +26,7 @@ from kvstore.messages import (
     checked_names,
     claims_of,
     miss_message,
-    outcome_message,
+    put_message,
     tails_of,
 )
 from kvstore.records import Claim
@@ -220,7 +220,7 @@ class StoreService:
         finally:
             if grant.ticket is not None:
                 self._vault.abandon(grant.ticket)
-        return pb.PutResponse(boot=self._vault.boot, outcomes=map(outcome_message, outcomes))
+        return put_message(self._vault.boot, outcomes)
 
     def _scope(self) -> Scope:
         """Whose blocks this call is about; only its credential says so."""

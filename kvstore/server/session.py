@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from common.errors import Rejected
 from kvstore.book.tenants import OPEN
-from kvstore.messages import MAX_NAMES, checked_names, outcome_message
+from kvstore.messages import MAX_NAMES, checked_names, put_message
 from kvstore.server.arena import GROW, SEAL, SHRINK, memfd, seal
 from kvstore.server.locating import BRING_SECONDS, located, reserved
 from kvstore.server.placing import Bring, placed
@@ -180,8 +180,8 @@ class Session:
         outcomes = placed(self._vault, ticket, prefix, rows, bring)
         if request.last and self._tickets.pop(ticket, None) is not None:
             self._vault.abandon(ticket)
-        message = pb.PutResponse(boot=self._vault.boot, outcomes=map(outcome_message, outcomes))
-        self._answer(Status.OK, message.SerializeToString())
+        answer = put_message(self._vault.boot, outcomes)
+        self._answer(Status.OK, answer.SerializeToString())
 
     def _owner_of(self, request: Request) -> bytes | None:
         """The prefix of a ticket's owner; ``None`` unless it was given or shown here."""

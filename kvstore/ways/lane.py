@@ -14,7 +14,7 @@ from kvstore.base import Got, Offer, Outcome, Want
 from kvstore.ways.fetching import ask, batches_of, receive
 from kvstore.ways.line import Lines, dial_tcp
 from kvstore.ways.staging import send
-from kvstore.ways.way import Progress, Ticket, lease_ms, outcomes_of, taken
+from kvstore.ways.way import Progress, Ticket, lease_ms, outcomes_in, taken
 from protos import kvstore_pb2 as pb
 from rpc.deadline import Deadline
 
@@ -88,7 +88,7 @@ class LaneWay:
             raise Unavailable("the store was started anew")
         with taken(self._lines, deadline) as line:
             send(line, ticket, offers, last=True)
-            return outcomes_of(line.body(), len(offers))
+            return outcomes_in(line.body(), len(offers))
 
     def close(self, cut: bool = True) -> None:
         """As the protocol says."""

@@ -19,7 +19,7 @@ from kvstore.base import Got, Offer, Outcome, Want
 from kvstore.server.arena import open_arena
 from kvstore.ways.line import Line, Lines, dial_unix
 from kvstore.ways.staging import batches, send, stage
-from kvstore.ways.way import Progress, Ticket, lease_ms, outcomes_of, split_of, taken
+from kvstore.ways.way import Progress, Ticket, lease_ms, outcomes_in, split_of, taken
 from kvstore.wire.copying import copy_summed
 from kvstore.wire.frames import Op, Request
 from protos import kvstore_pb2 as pb
@@ -85,7 +85,7 @@ class SharedWay:
             parts = list(batches(offers, half))
             for number, batch in enumerate(parts):
                 if len(pending) == 2:  # it lies where we are about to write
-                    outcomes += outcomes_of(line.body(), pending.popleft())
+                    outcomes += outcomes_in(line.body(), pending.popleft())
                 last = number == len(parts) - 1
                 if batch[0].size > half:
                     send(line, ticket, batch, last)
@@ -93,7 +93,7 @@ class SharedWay:
                     stage(line, ticket, batch, window, number % 2 * half, last)
                 pending.append(len(batch))
             for count in pending:
-                outcomes += outcomes_of(line.body(), count)
+                outcomes += outcomes_in(line.body(), count)
         return outcomes
 
     def close(self, cut: bool = True) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 
 from common.errors import Corrupt
-from kvstore.base import Got, Offer, Outcome, Want, claim_of
-from kvstore.messages import claim_message, outcome_of
+from kvstore.base import Got, Offer, Outcome, Want
+from kvstore.messages import claim_message, outcomes_of
 from kvstore.ways.calls import Calls, mapped
 from kvstore.ways.way import Progress, Ticket, block_of, split_of
 from kvstore.wire.buffers import HEAD, Pour, cut, parse, skip
@@ -44,11 +44,11 @@ class StreamWay:
 
     def put(self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         """As the protocol says."""
-        claims = [claim_message(claim_of(offer)) for offer in offers]
+        claims = [claim_message(offer) for offer in offers]
         head = pb.PutHead(ticket=ticket.serial, claims=claims)
         with mapped():
             answer = self._calls.put(_messages(head, offers), timeout=deadline.remaining())
-        return [outcome_of(outcome) for outcome in answer.outcomes]
+        return outcomes_of(answer, len(offers))
 
     def close(self, cut: bool = True) -> None:
         """As the protocol says; the channel is its owner's."""

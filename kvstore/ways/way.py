@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.errors import Corrupt
 from kvblock.header import MAX_COUNT, header_bytes
 from kvstore.base import Block, Got, Offer, Outcome, Want
-from kvstore.messages import MAX_LEASE_MS, outcome_of
+from kvstore.messages import MAX_LEASE_MS, outcomes_of
 from kvstore.ways.line import Line, Lines
 from protos import kvstore_pb2 as pb
 from rpc.deadline import Deadline
@@ -93,9 +92,6 @@ def block_of(offer: Offer) -> Block:
     return block
 
 
-def outcomes_of(body: bytes | None, count: int) -> list[Outcome]:
+def outcomes_in(body: bytes | None, count: int) -> list[Outcome]:
     """The outcomes in a ``PutResponse`` for ``count`` blocks."""
-    found = [] if body is None else pb.PutResponse.FromString(body).outcomes
-    if len(found) != count:
-        raise Corrupt("outcomes", f"{len(found)} came for {count} blocks")
-    return [outcome_of(outcome) for outcome in found]
+    return outcomes_of(pb.PutResponse.FromString(body or b""), count)

@@ -123,7 +123,7 @@ def test_a_put_without_sense_is_refused_and_leaves_nothing(
         assert (stats.reservations, stats.reserved_bytes) == (0, 0)
         assert stats.tally.stored - before == (messages[1:] == [*data, *half])
         store.clear(TIMEOUT)
-    assert raw_put(channel, [head(claim), *data]).outcomes[0].verdict == pb.VERDICT_STORED
+    assert raw_put(channel, [head(claim), *data]).verdicts[0] == pb.VERDICT_STORED
 
 
 def test_a_foreign_ticket_commits_nothing(channel: grpc.Channel, store: RemoteStore) -> None:
@@ -131,7 +131,7 @@ def test_a_foreign_ticket_commits_nothing(channel: grpc.Channel, store: RemoteSt
     claim = pb.Claim(name=name_of(block), length=block.size)
     data = list(cut([memoryview(block.header), block.payload]))
     answer = raw_put(channel, [head(claim, ticket=123_456), *data])
-    assert answer.outcomes[0].verdict == pb.VERDICT_EXPIRED
+    assert answer.verdicts[0] == pb.VERDICT_EXPIRED
     assert store.stats(TIMEOUT).entries == 0
 
 
@@ -144,7 +144,7 @@ def test_the_wire_is_protobuf_for_those_who_like_it(
     whole = block.header + bytes(block.payload)
     parts = [whole[:1_000_000], whole[1_000_000:]]
     sent = [pb.PutRequest(data=part).SerializeToString() for part in parts]
-    assert raw_put(channel, [head(claim), *sent]).outcomes[0].verdict == pb.VERDICT_STORED
+    assert raw_put(channel, [head(claim), *sent]).verdicts[0] == pb.VERDICT_STORED
     call: grpc.UnaryStreamMultiCallable[pb.GetRequest, pb.GetResponse] = channel.unary_stream(
         PATH + "Get", pb.GetRequest.SerializeToString, pb.GetResponse.FromString
     )

@@ -128,7 +128,7 @@ def raw_put(store: RemoteStore, claim: pb.Claim, block: Block, ticket: int = 0) 
     """A ``Put`` made by hand; the verdict."""
     head = pb.PutRequest(head=pb.PutHead(ticket=ticket, claims=[claim])).SerializeToString()
     messages = [head, *cut([memoryview(block.header), block.payload])]
-    return store._calls.put(iter(messages), timeout=TIMEOUT).outcomes[0].verdict
+    return store._calls.put(iter(messages), timeout=TIMEOUT).verdicts[0]
 
 
 def test_numbers_of_leases_and_tickets_are_of_no_use_to_others(connect: Connect) -> None:
