@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from common.miss import Miss
 
@@ -20,8 +20,7 @@ class Verdict(Enum):
     NO_ROOM = "no room"
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """A block somebody wants to put: its name, its bytes in all, and whether it is partial.
 
     ``opening`` is ``kvblock.Namer.opening`` of a sequence's first block.

@@ -6,8 +6,6 @@ another. Whether it is what a reader wants is the reader's question; a store doe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from common.errors import Corrupt
 from kvblock.header import Buffer, Fields, fields_of, header_bytes
 from kvblock.name import Digest, name_after, sha256
@@ -16,26 +14,20 @@ from kvstore.book.keys import name_of
 from kvstore.records import Claim
 
 
-@dataclass(frozen=True, slots=True)
-class Summed:
-    """``checksum`` of a block's bytes from ``start`` on, computed as they came."""
-
-    start: int
-    checksum: int
-
-
-def check_block(
-    claim: Claim, data: Buffer, digest: Digest = sha256, summed: Summed | None = None
-) -> Fields:
+def check_block(claim: Claim, data: Buffer, digest: Digest = sha256) -> Fields:
     """What its header says; ``Corrupt`` unless it is a whole block of that name: what is wrong."""
     view = memoryview(data)
     if view.nbytes != claim.size:
         raise Corrupt("length", f"{view.nbytes} bytes came and {claim.size} were claimed")
-    header = fields_of(view)
-    check_name(name_of(claim.name), header, digest)
-    start = header_bytes(header.positions)
-    known = summed.checksum if summed is not None and summed.start == start else None
-    verify_payload(header, view[start:], known)
+    header = check_header(name_of(claim.name), view, digest)
+    verify_payload(header, view[header_bytes(header.positions) :])
+    return header
+
+
+def check_header(name: bytes, data: Buffer, digest: Digest = sha256) -> Fields:
+    """The same for the header alone, with which ``data`` begins."""
+    header = fields_of(data)
+    check_name(name, header, digest)
     return header
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from common.errors import Corrupt
 from kvblock.header import Fields, stated_length
-from kvstore.book.check import Summed, check_block
+from kvblock.verify import verify_payload
+from kvstore.book.check import check_block, check_header
+from kvstore.book.keys import name_of
 from kvstore.records import Claim
-from kvstore.wire.copying import copy, copy_summed
+from kvstore.wire.copying import copy_summed
 
 
 class Slot:
@@ -25,12 +27,19 @@ class Slot:
     def take(self, source: memoryview) -> None:
         """Copy the block from memory that somebody may still write to: only the copy counts."""
         start = min(stated_length(source), len(source))
-        copy(self.buffer[:start], source[:start])
-        self.check(Summed(start, copy_summed(self.buffer[start:], source[start:])))
-
-    def check(self, summed: Summed | None = None) -> None:
-        """All of it has come. Whoever is to see it does so once it is settled."""
+        head, payload = bytes(source[:start]), self.buffer[start:]
         try:
-            self.found = check_block(self.claim, self.buffer, summed=summed)
+            found = check_header(name_of(self.claim.name), head)
+            self.buffer[:start] = head
+            verify_payload(found, payload, copy_summed(payload, source[start:]))
+        except Corrupt as error:
+            self.reason = str(error)
+        else:
+            self.found = found
+
+    def check(self) -> None:
+        """All of it lies in ``buffer``."""
+        try:
+            self.found = check_block(self.claim, self.buffer)
         except Corrupt as error:
             self.reason = str(error)

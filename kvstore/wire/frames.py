@@ -14,6 +14,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 from common.errors import Corrupt, Rejected
 from kvblock.name import NAME_BYTES
@@ -89,8 +90,7 @@ class Answer:
         return _ANSWER.pack(MAGIC, VERSION, self.status, 0, self.length, self.boot)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One block of a put: what is claimed, and for STAGE where in the window it lies."""
 
     name: bytes
@@ -130,7 +130,7 @@ def rows_of(body: bytes, count: int, max_block: int) -> list[Row]:
     """Read ``count`` rows; ``Rejected`` when there are others or a length is out of bounds."""
     if len(body) != count * _ROW.size:
         raise Rejected("body", f"{len(body)} bytes are not those of {count} rows")
-    rows = [Row(*fields) for fields in _ROW.iter_unpack(body)]
+    rows = list(map(Row._make, _ROW.iter_unpack(body)))
     for index, row in enumerate(rows):
         if not 0 < row.size <= max_block:
             raise Rejected(f"rows[{index}].size", f"{row.size} is not in 1 .. {max_block}")

@@ -36,15 +36,13 @@ PATIENT = Options(lookup_seconds=20, load_seconds=20, save_seconds=20)
 SERVICE = """
 import hashlib, sys
 from kvstore.book import check
-from kvstore.server import vault
+from kvstore.server import slot
 
 def eight_bits(data):
     return hashlib.sha256(data).digest()[:1] * 32
 
-def checked(claim, data, summed=None):
-    return check.check_block(claim, data, eight_bits, summed)
-
-vault.check_block = checked
+slot.check_block = lambda claim, data: check.check_block(claim, data, eight_bits)
+slot.check_header = lambda name, data: check.check_header(name, data, eight_bits)
 from kvstore.__main__ import main
 sys.exit(main(sys.argv[1:]))
 """
