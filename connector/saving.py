@@ -11,7 +11,7 @@ from connector.geometry import Geometry
 from connector.loading import Pool
 from connector.options import Options
 from engine.external import Event, Piece, Save, Saved
-from kvblock.header import Header, encode, header_bytes
+from kvblock.header import encoded, header_bytes
 from kvstore import Block, Kept, Offer, Outcome, Store
 
 
@@ -57,17 +57,12 @@ class Saving:
 
     def _block(self, piece: Piece) -> Block:
         payload = self._pool.read(piece.block, len(piece.tokens))
-        header = Header(
-            namespace=self._geometry.namespace,
-            parent=piece.parent,
-            name=piece.name,
-            tokens=piece.tokens,
-            dtype=self._geometry.dtype,
-            shape=self._geometry.shape(len(piece.tokens)),
-            payload_bytes=payload.nbytes,
-            payload_checksum=0,
-        )
-        return Block(encode(header), payload, sealed=False)
+        geometry, count = self._geometry, len(piece.tokens)
+        header = encoded(
+            geometry.namespace, piece.parent, piece.name, piece.tokens, geometry.dtype,
+            geometry.shape(count), payload.nbytes, 0,
+        )  # fmt: skip
+        return Block(header, payload, sealed=False)
 
     def _count(self, outcomes: list[Outcome]) -> None:
         self._stored = sum(1 for _ in takewhile(lambda outcome: outcome.present, outcomes))

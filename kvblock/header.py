@@ -141,10 +141,11 @@ def _words(count: int) -> struct.Struct:
 
 def seal(header: bytes, payload_checksum: int) -> bytes:
     """The same header with its payload's checksum, for one that was made before it was known."""
-    data = bytearray(header)
-    data[_PAYLOAD_CHECKSUM] = payload_checksum.to_bytes(8, "little")
-    data[_CHECKSUM] = _own_checksum(data).to_bytes(8, "little")
-    return bytes(data)
+    start, before = header[: _CHECKSUM.start], header[_CHECKSUM.stop : _PAYLOAD_CHECKSUM.start]
+    summed = payload_checksum.to_bytes(8, "little")
+    rest = b"".join((before, summed, header[_PAYLOAD_CHECKSUM.stop :]))
+    own = xxhash.xxh3_64_intdigest(start + rest)
+    return b"".join((start, own.to_bytes(8, "little"), rest))
 
 
 class Fields(NamedTuple):

@@ -12,7 +12,7 @@ from types import TracebackType
 import numpy as np
 
 from common.errors import Corrupt, Unavailable
-from kvblock.header import Header, encode, header_bytes
+from kvblock.header import Header, encoded, header_bytes
 from kvblock.name import child_name
 from kvblock.verify import Wanted, verify_block
 from kvstore.base import Block, Kept, Lease, Offer, Store, Want
@@ -110,7 +110,10 @@ class Rig:
         payload = self.buffer(index)
 
         def read() -> Block:
-            return Block(encode(self.header(wanted)), payload, sealed=False)
+            header = encoded(
+                SPACE, wanted.parent, wanted.name, TOKENS, "uint8", (self.size,), self.size, 0
+            )
+            return Block(header, payload, sealed=False)
 
         return Offer(wanted.name, self.block_bytes, False, read)
 

@@ -31,6 +31,9 @@ class TlsPipe(Pipe):
     def _fill(self, group: list[memoryview]) -> int:
         return self._sock.recv_into(group[0])
 
+    def _take(self, count: int) -> bytes:
+        return self._sock.recv(count)
+
     def cut(self) -> None:
         """As of every pipe; TLS is not told, since another thread may be using it."""
         with contextlib.suppress(OSError):

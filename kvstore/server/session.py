@@ -67,10 +67,11 @@ class Session:
 
     def _next(self) -> bool:
         # Between requests a connection may rest, once it is known.
-        self._pipe.limit(None if self._known else STRANGER_SECONDS)
-        if not self._pipe.begun():
+        life = self._vault.limits.ticket_life
+        self._pipe.limit(life if self._known else STRANGER_SECONDS)
+        if not self._pipe.begun(rests=self._known):
             return False
-        self._pipe.limit(self._vault.limits.ticket_life)
+        self._pipe.limit(life)
         request = request_of(self._pipe.receive(REQUEST_BYTES))
         if not self._local:
             self._check_stranger(request)

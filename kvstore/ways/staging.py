@@ -11,22 +11,20 @@ from kvstore.ways.way import Ticket, block_of
 from kvstore.wire.copying import copy, copy_summed
 from kvstore.wire.frames import Op, Request, Row
 
-LEAST_BATCH, MOST_BATCH = 1 << 20, 4 << 20
-BATCHES = 4
-"""Staged at once: a part of the call, so that both sides work at the same time, but not so little
-that the store reads what has not left the writer's own cache yet, which is slow."""
+FIRST, LEAST_BATCH, MOST_BATCH = 16, 384 << 10, 4 << 20
+"""A 16th part of a call is staged at first, so that the store soon has something to do, and then
+twice as much each time: a request costs as much as some blocks."""
 
 
 def batches(offers: Sequence[Offer], half: int) -> Iterator[list[Offer]]:
     """In order: as many as fit the batch, and each that is too long for the window alone."""
-    total = sum(offer.size for offer in offers)
-    limit = min(max(total // BATCHES, LEAST_BATCH), MOST_BATCH, half)
+    limit = max(sum(offer.size for offer in offers) // FIRST, LEAST_BATCH)
     batch: list[Offer] = []
     size = 0
     for offer in offers:
-        if batch and size + offer.size > limit:
+        if batch and size + offer.size > min(limit, MOST_BATCH, half):
             yield batch
-            batch, size = [], 0
+            batch, size, limit = [], 0, 2 * limit
         batch.append(offer)
         size += offer.size
     if batch:

@@ -57,6 +57,10 @@ class Status(IntEnum):
     REJECTED = 2  # the body says why; the connection is closed
 
 
+_OPS = {op.value: op for op in Op}
+_STATUSES = {status.value: status for status in Status}
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """``body`` is its length in bytes; ``first`` and ``count`` number blocks."""
@@ -107,13 +111,13 @@ def request_of(data: bytes) -> Request:
     magic, version, op, flags, serial, token, first, count, body = _REQUEST.unpack(data)
     if (magic, version) != (MAGIC, VERSION):
         raise Rejected("magic", f"{magic!r} version {version} is not {MAGIC!r} version {VERSION}")
-    if op not in Op.__members__.values():
-        raise Rejected("op", f"{op} is none of {', '.join(f'{o.value}' for o in Op)}")
+    if op not in _OPS:
+        raise Rejected("op", f"{op} is none of {', '.join(map(str, _OPS))}")
     if count > MAX_NAMES:
         raise Rejected("count", f"{count} is more than {MAX_NAMES}")
     if body > MAX_BODY:
         raise Rejected("body", f"{body} bytes are more than {MAX_BODY}")
-    return Request(Op(op), serial, token, first, count, body, bool(flags & LAST))
+    return Request(_OPS[op], serial, token, first, count, body, bool(flags & LAST))
 
 
 def answer_of(data: bytes) -> Answer:
@@ -121,9 +125,9 @@ def answer_of(data: bytes) -> Answer:
     magic, version, status, _, length, boot = _ANSWER.unpack(data)
     if (magic, version) != (MAGIC, VERSION):
         raise Corrupt("magic", f"{magic!r} version {version} is not {MAGIC!r} version {VERSION}")
-    if status not in Status.__members__.values():
+    if status not in _STATUSES:
         raise Corrupt("status", f"{status} is not known")
-    return Answer(Status(status), length, boot)
+    return Answer(_STATUSES[status], length, boot)
 
 
 def rows_of(body: bytes, count: int, max_block: int) -> list[Row]:

@@ -31,6 +31,7 @@ class Pipe:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._until: float | None = None
+        self._wait = 0.0  # what the system was told; 0: for ever
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -51,7 +52,10 @@ class Pipe:
             self._wait_at_most(seconds if stall is None or seconds is None else min(seconds, stall))
 
     def _wait_at_most(self, seconds: float | None) -> None:
-        value = max(round((seconds or 0.0) * 1e6), 1 if seconds else 0)
+        if (seconds or 0.0) == self._wait:
+            return
+        self._wait = seconds or 0.0
+        value = max(round(self._wait * 1e6), 1 if seconds else 0)
         packed = _TIMEVAL.pack(value // 1_000_000, value % 1_000_000)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
@@ -92,16 +96,33 @@ class Pipe:
     def _fill(self, group: list[memoryview]) -> int:
         return self._sock.recvmsg_into(group, 0, socket.MSG_WAITALL)[0]
 
+    def _take(self, count: int) -> bytes:
+        return self._sock.recv(count, socket.MSG_WAITALL)
+
     def receive(self, count: int) -> bytes:
         """``count`` bytes, which the caller has found to be few."""
-        data = bytearray(count)
-        self.receive_into([memoryview(data)])
-        return bytes(data)
-
-    def begun(self) -> bool:
-        """Wait for the first byte of what comes next; false when the other side has closed."""
+        data = b""
         with _mapped():
-            return bool(self._sock.recv(1, socket.MSG_PEEK))
+            while len(data) < count:
+                self._check()
+                more = self._take(count - len(data))
+                _some(len(more))
+                data += more
+        return data
+
+    def begun(self, rests: bool = False) -> bool:
+        """Wait for the first byte of what comes next; false when the other side has closed.
+
+        A connection that ``rests`` may do so for as long as it likes.
+        """
+        while True:
+            try:
+                return bool(self._sock.recv(1, socket.MSG_PEEK))
+            except BlockingIOError as error:
+                if not rests:
+                    raise _ours(error) from error
+            except OSError as error:
+                raise _ours(error) from error
 
     def send_descriptor(self, data: bytes, fd: int) -> None:
         """``data``, and with it a descriptor."""
