@@ -40,9 +40,11 @@ def verify_payload(header: Header | Fields, payload: Buffer, summed: int | None 
 
     ``summed`` is the checksum of ``payload``, where it was computed as the bytes came.
     """
-    _same("payload_bytes", memoryview(payload).nbytes, header.payload_bytes)
+    if (nbytes := memoryview(payload).nbytes) != header.payload_bytes:
+        raise _other("payload_bytes", nbytes, header.payload_bytes)
     found = checksum(payload) if summed is None else summed
-    _same("payload_checksum", found, header.payload_checksum)
+    if found != header.payload_checksum:
+        raise _other("payload_checksum", found, header.payload_checksum)
 
 
 def verify_block(raw: Buffer, wanted: Wanted, payload: Buffer, summed: int | None = None) -> None:
@@ -63,15 +65,18 @@ def verify_block(raw: Buffer, wanted: Wanted, payload: Buffer, summed: int | Non
     verify_payload(header, payload, found)
 
 
-def _same(
-    field: str,
-    found: bytes | int | str | tuple[int, ...],
-    wanted: bytes | int | str | tuple[int, ...],
-) -> None:
+Value = bytes | int | str | tuple[int, ...]
+
+
+def _same(field: str, found: Value, wanted: Value) -> None:
     if found != wanted:
-        raise Corrupt(field, f"found {_short(found)}, wanted {_short(wanted)}")
+        raise _other(field, found, wanted)
 
 
-def _short(value: bytes | int | str | tuple[int, ...]) -> str:
+def _other(field: str, found: Value, wanted: Value) -> Corrupt:
+    return Corrupt(field, f"found {_short(found)}, wanted {_short(wanted)}")
+
+
+def _short(value: Value) -> str:
     text = value.hex() if isinstance(value, bytes) else str(value)
     return text if len(text) <= 24 else text[:24] + "..."

@@ -138,6 +138,8 @@ def claim_of(offer: Offer) -> Claim:
 class Kept(Enum):
     """How a put ended."""
 
+    __hash__ = object.__hash__  # as of ``Verdict``
+
     STORED = "stored"
     EXISTED = "existed"
     PENDING = "pending"  # another writer was still at it when the time was over

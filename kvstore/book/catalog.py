@@ -23,9 +23,8 @@ from kvstore.book.entries import Entry, Room
 from kvstore.book.events import KEPT_EVENTS, Events, Reason
 from kvstore.book.gone import MISSES, Gone
 from kvstore.book.keys import prefix_of
-from kvstore.book.places import Places
 from kvstore.book.policy import Node, Policy
-from kvstore.book.reservations import WHOLE, Reservations, Shares
+from kvstore.book.reservations import WHOLE, Reservations, Shares, Writing
 from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail, Verdict
 from kvstore.stats import Stats, Tally
 
@@ -43,7 +42,8 @@ class Catalog(Generic[V]):
         self._budget, self._policy, self._entry_bytes = budget, policy, entry_bytes
         self._boot, self._serial = boot, 0
         self._entries: Blocks[V] = Blocks(policy, partial_life)
-        self._writing, self._places = Reservations(budget, shares), Places(room)
+        self._room = room
+        self._writing: Reservations[V] = Reservations(budget, shares)
         self.choose: Callable[[Claim], Node | None] = Chooser(policy, self._entries).victim_for
         self._gone, self.tally = Gone(), Tally()
         self.events: Events[V] = Events(kept_events)
@@ -165,7 +165,8 @@ class Catalog(Generic[V]):
 
     def reserved(self, ticket: int, name: bytes) -> Claim | None:
         """What was claimed, while the reservation stands."""
-        return self._writing.find(ticket, name)
+        found = self._writing.find(ticket, name)
+        return None if found is None else found.claim
 
     def is_being_written(self, name: bytes) -> bool:
         """Whether a reservation stands for it."""
@@ -184,7 +185,8 @@ class Catalog(Generic[V]):
 
     def give_back(self, place: V, size: int) -> None:
         """A borrowed place that nobody writes to any more."""
-        self._places.give(place, size)
+        if self._room is not None:
+            self._room.give(place, size)
 
     def commit(
         self, ticket: int, name: bytes, value: V, now: float, parent: bytes | None = None,
@@ -201,8 +203,9 @@ class Catalog(Generic[V]):
         self, ticket: int, name: bytes, value: V, now: float, parent: bytes | None, tokens: int
     ) -> bool:
         """``commit`` for one of many blocks, of which the first made ``expire`` look at ``now``."""
-        if (claim := self._writing.take(ticket, name)) is None:
+        if (writing := self._writing.take(ticket, name)) is None:
             return False
+        claim = writing.claim
         if parent is not None and parent in self._entries:
             parent = self._entries[parent].name  # not another copy of it
         entry = Entry(claim, value, parent, tokens)
@@ -220,11 +223,11 @@ class Catalog(Generic[V]):
     def abandon(self, ticket: int, names: Iterable[bytes] | None = None) -> None:
         """Give up reservations of a ticket: those named, or all that are left."""
         for name in self._writing.names(ticket) if names is None else names:
-            if (claim := self._writing.take(ticket, name)) is None:
+            if (writing := self._writing.take(ticket, name)) is None:
                 continue
             self.tally.abandoned += 1
-            if (place := self._places.borrow(name)) is not None:
-                self.give_back(place, claim.size)
+            if writing.place is not None:
+                self.give_back(writing.place, writing.claim.size)
 
     def release(self, lease: int) -> None:
         """End a lease early; unknown ones have ended already."""
@@ -290,28 +293,34 @@ class Catalog(Generic[V]):
         if claim.name in self._writing or self._writing.is_full(ticket, claim.size):
             self.tally.pending += 1
             return Verdict.PENDING
-        if not (self._writing.allows(claim) and self._make_room(claim)):
+        writing = self._make_room(claim, ticket) if self._writing.allows(claim) else None
+        if writing is None:
             self.tally.rejected += 1
             return Verdict.NO_ROOM
-        self._writing.give(ticket, claim)
+        self._writing.add(writing)
         return Verdict.RESERVED
 
-    def _make_room(self, claim: Claim) -> bool:
-        """Evict until there is room, in bytes and in one piece; false if there cannot be."""
-        entries, each = self._entries, self._entry_bytes
+    def _make_room(self, claim: Claim, ticket: int) -> Writing[V] | None:
+        """Evict until there is room, in bytes and in one piece; ``None`` if there cannot be."""
+        entries, room, each = self._entries, self._room, self._entry_bytes
         # What there is for blocks beside this one and all that is being written.
         most = self._budget - claim.size - self._writing.bytes - (len(self._writing) + 1) * each
         if entries.leased + entries.holding * each > most:
-            return False  # or all the rest would go for nothing
-        while entries.bytes + len(entries) * each > most or not self._places.take(claim):
+            return None  # or all the rest would go for nothing
+        while True:
+            if entries.bytes + len(entries) * each <= most:
+                place = None if room is None else room.take(claim.size)
+                if place is not None or room is None:
+                    return Writing(ticket, claim, place)
             if not self._evict(claim):
-                return False
-        return True
+                return None
 
     def _borrow(self, ticket: int, name: bytes) -> tuple[Claim, V] | None:
-        claim = self._writing.find(ticket, name)
-        place = None if claim is None else self._places.borrow(name)
-        return None if claim is None or place is None else (claim, place)
+        writing = self._writing.find(ticket, name)
+        if writing is None or (place := writing.place) is None:
+            return None
+        writing.place = None
+        return writing.claim, place
 
     def _evict(self, claim: Claim) -> bool:
         victim = self.choose(claim)

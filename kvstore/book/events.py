@@ -19,6 +19,8 @@ KEPT_EVENTS = 1 << 15
 class Reason(Enum):
     """Why a block left."""
 
+    __hash__ = object.__hash__  # as of ``Verdict``
+
     EVICTED = "evicted"
     EXPIRED = "expired"  # partial blocks
     CLEARED = "cleared"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from kvstore.book.deadlines import Deadlines
 from kvstore.book.keys import prefix_of
 from kvstore.records import Claim
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,29 +30,44 @@ class Shares:
 WHOLE = Shares(1.0, 1.0)
 
 
-class Reservations(set[bytes]):
-    """Names that are being written, each by one ticket, until it is committed."""
+class Writing(Generic[V]):
+    """A claim and the place kept for it, ``None`` once its writer has borrowed it."""
+
+    __slots__ = ("claim", "place", "ticket")
+
+    def __init__(self, ticket: int, claim: Claim, place: V | None) -> None:
+        self.ticket, self.claim, self.place = ticket, claim, place
+
+
+@dataclass(slots=True)
+class _Ticket:
+    names: dict[bytes, None] = field(default_factory=dict)
+    bytes: int = 0
+
+
+class Reservations(dict[bytes, Writing[V]]):
+    """What is being written, by name: each block by one ticket, until that commits it."""
 
     def __init__(self, budget: int, shares: Shares = WHOLE) -> None:
         super().__init__()
         part = budget / shares.owners
         self._of_ticket, self._of_owner = part * shares.ticket, part * shares.all
         self._owned: Counter[bytes] = Counter()
-        self._tickets: dict[int, dict[bytes, Claim]] = {}
+        self._tickets: dict[int, _Ticket] = {}
         self._ends: Deadlines[int] = Deadlines()
-        self._sizes: dict[int, int] = {}
         self.bytes = 0
 
     def open(self, ticket: int, deadline: float) -> None:
         """A new ticket, without claims; it ends by itself at ``deadline``."""
-        self._tickets[ticket], self._sizes[ticket] = {}, 0
+        self._tickets[ticket] = _Ticket()
         self._ends.set(ticket, deadline)
 
-    def give(self, ticket: int, claim: Claim) -> None:
-        """``ticket`` is the one writer of this claim from now on."""
-        self._tickets[ticket][claim.name] = claim
-        self.add(claim.name)
-        self._sizes[ticket] += claim.size
+    def add(self, writing: Writing[V]) -> None:
+        """Its ticket is the one writer of this claim from now on."""
+        claim, ticket = writing.claim, self._tickets[writing.ticket]
+        self[claim.name] = writing
+        ticket.names[claim.name] = None
+        ticket.bytes += claim.size
         self._owned[prefix_of(claim.name)] += claim.size
         self.bytes += claim.size
 
@@ -58,7 +76,8 @@ class Reservations(set[bytes]):
 
         One block it may have, whatever its size.
         """
-        return self._sizes[ticket] > 0 and self._sizes[ticket] + size > self._of_ticket
+        has = self._tickets[ticket].bytes
+        return has > 0 and has + size > self._of_ticket
 
     def allows(self, claim: Claim) -> bool:
         """Whether it may be reserved beside the others of its owner; alone any block may."""
@@ -67,34 +86,38 @@ class Reservations(set[bytes]):
 
     def owner(self, ticket: int) -> bytes | None:
         """The tenant's part of the keys of a ticket, which has claims while it stands."""
-        key = next(iter(self._tickets.get(ticket, ())), None)
+        key = next(iter(self.names(ticket)), None)
         return None if key is None else prefix_of(key)
 
-    def find(self, ticket: int, name: bytes) -> Claim | None:
-        """The claim, while it stands."""
-        return self._tickets.get(ticket, {}).get(name)
+    def find(self, ticket: int, name: bytes) -> Writing[V] | None:
+        """The claim of a ticket, while it stands."""
+        found = self.get(name)
+        return found if found is not None and found.ticket == ticket else None
 
     def names(self, ticket: int) -> list[bytes]:
         """What ``ticket`` has not committed yet."""
-        return list(self._tickets.get(ticket, ()))
+        found = self._tickets.get(ticket)
+        return [] if found is None else list(found.names)
 
-    def take(self, ticket: int, name: bytes) -> Claim | None:
+    def take(self, ticket: int, name: bytes) -> Writing[V] | None:
         """End one claim; the ticket ends with its last one."""
-        claim = self._tickets.get(ticket, {}).pop(name, None)
-        if claim is not None:
-            self.remove(name)
-            self._sizes[ticket] -= claim.size
-            self._owned[prefix_of(name)] -= claim.size
-            self.bytes -= claim.size
+        if (found := self.find(ticket, name)) is None:
+            return None
+        size, of = found.claim.size, self._tickets[ticket]
+        del self[name], of.names[name]
+        of.bytes -= size
+        self._owned[prefix_of(name)] -= size
+        self.bytes -= size
+        if not of.names:
             self.close_if_empty(ticket)
-        return claim
+        return found
 
     def close_if_empty(self, ticket: int) -> bool:
         """End a ticket without claims; whether it has ended."""
-        if self._tickets.get(ticket):
+        found = self._tickets.get(ticket)
+        if found is not None and found.names:
             return False
         self._tickets.pop(ticket, None)
-        self._sizes.pop(ticket, None)
         self._ends.drop(ticket)
         return True
 

@@ -28,6 +28,10 @@ HELD_SECONDS = 60.0
 """Longer than one method takes: what is there must not make room for what comes beside it."""
 
 
+NOBODY = 0
+"""In place of a ticket: what comes up has no writer."""
+
+
 class TieredCatalog(Catalog[int]):
     """A ``Catalog`` of places, and the ``index`` of what lies on disk."""
 
@@ -261,9 +265,10 @@ class TieredCatalog(Catalog[int]):
         if crowded or spot.name in self._writing:
             return False
         claim = Claim(spot.name, spot.size, False, spot.opening)
-        if not self._make_room(claim) or (place := self._places.borrow(spot.name)) is None:
+        writing = self._make_room(claim, NOBODY)
+        if writing is None or writing.place is None:
             return False
-        entry = Entry(claim, place, spot.parent, spot.tokens)
+        entry = Entry(claim, writing.place, spot.parent, spot.tokens)
         entry.ready, entry.grips = False, 1
         self._entries.add(entry, now)
         self._coming += spot.size

@@ -19,7 +19,7 @@ from kvstore.base import Got, Offer, Outcome, Want
 from kvstore.server.arena import open_arena
 from kvstore.ways.line import Line, Lines, dial_unix
 from kvstore.ways.staging import batches, send, stage
-from kvstore.ways.way import Progress, Ticket, lease_ms, outcomes_in, split_of, taken
+from kvstore.ways.way import Progress, Ticket, lease_ms, outcomes_in, parsed, split_of, taken
 from kvstore.wire.copying import copy_summed
 from kvstore.wire.frames import Op, Request
 from protos import kvstore_pb2 as pb
@@ -71,7 +71,7 @@ class SharedWay:
         body = request.SerializeToString()
         with taken(self._lines, deadline) as line:
             line.ask(Request(Op.RESERVE, body=len(body)), body)
-            return pb.ReserveResponse.FromString(line.body() or b"")
+            return parsed(pb.ReserveResponse, line.body())
 
     def put(self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         """As the protocol says."""
@@ -104,7 +104,7 @@ class SharedWay:
         names = [want.name for want in wants]
         body = pb.LocateRequest(names=names, lease_ms=lease_ms(deadline)).SerializeToString()
         line.ask(Request(Op.LOCATE, body=len(body)), body)
-        found = pb.LocateResponse.FromString(line.body() or b"")
+        found = parsed(pb.LocateResponse, line.body())
         if not len(found.lengths) == len(found.offsets) == len(wants):
             raise Corrupt("lengths", f"{len(found.lengths)} came for {len(wants)} names")
         return found

@@ -8,7 +8,7 @@ from common.errors import Corrupt
 from kvstore.base import Got, Offer, Outcome, Want
 from kvstore.messages import claim_message, outcomes_of
 from kvstore.ways.calls import Calls, mapped
-from kvstore.ways.way import Progress, Ticket, block_of, split_of
+from kvstore.ways.way import Progress, Ticket, block_of, parsed, split_of
 from kvstore.wire.buffers import HEAD, Pour, cut, parse, skip
 from protos import kvstore_pb2 as pb
 from rpc.deadline import Deadline
@@ -76,7 +76,7 @@ def _received(wants: Sequence[Want], messages: Iterator[bytes]) -> Iterator[Got]
     part, body = parse(next(messages, b""))
     if part != HEAD:
         raise Corrupt("head", "must be the first message of an answer to Get")
-    lengths = pb.GetHead.FromString(bytes(body)).lengths
+    lengths = parsed(pb.GetHead, bytes(body)).lengths
     if len(lengths) != len(wants):
         raise Corrupt("lengths", f"{len(lengths)} came for {len(wants)} names")
     done: list[Got] = []

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from google.protobuf.message import DecodeError, Message
+
+from common.errors import Corrupt
 from kvblock.header import MAX_COUNT, header_bytes
 from kvstore.base import Block, Got, Offer, Outcome, Want
 from kvstore.messages import MAX_LEASE_MS, outcomes_of
 from kvstore.ways.line import Line, Lines
 from protos import kvstore_pb2 as pb
 from rpc.deadline import Deadline
+
+M = TypeVar("M", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,14 @@ def block_of(offer: Offer) -> Block:
     return block
 
 
+def parsed(kind: type[M], body: bytes | None) -> M:
+    """An answer, of which ``None`` says nothing; ``Corrupt`` when it is none."""
+    try:
+        return kind.FromString(body or b"")
+    except DecodeError as error:
+        raise Corrupt("answer", f"is no {kind.__name__}: {error}") from error
+
+
 def outcomes_in(body: bytes | None, count: int) -> list[Outcome]:
     """The outcomes in a ``PutResponse`` for ``count`` blocks."""
-    return outcomes_of(pb.PutResponse.FromString(body or b""), count)
+    return outcomes_of(parsed(pb.PutResponse, body), count)
