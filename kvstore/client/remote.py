@@ -13,14 +13,15 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 
 from common.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Unavailable
-from kvstore.base import NOT_SENT, Found, Got, Kept, Lease, Offer, Outcome, Seen, Want
-from kvstore.messages import VERDICTS, claim_message, miss_of, outcomes_of, stats_of
-from kvstore.records import Tail, Verdict
+from kvstore.base import Found, Got, Kept, Lease, Offer, Outcome, Seen, Want
+from kvstore.messages import claim_message, miss_of, outcomes_of, stats_of
+from kvstore.records import Tail
 from kvstore.stats import Stats
 from kvstore.ways.calls import Calls, mapped
 from kvstore.ways.choice import ORDER, Ways
+from kvstore.ways.granted import Granted, asking
 from kvstore.ways.stream import buffers_of
-from kvstore.ways.way import Progress, Ticket, Way
+from kvstore.ways.way import Progress, Way
 from protos import kvstore_pb2 as pb
 from rpc.deadline import Deadline
 
@@ -34,8 +35,6 @@ GRACE = 0.05
 
 RECHECK_SECONDS = 1.0
 """For the store to look again at a block that a reader left at."""
-
-_VERDICT_OF = {wire: verdict for verdict, wire in VERDICTS.items()}
 
 
 class RemoteStore:
@@ -196,32 +195,23 @@ class RemoteStore:
     def _put_asked(
         self, offers: Sequence[Offer], wait: float, deadline: Deadline, tried: set[str]
     ) -> list[Outcome]:
-        """Ask which are wanted, waiting up to ``wait`` for other writers, and send those."""
-        # Half the wait at most: when it is over, there must be time to send.
-        request = pb.ReserveRequest(
-            claims=[claim_message(offer) for offer in offers],
-            wait_ms=round(wait * 500),
-        )
-        grant = self._reserve(request, deadline, tried)
-        verdicts = [_VERDICT_OF[verdict] for verdict in grant.verdicts]
-        wanted = [o for o, v in zip(offers, verdicts, strict=True) if v is Verdict.RESERVED]
-        ticket = Ticket(grant.ticket, grant.token, grant.boot)
-        sent = iter(self._send(ticket, wanted, deadline, tried) if wanted else [])
-        return [
-            next(sent) if verdict is Verdict.RESERVED else Outcome(NOT_SENT[verdict])
-            for verdict in verdicts
-        ]
+        """Ask which are wanted, waiting up to ``wait`` for other writers, and send those.
 
-    def _reserve(
-        self, request: pb.ReserveRequest, deadline: Deadline, tried: set[str]
-    ) -> pb.ReserveResponse:
-        if not request.wait_ms:
-            way = self._ways.best(tried, deadline)
-            try:
-                return way.reserve(request, deadline)
-            except (Unavailable, Corrupt) as error:
-                self._after(way, error, tried)
-        return self._calls.claim(request, deadline)
+        When a way breaks, all counts as being written still: what it brought will be there when
+        asked again, and the rest is free once the store has noticed.
+        """
+        granted: Granted | None = None
+        if wait:
+            # Half the wait at most: when it is over, there must be time to send.
+            granted = Granted(self._calls.claim(asking(offers, wait / 2), deadline), offers)
+            if not granted.wanted:
+                return granted.outcomes(iter(()))
+        way = self._ways.best(tried, deadline)
+        try:
+            return way.send(granted, deadline) if granted else way.put(offers, deadline)
+        except (Unavailable, Corrupt) as error:
+            self._after(way, error, tried)
+            return [Outcome(Kept.PENDING)] * len(offers)
 
     def _send_small(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         if not offers:
@@ -231,18 +221,3 @@ class RemoteStore:
         with mapped():
             answer = self._calls.put_small(request, timeout=deadline.remaining())
         return outcomes_of(answer, len(offers))
-
-    def _send(
-        self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline, tried: set[str]
-    ) -> list[Outcome]:
-        """Send what was reserved. When a way breaks, all counts as being written still:
-
-        what it brought will be there when asked again, and the rest is free once the store has
-        noticed.
-        """
-        way = self._ways.best(tried, deadline)
-        try:
-            return way.put(ticket, offers, deadline)
-        except (Unavailable, Corrupt) as error:
-            self._after(way, error, tried)
-            return [Outcome(Kept.PENDING)] * len(offers)

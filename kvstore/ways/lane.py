@@ -12,9 +12,10 @@ from typing import Protocol
 from common.errors import Corrupt, KvrelayError, Unavailable
 from kvstore.base import Got, Offer, Outcome, Want
 from kvstore.ways.fetching import ask, batches_of, receive
+from kvstore.ways.granted import Granted, asking
 from kvstore.ways.line import Lines, dial_tcp
 from kvstore.ways.staging import send
-from kvstore.ways.way import Progress, Ticket, lease_ms, outcomes_in, taken
+from kvstore.ways.way import Progress, lease_ms, outcomes_in, taken
 from protos import kvstore_pb2 as pb
 from rpc.deadline import Deadline
 
@@ -78,17 +79,20 @@ class LaneWay:
             if found.lease and not whole:
                 self._let_go(found)
 
-    def reserve(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
+    def put(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         """As the protocol says."""
-        return self._finder.claim(request, deadline)
+        return self.send(Granted(self._finder.claim(asking(offers), deadline), offers), deadline)
 
-    def put(self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
+    def send(self, granted: Granted, deadline: Deadline) -> list[Outcome]:
         """As the protocol says."""
-        if ticket.boot != self._boot:
+        if granted.ticket.boot != self._boot:
             raise Unavailable("the store was started anew")
-        with taken(self._lines, deadline) as line:
-            send(line, ticket, offers, last=True)
-            return outcomes_in(line.body(), len(offers))
+        sent: list[Outcome] = []
+        if granted.wanted:
+            with taken(self._lines, deadline) as line:
+                send(line, granted.ticket, granted.wanted, last=True)
+                sent = outcomes_in(line.body(), len(granted.wanted))
+        return granted.outcomes(iter(sent))
 
     def close(self, cut: bool = True) -> None:
         """As the protocol says."""

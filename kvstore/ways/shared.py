@@ -11,15 +11,15 @@ import mmap
 import os
 import time
 import weakref
-from collections import deque
 from collections.abc import Generator, Sequence
 
 from common.errors import Corrupt, Unavailable
 from kvstore.base import Got, Offer, Outcome, Want
 from kvstore.server.arena import open_arena
+from kvstore.ways.granted import Granted, asking
 from kvstore.ways.line import Line, Lines, dial_unix
-from kvstore.ways.staging import batches, send, stage
-from kvstore.ways.way import Progress, Ticket, lease_ms, outcomes_in, parsed, split_of, taken
+from kvstore.ways.staging import stage
+from kvstore.ways.way import Progress, lease_ms, parsed, split_of, taken
 from kvstore.wire.copying import copy_summed
 from kvstore.wire.frames import Op, Request
 from protos import kvstore_pb2 as pb
@@ -66,35 +66,20 @@ class SharedWay:
                 if found.lease:
                     line.release(found.lease, found.token)
 
-    def reserve(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
+    def put(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         """As the protocol says."""
-        body = request.SerializeToString()
+        body = asking(offers).SerializeToString()
         with taken(self._lines, deadline) as line:
             line.ask(Request(Op.RESERVE, body=len(body)), body)
-            return parsed(pb.ReserveResponse, line.body())
+            granted = Granted(parsed(pb.ReserveResponse, line.body()), offers)
+            return self._send(line, granted)
 
-    def put(self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
+    def send(self, granted: Granted, deadline: Deadline) -> list[Outcome]:
         """As the protocol says."""
-        if ticket.boot != self._boot:
+        if granted.ticket.boot != self._boot:
             raise Unavailable("the store was started anew")
-        outcomes: list[Outcome] = []
         with taken(self._lines, deadline) as line:
-            window = self._window(line)
-            half = len(window) // 2
-            pending: deque[int] = deque()
-            parts = list(batches(offers, half))
-            for number, batch in enumerate(parts):
-                if len(pending) == 2:  # it lies where we are about to write
-                    outcomes += outcomes_in(line.body(), pending.popleft())
-                last = number == len(parts) - 1
-                if batch[0].size > half:
-                    send(line, ticket, batch, last)
-                else:
-                    stage(line, ticket, batch, window, number % 2 * half, last)
-                pending.append(len(batch))
-            for count in pending:
-                outcomes += outcomes_in(line.body(), count)
-        return outcomes
+            return self._send(line, granted)
 
     def close(self, cut: bool = True) -> None:
         """As the protocol says."""
@@ -119,6 +104,10 @@ class SharedWay:
         header = bytes(self._arena[offset:start])
         summed = copy_summed(want.buffer, self._arena[start : offset + length])
         return Got(index, header, summed)
+
+    def _send(self, line: Line, granted: Granted) -> list[Outcome]:
+        sent = stage(line, granted, self._window(line)) if granted.wanted else []
+        return granted.outcomes(iter(sent))
 
     def _window(self, line: Line) -> memoryview:
         window = self._windows.get(line)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 from kvblock.header import seal
-from kvstore.base import Block, Offer
+from kvstore.base import Block, Offer, Outcome
+from kvstore.ways.granted import Granted, Ticket
 from kvstore.ways.line import Line
-from kvstore.ways.way import Ticket, block_of
+from kvstore.ways.way import block_of, outcomes_in
 from kvstore.wire.copying import copy, copy_summed
 from kvstore.wire.frames import Op, Request, Row
 
@@ -31,7 +33,28 @@ def batches(offers: Sequence[Offer], half: int) -> Iterator[list[Offer]]:
         yield batch
 
 
-def stage(
+def stage(line: Line, granted: Granted, window: memoryview) -> list[Outcome]:
+    """What was granted, through a window: one half is filled while the store takes the other."""
+    half, start = len(window) // 2, 0
+    outcomes: list[Outcome] = []
+    pending: deque[int] = deque()
+    parts = list(batches(granted.wanted, half))
+    for number, batch in enumerate(parts, 1):
+        if len(pending) == 2:  # it lies where we are about to write
+            outcomes += outcomes_in(line.body(), pending.popleft())
+        last = number == len(parts)
+        if batch[0].size > half:
+            send(line, granted.ticket, batch, last)
+        else:
+            _fill(line, granted.ticket, batch, window, start, last)
+        pending.append(len(batch))
+        start = half - start
+    for count in pending:
+        outcomes += outcomes_in(line.body(), count)
+    return outcomes
+
+
+def _fill(
     line: Line, ticket: Ticket, offers: Sequence[Offer], window: memoryview, start: int, last: bool
 ) -> None:
     """Blocks into the window, and a request to take them from there."""

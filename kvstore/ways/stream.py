@@ -8,7 +8,8 @@ from common.errors import Corrupt
 from kvstore.base import Got, Offer, Outcome, Want
 from kvstore.messages import claim_message, outcomes_of
 from kvstore.ways.calls import Calls, mapped
-from kvstore.ways.way import Progress, Ticket, block_of, parsed, split_of
+from kvstore.ways.granted import Granted, asking
+from kvstore.ways.way import Progress, block_of, parsed, split_of
 from kvstore.wire.buffers import HEAD, Pour, cut, parse, skip
 from protos import kvstore_pb2 as pb
 from rpc.deadline import Deadline
@@ -38,17 +39,18 @@ class StreamWay:
             finally:
                 call.cancel()
 
-    def reserve(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
+    def put(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         """As the protocol says."""
-        return self._calls.claim(request, deadline)
+        return self.send(Granted(self._calls.claim(asking(offers), deadline), offers), deadline)
 
-    def put(self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
+    def send(self, granted: Granted, deadline: Deadline) -> list[Outcome]:
         """As the protocol says."""
-        claims = [claim_message(offer) for offer in offers]
-        head = pb.PutHead(ticket=ticket.serial, claims=claims)
-        with mapped():
-            answer = self._calls.put(_messages(head, offers), timeout=deadline.remaining())
-        return outcomes_of(answer, len(offers))
+        wanted, sent = granted.wanted, pb.PutResponse()
+        if wanted:
+            head = pb.PutHead(ticket=granted.ticket.serial, claims=map(claim_message, wanted))
+            with mapped():
+                sent = self._calls.put(_messages(head, wanted), timeout=deadline.remaining())
+        return granted.outcomes(iter(outcomes_of(sent, len(wanted))))
 
     def close(self, cut: bool = True) -> None:
         """As the protocol says; the channel is its owner's."""

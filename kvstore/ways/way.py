@@ -13,20 +13,12 @@ from common.errors import Corrupt
 from kvblock.header import MAX_COUNT, header_bytes
 from kvstore.base import Block, Got, Offer, Outcome, Want
 from kvstore.messages import MAX_LEASE_MS, outcomes_of
+from kvstore.ways.granted import Granted
 from kvstore.ways.line import Line, Lines
 from protos import kvstore_pb2 as pb
 from rpc.deadline import Deadline
 
 M = TypeVar("M", bound=Message)
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """What ``Reserve`` gave, at the store's start ``boot``."""
-
-    serial: int
-    token: bytes
-    boot: bytes
 
 
 @dataclass(slots=True)
@@ -52,11 +44,11 @@ class Way(Protocol):
     ) -> Generator[Got, None, None]:
         """As ``Store.get``, from ``progress.done`` on."""
 
-    def reserve(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
-        """``Reserve``, without waiting for other writers."""
+    def put(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
+        """As ``Store.put``, without waiting for other writers."""
 
-    def put(self, ticket: Ticket, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
-        """Send reserved blocks."""
+    def send(self, granted: Granted, deadline: Deadline) -> list[Outcome]:
+        """The same for blocks that are reserved already."""
 
     def close(self, cut: bool = True) -> None:
         """Give up connections; calls under way break, or with ``cut=False`` end first."""

@@ -101,7 +101,7 @@ def test_the_fastest_way_there_is_is_chosen_and_said_once(
                 block = make(300_000)
                 assert put(store, block) == [Kept.STORED]
                 assert get(store, block)[0].header is not None
-        assert store.used == {way: 9}
+        assert store.used == {way: 6}
         assert len([r for r in caplog.records if "blocks go by" in r.message]) == 1
     finally:
         store.close()

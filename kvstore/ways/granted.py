@@ -1,0 +1,47 @@
+"""What the store wants of the blocks it was offered, and what became of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from common.errors import Corrupt
+from kvstore.base import NOT_SENT, Offer, Outcome
+from kvstore.messages import VERDICTS, claim_message
+from kvstore.records import Verdict
+from protos import kvstore_pb2 as pb
+
+_RESERVED = VERDICTS[Verdict.RESERVED]
+_OUTCOMES = {VERDICTS[verdict]: Outcome(kept) for verdict, kept in NOT_SENT.items()}
+_KNOWN = {_RESERVED, *_OUTCOMES}
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """What ``Reserve`` gave, at the store's start ``boot``."""
+
+    serial: int
+    token: bytes
+    boot: bytes
+
+
+def asking(offers: Sequence[Offer], wait: float = 0.0) -> pb.ReserveRequest:
+    """``Reserve`` for ``offers``, to wait up to so many seconds for other writers."""
+    return pb.ReserveRequest(claims=map(claim_message, offers), wait_ms=round(wait * 1000))
+
+
+class Granted:
+    """The answer to ``Reserve``; ``Corrupt`` if it is not one for ``offers``."""
+
+    def __init__(self, answer: pb.ReserveResponse, offers: Sequence[Offer]) -> None:
+        self.ticket = Ticket(answer.ticket, answer.token, answer.boot)
+        self._verdicts = list(answer.verdicts)
+        if len(self._verdicts) != len(offers):
+            raise Corrupt("verdicts", f"{len(self._verdicts)} came for {len(offers)} blocks")
+        if not _KNOWN.issuperset(self._verdicts):
+            raise Corrupt("verdicts", f"{set(self._verdicts) - _KNOWN} are not known")
+        self.wanted = [o for o, v in zip(offers, self._verdicts, strict=True) if v == _RESERVED]
+
+    def outcomes(self, sent: Iterator[Outcome]) -> list[Outcome]:
+        """Of all the offers, given those of what was wanted."""
+        return [next(sent) if v == _RESERVED else _OUTCOMES[v] for v in self._verdicts]
