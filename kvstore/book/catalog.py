@@ -181,7 +181,7 @@ class Catalog(Generic[V]):
     ) -> list[tuple[Claim, V] | None]:
         """Reserved blocks and their places, for a writer to ``commit`` or ``give_back``, once."""
         self.expire(now)
-        return [self._borrow(ticket, name) for name in names]
+        return [self._writing.lend(ticket, name) for name in names]
 
     def give_back(self, place: V, size: int) -> None:
         """A borrowed place that nobody writes to any more."""
@@ -314,13 +314,6 @@ class Catalog(Generic[V]):
                     return Writing(ticket, claim, place)
             if not self._evict(claim):
                 return None
-
-    def _borrow(self, ticket: int, name: bytes) -> tuple[Claim, V] | None:
-        writing = self._writing.find(ticket, name)
-        if writing is None or (place := writing.place) is None:
-            return None
-        writing.place = None
-        return writing.claim, place
 
     def _evict(self, claim: Claim) -> bool:
         victim = self.choose(claim)

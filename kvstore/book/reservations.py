@@ -94,6 +94,14 @@ class Reservations(dict[bytes, Writing[V]]):
         found = self.get(name)
         return found if found is not None and found.ticket == ticket else None
 
+    def lend(self, ticket: int, name: bytes) -> tuple[Claim, V] | None:
+        """A claim and its place, once: whoever has it gives it back."""
+        found = self.find(ticket, name)
+        if found is None or (place := found.place) is None:
+            return None
+        found.place = None
+        return found.claim, place
+
     def names(self, ticket: int) -> list[bytes]:
         """What ``ticket`` has not committed yet."""
         found = self._tickets.get(ticket)
