@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-M_ARENA_MAX = -8  # of malloc.h
+M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1  # of malloc.h
 MOST = 2
+LARGEST_KEPT = 32 << 20  # what glibc comes to by itself, in a process that has freed so large a one
 TRIM_SECONDS = 30.0
 
 
@@ -25,6 +26,19 @@ def bound() -> None:
     if "MALLOC_ARENA_MAX" not in os.environ:
         with suppress(OSError, AttributeError):  # another libc
             ctypes.CDLL(None).mallopt(M_ARENA_MAX, MOST)
+
+
+def keep_buffers() -> None:
+    """Buffers of messages lie in the heap, which is given back by ``keep_trimmed`` only.
+
+    glibc maps a large one anew each time and gives it back at once: a fault for every page of it,
+    which for a stream of megabytes is a third of all its time.
+    """
+    if os.environ.keys() & {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}:
+        return
+    with suppress(OSError, AttributeError):  # another libc
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+        ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, 2 * LARGEST_KEPT)
 
 
 def keep_trimmed(seconds: float = TRIM_SECONDS) -> None:

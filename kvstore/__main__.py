@@ -100,6 +100,7 @@ def main(argv: list[str]) -> int:
     )
     logs.setup("store", config.log_level)
     arenas.bound()
+    arenas.keep_buffers()
     arenas.keep_trimmed()
     try:
         security.install(config)

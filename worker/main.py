@@ -35,6 +35,7 @@ def main(role: Role, faces: Sequence[Register], argv: Sequence[str]) -> int:
     config = load(WorkerConfig, argv, f"python -m {name}_service", f"The {name} worker of kvrelay.")
     logs.setup(name, config.log_level)
     arenas.bound()
+    arenas.keep_buffers()
     arenas.keep_trimmed()
     try:
         security.install(config)

@@ -11,6 +11,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
+from common import arenas
 from common.config import load, option
 from kvstore.bench import redis_rows
 from kvstore.bench.redisserver import find_server, version_of
@@ -159,6 +160,7 @@ def table(rows: Sequence[Row], lookups: Sequence[Lookup]) -> str:
 def main(argv: Sequence[str], prog: str = "python -m kvstore.bench") -> int:
     """Measure and print."""
     config = load(BenchConfig, argv, prog, DESCRIPTION)
+    arenas.keep_buffers()  # as every worker does
     rows, lookups = measure(config)
     found = find_server()
     redis = None if found is None else version_of(found)

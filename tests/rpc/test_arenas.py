@@ -48,6 +48,19 @@ while held() > before - 40_000 and time.monotonic() < until:
     time.sleep(0.05)
 print(before - held())
 """
+# Of a megabyte, as often as a stream of messages would: two buffers at a time.
+CYCLED = """
+import resource
+from common import arenas
+arenas.keep_buffers()
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+kept = bytearray(b"x") * (1 << 20)
+before = faults()
+for _ in range(100):
+    kept = bytearray(b"x") * (1 << 20)
+print(faults() - before)
+"""
 
 
 def arenas(**environ: str) -> int:
@@ -77,3 +90,12 @@ def test_the_environment_says_otherwise() -> None:
 
 def test_what_is_free_in_the_midst_of_the_heap_goes_back() -> None:
     assert told(TRIMMED) > 40_000
+
+
+def test_a_buffer_is_used_again() -> None:
+    assert told(CYCLED) < 2_000
+
+
+def test_a_buffer_is_mapped_anew_when_the_environment_says_so() -> None:
+    """Of 256 pages each; so the count above is not blind."""
+    assert told(CYCLED, MALLOC_MMAP_THRESHOLD_="65536") > 20_000
