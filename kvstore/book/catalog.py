@@ -24,7 +24,7 @@ from kvstore.book.events import KEPT_EVENTS, Events, Reason
 from kvstore.book.gone import MISSES, Gone
 from kvstore.book.keys import prefix_of
 from kvstore.book.policy import Node, Policy
-from kvstore.book.reservations import WHOLE, Reservations, Shares, Writing
+from kvstore.book.reservations import WHOLE, Lent, Reservations, Shares, Writing
 from kvstore.records import Claim, Grant, Holding, Located, Surveyed, Tail, Verdict
 from kvstore.stats import Stats, Tally
 
@@ -151,17 +151,20 @@ class Catalog(Generic[V]):
         self.expire(now)
         return self._entries.extend(lease, deadline)
 
-    def reserve(self, claims: Sequence[Claim], ttl: float, now: float) -> Grant:
-        """Room for those of ``claims`` that nobody has put or is putting, under one ticket."""
+    def reserve(
+        self, claims: Sequence[Claim], ttl: float, now: float, ticket: int | None = None
+    ) -> Grant:
+        """Room for what nobody has put or is putting, under a new ticket or one that stands."""
         self.expire(now)
         for claim in reversed(claims):
             if (entry := self._entries.get(claim.name)) is not None:
                 self._entries.use(entry, now)
-        self._serial += 1
-        self._writing.open(self._serial, now + ttl)
-        verdicts = tuple(self._claim(claim, self._serial) for claim in claims)
-        ended = self._writing.close_if_empty(self._serial)
-        return Grant(None if ended else self._serial, now + ttl, verdicts)
+        if ticket is None or not self._writing.stands(ticket):
+            ticket = self._serial = self._serial + 1
+            self._writing.open(ticket, now + ttl)
+        verdicts = tuple(self._claim(claim, ticket) for claim in claims)
+        ended = self._writing.close_if_empty(ticket)
+        return Grant(None if ended else ticket, now + ttl, verdicts)
 
     def reserved(self, ticket: int, name: bytes) -> Claim | None:
         """What was claimed, while the reservation stands."""
@@ -176,9 +179,7 @@ class Catalog(Generic[V]):
         """The writer makes progress: its reservations end later."""
         self._writing.prolong(ticket, deadline)
 
-    def borrow(
-        self, ticket: int, names: Sequence[bytes], now: float
-    ) -> list[tuple[Claim, V] | None]:
+    def borrow(self, ticket: int, names: Sequence[bytes], now: float) -> list[Lent[V]]:
         """Reserved blocks and their places, for a writer to ``commit`` or ``give_back``, once."""
         self.expire(now)
         return [self._writing.lend(ticket, name) for name in names]

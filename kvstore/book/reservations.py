@@ -13,6 +13,9 @@ from kvstore.records import Claim
 
 V = TypeVar("V")
 
+Lent = tuple[Claim, V] | None
+"""A claim and its place, if it stands."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shares:
@@ -62,6 +65,10 @@ class Reservations(dict[bytes, Writing[V]]):
         self._tickets[ticket] = _Ticket()
         self._ends.set(ticket, deadline)
 
+    def stands(self, ticket: int) -> bool:
+        """Whether it has not ended."""
+        return ticket in self._tickets
+
     def add(self, writing: Writing[V]) -> None:
         """Its ticket is the one writer of this claim from now on."""
         claim, ticket = writing.claim, self._tickets[writing.ticket]
@@ -94,7 +101,7 @@ class Reservations(dict[bytes, Writing[V]]):
         found = self.get(name)
         return found if found is not None and found.ticket == ticket else None
 
-    def lend(self, ticket: int, name: bytes) -> tuple[Claim, V] | None:
+    def lend(self, ticket: int, name: bytes) -> Lent[V]:
         """A claim and its place, once: whoever has it gives it back."""
         found = self.find(ticket, name)
         if found is None or (place := found.place) is None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from common.errors import Rejected
 from kvstore.book.tenants import OPEN, Scope
-from kvstore.messages import MAX_LEASE_MS, MAX_NAMES, VERDICTS, checked_names, claims_of
+from kvstore.messages import MAX_LEASE_MS, MAX_NAMES, VERDICTS, checked_names
+from kvstore.records import Grant
 from kvstore.server.vault import Vault
 from protos import kvstore_pb2 as pb
 
@@ -28,10 +29,8 @@ def located(vault: Vault, request: pb.LocateRequest, scope: Scope = OPEN) -> pb.
     )
 
 
-def reserved(vault: Vault, request: pb.ReserveRequest, scope: Scope = OPEN) -> pb.ReserveResponse:
-    """A verdict on each claim, at once, and a ticket for those that are wanted."""
-    claims = claims_of(request.claims, len(request.claims), vault.limits.max_block)
-    grant = vault.reserve(scope.claims(claims))
+def reserved(vault: Vault, grant: Grant) -> pb.ReserveResponse:
+    """What was granted, and a token for its ticket."""
     return pb.ReserveResponse(
         boot=vault.boot,
         ticket=grant.ticket or 0,

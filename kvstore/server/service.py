@@ -137,11 +137,11 @@ class StoreService:
 
     async def reserve(self, request: pb.ReserveRequest, context: object) -> pb.ReserveResponse:
         """``Reserve``."""
+        claims = claims_of(request.claims, len(request.claims), self._vault.limits.max_block)
+        wanted = self._scope().claims(claims)
         if request.wait_ms:
-            claims = claims_of(request.claims, len(request.claims), self._vault.limits.max_block)
-            wanted = self._scope().claims(claims)
             await self._wait_for_others(wanted, min(request.wait_ms, MAX_LEASE_MS) / 1000)
-        return reserved(self._vault, request, self._scope())
+        return reserved(self._vault, self._vault.reserve(wanted))
 
     async def put(self, requests: AsyncIterator[bytes], context: object) -> pb.PutResponse:
         """``Put``."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TypeVar
 
@@ -16,7 +16,8 @@ from google.protobuf.message import DecodeError, Message
 
 from common.errors import Rejected
 from kvstore.book.tenants import OPEN
-from kvstore.messages import MAX_NAMES, checked_names, put_message
+from kvstore.messages import MAX_NAMES, checked_names, claims_of, put_message
+from kvstore.records import Claim
 from kvstore.server.arena import GROW, SEAL, SHRINK, memfd, seal
 from kvstore.server.locating import BRING_SECONDS, located, reserved
 from kvstore.server.placing import Bring, placed
@@ -122,10 +123,16 @@ class Session:
         self._answer(Status.OK, located(self._vault, message).SerializeToString())
 
     def _reserve(self, request: Request, body: bytes) -> None:
-        found = reserved(self._vault, _parsed(pb.ReserveRequest, body))
-        if found.ticket:
-            self._tickets[found.ticket] = OPEN.prefix
-        self._answer(Status.OK, found.SerializeToString())
+        """The first of many claims are answered at once, so that their writer can begin."""
+        vault, message = self._vault, _parsed(pb.ReserveRequest, body)
+        claims = claims_of(message.claims, len(message.claims), vault.limits.max_block)
+        self._tickets = {t: of for t, of in self._tickets.items() if vault.owner(t) is not None}
+        ticket: int | None = None
+        for part in _parts(claims, request.first):
+            grant = vault.reserve(part, ticket)
+            if (ticket := grant.ticket) is not None:
+                self._tickets[ticket] = OPEN.prefix
+            self._answer(Status.OK, reserved(vault, grant).SerializeToString())
 
     def _release(self, request: Request, body: bytes) -> None:
         if self._vault.knows(request.serial, request.token):
@@ -203,6 +210,11 @@ _TABLE: dict[Op, Callable[[Session, Request, bytes], None]] = {
     Op.RELEASE: Session._release,
     Op.RESERVE: Session._reserve,
 }
+
+
+def _parts(claims: Sequence[Claim], first: int) -> list[Sequence[Claim]]:
+    """One or two."""
+    return [claims[:first], claims[first:]] if 0 < first < len(claims) else [claims]
 
 
 def _parsed(kind: type[M], body: bytes) -> M:

@@ -184,10 +184,11 @@ class Vault:
             for prefix, used in sorted(found.items())
         ]
 
-    def reserve(self, claims: Sequence[Claim]) -> Grant:
+    def reserve(self, claims: Sequence[Claim], ticket: int | None = None) -> Grant:
         """See ``Catalog.reserve``."""
+        life = self.limits.ticket_life
         with self._lock:
-            return self._catalog.reserve(claims, self.limits.ticket_life, time.monotonic())
+            return self._catalog.reserve(claims, life, time.monotonic(), ticket)
 
     def reserved(self, ticket: int, name: bytes) -> Claim | None:
         """See ``Catalog.reserved``."""

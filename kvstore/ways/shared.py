@@ -18,7 +18,7 @@ from kvstore.base import Got, Offer, Outcome, Want
 from kvstore.server.arena import open_arena
 from kvstore.ways.granted import Granted, asking
 from kvstore.ways.line import Line, Lines, dial_unix
-from kvstore.ways.staging import stage
+from kvstore.ways.staging import Staging, batches, first_batch
 from kvstore.ways.way import Progress, lease_ms, parsed, split_of, taken
 from kvstore.wire.copying import copy_summed
 from kvstore.wire.frames import Op, Request
@@ -67,19 +67,30 @@ class SharedWay:
                     line.release(found.lease, found.token)
 
     def put(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
-        """As the protocol says."""
+        """As the protocol says. The first batch is written while the rest is being reserved."""
         body = asking(offers).SerializeToString()
         with taken(self._lines, deadline) as line:
-            line.ask(Request(Op.RESERVE, body=len(body)), body)
-            granted = Granted(parsed(pb.ReserveResponse, line.body()), offers)
-            return self._send(line, granted)
+            staging, limit = Staging(line, self._window(line)), first_batch(offers)
+            first = len(next(batches(offers, limit, staging.half)))
+            line.ask(Request(Op.RESERVE, first=first, body=len(body)), body)
+            begun = _granted(line, offers[:first])
+            if first == len(offers):
+                staging.send(begun, limit)
+                return begun.outcomes(staging.finish())
+            staging.send(begun, limit, last=False)
+            rest = _granted(line, offers[first:])
+            staging.send(rest, 2 * limit)
+            sent = staging.finish()
+            return begun.outcomes(sent) + rest.outcomes(sent)
 
     def send(self, granted: Granted, deadline: Deadline) -> list[Outcome]:
         """As the protocol says."""
         if granted.ticket.boot != self._boot:
             raise Unavailable("the store was started anew")
         with taken(self._lines, deadline) as line:
-            return self._send(line, granted)
+            staging = Staging(line, self._window(line))
+            staging.send(granted, first_batch(granted.wanted))
+            return granted.outcomes(staging.finish())
 
     def close(self, cut: bool = True) -> None:
         """As the protocol says."""
@@ -105,10 +116,6 @@ class SharedWay:
         summed = copy_summed(want.buffer, self._arena[start : offset + length])
         return Got(index, header, summed)
 
-    def _send(self, line: Line, granted: Granted) -> list[Outcome]:
-        sent = stage(line, granted, self._window(line)) if granted.wanted else []
-        return granted.outcomes(iter(sent))
-
     def _window(self, line: Line) -> memoryview:
         window = self._windows.get(line)
         if window is None:
@@ -119,3 +126,7 @@ class SharedWay:
             finally:
                 os.close(fd)
         return memoryview(window)
+
+
+def _granted(line: Line, offers: Sequence[Offer]) -> Granted:
+    return Granted(parsed(pb.ReserveResponse, line.body()), offers)

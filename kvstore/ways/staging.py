@@ -18,9 +18,13 @@ FIRST, LEAST_BATCH, MOST_BATCH = 16, 384 << 10, 4 << 20
 twice as much each time: a request costs as much as some blocks."""
 
 
-def batches(offers: Sequence[Offer], half: int) -> Iterator[list[Offer]]:
-    """In order: as many as fit the batch, and each that is too long for the window alone."""
-    limit = max(sum(offer.size for offer in offers) // FIRST, LEAST_BATCH)
+def first_batch(offers: Sequence[Offer]) -> int:
+    """How many bytes of a call to begin with."""
+    return max(sum(offer.size for offer in offers) // FIRST, LEAST_BATCH)
+
+
+def batches(offers: Sequence[Offer], limit: int, half: int) -> Iterator[list[Offer]]:
+    """In order: as many as ``limit`` bytes, then twice as many each time; what is longer, alone."""
     batch: list[Offer] = []
     size = 0
     for offer in offers:
@@ -33,25 +37,37 @@ def batches(offers: Sequence[Offer], half: int) -> Iterator[list[Offer]]:
         yield batch
 
 
-def stage(line: Line, granted: Granted, window: memoryview) -> list[Outcome]:
-    """What was granted, through a window: one half is filled while the store takes the other."""
-    half, start = len(window) // 2, 0
-    outcomes: list[Outcome] = []
-    pending: deque[int] = deque()
-    parts = list(batches(granted.wanted, half))
-    for number, batch in enumerate(parts, 1):
-        if len(pending) == 2:  # it lies where we are about to write
-            outcomes += outcomes_in(line.body(), pending.popleft())
-        last = number == len(parts)
-        if batch[0].size > half:
-            send(line, granted.ticket, batch, last)
-        else:
-            _fill(line, granted.ticket, batch, window, start, last)
-        pending.append(len(batch))
-        start = half - start
-    for count in pending:
-        outcomes += outcomes_in(line.body(), count)
-    return outcomes
+class Staging:
+    """One put through a window: one half is filled while the store takes what is in the other."""
+
+    def __init__(self, line: Line, window: memoryview) -> None:
+        self._line, self._window, self.half = line, window, len(window) // 2
+        self._pending: deque[int] = deque()
+        self._outcomes: list[Outcome] = []
+        self._start = 0
+
+    def send(self, granted: Granted, limit: int, last: bool = True) -> None:
+        """What was granted, in batches from ``limit`` bytes on; ``last``: nothing comes after."""
+        parts = list(batches(granted.wanted, limit, self.half))
+        for number, batch in enumerate(parts, 1):
+            if len(self._pending) == 2:  # it lies where we are about to write
+                self._receive()
+            end = last and number == len(parts)
+            if batch[0].size > self.half:
+                send(self._line, granted.ticket, batch, end)
+            else:
+                _fill(self._line, granted.ticket, batch, self._window, self._start, end)
+            self._pending.append(len(batch))
+            self._start = self.half - self._start
+
+    def finish(self) -> Iterator[Outcome]:
+        """The outcomes of all that was sent."""
+        while self._pending:
+            self._receive()
+        return iter(self._outcomes)
+
+    def _receive(self) -> None:
+        self._outcomes += outcomes_in(self._line.body(), self._pending.popleft())
 
 
 def _fill(

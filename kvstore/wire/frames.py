@@ -21,7 +21,7 @@ from kvblock.name import NAME_BYTES
 from kvstore.messages import MAX_NAMES
 
 MAGIC = b"KVRL"
-VERSION = 1
+VERSION = 2
 TOKEN_BYTES = 16
 SIZE_BYTES = 8
 MAX_BODY = 4 << 20
@@ -46,7 +46,7 @@ class Op(IntEnum):
     GET = 5  # bytes of the blocks ``first`` to ``first + count`` of the lease; LAST: and an answer
     PUT = 6  # rows, then their bytes -> PutResponse
     RELEASE = 7  # of the lease
-    RESERVE = 8  # ReserveRequest -> ReserveResponse, without waiting; over a Unix socket
+    RESERVE = 8  # ReserveRequest -> ReserveResponse, of the claims before ``first`` and of the rest
 
 
 class Status(IntEnum):

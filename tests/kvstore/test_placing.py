@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
+from functools import partial
+from unittest.mock import ANY
 
 import pytest
 
@@ -20,7 +22,7 @@ from kvstore.server.placing import Bring, placed
 from kvstore.server.slot import Slot
 from kvstore.server.vault import Vault
 from kvstore.ways.choice import ORDER
-from kvstore.ways.staging import MOST_BATCH, batches
+from kvstore.ways.staging import MOST_BATCH, batches, first_batch
 from kvstore.wire.frames import Row
 from kvstore.wire.pipe import Pipe
 from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, present
@@ -87,6 +89,51 @@ def test_a_wrong_block_among_many_is_the_only_one_refused(service_url: str, way:
     finally:
         store.clear(TIMEOUT)
         store.close()
+
+
+@pytest.mark.parametrize("there", [range(3), range(3, 12), range(0, 12, 2), range(12), range(0)])
+def test_what_exists_is_not_sent_again_wherever_it_stands(service_url: str, there: range) -> None:
+    """The first batch of a put, of three blocks here, is reserved and sent before the others."""
+    store = RemoteStore(service_url.removeprefix("kvrelay://"), "shm")
+    try:
+        for _ in range(2):  # on one connection
+            blocks = [make(120_000) for _ in range(12)]
+            before = [offer(blocks[i]) for i in there]
+            read: list[bytes] = []
+
+            def reading(block: Block, read: list[bytes] = read) -> Block:
+                read.append(name_of(block))
+                return block
+
+            assert all(outcome.present for outcome in store.put(before, TIMEOUT))
+            offers = [
+                Offer(name_of(block), block.size, False, partial(reading, block))
+                for block in blocks
+            ]
+            kept = [outcome.kept for outcome in store.put(offers, TIMEOUT)]
+            assert kept == [Kept.EXISTED if i in there else Kept.STORED for i in range(12)]
+            assert read == [name_of(block) for i, block in enumerate(blocks) if i not in there]
+            assert all(got.header is not None for got in get(store, *blocks))
+            stats = store.stats(TIMEOUT)
+            assert (stats.reservations, stats.reserved_bytes) == (0, 0)
+        assert store.breaks == {}
+    finally:
+        store.clear(TIMEOUT)
+        store.close()
+
+
+def test_a_ticket_is_given_more_while_it_stands() -> None:
+    writer = Writer(2)
+    ticket = writer.grant.ticket
+    more = Claim(b"m" * 32, 1000, False)
+    assert writer.vault.reserve([more], ticket) == Grant(ticket, ANY, (Verdict.RESERVED,))
+    assert writer.put() == [Kept.STORED] * 2
+    assert writer.vault.reserved(ticket or 0, more.name) == more
+    writer.vault.abandon(ticket or 0)
+    other = writer.vault.reserve([more], ticket)
+    assert other.ticket not in (None, ticket)
+    writer.vault.abandon(other.ticket or 0)
+    writer.check()
 
 
 def test_a_group_is_visible_when_all_of_it_has_come() -> None:
@@ -203,7 +250,8 @@ def test_batches_begin_small_and_keep_the_order() -> None:
         return [Offer(bytes([n]) * 32, size, False, lambda: block) for n in range(count)]
 
     for count, size in ((1, 100), (32, 65_792), (32, 1 << 20), (9, 5 << 20), (5, 9 << 20)):
-        cut = list(batches(offers(count, size), 8 << 20))
+        some = offers(count, size)
+        cut = list(batches(some, first_batch(some), 8 << 20))
         assert [one.name[0] for batch in cut for one in batch] == list(range(count))
         lengths = [sum(one.size for one in batch) for batch in cut]
         assert all(n <= MOST_BATCH or len(b) == 1 for n, b in zip(lengths, cut, strict=True))
