@@ -55,7 +55,7 @@ class Attempts:
     bounds: Bounds = Bounds()
     excluded: set[str] = field(default_factory=set)
     avoided: set[str] = field(default_factory=set)
-    lost: list[str] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)
     failures: int = 0
     internal: int = 0
     last: KvrelayError | None = None
@@ -74,9 +74,9 @@ class Attempts:
         self.last = error
         if isinstance(error, Exhausted) and begun:
             return Next.AGAIN
-        if isinstance(error, Draining):
-            self.excluded.add(key)
-            return Next.ELSEWHERE
+        if isinstance(error, Draining):  # it may stay after all; who says so twice is not believed
+            (self.excluded if key in self.avoided else self.avoided).add(key)
+            return Next.SUSPECT
         (self.avoided if isinstance(error, Unavailable) else self.excluded).add(key)
         self._count(key, error, gained, alive)
         return Next.ELSEWHERE if isinstance(error, Exhausted) else Next.SUSPECT
@@ -85,7 +85,7 @@ class Attempts:
         self.failures += 1
         self.internal += type(error) is KvrelayError
         if isinstance(error, Lost) and gained < WELL_SERVED:
-            self.lost.append(key)
+            self.lost.add(key)  # once: two broken connections to one worker are no two deaths
         deaths = sum(lost not in alive for lost in self.lost)
         if deaths >= self.bounds.deaths:
             raise Poisonous(

@@ -39,10 +39,13 @@ WEIGHTS = {types_pb2.ROLE_PREFILL: PREFILL, types_pb2.ROLE_DECODE: DECODE}
 class Found:
     """A worker chosen, the work that the leg is there, and tokens thought to be held.
 
-    ``hit`` by the worker, ``stored`` by the store.
+    ``hit`` by the worker, ``stored`` by the store. ``key`` and ``role`` are those of the worker
+    chosen: at the same address another one may be by the time that the leg has ended.
     """
 
     worker: KnownWorker
+    key: str
+    role: Role
     hit: int
     work: int
     stored: int
@@ -167,7 +170,7 @@ class Dispatcher:
     def _send(self, found: Found, prefix: Prefix) -> Found:
         info = found.worker.info
         capacity = info.num_blocks if info is not None else 0
-        self._affinity[found.worker.role].record(prefix.names, found.worker.key, capacity)
+        self._affinity[found.role].record(prefix.names, found.key, capacity)
         return found
 
     def learn(self, found: Found, prefix: Prefix, leg: types_pb2.LegUsage) -> None:
@@ -177,7 +180,7 @@ class Dispatcher:
             self.costs.learn(account)
         size = prefix.block_size
         if leg.local + size < found.hit:
-            self._affinity[found.worker.role].mistaken(leg.worker)
+            self._affinity[found.role].mistaken(leg.worker)
         if leg.local + leg.external + size < found.stored:
             self._stored.mistaken(STORE)
         self._stored.record(prefix.names[: leg.saved // size], STORE, STORED)
@@ -274,5 +277,5 @@ class Dispatcher:
         return (
             None
             if choice is None
-            else Found(workers[choice.key], choice.hit, choice.work, held.stored)
+            else Found(workers[choice.key], choice.key, role, choice.hit, choice.work, held.stored)
         )

@@ -22,7 +22,7 @@ from router.legs import UNFINISHED, Event, Handoff, run_leg
 from router.policy import Prefix
 from router.request import Request
 from router.usage import lost, usage
-from router.worker import KnownWorker
+from rpc.roles import Role
 from text.output import OutputText
 from text.tokenizer import Tokenizer
 
@@ -66,6 +66,11 @@ class Generation:
         """All that workers can come to hold for it."""
         return self._request.positions
 
+    @property
+    def prompt_tokens(self) -> int:
+        """Those of its prompt."""
+        return len(self._request.prompt)
+
     def replay(self, ending: Sequence[int]) -> None:
         """Take the tokens so far in; they may have finished it, but only with the last one."""
         last = len(self._outputs) - 1
@@ -94,7 +99,7 @@ class Generation:
                     async for response in responses:
                         yield response
             except KvrelayError as error:
-                await self._failed(found.worker, error, len(self._outputs) - before)
+                await self._failed(found, error, len(self._outputs) - before)
         yield self._last()
 
     async def _leg(self, found: Found) -> AsyncGenerator[router_pb2.GenerateResponse]:
@@ -123,13 +128,13 @@ class Generation:
         finally:
             if len(self._accounts) == accounts:  # it failed, or was ended here
                 generated = len(self._outputs) - before
-                account = lost(worker.key, worker.address, worker.role, generated, self._begun)
+                account = lost(found.key, worker.address, found.role, generated, self._begun)
                 self._accounts.append(account)
-        if self._finish == UNFINISHED and not self._progressed(worker, before):
+        if self._finish == UNFINISHED and not self._progressed(found.role, before):
             raise Unavailable(f"{worker.address} ended its leg without finishing the request")
 
-    def _progressed(self, worker: KnownWorker, before: int) -> bool:
-        return worker.role == types_pb2.ROLE_PREFILL and len(self._outputs) > before
+    def _progressed(self, role: Role, before: int) -> bool:
+        return role == types_pb2.ROLE_PREFILL and len(self._outputs) > before
 
     def _message(self) -> types_pb2.Leg:
         request = self._request
@@ -198,13 +203,14 @@ class Generation:
         response.usage.CopyFrom(account)
         return response
 
-    async def _failed(self, worker: KnownWorker, error: KvrelayError, gained: int) -> None:
+    async def _failed(self, found: Found, error: KvrelayError, gained: int) -> None:
         """Go on elsewhere, or raise the error when that cannot help or was done too often."""
         if self._finish != UNFINISHED:
             return  # all tokens are there; only the account of the leg is lost
+        worker = found.worker
         try:
-            alive = self._dispatcher.registry.alive - {worker.key}
-            what = self._tried.failed(worker.key, error, gained, bool(self._outputs), alive)
+            alive = self._dispatcher.registry.alive - {found.key}
+            what = self._tried.failed(found.key, error, gained, bool(self._outputs), alive)
         except Poisonous as refused:
             log.error("request %s: %s", self._request.id, refused)
             self._dispatcher.poisons.note(self._request, time.monotonic())

@@ -32,15 +32,15 @@ def resolve(host: str, port: int) -> Sequence[str]:
 
 def check_name(field: str, text: str) -> None:
     """Raise ``Rejected`` for ``field`` unless it is an address, or a name to look up."""
-    if text.startswith(SCHEME):
-        _parsed(field, text)
+    _parsed(field, text)
 
 
 def _parsed(field: str, text: str) -> Address:
     try:
         return Address.parse(text.removeprefix(SCHEME))
     except Rejected as error:
-        raise Rejected(field, f"{text!r} is not {SCHEME}NAME:PORT") from error
+        wanted = f"{SCHEME}NAME:PORT" if text.startswith(SCHEME) else "HOST:PORT, unix:PATH"
+        raise Rejected(field, f"{text!r} is not {wanted}") from error
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 
 from common.errors import Draining, Exhausted, KvrelayError, Mismatch, Rejected, Unavailable
@@ -227,7 +228,9 @@ class Registry:
             log.warning("%d legs leave worker %s", moved, worker.address)
         elif verdict.state is State.DRAINING and worker.role == types_pb2.ROLE_DECODE:
             # A prefill leg ends by itself, soon; a stream without another worker may end here.
-            worker.move(self.usable(worker.role), Draining(f"{worker.address} is draining"))
+            # Who may be leaving as well is asked first.
+            stay = [w for w in self.usable(worker.role) if w.asked > worker.since]
+            worker.move(stay, Draining(f"{worker.address} is draining"))
 
     def _joined(self, worker: KnownWorker, verdict: Verdict) -> Verdict:
         """The same, unless others of another fleet came to be used while this one was asked."""
@@ -251,7 +254,7 @@ class Registry:
             level = logging.INFO if expected else logging.WARNING  # the first may yet start
             state = verdict.state.name.lower()
             log.log(level, "%s worker %s is %s: %s", name, worker.address, state, problem)
-        worker.verdict = verdict
+        worker.verdict, worker.since = verdict, time.monotonic()
         self._tell()
 
     def _tell(self) -> None:

@@ -66,6 +66,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             generation = await self._prepare(request, deadline, place)
             turn = self.gate.passed(generation.tokens, request.priority, tenant, deadline)
             async with turn, aclosing(generation.responses()) as responses:
+                place.used = generation.prompt_tokens  # who is refused before has used nothing
                 async for response in responses:
                     place.used += len(response.tokens)
                     self.relayed += len(response.tokens)
@@ -106,7 +107,6 @@ class RouterService(router_pb2_grpc.RouterServicer):
         namespace = namespace_of(info, tenant)
         self.dispatcher.check_fits(request)
         place.charge(request.tokens)
-        place.used = len(prompt)
         generation = Generation(
             request,
             self.dispatcher.prefix(request, namespace),

@@ -92,6 +92,7 @@ class Watcher:
             silent_for = time.monotonic() - self._answered
             return of_failure(error, self._known, silent_for, self._pace.gone_after)
         self._answered, self._known = time.monotonic(), True
+        self._worker.asked = begun
         self._slowest = max(self._answered - begun, FORGET * self._slowest)
         return verdict
 

@@ -37,6 +37,8 @@ class KnownWorker:
         self.prefill = prefill_pb2_grpc.PrefillStub(self.channel)
         self.decode = decode_pb2_grpc.DecodeStub(self.channel)
         self.verdict: Verdict = UNASKED
+        self.since = 0.0  # when that began, and
+        self.asked = 0.0  # when the last check that it answered did, in the same seconds
         self.heard = 0.0  # when it last said anything, in seconds of ``time.monotonic``
         self.rests_until = 0.0  # it said that it is full
         self.idle = asyncio.Event()  # no leg is there

@@ -25,12 +25,16 @@ class Workers:
 def read_workers(path: Path) -> Workers:
     """Raises ``Rejected`` for the field ``workers_file`` when the file is not as it should be."""
     try:
-        text = path.read_bytes()[: MAX_BYTES + 1].decode()
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise Rejected(FIELD, f"{path} is larger than {MAX_BYTES} bytes")
+        text = raw.decode()
         content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except (OSError, ValueError, RecursionError) as error:
         raise Rejected(FIELD, f"{path}: {error}") from error
-    if not isinstance(content, dict):
-        raise Rejected(FIELD, f"{path}: must hold the lists `prefill` and `decode`")
+    if not (isinstance(content, dict) and content and content.keys() <= {"prefill", "decode"}):
+        raise Rejected(FIELD, f"{path}: must hold the lists `prefill` and `decode`, nothing else")
     return Workers(_addresses(path, content, "prefill"), _addresses(path, content, "decode"))
 
 

@@ -23,6 +23,8 @@ class Address:
     @classmethod
     def parse(cls, text: str) -> Address:
         """Raises ``Rejected`` for the field ``address``."""
+        if not text.isprintable():  # nothing could be looked up for it, nor could a log show it
+            raise Rejected("address", f"{text!r} is neither HOST:PORT nor unix:PATH")
         if text.startswith("unix:"):
             if len(text) == len("unix:"):
                 raise Rejected("address", f"{text!r} lacks a path: unix:/path/to/socket")

@@ -194,7 +194,9 @@ async def test_a_restart_between_two_checks_moves_its_streams() -> None:
         await stand_by(router, restarted, other := decode_worker("d1"))
         restarted.boot = "d0-again"  # on the same connection, as behind a proxy
         restarted.behaviour = Behaviour()
-        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+        responses = [response async for response in call]
+        assert seen + ids(responses) == answer(PROMPT, 8, 5)
+        assert responses[-1].usage.legs[0].worker == "d0"  # not the one that took its place
         await asyncio.wait_for(restarted.cancelled.wait(), 2)
         await other.stop()
 
@@ -215,6 +217,40 @@ async def test_streams_leave_a_draining_worker_if_they_can() -> None:
         await other.stop()
 
 
+async def test_streams_are_not_moved_to_one_that_leaves_as_well() -> None:
+    leaving, _ = sleeper("d0")
+    async with running([leaving], resume_wait=0.5, **FAST) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        asked = asyncio.Event()
+        asked.set()
+        other = decode_worker("d1", behaviour=Behaviour(checks=asked))
+        await stand_by(router, leaving, other)
+        asked.clear()  # what it says to the next check is not known yet
+        other.behaviour.draining, other.behaviour.fail = True, Draining("leaving too")
+        leaving.behaviour.draining = True
+        await router.settled(used=1)
+        asked.set()
+        await router.settled(used=0)
+        assert leaving.behaviour.step is not None
+        for _ in range(5):
+            leaving.behaviour.step.release()
+        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+        assert not other.legs
+        await other.stop()
+
+
+async def test_a_worker_that_stays_after_all_gets_its_stream_back() -> None:
+    """As after a change of role that did not come off in time."""
+    only, _ = sleeper("d0")
+    async with running([only], resume_wait=5.0, **FAST) as router:
+        only.behaviour = Behaviour(fail=Draining("leaving"), fail_after=3)
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        only.behaviour = Behaviour()
+        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+
+
 async def stand_by_draining(router: Running, leaving: FakeWorker, other: FakeWorker) -> None:
     from tests.router.test_registry import join
 
@@ -229,6 +265,14 @@ async def test_a_worker_that_says_draining_is_no_failure() -> None:
     ]
     async with running([*gone, decode_worker("d9")], max_failures=0) as router:
         assert ids(await router.generate(request(12))) == answer(PROMPT, 12, 5)
+
+
+def test_a_connection_that_breaks_twice_is_one_death() -> None:
+    attempts = Attempts(Bounds(failures=3, deaths=2))
+    for _ in range(3):
+        assert attempts.failed("a", Lost("x"), 0, False) is Next.SUSPECT
+    with pytest.raises(Lost):
+        attempts.failed("a", Lost("x"), 0, False)
 
 
 async def test_a_request_that_kills_is_refused() -> None:
@@ -282,12 +326,14 @@ def test_what_follows_a_failure() -> None:
     attempts = Attempts(Bounds(failures=3, deaths=2))
     assert attempts.failed("a", Lost("x"), WELL_SERVED, True) is Next.SUSPECT
     assert attempts.failed("b", Silent("x"), 0, True) is Next.SUSPECT
-    assert attempts.failed("c", Draining("x"), 0, True) is Next.ELSEWHERE
+    assert attempts.failed("c", Draining("x"), 0, True) is Next.SUSPECT
+    assert attempts.excluded == set()
+    assert attempts.failed("c", Draining("x"), 0, True) is Next.SUSPECT
     assert attempts.failed("d", Lost("x"), WELL_SERVED - 1, True) is Next.SUSPECT
     with pytest.raises(Poisonous, match="2 workers died"):
         attempts.failed("e", Lost("x"), 0, True)
     assert attempts.excluded == {"c"}
-    assert attempts.avoided == set("abde")
+    assert attempts.avoided == set("abcde")
 
 
 def test_a_lost_connection_to_a_worker_that_lives_is_no_death() -> None:

@@ -155,6 +155,23 @@ async def test_requests_of_one_tenant_do_not_take_every_place(
         await asyncio.gather(*greedy, return_exceptions=True)
 
 
+async def test_who_is_refused_has_used_nothing_of_its_quota(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tenant = Tenant("alice", tokens_per_minute=60)
+    monkeypatch.setattr(service, "caller", lambda: Identity(Kind.CLIENT, tenant))
+    async with running([held()], queue_tokens=1) as router:
+        calls = [router.call(request(n, tokens=1)) for n in range(SLOTS)]
+        await waiting(router, 0)
+        message = request(1, tokens=10)
+        message.token_ids.ids.extend([1] * 29)
+        for _ in range(3):
+            error = await refusal(router, message, 20)
+            assert "are waiting" in str(error)  # not its quota
+        for call in calls:
+            call.cancel()
+
+
 async def test_who_waits_in_vain_is_told_at_its_deadline() -> None:
     worker = held()
     async with running([worker]) as router:

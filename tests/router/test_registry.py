@@ -135,7 +135,9 @@ async def test_a_new_fleet_may_follow_the_old_one() -> None:
         )
 
 
-async def test_the_workers_file_is_read_again(tmp_path: Path) -> None:
+async def test_the_workers_file_is_read_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "workers.json"
     first, second = decode_worker("d0"), decode_worker("d1")
     addresses = [await worker.start() for worker in (first, second)]
@@ -143,7 +145,12 @@ async def test_the_workers_file_is_read_again(tmp_path: Path) -> None:
     async with running([], used=1, workers_file=str(file), decode=()) as router:
         file.write_text(json.dumps({"decode": addresses}))
         await router.settled(used=2)
-        file.write_text("{")
+        for wrong in ('["\\ud800:1"]', '["host"]', '[], "x": 1', ""):
+            file.write_text(f'{{"decode": {wrong}}}')
+            with pytest.raises(Rejected, match=r"workers_file|decode"):
+                await router.registry._sources.read()
+        await _told(caplog, "the workers listed before stay")
+        await router.settled(used=2, listed=2)  # and the file is read on
         file.write_text(json.dumps({"decode": addresses[1:]}))
         await router.settled(used=1, listed=1)
         assert router.registry.workers[0].address == addresses[1]
@@ -151,12 +158,20 @@ async def test_the_workers_file_is_read_again(tmp_path: Path) -> None:
     await second.stop()
 
 
+async def _told(log: pytest.LogCaptureFixture, text: str) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            if text in log.text:
+                return
+            await asyncio.sleep(0.01)
+
+
 def test_workers_files(tmp_path: Path) -> None:
     toml = tmp_path / "w.toml"
     toml.write_text('prefill = ["a:1"]\ndecode = ["b:2", "b:2"]\n')
     assert read_workers(toml).prefill == ("a:1",)
     assert read_workers(toml).decode == ("b:2",)
-    for text in ("{", "[]", '{"decode": "b:2"}', '{"decode": [1]}', "[" * 100_000):
+    for text in ("{", "[]", '{"decode": "b:2"}', '{"decode": [1]}', "[" * 100_000, " " * 2_000_000):
         file = tmp_path / "w.json"
         file.write_text(text)
         with pytest.raises(Rejected, match="workers_file"):

@@ -103,7 +103,8 @@ async def test_open_address_with_leave() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "host", ":1", "host:", "host:x", "host:70000", "unix:", "h:²"]
+    "text",
+    ["", "host", ":1", "host:", "host:x", "host:70000", "unix:", "h:²", "\0h:1", "a\nb:1"],
 )
 def test_addresses_that_are_none(text: str) -> None:
     with pytest.raises(Rejected, match="address"):
