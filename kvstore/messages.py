@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from google.protobuf.message import Message
 
@@ -42,18 +42,20 @@ _UNKNOWN = Outcome(Kept.CORRUPT)
 MAX_OPENINGS = 16
 
 
-def checked_names(field: str, names: Iterable[bytes], count: int, limit: int) -> None:
-    """Raise ``Rejected`` unless there are at most ``limit`` names of the right length."""
-    if count > limit:
-        raise Rejected(field, f"{count} are more than {limit}: split the call")
-    for index, name in enumerate(names):
-        if len(name) != NAME_BYTES:
-            raise Rejected(f"{field}[{index}]", f"{len(name)} bytes are not {NAME_BYTES}")
+def checked_names(field: str, names: Collection[bytes], limit: int) -> list[bytes]:
+    """The names; ``Rejected`` unless there are at most ``limit``, all of the right length."""
+    if len(names) > limit:
+        raise Rejected(field, f"{len(names)} are more than {limit}: split the call")
+    found = list(names)
+    if not {NAME_BYTES}.issuperset(map(len, found)):
+        index, name = next((i, name) for i, name in enumerate(found) if len(name) != NAME_BYTES)
+        raise Rejected(f"{field}[{index}]", f"{len(name)} bytes are not {NAME_BYTES}")
+    return found
 
 
 def tails_of(request: pb.LookupRequest) -> list[Tail]:
     """The request's tails, checked."""
-    checked_names("tails", (tail.name for tail in request.tails), len(request.tails), MAX_TAILS)
+    checked_names("tails", [tail.name for tail in request.tails[: MAX_TAILS + 1]], MAX_TAILS)
     return [Tail(tail.after, tail.name) for tail in request.tails]
 
 

@@ -59,7 +59,7 @@ class Blocks(dict[bytes, Entry[V]]):
     def hold(self, lease: int, entries: tuple[Entry[V], ...], deadline: float, now: float) -> None:
         """A new lease on what is there, or held by another lease."""
         for entry in entries:
-            if entry not in self._taken:
+            if entry.partial and entry not in self._taken:
                 self._prolong(entry, now)
             if entry.leases == 0:  # that it was used is noted when it is free again
                 self._policy.hold(entry)

@@ -62,8 +62,8 @@ class Catalog(Generic[V]):
         self.tally.lookups += 1
         self.tally.hits += len(found)
         self.tally.misses += len(names) - lead
-        sizes = self._sizes(found)
         held = [self._entries[name] for name in found] if ttl > 0 else []
+        sizes = tuple([entry.size for entry in held]) if held else self._sizes(found)
         lease = self._hold(held, now + ttl, now) if held else None
         # With a tail there may be a full block that is missing all the same, of later tokens.
         there = tail is not None or (lead == len(names) and not any(t.after == lead for t in tails))

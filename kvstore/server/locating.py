@@ -15,10 +15,10 @@ BRING_SECONDS = 5.0
 
 def located(vault: Vault, request: pb.LocateRequest, scope: Scope = OPEN) -> pb.LocateResponse:
     """Where the names asked for lie, and a lease on them."""
-    checked_names("names", request.names, len(request.names), MAX_NAMES)
+    names = checked_names("names", request.names, MAX_NAMES)
     if not 0 < request.lease_ms <= MAX_LEASE_MS:
         raise Rejected("lease_ms", f"{request.lease_ms} is not in 1 .. {MAX_LEASE_MS}")
-    found = vault.locate(scope.keys(request.names), request.lease_ms / 1000)
+    found = vault.locate(scope.keys(names), request.lease_ms / 1000)
     return pb.LocateResponse(
         boot=vault.boot,
         lengths=[0 if block is None else block[0] for block in found.blocks],

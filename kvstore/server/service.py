@@ -74,15 +74,15 @@ class StoreService:
 
     async def lookup(self, request: pb.LookupRequest, context: object) -> pb.LookupResponse:
         """``Lookup``."""
-        checked_names("names", request.names, len(request.names), MAX_NAMES)
+        asked = checked_names("names", request.names, MAX_NAMES)
         if request.lease_ms > MAX_LEASE_MS:
             raise Rejected("lease_ms", f"{request.lease_ms} is more than {MAX_LEASE_MS}")
         if len(request.openings) > MAX_OPENINGS:
             raise Rejected("openings", f"{len(request.openings)} are more than {MAX_OPENINGS}")
         if request.each:
-            return self._surveyed(request)
+            return self._surveyed(request, asked)
         scope, seconds = self._scope(), request.lease_ms / 1000
-        names, tails = scope.keys(request.names), scope.tails(tails_of(request))
+        names, tails = scope.keys(asked), scope.tails(tails_of(request))
         held = self._vault.lookup(names, tails, seconds, scope.openings(request.openings))
         return pb.LookupResponse(
             boot=self._vault.boot,
@@ -94,12 +94,12 @@ class StoreService:
             missing=miss_message(held.missing),
         )
 
-    def _surveyed(self, request: pb.LookupRequest) -> pb.LookupResponse:
+    def _surveyed(self, request: pb.LookupRequest, asked: Sequence[bytes]) -> pb.LookupResponse:
         if request.tails:
             raise Rejected("tails", "must be empty with each: ask for them as names")
         scope, seconds = self._scope(), request.lease_ms / 1000
         openings = scope.openings(request.openings)
-        seen = self._vault.survey(scope.keys(request.names), seconds, openings)
+        seen = self._vault.survey(scope.keys(asked), seconds, openings)
         return pb.LookupResponse(
             boot=self._vault.boot,
             places=pb.Places(lengths=[size or 0 for size in seen.sizes]),
@@ -111,16 +111,15 @@ class StoreService:
 
     async def locate(self, request: pb.LocateRequest, context: object) -> pb.LocateResponse:
         """``Locate``."""
-        checked_names("names", request.names, len(request.names), MAX_NAMES)
+        names = checked_names("names", request.names, MAX_NAMES)
         scope = self._scope()
         seconds = min(BRING_SECONDS, request.lease_ms / 2000)
-        await self._bring(scope.keys(request.names), seconds)
+        await self._bring(scope.keys(names), seconds)
         return located(self._vault, request, scope)
 
     async def get(self, request: pb.GetRequest, context: object) -> AsyncGenerator[bytes, None]:
         """``Get``; messages made by hand, see ``kvstore.wire.buffers``. Held while it lasts."""
-        checked_names("names", request.names, len(request.names), MAX_NAMES)
-        names = self._scope().keys(request.names)
+        names = self._scope().keys(checked_names("names", request.names, MAX_NAMES))
         await self._bring(names, BRING_SECONDS)
         found = self._vault.locate(names, STREAM_SECONDS)
         try:
@@ -168,7 +167,7 @@ class StoreService:
 
     async def recheck(self, request: pb.RecheckRequest, context: object) -> pb.RecheckResponse:
         """``Recheck``; one at a time, for threads are there for others too."""
-        checked_names("name", [request.name], 1, 1)
+        checked_names("name", [request.name], 1)
         key = self._scope().key(request.name)
         async with self._rechecking:
             error = await asyncio.to_thread(self._vault.recheck, key)
@@ -205,7 +204,7 @@ class StoreService:
 
     async def inspect(self, request: pb.InspectRequest, context: object) -> pb.InspectResponse:
         """``Inspect``."""
-        checked_names("name", [request.name], 1, 1)
+        checked_names("name", [request.name], 1)
         key = self._vault.tenants.named(request.tenant).key(request.name)
         return await asyncio.to_thread(inspected, self._vault, self._disk, key)
 

@@ -117,9 +117,9 @@ class Session:
     def _locate(self, request: Request, body: bytes) -> None:
         message = _parsed(pb.LocateRequest, body)
         if (books := self._vault.books) is not None:
-            checked_names("names", message.names, len(message.names), MAX_NAMES)
-            if books.bring(message.names):
-                books.wait_for(message.names, min(BRING_SECONDS, message.lease_ms / 2000))
+            names = checked_names("names", message.names, MAX_NAMES)
+            if books.bring(names):
+                books.wait_for(names, min(BRING_SECONDS, message.lease_ms / 2000))
         self._answer(Status.OK, located(self._vault, message).SerializeToString())
 
     def _reserve(self, request: Request, body: bytes) -> None:
