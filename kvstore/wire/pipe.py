@@ -31,7 +31,7 @@ class Pipe:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._until: float | None = None
-        self._wait = 0.0  # what the system was told; 0: for ever
+        self._wait: float | None = None  # what the system was told
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -48,14 +48,14 @@ class Pipe:
         self._until = None if seconds is None else time.monotonic() + seconds
         if seconds is not None and seconds <= 0:
             raise DeadlineExceeded("no time is left for this connection")
-        with _mapped():
-            self._wait_at_most(seconds if stall is None or seconds is None else min(seconds, stall))
+        wait = seconds if stall is None or seconds is None else min(seconds, stall)
+        if wait != self._wait:
+            with _mapped():
+                self._wait_at_most(wait)
+            self._wait = wait
 
     def _wait_at_most(self, seconds: float | None) -> None:
-        if (seconds or 0.0) == self._wait:
-            return
-        self._wait = seconds or 0.0
-        value = max(round(self._wait * 1e6), 1 if seconds else 0)
+        value = max(round((seconds or 0.0) * 1e6), 1 if seconds else 0)
         packed = _TIMEVAL.pack(value // 1_000_000, value % 1_000_000)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
@@ -64,11 +64,13 @@ class Pipe:
         """All the bytes of ``buffers``."""
         views = [memoryview(buffer) for buffer in buffers if len(buffer)]
         first = 0
-        with _mapped():
+        try:
             while first < len(views):
                 self._check()
                 group = views[first : first + PIECES]
                 first += _advance(views, first, len(group), self._send_some(group))
+        except OSError as error:
+            raise _ours(error) from error
 
     def receive_into(self, buffers: Sequence[memoryview]) -> None:
         """Fill all of ``buffers``."""
@@ -102,12 +104,14 @@ class Pipe:
     def receive(self, count: int) -> bytes:
         """``count`` bytes, which the caller has found to be few."""
         data = b""
-        with _mapped():
+        try:
             while len(data) < count:
                 self._check()
                 more = self._take(count - len(data))
                 _some(len(more))
                 data += more
+        except OSError as error:
+            raise _ours(error) from error
         return data
 
     def begun(self, rests: bool = False) -> bool:
