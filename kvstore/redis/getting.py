@@ -16,9 +16,14 @@ from kvstore.redis.link import Link
 from kvstore.redis.node import Node, Unwilling
 from kvstore.redis.replies import Refused
 from kvstore.ways.way import split_of
+from kvstore.wire.copying import PIECE, receive_summed
 
 WINDOW = 8 << 20
 """Bytes of payload asked for and not yet received, on one connection, if more than one block."""
+
+LOW = WINDOW // 4
+"""More is asked for when no more than these are to come: of blocks of 4 MiB in the middle of one. A
+server copies each answer before it sends it, and that of two at once lies in no cache."""
 
 MOST_ASKED = 512
 """And blocks, however small they are."""
@@ -53,12 +58,12 @@ class Queue:
 
     def pump(self) -> None:
         """Ask for as much as may be under way; seldom, so that many questions go in one piece."""
-        if not self._waiting or self._under_way > WINDOW // 2 or len(self._asked) > MOST_ASKED // 2:
+        if not self._waiting or self._under_way > LOW or len(self._asked) > MOST_ASKED // 2:
             return
         commands = []
         while self._waiting and len(self._asked) < MOST_ASKED:
             key, size = self._waiting[0]
-            if self._asked and self._under_way + size > WINDOW:
+            if self._under_way and self._under_way + size > WINDOW:
                 break
             self._waiting.popleft()
             self._asked.append(size)
@@ -66,34 +71,47 @@ class Queue:
             commands.append(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key))
         self._link.ask(b"".join(commands))
 
-    def take(self, want: Want) -> bytes | None:
-        """The header of the next block, whose payload is then in its buffer.
+    def take(self, want: Want) -> tuple[bytes | None, int | None]:
+        """Header and checksum (if computed) of the next block; its payload is in its buffer then.
 
         The server is asked for more before anybody looks at what came.
         """
         size = self._asked.popleft()
-        self._under_way -= size
-        header = self._received(want, size)
-        self.pump()
-        return header
+        header, summed = self._received(want, size)
+        if summed is None:
+            self._came(size)
+        return header, summed
 
-    def _received(self, want: Want, size: int) -> bytes | None:
+    def _receive(self, buffers: Sequence[memoryview]) -> None:
+        """A piece of a large block, with its header before the first."""
+        self._link.replies.begin(buffers)
+        self._came(len(buffers[-1]))
+
+    def _came(self, size: int) -> None:
+        self._under_way -= size
+        self.pump()
+
+    def _received(self, want: Want, size: int) -> tuple[bytes | None, int | None]:
         replies = self._link.replies
         try:
             length = replies.bulk(AHEAD if size >= LARGE else LARGE)
         except Refused as refusal:
             if code_of(refusal.line) == NO_VALUE:
-                return None
+                return None, None
             raise
         if length is None:
-            return None
+            return None, None
         split = split_of(length, want)
         if split is None:
             replies.skip(length)
-            return None
-        header = bytearray(split)
-        replies.into(memoryview(header), want.buffer, owed=len(self._asked))
-        return bytes(header)
+            return None, None
+        header, summed, owed = bytearray(split), None, len(self._asked)
+        if size > PIECE:
+            summed = receive_summed(self._receive, memoryview(header), want.buffer)
+            replies.into(owed=owed)
+        else:
+            replies.into(memoryview(header), want.buffer, owed=owed)
+        return bytes(header), summed
 
 
 def received(call: Call, wants: Sequence[Want]) -> Generator[Got, None, None]:
@@ -130,10 +148,10 @@ def _round(call: Call, wants: Sequence[Want], first: int) -> Generator[Got, None
                 yield Got(index, None)
                 continue
             node = queue.node
-            header = queue.take(wants[index])
+            header, summed = queue.take(wants[index])
             if queue.empty:
                 call.done(node)
-            yield Got(index, header)
+            yield Got(index, header, summed)
     except (Refused, KvrelayError) as error:
         if node is not None:
             _blame(call, node, error)

@@ -5,6 +5,8 @@ Version 2 of its protocol, and of it what our commands are answered with: no arr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from common.errors import Corrupt
 from kvblock.header import MAX_COUNT, MAX_PAYLOAD, header_bytes
 from kvstore.wire.pipe import Pipe
@@ -63,13 +65,34 @@ class Replies:
         return length
 
     def into(self, *buffers: memoryview, owed: int = 0) -> None:
-        """Fill ``buffers`` with a whole bulk, and pass its end.
+        """Fill ``buffers`` with a whole bulk, or with what is left of it, and pass its end.
 
         With ``owed`` more answers to come, each of some bytes at least, the beginning of the next
         is received in the same breath: the reader sleeps once for a block and not twice.
         """
-        views = [*buffers, self._tail]
-        first = 0
+        views = self._unread([*buffers, self._tail])
+        ahead = min(owed * SHORTEST, AHEAD) if self._start == self._end else 0
+        self._pipe.receive_into([*views, self._room[:ahead]])
+        if ahead:
+            self._start, self._end = 0, ahead
+        if self._tail != _END:
+            raise Corrupt("reply", f"a bulk ends with {bytes(self._tail)!r}")
+
+    def begin(self, buffers: Sequence[memoryview]) -> None:
+        """Fill ``buffers`` with the beginning of a bulk, whose rest is still to come."""
+        self._pipe.receive_into(self._unread(buffers))
+
+    def skip(self, length: int) -> None:
+        """Pass a bulk that nobody wants."""
+        scratch = memoryview(bytearray(min(length, ROOM)))
+        while length > ROOM:
+            self.begin([scratch])
+            length -= ROOM
+        self.into(scratch[:length])
+
+    def _unread(self, buffers: Sequence[memoryview]) -> list[memoryview]:
+        """What is left of ``buffers`` after what was read ahead was put there."""
+        views, first = [*buffers], 0
         while self._start < self._end and first < len(views):
             view = views[first]
             count = min(len(view), self._end - self._start)
@@ -77,25 +100,7 @@ class Replies:
             self._start += count
             views[first] = view[count:]
             first += count == len(view)
-        ahead = min(owed * SHORTEST, AHEAD) if self._start == self._end else 0
-        self._pipe.receive_into([*views[first:], self._room[:ahead]])
-        if ahead:
-            self._start, self._end = 0, ahead
-        if self._tail != _END:
-            raise Corrupt("reply", f"a bulk ends with {bytes(self._tail)!r}")
-
-    def skip(self, length: int) -> None:
-        """Pass a bulk that nobody wants."""
-        scratch = memoryview(bytearray(min(length, ROOM)))
-        while length > ROOM:
-            self._pass(scratch)
-            length -= ROOM
-        self.into(scratch[:length])
-
-    def _pass(self, scratch: memoryview) -> None:
-        ahead = min(len(scratch), self._end - self._start)
-        self._start += ahead
-        self._pipe.receive_into([scratch[ahead:]])
+        return views[first:]
 
     def _whole_lines(self, most: int, ahead: int) -> list[bytes]:
         """Up to ``most`` lines, at least one; what has come already is taken first."""

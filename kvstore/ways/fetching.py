@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import xxhash
-
 from common.errors import Corrupt
 from kvstore.base import Want
 from kvstore.ways.line import Line
 from kvstore.ways.way import split_of
 from kvstore.wire.buffers import skip
+from kvstore.wire.copying import PIECE, receive_summed
 from kvstore.wire.frames import Op, Request, Status
 from protos import kvstore_pb2 as pb
 
@@ -20,8 +19,6 @@ BATCH_BYTES = 4 << 20
 
 LARGE = 128 << 10
 """From here on a block is received by itself, and summed while it lies in the CPU's cache."""
-
-PIECE = 512 << 10
 
 
 @dataclass(slots=True)
@@ -107,11 +104,6 @@ def _large(line: Line, want: Want, length: int) -> tuple[bytes | None, int | Non
         for scratch in skip(length):
             line.pipe.receive_into([scratch])
         return None, None
-    header, hasher = bytearray(split), xxhash.xxh3_64()
-    line.pipe.receive_into([memoryview(header), want.buffer[:PIECE]])
-    hasher.update(want.buffer[:PIECE])
-    for start in range(PIECE, len(want.buffer), PIECE):
-        piece = want.buffer[start : start + PIECE]
-        line.pipe.receive_into([piece])
-        hasher.update(piece)
-    return bytes(header), hasher.intdigest()
+    header = bytearray(split)
+    summed = receive_summed(line.pipe.receive_into, memoryview(header), want.buffer)
+    return bytes(header), summed

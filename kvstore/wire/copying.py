@@ -6,6 +6,8 @@ piece at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import xxhash
 
@@ -16,6 +18,9 @@ LARGE = 128 << 10
 
 PIECE = 512 << 10
 """Copied and then hashed: both sides of it lie in a second level of cache of 1 MiB or more."""
+
+Receive = Callable[[Sequence[memoryview]], None]
+"""Fills all of some buffers with what comes next."""
 
 
 def copy(target: memoryview, source: memoryview) -> None:
@@ -35,5 +40,18 @@ def copy_summed(target: memoryview, source: memoryview) -> int:
     for start in range(0, len(source), PIECE):
         piece = target[start : start + PIECE]
         copy(piece, source[start : start + PIECE])
+        hasher.update(piece)
+    return hasher.intdigest()
+
+
+def receive_summed(receive: Receive, header: memoryview, payload: memoryview) -> int:
+    """Both, as they come, and the checksum of ``payload``."""
+    hasher = xxhash.xxh3_64()
+    piece = payload[:PIECE]
+    receive([header, piece])
+    hasher.update(piece)
+    for start in range(PIECE, len(payload), PIECE):
+        piece = payload[start : start + PIECE]
+        receive([piece])
         hasher.update(piece)
     return hasher.intdigest()
