@@ -7,6 +7,7 @@ side. Codes that gRPC itself produces (a closed socket, a message too large) are
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Never, Protocol, TypeAlias
 
 import grpc
@@ -43,6 +44,16 @@ _CODES: tuple[tuple[type[KvrelayError], grpc.StatusCode], ...] = (
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
     (Corrupt, grpc.StatusCode.DATA_LOSS),
     (KvrelayError, grpc.StatusCode.INTERNAL),
+)
+
+# Of gRPC where no connection came to stand because of TLS. A server that wants it, or a certificate,
+# closes the connection and gives no reason.
+_HANDSHAKE = re.compile(
+    "failed to connect.*(handshake failed|verification check failed|Socket closed$)", re.DOTALL
+)
+_FITTING = (
+    "; where there is TLS: is it on both sides (--tls-ca), with a certificate of that authority"
+    " here (--tls-cert, --tls-key), and one for that name there (--tls-name)?"
 )
 
 Trailers: TypeAlias = tuple[tuple[str, str | bytes], ...]
@@ -189,6 +200,8 @@ def _from_code(code: grpc.StatusCode, text: str) -> KvrelayError:
             return DeadlineExceeded(text)
         case grpc.StatusCode.DATA_LOSS:
             return Corrupt("response", text)
+        case grpc.StatusCode.UNAVAILABLE if _HANDSHAKE.search(text):
+            return Unavailable(text + _FITTING)
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED | grpc.StatusCode.ABORTED:
             return Unavailable(text)
         case grpc.StatusCode.INTERNAL if "RST_STREAM" in text:

@@ -12,6 +12,7 @@ from common.errors import Rejected
 from rpc.options import SecurityOptions
 
 MAX_PEM_BYTES = 1 << 20
+OUT_OF_TIME = (9, 10)  # of OpenSSL: not valid yet, expired
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,31 @@ def _check_pair(cert: str, key: str) -> None:
     except (ssl.SSLError, OSError, ValueError) as error:
         raise Rejected("tls_cert", f"{cert} and {key} are no certificate and its key: {error}") \
             from None  # fmt: skip
+    if (why := _out_of_time(context, cert)) is not None:
+        raise Rejected("tls_cert", f"{cert}: {why}, so nobody will talk to its holder: renew it")
+
+
+def _out_of_time(server: ssl.SSLContext, cert: str) -> str | None:
+    """Why a certificate does not hold today, as a handshake with itself in memory finds."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trusted as it is, whoever made it
+    client.load_verify_locations(cert)
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = (
+        client.wrap_bio(down, up),
+        server.wrap_bio(up, down, server_side=True),
+    )
+    for end in ends * 2:
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLCertVerificationError as error:
+            return error.verify_message if error.verify_code in OUT_OF_TIME else None
+        except ssl.SSLError:
+            return None  # for another reason: it is for those that it meets to say
+    return None
 
 
 def _check_authority(ca: str) -> None:
