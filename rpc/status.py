@@ -49,11 +49,11 @@ _CODES: tuple[tuple[type[KvrelayError], grpc.StatusCode], ...] = (
 # Of gRPC where no connection came to stand because of TLS. A server that wants it, or a certificate,
 # closes the connection and gives no reason.
 _HANDSHAKE = re.compile(
-    "failed to connect.*(handshake failed|verification check failed|Socket closed$)", re.DOTALL
+    r"failed to connect.*(handshake failed|verification check failed|Socket closed$)", re.DOTALL
 )
 _FITTING = (
     "; where there is TLS: is it on both sides (--tls-ca), with a certificate of that authority"
-    " here (--tls-cert, --tls-key), and one for that name there (--tls-name)?"
+    " here (--tls-cert), and one for that name there (--tls-name)?"
 )
 
 Trailers: TypeAlias = tuple[tuple[str, str | bytes], ...]
