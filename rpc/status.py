@@ -46,8 +46,8 @@ _CODES: tuple[tuple[type[KvrelayError], grpc.StatusCode], ...] = (
     (KvrelayError, grpc.StatusCode.INTERNAL),
 )
 
-# Of gRPC where no connection came to stand because of TLS. A server that wants it, or a certificate,
-# closes the connection and gives no reason.
+# Of gRPC where no connection came to stand because of TLS. A server that wants it, or wants a
+# certificate, closes the connection and gives no reason.
 _HANDSHAKE = re.compile(
     r"failed to connect.*(handshake failed|verification check failed|Socket closed$)", re.DOTALL
 )
