@@ -14,11 +14,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from benchmarks.workloads import FAMILIES, requests
+from benchmarks.workloads import FAMILIES, bursts, eager, requests
 from kvstore.book.policies import make_policy
 from kvstore.trace.optimum import optimum
 from kvstore.trace.requests import Request, read_trace
 from kvstore.trace.simulate import replay
+
+SMALL = (eager, bursts)
+"""For stores that hold a few prompts."""
 
 Named = tuple[str, list[Request], tuple[int, ...]]
 
@@ -26,7 +29,8 @@ Named = tuple[str, list[Request], tuple[int, ...]]
 def families(count: int, seed: int) -> Iterator[Named]:
     """Each of them, and the budgets to try."""
     for family in FAMILIES:
-        yield family.__name__, requests(family(random.Random(seed), count)), (200, 1000)
+        budgets = (30, 100) if family in SMALL else (200, 1000)
+        yield family.__name__, requests(family(random.Random(seed), count)), budgets
 
 
 def parts(trace: Sequence[Request]) -> Iterator[Named]:

@@ -121,7 +121,35 @@ def phases(chance: random.Random, count: int) -> Iterator[Event]:
         start, base = end, top
 
 
+def eager(chance: random.Random, count: int) -> Iterator[Event]:
+    """Three conversations at a time that grow to some 20 blocks and come back at once."""
+    new, at = Numbers(), 0.0
+    chats = [new.take(chance.randrange(1, 6)) for _ in range(3)]
+    for _ in range(count):
+        at += chance.expovariate(1.0)
+        turn = chance.randrange(len(chats))
+        yield at, chats[turn]
+        over = chance.random() < 0.15 or len(chats[turn]) > 20
+        more = new.take(chance.randrange(1, 6 if over else 4))
+        chats[turn] = more if over else chats[turn] + more
+
+
+def bursts(chance: random.Random, count: int) -> Iterator[Event]:
+    """What was used lately is used again, thirty times, then four documents are scanned."""
+    new = Numbers()
+    recent = [new.take(chance.randrange(4, 12)) for _ in range(30)]
+    for number in range(count):
+        if number % 34 >= 30:
+            yield number * 1.0, new.take(12)
+            continue
+        if chance.random() < 0.15:
+            recent.append(new.take(chance.randrange(4, 12)))
+        back = min(int(chance.expovariate(0.12)), len(recent) - 1)
+        recent.append(recent.pop(-1 - back))
+        yield number * 1.0, recent[-1]
+
+
 Family = Callable[[random.Random, int], Iterator[Event]]
 FAMILIES: tuple[Family, ...] = (
-    oneshots, conversations, scans, uniform, popular, agents, drift, phases,
+    oneshots, conversations, scans, uniform, popular, agents, drift, phases, eager, bursts,
 )  # fmt: skip

@@ -1,18 +1,23 @@
-"""Would the plain rule have done better? Both are counted on the same requests, exactly enough.
+"""Would the plain rule have done better? It is run beside, on names only, and hits are compared.
 
-A block is in a least-recently-used store of N blocks exactly when fewer than N others were used
-after it. Those are counted in steps of ``STEP`` uses, over what is there and what is remembered. So
-of each block asked for it is known whether this store and whether a plain one has it. When the
-plain one has won by ``LOSS`` of the store, it is copied for a while, each time for twice as long:
-what there is to lose is a fixed number of blocks, seldom. The count is a CUSUM test (E. S. Page,
-Biometrika 41, 1954).
+The names are those a least-recently-used store of as many blocks would have: all of them while
+they are few, else those of a sample, each of which stands for as many (Waldspurger et al., "Cache
+modeling and optimization using miniature simulations", USENIX ATC 2017).
+
+``lead`` is how many more blocks were found than the plain rule would have found. What is behind by
+``LOSS`` of the store copies the plain rule for a while, each time for twice as long; what is ahead
+by as much is ``sure``. A lead counts up to one store's worth, so a change is seen in time.
 """
 
 from __future__ import annotations
 
-STEP = 16
+from kvstore.book.policy import LeastRecentlyUsed, Node
+
+NAMES = 4096
+"""At most so many names, about 1 MB."""
+
 LOSS = 8
-"""Losing an eighth of the store's blocks is a loss: less is what luck does with a few prompts."""
+"""An eighth of the store's blocks is a lead: less is what luck does with a few prompts."""
 
 SPELL, LONGEST = 4, 64
 """How long the plain rule is copied, in turnovers of the store: until its contents are the plain
@@ -20,46 +25,57 @@ rule's own and some have been used; and at most."""
 
 
 class Duel:
-    """``plain`` says whether to copy the plain rule now."""
+    """``plain`` says whether to copy the plain rule now, ``sure`` whether it is well beaten."""
 
     def __init__(self) -> None:
-        self._steps: dict[int, int] = {}  # blocks by when they were last used
-        self._edge = self._inside = 0  # the oldest step a plain store has all of, and how many
-        self._lost = self._until = 0
+        self._order = LeastRecentlyUsed()
+        self._names: dict[bytes, Node] = {}
+        self._mask = 0
+        self._until = 0
         self._spell = SPELL
-        self.plain = False
+        self._lead = 0
+        self.plain = self.sure = False
 
-    def enter(self, used: int) -> None:
-        """A block has been used as number ``used``."""
-        step = used // STEP
-        self._steps[step] = self._steps.get(step, 0) + 1
-        self._inside += step >= self._edge
+    def used(self, node: Node, there: bool, size: int, serial: int) -> None:
+        """A block was read, or put because it was not ``there``; the store has room for ``size``.
 
-    def leave(self, used: int) -> None:
-        """It is used again, or not remembered any more."""
-        step = used // STEP
-        self._steps[step] -= 1
-        if not self._steps[step]:
-            del self._steps[step]
-        self._inside -= step >= self._edge
-
-    def asked(self, used: int, there: bool, size: int, serial: int) -> None:
-        """A block last used as ``used`` is asked for; the store has ``size`` blocks and is full."""
-        self._slide(size, serial // STEP)
+        ``serial`` counts the uses.
+        """
+        if _key(node.name) & self._mask:
+            return
+        weight = self._mask + 1
+        if (had := self._names.get(node.name)) is not None:
+            self._order.touch(had)
+        else:
+            self._add(Node(node.name, node.parent), size // weight)
+        if there != (had is not None):
+            self._lead = min(self._lead + (weight if there else -weight), size)
         if self.plain:
             if serial >= self._until:
-                self.plain, self._lost = False, 0
-            return
-        has = used // STEP > self._edge
-        self._lost = max(0, self._lost + has - there)
-        if self._lost > size // LOSS:
+                self.plain, self._lead = False, 0
+        elif self._lead < -(size // LOSS):
             self.plain, self._until = True, serial + self._spell * size
             self._spell = min(2 * self._spell, LONGEST)
+        self.sure = self._lead >= size // LOSS
 
-    def _slide(self, size: int, newest: int) -> None:
-        """Forward only: should the store grow, what is used from now on fills it."""
-        while self._edge < newest:
-            count = self._inside - self._steps.get(self._edge, 0)
-            if count < size:
-                return
-            self._inside, self._edge = count, self._edge + 1
+    def drop(self, name: bytes) -> None:
+        """A block is gone under either rule."""
+        if (node := self._names.pop(name, None)) is not None:
+            self._order.remove(node, self._parent(node))
+
+    def _add(self, node: Node, most: int) -> None:
+        self._names[node.name] = node
+        self._order.add(node, self._parent(node))
+        while len(self._names) > most and (oldest := self._order.victim()) is not None:
+            self.drop(oldest.name)
+        if len(self._names) > NAMES:
+            self._mask = 2 * self._mask + 1
+            for name in [name for name in self._names if _key(name) & self._mask]:
+                self.drop(name)
+
+    def _parent(self, node: Node) -> Node | None:
+        return None if node.parent is None else self._names.get(node.parent)
+
+
+def _key(name: bytes) -> int:
+    return int.from_bytes(name[-8:], "little")  # of a digest: any part of it is a draw

@@ -13,7 +13,6 @@ class Ghost(NamedTuple):
     often: float
     at: float
     counted: float
-    used: int
 
 
 class Ghosts:

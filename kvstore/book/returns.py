@@ -3,7 +3,8 @@
 A block's class is how often it was used, of late; whether it continues a conversation that was
 there before; and whether it is partial. How soon blocks of a class are used again, given for how
 long they have not been, is learned (``lifetable.py``), and so is everything but what stands here
-with its reason. Where least-recently-used would have done better (``duel.py``), it is done.
+with its reason. Where least-recently-used would have done better (``duel.py``), it is done;
+until it is well beaten, only what is clear goes another way.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ GHOSTS, SHARE = 1 << 16, 4
 LEARN, TURN = 2000, 4
 """Ranks are learned anew each so many uses, or each quarter of a turnover when that is more."""
 
-SAMPLE, POOL = 16, 32
+CLEAR = 1.5
+"""A difference of ranks that is more than what a few prompts make of equal ones."""
+
+CONTINUED = 1.0
+"""Seconds in which a prompt whose beginning was found is computed and put: without the beginning
+the rest is of no use."""
+
+SAMPLE, POOL = 8, 8
 """Leaves looked at for a victim: new ones, and the worst of those seen before. What an eviction
 uncovers is looked at next, so a run goes block by block."""
 
@@ -52,7 +60,8 @@ class ExpectedReturns(LeastRecentlyUsed):
         self._pool: dict[Node, None] = {}
         self._chance = random.Random(0)  # the same requests, the same victims
         self._size = self._learned = 0
-        self._full = False
+        self._peak = self._room = 0  # most blocks since the last learning, and of the one before
+        self._going: Node | None = None  # what goes for room, not because its time is over
 
     def advance(self, now: float) -> None:
         """As the protocol says."""
@@ -62,22 +71,25 @@ class ExpectedReturns(LeastRecentlyUsed):
         """As the protocol says."""
         super().add(node, parent)
         self._size += 1
+        self._peak = max(self._peak, self._size)
+        self._room = max(self._room, self._size)
         node.continues = _continues(parent)
         if (ghost := self._ghosts.take(node.name)) is not None:
-            self._asked(ghost.used, there=False)
-            self._forget(ghost, used=True)
+            self._table.end(ghost.kind, ghost.at, self._now, used=True)
             node.often = 1.0 + self._worth(ghost.often, ghost.counted)
         if parent is not None:
             self._cover(parent)
         node.counted = self._now
         self._watch(node)
         self._uncover(node)
+        self._duel.used(node, False, self._room, self._serial)
 
     def touch(self, node: Node) -> None:
         """As the protocol says."""
         self._unwatch(node)
         super().touch(node)
         self._watch(node)
+        self._duel.used(node, True, self._room, self._serial)
 
     def hold(self, node: Node) -> None:
         """As the protocol says."""
@@ -90,15 +102,19 @@ class ExpectedReturns(LeastRecentlyUsed):
         super().free(node)
         self._watch(node)
         self._uncover(node)
+        self._duel.used(node, True, self._room, self._serial)
 
     def remove(self, node: Node, parent: Node | None) -> None:
         """As the protocol says."""
         super().remove(node, parent)
         self._size -= 1
         self._cover(node)
-        ghost = Ghost(node.kind, node.often, node.at, node.counted, node.used)
+        if node is not self._going:
+            self._duel.drop(node.name)
+        self._going = None
+        ghost = Ghost(node.kind, node.often, node.at, node.counted)
         for lost in self._ghosts.put(node.name, ghost, max(self._remembered, self._size // SHARE)):
-            self._forget(lost, used=False)
+            self._table.end(lost.kind, lost.at, self._now, used=False)
         if parent is not None:
             self._uncover(parent)
             if parent.place >= 0:
@@ -106,44 +122,47 @@ class ExpectedReturns(LeastRecentlyUsed):
 
     def victim(self) -> Node | None:
         """As the protocol says."""
-        self._full = True
-        if self._duel.plain or not self._table.ready or not self._leaves:
-            return super().victim()
+        self._going = oldest = super().victim()
+        if oldest is None or self._duel.plain or not self._table.ready:
+            return oldest
+        least = self._least()
+        if self._duel.sure or self._rank(oldest) > CLEAR * self._rank(least):
+            self._going = least
+        return self._going
+
+    def _least(self) -> Node:
+        """Of the leaves looked at the one that promises least."""
         seen = {node: None for node in self._pool if node.place >= 0}
         for _ in range(SAMPLE):
             seen[self._leaves[int(self._chance.random() * len(self._leaves))]] = None
         rank, now = self._table.rank, self._now
-        worst = sorted(seen, key=lambda node: (rank(node.kind, now - node.at), node.used))
-        self._pool = dict.fromkeys(worst[: POOL + 1])
-        return worst[0]
+        worst = sorted(
+            (node.often > 1.0 and node.read and now - node.at <= CONTINUED,
+             rank(node.kind, now - node.at), node.used, node) for node in seen
+        )  # fmt: skip
+        self._pool = {entry[3]: None for entry in worst[: POOL + 1]}
+        return worst[0][3]
+
+    def _rank(self, node: Node) -> float:
+        return self._table.rank(node.kind, self._now - node.at)
 
     def _unwatch(self, node: Node) -> None:
         """It is used: what is learned from that."""
         now = self._now
         if now - node.counted > HAND_OVER:
-            self._asked(node.used, there=True)
             node.often = 1.0 + self._worth(node.often, node.counted)
             node.counted = now
         node.read = True
         self._table.end(node.kind, node.at, now, used=True)
-        self._duel.leave(node.used)
 
     def _watch(self, node: Node) -> None:
         node.at, node.kind = self._now, _kind(node)
         self._table.begin(node.kind, node.at)
-        self._duel.enter(node.used)
         if self._serial >= self._learned:
             self._learned = self._serial + max(LEARN, self._size // TURN)
             self._table.refresh(self._now)
             self._half_life = self._table.long(LONG) or math.inf
-
-    def _forget(self, ghost: Ghost, used: bool) -> None:
-        self._table.end(ghost.kind, ghost.at, self._now, used)
-        self._duel.leave(ghost.used)
-
-    def _asked(self, used: int, there: bool) -> None:
-        if self._full:
-            self._duel.asked(used, there, self._size, self._serial)
+            self._room, self._peak = self._peak, self._size
 
     def _worth(self, often: float, since: float) -> float:
         return often * math.exp2((since - self._now) / self._half_life)

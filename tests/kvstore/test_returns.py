@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from benchmarks.workloads import FAMILIES, requests
 from kvstore.book.catalog import Catalog
-from kvstore.book.duel import LOSS, Duel
+from kvstore.book.duel import LOSS, NAMES, Duel
 from kvstore.book.ghosts import Ghost, Ghosts
 from kvstore.book.lifetable import OCTAVES, LifeTable
 from kvstore.book.policies import EVICTIONS, make_policy
-from kvstore.book.policy import LeastRecentlyUsed
+from kvstore.book.policy import LeastRecentlyUsed, Node
 from kvstore.book.returns import ExpectedReturns
 from kvstore.records import Claim, Verdict
 from kvstore.trace.simulate import replay
@@ -83,7 +83,7 @@ def test_what_the_policy_knows_is_bounded_and_is_given_back() -> None:
     assert len(policy._ghosts) == 500
     assert len(policy._ghosts._queue) <= 1000
     assert len(policy._leaves) == len(naive.leaves())
-    assert sum(policy._duel._steps.values()) == 800  # each known block is counted once
+    assert len(policy._duel._names) <= policy._room <= 301
     assert sum(sum(cohort.values()) for cohort in policy._table._cohorts) == 800
     assert len(policy._table._starts) < 120
     assert len(policy._heap) <= 2 * len(naive.leaves()) + 2048
@@ -144,54 +144,98 @@ def test_before_anything_is_learned_the_oldest_goes() -> None:
 def test_ghosts_forget_the_oldest_first_and_stay_few() -> None:
     ghosts = Ghosts()
     names = [number.to_bytes(32, "big") for number in range(100)]
-    lost = [g for i, n in enumerate(names) for g in ghosts.put(n, Ghost(i, 1, 0, 0, i), 10)]
+    lost = [g for i, n in enumerate(names) for g in ghosts.put(n, Ghost(i, 1, 0, i), 10)]
     assert [ghost.kind for ghost in lost] == list(range(90))
     assert ghosts.take(names[0]) is None
     for serial in range(50):  # those that come and go leave nothing in the queue for long
         assert ghosts.take(names[99]) is not None
-        ghosts.put(names[99], Ghost(1, 1.0, 0.0, 0.0, serial), 10)
+        ghosts.put(names[99], Ghost(1, 1.0, 0.0, serial), 10)
         assert 0 < len(ghosts) <= 10
     assert len(ghosts._queue) <= 20
+
+
+def played(duel: Duel, serial: int, names: range, there: bool, size: int) -> int:
+    for number in names:
+        serial += 1
+        duel.used(Node(b"%d" % number, None), there, size, serial)
+    return serial
 
 
 def test_the_duel_is_lost_by_an_eighth_and_copies_for_longer_each_time() -> None:
     duel, size = Duel(), 800
     spells: list[int] = []
-    serial = 0
+    serial = played(duel, 0, range(size), False, size)
     for _ in range(3):
-        for _ in range(size):
-            serial += 1
-            duel.enter(serial)
-        for _ in range(size // LOSS):
-            duel.asked(serial, there=False, size=size, serial=serial)  # the newest block is gone
-            assert not duel.plain
-        duel.asked(serial, there=False, size=size, serial=serial)
+        serial = played(duel, serial, range(size // LOSS), False, size)  # the plain rule has them
+        assert not duel.plain
+        serial = played(duel, serial, range(1), False, size)
         assert duel.plain
         begun = serial
         while duel.plain:
-            serial += 1
-            duel.enter(serial)
-            duel.asked(serial, there=True, size=size, serial=serial)
+            serial = played(duel, serial, range(1), True, size)
         spells.append((serial - begun) // size)
     assert spells == [4, 8, 16]
 
 
-def test_the_duel_does_not_count_what_a_plain_store_would_not_have() -> None:
-    duel = Duel()
-    for serial in range(1, 1001):
-        duel.enter(serial)
-    for _ in range(1000):
-        duel.asked(used=100, there=False, size=500, serial=1000)
+def test_a_lead_makes_sure_and_counts_up_to_one_store() -> None:
+    duel, size = Duel(), 80
+    serial = played(duel, 0, range(1000), False, size)
+    assert not duel.sure
+    serial = played(duel, serial, range(9), True, size)  # gone from a plain store long ago
+    assert not duel.sure
+    serial = played(duel, serial, range(9, 900), True, size)
+    assert duel.sure
+    serial = played(duel, serial, range(820, 900), False, size)
+    assert not duel.sure  # a store's worth is lost again
     assert not duel.plain
+    played(duel, serial, range(820, 831), False, size)
+    assert duel.plain
+
+
+def test_the_duel_finds_what_a_plain_store_finds() -> None:
+    trace = requests(FAMILIES[1](random.Random(7), 600))
+    plain = replay(trace, 200, LeastRecentlyUsed())
+    policy = ExpectedReturns()
+    policy._duel._until, policy._duel.plain = 10**9, True  # for good
+    assert replay(trace, 200, policy) == plain
+    assert policy._duel._lead == 0
+    assert len(policy._duel._names) == 200
+
+
+def test_of_many_names_the_duel_keeps_a_sample_and_counts_each_for_more() -> None:
+    duel, size = Duel(), 64 * NAMES
+    chance = random.Random(8)
+    names = [chance.randbytes(32) for _ in range(8 * NAMES)]
+    for serial, name in enumerate(names):
+        duel.used(Node(name, None), False, size, serial)
+        assert len(duel._names) <= NAMES
+    assert duel._lead == 0
+    for name in names:
+        duel.used(Node(name, None), False, size, len(names))
+    assert 0.8 * len(names) < -duel._lead < 1.2 * len(names)
+
+
+def test_what_ends_by_itself_is_gone_under_either_rule() -> None:
+    policy = ExpectedReturns()
+    naive = Naive(policy)
+    naive.add(b"a", None)
+    naive.add(b"b", None)
+    naive.remove(b"a")  # its time was over
+    assert set(policy._duel._names) == {b"b"}
+    victim = policy.victim()
+    assert victim is not None
+    naive.remove(victim.name)
+    assert set(policy._duel._names) == {b"b"}  # a plain store might have kept it
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: str(family.__name__))
-def test_never_below_least_recently_used(family: object) -> None:
+@pytest.mark.parametrize("budget", [30, 100, 200])
+def test_never_below_least_recently_used(family: object, budget: int) -> None:
     make = next(one for one in FAMILIES if one is family)
     trace = requests(make(random.Random(2), 1000))
-    plain = replay(trace, 200, LeastRecentlyUsed())
-    ours = replay(trace, 200, ExpectedReturns())
-    assert ours.rate >= plain.rate - 0.01  # a hundredth is what a duel may cost on a short trace
+    plain = replay(trace, budget, LeastRecentlyUsed())
+    ours = replay(trace, budget, ExpectedReturns())
+    assert ours.rate >= plain.rate - 0.01  # a hundredth is what luck may cost on a short trace
 
 
 @pytest.mark.parametrize("name", EVICTIONS)
