@@ -21,9 +21,9 @@ from kvstore.wire.copying import PIECE, receive_summed
 WINDOW = 8 << 20
 """Bytes of payload asked for and not yet received, on one connection, if more than one block."""
 
-LOW = WINDOW // 4
-"""More is asked for when no more than these are to come: of blocks of 4 MiB in the middle of one. A
-server copies each answer before it sends it, and that of two at once lies in no cache."""
+LOW, LOW_LARGE = WINDOW // 2, WINDOW // 4
+"""More is asked for when no more than these are to come; of blocks of 4 MiB in the middle of one. A
+server copies each answer before it sends it, and two large ones at once lie in no cache."""
 
 MOST_ASKED = 512
 """And blocks, however small they are."""
@@ -58,7 +58,9 @@ class Queue:
 
     def pump(self) -> None:
         """Ask for as much as may be under way; seldom, so that many questions go in one piece."""
-        if not self._waiting or self._under_way > LOW or len(self._asked) > MOST_ASKED // 2:
+        if not self._waiting or len(self._asked) > MOST_ASKED // 2:
+            return
+        if self._under_way > (LOW_LARGE if self._waiting[0][1] > PIECE else LOW):
             return
         commands = []
         while self._waiting and len(self._asked) < MOST_ASKED:

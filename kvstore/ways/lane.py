@@ -112,9 +112,11 @@ class LaneWay:
                     if number + AHEAD < len(batches):
                         ask(line, found, batches, number + AHEAD)
                     for one in receive(line, wants, found.lengths, batch):
-                        yield from ((absent, None, None) for absent in range(done, one[0]))
+                        while done < one[0]:
+                            yield done, None, None
+                            done += 1
                         yield one
-                        done = one[0] + 1
+                        done += 1
                 line.body()
         yield from ((absent, None, None) for absent in range(done, len(wants)))
 

@@ -190,6 +190,8 @@ def _some(count: int) -> int:
 
 def _advance(views: list[memoryview], first: int, count: int, done: int) -> int:
     """Buffers finished by ``done`` bytes; the next one is cut to what is left of it."""
+    if done == sum(map(len, views[first : first + count])):
+        return count  # as nearly always
     for index in range(count):
         if done < len(views[first + index]):
             views[first + index] = views[first + index][done:]
