@@ -215,8 +215,10 @@ class Registry:
         check_worker(info, worker.listed, self._config.model_name, self._fleet(worker))
 
     def _fleet(self, asking: KnownWorker) -> worker_pb2.Namespace | None:
-        others = (w for w in self.workers if w is not asking and w.usable and w.info is not None)
-        return next((other.info.namespace for other in others if other.info), None)
+        """The namespace in use; one who is only silent may be back in a moment and holds it too."""
+        held = (State.READY, State.SUSPECT)
+        others = (w for w in self.workers if w is not asking and w.verdict.state in held)
+        return next((other.info.namespace for other in others if other.info is not None), None)
 
     def _judge(self, worker: KnownWorker, verdict: Verdict) -> None:
         """A check found this. Whoever is lost gives its legs back; whoever leaves, its streams."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from common.errors import DeadlineExceeded, KvrelayError, Unavailable
+from common.errors import DeadlineExceeded, KvrelayError, Mismatch, Unavailable
 from protos import worker_pb2
 from router.life import Verdict, of_answer, of_failure
 from router.worker import KnownWorker
@@ -87,6 +87,7 @@ class Watcher:
             verdict = await self._within(self._check())
         except KvrelayError as error:
             self._checks = 0  # whoever comes back is asked everything
+            self._known &= not isinstance(error, Mismatch)
             if isinstance(error, DeadlineExceeded):
                 self._slowest = max(self._slowest, time.monotonic() - begun)
             silent_for = time.monotonic() - self._answered

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import pytest
 
@@ -29,6 +29,7 @@ from tests.router.fakes import (
     answer,
     decode_worker,
     ids,
+    namespace,
     prefill_worker,
     running,
 )
@@ -214,6 +215,42 @@ async def test_streams_leave_a_draining_worker_if_they_can() -> None:
         responses = [response async for response in call]
         assert seen + ids(responses) == answer(PROMPT, 8, 5)
         assert [leg.generated for leg in responses[-1].usage.legs] == [3, 5]
+        await other.stop()
+
+
+class Asked(asyncio.Event):
+    """Set always; counts who asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set()
+        self.times = 0
+
+    async def wait(self) -> Literal[True]:
+        self.times += 1
+        return await super().wait()
+
+
+async def test_a_silent_worker_does_not_lose_its_fleet_to_another_one() -> None:
+    from tests.router.test_registry import join
+
+    sleeping, event = sleeper("d0")
+    async with running([sleeping], **FAST) as router:
+        other = decode_worker(
+            "d1", namespace=namespace(revision="s"), behaviour=Behaviour(checks=(asked := Asked()))
+        )
+        await join(router, sleeping, other)
+        await router.settled(used=1, listed=2)
+        event.clear()
+        await router.settled(used=0)
+        async with asyncio.timeout(10):
+            before = asked.times
+            while asked.times < before + 3:  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0.01)
+        assert [w.usable for w in router.registry.workers] == [False, False]
+        event.set()
+        await router.settled(used=1)
+        assert router.registry.workers[0].usable
         await other.stop()
 
 
