@@ -213,6 +213,9 @@ class Registry:
     def _accept(self, worker: KnownWorker, info: worker_pb2.WorkerInfo) -> None:
         check_key(info, installed().credentials.fleet_key_id)
         check_worker(info, worker.listed, self._config.model_name, self._fleet(worker))
+        for other in self.workers:
+            if other is not worker and other.usable and other.key == info.worker:
+                raise Mismatch("address", f"this is the worker at {other.address}, listed twice")
 
     def _fleet(self, asking: KnownWorker) -> worker_pb2.Namespace | None:
         """The namespace in use; one who is only silent may be back in a moment and holds it too."""

@@ -193,6 +193,18 @@ async def test_an_announcement_alone_brings_nobody_in() -> None:
     await other.stop()
 
 
+async def test_a_worker_at_two_addresses_is_one_worker() -> None:
+    """As behind a name that has an A and an AAAA record; else it would be given twice its share."""
+    worker = decode_worker()
+    async with running([worker]) as router:
+        twin = f"localhost:{worker.address.rpartition(':')[2]}"
+        router.registry.update(Workers((), (worker.address, twin)))
+        await router.settled(used=1, listed=2)
+        assert f"this is the worker at {worker.address}" in str(router.registry.workers[1].problem)
+        router.registry.update(Workers((), (twin,)))
+        await router.settled(used=1, listed=1)
+
+
 async def test_a_router_takes_no_announcements_unless_told_to() -> None:
     async with running([decode_worker()]) as router:
         with pytest.raises(Rejected, match="--announce"):
