@@ -32,13 +32,8 @@ RESTORE_SECONDS = 3.0
 LAST_SECONDS = 2.0
 """For what came while memory was being brought to disk."""
 
-
-def spare_collector() -> None:
-    """Blocks come and go without cycles: what is there at the start is not looked through again
-    for them, and what comes later rarely. With a million blocks a full look takes a second."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000, 10, 500)
+SELDOM = (20_000, 10, 500)
+"""Blocks come and go without cycles, and a full look through a million of them takes a second."""
 
 
 async def serve(config: StoreConfig) -> int:
@@ -62,7 +57,7 @@ async def serve(config: StoreConfig) -> int:
 
     def ready(bound: str) -> str:
         lanes.start()
-        spare_collector()
+        gc.set_threshold(*SELDOM)
         if config.prefault:
             Prefault(vault.arena.whole).start()
         log.info("blocks go by %s", ", ".join(lanes.titles))
