@@ -15,6 +15,7 @@ from common.errors import Exhausted
 from router.fair import FairQueue, Waiting
 
 HALF_LIFE = 10.0  # seconds with a queue, after which a measure counts half
+KNOWN_SECONDS = 0.01  # that a measure must count: it is forgotten two minutes after the last queue
 UNKNOWN_SECONDS = 1.0  # to wait where no rate is known
 SHORTEST, LONGEST = 0.05, 60.0  # seconds that somebody is told to wait
 
@@ -30,7 +31,8 @@ class Drain:
     def look(self, now: float, queued: bool) -> None:
         """Time has passed; ``queued`` says whether there is a queue from now on.
 
-        A measure ages also while there is none, so that the next queue soon outweighs it.
+        A measure ages also while there is none, so that the next queue soon outweighs it, and is
+        no reason to refuse anyone when it is old.
         """
         if self._queued or queued:
             passed = max(0.0, now - self._at)
@@ -46,8 +48,9 @@ class Drain:
 
     @property
     def rate(self) -> float | None:
-        """``None`` as long as nothing is known."""
-        return self._tokens / self._seconds if self._tokens and self._seconds else None
+        """``None`` as long as nothing is known, or what is known is too old."""
+        known = self._tokens and self._seconds >= KNOWN_SECONDS
+        return self._tokens / self._seconds if known else None
 
 
 @dataclass(frozen=True, slots=True)

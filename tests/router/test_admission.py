@@ -228,6 +228,20 @@ def test_a_measure_ages_while_nobody_waits() -> None:
     assert admission.waiting == 20
 
 
+def test_nobody_is_refused_for_a_measure_of_an_hour_ago() -> None:
+    admission = Admission(100_000, 120.0)
+    admission.resize(1, 0.0)
+    for key in range(5):
+        admission.offer(Waiting(key, 100), 0.0, 1e9)
+    for key in range(5):
+        admission.leave(key, 60.0 * (key + 1))  # a limping worker
+    now = 4000.0
+    admission.resize(4, now)
+    for key in range(10, 50):
+        admission.offer(Waiting(key, 100), now, 1e9)
+    assert (admission.running, admission.waiting) == (4, 36)
+
+
 def test_who_cannot_be_in_time_is_refused_early() -> None:
     admission = saturated()
     with pytest.raises(Exhausted, match=r"about 20.* s, and may for 5.0 s") as refused:
