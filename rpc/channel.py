@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from ipaddress import IPv6Address
 from typing import cast
 
 import grpc
@@ -46,7 +47,7 @@ class ChannelOptions:
 
 def open_channel(address: str, options: ChannelOptions | None = None) -> grpc.aio.Channel:
     """An asyncio channel to ``HOST:PORT`` or ``unix:PATH``; close it with ``await close()``."""
-    chosen = options or ChannelOptions()
+    chosen, address = options or ChannelOptions(), target(address)
     security, arguments = _secured(address, chosen)
     if security.tls is None:
         channel = grpc.aio.insecure_channel(address, options=arguments)
@@ -58,7 +59,7 @@ def open_channel(address: str, options: ChannelOptions | None = None) -> grpc.ai
 
 def open_sync_channel(address: str, options: ChannelOptions | None = None) -> grpc.Channel:
     """The same for code without an event loop."""
-    chosen = options or ChannelOptions()
+    chosen, address = options or ChannelOptions(), target(address)
     security, arguments = _secured(address, chosen)
     if security.tls is None:
         channel = grpc.insecure_channel(address, options=arguments)
@@ -66,6 +67,15 @@ def open_sync_channel(address: str, options: ChannelOptions | None = None) -> gr
         channel = grpc.secure_channel(address, security.tls.channel(), options=arguments)
     token = security.credentials.token
     return channel if token is None else cast("grpc.Channel", Bearing(channel, token))
+
+
+def target(address: str) -> str:
+    """The address as gRPC takes it, for which ``::1:50`` is a host without a port."""
+    host, _, port = address.rpartition(":")
+    try:
+        return f"[{IPv6Address(host)}]:{port}"
+    except ValueError:
+        return address
 
 
 def _secured(address: str, options: ChannelOptions) -> tuple[Security, list[tuple[str, int | str]]]:

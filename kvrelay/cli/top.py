@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from google.protobuf.json_format import MessageToDict
 
 from common.config import load, option
+from common.errors import DeadlineExceeded, Unavailable
 from kvrelay.cli.routerconfig import RouterConfig
 from kvrelay.cli.screen import coloured, paint, say, table
 from kvrelay.client import Client
@@ -87,7 +88,14 @@ def main(argv: Sequence[str]) -> int:
     looked = time.monotonic()
     with Client(address) as client:
         while True:
-            fleet, now = client.fleet(), time.monotonic()
+            try:
+                fleet, now = client.fleet(), time.monotonic()
+            except (Unavailable, DeadlineExceeded) as error:
+                if config.once or config.json or not before:
+                    raise
+                say(paint(f"router {address}: {error}", "red"))  # it may be back soon
+                time.sleep(config.interval)
+                continue
             lines = [Line.of(status, before, now - looked) for status in fleet.workers]
             _show(lines, fleet.queue, address, config)
             if config.once:

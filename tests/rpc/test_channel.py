@@ -5,11 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 
-from rpc.channel import ChannelOptions, open_channel
+import pytest
+
+from rpc.channel import ChannelOptions, open_channel, target
 from rpc.deadline import Deadline
 from rpc.health import is_serving
 from rpc.server import Server
 from tests.failures.proxy import Faults, Proxy
+
+
+@pytest.mark.parametrize(
+    ("address", "meant"),
+    [("::1:50", "[::1]:50"), ("[::1]:50", "[::1]:50"), ("h:1", "h:1"), ("unix:/a:1", "unix:/a:1")],
+)
+def test_an_address_of_ipv6_keeps_its_port(address: str, meant: str) -> None:
+    assert target(address) == meant
 
 
 async def test_a_handshake_that_takes_its_time() -> None:

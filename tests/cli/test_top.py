@@ -1,0 +1,53 @@
+"""``kvrelay top`` while the router is away."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import KvrelayError, Unavailable
+from kvrelay.cli import top
+from kvrelay.cli.main import main
+from protos import router_pb2
+
+FLEET = router_pb2.ListWorkersResponse(workers=[router_pb2.WorkerStatus(address="h:1")])
+
+
+class Router:
+    """What it answers, look for look; then Ctrl-C."""
+
+    def __init__(self, *answers: router_pb2.ListWorkersResponse | KvrelayError) -> None:
+        self._answers = list(answers)
+
+    def __call__(self, address: str) -> Router:
+        return self
+
+    def __enter__(self) -> Router:
+        return self
+
+    def __exit__(self, *why: object) -> None:
+        pass
+
+    def fleet(self) -> router_pb2.ListWorkersResponse:
+        if not self._answers:
+            raise KeyboardInterrupt
+        answer = self._answers.pop(0)
+        if isinstance(answer, KvrelayError):
+            raise answer
+        return answer
+
+
+def test_a_router_that_is_away_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(top, "Client", Router(FLEET, Unavailable("gone"), FLEET))
+    assert main(["top", "--interval", "0.1"]) == 130
+    out = capsys.readouterr().out
+    assert out.index("h:1") < out.index("gone") < out.rindex("h:1")
+
+
+def test_one_that_never_answered_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(top, "Client", Router(Unavailable("gone")))
+    assert main(["top"]) == 1
+    assert "gone" in capsys.readouterr().err
