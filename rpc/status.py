@@ -32,6 +32,7 @@ from common.errors import (
 DETAILS_KEY = "grpc-status-details-bin"
 DOMAIN = "kvrelay"
 DEFAULT_RETRY_SECONDS = 1.0
+TURNS = 6  # of the event loop, in which a client that has left is heard of
 MAX_MESSAGE_BYTES = 1000  # a status is HTTP/2 headers (8 KiB), percent-encoded and twice in them
 
 _CODES: tuple[tuple[type[KvrelayError], grpc.StatusCode], ...] = (
@@ -93,11 +94,14 @@ async def abort(context: _Aborting, error: KvrelayError) -> Never:
 async def end(
     context: _Aborting, code: grpc.StatusCode, message: str, trailers: Trailers = ()
 ) -> Never:
-    """``context.abort``, which would leave a circle of references for every call that it ends.
+    """``context.abort`` without what it would leave behind.
 
-    The call keeps the exception, its traceback the frames it came through, they the call, and that
-    what gRPC's core holds for it, until a collector comes by that is to come seldom.
+    A circle of references: the call keeps the exception, its traceback the frames it came through,
+    they the call, and that what gRPC's core holds for it. And what was allocated for a status that
+    cannot be sent, for gRPC never frees that: a call whose client has left learns so first.
     """
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
     try:
         await context.abort(code, message, trailers)
     except grpc.aio.AbortError as aborted:
