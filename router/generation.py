@@ -15,10 +15,11 @@ from contextlib import aclosing
 
 from common.errors import Exhausted, KvrelayError, Rejected, Unavailable
 from protos import router_pb2, types_pb2
-from router.attempts import Attempts, Bounds, Next, Poisonous
+from router.attempts import WELL_SERVED, Attempts, Bounds, Next, Poisonous
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, Found
 from router.legs import UNFINISHED, Event, Handoff, run_leg
+from router.loss import Lost
 from router.policy import Prefix
 from router.request import Request
 from router.usage import lost, usage
@@ -221,6 +222,8 @@ class Generation:
             self._dispatcher.registry.suspect(worker, error)
         deadline = self._request.deadline
         deadline.check("to go on with the answer")
+        if isinstance(error, Lost) and gained < WELL_SERVED:  # one more death could refuse it
+            await self._dispatcher.registry.confirm(deadline)
         seconds = self._dispatcher.pause(error, what, bool(self._outputs))
         if seconds:
             await asyncio.sleep(min(seconds, deadline.remaining()))

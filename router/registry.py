@@ -31,6 +31,7 @@ from rpc.security import installed
 log = logging.getLogger("kvrelay.router")
 RECONNECT_SECONDS = 0.5  # at most, between two attempts to reach a worker that was started again
 FOLLOW_SECONDS = 1.0
+CONFIRM_SECONDS = 0.005  # between two looks at what was answered
 KEEPALIVE_SECONDS = 3.0  # checks are faster; this ends what they might overlook
 
 
@@ -109,6 +110,20 @@ class Registry:
             except TimeoutError:
                 return enough()
         return True
+
+    async def confirm(self, deadline: Deadline) -> None:
+        """Ask every worker now, and wait until those that are used have answered.
+
+        Who died at the same moment as another is not used any more then.
+        """
+        begun = time.monotonic()
+        deadline = deadline.earlier(self._config.health_timeout)
+        for watcher in self._watchers.values():
+            watcher.hurry()
+        while not deadline.expired:
+            if all(w.asked > begun for w in self.workers if w.usable):
+                return
+            await asyncio.sleep(CONFIRM_SECONDS)
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call it after every change of any worker."""

@@ -312,6 +312,34 @@ def test_a_connection_that_breaks_twice_is_one_death() -> None:
         attempts.failed("a", Lost("x"), 0, False)
 
 
+class Life(asyncio.Event):
+    """Set: checks are answered; else they fail at once."""
+
+    async def wait(self) -> Literal[True]:
+        if not self.is_set():
+            raise Unavailable("dead")
+        return True
+
+
+async def test_who_died_at_the_same_moment_did_not_die_of_the_request() -> None:
+    step = asyncio.Semaphore(2)
+    first_one = decode_worker("d0", behaviour=Behaviour(step=step, die_after=3))
+    async with running([first_one], **FAST) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 2)
+        (alive := Life()).set()
+        second = decode_worker("d1", behaviour=Behaviour(checks=alive, die_after=0))
+        await stand_by(router, first_one, second)
+        alive.clear()  # it is dead, and the router has not seen it yet
+        step.release()
+        await router.settled(used=0)
+        await stand_by_draining(router, second, third := decode_worker("d2"))
+        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+        assert not second.legs
+        await second.stop()
+        await third.stop()
+
+
 async def test_a_request_that_kills_is_refused() -> None:
     workers = [decode_worker(f"d{i}", behaviour=Behaviour(die_after=0)) for i in range(4)]
     async with running(workers) as router:
