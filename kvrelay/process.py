@@ -20,8 +20,6 @@ log = logging.getLogger(__name__)
 TAIL_LINES = 40
 LONGEST_LINE = 1 << 16
 PUMP_SECONDS = 2.0
-NOT_STARTED = 255  # the status of what could not be
-NOT_STARTED_SECONDS = 0.5  # whoever ended the fork server may be about to end this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,17 +149,9 @@ class Process:
             if self._stopping.is_set():
                 return None
             start = forked if self.spec.forked else fresh
-            running: Running | None = None
-            self._started = time.monotonic()
-            try:
-                running = start(self.spec.module, self.spec.args, self.spec.environ)
-            except (EOFError, OSError) as error:  # the first where the fork server was ended
-                self.tail.append(f"it could not be started: {error!r}")
-            else:
-                self._pid = running.pid
-                self.starts += 1
-        if running is None:
-            return None if self._stopping.wait(NOT_STARTED_SECONDS) else NOT_STARTED
+            running = start(self.spec.module, self.spec.args, self.spec.environ)
+            self._pid, self._started = running.pid, time.monotonic()
+            self.starts += 1
         if self.starts > 1:
             self._on_change(self.spec, f"started again as process {running.pid}")
         pump = threading.Thread(target=self._pump, args=(running,), daemon=True)

@@ -22,12 +22,7 @@ from typing import IO, Protocol
 
 from kvrelay import child
 
-PRELOADED = [
-    "kvrelay.interruptible",
-    "prefill_service.service",
-    "decode_service.service",
-    "worker.main",
-]
+PRELOADED = ["prefill_service.service", "decode_service.service", "worker.main"]
 _forking = threading.Lock()  # multiprocessing's own books of its children are not thread-safe
 
 
@@ -84,21 +79,11 @@ def forked(module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> Ru
     process = context.Process(
         target=child.forked, args=(lifeline, theirs, module, args, dict(environ)), daemon=True
     )
-    with _forking, _script_left_alone(), _born_deaf():
+    with _forking, _script_left_alone():
         process.start()
     lifeline.close()
     theirs.close()
     return _Forked(process, output, ours)
-
-
-@contextmanager
-def _born_deaf() -> Iterator[None]:
-    """The fork server, if this starts it, gets no Ctrl-C before ``interruptible`` was imported."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

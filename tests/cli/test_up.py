@@ -112,23 +112,6 @@ def test_a_second_signal_does_not_wait(up: Up) -> None:
     until(lambda: gone(pids), up.told("every process gone"))
 
 
-def test_ctrl_c_while_it_starts_is_no_traceback(up: Up) -> None:
-    """A terminal gives it to the whole group, the fork server that still imports among it."""
-    until(lambda: _forks(up.popen.pid), up.told("a fork server"))
-    os.killpg(up.popen.pid, signal.SIGINT)
-    assert up.popen.wait(60) == 0, up.log.read_text()
-    text = up.log.read_text()
-    assert "Stopping" in text
-    assert "Traceback" not in text
-
-
-def _forks(pid: int) -> bool:
-    """Whether a fork server of that process runs."""
-    children = Path(f"/proc/{pid}/task").glob("*/children")
-    pids = " ".join(child.read_text() for child in children).split()
-    return any(b"forkserver" in Path(f"/proc/{one}/cmdline").read_bytes() for one in pids)
-
-
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     up = Up(tmp_path / "nothing", tmp_path)
     assert up.popen.wait(START_SECONDS) == 1
