@@ -11,6 +11,7 @@ from kvblock.verify import verify_payload
 from kvstore.base import Got, Store, Want
 from kvstore.book.check import check_name
 from kvstore.client.admin import Listed
+from kvstore.wire.groups import groups
 
 BATCH_BYTES = 32 << 20
 BATCH_BLOCKS = 256
@@ -27,21 +28,8 @@ class Checked:
 
 def checked(store: Store, blocks: Iterable[Listed], timeout: float) -> Iterator[Checked]:
     """One for each block, in order; ``timeout`` is that of each call."""
-    for batch in _batches(blocks):
+    for batch in groups(blocks, BATCH_BYTES, BATCH_BLOCKS):
         yield from _read(store, batch, timeout)
-
-
-def _batches(blocks: Iterable[Listed]) -> Iterator[list[Listed]]:
-    batch: list[Listed] = []
-    nbytes = 0
-    for listed in blocks:
-        if batch and (nbytes + listed.size > BATCH_BYTES or len(batch) == BATCH_BLOCKS):
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(listed)
-        nbytes += listed.size
-    if batch:
-        yield batch
 
 
 def _read(store: Store, batch: Sequence[Listed], timeout: float) -> Iterator[Checked]:

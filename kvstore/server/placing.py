@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from common.errors import Rejected
 from kvstore.base import Outcome
 from kvstore.server.slot import Slot
 from kvstore.server.vault import Vault
 from kvstore.wire.frames import Row
+from kvstore.wire.groups import groups
 
 GROUP_BYTES, GROUP_BLOCKS = 4 << 20, 256
 """Borrowed and made visible together: the bookkeeping of one costs nearly as much as of many."""
@@ -27,7 +28,7 @@ def placed(
     """
     outcomes: list[Outcome] = []
     known, prolonged = prefix is not None, 0.0
-    for group in _groups(rows):
+    for group in groups(rows, GROUP_BYTES, GROUP_BLOCKS):
         names = [row.name for row in group] if not prefix else [prefix + row.name for row in group]
         slots = [None] * len(group) if prefix is None else vault.slots(ticket, names)
         try:
@@ -42,16 +43,3 @@ def placed(
         finally:
             outcomes += vault.settle(slots)
     return outcomes
-
-
-def _groups(rows: Sequence[Row]) -> Iterator[list[Row]]:
-    group: list[Row] = []
-    size = 0
-    for row in rows:
-        if group and (size + row.size > GROUP_BYTES or len(group) == GROUP_BLOCKS):
-            yield group
-            group, size = [], 0
-        group.append(row)
-        size += row.size
-    if group:
-        yield group
