@@ -85,8 +85,10 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """Makes a prefill worker of a decode worker, or the other way round: it drains first, then it has a
-        new boot token. Without effect on one that has the role. FAILED_PRECONDITION while it is leaving.
+        """Makes a prefill worker of a decode worker, or the other way round: it takes no new legs until the
+        last one has ended or was moved elsewhere, and then has a new boot token. No leg is cut off: what
+        is left shortly before the call's deadline goes on, the role is as before, DEADLINE_EXCEEDED.
+        Without effect on one that has the role. FAILED_PRECONDITION while it is leaving.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,8 +38,10 @@ class WorkerStub:
     left at the call's deadline end UNAVAILABLE with the reason DRAINING, to be resumed elsewhere.
     """
     SetRole: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]
-    """Makes a prefill worker of a decode worker, or the other way round: it drains first, then it has a
-    new boot token. Without effect on one that has the role. FAILED_PRECONDITION while it is leaving.
+    """Makes a prefill worker of a decode worker, or the other way round: it takes no new legs until the
+    last one has ended or was moved elsewhere, and then has a new boot token. No leg is cut off: what
+    is left shortly before the call's deadline goes on, the role is as before, DEADLINE_EXCEEDED.
+    Without effect on one that has the role. FAILED_PRECONDITION while it is leaving.
     """
     Audit: _grpc.UnaryUnaryMultiCallable[_worker_pb2.AuditRequest, _worker_pb2.AuditResponse]
     """Checks every invariant of the accounting between two steps and names what breaks one."""
@@ -54,8 +56,10 @@ class WorkerAsyncStub(WorkerStub):
     left at the call's deadline end UNAVAILABLE with the reason DRAINING, to be resumed elsewhere.
     """
     SetRole: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRoleRequest, _worker_pb2.SetRoleResponse]  # type: ignore[assignment]
-    """Makes a prefill worker of a decode worker, or the other way round: it drains first, then it has a
-    new boot token. Without effect on one that has the role. FAILED_PRECONDITION while it is leaving.
+    """Makes a prefill worker of a decode worker, or the other way round: it takes no new legs until the
+    last one has ended or was moved elsewhere, and then has a new boot token. No leg is cut off: what
+    is left shortly before the call's deadline goes on, the role is as before, DEADLINE_EXCEEDED.
+    Without effect on one that has the role. FAILED_PRECONDITION while it is leaving.
     """
     Audit: _aio.UnaryUnaryMultiCallable[_worker_pb2.AuditRequest, _worker_pb2.AuditResponse]  # type: ignore[assignment]
     """Checks every invariant of the accounting between two steps and names what breaks one."""
@@ -91,8 +95,10 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.SetRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.SetRoleResponse, _abc.Awaitable[_worker_pb2.SetRoleResponse]]:
-        """Makes a prefill worker of a decode worker, or the other way round: it drains first, then it has a
-        new boot token. Without effect on one that has the role. FAILED_PRECONDITION while it is leaving.
+        """Makes a prefill worker of a decode worker, or the other way round: it takes no new legs until the
+        last one has ended or was moved elsewhere, and then has a new boot token. No leg is cut off: what
+        is left shortly before the call's deadline goes on, the role is as before, DEADLINE_EXCEEDED.
+        Without effect on one that has the role. FAILED_PRECONDITION while it is leaving.
         """
 
     @_abc_1.abstractmethod

@@ -46,5 +46,8 @@ class Roles:
                     worker.identity.become(role)
                     await self.tell()
             except TimeoutError as error:
-                raise DeadlineExceeded("legs are under way still, the role is as before") from error
+                raise DeadlineExceeded(
+                    f"{worker.streams.open} legs are under way still, the role is as before: allow"
+                    " more time"
+                ) from error
             log.info("a %s worker from now on", NAMES[role])

@@ -16,7 +16,7 @@ from engine.updates import Ended, Failed, Token, Update
 from rpc.deadline import Deadline
 
 Batch = list[Token | Ended]
-LAST_SECONDS = 2.0  # before the end of a drain: for the legs that are handed back
+LAST_SECONDS = 2.0  # of a deadline: for the legs that are handed back, and for the answer
 
 
 class Streams:
@@ -88,27 +88,33 @@ class Streams:
         over ends ``Draining`` after its last whole step, to be resumed from there.
         """
         self._leaving = True
-        await self._empty(deadline)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), _most_of(deadline))
+        for queue in self._queues.values():
+            queue.put_nowait(Failed(Draining("this worker is draining: go on elsewhere")))
+        await asyncio.wait_for(self._idle.wait(), deadline.remaining())
 
     @asynccontextmanager
     async def emptied(self, deadline: Deadline) -> AsyncGenerator[None]:
-        """The same for a while: inside of it no leg is here. ``Draining`` for one that leaves."""
+        """Turn new legs away for a while: inside of it no leg is here.
+
+        Nothing makes this worker go, so a leg that no router moves ends where it is, or
+        ``TimeoutError`` is raised and all is as before. ``Draining`` for one that leaves.
+        """
         self._emptying = True
         try:
-            await self._empty(deadline)
+            await asyncio.wait_for(self._idle.wait(), _most_of(deadline))
             if self._leaving:
                 raise Draining("this worker is leaving")
             yield
         finally:
             self._emptying = False
 
-    async def _empty(self, deadline: Deadline) -> None:
-        remaining = deadline.remaining()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), remaining - min(LAST_SECONDS, remaining / 4))
-        for queue in self._queues.values():
-            queue.put_nowait(Failed(Draining("this worker is draining: go on elsewhere")))
-        await asyncio.wait_for(self._idle.wait(), deadline.remaining())
+
+def _most_of(deadline: Deadline) -> float:
+    """Seconds of it, without the last ones."""
+    remaining = deadline.remaining()
+    return remaining - min(LAST_SECONDS, remaining / 4)
 
 
 async def _batches(queue: asyncio.Queue[Update]) -> AsyncGenerator[Batch]:

@@ -8,38 +8,73 @@ from dataclasses import dataclass
 import grpc
 
 from common.config import load, option, required
+from common.errors import DeadlineExceeded, Rejected, Unavailable
+from kvrelay.cli.routerconfig import RouterConfig
 from kvrelay.cli.screen import say
-from protos import worker_pb2, worker_pb2_grpc
-from rpc import security
+from kvrelay.client import Client
+from protos import router_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 from rpc.channel import open_sync_channel
-from rpc.credentials import ADMIN_FIRST
-from rpc.options import SecurityOptions
 from rpc.roles import ROLES
 from rpc.status import from_rpc_error
 
 DESCRIPTION = """\
 Tells a running worker to prefill or to decode from now on. It takes no new requests, waits until
 those it has ended or were moved elsewhere by the router, and comes back in the other role with its
-KV cache. It keeps that role until it is started again; routers need not be told."""
+KV cache; with requests left at the --timeout it stays as it was. It keeps that role until it is
+started again; routers need not be told. The router is asked who is left to decode: the last one is
+kept from prefilling without --force."""
+ASK_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoleConfig(SecurityOptions):
+class RoleConfig(RouterConfig):
     """Which worker, and what it is to be."""
 
     role: str = required(str, "its role from now on", choices=tuple(ROLES), positional=True)
     worker: str = required(str, "the worker", metavar="HOST:PORT")
+    force: bool = option(False, "ask no router, though nobody may be left to decode")
     timeout: float = option(120.0, "give up when it still has requests after that", low=0.1)
 
 
 def main(argv: Sequence[str]) -> int:
     config = load(RoleConfig, argv, "kvrelay role", DESCRIPTION)
-    security.install(config, ADMIN_FIRST)
-    request = worker_pb2.SetRoleRequest(role=ROLES[config.role])
+    router, role = config.address(), ROLES[config.role]
     with open_sync_channel(config.worker) as channel:
+        stub = worker_pb2_grpc.WorkerStub(channel)
         try:
-            worker_pb2_grpc.WorkerStub(channel).SetRole(request, timeout=config.timeout)
+            info = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=ASK_SECONDS)
+            if role == types_pb2.ROLE_PREFILL != info.role and not config.force:
+                check_left(config.worker, info.worker, router, _known_by(router))
+            stub.SetRole(worker_pb2.SetRoleRequest(role=role), timeout=config.timeout)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
     say(f"{config.worker} is a {config.role} worker.")
     return 0
+
+
+def check_left(
+    worker: str, boot: str, router: str, known: Sequence[router_pb2.WorkerStatus]
+) -> None:
+    """``Rejected`` unless ``known`` has the worker, and another one that can decode."""
+    if all(one.info.worker != boot for one in known):
+        raise Rejected(
+            "router", f"the one at {router} does not know {worker}: name its own, or say --force"
+        )
+    others = [one for one in known if one.healthy and one.role == types_pb2.ROLE_DECODE]
+    if all(one.info.worker == boot for one in others):
+        raise Rejected(
+            "role",
+            f"{worker} is the only worker that the router at {router} can use to decode, without"
+            " one it refuses every request: start another one, or say --force",
+        )
+
+
+def _known_by(router: str) -> Sequence[router_pb2.WorkerStatus]:
+    try:
+        with Client(router) as client:
+            return client.workers(ASK_SECONDS)
+    except (Unavailable, DeadlineExceeded) as error:
+        raise Unavailable(
+            f"cannot ask the router at {router} who is left to decode ({error}): name it with"
+            " --router, or say --force"
+        ) from error

@@ -14,7 +14,7 @@ import pytest
 
 from tests.exact.oracle import Oracle
 from tests.failures.cells import Cell
-from tests.failures.moments import FIRST, MIDDLE, MOMENTS, PREFILLING, QUEUED, SAVING, Moment
+from tests.failures.moments import MIDDLE, MOMENTS, Moment
 from tests.failures.rig import BLOCK, Rig
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
@@ -38,7 +38,7 @@ def test_killed(stand: Rig, oracle: Oracle, target: str, moment: Moment) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", [QUEUED, PREFILLING, FIRST, MIDDLE, SAVING], ids=moment_name)
+@pytest.mark.parametrize("moment", MOMENTS, ids=moment_name)
 @pytest.mark.parametrize("target", ["prefill", "decode", "store"])
 def test_stopped(stand: Rig, oracle: Oracle, target: str, moment: Moment) -> None:
     """Alive but silent: streams go on elsewhere; continued, the ghost holds nothing."""

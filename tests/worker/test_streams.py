@@ -1,0 +1,66 @@
+"""Legs of a worker that leaves are handed back; those of one that changes its role are not."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+import pytest
+
+from common.errors import Draining
+from common.sampling import Sampling
+from engine.engine import Engine
+from engine.request import Order
+from rpc.deadline import Deadline
+from worker.streams import Streams
+
+SOON = 0.2  # seconds, all of which a leg that does not end makes the worker wait
+
+
+class Idle:
+    """An engine that takes orders and does nothing."""
+
+    def submit(self, *order: object) -> None:
+        pass
+
+    def abort(self, request_id: str) -> None:
+        pass
+
+
+async def _leg(streams: Streams, began: asyncio.Event, request_id: str = "a") -> None:
+    order = Order(request_id, (1,), 1, 2, frozenset())
+    async with streams.run(cast("Engine", Idle()), order, Sampling(), None) as batches:
+        began.set()
+        async for _ in batches:
+            pass
+
+
+async def _begun(streams: Streams) -> asyncio.Task[None]:
+    began = asyncio.Event()
+    leg = asyncio.create_task(_leg(streams, began))
+    await began.wait()
+    return leg
+
+
+async def test_a_role_that_cannot_be_changed_costs_no_leg() -> None:
+    streams = Streams()
+    leg = await _begun(streams)
+    with pytest.raises(TimeoutError):
+        async with streams.emptied(Deadline.after(SOON)):
+            raise AssertionError("a leg is here")
+    assert (streams.open, streams.draining, leg.done()) == (1, False, False)
+    leg.cancel()
+    await asyncio.wait((leg,))
+    async with streams.emptied(Deadline.after(SOON)):
+        with pytest.raises(Draining):
+            await _leg(streams, asyncio.Event())
+    assert not streams.draining
+
+
+async def test_a_worker_that_leaves_hands_its_legs_back() -> None:
+    streams = Streams()
+    leg = await _begun(streams)
+    await streams.drain(Deadline.after(SOON))
+    with pytest.raises(Draining, match="go on elsewhere"):
+        await leg
+    assert (streams.open, streams.draining) == (0, True)
