@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection
 
-from common.errors import KvrelayError, Unavailable
+from common.errors import DeadlineExceeded, KvrelayError, Unavailable
 from kvstore.ways.calls import Calls
 from kvstore.ways.lane import LaneWay
 from kvstore.ways.shared import SharedWay
@@ -36,23 +36,28 @@ class Ways:
         self._address, self._calls, self._forced = Address.parse(address), calls, forced
         self._stream = StreamWay(calls)
         self._lock = threading.Lock()
+        self._making = threading.Lock()
         self._offered: pb.WaysResponse | None = None
         self._boot = b""
         self._made: dict[str, Way] = {}
         self._avoid: dict[str, float] = {}
         self._said = ""
+        self._emptied = 0  # how often all ways were given up
         self.breaks: dict[str, int] = {}
         self.used: dict[str, int] = {}
 
     def best(self, tried: Collection[str], deadline: Deadline) -> Way:
-        """The first way that is not among ``tried`` and can be gone; the last is always there."""
+        """The first way that is not among ``tried`` and can be gone; the last is always there.
+
+        Raises when the store does not tell its ways in time.
+        """
+        way = self._find(tried, deadline)
         with self._lock:
-            way = self._find(tried, deadline)
             self.used[way.name] = self.used.get(way.name, 0) + 1
             if not tried and way.title != self._said:
                 self._said = way.title
                 log.info("kvrelay://%s: blocks go by %s", self._address, way.title)
-            return way
+        return way
 
     def broke(self, way: Way, error: KvrelayError) -> None:
         """``way`` failed in the middle of a call."""
@@ -74,40 +79,73 @@ class Ways:
             return
         with self._lock:
             self._boot, self._offered, self._avoid = boot, None, {}
-            made, self._made = self._made, {}
+            made = self._empty()
         for way in made.values():
             way.close(cut=False)
 
     def close(self) -> None:
         """Give up all connections; calls under way fail."""
         with self._lock:
-            made, self._made = self._made, {}
+            made = self._empty()
         for way in made.values():
             way.close()
 
+    def _empty(self) -> dict[str, Way]:
+        made, self._made = self._made, {}
+        self._emptied += 1
+        return made
+
     def _find(self, tried: Collection[str], deadline: Deadline) -> Way:
         for name in ORDER[ORDER.index(self._forced or ORDER[0]) : -1]:
-            forced = name == self._forced
-            avoided = self._avoid.get(name, 0.0) > time.monotonic() and not forced
-            if name in tried or avoided:
+            if name in tried or self._avoided(name):
                 continue
-            try:
-                return self._made.get(name) or self._make(name, deadline)
-            except (KvrelayError, OSError) as error:
-                if forced:
-                    raise Unavailable(f"way={name} cannot be gone: {error}") from error
-                log.info("kvrelay://%s: no way %s: %s", self._address, name, error)
-                self._avoid[name] = time.monotonic() + ABSENT_SECONDS
+            if (way := self._made.get(name) or self._make(name, deadline)) is not None:
+                return way
         return self._stream
 
-    def _make(self, name: str, deadline: Deadline) -> Way:
-        offered = self._offered = self._offered or self._calls.ways(deadline)
-        if offered.boot != self._boot:
-            self._boot, self._avoid = offered.boot, {}
-        limit = deadline if name == self._forced else deadline.earlier(CONNECT_SECONDS)
+    def _avoided(self, name: str) -> bool:
+        return name != self._forced and self._avoid.get(name, 0.0) > time.monotonic()
+
+    def _make(self, name: str, deadline: Deadline) -> Way | None:
+        """By one thread at a time; others wait for it, each no longer than it has time."""
+        if not self._making.acquire(timeout=deadline.remaining()):
+            raise DeadlineExceeded(f"another call is still looking for a way to {self._address}")
+        try:
+            if self._avoided(name):  # since we have waited
+                return None
+            return self._made.get(name) or self._attempt(name, self._offers(deadline), deadline)
+        finally:
+            self._making.release()
+
+    def _offers(self, deadline: Deadline) -> pb.WaysResponse:
+        if (offered := self._offered) is None:
+            offered = self._calls.ways(deadline)
+            with self._lock:
+                self._offered = offered
+                if offered.boot != self._boot:
+                    self._boot, self._avoid = offered.boot, {}
+        return offered
+
+    def _attempt(self, name: str, offered: pb.WaysResponse, deadline: Deadline) -> Way | None:
+        """``None`` for a way that cannot be gone. That the caller had no time tells nothing."""
+        forced, emptied = name == self._forced, self._emptied
+        limit = deadline if forced else deadline.earlier(CONNECT_SECONDS)
         makers: dict[str, Callable[[], Way]] = {
             "shm": lambda: SharedWay(offered, limit),
             "lane": lambda: LaneWay(offered, self._address.host, self._calls, limit),
         }
-        self._made[name] = makers[name]()
-        return self._made[name]
+        try:
+            way = makers[name]()
+        except (KvrelayError, OSError) as error:
+            if forced or deadline.expired:
+                raise Unavailable(f"way={name} cannot be gone: {error}") from error
+            log.info("kvrelay://%s: no way %s: %s", self._address, name, error)
+            with self._lock:
+                self._avoid[name] = time.monotonic() + ABSENT_SECONDS
+            return None
+        with self._lock:
+            if self._emptied == emptied:
+                self._made[name] = way
+                return way
+        way.close()
+        raise Unavailable("this store was closed, or started anew")

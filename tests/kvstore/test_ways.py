@@ -10,10 +10,13 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -21,7 +24,8 @@ from common.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Una
 from kvstore import Kept, Want, connect
 from kvstore.client.remote import RemoteStore
 from kvstore.ways import lane, shared
-from kvstore.ways.choice import ORDER
+from kvstore.ways.calls import Calls
+from kvstore.ways.choice import ORDER, Ways
 from kvstore.ways.line import Line, Lines, dial_tcp, dial_unix
 from kvstore.wire.frames import ANSWER_BYTES, Op, Request, Row, Status
 from protos import kvstore_pb2 as pb
@@ -308,6 +312,32 @@ def test_the_memory_of_a_killed_store_is_let_go() -> None:
     finally:
         store.close()
         stop(process)
+
+
+def test_nobody_waits_for_another_s_search_longer_than_he_has_time() -> None:
+    """The store stands still while one call, that has time, asks it for its ways."""
+    asked, answered = threading.Event(), threading.Event()
+
+    class Silent:
+        def ways(self, deadline: Deadline) -> pb.WaysResponse:
+            asked.set()
+            answered.wait(TIMEOUT)
+            raise Unavailable("it is gone")
+
+    ways = Ways("127.0.0.1:1", cast(Calls, Silent()), None)
+    with ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(ways.best, (), Deadline.after(TIMEOUT))
+        try:
+            assert asked.wait(TIMEOUT)
+            with pytest.raises(DeadlineExceeded, match="another call"):
+                ways.best((), Deadline.after(0.05))
+            ways.started(b"another start")
+            assert not patient.done()
+        finally:
+            answered.set()
+        with pytest.raises(Unavailable, match="it is gone"):
+            patient.result()
+    assert not ways.breaks
 
 
 def test_a_call_without_time_to_connect_blames_no_way(service_url: str) -> None:
