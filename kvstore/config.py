@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from common.config import option
+from common.errors import Rejected
 from common.logs import LEVELS
 from kvstore.book.events import KEPT_EVENTS
 from kvstore.book.policies import EVICTIONS
@@ -35,3 +36,9 @@ class StoreConfig(SecurityOptions):
         10.0, "seconds to bring memory to --disk after SIGTERM", low=0.0, high=600.0
     )
     log_level: str = option("info", "least severe level to log", choices=LEVELS)
+
+    def __post_init__(self) -> None:
+        if self.disk == "":
+            raise Rejected("disk", "is empty: give a directory, or leave it out")
+        if self.restore and self.disk is None:
+            raise Rejected("restore", "nothing can be restored without --disk DIR")

@@ -7,6 +7,9 @@ from urllib.parse import parse_qsl
 
 from common.errors import Rejected
 
+PLACE = ("db", "prefix")
+"""Parameters that say which of several stores at one address it is."""
+
 _BETWEEN = re.compile(r"\s*,\s*(?=[a-z][a-z0-9+.-]*://)")
 
 
@@ -16,13 +19,15 @@ def urls_of(text: str) -> list[str]:
 
 
 def public_name(url: str) -> str:
-    """A URL without what is nobody's business: user, password and parameters.
+    """A URL without what is nobody's business: user, password, parameters but those of ``PLACE``.
 
     Taken apart at its last ``@``, so that a password with a ``/`` or ``?`` in it is not shown.
     """
     head, between, rest = url.rpartition("@")[2].rpartition("://")
     scheme = head or url.partition("://")[0]
-    return f"{scheme}{between or '://'}{rest.partition('?')[0].rstrip('/')}"
+    where, _, query = rest.partition("?")
+    place = "&".join(part for part in query.split("&") if part.partition("=")[0] in PLACE)
+    return f"{scheme}{between or '://'}{where.rstrip('/')}" + (f"?{place}" if place else "")
 
 
 def public_names(text: str) -> str:

@@ -6,12 +6,14 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from common.config import load, option
 from common.errors import Rejected
 from kvrelay.cli.screen import say, tell
-from kvrelay.cli.storeconfig import StoresConfig, connected
+from kvrelay.cli.storeconfig import StoresConfig, browsing, connected
 from kvstore.base import Store
+from kvstore.redis import SCHEMES as REDIS
 from kvstore.urls import public_name
 
 DESCRIPTION = """\
@@ -31,11 +33,11 @@ def main(argv: Sequence[str]) -> int:
     cleared: dict[str, dict[str, int]] = {}
     for url in config.urls():
         with connected(url) as store:
-            if not (config.yes or _sure(public_name(url), store, config.timeout)):
+            if not (config.yes or _sure(url, store, config.timeout)):
                 tell(f"{public_name(url)}: nothing was removed")
                 return 1
             removed = store.clear(config.timeout)
-            left = store.stats(config.timeout).entries
+            left = _counted(url, store, config.timeout)
         cleared[public_name(url)] = {"removed": removed, "left": left}
         if not config.json:
             say(f"{public_name(url)}: {removed:,} blocks removed, {left:,} left")
@@ -44,10 +46,18 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _sure(name: str, store: Store, timeout: float) -> bool:
+def _counted(url: str, store: Store, timeout: float) -> int:
+    """Blocks of a store; the figures of a Redis count whatever else lies there."""
+    if urlsplit(url).scheme not in REDIS:
+        return store.stats(timeout).entries
+    with browsing(url) as browser:
+        return sum(1 for _ in browser.list(timeout))
+
+
+def _sure(url: str, store: Store, timeout: float) -> bool:
     if not sys.stdin.isatty():
         raise Rejected("yes", "nobody is there to be asked: give --yes")
-    entries = store.stats(timeout).entries
-    sys.stderr.write(f"Remove {entries:,} blocks from {name}? [y/N] ")
+    entries = _counted(url, store, timeout)
+    sys.stderr.write(f"Remove {entries:,} blocks from {public_name(url)}? [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")

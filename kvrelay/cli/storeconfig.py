@@ -37,7 +37,9 @@ class StoresConfig(SecurityOptions):
         """The stores, once this process shows who it is."""
         security.install(self, ADMIN_FIRST)
         text = store_of(Path(self.endpoints)) if self.endpoints is not None else self.store
-        urls = urls_of(text or "")
+        if not text:
+            raise Rejected("store", "is empty: give a URL such as kvrelay://HOST:PORT")
+        urls = urls_of(text)
         twice = [name for name, count in Counter(map(public_name, urls)).items() if count > 1]
         if twice:
             raise Rejected("store", f"{twice[0]} stands twice in the list")

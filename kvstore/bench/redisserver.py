@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from common.errors import KvrelayError, Unavailable
+from kvstore.bench.child import start_child
 from kvstore.redis.dialling import client
 from kvstore.redis.settings import Settings, settings_for
 from rpc.deadline import Deadline
@@ -57,7 +58,7 @@ class OwnServer:
                 "dir": self._folder.name, "logfile": f"{self._folder.name}/log",
             }  # fmt: skip
             flags = [word for name, value in given.items() for word in (f"--{name}", value)]
-            self._process = subprocess.Popen([str(self._path), *flags])
+            self._process = start_child([str(self._path), *flags])
             if self._answers(self.settings):
                 return self
             self.__exit__(None, None, None)

@@ -16,6 +16,7 @@ from kvblock.header import Header, encoded, header_bytes
 from kvblock.name import child_name
 from kvblock.verify import Wanted, verify_block
 from kvstore.base import Block, Kept, Lease, Offer, Store, Want
+from kvstore.bench.child import start_child
 from kvstore.client.remote import RemoteStore
 from kvstore.messages import MAX_NAMES
 from kvstore.server.vault import ENTRY_BYTES
@@ -43,7 +44,7 @@ class Rig:
         self.block_bytes = header_bytes(len(TOKENS)) + size
         budget = 2 * self.count * (self.block_bytes + ENTRY_BYTES) + (8 << 20)
         command = [sys.executable, "-m", "kvstore", f"--budget={budget}", "--log-level=error"]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self._process = start_child(command, subprocess.PIPE)
         self._leases: list[Lease] = []
         self.others: list[int] = []  # processes of other stores that are measured beside ours
         self._parents = (n.to_bytes(32, "little") for n in itertools.count(1))

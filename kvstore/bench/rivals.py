@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import socket
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -13,6 +12,7 @@ import numpy as np
 
 from kvblock.header import checksum, encode
 from kvblock.verify import verify_block
+from kvstore.bench.child import start_child
 from kvstore.bench.rig import GB, Rig, Run
 from kvstore.wire.copying import copy_summed
 
@@ -75,7 +75,7 @@ class Bare:
         port = self._listener.getsockname()[1]
         few = min(rig.count, max(1, (64 << 20) // rig.size))
         command = [sys.executable, "-c", _SENDER, str(port), str(rig.size), str(few)]
-        self._process = subprocess.Popen(command)
+        self._process = start_child(command)
         self._sock = self._listener.accept()[0]
 
     def __enter__(self) -> Run:

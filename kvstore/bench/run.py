@@ -45,7 +45,10 @@ class BenchConfig:
     bytes: int = option(1 << 30, "moved for each row", unit="bytes", low=1 << 20)
     rounds: int = option(16, "rounds the bytes are moved in", low=1)
     working_set: int = option(256 << 20, "bytes of different blocks", unit="bytes", low=1 << 20)
-    sizes: tuple[int, ...] = option(SIZES, "bytes of a block's payload; may be repeated", low=1)
+    sizes: tuple[int, ...] = option(
+        SIZES, "bytes of a block's payload; may be repeated", unit="bytes", low=1 << 10,
+        high=64 << 20,
+    )  # fmt: skip
     quick: bool = option(False, "a sixteenth of the bytes in two rounds, to see that it works")
     rows: tuple[str, ...] = option((), "such as 'shm get'", choices=ROWS, metavar="ROW")
     json: bool = option(False, "print JSON instead of a table")

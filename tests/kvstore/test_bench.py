@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +48,28 @@ def test_a_store_that_could_not_be_filled_ends(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(KeyboardInterrupt), rig:
         pass
     assert rig._process.poll() is not None
+
+
+def test_a_size_that_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("1", "16GiB"):
+        with pytest.raises(SystemExit):
+            main([f"--sizes={wrong}", "--quick"])
+        assert "sizes: " in capsys.readouterr().err
+
+
+def test_nothing_that_was_started_outlives_a_killed_process() -> None:
+    script = (
+        "import sys; from kvstore.bench.child import start_child\n"
+        "print(start_child(['sleep', '600']).pid, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        child = Path(f"/proc/{parent.stdout.readline().strip()}/stat")
+        assert child.exists()
+        parent.kill()
+    until = time.monotonic() + 30
+    while child.exists() and child.read_text(encoding="ascii").split()[2] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.02)

@@ -70,7 +70,7 @@ def test_names_may_be_shortened_as_long_as_they_are_unique(store: Store, browser
         resolved(browser, many[0], TIMEOUT)
     with pytest.raises(NotFound, match="no block"):
         resolved(browser, "0" * 64, TIMEOUT)
-    for wrong in ("", "xyz", "0" * 66):
+    for wrong in ("", "xyz", "z", "0é", "0 1", "0" * 66):
         with pytest.raises(Rejected) as caught:
             resolved(browser, wrong, TIMEOUT)
         assert caught.value.field == "name"

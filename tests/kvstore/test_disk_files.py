@@ -12,6 +12,7 @@ import pytest
 
 from common.errors import Corrupt, Rejected
 from kvstore import Kept
+from kvstore.config import StoreConfig
 from kvstore.disk import writer
 from kvstore.disk.directory import Directory
 from kvstore.disk.record import HEAD_BYTES, Head, decode, encode, padding, record_bytes
@@ -271,3 +272,10 @@ def test_a_scan_ends_at_the_first_head_that_is_none(tmp_path: Path) -> None:
     scan = Scan(path, 1)
     assert list(scan.spots()) == []
     assert scan.damaged == 1
+
+
+def test_a_disk_that_is_not_named_is_refused() -> None:
+    with pytest.raises(Rejected, match="disk: is empty"):
+        StoreConfig(disk="")
+    with pytest.raises(Rejected, match="restore: nothing can be restored without --disk"):
+        StoreConfig(restore=True)

@@ -591,6 +591,7 @@ def move(cluster: Cluster, store: RedisStore, block: Block) -> Iterator[None]:
         ("redis+cluster://a:1/1", "db"),
         ("redis://a?prefix={x}", "prefix"),
         ("redis://a?prefix=*", "prefix"),
+        ("redis+cluster://a:1?prefix=x:1", "prefix"),  # where the second places of x are
         ("redis://a?life=0", "life"),
         ("redis://a?partial_life=nan", "partial_life"),
         ("redis://a?ca=/nowhere", "ca"),

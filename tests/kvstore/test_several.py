@@ -491,6 +491,7 @@ def test_lists_of_urls() -> None:
     assert urls_of(listed) == ["kvrelay://a:1?way=shm", "redis+cluster://h:1,h:2", "memory://x"]
     assert urls_of("memory://x") == ["memory://x"]
     assert public_name("redis://me:secret@h:1/2?ssl=no") == "redis://h:1/2"
+    assert public_name("redis://h?life=9&db=2&prefix=x&ca=me") == "redis://h?db=2&prefix=x"
     assert public_names("redis://:secret@h:1,memory://x?a=b") == "redis://h:1,memory://x"
     assert public_names("") == ""
     store = connect("memory://a,memory://b?write=yes,memory://c?promote=yes&write=no")
