@@ -112,15 +112,24 @@ class Admission:
         out = tuple((one.key, self._full("pushed_out", one.tokens, now)) for one in pushed)
         return Step(self._go(now), out)
 
-    def crowd_out(self, tenant: str, weight: float, now: float) -> Step:
-        """There are too many: the last of whoever has most makes room for one of ``tenant``.
+    @property
+    def crowd(self) -> float:
+        """The most that any tenant has waiting, for its weight."""
+        return self._queue.crowd
+
+    def pushed_out(self, now: float) -> Exhausted:
+        """For one that made room before it came here."""
+        why = "others have more right to the place"
+        return self._refuse("pushed_out", why, self.later(1, now))
+
+    def crowd_out(self, tenant: str, weight: float, count: int, now: float) -> Step:
+        """There are ``count``, too many: the last of whoever has most makes room for ``tenant``.
 
         ``Exhausted`` where nobody has more than it would have.
         """
         self._drain.look(now, bool(self._queue))
         last = self._queue.crowded(tenant, weight)
         if last is None:
-            count = len(self._queue) + len(self._running)
             why = f"{count} requests are under way or waiting"
             raise self._refuse("too_many", why, self.later(1, now))
         self._queue.remove(last.key)

@@ -114,6 +114,11 @@ class FairQueue:
         weights = sum(line.weight for line in self._lines.values())
         return min(float(self._tokens), own * weights / line.weight)
 
+    @property
+    def crowd(self) -> float:
+        """The most requests that any tenant has, for its weight."""
+        return max(map(self._crowd, self._lines), default=0.0)
+
     def crowded(self, tenant: str, weight: float) -> Waiting | None:
         """The last of whoever has most requests for its weight, if ``tenant`` would have fewer."""
         most = max(self._lines, key=lambda name: self._crowd(name), default=None)

@@ -18,6 +18,7 @@ from router.admission import Admission, Step
 from router.config import RouterConfig
 from router.fair import Waiting
 from router.registry import Registry
+from router.turns import Turns
 from router.worker import KnownWorker
 from rpc.deadline import Deadline
 from rpc.identity import Tenant
@@ -63,10 +64,15 @@ class Gate:
             self._apply(self._admission.leave(key, time.monotonic()))
             self._resize()
 
-    def make_room(self, tenant: Tenant) -> None:
-        """Push out one of another tenant that has more of them waiting, or raise ``Exhausted``."""
-        step = self._admission.crowd_out(tenant.name, tenant.weight, time.monotonic())
-        self._apply(step)
+    def make_room(self, tenant: Tenant, turns: Turns, count: int) -> None:
+        """There are ``count`` requests, here and before in ``turns``: push out one that waits, of
+        another tenant that has more of them, or raise ``Exhausted``."""
+        admission, now = self._admission, time.monotonic()
+        if turns.crowd > admission.crowd and turns.crowd_out(
+            tenant, lambda: admission.pushed_out(now)
+        ):
+            return
+        self._apply(admission.crowd_out(tenant.name, tenant.weight, count, now))
 
     @property
     def refused(self) -> Mapping[str, int]:

@@ -7,10 +7,11 @@ on when its client leaves, and keeps its place until it is done.
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from protos import router_pb2
+from router.turns import Turns
+from rpc.identity import Tenant
 from text.tokenizer import Tokenizer
 
 LONG_CHARS = 2048  # from here on tokenising takes too long for the event loop
@@ -19,14 +20,17 @@ AT_ONCE = 4  # long ones of a tenant
 
 
 class Prompts:
-    """The tokenizer of a router, shared by all tenants; there are no more than credentials."""
+    """The tokenizer of a router, shared by all tenants."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(AT_ONCE))
+        self.turns = Turns(AT_ONCE)
 
-    async def of(self, message: router_pb2.GenerateRequest, tenant: str) -> tuple[int, ...]:
-        """The ids; ``Rejected`` for an input that is too long or that no template takes."""
+    async def of(self, message: router_pb2.GenerateRequest, tenant: Tenant) -> tuple[int, ...]:
+        """The ids; ``Rejected`` for an input that is too long or that no template takes.
+
+        ``Exhausted`` for who was pushed out while it waited.
+        """
         if message.HasField("token_ids"):
             return tuple(message.token_ids.ids)
         if message.HasField("chat"):
@@ -40,18 +44,16 @@ class Prompts:
         return await self._ids(lambda: self._tokenizer.encode(prompt), long, tenant)
 
     async def _ids(
-        self, encode: Callable[[], Sequence[int]], long: bool, tenant: str
+        self, encode: Callable[[], Sequence[int]], long: bool, tenant: Tenant
     ) -> tuple[int, ...]:
         if not long:
             return tuple(encode())
-        turn = self._turns[tenant]
-        await turn.acquire()
+        await self.turns.take(tenant)
         work = asyncio.ensure_future(asyncio.to_thread(encode))
-        work.add_done_callback(lambda done: _over(turn, done))
+        work.add_done_callback(lambda done: self._over(tenant, done))
         return tuple(await asyncio.shield(work))
 
-
-def _over(turn: asyncio.Semaphore, done: asyncio.Future[Sequence[int]]) -> None:
-    turn.release()
-    if not done.cancelled():
-        done.exception()  # seen, whether or not somebody still waits for it
+    def _over(self, tenant: Tenant, done: asyncio.Future[Sequence[int]]) -> None:
+        self.turns.give(tenant)
+        if not done.cancelled():
+            done.exception()  # seen, whether or not somebody still waits for it

@@ -11,7 +11,7 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
-from common.errors import KvrelayError, Unavailable
+from common.errors import DeadlineExceeded, KvrelayError, Unavailable
 from protos import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
 from router.dispatch import Dispatcher, namespace_of
@@ -100,7 +100,11 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> Generation:
         received = time.monotonic()
         tenant = place.tenant
-        prompt = await self._prompts.of(message, tenant.name)
+        try:
+            async with asyncio.timeout(deadline.remaining()):
+                prompt = await self._prompts.of(message, tenant)
+        except TimeoutError:
+            raise DeadlineExceeded("no time left to make tokens of the prompt") from None
         info = await self.dispatcher.info(deadline)
         check_length(message, info.max_model_len)
         request = build(message, prompt, info.vocab_size, deadline, tenant)
@@ -152,7 +156,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         if self._draining:
             raise Unavailable("this router is draining: ask another one")
         if self._open >= self._config.max_requests:
-            self.gate.make_room(tenant)
+            self.gate.make_room(tenant, self._prompts.turns, self._open)
         self._open += 1
         self._idle.clear()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TypeAlias
 
 import grpc
@@ -10,11 +11,12 @@ import pytest
 
 from common.errors import DeadlineExceeded, Exhausted, KvrelayError, Rejected
 from protos import router_pb2, router_pb2_grpc
-from router import service
+from router import prompts, service
 from rpc.deadline import Deadline
 from rpc.identity import Identity, Kind, Tenant
 from rpc.status import from_rpc_error
 from tests.router.fakes import Behaviour, FakeWorker, Running, answer, decode_worker, ids, running
+from text.tokenizer import Tokenizer
 
 Call: TypeAlias = (
     "grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]"
@@ -153,6 +155,42 @@ async def test_requests_of_one_tenant_do_not_take_every_place(
         for call in calls:
             call.cancel()
         await asyncio.gather(*greedy, return_exceptions=True)
+
+
+async def test_long_prompts_of_one_tenant_do_not_take_every_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are there before any queue, while they wait to be made tokens."""
+    tenant, go_on, places = Tenant("greedy"), threading.Event(), 12
+    monkeypatch.setattr(service, "caller", lambda: Identity(Kind.CLIENT, tenant))
+
+    def encode(self: Tokenizer, text: str) -> list[int]:
+        assert go_on.wait(20)
+        return [1]
+
+    monkeypatch.setattr(Tokenizer, "encode", encode)
+    monkeypatch.setattr(prompts, "AT_ONCE", 1)  # the pool has few threads on few cores
+    long = router_pb2.GenerateRequest(prompt="x" * (prompts.LONG_CHARS + 1), max_tokens=1)
+    async with running([decode_worker()], max_requests=places) as router:
+        greedy = [asyncio.ensure_future(router.generate(long)) for _ in range(places)]
+        async with asyncio.timeout(20):
+            while True:
+                if router.service.quotas.requests(tenant) == places:
+                    break
+                await asyncio.sleep(0.01)
+        refused = await refusal(router, long, 20)
+        assert f"{places} requests are under way" in str(refused)
+        tenant = Tenant("small")
+        for n in range(3):
+            assert ids(await router.generate(request(n))) == answer([n], 4, 1)
+        error = await refusal(router, long, 0.2)  # it has a place, and waits too long there
+        assert isinstance(error, DeadlineExceeded)
+        go_on.set()
+        got = await asyncio.gather(*greedy, return_exceptions=True)
+        errors = [from_rpc_error(one) for one in got if isinstance(one, grpc.RpcError)]
+        assert 0 < len(errors) <= 5  # a place may be taken before the one pushed out has left
+        assert all(isinstance(one, Exhausted) for one in errors)
+        assert router.service.gate.refused["pushed_out"] == len(errors)
 
 
 async def test_who_is_refused_has_used_nothing_of_its_quota(

@@ -8,9 +8,11 @@ from typing import cast
 
 import pytest
 
-from common.errors import Rejected
+from common.errors import Exhausted, Rejected
 from protos import router_pb2
 from router.prompts import AT_ONCE, LONG_CHARS, LONG_CHAT, Prompts
+from router.turns import Turns
+from rpc.identity import Tenant
 from text.tokenizer import Tokenizer
 
 SECONDS = 20
@@ -71,7 +73,7 @@ async def test_a_long_chat_is_not_for_the_event_loop(
     request_: router_pb2.GenerateRequest, apart: bool
 ) -> None:
     slow = Slow()
-    assert await prompts(slow).of(request_, "") == (len(request_.chat.messages),)
+    assert await prompts(slow).of(request_, Tenant()) == (len(request_.chat.messages),)
     assert (slow.threads[0] is not threading.main_thread()) is apart
 
 
@@ -81,14 +83,14 @@ async def test_one_tenants_long_prompts_leave_room_for_those_of_others(
     monkeypatch.setattr("router.prompts.AT_ONCE", 2)  # the pool has few threads on few cores
     slow = Slow()
     made = prompts(slow)
-    greedy = [asyncio.ensure_future(made.of(text(), "greedy")) for _ in range(10)]
+    greedy = [asyncio.ensure_future(made.of(text(), Tenant("greedy"))) for _ in range(10)]
     await slow.entered(2)
     for task in greedy[:2]:  # who leaves does not make place for more of the same
         task.cancel()
-    other = asyncio.ensure_future(made.of(text("other"), "small"))
+    other = asyncio.ensure_future(made.of(text("other"), Tenant("small")))
     await slow.entered(1)
     assert len(slow.threads) == 2 + 1
-    assert await made.of(router_pb2.GenerateRequest(prompt="short"), "greedy") == (5,)
+    assert await made.of(router_pb2.GenerateRequest(prompt="short"), Tenant("greedy")) == (5,)
     for _ in range(20):
         slow.on.release()
     assert await other == (LONG_CHARS + 6,)
@@ -102,4 +104,25 @@ async def test_what_is_wrong_is_told_and_gives_its_place_back() -> None:
     for _ in range(AT_ONCE + 2):
         slow.on.release()
         with pytest.raises(Rejected):
-            await asyncio.wait_for(made.of(text("bad"), ""), SECONDS)
+            await asyncio.wait_for(made.of(text("bad"), Tenant()), SECONDS)
+
+
+async def test_the_last_of_whoever_has_most_waiting_makes_room() -> None:
+    turns, left = Turns(1), Exhausted("pushed out", 1.0)
+    many, heavy, other = Tenant("many"), Tenant("heavy", weight=4.0), Tenant("other")
+    waiting = [asyncio.ensure_future(turns.take(who)) for who in (many, heavy) for _ in range(6)]
+    await asyncio.sleep(0)
+    assert turns.crowd == 5
+    assert not turns.crowd_out(many, lambda: left)  # it has most itself
+    assert turns.crowd_out(heavy, lambda: left)
+    assert turns.crowd_out(other, lambda: left)
+    with pytest.raises(Exhausted):
+        await waiting[4]
+    assert [n for n, task in enumerate(waiting) if task.done()] == [0, 4, 5, 6]
+    assert not turns.crowd_out(Tenant("light", weight=0.1), lambda: left)
+    turns.give(many)
+    for task in waiting:
+        task.cancel()  # the one whose turn has just come gives it back
+    await asyncio.gather(*waiting, return_exceptions=True)
+    await asyncio.wait_for(turns.take(many), SECONDS)
+    assert turns.crowd == 0

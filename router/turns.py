@@ -1,0 +1,76 @@
+"""Turns at work that is done before any queue: a few at once for each tenant, the others wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.errors import Exhausted
+from rpc.identity import Tenant
+
+
+@dataclass(slots=True)
+class _Line:
+    """Of a tenant: turns that are free, and who waits for one, the first that came first."""
+
+    weight: float
+    free: int
+    waiting: dict[asyncio.Future[None], None] = field(default_factory=dict)
+
+    @property
+    def crowd(self) -> float:
+        return len(self.waiting) / self.weight
+
+
+class Turns:
+    """Of all tenants; there are no more of them than credentials."""
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._lines: dict[str, _Line] = {}
+
+    @property
+    def crowd(self) -> float:
+        """The most that any tenant has waiting, for its weight."""
+        return max((line.crowd for line in self._lines.values()), default=0.0)
+
+    async def take(self, tenant: Tenant) -> None:
+        """Wait for a turn, to be given back. ``Exhausted`` for who was pushed out."""
+        line = self._lines.setdefault(tenant.name, _Line(tenant.weight, self._at_once))
+        if line.free:
+            line.free -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        line.waiting[turn] = None
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled() and turn.exception() is None:
+                self.give(tenant)  # it came as its client left
+            raise
+        finally:
+            line.waiting.pop(turn, None)
+
+    def give(self, tenant: Tenant) -> None:
+        """Whoever waits for longest is next."""
+        line = self._lines[tenant.name]
+        while line.waiting:
+            turn = next(iter(line.waiting))
+            del line.waiting[turn]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        line.free += 1
+
+    def crowd_out(self, tenant: Tenant, error: Callable[[], Exhausted]) -> bool:
+        """Push out the last of whoever has most, if ``tenant`` would have fewer; whether it did."""
+        most = max(self._lines.values(), key=lambda line: line.crowd, default=None)
+        own = self._lines.get(tenant.name)
+        mine = (len(own.waiting) + 1 if own else 1) / tenant.weight
+        while most is not None and most.crowd > mine:
+            turn, _ = most.waiting.popitem()
+            if not turn.done():
+                turn.set_exception(error())
+                return True
+        return False
