@@ -1,8 +1,8 @@
 """Logging of a process: one line for a record, with time, level, service and message.
 
 Call ``setup`` once at a process's edge; everywhere else ``logging.getLogger(__name__)`` is
-enough. Lines go to standard error. Passwords in URLs are never written, and a line break in a
-message cannot forge a second record.
+enough. Lines go to standard error. Passwords in URLs are never written, and no line break or other
+control character in a message can forge a second record or reach a terminal.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TextIO
 
 LEVELS = ("debug", "info", "warning", "error")
 
+_CONTROL = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160), 0x2028, 0x2029)}
 _PASSWORD = re.compile(r"(?<=://)[^\s/@]*:[^\s/@]*@")
 
 
@@ -26,11 +27,16 @@ class Line(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clock = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}"
-        message = _PASSWORD.sub("***@", record.getMessage()).replace("\r", "\\r")
-        text = f"{clock} {record.levelname} {self._service}: {message}".replace("\n", "\\n")
+        message = _shown(record.getMessage())
+        text = f"{clock} {record.levelname} {self._service}: {message}"
         if record.exc_info:
-            text += "\n" + _PASSWORD.sub("***@", self.formatException(record.exc_info))
+            trace = self.formatException(record.exc_info).split("\n")
+            text += "".join(f"\n{_shown(line)}" for line in trace)
         return text
+
+
+def _shown(text: str) -> str:
+    return _PASSWORD.sub("***@", text).translate(_CONTROL)
 
 
 def setup(service: str, level: str = "info", stream: TextIO | None = None) -> None:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 
 import grpc
 
-from common.errors import KvrelayError, Unavailable
+from common.errors import DeadlineExceeded, KvrelayError, Unavailable
 from protos import decode_pb2, prefill_pb2, types_pb2
 from router.loss import Lost
 from router.stay import Stay
@@ -76,8 +76,15 @@ async def run_leg(
 def _meaning(worker: KnownWorker, stay: Stay, error: grpc.RpcError) -> KvrelayError:
     """A worker that was reached and then said nothing of its own was lost under this leg."""
     meant = from_rpc_error(error)
-    if isinstance(meant, Unavailable) and not told_by_peer(error) and stay.connected:
+    if told_by_peer(error):
+        return meant
+    if isinstance(meant, Unavailable) and stay.connected:
         return Lost(f"{worker.address} was lost: {meant}")
+    if isinstance(meant, DeadlineExceeded):  # gRPC names neither whose time it was, nor a way out
+        return DeadlineExceeded(
+            "the time of this request was over before its answer was: allow it more, as far as the"
+            " router does (--default-timeout, --max-timeout), or resume it"
+        )
     return meant
 
 

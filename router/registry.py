@@ -140,8 +140,8 @@ class Registry:
         """Why there is no worker of this role: ``Mismatch`` if that keeps all of them out."""
         listed = [worker for worker in self.workers if worker.role == role]
         told = "; ".join(f"{w.address}: {w.problem}" for w in listed if w.problem is not None)
-        none = f"none of the {len(self.workers)} listed is one"
-        message = f"no {role_name(role)} worker can be used now ({told or none})"
+        told = told or f"{len(self.workers)} workers are listed, none for that"
+        message = f"no {role_name(role)} worker can be used now ({told})"
         refused = [w.problem for w in listed if isinstance(w.problem, Mismatch)]
         if listed and len(refused) == len(listed):
             return Mismatch(refused[0].field, message)

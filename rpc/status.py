@@ -192,8 +192,13 @@ def _from_code(code: grpc.StatusCode, text: str) -> KvrelayError:
             return Rejected("request", text)
         case grpc.StatusCode.NOT_FOUND:
             return NotFound(text)
-        case grpc.StatusCode.FAILED_PRECONDITION | grpc.StatusCode.UNIMPLEMENTED:
+        case grpc.StatusCode.FAILED_PRECONDITION:
             return Mismatch("protocol", text)
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return Mismatch(
+                "protocol",
+                f"{text.rstrip('!')}: is that the address of such a service, and its release ours?",
+            )
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return Rejected("credentials", text)
         case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in text:

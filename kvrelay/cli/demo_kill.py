@@ -184,7 +184,8 @@ def again(hops: Sequence[Hop]) -> str:
     first = next(hop for hop in hops if not hop.lost)
     if hops[0].lost:  # what it had computed, nobody knows
         return f"{first.computed} positions of the prompt computed by the one that took over"
-    return f"{computed_again(hops)} positions computed again"
+    count = computed_again(hops)
+    return f"{count} position{'' if count == 1 else 's'} computed again"
 
 
 def report(killer: Killer, answer: Answer, right: bool) -> dict[str, object]:

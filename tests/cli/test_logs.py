@@ -40,6 +40,16 @@ def test_passwords_and_line_breaks(stream: io.StringIO) -> None:
     assert line.count("\n") == 1
 
 
+def test_control_characters_are_shown_and_not_obeyed(stream: io.StringIO) -> None:
+    try:
+        raise ValueError("\x1b[2J\n12:00:00.000 ERROR decode: forged \x07")
+    except ValueError:
+        logging.exception("request %s failed", "\x1b[31m\x85\u2028\x0bred")
+    first = stream.getvalue().splitlines()[0]
+    assert first.endswith(r"request \x1b[31m\x85\u2028\x0bred failed")
+    assert stream.getvalue().replace("\n", "").isprintable()
+
+
 def test_an_exception_is_written_whole_and_without_passwords(stream: io.StringIO) -> None:
     try:
         raise ValueError("redis://:secret@host")

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from itertools import pairwise
 
+from kvrelay import Client
 from protos import types_pb2
 from tests.exact.idle import check_idle
 from tests.exact.oracle import Oracle
@@ -147,12 +148,20 @@ class Cell:
             self._check_greedy(stream.asked, stream.tokens)
             stream.check_usage()
         waited = check_idle(self.rig.cluster)
+        self._check_slots()
         pauses = [stream.pause_after(strike.at) for stream in self.streams]
         print(
             f"MATRIX {self.target:7} {self.moment.name:27} longest pause {max(pauses):6.3f} s,"
             f" recomputed {self.recomputed()} (unsaved {unsaved(strike)}), retried by the client"
             f" {sum(stream.broken for stream in self.streams)}, idle after {waited:.2f} s"
         )
+
+    def _check_slots(self) -> None:
+        """The router holds nothing either: no slot, no place in its queue, no leg."""
+        with Client(self.rig.cluster.router) as client:
+            fleet = client.fleet()
+        assert (fleet.queue.running, fleet.queue.waiting, fleet.queue.waiting_tokens) == (0, 0, 0)
+        assert not any(worker.in_flight for worker in fleet.workers), fleet
 
     def recomputed(self) -> list[int]:
         """Tokens that legs after a lost one computed, beside the one that each has to compute."""

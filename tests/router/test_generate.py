@@ -298,7 +298,9 @@ async def test_deadline_ends_both_sides() -> None:
 async def test_the_router_bounds_time() -> None:
     decode = decode_worker(behaviour=Behaviour(step=asyncio.Semaphore(2)))
     async with running([decode], max_timeout=0.3) as router:
-        assert isinstance(await failing(router.generate(request())), DeadlineExceeded)
+        error = await failing(router.generate(request()))
+        assert isinstance(error, DeadlineExceeded)
+        assert "--max-timeout" in str(error)
 
 
 async def test_resume_at_every_token() -> None:
