@@ -14,7 +14,7 @@ from kvblock.name import NAME_BYTES
 from kvstore.base import Kept, Offer, Outcome
 from kvstore.disk.stats import DiskStats, DiskTally
 from kvstore.records import Claim, Tail, Verdict
-from kvstore.stats import Stats, Tally
+from kvstore.stats import Stats, Tally, TenantStats
 from protos import kvstore_pb2 as pb
 from protos import types_pb2
 
@@ -136,7 +136,7 @@ def stats_message(stats: Stats) -> pb.StatsResponse:
 
 def _fill(message: Message, source: Stats | Tally | DiskStats | DiskTally) -> None:
     for field in dataclasses.fields(source):
-        if field.name not in ("tally", "disk"):
+        if field.name not in ("tally", "disk", "tenants"):
             setattr(message, field.name, getattr(source, field.name))
 
 
@@ -155,6 +155,9 @@ def stats_of(message: pb.StatsResponse) -> Stats:
         tally=Tally(**tally),
         disk=_disk_of(message.disk) if message.HasField("disk") else None,
         eviction=message.eviction,
+        tenants=tuple(
+            TenantStats(one.name, one.quota, one.entries, one.bytes) for one in message.tenants
+        ),
     )
 
 

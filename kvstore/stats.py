@@ -31,6 +31,16 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantStats:
+    """What a tenant has in memory now; ``name`` is empty for services. Sizes are in bytes."""
+
+    name: str
+    quota: int
+    entries: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """One reading. ``bytes`` include what is reserved; ``leased_bytes`` cannot be evicted now."""
 
@@ -45,6 +55,7 @@ class Stats:
     tally: Tally
     disk: DiskStats | None = None
     eviction: str = ""  # the policy's name
+    tenants: tuple[TenantStats, ...] = ()  # told to admins only
 
 
 def total(found: Sequence[Stats]) -> Stats:
@@ -57,4 +68,5 @@ def total(found: Sequence[Stats]) -> Stats:
     tallies = [stats.tally for stats in found]
     tally = {f.name: sum(getattr(one, f.name) for one in tallies) for f in fields(Tally)}
     boot = b"".join(stats.boot for stats in found)
-    return replace(found[0], boot=boot, tally=Tally(**tally), **sums)
+    tenants = tuple(tenant for stats in found for tenant in stats.tenants)
+    return replace(found[0], boot=boot, tally=Tally(**tally), tenants=tenants, **sums)

@@ -18,6 +18,9 @@ DESCRIPTION = """\
 Prints what each store holds now and what it did since it started: blocks, bytes, leases, hits.
 Ends with status 1 if one of them is not there."""
 
+SERVICES = "services"
+"""The tenant without a name."""
+
 Figures = Mapping[str, object]
 
 
@@ -55,6 +58,9 @@ def figures(value: object) -> dict[str, object]:
         part: object = getattr(value, field.name)
         if isinstance(part, bytes):
             found[field.name] = part.hex()
+        elif isinstance(part, tuple):
+            if part:
+                found[field.name] = {one.name or SERVICES: figures(one) for one in part}
         elif field.name == "tally":
             found |= figures(part)
         elif is_dataclass(part):
@@ -78,7 +84,7 @@ def _flat(one: Figures, before: str = "") -> dict[str, str]:
         label = f"{before}{name.replace('_', ' ')}"
         if isinstance(value, Mapping):
             shown |= _flat(value, f"{label}: ")
-        elif (isinstance(value, int) and name in ("bytes", "budget")) or "bytes" in name:
+        elif (isinstance(value, int) and name in ("bytes", "budget", "quota")) or "bytes" in name:
             shown[label] = show_bytes(int(str(value)))
         elif isinstance(value, int):
             shown[label] = f"{value:,}"

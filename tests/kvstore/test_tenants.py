@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 from common.errors import Exhausted, KvrelayError, NotFound, Rejected
 from common.miss import Miss
 from kvblock.header import decode
+from kvrelay.cli.main import main
 from kvstore import Block, Kept, Tail
 from kvstore.book.keys import prefix_of
 from kvstore.book.tenants import OPEN, Scope, Tenants
@@ -208,6 +210,20 @@ def test_each_sees_its_own_figures(connect: Connect) -> None:
         assert [row.name for row in mine.tenants] == [name]
         assert (mine.entries, mine.stored, mine.budget) == (0, 0, 0)  # nothing of all the others
     assert list(figures(connect(SERVICE)).tenants) == []
+
+
+def test_who_looks_after_the_store_sees_what_each_tenant_has(
+    connect: Connect, credentials: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alice = connect(ALICE)
+    put(alice, make(1000), make(2000))
+    words = ["store", "stats", "--store", alice.url, "--credentials", credentials]
+    assert main([*words, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out).values()
+    assert set(found["tenants"]) == {"services", "alice", "bob"}
+    assert (found["tenants"]["alice"]["entries"], found["tenants"]["bob"]["quota"]) == (2, 1 << 20)
+    assert main(words) == 0
+    assert "tenants: alice: quota" in capsys.readouterr().out
 
 
 def figures(store: RemoteStore) -> pb.StatsResponse:
