@@ -19,7 +19,7 @@ from kvstore.records import Tail
 from kvstore.stats import Stats
 from kvstore.ways.calls import Calls, mapped
 from kvstore.ways.choice import ORDER, Ways
-from kvstore.ways.granted import Granted, asking
+from kvstore.ways.granted import Granted, asking, reserved
 from kvstore.ways.stream import buffers_of
 from kvstore.ways.way import Progress, Way
 from protos import kvstore_pb2 as pb
@@ -208,7 +208,10 @@ class RemoteStore:
                 return granted.outcomes(iter(()))
         way = self._ways.best(tried, deadline)
         try:
-            return way.send(granted, deadline) if granted else way.put(offers, deadline)
+            if granted is None:
+                return way.put(offers, deadline)
+            with reserved(self._calls, granted, deadline):
+                return way.send(granted, deadline)
         except (Unavailable, Corrupt) as error:
             self._after(way, error, tried)
             return [Outcome(Kept.PENDING)] * len(offers)

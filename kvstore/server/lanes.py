@@ -23,6 +23,8 @@ from protos import kvstore_pb2 as pb
 log = logging.getLogger("kvrelay.store")
 
 MAX_CONNECTIONS = 1024
+"""Of each listener: strangers on the network keep nobody on this host out."""
+
 RETRY_SECONDS = 0.2
 
 NEAR_BUFFER = 128 << 10
@@ -46,7 +48,7 @@ class Lanes:
     def __init__(self, vault: Vault, options: LaneOptions) -> None:
         self._vault = vault
         self._lock = threading.Lock()
-        self._pipes: set[Pipe] = set()
+        self._pipes: dict[bool, set[Pipe]] = {True: set(), False: set()}  # by whether local
         self._stopping = threading.Event()
         self.ways = pb.WaysResponse(boot=vault.boot)
         self._listeners: list[socket.socket] = []
@@ -80,7 +82,7 @@ class Lanes:
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
         with self._lock:
-            for pipe in self._pipes:
+            for pipe in (pipe for pipes in self._pipes.values() for pipe in pipes):
                 pipe.cut()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -97,9 +99,10 @@ class Lanes:
             ).start()
 
     def _serve(self, sock: socket.socket, local: bool) -> None:
+        pipes = self._pipes[local]
         with sock:
             try:
-                if (local and not is_trusted(sock)) or len(self._pipes) >= MAX_CONNECTIONS:
+                if (local and not is_trusted(sock)) or len(pipes) >= MAX_CONNECTIONS:
                     log.warning("lane: a connection was refused, of another user or one too many")
                     return
                 _keep_short(sock)
@@ -107,7 +110,7 @@ class Lanes:
             except OSError:
                 return  # gone already
             with self._lock:
-                self._pipes.add(pipe)
+                pipes.add(pipe)
             try:
                 Session(pipe, self._vault, local).run()
             except KvrelayError as error:
@@ -116,7 +119,7 @@ class Lanes:
                 _report(error)
             finally:
                 with self._lock:
-                    self._pipes.discard(pipe)
+                    pipes.discard(pipe)
 
 
 def _keep_short(sock: socket.socket) -> None:

@@ -100,6 +100,11 @@ class Calls:
         with mapped():
             return self._reserve(request, timeout=deadline.remaining())
 
+    def forgo(self, ticket: int, timeout: float) -> None:
+        """Give up what is left of a reservation: a put under its ticket that brings nothing."""
+        with mapped():
+            self.put_small(pb.PutRequest(head=pb.PutHead(ticket=ticket)), timeout=timeout)
+
     def let_go(self, boot: bytes, lease: int, timeout: float) -> None:
         """``Release`` of one lease."""
         with mapped():

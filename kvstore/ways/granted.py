@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Protocol
 
-from common.errors import Corrupt
+from common.errors import Corrupt, KvrelayError, Unavailable
 from kvstore.base import NOT_SENT, Offer, Outcome
 from kvstore.messages import VERDICTS, claim_message
 from kvstore.records import Verdict
 from protos import kvstore_pb2 as pb
+from rpc.deadline import Deadline
+
+FORGO_SECONDS = 1.0
 
 _RESERVED = VERDICTS[Verdict.RESERVED]
 _OUTCOMES = {VERDICTS[verdict]: Outcome(kept) for verdict, kept in NOT_SENT.items()}
@@ -30,6 +35,13 @@ def asking(offers: Sequence[Offer], wait: float = 0.0) -> pb.ReserveRequest:
     return pb.ReserveRequest(claims=map(claim_message, offers), wait_ms=round(wait * 1000))
 
 
+class Reserver(Protocol):
+    """The gRPC side."""
+
+    def forgo(self, ticket: int, timeout: float) -> None:
+        """Give up a reservation."""
+
+
 class Granted:
     """The answer to ``Reserve``; ``Corrupt`` if it is not one for ``offers``."""
 
@@ -45,3 +57,18 @@ class Granted:
     def outcomes(self, sent: Iterator[Outcome]) -> list[Outcome]:
         """Of all the offers, given those of what was wanted."""
         return [next(sent) if v == _RESERVED else _OUTCOMES[v] for v in self._verdicts]
+
+
+@contextmanager
+def reserved(calls: Reserver, granted: Granted, deadline: Deadline) -> Iterator[None]:
+    """What gRPC reserved is given up when the way it was reserved for breaks.
+
+    The store may not know that way as the ticket's, and would keep the blocks from all others.
+    """
+    try:
+        yield
+    except (Unavailable, Corrupt):
+        if granted.wanted and (left := deadline.earlier(FORGO_SECONDS).remaining()):
+            with suppress(KvrelayError):  # it ends by its deadline
+                calls.forgo(granted.ticket.serial, left)
+        raise

@@ -12,7 +12,7 @@ from typing import Protocol
 from common.errors import Corrupt, KvrelayError, Unavailable
 from kvstore.base import Got, Offer, Outcome, Want
 from kvstore.ways.fetching import ask, batches_of, receive
-from kvstore.ways.granted import Granted, asking
+from kvstore.ways.granted import Granted, asking, reserved
 from kvstore.ways.line import Lines, dial_tcp
 from kvstore.ways.staging import send
 from kvstore.ways.way import Progress, lease_ms, outcomes_in, taken
@@ -34,6 +34,9 @@ class Finder(Protocol):
 
     def claim(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
         """``Reserve``."""
+
+    def forgo(self, ticket: int, timeout: float) -> None:
+        """Give up a reservation."""
 
     def let_go(self, boot: bytes, lease: int, timeout: float) -> None:
         """``Release``."""
@@ -81,7 +84,9 @@ class LaneWay:
 
     def put(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         """As the protocol says."""
-        return self.send(Granted(self._finder.claim(asking(offers), deadline), offers), deadline)
+        granted = Granted(self._finder.claim(asking(offers), deadline), offers)
+        with reserved(self._finder, granted, deadline):
+            return self.send(granted, deadline)
 
     def send(self, granted: Granted, deadline: Deadline) -> list[Outcome]:
         """As the protocol says."""

@@ -1,12 +1,20 @@
-"""The store's side of a lane: how much of an answer is sent ahead of its reader."""
+"""The store's side of a lane: whom it takes, how much of an answer is sent ahead of its reader."""
 
 from __future__ import annotations
 
+import os
 import socket
+import time
+from contextlib import ExitStack
 
 import pytest
 
+from kvstore.limits import Limits
 from kvstore.server import lanes
+from kvstore.server.vault import Vault
+from kvstore.ways.line import dial_unix
+from kvstore.wire.frames import Op, Request
+from rpc.deadline import Deadline
 
 
 @pytest.mark.parametrize(("client", "short"), [("127.0.0.1", True), ("127.0.0.2", False)])
@@ -22,3 +30,26 @@ def test_only_a_line_within_one_host_is_kept_short(client: str, short: bool) -> 
         after = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     assert before > 2 * lanes.NEAR_BUFFER  # the system counts its own bytes too, as many again
     assert after == (2 * lanes.NEAR_BUFFER if short else before)
+
+
+def test_strangers_keep_nobody_on_this_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "MAX_CONNECTIONS", 2)
+    vault = Vault(Limits(1 << 20))
+    made = lanes.Lanes(vault, lanes.LaneOptions())
+    made.start()
+    address = ("127.0.0.1", made.ways.lane_port)
+    with ExitStack() as held:
+        held.callback(made.stop)
+        for _ in range(2):
+            held.enter_context(socket.create_connection(address, 30.0))
+        while len(made._pipes[False]) < 2:
+            time.sleep(0.01)
+        third = held.enter_context(socket.create_connection(address, 30.0))
+        assert third.recv(1) == b""
+        line = dial_unix(made.ways.socket, Deadline.after(30.0), vault.boot)
+        held.callback(line.pipe.close)
+        line.pipe.limit(30.0)
+        line.ask(Request(Op.ATTACH))
+        fd, size = line.descriptor()
+        os.close(fd)
+        assert size == vault.arena.size

@@ -156,6 +156,28 @@ def test_a_way_that_is_cut_is_left_for_the_next_with_the_same_result(
     assert store.breaks[way] > 0
 
 
+def test_what_was_reserved_for_a_lane_that_breaks_is_given_up(
+    service_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has not heard of the ticket on that lane, so its end says nothing to it."""
+
+    def cut(*_: object, **__: object) -> None:
+        raise Unavailable("the lane is cut")
+
+    monkeypatch.setattr(lane, "send", cut)
+    store = RemoteStore(address_of(service_url), "lane")
+    offers = [offer(make(300_000)) for _ in range(3)]
+    before = store.stats(TIMEOUT).tally.abandoned
+    for wait in (0.0, 1.0):  # reserved by the way itself, or before one was chosen
+        found = store._put_asked(offers, wait, Deadline.after(TIMEOUT), set())
+        assert [outcome.kept for outcome in found] == [Kept.PENDING] * 3
+        stats = store.stats(TIMEOUT)
+        assert (stats.reservations, stats.tally.abandoned - before) == (0, 3)
+        before += 3
+    assert [outcome.kept for outcome in store.put(offers, TIMEOUT)] == [Kept.STORED] * 3
+    store.close()
+
+
 @pytest.mark.parametrize("way", ["shm", "lane"])
 def test_a_put_that_is_cut_is_finished_on_the_next_way(
     proxied: Proxied, plain: RemoteStore, way: str
