@@ -78,7 +78,7 @@ class Process:
         self._on_line, self._on_change, self._backoff = on_line, on_change, backoff
         self._stopping = threading.Event()
         self._lock = threading.Lock()
-        self._pid: int | None = None  # set from the start until just before it is reaped
+        self._running: Running | None = None  # from the start until just before it is reaped
         self._started = 0.0
         self._thread = threading.Thread(target=self._keep, name=spec.name, daemon=True)
 
@@ -88,27 +88,25 @@ class Process:
     @property
     def pid(self) -> int | None:
         """Of the running process; ``None`` between two of them."""
-        return self._pid
+        running = self._running
+        return None if running is None else running.pid
 
     def send(self, number: int) -> bool:
         """A signal to the process and its group; whether there was one."""
         with self._lock:
-            if self._pid is None:
+            if (pid := self.pid) is None:
                 return False
-            signal_group(self._pid, number)
+            signal_group(pid, number)
             return True
 
     def end(self, number: int = signal.SIGTERM) -> None:
         """Asks it to end, for good. A stopped process is continued so that it can."""
-        with self._lock:  # either it was started before and gets the signal, or never will be
+        with self._lock:  # either it was started before and is told, or never will be
             self._stopping.set()
+            if self._running is not None:
+                self._running.cancel()
         self.send(number)
         self.send(signal.SIGCONT)
-
-    def kill_now(self) -> None:
-        """SIGKILL without a lock, for signal handlers of a process that ends right after."""
-        if (pid := self._pid) is not None:
-            signal_group(pid, signal.SIGKILL)
 
     def join(self, timeout: float) -> bool:
         """Whether it is gone within ``timeout`` seconds after ``end``."""
@@ -150,8 +148,10 @@ class Process:
                 return None
             start = forked if self.spec.forked else fresh
             running = start(self.spec.module, self.spec.args, self.spec.environ)
-            self._pid, self._started = running.pid, time.monotonic()
+            self._running, self._started = running, time.monotonic()
             self.starts += 1
+        if not running.born():
+            return running.wait(self._ended)
         if self.starts > 1:
             self._on_change(self.spec, f"started again as process {running.pid}")
         pump = threading.Thread(target=self._pump, args=(running,), daemon=True)
@@ -163,7 +163,7 @@ class Process:
     def _ended(self) -> None:
         """Called when it has ended and its number is still its own: no signals from now on."""
         with self._lock:
-            self._pid = None
+            self._running = None
 
     def _pump(self, running: Running) -> None:
         with running.output as stream:

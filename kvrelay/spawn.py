@@ -1,39 +1,46 @@
 """Starting one supervised process: a fresh interpreter, or a fork of one that has torch loaded.
 
-Importing torch and transformers costs seconds for each worker. A fork server (the standard
-library's) imports them once; workers forked from it start at once, share that memory, and run the
-same module in the same way. The GPU cannot be used after a fork, so it is for the CPU only.
+Importing torch and transformers costs seconds for each worker. A fork server (``nursery``) imports
+them once; workers forked from it start at once, share that memory, and run the same module in the
+same way. The GPU cannot be used after a fork, so it is for the CPU only.
+
+Each process has a session of its own: no key on the terminal reaches it but through us.
 """
 
 from __future__ import annotations
 
-import multiprocessing
+import atexit
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from importlib.machinery import ModuleSpec
-from multiprocessing import connection
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import IO, Protocol
 
-from kvrelay import child
-
 PRELOADED = ["prefill_service.service", "decode_service.service", "worker.main"]
-_forking = threading.Lock()  # multiprocessing's own books of its children are not thread-safe
+UNKNOWN = 255  # the status of what ended without one that anybody saw
 
 
 class Running(Protocol):
     """A process that was started: its lines, its end, and our end of its lifeline."""
 
-    pid: int
+    output: IO[bytes]
 
     @property
-    def output(self) -> IO[bytes]:
-        """Its standard output and error, to the end."""
+    def pid(self) -> int | None:
+        """``None`` before it was born."""
+        ...
+
+    def born(self) -> bool:
+        """Wait until it has a number; false if it never will."""
+        ...
+
+    def cancel(self) -> None:
+        """If it was not born yet, it will not be, or not live; ``born`` returns."""
         ...
 
     def wait(self, ended: Callable[[], None]) -> int:
@@ -42,12 +49,9 @@ class Running(Protocol):
 
 
 def signal_group(pid: int, number: int) -> None:
-    """To the process and all it started; to itself alone while it has no group of its own yet."""
-    try:
+    """To the process and all it started."""
+    with suppress(ProcessLookupError):
         os.killpg(pid, number)
-    except ProcessLookupError:
-        with suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 def fresh(module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> Running:
@@ -72,36 +76,8 @@ def fresh(module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> Run
 
 
 def forked(module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> Running:
-    """From the fork server, which is started by the first call and ends with this process."""
-    context = _context()
-    lifeline, ours = context.Pipe(duplex=False)
-    output, theirs = context.Pipe(duplex=False)
-    process = context.Process(
-        target=child.forked, args=(lifeline, theirs, module, args, dict(environ)), daemon=True
-    )
-    with _forking, _script_left_alone():
-        process.start()
-    lifeline.close()
-    theirs.close()
-    return _Forked(process, output, ours)
-
-
-@contextmanager
-def _script_left_alone() -> Iterator[None]:
-    """multiprocessing imports the script that was run into each process that it starts, and the
-    cluster which that makes would be made there again. What is a package's own it does not."""
-    main = sys.modules["__main__"]
-    known, main.__spec__ = main.__spec__, ModuleSpec("kvrelay.__main__", None)
-    try:
-        yield
-    finally:
-        main.__spec__ = known
-
-
-def _context() -> ForkServerContext:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
-    return context
+    """From the fork server, which the first call starts, and which ends with this process."""
+    return _Forked(module, args, environ)
 
 
 class _Fresh:
@@ -110,6 +86,12 @@ class _Fresh:
             raise RuntimeError("a process without a pipe for its output")
         self.pid, self.output = popen.pid, popen.stdout
         self._popen, self._lifeline = popen, lifeline
+
+    def born(self) -> bool:
+        return True
+
+    def cancel(self) -> None:
+        """It has been born."""
 
     def wait(self, ended: Callable[[], None]) -> int:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
@@ -120,23 +102,91 @@ class _Fresh:
 
 
 class _Forked:
-    def __init__(
-        self,
-        process: ForkServerProcess,
-        output: connection.Connection,
-        lifeline: connection.Connection,
-    ) -> None:
-        if process.pid is None:
-            raise RuntimeError("a process without a number")
-        self.pid, self.output = process.pid, os.fdopen(os.dup(output.fileno()), "rb")
-        output.close()
-        self._process, self._lifeline = process, lifeline
+    """What waits for the fork server, which may import for seconds, is in ``born``."""
+
+    def __init__(self, module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> None:
+        self.pid: int | None = None
+        self._request = json.dumps([module, args, dict(environ)]).encode() + b"\n"
+        self._socket, self._theirs = socket.socketpair()
+        self._answers = self._socket.makefile("rb")
+        reader, self._writer = os.pipe()
+        self.output: IO[bytes] = os.fdopen(reader, "rb")
+
+    def born(self) -> bool:
+        with suppress(OSError):  # it was cancelled, or the fork server was ended
+            server.send(self._theirs.fileno(), self._writer)
+            self._theirs.close()
+            self._socket.sendall(self._request)
+            self.pid = self._number()
+        self._theirs.close()
+        os.close(self._writer)
+        return self.pid is not None
+
+    def cancel(self) -> None:
+        if self.pid is None:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def wait(self, ended: Callable[[], None]) -> int:
-        connection.wait([self._process.sentinel])
+        status = self._number()
         ended()
-        signal_group(self.pid, signal.SIGKILL)
-        self._lifeline.close()
-        with _forking:
-            status = self._process.exitcode
-        return 255 if status is None else status
+        if self.pid is None:
+            self.output.close()
+        elif status is None:
+            signal_group(self.pid, signal.SIGKILL)  # the fork server is gone, which would do it
+        self._answers.close()
+        self._socket.close()
+        return UNKNOWN if status is None else status
+
+    def _number(self) -> int | None:
+        with suppress(OSError, ValueError):  # the latter if nothing came
+            return int(self._answers.readline())
+        return None
+
+
+class ForkServer:
+    """The one of this process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+
+    def send(self, *files: int) -> None:
+        """Gives it a socket and the standard output of who is to be born; starts it if need be."""
+        with self._lock:
+            if self._control is not None:
+                with suppress(OSError):
+                    socket.send_fds(self._control, [b"+"], files)
+                    return
+            self._end()
+            socket.send_fds(self._start(), [b"+"], files)
+
+    def end(self) -> None:
+        """At once. Its children live on, until their lifelines end."""
+        with self._lock:
+            self._end()
+
+    def _start(self) -> socket.socket:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "kvrelay.nursery", str(theirs.fileno()), *PRELOADED],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                start_new_session=True,
+                pass_fds=(theirs.fileno(),),
+            )
+        return self._control
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+        if self._popen is not None:
+            self._popen.kill()
+            self._popen.wait()
+        self._control = self._popen = None
+
+
+server = ForkServer()
+atexit.register(server.end)

@@ -31,6 +31,7 @@ from rpc.credentials import ADMIN_FIRST
 C = TypeVar("C", bound=ClusterConfig)
 START_SECONDS = 120.0
 STOP_SECONDS = 12.0  # a little more than a worker gives the requests under way
+KILL_SECONDS = 5.0  # to be gone after SIGKILL
 TAIL_SHOWN = 12
 
 
@@ -73,7 +74,7 @@ class Cluster:
         }
         self.view = router_pb2.ListWorkersResponse()  # what the router knew when all was ready
         self._held: Held | None = None
-        self._stopping = False  # no lock: a signal handler sets it
+        self._stopping = False
 
     def __enter__(self) -> Cluster:
         try:
@@ -161,7 +162,7 @@ class Cluster:
                 raise Unavailable(f"{process.spec.name} ended {when}{lines}")
 
     def interrupt(self) -> None:
-        """Makes a ``wait`` under way end; safe to call from a signal handler."""
+        """Makes a ``wait`` under way end."""
         self._stopping = True
 
     def stop(self, timeout: float = STOP_SECONDS) -> None:
@@ -169,25 +170,23 @@ class Cluster:
         self._stopping = True
         for process in self._processes.values():
             process.end()
-        deadline = time.monotonic() + timeout
-        left = [p for p in self._processes.values() if not p.join(deadline - time.monotonic())]
-        for process in left:
+        for process in self._left(timeout):
             self._on_change(process.spec, f"did not end within {timeout:g} s; killed")
         self.kill_all()
-        for process in left:
-            process.join(STOP_SECONDS)
         if self._held is not None:
             self._held.close()
 
     def kill_all(self) -> None:
-        """SIGKILL to everything, at once."""
+        """SIGKILL to everything, at once; nothing of it is left when this returns."""
+        self._stopping = True
         for process in self._processes.values():
             process.end(signal.SIGKILL)
+        self._left(KILL_SECONDS)
 
-    def kill_now(self) -> None:
-        """SIGKILL to everything, without a lock and without waiting: for signal handlers."""
-        for process in self._processes.values():
-            process.kill_now()
+    def _left(self, timeout: float) -> list[Process]:
+        """Those that have not ended within so many seconds."""
+        deadline = time.monotonic() + timeout
+        return [p for p in self._processes.values() if not p.join(deadline - time.monotonic())]
 
     def describe(self) -> dict[str, object]:
         """What an endpoints file says."""

@@ -2,108 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import logging
 import sys
 
-from common import arenas, logs
-from common.config import load
-from common.errors import KvrelayError
-from common.values import show_size
-from kvstore.book.tenants import Tenants
-from kvstore.config import StoreConfig
-from kvstore.disk.tier import DiskOptions, DiskTier
-from kvstore.limits import Limits
-from kvstore.server.lanes import LaneOptions, Lanes
-from kvstore.server.prefault import Prefault
-from kvstore.server.service import NAME, StoreService, register
-from kvstore.server.vault import Vault
-from rpc import security
-from rpc.deadline import Deadline
-from rpc.server import Server, ServerOptions, serve_until_signal
-
-log = logging.getLogger("kvrelay.store")
-
-GRACE_SECONDS = 10.0
-RESTORE_SECONDS = 3.0
-"""How long serving waits for what is on disk to be known; the rest is found meanwhile."""
-
-LAST_SECONDS = 2.0
-"""For what came while memory was being brought to disk."""
-
-SELDOM = (20_000, 10, 500)
-"""Blocks come and go without cycles, and a full look through a million of them takes a second."""
-
-
-async def serve(config: StoreConfig) -> int:
-    """Until a signal; the exit status."""
-    limits = Limits(
-        config.budget, config.max_block, config.partial_life, config.ticket_life, config.events,
-        None if config.disk is None else config.disk_budget, config.eviction,
-    )  # fmt: skip
-    known = security.installed().credentials.tenants
-    tenants = Tenants.of(known, config.budget)
-    vault = Vault(limits, tenants)
-    disk = _disk(config, vault)
-    shared = config.shared and not tenants.owners  # whoever maps the memory can read all of it
-    plain = security.installed().tls is None  # what a lane carries is not encrypted
-    offered = LaneOptions(config.host, config.lane_port, config.lane and plain, shared)
-    lanes = Lanes(vault, offered)
-    service = StoreService(vault, lanes.ways, disk=disk)
-    address = f"{config.host}:{config.port}"
-    server = Server(ServerOptions(address))
-    server.add(NAME, lambda bare: register(service, bare))
-
-    def ready(bound: str) -> str:
-        lanes.start()
-        gc.set_threshold(*SELDOM)
-        if config.prefault:
-            Prefault(vault.arena.whole).start()
-        log.info("blocks go by %s", ", ".join(lanes.titles))
-        log.info("eviction: %s", config.eviction)
-        size = show_size(config.budget)
-        return f"store ready at {bound}, budget {size}, boot {vault.boot.hex()}"
-
-    async def flush(deadline: Deadline) -> None:
-        if disk is not None:
-            await asyncio.to_thread(disk.flush, min(config.flush_seconds, deadline.remaining()))
-
-    if disk is not None:
-        disk.start()
-        await asyncio.to_thread(disk.wait_restored, RESTORE_SECONDS)
-    grace = GRACE_SECONDS + (config.flush_seconds if disk is not None else 0.0)
-    status = await serve_until_signal(server, ready, flush, grace)
-    lanes.stop()
-    if disk is not None:
-        disk.flush(LAST_SECONDS)
-        disk.close()
-    return status
-
-
-def _disk(config: StoreConfig, vault: Vault) -> DiskTier | None:
-    if config.disk is None or vault.books is None:
-        return None
-    options = DiskOptions(config.disk, config.disk_budget, config.restore)
-    return DiskTier(options, vault.books, vault.arena)
-
-
-def main(argv: list[str]) -> int:
-    """Parse, serve, return the exit status."""
-    config = load(
-        StoreConfig, argv, prog="python -m kvstore", description="The store of KV blocks."
-    )
-    logs.setup("store", config.log_level)
-    arenas.bound()
-    arenas.keep_buffers()
-    arenas.keep_trimmed()
-    try:
-        security.install(config)
-        return asyncio.run(serve(config))
-    except KvrelayError as error:
-        log.error("%s", error)
-        return 1
-
+from common import ctrlc
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    ctrlc.ends()
+    from kvstore.main import main  # imports much: not before the line above
+
+    status = main(sys.argv[1:])
+    ctrlc.ends()
+    sys.exit(status)

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from decode_service.service import register as decode
-from prefill_service.service import register as prefill
-from protos import types_pb2
-from worker.main import main
+from common import ctrlc
 
 if __name__ == "__main__":
-    sys.exit(main(types_pb2.ROLE_PREFILL, (prefill, decode), sys.argv[1:]))
+    ctrlc.ends()
+    from decode_service.service import register as decode  # much: not before the line above
+    from prefill_service.service import register as prefill
+    from protos import types_pb2
+    from worker.main import main
+
+    status = main(types_pb2.ROLE_PREFILL, (prefill, decode), sys.argv[1:])
+    ctrlc.ends()
+    sys.exit(status)

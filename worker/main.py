@@ -43,8 +43,6 @@ def main(role: Role, faces: Sequence[Register], argv: Sequence[str]) -> int:
     except KvrelayError as error:
         log.error("%s", error)
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 async def _serve(worker: Worker, faces: Sequence[Register]) -> int:

@@ -13,7 +13,7 @@ from engine.external import Connector
 from engine.runner import Runner
 from kvblock.name import Namer
 from kvblock.namespace import Namespace
-from kvstore.connect import connect
+from kvstore.opening import connect
 
 
 def connector(url: str | None, runner: Runner, namespace: Namespace, namer: Namer) -> Connector:

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from common import ctrlc
 from common.config import load
 from kvrelay.bench.config import PARTS, BenchConfig, model_directory
 from kvrelay.bench.rows import HEAD, Row, cells, figure, markdown
@@ -22,7 +23,8 @@ RIGHT = frozenset({2, 3, 4})
 
 def main(argv: Sequence[str]) -> int:
     config = load(BenchConfig, argv, "kvrelay bench", DESCRIPTION)
-    from kvrelay.bench.run import Bench  # imports torch: not before the flags are read
+    with ctrlc.ending():
+        from kvrelay.bench.run import Bench  # imports torch: not before the flags are read
 
     with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as made:
         bench = Bench(config, model_directory(config, Path(made)))

@@ -7,20 +7,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
+from common import ctrlc
 from kvrelay.cli.screen import paint
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command: the module that holds its ``main``, imported when it is called."""
+    """A command: the module that holds its ``main``, imported when it is wanted."""
 
     name: str
     module: str
     summary: str
 
-    def run(self, argv: Sequence[str]) -> int:
-        main: Callable[[Sequence[str]], int] = import_module(self.module).main
-        return main(argv)
+    def load(self) -> Callable[[Sequence[str]], int]:
+        """Its ``main``."""
+        with ctrlc.ending():
+            main: Callable[[Sequence[str]], int] = import_module(self.module).main
+        return main
 
 
 def usage(prog: str, purpose: str, commands: Sequence[Command], closing: str) -> str:

@@ -16,6 +16,7 @@ from common.config import load, option
 from kvrelay.bench.streams import run
 from kvrelay.cli.demo_kill import TARGETS, kill_demo
 from kvrelay.cli.screen import paint, say, table
+from kvrelay.cli.signals import Signals, end_now
 from kvrelay.client import Client
 from kvrelay.demo import Asked, Plan, ask, describe
 from kvrelay.process import Spec
@@ -62,7 +63,9 @@ class DemoConfig:
 def main(argv: Sequence[str]) -> int:
     config = load(DemoConfig, argv, "kvrelay demo", DESCRIPTION)
     plan = Plan.draw(config.seed, config.facts, min(config.questions, config.facts))
-    return Demo(config, plan).run()
+    demo = Demo(config, plan)
+    with Signals(demo.heard):
+        return demo.run()
 
 
 class Demo:
@@ -103,6 +106,10 @@ class Demo:
         else:
             say(summary(asked))
         return 0 if all(one.right for one in asked) else 1
+
+    def heard(self, number: int) -> None:
+        """A signal: there is nothing to put in order here."""
+        end_now(self._cluster, number)
 
     def _size(self) -> str:
         config = self._config

@@ -1,92 +1,15 @@
-"""``kvrelay COMMAND``: finds the command, runs it, and turns what goes wrong into one line.
-
-Exit status: 0 done, 1 failed, 2 asked for something that cannot be, 130 after Ctrl-C.
-"""
+"""The entry of ``kvrelay``: what a Ctrl-C does is settled before anything else is imported."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
 
-from common.errors import KvrelayError, Rejected
-from kvrelay import __version__
-from kvrelay.cli import commands
-from kvrelay.cli.commands import Command
-from kvrelay.cli.screen import say, tell
-
-BROKEN_PIPE = 141
-INTERRUPTED = 130
+from common import ctrlc
 
 
-COMMANDS = (
-    Command("demo", "kvrelay.cli.demo", "bring up a small cluster and watch it answer"),
-    Command("up", "kvrelay.cli.up", "start a cluster on this machine and keep it serving"),
-    Command("generate", "kvrelay.cli.generate", "send one prompt and stream the answer"),
-    Command("chat", "kvrelay.cli.chat", "talk with a running cluster, turn by turn"),
-    Command("top", "kvrelay.cli.top", "the workers of a router, and what they do"),
-    Command("role", "kvrelay.cli.role", "make a prefill worker of a decode worker, or back"),
-    Command("doctor", "kvrelay.cli.doctor", "what this machine has, and what would be used"),
-    Command("bench", "kvrelay.cli.bench", "measure the cluster beside plain transformers"),
-    Command("replay", "kvrelay.cli.replay", "repeat a worker's journal, find what differs"),
-    Command("store", "kvrelay.cli.store", "look into a store, try its policy on a trace"),
-    Command("make-certs", "kvrelay.cli.make_certs", "certificates and tokens to try TLS with"),
-    Command("make-model", "kvrelay.cli.make_model", "write a model of random weights"),
-)
+def main() -> int:
+    """Runs the command that the process was started with; the exit status."""
+    ctrlc.ends()
+    from kvrelay.cli.dispatch import main as dispatch  # imports much: not before the line above
 
-
-def usage() -> str:
-    """The page of ``kvrelay --help``."""
-    return commands.usage(
-        "kvrelay",
-        "Serves language models with prefill and decode on separate workers.",
-        COMMANDS,
-        "kvrelay COMMAND --help says more; kvrelay --version shows the version.",
-    )
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The process's edge."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        say(usage())
-        return 0 if words else 2
-    if words[0] in ("--version", "-V", "version"):
-        say(f"kvrelay {__version__}")
-        return 0
-    command = commands.find("kvrelay", COMMANDS, words[0])
-    if isinstance(command, str):
-        tell(command)
-        return 2
-    return guarded(command, words[1:])
-
-
-def guarded(command: Command, argv: Sequence[str]) -> int:
-    """Runs a command; every error is one line, none a traceback."""
-    try:
-        status = command.run(argv)
-        sys.stdout.flush()
-        return status
-    except KeyboardInterrupt:
-        tell("")
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Nobody reads any more: let the flush at exit have somewhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
-    except OSError as error:
-        tell(f"kvrelay {command.name}: {error}")
-        with suppress(OSError):
-            sys.stdout.close()  # or what could not be written is tried again at exit
-        return 1
-    except Rejected as error:
-        tell(f"kvrelay {command.name}: {error}")
-        return 2
-    except KvrelayError as error:
-        tell(f"kvrelay {command.name}: {error}")
-        return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return dispatch(sys.argv[1:])

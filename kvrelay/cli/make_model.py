@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from common import ctrlc
 from common.config import check, load, option, required
 from kvrelay.cli.screen import say, tell
 
@@ -30,7 +31,8 @@ class MakeModelConfig:
 
 def main(argv: Sequence[str]) -> int:
     config = load(MakeModelConfig, argv, "kvrelay make-model", DESCRIPTION)
-    from kvrelay.make_model import make_model  # imports torch: not before the flags are read
+    with ctrlc.ending():
+        from kvrelay.make_model import make_model  # imports torch: not before the flags are read
 
     tell(f"Making {config.shape} in {config.dtype}")
     made = make_model(config.shape, Path(config.out), config.dtype, config.seed)

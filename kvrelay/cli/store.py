@@ -32,4 +32,4 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(command, str):
         tell(command)
         return 2
-    return command.run(words[1:])
+    return command.load()(words[1:])

@@ -13,7 +13,7 @@ from common.errors import Rejected
 from kvrelay.endpoints import store_of
 from kvstore.base import Store
 from kvstore.client.browse import Browser, browse
-from kvstore.connect import connect
+from kvstore.opening import connect
 from kvstore.urls import alone, public_name, urls_of
 from rpc import security
 from rpc.credentials import ADMIN_FIRST

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from common.config import load, option
 from kvrelay import endpoints
 from kvrelay.cli.screen import paint, say, table, tell
+from kvrelay.cli.signals import Signals, end_now
 from kvrelay.process import Spec
 from kvrelay.processes import ClusterConfig
 from kvrelay.supervisor import Cluster, Interrupted
@@ -44,7 +42,7 @@ class UpConfig(ClusterConfig):
 def main(argv: Sequence[str]) -> int:
     config = load(UpConfig, argv, "kvrelay up", DESCRIPTION, epilog=EPILOG)
     run = Up(config)
-    with run.signals():
+    with Signals(run.heard):
         return run.serve()
 
 
@@ -54,9 +52,8 @@ class Up:
     def __init__(self, config: UpConfig) -> None:
         self._config = config
         self._file = Path(config.endpoints).absolute() if config.endpoints else None
-        self._asked = False
-        # A handler may take no lock that the code it interrupts might hold: it writes a byte.
-        self._awake, self._waker = os.pipe()
+        self._asked = threading.Event()
+        self._status = 0  # of a start that was interrupted
         self._up = False
         self._lock = threading.Lock()  # lines of many threads
         self.cluster = Cluster(config, on_line=self._show_line, on_change=self._show_change)
@@ -67,13 +64,13 @@ class Up:
             self.cluster.start(self._config.start_timeout)
             say(describe(self.cluster, self.cluster.view))
             self._up = True
-            self._publish()
             say(f"\nServing on {paint(self.cluster.router, 'bold')}; Ctrl-C ends it. Try:")
             where = f"--router {self.cluster.router}{self._access()}"
             say(f"  kvrelay generate {where} {self._example()}")
-            os.read(self._awake, 1)
+            self._publish()
+            self._asked.wait()
         except Interrupted:
-            pass  # asked to stop before it was up: that is what happens below
+            return self._status
         finally:
             tell("Stopping")
             self.cluster.stop()
@@ -81,24 +78,15 @@ class Up:
                 endpoints.remove(self._file)
         return 0
 
-    @contextmanager
-    def signals(self) -> Iterator[None]:
+    def heard(self, number: int) -> None:
         """Ends in order at the first signal, at once at the second."""
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, self._on_signal) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
-            self.cluster.kill_now()
-            os._exit(128 + number)
-        self._asked = True
+        if self._asked.is_set():
+            if self._file:
+                endpoints.remove(self._file)
+            end_now(self.cluster, number)
+        self._status = 128 + number
         self.cluster.interrupt()
-        os.write(self._waker, b"!")
+        self._asked.set()
 
     def _example(self) -> str:
         """Something that the model can answer: the shipped one knows only what it is told."""
@@ -114,7 +102,7 @@ class Up:
         return "".join(f" --{name.replace('_', '-')} {path}" for name, path in given if path)
 
     def _publish(self) -> None:
-        if self._file and not self._asked:
+        if self._file and not self._asked.is_set():
             endpoints.write(self._file, self.cluster.describe())
 
     def _show_line(self, spec: Spec, line: str) -> None:

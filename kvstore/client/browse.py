@@ -11,7 +11,7 @@ from common.errors import NotFound, Rejected
 from kvblock.header import Header
 from kvblock.name import NAME_BYTES
 from kvstore.client.admin import Admin, Listed
-from kvstore.connect import connect
+from kvstore.opening import connect
 from kvstore.redis import SCHEMES as REDIS
 from kvstore.redis import settings_for
 from kvstore.redis.browsing import RedisAdmin

@@ -18,7 +18,7 @@ from engine.plan import Limits
 from engine.replay import LONGEST_LINE, main, replay
 from engine.request import Naming
 from engine.scheduler import Lookup, Scheduler
-from kvrelay.cli.main import main as command
+from kvrelay.cli.dispatch import main as command
 from tests.accounting.bench import Bench, limits
 
 SEED = 20

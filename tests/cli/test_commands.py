@@ -14,7 +14,7 @@ from common.errors import NotFound, Rejected
 from kvrelay import endpoints
 from kvrelay import make_model as kvrelay_make_model
 from kvrelay.cli import make_model, store
-from kvrelay.cli.main import COMMANDS, main
+from kvrelay.cli.dispatch import COMMANDS, main
 from kvrelay.ports import free_ports
 from kvrelay.processes import ROOT
 

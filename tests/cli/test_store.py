@@ -15,7 +15,7 @@ import pytest
 from common.errors import Rejected
 from kvblock.header import decode
 from kvrelay.cli import store_clear, storeconfig
-from kvrelay.cli.main import main
+from kvrelay.cli.dispatch import main
 from kvstore import Block, Store, connect
 from kvstore.client.remote import RemoteStore
 from kvstore.urls import alone

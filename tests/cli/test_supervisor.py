@@ -217,7 +217,7 @@ def test_a_cluster_keeps_to_its_own_store_only_without_a_url(tmp_path: Path) -> 
 
 
 def test_a_script_without_a_guard_is_run_once(tmp_path: Path) -> None:
-    """A forked process must not run what made it, as multiprocessing would."""
+    """A forked process must not run what made it, as those of multiprocessing do."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os\n"
@@ -225,6 +225,7 @@ def test_a_script_without_a_guard_is_run_once(tmp_path: Path) -> None:
         "print('once', flush=True)\n"
         "spawn.PRELOADED.clear()\n"
         "running = spawn.forked('this', (), os.environ)\n"
+        "assert running.born()\n"
         "print(running.output.read().decode())\n"
         "print('status', running.wait(lambda: None))\n"
     )

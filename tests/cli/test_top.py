@@ -6,7 +6,7 @@ import pytest
 
 from common.errors import KvrelayError, Unavailable
 from kvrelay.cli import top
-from kvrelay.cli.main import main
+from kvrelay.cli.dispatch import main
 from protos import router_pb2
 
 FLEET = router_pb2.ListWorkersResponse(workers=[router_pb2.WorkerStatus(address="h:1")])

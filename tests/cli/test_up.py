@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -90,6 +91,17 @@ def test_it_serves_restarts_and_stops(up: Up) -> None:
     assert up.popen.wait(30) == 0, up.log.read_text()
     assert gone(after), up.log.read_text()
     assert not up.file.exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for one of its threads")
+def test_a_signal_that_another_thread_gets_stops_it(up: Up) -> None:
+    """So it went beside much other work; the main thread was never woken."""
+    up.wait()
+    pids = up.pids()
+    threads = {int(name) for name in os.listdir(f"/proc/{up.popen.pid}/task")} - {up.popen.pid}
+    ctypes.CDLL(None).tgkill(up.popen.pid, min(threads), signal.SIGINT)
+    assert up.popen.wait(30) == 0, up.log.read_text()
+    assert gone(pids), up.log.read_text()
 
 
 def test_killing_it_leaves_nothing(up: Up) -> None:

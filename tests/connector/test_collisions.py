@@ -43,7 +43,7 @@ def eight_bits(data):
 
 slot.check_block = lambda claim, data: check.check_block(claim, data, eight_bits)
 slot.check_header = lambda name, data: check.check_header(name, data, eight_bits)
-from kvstore.__main__ import main
+from kvstore.main import main
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from engine.replay import replay
-from kvrelay.cli.main import main
+from kvrelay.cli.dispatch import main
 from tests.exact.asks import Ask, ask_all, prompts
 from tests.exact.conftest import Models, cluster
 from tests.models import VOCAB

@@ -16,7 +16,7 @@ import pytest
 
 from common.miss import Miss
 from kvrelay import Client, Completion
-from kvrelay.cli.main import main
+from kvrelay.cli.dispatch import main
 from kvrelay.supervisor import Cluster
 from protos import types_pb2
 from tests.exact.conftest import Models, cluster

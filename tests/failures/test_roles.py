@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from common.errors import KvrelayError, Mismatch, Rejected
-from kvrelay.cli.main import main
+from kvrelay.cli.dispatch import main
 from protos import types_pb2, worker_pb2, worker_pb2_grpc
 from rpc.status import from_rpc_error
 from tests.exact.idle import check_idle

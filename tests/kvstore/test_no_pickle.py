@@ -23,7 +23,7 @@ for name in ("load", "loads", "dump", "dumps", "Pickler", "Unpickler"):
 SERVICE = (
     WITHOUT
     + """
-from kvstore.__main__ import main
+from kvstore.main import main
 sys.exit(main(sys.argv[1:]))
 """
 )

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.workloads import agents, conversations, requests
 from common.errors import Rejected
-from kvrelay.cli.main import main
+from kvrelay.cli.dispatch import main
 from kvstore.book.policies import EVICTIONS, make_policy
 from kvstore.book.policy import LeastRecentlyUsed
 from kvstore.trace.optimum import optimum

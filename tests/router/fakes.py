@@ -30,8 +30,8 @@ from protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from router.__main__ import make_server
 from router.config import RouterConfig
+from router.main import make_server
 from router.registry import Registry
 from router.service import RouterService
 from rpc.channel import open_channel

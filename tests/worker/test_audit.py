@@ -18,7 +18,7 @@ import pytest
 
 from decode_service.service import register
 from engine.scheduler import Scheduler
-from kvrelay.cli.main import main
+from kvrelay.cli.dispatch import main
 from protos import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from rpc.server import Server, ServerOptions
 from tests.models import tiny_model

@@ -1,0 +1,43 @@
+"""What a Ctrl-C does to a process that has nothing to put in order: it ends, and says nothing.
+
+The first import of every program, and it imports next to nothing: what a program imports after it
+takes seconds, and a ``KeyboardInterrupt`` in there is a traceback or gets lost.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
+
+STATUS = 128 + signal.SIGINT
+
+
+def ends() -> None:
+    """From now on it ends this process at once, with status 130."""
+    signal.signal(signal.SIGINT, _end)
+
+
+def ending() -> AbstractContextManager[None]:
+    """Meanwhile it does that, as while much is imported."""
+    return _meanwhile(_end)
+
+
+def raised() -> AbstractContextManager[None]:
+    """Meanwhile it is a ``KeyboardInterrupt``, for what has something to put in order."""
+    return _meanwhile(signal.default_int_handler)
+
+
+@contextmanager
+def _meanwhile(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(number: int, frame: FrameType | None) -> object:
+    os._exit(STATUS)

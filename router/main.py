@@ -1,0 +1,67 @@
+"""The process of the router: ``python -m router --help``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from common import arenas, logs
+from common.config import load
+from common.errors import KvrelayError
+from protos import router_pb2_grpc
+from router.config import RouterConfig
+from router.metrics import registry_of
+from router.registry import Registry
+from router.service import SERVICE, RouterService
+from rpc import exposition, security
+from rpc.server import CALLS, PARTS, Server, ServerOptions, serve_until_signal
+from text.tokenizer import Tokenizer
+
+log = logging.getLogger("kvrelay.router")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the router; the exit status."""
+    config = load(RouterConfig, argv, "python -m router", "The router of kvrelay.")
+    logs.setup("router", config.log_level)
+    arenas.bound()
+    arenas.keep_trimmed()
+    try:
+        security.install(config)
+        return asyncio.run(serve(config))
+    except KvrelayError as error:
+        log.error("%s", error)
+        return 1
+
+
+async def serve(config: RouterConfig) -> int:
+    """Serve until a signal; raises ``KvrelayError`` when it cannot begin."""
+    tokenizer = Tokenizer(config.model, config.max_prompt)
+    registry = Registry(config)
+    service = RouterService(config, registry, tokenizer)
+    server = make_server(config, service)
+    if config.metrics_port is not None:
+        exposition.serve(registry_of(service), config.metrics_host, config.metrics_port)
+    try:
+        await registry.start()
+        return await serve_until_signal(
+            server,
+            ready=lambda address: f"router ready on {address}: {config.model_name}",
+            on_stop=lambda _: service.drain(),
+            grace=config.grace,
+        )
+    finally:
+        await registry.close()
+
+
+def make_server(config: RouterConfig, service: RouterService) -> Server:
+    """A server with the service on it, not started."""
+    options = ServerOptions(
+        f"{config.host}:{config.port}",
+        max_message_bytes=config.max_message,
+        max_calls=max(CALLS, PARTS * config.max_requests),  # each tenant may have a part
+    )
+    server = Server(options)
+    server.add(SERVICE, lambda made: router_pb2_grpc.add_RouterServicer_to_server(service, made))
+    return server

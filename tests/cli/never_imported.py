@@ -1,0 +1,5 @@
+"""A module whose import does not end, for the tests of the fork server."""
+
+import threading
+
+threading.Event().wait()

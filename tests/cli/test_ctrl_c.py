@@ -1,0 +1,86 @@
+"""One Ctrl-C, at any moment: the program ends, shows no traceback, leaves nothing."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvrelay.make_model import make_model
+from tests.cli.processes import until
+from tests.cli.terminal import Terminal
+
+pytestmark = [
+    pytest.mark.cluster,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for what is left in /proc"),
+]
+LATEST = 4.0  # seconds; by then a cluster has been started, or nearly
+SOON = 0.5
+PRESSES = [1, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 1, 1, 1, 1, 2, 2, 2))]
+_NEVER = threading.Event()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama-tiny", tmp_path_factory.mktemp("model"), "float32")
+
+
+def interrupted(terminal: Terminal, presses: int = 1) -> int:
+    """Its status, after a Ctrl-C at some moment, and perhaps another one soon after that."""
+    seed = random.randrange(1 << 32)
+    drawn = random.Random(seed)
+    moments = [drawn.uniform(0.0, LATEST), *(drawn.uniform(0.0, SOON) for _ in range(1, presses))]
+    print(f"seed {seed}: Ctrl-C after {moments} s")
+    for moment in moments:
+        _NEVER.wait(moment)
+        terminal.ctrl_c()
+    status = terminal.status()
+    print(terminal.said)
+    until(lambda: not terminal.left(), lambda: f"the end of {terminal.left()}")
+    assert "Traceback" not in terminal.said
+    assert "Exception ignored" not in terminal.said
+    assert list(terminal.temporary.iterdir()) == []
+    return status
+
+
+@pytest.mark.parametrize("presses", PRESSES)
+def test_of_a_demo_that_starts(tmp_path: Path, presses: int) -> None:
+    with Terminal(tmp_path, "kvrelay", "demo") as terminal:
+        terminal.wait_for_its_first_line()
+        assert interrupted(terminal, presses) == 130
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", ["none", "decode", "prefill", "store"])
+def test_of_a_demo_that_runs(tmp_path: Path, kill: str) -> None:
+    """Or has just come to its end."""
+    with Terminal(tmp_path, "kvrelay", "demo", "--kill", kill) as terminal:
+        terminal.wait_for("serves after")
+        assert interrupted(terminal) == (0 if "right." in terminal.said else 130)
+
+
+@pytest.mark.parametrize("presses", PRESSES)
+def test_of_a_cluster(tmp_path: Path, model: Path, presses: int) -> None:
+    """One that serves is ended in order, and that is its way to end."""
+    file = tmp_path / "up.json"
+    flags = ("--model", str(model), "--port", "0", "--endpoints", str(file))
+    with Terminal(tmp_path, "kvrelay", "up", *flags) as terminal:
+        terminal.wait_for_its_first_line()
+        status = interrupted(terminal, presses)
+        assert status == 130 or (status == 0 and "Serving on" in terminal.said)
+    assert not file.exists()
+
+
+@pytest.mark.parametrize("presses", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("module", ["kvstore", "prefill_service", "decode_service", "router"])
+def test_of_a_service(tmp_path: Path, model: Path, module: str, presses: int) -> None:
+    flags = ["--port", "0"]
+    flags += ["--budget", "16MiB"] if module == "kvstore" else ["--model", str(model)]
+    flags += ["--decode", "127.0.0.1:1"] if module == "router" else []
+    with Terminal(tmp_path, module, *flags) as terminal:
+        terminal.wait_for_its_first_line()
+        status = interrupted(terminal, presses)
+        assert status == 130 or (status == 0 and " ready " in terminal.said)

@@ -1,0 +1,88 @@
+"""The fork server: what it starts, and what happens when it is slow or dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from kvrelay import spawn
+from kvrelay.process import Process, Spec
+from kvrelay.processes import ROOT
+from tests.cli.processes import alive, until
+
+pytestmark = pytest.mark.cluster
+ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture
+def preloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """A fork server for this test alone, and the list of what it imports."""
+    made: list[str] = []
+    monkeypatch.setattr(spawn, "PRELOADED", made)
+    monkeypatch.setattr(spawn, "server", spawn.ForkServer())
+    yield made
+    spawn.server.end()
+
+
+def status(module: str, *args: str) -> int:
+    running = spawn.forked(module, args, ENVIRON)
+    assert running.born()
+    with running.output as stream:
+        stream.read()
+    return running.wait(lambda: None)
+
+
+def test_a_status_is_that_of_the_module(preloaded: list[str]) -> None:
+    assert status("tests.cli.fake_service", "0", "fails") == 3
+    assert status("this") == 0
+
+
+def test_what_cannot_be_imported_is_said_by_who_needs_it(preloaded: list[str]) -> None:
+    preloaded.append("no_such_module")
+    assert status("no_such_module") == 1
+
+
+def test_who_is_not_born_yet_is_not_waited_for(preloaded: list[str]) -> None:
+    """The imports of the fork server last as long as they last; this one's do not end."""
+    preloaded.append("tests.cli.never_imported")
+    spec = Spec(
+        role="decode",
+        index=0,
+        module="this",
+        args=(),
+        host="",
+        port=0,
+        environ=ENVIRON,
+        forked=True,
+    )
+    process = Process(spec, lambda spec, line: None, lambda spec, what: None, None)
+    process.start()
+    until(lambda: process.starts == 1, "started")
+    assert process.pid is None
+    process.end()
+    assert process.join(20)
+    assert process.pid is None
+
+
+def test_a_fork_server_that_was_killed_is_started_again(preloaded: list[str]) -> None:
+    running = spawn.forked("tests.cli.fake_service", ("0", "silent"), ENVIRON)
+    assert running.born()
+    pid = running.pid
+    assert pid is not None
+    spawn.server.end()
+    assert alive(pid)
+    assert status("this") == 0
+    os.kill(pid, signal.SIGKILL)
+    assert running.wait(lambda: None) == spawn.UNKNOWN
+    running.output.close()
+
+
+def test_nothing_stays_open(preloaded: list[str]) -> None:
+    assert status("this") == 0
+    before = len(os.listdir("/dev/fd"))
+    for _ in range(3):
+        assert status("this") == 0
+    assert len(os.listdir("/dev/fd")) == before
