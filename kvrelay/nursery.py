@@ -8,6 +8,7 @@ of the new process (see ``child``), and that of ``FD`` is the fork server's own.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
@@ -16,6 +17,7 @@ import socket
 import sys
 from contextlib import suppress
 from importlib import import_module
+from types import TracebackType
 
 from kvrelay import child
 
@@ -23,11 +25,40 @@ REQUEST_SECONDS = 10.0  # for one that has begun to come; meanwhile others wait
 
 
 def main(argv: list[str]) -> None:
-    """Forks until nobody wants it any more. Each child of it returns, when its module ends."""
+    """Forks until nobody wants it any more. Each child of it runs its module, and ends."""
+    ending = Ending()
+    atexit.register(ending.leave)  # what is registered first is called last
     for module in argv[1:]:
         with suppress(ImportError):  # then whoever needs it will say so
             import_module(module)
-    child.main(Nursery(socket.socket(fileno=int(argv[0]))).serve())
+    with ending:
+        child.main(Nursery(socket.socket(fileno=int(argv[0]))).serve())
+
+
+class Ending:
+    """Leaves the process with its status when all is done but to take down, object by object, what
+    the fork server has imported: that takes a second, and the kernel does it at once."""
+
+    def __init__(self) -> None:
+        self._status = 0
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        code = error.code if isinstance(error, SystemExit) else error
+        self._status = code if isinstance(code, int) else int(code is not None)
+
+    def leave(self) -> None:
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(self._status)
 
 
 class Nursery:

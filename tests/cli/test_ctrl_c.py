@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import sys
 import threading
 from pathlib import Path
@@ -56,10 +57,11 @@ def test_of_a_demo_that_starts(tmp_path: Path, presses: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", ["none", "decode", "prefill", "store"])
 def test_of_a_demo_that_runs(tmp_path: Path, kill: str) -> None:
-    """Or has just come to its end."""
+    """Or has just come to its end, with a verdict."""
     with Terminal(tmp_path, "kvrelay", "demo", "--kill", kill) as terminal:
         terminal.wait_for("serves after")
-        assert interrupted(terminal) == (0 if "right." in terminal.said else 130)
+        status = interrupted(terminal)
+        assert status == 130 or re.search(r"right\.|undisturbed|Nobody", terminal.said)
 
 
 @pytest.mark.parametrize("presses", PRESSES)
