@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
@@ -32,6 +33,9 @@ def raised() -> AbstractContextManager[None]:
 
 @contextmanager
 def _meanwhile(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # none comes here
+        return
     before = signal.signal(signal.SIGINT, handler)
     try:
         yield

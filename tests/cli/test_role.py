@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvrelay.cli.main import main
+from kvrelay.cli.dispatch import main
 from kvrelay.ports import free_ports
 from router.registry import Registry
 from rpc.deadline import Deadline
