@@ -37,20 +37,20 @@ class Breaker:
         openings: Sequence[int] = (),
     ) -> Found:
         """As the protocol says."""
-        with self._guarded():
+        with self._guarded(timeout):
             return self._store.lookup(names, tails, ttl, timeout, openings)
 
     def survey(
         self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
     ) -> Seen:
         """As the protocol says."""
-        with self._guarded():
+        with self._guarded(timeout):
             return self._store.survey(names, ttl, timeout, openings)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
         """As the protocol says. The first block is an answer, even if nobody reads the rest."""
         first = True
-        with self._guarded(), closing(self._store.get(wants, timeout)) as arriving:
+        with self._guarded(timeout), closing(self._store.get(wants, timeout)) as arriving:
             for got in arriving:
                 if first:
                     self._circuit.answered()
@@ -59,22 +59,22 @@ class Breaker:
 
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
         """As the protocol says."""
-        with self._guarded():
+        with self._guarded(timeout):
             return self._store.put(offers, timeout)
 
     def release(self, leases: Sequence[Lease], timeout: float) -> None:
         """As the protocol says."""
-        with self._guarded():
+        with self._guarded(timeout):
             self._store.release(leases, timeout)
 
     def stats(self, timeout: float) -> Stats:
         """As the protocol says."""
-        with self._guarded():
+        with self._guarded(timeout):
             return self._store.stats(timeout)
 
     def clear(self, timeout: float) -> int:
         """As the protocol says."""
-        with self._guarded():
+        with self._guarded(timeout):
             return self._store.clear(timeout)
 
     def close(self) -> None:
@@ -82,7 +82,9 @@ class Breaker:
         self._store.close()
 
     @contextmanager
-    def _guarded(self) -> Iterator[None]:
+    def _guarded(self, timeout: float) -> Iterator[None]:
+        if timeout <= 0:
+            raise DeadlineExceeded("no time was left to ask the store")  # no failure of its own
         if wait := self._circuit.enter():
             raise Unavailable(
                 f"{public_name(self.url)} did not answer; the next try is in {wait:.1f} s"

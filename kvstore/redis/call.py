@@ -51,6 +51,7 @@ class Call:
         self._changed = False  # since the last round
 
     def __enter__(self) -> Call:
+        self.deadline.check("to ask the store")  # which is no failure of a server
         self.topology.prepare(self.deadline)
         return self
 

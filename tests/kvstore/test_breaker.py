@@ -66,6 +66,15 @@ def test_after_a_failure_nobody_asks_until_the_pause_is_over() -> None:
     assert rig.store.asked == 3
 
 
+def test_a_call_without_time_says_nothing_of_the_store() -> None:
+    rig = Rig()
+    for _ in range(5):
+        with pytest.raises(DeadlineExceeded, match="no time was left"):
+            rig.breaker.lookup([], [], 0, 0.0)
+    rig.ask(None)
+    assert rig.store.asked == 1
+
+
 def test_the_pause_doubles_up_to_a_limit_and_an_answer_ends_it() -> None:
     rig = Rig()
     pauses = []

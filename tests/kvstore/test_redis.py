@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 from redis import Redis
 
-from common.errors import Corrupt, Rejected, Unavailable
+from common.errors import Corrupt, DeadlineExceeded, Rejected, Unavailable
 from common.miss import Miss
 from kvstore import Block, Kept, Offer, Tail, Want, connect
 from kvstore.client.memory import MemoryStore, forget
@@ -266,6 +266,16 @@ def test_no_command_is_used_that_the_documentation_does_not_name(tmp_path: Path)
 
 
 # Keys
+
+
+def test_a_call_without_time_says_nothing_of_the_server(making: Make) -> None:
+    store, block = making(), make()
+    for _ in range(3):
+        with pytest.raises(DeadlineExceeded):
+            store.put([offer(block)], 0.0)
+        with pytest.raises(DeadlineExceeded):
+            store.lookup([name_of(block)], [], 0.0, 0.0)
+    assert put(store, block) == [Kept.STORED]
 
 
 def test_prefixes_keep_stores_apart_and_clear_takes_its_own(
