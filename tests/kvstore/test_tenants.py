@@ -13,7 +13,7 @@ import pytest
 from common.errors import Exhausted, KvrelayError, NotFound, Rejected
 from common.miss import Miss
 from kvblock.header import decode
-from kvrelay.cli.main import main
+from kvrelay.cli.dispatch import main
 from kvstore import Block, Kept, Tail
 from kvstore.book.keys import prefix_of
 from kvstore.book.tenants import OPEN, Scope, Tenants
