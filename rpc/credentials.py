@@ -8,6 +8,9 @@ only what it needs::
     fleet = "..."            # key that signs hand-offs, and of which salts are made
     token = "..."            # what to show to others, where it is none of the two above
 
+A token may be a list, ``["new", "old"]``: all of them are known, the first is shown, so that it can
+be changed while processes with either are there::
+
     [tenants.alice]
     token = "..."
     salt = "..."             # default: made of the fleet key and the name
@@ -66,7 +69,8 @@ class Credentials:
     @property
     def tenants(self) -> list[Tenant]:
         """Those that have a token here."""
-        return [known.tenant for known in self._known.values() if known.kind is Kind.CLIENT]
+        every = (known.tenant for known in self._known.values() if known.kind is Kind.CLIENT)
+        return list(dict.fromkeys(every))
 
     def identify(self, token: str) -> Identity | None:
         """Whose token this is.
@@ -96,7 +100,7 @@ def read(
             raise Rejected(FIELD, f"{path}: two of its tokens are equal")
         known[digest] = identity
     names = ("token", *(kind.value for kind in shows))
-    own = [token, *(_secret(table, name, name) for name in names)]
+    own = [token, *(first for name in names for first in _tokens(table, name, name)[:1])]
     return Credentials(next(filter(None, own), None), fleet, known, key)
 
 
@@ -122,22 +126,25 @@ def _fleet(key: str | None) -> bytes | None:
 
 def _identities(table: Mapping[str, object], fleet: bytes | None) -> Iterator[tuple[str, Identity]]:
     for kind in (Kind.SERVICE, Kind.ADMIN):
-        if (secret := _secret(table, kind.value, kind.value)) is not None:
-            yield secret, Identity(kind)
+        for token in _tokens(table, kind.value, kind.value):
+            yield token, Identity(kind)
     tenants = table.get("tenants", {})
     if not isinstance(tenants, dict):
         raise Rejected(FIELD, "tenants: a table for each is wanted, as [tenants.NAME]")
     for name, entry in tenants.items():
-        yield _tenant(name, entry, fleet)
+        yield from _tenant(name, entry, fleet)
 
 
-def _tenant(name: str, entry: object, fleet: bytes | None) -> tuple[str, Identity]:
+def _tenant(name: str, entry: object, fleet: bytes | None) -> Iterator[tuple[str, Identity]]:
     where = f"tenants.{name}"
     if not isinstance(entry, dict):
         raise Rejected(FIELD, f"{where}: must be a table with a token")
     _check_names(f"{where}.", entry, _TENANT)
-    token, salt = _secret(entry, "token", f"{where}.token"), _secret(entry, "salt", f"{where}.salt")
-    if token is None:
+    tokens, salt = (
+        _tokens(entry, "token", f"{where}.token"),
+        _secret(entry, "salt", f"{where}.salt"),
+    )
+    if not tokens:
         raise Rejected(FIELD, f"{where}.token: missing")
     if salt is None and fleet is None:
         raise Rejected(FIELD, f"{where}.salt: missing, and there is no fleet key to make it of")
@@ -150,7 +157,8 @@ def _tenant(name: str, entry: object, fleet: bytes | None) -> tuple[str, Identit
         _bytes(entry, "store-bytes", where),
         _weight(entry, where),
     )
-    return token, Identity(Kind.CLIENT, tenant)
+    for token in tokens:
+        yield token, Identity(Kind.CLIENT, tenant)
 
 
 def _table(path: str) -> Mapping[str, object]:
@@ -174,10 +182,23 @@ def _check_names(where: str, table: Mapping[str, object], known: frozenset[str])
         raise Rejected(FIELD, f"{where}{name}: no such entry; there are {', '.join(sorted(known))}")
 
 
+def _tokens(table: Mapping[str, object], name: str, where: str) -> list[str]:
+    """One, several, or none; the first is to be shown."""
+    value = table.get(name)
+    if not isinstance(value, list):
+        one = _secret(table, name, where)
+        return [] if one is None else [one]
+    if not value:
+        raise Rejected(FIELD, f"{where}: an empty list; leave it out, or name a token")
+    return [_checked(item, f"{where}[{index}]") for index, item in enumerate(value)]
+
+
 def _secret(table: Mapping[str, object], name: str, where: str) -> str | None:
     value = table.get(name)
-    if value is None:
-        return None
+    return None if value is None else _checked(value, where)
+
+
+def _checked(value: object, where: str) -> str:
     if not isinstance(value, str):
         raise Rejected(FIELD, f"{where}: must be text of printable ASCII")
     if (wrong := _wrong(value)) is not None:

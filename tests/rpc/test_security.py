@@ -41,6 +41,7 @@ from tests.secured import (
 )
 
 SECONDS = 20.0
+NEW = "new-secret-of-the-test"
 
 
 class Router(router_pb2_grpc.RouterServicer):
@@ -378,6 +379,19 @@ def test_what_a_process_shows(tokens: str) -> None:
     assert credentials.read(tokens, ALICE, None).token == ALICE
 
 
+def test_old_tokens_and_new_ones_side_by_side(tmp_path: Path) -> None:
+    """So that they are changed while processes with either are there."""
+    text = CREDENTIALS.replace(f'"{SERVICE}"', f'["{NEW}", "{SERVICE}"]')
+    text = text.replace(f'"{ALICE}"', f'["{NEW} of alice", "{ALICE}"]')
+    known = credentials.read(write_credentials(tmp_path, text), None, None)
+    assert known.token == NEW
+    assert known.identify(NEW) == known.identify(SERVICE) == Identity(Kind.SERVICE)
+    old, new = known.identify(ALICE), known.identify(f"{NEW} of alice")
+    assert old is not None
+    assert old == new
+    assert [tenant.name for tenant in known.tenants] == ["alice", "bob"]
+
+
 def test_salts_differ_and_stay(tokens: str) -> None:
     first, again = (credentials.read(tokens, None, None) for _ in range(2))
     salts = [_salt(first, ALICE), _salt(first, BOB), _salt(again, ALICE)]
@@ -406,6 +420,11 @@ def _salt(known: credentials.Credentials, token: str) -> bytes:
         (CREDENTIALS + "weight = 0", "tenants.bob.weight"),
         (CREDENTIALS + f"[tenants.eve]\ntoken = '{BOB}'", "two of its tokens are equal"),
         (f"service = '{SERVICE}", "is not TOML"),
+        ("service = []", "service: an empty list"),
+        (f"service = ['{SERVICE}', 'short']", r"service\[1\]: must have 16"),
+        (f"service = ['{SERVICE}', '{SERVICE}']", "two of its tokens are equal"),
+        (f"fleet = ['{SERVICE}']", "fleet: must be text"),
+        ("[tenants.a]\nsalt = 'aaaaaaaaaaaaaaaaaaaa'\ntoken = []", "tenants.a.token: an empty"),
     ],
 )
 def test_files_that_cannot_be_used(text: str, says: str, tmp_path: Path) -> None:
