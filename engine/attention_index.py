@@ -1,6 +1,7 @@
 """The indices of one step of paged attention by gathering: built once, used in every layer.
 
-Runs are what ``KVPool.gather`` copies: a block's positions in one layer's K or V.
+Runs are what ``KVPool.gather`` copies: a block's positions in one layer's K or V. The sizes of
+masks are those of ``engine.batch_invariance``.
 """
 
 from __future__ import annotations
@@ -13,29 +14,38 @@ import torch
 from numpy.typing import NDArray
 
 from engine.batch import Batch
+from engine.batch_invariance import keys_computed, queries_computed
 from engine.kv_pool import KVPool
 
 WORKSPACE_BYTES = 16 << 20  # of a group of decode entries: about what stays in a cache
+TILE = 256  # queries of one call: it reads no key after its last query
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decode entries ``[first, last)``: their ``runs`` [2 * entries * blocks] and float mask."""
+    """Decode entries ``[first, last)``: ``runs`` [2 * entries * blocks], ``mask`` [.., keys]."""
 
     first: int
     last: int
     runs: torch.Tensor
-    mask: torch.Tensor | None
+    mask: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Packed rows ``[first, last)`` of one entry, and their causal mask [queries, keys]."""
+
+    first: int
+    last: int
+    mask: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEntry:
-    """One prefill entry at packed rows ``[first, last)``; without ``runs`` it has no context."""
+    """One prefill entry: the ``runs`` [2 * blocks] of its context and itself, and its tiles."""
 
-    first: int
-    last: int
-    runs: torch.Tensor | None
-    mask: torch.Tensor | None
+    runs: torch.Tensor
+    tiles: tuple[Tile, ...]
 
 
 class Indices:
@@ -57,30 +67,36 @@ class Indices:
                     break
                 last += 1
             lengths = [work.start + 1 for work in batch.decodes[first:last]]
-            yield DecodeGroup(
-                first, last, self._runs(tables[first:last]), self._mask(lengths, width)
-            )
+            mask = self._mask(lengths)
+            yield DecodeGroup(first, last, self._runs(tables[first:last], mask.shape[-1]), mask)
             first = last
 
     def prefills(self, batch: Batch) -> Iterator[PrefillEntry]:
-        """Prefill entries, each with its causal mask where it has context."""
+        """Prefill entries, each in tiles."""
         first = len(batch.decodes)
         for work, table in zip(batch.prefills, batch.tables[first:], strict=True):
-            last = first + work.count
-            if work.start == 0:
-                yield PrefillEntry(first, last, None, None)
-            else:
-                mask = self._causal(work.start, work.count, len(table))
-                yield PrefillEntry(first, last, self._runs((table,)), mask)
-            first = last
+            end = work.start + work.count
+            tiles = tuple(
+                self._tile(first, work.start, start, min(TILE, end - start))
+                for start in range(work.start, end, TILE)
+            )
+            yield PrefillEntry(self._runs((table,), keys_computed(end)), tiles)
+            first += work.count
 
-    def _runs(self, tables: Sequence[Sequence[int]]) -> torch.Tensor:
-        """K runs, then V runs, padded with the entry's own last block.
+    def _tile(self, row: int, origin: int, start: int, count: int) -> Tile:
+        """Positions ``[start, start + count)``; ``origin`` is that of packed row ``row``."""
+        seen = np.arange(start, start + queries_computed(count))
+        hidden = np.arange(keys_computed(start + count)) > seen[:, None]
+        first = row + start - origin
+        return Tile(first, first + count, self._additive(hidden))
+
+    def _runs(self, tables: Sequence[Sequence[int]], keys: int) -> torch.Tensor:
+        """K runs, then V runs, of at least ``keys`` positions: padded with an entry's last block.
 
         Padding is masked, and what it holds belongs to the same entry: no entry can disturb
         another, not even with an infinity or a NaN.
         """
-        width = max(map(len, tables))
+        width = -(-keys // self._pool.shape.block_size)
         padded: list[int] = []
         for table in tables:
             padded.extend(table)
@@ -88,18 +104,10 @@ class Indices:
         runs = np.array(padded, np.int64) * (2 * self._pool.shape.num_layers)
         return torch.from_numpy(np.concatenate((runs, runs + 1))).to(self._pool.device)
 
-    def _mask(self, lengths: list[int], width: int) -> torch.Tensor | None:
-        """Additive [entries, 1, 1, width * block size], or ``None`` where nothing is padding."""
-        size = width * self._pool.shape.block_size
-        if min(lengths) == size:
-            return None
-        hidden = np.arange(size) >= np.array(lengths)[:, None]
+    def _mask(self, lengths: list[int]) -> torch.Tensor:
+        """Additive [entries, 1, 1, keys] of decode entries with so many positions."""
+        hidden = np.arange(keys_computed(max(lengths))) >= np.array(lengths)[:, None]
         return self._additive(hidden)[:, None, None]
-
-    def _causal(self, start: int, count: int, width: int) -> torch.Tensor:
-        """Additive [count, width * block size]: position ``start + i`` sees ``[0, start + i]``."""
-        keys = np.arange(width * self._pool.shape.block_size)
-        return self._additive(keys > np.arange(start, start + count)[:, None])
 
     def _additive(self, hidden: NDArray[np.bool_]) -> torch.Tensor:
         mask = torch.zeros(hidden.shape, dtype=self._pool.tensor.dtype, device=self._pool.device)

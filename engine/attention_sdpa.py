@@ -1,17 +1,20 @@
 """Paged attention by ``scaled_dot_product_attention``: runs everywhere, in every dtype.
 
-Decode entries are gathered into a workspace that is kept (the first touch of fresh pages costs
-more than the copy) and attended in groups of similar length; prefill entries one by one. KV heads
-are never repeated: grouped queries are rows of one query matrix, or heads over an expanded view.
+Contexts are gathered into a workspace that is kept (the first touch of fresh pages costs more than
+the copy). Decode entries are attended in groups of similar length, prefill entries in tiles. KV
+heads are never repeated: grouped queries are rows of one query matrix, or heads over an expanded
+view. The sizes are those of ``engine.batch_invariance``.
 """
 
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from engine.attention_index import DecodeGroup, Indices, PrefillEntry
+from engine.attention_index import DecodeGroup, Indices, PrefillEntry, Tile
 from engine.batch import Batch
+from engine.batch_invariance import queries_computed
 from engine.kv_pool import KVPool
 
 
@@ -29,9 +32,9 @@ class SdpaBackend:
         """Index the batch: groups of decode entries, then prefill entries, each with its mask."""
         groups = tuple(self._indices.groups(batch))
         prefills = tuple(self._indices.prefills(batch))
-        needed = [g.runs.shape[0] for g in groups]
-        needed += [p.runs.shape[0] for p in prefills if p.runs is not None]
-        return SdpaStep(self.pool, batch, groups, prefills, self._room(max(needed, default=0)))
+        runs = [group.runs for group in groups] + [entry.runs for entry in prefills]
+        needed = max(len(each) for each in runs)
+        return SdpaStep(self.pool, batch, groups, prefills, self._room(needed))
 
     def _room(self, runs: int) -> torch.Tensor:
         """A workspace of at least so many runs; it only grows, by doubling."""
@@ -76,11 +79,9 @@ class SdpaStep:
             here = slice(group.first, group.last)
             out[here] = self._decode(layer, group, query[here], scaling)
         for entry in self._prefills:
-            here = slice(entry.first, entry.last)
-            keys, values = key[here], value[here]
-            if entry.runs is not None:
-                keys, values = self._gather(layer, entry.runs, 1)[:, 0]
-            out[here] = _prefill(query[here], keys, values, entry.mask, scaling)
+            keys, values = self._gather(layer, entry.runs, 1)[:, 0]
+            for tile in entry.tiles:
+                out[tile.first : tile.last] = _prefill(tile, query, keys, values, scaling)
         return out
 
     def _gather(self, layer: int, runs: torch.Tensor, entries: int) -> torch.Tensor:
@@ -95,27 +96,32 @@ class SdpaStep:
     ) -> torch.Tensor:
         """One query position per entry [entries, heads, head dim], padded contexts."""
         entries, heads, width = query.shape
-        keys, values = self._gather(layer, group.runs, entries).transpose(2, 3)
+        context = self._gather(layer, group.runs, entries)[:, :, : group.mask.shape[-1]]
+        keys, values = context.transpose(2, 3)
         grouped = query.reshape(entries, keys.shape[1], -1, width)
-        out = sdpa(grouped, keys, values, attn_mask=group.mask, scale=scaling)
-        return out.reshape(entries, heads, width)
+        rows = grouped.shape[2]
+        out = sdpa(_rows(grouped), keys, values, attn_mask=group.mask, scale=scaling)
+        return out[:, :, :rows].reshape(entries, heads, width).contiguous()
 
 
 def _prefill(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None,
+    tile: Tile, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
-    """One entry: Q [count, heads, head dim] over K and V [positions, kv heads, head dim].
+    """One tile of Q [T, heads, head dim] over its entry's K and V [positions, kv heads, head dim].
 
     A kv head is an SDPA batch and its queries are that batch's heads over one expanded view.
     """
-    count, heads, width = query.shape
-    kv_heads = key.shape[1]
-    grouped = query.transpose(0, 1).reshape(kv_heads, heads // kv_heads, count, width)
-    shared = (kv_heads, heads // kv_heads, key.shape[0], width)
-    keys, values = (t.transpose(0, 1)[:, None].expand(shared) for t in (key, value))
-    out = sdpa(grouped, keys, values, attn_mask=mask, is_causal=mask is None, scale=scaling)
-    return out.reshape(heads, count, width).transpose(0, 1)
+    rows, count = query[tile.first : tile.last].transpose(0, 1), tile.last - tile.first
+    kv_heads, width = key.shape[1:]
+    grouped = rows.reshape(kv_heads, -1, count, width)
+    shared = (kv_heads, grouped.shape[1], tile.mask.shape[-1], width)
+    keys, values = (t[: shared[2]].transpose(0, 1)[:, None].expand(shared) for t in (key, value))
+    out = sdpa(_rows(grouped), keys, values, attn_mask=tile.mask, scale=scaling)
+    return out[:, :, :count].reshape(rows.shape).transpose(0, 1)
+
+
+def _rows(query: torch.Tensor) -> torch.Tensor:
+    """[.., queries, head dim] with as many queries as are to be computed."""
+    count = query.shape[-2]
+    missing = queries_computed(count) - count
+    return pad(query, (0, 0, 0, missing)) if missing else query

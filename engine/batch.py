@@ -2,10 +2,8 @@
 
 Decode entries (one position, with context) come first, longest first; prefill entries follow.
 The order inside a batch is this file's business: results are aligned with the caller's works again
-through ``samples``. On the CPU a decode entry's logits do not depend, to the bit, on the entries
-beside it (float32 and bfloat16; feed-forward widths in multiples of 32, one thread): measured, and
-a property of the kernels. Where a prompt is cut does matter, by rounding: 1e-6 of the logits' size
-in float32, 0.01 in bfloat16, for this engine as for `transformers`.
+through ``samples``. On the CPU a row's KV and logits do not depend, to the bit, on where a prompt
+is cut or on what is beside it (dense models; see ``engine.batch_invariance``).
 """
 
 from __future__ import annotations

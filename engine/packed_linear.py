@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
+from transformers.pytorch_utils import Conv1D
 
 _PACKED = (torch.float32, torch.bfloat16)
 _ROWS_HINT = 16
@@ -64,17 +65,20 @@ def stacked(layers: Sequence[torch.nn.Linear]) -> Linear:
 def pack_linears(model: torch.nn.Module) -> int:
     """Replace every plain linear layer that oneDNN can pack; returns how many were replaced.
 
-    Nothing is replaced on a GPU, in float16, or where this torch was built without oneDNN.
+    GPT-2's ``Conv1D`` is one whose weight lies the other way. Nothing is replaced on a GPU, in
+    float16, or where this torch was built without oneDNN.
     """
     found = [
-        (parent, name, child)
+        (parent, name, cast(torch.nn.Linear, child))
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is torch.nn.Linear and _packable(child.weight)
+        if type(child) in (torch.nn.Linear, Conv1D)
     ]
-    for parent, name, child in found:
-        setattr(parent, name, PackedLinear(child.weight, child.bias))
-    return len(found)
+    packable = [each for each in found if _packable(each[2].weight)]
+    for parent, name, child in packable:
+        weight = child.weight.T if isinstance(child, Conv1D) else child.weight
+        setattr(parent, name, PackedLinear(weight, child.bias))
+    return len(packable)
 
 
 def _packable(weight: torch.Tensor) -> bool:

@@ -193,8 +193,8 @@ def test_refused_when_paging_changes_the_logits(
     path = tiny_model("llama", tmp_path / "m")
     true = Indices._mask
 
-    def one_too_few(self: Indices, lengths: list[int], width: int) -> torch.Tensor | None:
-        return true(self, [length - 1 for length in lengths], width)
+    def one_too_few(self: Indices, lengths: list[int]) -> torch.Tensor:
+        return true(self, [length - 1 for length in lengths])
 
     monkeypatch.setattr(Indices, "_mask", one_too_few)
     with pytest.raises(Unservable, match="paged attention changes its logits"):
