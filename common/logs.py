@@ -2,7 +2,8 @@
 
 Call ``setup`` once at a process's edge; everywhere else ``logging.getLogger(__name__)`` is
 enough. Lines go to standard error. Passwords in URLs are never written, and no line break or other
-control character in a message can forge a second record or reach a terminal.
+control character in a message can forge a second record or reach a terminal; the lines of a
+traceback, which an error's text may have more of, all begin with two spaces.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Line(logging.Formatter):
         text = f"{clock} {record.levelname} {self._service}: {message}"
         if record.exc_info:
             trace = self.formatException(record.exc_info).split("\n")
-            text += "".join(f"\n{_shown(line)}" for line in trace)
+            text += "".join(f"\n  {_shown(line)}" for line in trace)
         return text
 
 

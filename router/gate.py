@@ -9,7 +9,8 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from common.errors import DeadlineExceeded
@@ -75,11 +76,11 @@ class Gate:
         self._apply(admission.crowd_out(tenant.name, tenant.weight, count, now))
 
     @property
-    def refused(self) -> Mapping[str, int]:
+    def refused(self) -> Counter[str]:
         """How many, by reason."""
         return self._admission.refused
 
-    def status(self) -> router_pb2.QueueStatus:
+    def status(self, refused: int) -> router_pb2.QueueStatus:
         """For ``ListWorkers``."""
         admission = self._admission
         return router_pb2.QueueStatus(
@@ -88,7 +89,7 @@ class Gate:
             waiting=admission.waiting,
             waiting_tokens=admission.waiting_tokens,
             tokens_per_second=admission.rate or 0.0,
-            refused=admission.refused.total(),
+            refused=refused,
         )
 
     async def _turn(self, turn: asyncio.Future[None], deadline: Deadline) -> None:

@@ -33,11 +33,10 @@ class RouterCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Every metric."""
         service = self._service
-        for name, text, value in queue(service.gate.status()):
+        for name, text, value in queue(service.queue_status()):
             yield GaugeMetricFamily(PREFIX + name, text, value)
         yield _counted("requests", "Requests by how they ended.", "ended", service.ended)
-        refused = {**service.gate.refused, **service.quotas.refused}
-        yield _counted("refused_requests", "Requests told to ask again.", "reason", refused)
+        yield _counted("refused_requests", "Requests told to ask again.", "reason", service.refused)
         tally = service.dispatcher.tally
         yield _counted("retried_legs", "Legs that failed and went on.", "next", tally.retried)
         yield CounterMetricFamily(

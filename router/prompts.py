@@ -1,12 +1,10 @@
 """The token ids of a request's input: what takes long is done beside the event loop.
 
-It is work before any queue, so each tenant may have a little of it at once: what is under way goes
-on when its client leaves, and keeps its place until it is done.
+It is work before any queue, so each tenant may have a little of it at once.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 
 from protos import router_pb2
@@ -48,12 +46,4 @@ class Prompts:
     ) -> tuple[int, ...]:
         if not long:
             return tuple(encode())
-        await self.turns.take(tenant)
-        work = asyncio.ensure_future(asyncio.to_thread(encode))
-        work.add_done_callback(lambda done: self._over(tenant, done))
-        return tuple(await asyncio.shield(work))
-
-    def _over(self, tenant: Tenant, done: asyncio.Future[Sequence[int]]) -> None:
-        self.turns.give(tenant)
-        if not done.cancelled():
-            done.exception()  # seen, whether or not somebody still waits for it
+        return tuple(await self.turns.beside(tenant, encode))

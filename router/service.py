@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import TypeAlias, TypeVar
 
 import grpc
@@ -87,8 +87,17 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> router_pb2.ListWorkersResponse:
         return router_pb2.ListWorkersResponse(
             workers=[worker.status() for worker in self.registry.workers],
-            queue=self.gate.status(),
+            queue=self.queue_status(),
         )
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Requests told to ask again, by reason."""
+        return self.gate.refused + self.quotas.refused
+
+    def queue_status(self) -> router_pb2.QueueStatus:
+        """Who waits, and who was refused, for whatever reason."""
+        return self.gate.status(self.refused.total())
 
     async def drain(self) -> None:
         """Turn new requests away and wait for the last one to end."""
@@ -100,11 +109,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
     ) -> Generation:
         received = time.monotonic()
         tenant = place.tenant
-        try:
-            async with asyncio.timeout(deadline.remaining()):
-                prompt = await self._prompts.of(message, tenant)
-        except TimeoutError:
-            raise DeadlineExceeded("no time left to make tokens of the prompt") from None
+        async with _in_time(deadline, "make tokens of the prompt"):
+            prompt = await self._prompts.of(message, tenant)
         info = await self.dispatcher.info(deadline)
         check_length(message, info.max_model_len)
         request = build(message, prompt, info.vocab_size, deadline, tenant)
@@ -122,7 +128,8 @@ class RouterService(router_pb2_grpc.RouterServicer):
         )
         ending = sampling_of(request.sampling, self._eos).ending_token_ids
         if len(request.outputs) > MANY_TOKENS:
-            await asyncio.to_thread(generation.replay, ending)
+            async with _in_time(deadline, "make text of the output so far"):
+                await self._prompts.turns.beside(tenant, lambda: generation.replay(ending))
         else:
             generation.replay(ending)
         return generation
@@ -165,3 +172,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._open -= 1
             if not self._open:
                 self._idle.set()
+
+
+@asynccontextmanager
+async def _in_time(deadline: Deadline, what: str) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(deadline.remaining()):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"no time left to {what}") from None

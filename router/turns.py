@@ -1,13 +1,19 @@
-"""Turns at work that is done before any queue: a few at once for each tenant, the others wait."""
+"""Turns at work that is done before any queue: a few at once for each tenant, the others wait.
+
+What is under way goes on when its client leaves, and keeps its place until it is done.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from common.errors import Exhausted
 from rpc.identity import Tenant
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -34,6 +40,13 @@ class Turns:
     def crowd(self) -> float:
         """The most that any tenant has waiting, for its weight."""
         return max((line.crowd for line in self._lines.values()), default=0.0)
+
+    async def beside(self, tenant: Tenant, work: Callable[[], T]) -> T:
+        """What ``work`` returns, done in a thread; ``Exhausted`` for who was pushed out."""
+        await self.take(tenant)
+        under_way = asyncio.ensure_future(asyncio.to_thread(work))
+        under_way.add_done_callback(lambda done: self._over(tenant, done))
+        return await asyncio.shield(under_way)
 
     async def take(self, tenant: Tenant) -> None:
         """Wait for a turn, to be given back. ``Exhausted`` for who was pushed out."""
@@ -62,6 +75,11 @@ class Turns:
                 turn.set_result(None)
                 return
         line.free += 1
+
+    def _over(self, tenant: Tenant, done: asyncio.Future[T]) -> None:
+        self.give(tenant)
+        if not done.cancelled():
+            done.exception()  # seen, whether or not somebody still waits for it
 
     def crowd_out(self, tenant: Tenant, error: Callable[[], Exhausted]) -> bool:
         """Push out the last of whoever has most, if ``tenant`` would have fewer; whether it did."""

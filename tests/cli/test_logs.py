@@ -50,6 +50,17 @@ def test_control_characters_are_shown_and_not_obeyed(stream: io.StringIO) -> Non
     assert stream.getvalue().replace("\n", "").isprintable()
 
 
+def test_the_text_of_an_error_cannot_forge_a_record(stream: io.StringIO) -> None:
+    try:
+        raise ValueError("unknown\n12:00:00.000 ERROR decode: forged")
+    except ValueError:
+        logging.exception("failed")
+    first, *others = stream.getvalue().splitlines()
+    assert first.endswith("failed")
+    assert any("forged" in line for line in others)
+    assert all(line.startswith("  ") for line in others)
+
+
 def test_an_exception_is_written_whole_and_without_passwords(stream: io.StringIO) -> None:
     try:
         raise ValueError("redis://:secret@host")

@@ -129,14 +129,16 @@ def standing(folder: Path, tls: bool = False) -> Iterator[Stand]:
 
 def tracebacks(lines: Sequence[str]) -> Counter[str]:
     """Every different one that a process wrote, whole, and how often."""
-    found, open_ones = Counter[str](), dict[str, list[str]]()
+    found, open_ones, margins = Counter[str](), dict[str, list[str]](), dict[str, str]()
     for line in lines:
         name, _, text = line.partition("| ")
-        if text.startswith("Traceback"):
+        margin = text[: len(text) - len(text.lstrip())]
+        if text.strip().startswith("Traceback"):
             open_ones[name] = [f"{name}: {text}"]
+            margins[name] = margin
         elif name in open_ones:
             open_ones[name].append(text)
-            if not text.startswith(" "):  # the error itself
+            if margin == margins[name]:  # the error itself
                 found[re.sub(r"0x[0-9a-f]+", "0x...", "\n".join(open_ones.pop(name)))] += 1
     return found
 

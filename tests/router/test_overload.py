@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import grpc
@@ -12,6 +13,7 @@ import pytest
 from common.errors import DeadlineExceeded, Exhausted, KvrelayError, Rejected
 from protos import router_pb2, router_pb2_grpc
 from router import prompts, service
+from router.generation import Generation
 from rpc.deadline import Deadline
 from rpc.identity import Identity, Kind, Tenant
 from rpc.status import from_rpc_error
@@ -191,6 +193,53 @@ async def test_long_prompts_of_one_tenant_do_not_take_every_place(
         assert 0 < len(errors) <= 5  # a place may be taken before the one pushed out has left
         assert all(isinstance(one, Exhausted) for one in errors)
         assert router.service.gate.refused["pushed_out"] == len(errors)
+
+
+async def test_what_one_tenant_resumes_does_not_take_every_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Text of many tokens is made in threads, a few at once for each tenant."""
+    tenant, go_on, inside = Tenant("greedy"), threading.Event(), threading.Semaphore(0)
+    monkeypatch.setattr(service, "caller", lambda: Identity(Kind.CLIENT, tenant))
+    monkeypatch.setattr(service, "MANY_TOKENS", 2)
+    monkeypatch.setattr(prompts, "AT_ONCE", 1)  # the pool has few threads on few cores
+    replay = Generation.replay
+
+    def slow(self: Generation, ending: Sequence[int]) -> None:
+        inside.release()
+        assert go_on.wait(20)
+        replay(self, ending)
+
+    monkeypatch.setattr(Generation, "replay", slow)
+    begun = answer([5], 4, 1)
+    message = request(5, tokens=4)
+    message.output_token_ids.extend(begun[:3])
+    async with running([decode_worker()]) as router:
+        greedy = [asyncio.ensure_future(router.generate(message)) for _ in range(8)]
+        assert await asyncio.to_thread(inside.acquire, timeout=20)
+        assert isinstance(await refusal(router, message, 0.2), DeadlineExceeded)
+        tenant = Tenant("small")
+        other = asyncio.ensure_future(router.generate(message))
+        assert await asyncio.to_thread(inside.acquire, timeout=20)
+        assert not inside.acquire(blocking=False)
+        go_on.set()
+        for call in (*greedy, other):
+            assert ids(await call) == begun[3:]
+
+
+async def test_refusals_by_quota_are_counted_with_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tenant = Tenant("alice", max_requests=1)
+    monkeypatch.setattr(service, "caller", lambda: Identity(Kind.CLIENT, tenant))
+    worker = held()
+    async with running([worker]) as router:
+        call = router.call(request(1))
+        await worker.entered.wait()
+        for _ in range(2):
+            assert "its limit" in str(await refusal(router, request(2), 20))
+        assert (await status(router)).refused == 2
+        call.cancel()
 
 
 async def test_who_is_refused_has_used_nothing_of_its_quota(
