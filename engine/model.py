@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from common.errors import Unservable
+from engine import kernel_cache
 from engine.attention import ATTENTION
 from engine.capability import check_config, check_modules, longest
 from engine.decoder import Decoder
@@ -94,6 +95,7 @@ def load_model(
     "cuda" or "auto". Raises ``Unservable`` with the reason when it cannot be served exactly.
     """
     directory = Path(path)
+    kernel_cache.bound()
     try:
         with torch.inference_mode():
             return _load(directory, dtype, _device(device), max_model_len)

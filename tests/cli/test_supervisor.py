@@ -9,19 +9,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from common.arenas import THREAD_CACHE, TUNABLES
 from common.errors import DeadlineExceeded, Rejected, Unavailable
-from kvrelay import spawn
 from kvrelay.ports import free_ports
 from kvrelay.process import Backoff, Process, Spec, describe
 from kvrelay.processes import ROOT, ClusterConfig
-from kvrelay.spawn import signal_group
 from kvrelay.supervisor import Cluster, Interrupted
 from tests.cli.processes import alive, until
 
@@ -71,21 +68,6 @@ def test_leaving_the_block_ends_everything() -> None:
         assert all(alive(pid) for pid in pids)
         assert cluster.process("decode", 1).tail[-1].startswith("ready on")
     assert not any(alive(pid) for pid in pids)
-
-
-@pytest.mark.parametrize("start", [spawn.fresh, spawn.forked])
-def test_processes_are_started_without_thread_caches(
-    start: Callable[[str, tuple[str, ...], Mapping[str, str]], spawn.Running],
-) -> None:
-    """As the kernel keeps what each was started with: a fork has it of the fork server."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    environ.pop(TUNABLES, None)
-    running = start("tests.cli.fake_service", (str(free_ports(1)[0]), "good"), environ)
-    assert running.born()
-    begun = Path(f"/proc/{running.pid}/environ").read_bytes().split(b"\0")
-    signal_group(running.pid or 0, signal.SIGKILL)
-    running.wait(lambda: None)
-    assert f"{TUNABLES}={THREAD_CACHE}=0".encode() in begun
 
 
 def test_what_dies_is_started_again_on_the_same_port() -> None:
