@@ -8,13 +8,14 @@ import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from common.errors import Unavailable
+from common.errors import KvrelayError, Unavailable
 from kvrelay import AsyncClient
 from kvrelay.ask import Ask
 from protos import types_pb2
 
 PATIENCE = 100.0
 RETRY_SECONDS = 0.05
+REFUSAL = "workers died while they served this request"
 VOCAB = 256  # no special token in prompts
 
 
@@ -49,15 +50,17 @@ def draw(chance: random.Random, count: int, prompt: int, max_tokens: int) -> lis
 
 @dataclass(slots=True)
 class Stream:
-    """One answer as it comes. ``broken`` counts errors after which the client resumed."""
+    """One answer as it comes. ``broken`` counts errors after which the client resumed, ``refused``
+    those of them that said that workers die of it."""
 
     asked: Asked
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     usage: types_pb2.Usage | None = None
     broken: int = 0
+    refused: int = 0
 
-    async def run(self, client: AsyncClient, may_break: bool) -> None:
+    async def run(self, client: AsyncClient, may_break: bool, may_refuse: bool = False) -> None:
         """To the end; an error counts as the client's fault unless it ``may_break``."""
         deadline = time.monotonic() + PATIENCE
         call = client.generate(timeout=PATIENCE, **self.asked.ask)
@@ -68,9 +71,12 @@ class Stream:
                     self.times += [time.monotonic()] * len(piece.token_ids)
                     self.usage = piece.usage or self.usage
                 return
-            except Unavailable:
-                if not may_break or time.monotonic() > deadline:
+            except KvrelayError as error:
+                refused = REFUSAL in str(error)
+                allowed = may_refuse if refused else may_break and isinstance(error, Unavailable)
+                if not allowed or time.monotonic() > deadline:
                     raise
+                self.refused += refused
             self.broken += 1
             await asyncio.sleep(RETRY_SECONDS)
             call = client.resume(call, timeout=PATIENCE)
