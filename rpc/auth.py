@@ -28,6 +28,7 @@ OPEN = "/grpc.health.v1.Health/"
 """For everybody: load balancers and probes ask this, and learn whether it serves and no more."""
 
 RETRY_SECONDS = 1.0
+LONGEST_NAME = 200
 
 CLIENTS = frozenset({"/kvrelay.v1.Router/Generate"})
 STORE_USERS = frozenset(
@@ -69,8 +70,12 @@ class Gate(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self, continuation: Continuation[Q, R], handler_call_details: grpc.HandlerCallDetails
-    ) -> Handler[Q, R] | None:
-        """The method's handler, or one that refuses."""
+    ) -> Handler[Q, R]:
+        """The method's handler, or one that refuses.
+
+        Whoever asks for a method that there is not is refused here too: gRPC does it at once, and
+        loses for good what it allocated for the status where the client has left.
+        """
         method = handler_call_details.method
         identity = LOCAL
         if self._credentials.required:
@@ -82,7 +87,8 @@ class Gate(grpc.aio.ServerInterceptor):
                 )
             if found is not None and not may(found, method):
                 return _refusing(
-                    grpc.StatusCode.PERMISSION_DENIED, f"a {found.kind.value} may not call {method}"
+                    grpc.StatusCode.PERMISSION_DENIED,
+                    f"a {found.kind.value} may not call {_name(method)}",
                 )
             if not self._take_place(found, method):
                 return _refusing(
@@ -91,7 +97,8 @@ class Gate(grpc.aio.ServerInterceptor):
                 )
             identity = found or STRANGER
         enter(identity)
-        return await continuation(handler_call_details)
+        handler = await continuation(handler_call_details)
+        return handler or _refusing(grpc.StatusCode.UNIMPLEMENTED, f"no {_name(method)} is here")
 
     def _take_place(self, found: Identity | None, method: str) -> bool:
         """Until the call's task ends, which it does however the call ends."""
@@ -125,6 +132,11 @@ def may(identity: Identity, method: str) -> bool:
         stores = identity.tenant.store_bytes is not None
         return method in CLIENTS or (stores and method in STORE_USERS)
     return identity.kind is Kind.ADMIN or method not in ADMINS
+
+
+def _name(method: str) -> str:
+    """As much of it as goes into a status: a caller may call it what he likes."""
+    return method if len(method) <= LONGEST_NAME else f"{method[:LONGEST_NAME]}..."
 
 
 def _refusing(code: grpc.StatusCode, message: str) -> Handler[Q, R]:

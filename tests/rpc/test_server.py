@@ -14,7 +14,7 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
-from common.errors import NotFound, Rejected
+from common.errors import Mismatch, NotFound, Rejected
 from protos import decode_pb2, decode_pb2_grpc, types_pb2
 from rpc.address import Address
 from rpc.channel import open_channel
@@ -22,6 +22,7 @@ from rpc.deadline import Deadline
 from rpc.health import is_serving
 from rpc.security import Security
 from rpc.server import Server, ServerOptions
+from rpc.status import from_rpc_error
 
 SERVICE = "kvrelay.v1.Decode"
 
@@ -197,4 +198,18 @@ async def test_connections_are_bounded() -> None:
             if told:
                 break
     two.close()
+    await server.stop()
+
+
+async def test_a_method_that_there_is_not_is_named_as_far_as_a_status_goes() -> None:
+    server = echo_server()
+    async with open_channel(await server.start()) as channel:
+        for path, told in (("/a.B/C", "no /a.B/C is here"), ("/a.B/" + "é" * 2000, "é... is here")):
+            call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                async for _ in call(timeout=10):
+                    pass
+            assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+            assert told in (refused.value.details() or "")
+            assert isinstance(from_rpc_error(refused.value), Mismatch)
     await server.stop()
