@@ -21,10 +21,15 @@ SHORTEST, LONGEST = 0.05, 60.0  # seconds that somebody is told to wait
 
 
 class Drain:
-    """Tokens a second that leave the queue, measured only while there is one."""
+    """Tokens a second that leave the queue, measured only while there is one.
+
+    Those that fill all slots at one moment end one by one, the shortest first: until as many have
+    left the queue as there are slots, what was measured says too little.
+    """
 
     def __init__(self) -> None:
         self._tokens = self._seconds = 0.0
+        self._gone = 0  # requests, since there was nothing known
         self._at = 0.0
         self._queued = False
 
@@ -40,16 +45,18 @@ class Drain:
             self._tokens *= kept
             self._seconds = self._seconds * kept + (passed if self._queued else 0.0)
             self._at = now
+            if self._seconds < KNOWN_SECONDS:
+                self._gone = 0
         self._queued = queued
 
     def went(self, tokens: int) -> None:
-        """So many left it."""
+        """A request of so many left it."""
         self._tokens += tokens
+        self._gone += 1
 
-    @property
-    def rate(self) -> float | None:
-        """``None`` as long as nothing is known, or what is known is too old."""
-        known = self._tokens and self._seconds >= KNOWN_SECONDS
+    def rate(self, slots: int) -> float | None:
+        """``None`` as long as too little is known, or what is known is too old."""
+        known = self._gone >= slots and self._tokens and self._seconds >= KNOWN_SECONDS
         return self._tokens / self._seconds if known else None
 
 
@@ -69,7 +76,7 @@ class Admission:
         self._queue_seconds = queue_seconds
         self._drain = Drain()
         self._running: set[int] = set()
-        self._slots = 0
+        self._slots, self._halted = 0, False
         self._promised, self._promised_at = 0.0, 0.0  # tokens of the refused that may be back soon
         self.refused = Counter[str]()  # by reason
 
@@ -90,12 +97,12 @@ class Admission:
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second that leave the queue; ``None`` before there was one."""
-        return self._drain.rate
+        """Tokens a second that leave the queue; ``None`` as long as that is not known."""
+        return self._drain.rate(self._slots)
 
     def offer(self, one: Waiting, now: float, time_left: float) -> Step:
         """A request came and has ``time_left`` seconds. ``Exhausted`` if it may not wait."""
-        self._drain.look(now, bool(self._queue))
+        self._look(now)
         if not self._queue and len(self._running) < self._slots:
             self._running.add(one.key)
             return Step(go=(one.key,))
@@ -127,7 +134,7 @@ class Admission:
 
         ``Exhausted`` where nobody has more than it would have.
         """
-        self._drain.look(now, bool(self._queue))
+        self._look(now)
         last = self._queue.crowded(tenant, weight)
         if last is None:
             why = f"{count} requests are under way or waiting"
@@ -141,15 +148,18 @@ class Admission:
 
     def leave(self, key: int, now: float) -> Step:
         """A request ended, or waits no more."""
-        self._drain.look(now, bool(self._queue))
+        self._look(now)
         self._running.discard(key)
         self._queue.remove(key)
         return Step(self._go(now))
 
-    def resize(self, slots: int, now: float) -> Step:
-        """So many may be under way from now on; those that are stay."""
-        self._drain.look(now, bool(self._queue))
-        self._slots = slots
+    def resize(self, slots: int, now: float, halted: bool = False) -> Step:
+        """So many may be under way from now on; those that are stay.
+
+        ``halted``: no worker can run any, so the time that passes says nothing of their rate.
+        """
+        self._look(now)
+        self._slots, self._halted = slots, halted
         return Step(self._go(now))
 
     def _go(self, now: float) -> tuple[int, ...]:
@@ -158,11 +168,14 @@ class Admission:
             self._running.add(one.key)
             self._drain.went(one.tokens)
             gone.append(one.key)
-        self._drain.look(now, bool(self._queue))
+        self._look(now)
         return tuple(gone)
 
+    def _look(self, now: float) -> None:
+        self._drain.look(now, bool(self._queue) and not self._halted)
+
     def _estimate(self, one: Waiting) -> float:
-        rate = self._drain.rate
+        rate = self.rate
         return 0.0 if rate is None else self._queue.ahead(one) / rate
 
     def _full(self, reason: str, tokens: int, now: float) -> Exhausted:
@@ -178,7 +191,7 @@ class Admission:
 
     def later(self, tokens: int, now: float, least: float = 0.0) -> float:
         """Seconds until there is room for so many tokens more."""
-        rate = self._drain.rate
+        rate = self.rate
         if rate is None:
             return max(least, UNKNOWN_SECONDS)
         drained = rate * (now - self._promised_at)

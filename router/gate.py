@@ -38,7 +38,7 @@ class Gate:
         self._turns: dict[int, asyncio.Future[None]] = {}
         self._keys = itertools.count()
         self._queue_seconds = config.queue_seconds
-        self._slots = 0
+        self._slots, self._halted = 0, False
         registry.listen(self._resize)
 
     @asynccontextmanager
@@ -105,9 +105,10 @@ class Gate:
         """As many slots as there are workers for; as before while there are none."""
         usable = self._registry.usable(types_pb2.ROLE_DECODE)
         slots = math.ceil(MORE * sum(_runs(worker) for worker in usable)) or self._slots or 1
-        if slots != self._slots:
-            self._slots = slots
-            self._apply(self._admission.resize(slots, time.monotonic()))
+        halted = not usable
+        if (slots, halted) != (self._slots, self._halted):
+            self._slots, self._halted = slots, halted
+            self._apply(self._admission.resize(slots, time.monotonic(), halted))
 
     def _apply(self, step: Step) -> None:
         for key in step.go:

@@ -32,6 +32,8 @@ class ChannelOptions:
             ("grpc.max_send_message_length", self.max_message_bytes),
             ("grpc.keepalive_time_ms", round(self.keepalive_seconds * 1000)),
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_seconds * 1000)),
+            # Which answer to a ping is waited for: without this, a minute's, whatever stands above.
+            ("grpc.http2.ping_timeout_ms", round(self.keepalive_timeout_seconds * 1000)),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
             # Its name misleads: this is how long one attempt may take, not a wait between two. A

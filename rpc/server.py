@@ -59,6 +59,7 @@ class ServerOptions:
             ("grpc.max_concurrent_streams", self.max_concurrent_streams),
             ("grpc.keepalive_time_ms", round(self.keepalive_seconds * 1000)),
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_seconds * 1000)),
+            ("grpc.http2.ping_timeout_ms", round(self.keepalive_timeout_seconds * 1000)),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 1000),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),

@@ -7,6 +7,7 @@ import random
 import signal
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 from kvrelay import Client
@@ -21,6 +22,7 @@ MOMENT_SECONDS = 60.0
 TIE = 1e-4  # of logits, which differ by up to 6e-5 between one way to compute them and another
 MORE_TRIES = 5
 FREE_WITHIN = 1.0  # a ghost that comes back
+ROUTER_SECONDS = 2.0  # that a router is silent; nothing goes on without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +37,21 @@ class Strike:
 
 
 class Cell:
-    """``target`` is a role; the streams begin before the moment, or just after for ``BEFORE``."""
+    """``target`` is a role; the streams begin before the moment, or just after for ``BEFORE``.
 
-    def __init__(self, rig: Rig, oracle: Oracle, target: str, moment: Moment, seed: int) -> None:
-        self.rig, self.target, self.moment = rig, target, moment
+    A router that is stopped goes on after ``silent`` seconds, any other when the streams are over.
+    """
+
+    def __init__(
+        self,
+        rig: Rig,
+        oracle: Oracle,
+        target: str,
+        moment: Moment,
+        seed: int,
+        silent: float = ROUTER_SECONDS,
+    ) -> None:
+        self.rig, self.target, self.moment, self.silent = rig, target, moment, silent
         self._oracle = oracle
         # The role that the moment is about: that of the party struck, if it can be.
         self.role = target if target in ("prefill", "decode") else self._subject(moment)
@@ -135,6 +148,9 @@ class Cell:
     ) -> Strike:
         index = index if self.target == self.role else 0
         self.rig.cluster.kill(self.target, index, number)
+        if number == signal.SIGSTOP and self.target == "router":
+            go_on = partial(self.rig.cluster.kill, self.target, index, signal.SIGCONT)
+            asyncio.get_running_loop().call_later(self.silent, go_on)
         self.rig.heal()  # slowness was there to hold the moment, not the recovery
         met = any(len(stream.tokens) < stream.asked.max_tokens for stream in self.streams)
         return Strike(index, time.monotonic(), loads, met, tokens)

@@ -51,14 +51,11 @@ class Blow:
 
 
 def plan(chance: random.Random, seconds: float) -> list[Blow]:
-    """Blows of one round. A router is killed or told to leave, not stopped: its clients' error
-    would be their own deadline."""
+    """Blows of one round."""
     made: list[Blow] = []
     while sum(blow.after for blow in made) < seconds:
         role = chance.choice(("prefill", "decode", "decode", "store", "router"))
         number = chance.choice(BLOWS)
-        if role == "router" and number is signal.SIGSTOP:
-            number = signal.SIGKILL
         index = chance.randrange(2) if role in ("prefill", "decode") else 0
         after, later = chance.uniform(*PAUSE_SECONDS), chance.uniform(*STOPPED_SECONDS)
         made.append(Blow(after, role, index, number, later))

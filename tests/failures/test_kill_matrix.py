@@ -20,6 +20,7 @@ from tests.failures.rig import BLOCK, Rig
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(180)]
 TARGETS = ("router", "prefill", "decode", "store")
 LEASE_SECONDS = 40.0
+PATIENCE_OF_A_CONNECTION = 15.0  # of the client's: 10 s, then 5 s for an answer
 
 
 def moment_name(moment: Moment) -> str:
@@ -45,6 +46,26 @@ def test_stopped(stand: Rig, oracle: Oracle, target: str, moment: Moment) -> Non
     cell = Cell(stand, oracle, target, moment, random.randrange(1 << 32))
     strike = cell.run(signal.SIGSTOP)
     cell.check(strike)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS, ids=moment_name)
+def test_router_stopped(stand: Rig, oracle: Oracle, moment: Moment) -> None:
+    """For a while: a pause, and no error."""
+    cell = Cell(stand, oracle, "router", moment, random.randrange(1 << 32))
+    strike = cell.run(signal.SIGSTOP)
+    cell.check(strike)
+    assert not any(stream.broken for stream in cell.streams)
+
+
+@pytest.mark.slow
+def test_router_stopped_for_long(stand: Rig, oracle: Oracle) -> None:
+    """The client gives the connection up, and resumes; what the ghost still relays nobody hears."""
+    silent = PATIENCE_OF_A_CONNECTION + 5
+    cell = Cell(stand, oracle, "router", MIDDLE, random.randrange(1 << 32), silent)
+    strike = cell.run(signal.SIGSTOP)
+    cell.check(strike)
+    assert all(stream.broken for stream in cell.streams)
 
 
 def test_nothing_is_leased_in_the_end(stand: Rig) -> None:

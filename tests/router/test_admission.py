@@ -228,6 +228,31 @@ def test_a_measure_ages_while_nobody_waits() -> None:
     assert admission.waiting == 20
 
 
+def test_the_first_few_to_end_do_not_say_how_fast_it_goes() -> None:
+    """Forty begin at the same moment; two that are short end long before the others."""
+    admission = Admission(1_000_000, 120.0)
+    admission.resize(40, 0.0)
+    for key in range(300):
+        admission.offer(Waiting(key, 100), 0.0, 1e9)
+    for key in range(2):
+        admission.leave(key, 1.0)
+    assert admission.rate is None
+    admission.offer(Waiting(300, 100), 1.0, 100.0)  # 26,000 tokens wait; 200 have gone in a second
+    for key in range(2, 40):
+        admission.leave(key, 2.0)
+    assert admission.rate == pytest.approx(2000, rel=0.1)
+
+
+def test_time_in_which_no_worker_runs_is_not_counted() -> None:
+    admission = saturated()
+    admission.resize(1, 20.0, halted=True)
+    admission.resize(1, 30.0)
+    assert admission.rate == pytest.approx(100, rel=0.05)
+    for key in range(20, 30):
+        admission.leave(key, key + 11.0)
+    assert admission.rate == pytest.approx(100, rel=0.05)
+
+
 def test_nobody_is_refused_for_a_measure_of_an_hour_ago() -> None:
     admission = Admission(100_000, 120.0)
     admission.resize(1, 0.0)

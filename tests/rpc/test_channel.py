@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
 from rpc.channel import ChannelOptions, open_channel, target
 from rpc.deadline import Deadline
 from rpc.health import is_serving
-from rpc.server import Server
+from rpc.server import Server, ServerOptions
 from tests.failures.proxy import Faults, Proxy
 
 
@@ -45,4 +47,51 @@ async def test_a_server_that_came_back_is_found_soon() -> None:
             begun = time.monotonic()
             assert await is_serving(channel, Deadline.after(20), wait=True)
             assert time.monotonic() - begun < 5.0
+    await server.stop()
+
+
+class Silent:
+    """Answers once, then waits for good; ``left`` counts calls that were cancelled."""
+
+    def __init__(self) -> None:
+        self.left = asyncio.Semaphore(0)
+
+    async def one(self, request: bytes, context: object) -> AsyncIterator[bytes]:
+        yield b"x"
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.left.release()
+
+    def register(self, server: grpc.aio.Server) -> None:
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+            "One": grpc.unary_stream_rpc_method_handler(self.one)
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.S", handlers),))
+
+
+QUICK, NEVER = 1.0, 600.0  # keepalive of who is to notice, and of the other
+
+
+@pytest.mark.parametrize("notices", ["client", "server"])
+async def test_a_connection_that_fell_silent_is_given_up(notices: str) -> None:
+    """By keepalive, long before the deadline of the call."""
+    service = Silent()
+    mine, theirs = (QUICK, NEVER) if notices == "client" else (NEVER, QUICK)
+    server = Server(ServerOptions(keepalive_seconds=theirs, keepalive_timeout_seconds=theirs))
+    server.add("a.S", service.register)
+    options = ChannelOptions(keepalive_seconds=mine, keepalive_timeout_seconds=mine)
+    with Proxy(await server.start()) as proxy:
+        async with open_channel(proxy.address, options) as channel:
+            ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/a.S/One")
+            call = ask(b"", timeout=40)
+            assert await call.read() == b"x"
+            proxy.up.hold()
+            proxy.down.hold()
+            if notices == "client":
+                with pytest.raises(grpc.aio.AioRpcError) as lost:
+                    await call.read()
+                assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
+            else:
+                await asyncio.wait_for(service.left.acquire(), 30)
     await server.stop()
