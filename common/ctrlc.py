@@ -6,18 +6,24 @@ takes seconds, and a ``KeyboardInterrupt`` in there is a traceback or gets lost.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from types import FrameType
 
 STATUS = 128 + signal.SIGINT
 
 
 def ends() -> None:
-    """From now on it ends this process at once, with status 130."""
+    """From now on it ends this process at once, with status 130.
+
+    Until the interpreter comes to its own end, where it would die of one and lose its status.
+    """
+    _no_more_at_exit()
     signal.signal(signal.SIGINT, _end)
 
 
@@ -41,6 +47,11 @@ def _meanwhile(handler: Callable[[int, FrameType | None], object]) -> Iterator[N
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@cache
+def _no_more_at_exit() -> None:
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the first one is called last
 
 
 def _end(number: int, frame: FrameType | None) -> object:

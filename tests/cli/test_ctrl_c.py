@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -45,6 +46,23 @@ def interrupted(terminal: Terminal, presses: int = 1) -> int:
     assert "Exception ignored" not in terminal.said
     assert list(terminal.temporary.iterdir()) == []
     return status
+
+
+def test_of_an_interpreter_that_ends() -> None:
+    """Its modules are taken down after it has given every handler back."""
+    script = (
+        "import os, signal, sys\n"
+        "from common import ctrlc\n"
+        "class Late:\n"
+        "    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):\n"
+        "        kill(pid, number)\n"
+        "late = Late()\n"
+        "ctrlc.ends()\n"
+        "ctrlc.ends()\n"
+        "sys.exit(7)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)
+    assert done.returncode == 7
 
 
 @pytest.mark.parametrize("presses", PRESSES)
