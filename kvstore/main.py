@@ -19,6 +19,7 @@ from kvstore.server.prefault import Prefault
 from kvstore.server.service import NAME, StoreService, register
 from kvstore.server.vault import Vault
 from rpc import security
+from rpc.channel import BULK_PING_SECONDS
 from rpc.deadline import Deadline
 from rpc.server import Server, ServerOptions, serve_until_signal
 
@@ -51,7 +52,7 @@ async def serve(config: StoreConfig) -> int:
     lanes = Lanes(vault, offered)
     service = StoreService(vault, lanes.ways, disk=disk)
     address = f"{config.host}:{config.port}"
-    server = Server(ServerOptions(address))
+    server = Server(ServerOptions(address, keepalive_timeout_seconds=BULK_PING_SECONDS))
     server.add(NAME, lambda bare: register(service, bare))
 
     def ready(bound: str) -> str:

@@ -12,6 +12,8 @@ from rpc.bearer import Bearing
 from rpc.security import Security, installed
 
 MIB = 1 << 20
+BULK_PING_SECONDS = 60.0
+"""For the answer to a ping where megabytes may be on their way before it; gRPC's own default."""
 
 
 @dataclass(frozen=True, slots=True)

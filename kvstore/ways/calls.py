@@ -13,7 +13,7 @@ import grpc.experimental
 
 from common.errors import Unavailable
 from protos import kvstore_pb2 as pb
-from rpc.channel import ChannelOptions, open_sync_channel
+from rpc.channel import BULK_PING_SECONDS, ChannelOptions, open_sync_channel
 from rpc.deadline import Deadline
 from rpc.status import from_rpc_error
 
@@ -45,7 +45,9 @@ class Calls:
     """One channel. Connects when first used and again whenever it must."""
 
     def __init__(self, address: str) -> None:
-        self._channel = open_sync_channel(address, _Options())
+        self._channel = open_sync_channel(
+            address, _Options(keepalive_timeout_seconds=BULK_PING_SECONDS)
+        )
         unary = self._channel.unary_unary
         self.lookup = unary(
             PATH + "Lookup", pb.LookupRequest.SerializeToString, pb.LookupResponse.FromString

@@ -30,6 +30,8 @@ from kvstore.ways.line import Line, Lines, dial_tcp, dial_unix
 from kvstore.wire.frames import ANSWER_BYTES, Op, Request, Row, Status
 from protos import kvstore_pb2 as pb
 from rpc.deadline import Deadline
+from tests.failures.proxy import Faults
+from tests.failures.proxy import Proxy as SlowProxy
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.proxy import Fault, Proxy
 from tests.kvstore.reading import accepted
@@ -208,6 +210,22 @@ def test_a_way_that_crawls_costs_its_deadline_and_no_more(
         with pytest.raises((DeadlineExceeded, Unavailable)):
             list(fresh.get([Want(name_of(block), memoryview(bytearray(4 << 20)))], 0.5))
         assert time.monotonic() - began < 3
+
+
+@pytest.mark.slow
+def test_a_network_that_is_slow_is_not_a_silent_one() -> None:
+    """Megabytes are on their way before the answer to a ping."""
+    blocks = [make(2 << 20) for _ in range(8)]
+    process, url = start_service("--budget=64MiB")
+    try:
+        with SlowProxy(address_of(url)) as proxy:
+            store = connect(f"kvrelay://{proxy.address}?way=grpc")
+            put(store, *blocks)
+            proxy.down.faults = Faults(rate=1e6)
+            assert accepted(store, blocks, 60.0) == (8, 0)
+            store.close()
+    finally:
+        stop(process)
 
 
 @pytest.mark.parametrize("way", ["lane", "grpc"])
