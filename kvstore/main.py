@@ -19,8 +19,8 @@ from kvstore.server.prefault import Prefault
 from kvstore.server.service import NAME, StoreService, register
 from kvstore.server.vault import Vault
 from rpc import security
-from rpc.channel import BULK_PING_SECONDS
 from rpc.deadline import Deadline
+from rpc.keepalive import BULK_PING_SECONDS
 from rpc.server import Server, ServerOptions, serve_until_signal
 
 log = logging.getLogger("kvrelay.store")

@@ -69,14 +69,18 @@ class Step:
 
 
 class Admission:
-    """All of a router's requests between their arrival and their end."""
+    """All of a router's requests between their arrival and their end.
+
+    ``slots`` of them may be under way; ``halted`` says that no worker can run any. Both are set by
+    ``resize``.
+    """
 
     def __init__(self, queue_tokens: int, queue_seconds: float) -> None:
         self._queue = FairQueue(queue_tokens)
         self._queue_seconds = queue_seconds
         self._drain = Drain()
         self._running: set[int] = set()
-        self._slots, self._halted = 0, False
+        self.slots, self.halted = 0, False
         self._promised, self._promised_at = 0.0, 0.0  # tokens of the refused that may be back soon
         self.refused = Counter[str]()  # by reason
 
@@ -98,12 +102,12 @@ class Admission:
     @property
     def rate(self) -> float | None:
         """Tokens a second that leave the queue; ``None`` as long as that is not known."""
-        return self._drain.rate(self._slots)
+        return self._drain.rate(self.slots)
 
     def offer(self, one: Waiting, now: float, time_left: float) -> Step:
         """A request came and has ``time_left`` seconds. ``Exhausted`` if it may not wait."""
         self._look(now)
-        if not self._queue and len(self._running) < self._slots:
+        if not self._queue and len(self._running) < self.slots:
             self._running.add(one.key)
             return Step(go=(one.key,))
         allowed, estimate = min(time_left, self._queue_seconds), self._estimate(one)
@@ -154,17 +158,14 @@ class Admission:
         return Step(self._go(now))
 
     def resize(self, slots: int, now: float, halted: bool = False) -> Step:
-        """So many may be under way from now on; those that are stay.
-
-        ``halted``: no worker can run any, so the time that passes says nothing of their rate.
-        """
+        """Those under way stay. Time in which all is halted says nothing of the rate."""
         self._look(now)
-        self._slots, self._halted = slots, halted
+        self.slots, self.halted = slots, halted
         return Step(self._go(now))
 
     def _go(self, now: float) -> tuple[int, ...]:
         gone = []
-        while len(self._running) < self._slots and (one := self._queue.pop()) is not None:
+        while len(self._running) < self.slots and (one := self._queue.pop()) is not None:
             self._running.add(one.key)
             self._drain.went(one.tokens)
             gone.append(one.key)
@@ -172,7 +173,7 @@ class Admission:
         return tuple(gone)
 
     def _look(self, now: float) -> None:
-        self._drain.look(now, bool(self._queue) and not self._halted)
+        self._drain.look(now, bool(self._queue) and not self.halted)
 
     def _estimate(self, one: Waiting) -> float:
         rate = self.rate

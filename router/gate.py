@@ -38,7 +38,6 @@ class Gate:
         self._turns: dict[int, asyncio.Future[None]] = {}
         self._keys = itertools.count()
         self._queue_seconds = config.queue_seconds
-        self._slots, self._halted = 0, False
         registry.listen(self._resize)
 
     @asynccontextmanager
@@ -85,7 +84,7 @@ class Gate:
         admission = self._admission
         return router_pb2.QueueStatus(
             running=admission.running,
-            slots=self._slots,
+            slots=admission.slots,
             waiting=admission.waiting,
             waiting_tokens=admission.waiting_tokens,
             tokens_per_second=admission.rate or 0.0,
@@ -104,11 +103,10 @@ class Gate:
     def _resize(self) -> None:
         """As many slots as there are workers for; as before while there are none."""
         usable = self._registry.usable(types_pb2.ROLE_DECODE)
-        slots = math.ceil(MORE * sum(_runs(worker) for worker in usable)) or self._slots or 1
-        halted = not usable
-        if (slots, halted) != (self._slots, self._halted):
-            self._slots, self._halted = slots, halted
-            self._apply(self._admission.resize(slots, time.monotonic(), halted))
+        admission, halted = self._admission, not usable
+        slots = math.ceil(MORE * sum(_runs(worker) for worker in usable)) or admission.slots or 1
+        if (slots, halted) != (admission.slots, admission.halted):
+            self._apply(admission.resize(slots, time.monotonic(), halted))
 
     def _apply(self, step: Step) -> None:
         for key in step.go:

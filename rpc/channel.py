@@ -8,12 +8,11 @@ from typing import cast
 
 import grpc
 
+from rpc import keepalive
 from rpc.bearer import Bearing
 from rpc.security import Security, installed
 
 MIB = 1 << 20
-BULK_PING_SECONDS = 60.0
-"""For the answer to a ping where megabytes may be on their way before it; gRPC's own default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +31,7 @@ class ChannelOptions:
         return [
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_send_message_length", self.max_message_bytes),
-            ("grpc.keepalive_time_ms", round(self.keepalive_seconds * 1000)),
-            ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_seconds * 1000)),
-            # Which answer to a ping is waited for: without this, a minute's, whatever stands above.
-            ("grpc.http2.ping_timeout_ms", round(self.keepalive_timeout_seconds * 1000)),
+            *keepalive.arguments(self.keepalive_seconds, self.keepalive_timeout_seconds),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
             # Its name misleads: this is how long one attempt may take, not a wait between two. A

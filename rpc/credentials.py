@@ -140,10 +140,8 @@ def _tenant(name: str, entry: object, fleet: bytes | None) -> Iterator[tuple[str
     if not isinstance(entry, dict):
         raise Rejected(FIELD, f"{where}: must be a table with a token")
     _check_names(f"{where}.", entry, _TENANT)
-    tokens, salt = (
-        _tokens(entry, "token", f"{where}.token"),
-        _secret(entry, "salt", f"{where}.salt"),
-    )
+    tokens = _tokens(entry, "token", f"{where}.token")
+    salt = _secret(entry, "salt", f"{where}.salt")
     if not tokens:
         raise Rejected(FIELD, f"{where}.token: missing")
     if salt is None and fleet is None:

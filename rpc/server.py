@@ -21,6 +21,7 @@ import grpc
 from grpc_reflection.v1alpha import reflection
 
 from common.errors import Rejected
+from rpc import keepalive
 from rpc.address import Address
 from rpc.auth import Gate
 from rpc.deadline import Deadline
@@ -57,9 +58,7 @@ class ServerOptions:
             ("grpc.max_send_message_length", self.max_message_bytes),
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.max_concurrent_streams", self.max_concurrent_streams),
-            ("grpc.keepalive_time_ms", round(self.keepalive_seconds * 1000)),
-            ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_seconds * 1000)),
-            ("grpc.http2.ping_timeout_ms", round(self.keepalive_timeout_seconds * 1000)),
+            *keepalive.arguments(self.keepalive_seconds, self.keepalive_timeout_seconds),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 1000),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),

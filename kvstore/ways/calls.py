@@ -13,8 +13,9 @@ import grpc.experimental
 
 from common.errors import Unavailable
 from protos import kvstore_pb2 as pb
-from rpc.channel import BULK_PING_SECONDS, ChannelOptions, open_sync_channel
+from rpc.channel import ChannelOptions, open_sync_channel
 from rpc.deadline import Deadline
+from rpc.keepalive import BULK_PING_SECONDS
 from rpc.status import from_rpc_error
 
 _READ_IN_PLACE = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
