@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 import tomllib
 from functools import cache
 from importlib.metadata import packages_distributions
+from pathlib import Path
 
 from common.version import VERSION
 from tests.house.sources import PACKAGES, ROOT, python_files, show
@@ -51,6 +53,19 @@ def test_what_the_packages_import_is_declared() -> None:
 
 def test_there_is_one_version() -> None:
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == VERSION
+
+
+def test_every_package_is_installed() -> None:
+    hatch = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]
+    assert tuple(hatch["build"]["targets"]["wheel"]["packages"]) == PACKAGES
+
+
+def test_a_script_beside_the_clone_finds_the_package(tmp_path: Path) -> None:
+    """There ``kvrelay`` is a folder too: the clone."""
+    (tmp_path / "kvrelay").mkdir()
+    script = tmp_path / "mine.py"
+    script.write_text("from kvrelay import Client")
+    subprocess.run([sys.executable, script], check=True, timeout=60, cwd=tmp_path)
 
 
 def test_what_the_tests_import_is_declared() -> None:
