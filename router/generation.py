@@ -173,6 +173,8 @@ class Generation:
         return self._response(tokens, text) if tokens else None
 
     def _note_finish(self, event: Event) -> None:
+        if self._finish != UNFINISHED:
+            return  # this event is the account of the leg, after its last token
         if self._stopped:
             self._finish = STOP
         elif event.finish != UNFINISHED:

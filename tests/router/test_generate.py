@@ -122,6 +122,16 @@ async def test_no_decode_leg_when_the_first_token_ends_it() -> None:
     assert not decode.legs
 
 
+@pytest.mark.parametrize("count", [1, 8])
+async def test_a_stop_token_that_is_the_last_one_allowed_is_a_stop(count: int) -> None:
+    tokens = answer(PROMPT, count, 5)
+    assert tokens[-1] not in tokens[:-1]
+    async with running([prefill_worker(), decode_worker()]) as router:
+        responses = await router.generate(request(count, stop_token_ids=tokens[-1:]))
+    assert ids(responses) == tokens
+    assert responses[-1].finish_reason == STOP
+
+
 async def test_without_prefill_worker_the_decode_worker_does_it_all() -> None:
     decode = decode_worker()
     async with running([decode]) as router:
