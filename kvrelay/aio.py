@@ -41,6 +41,8 @@ class AsyncStream(AsyncIterator[Piece]):
         try:
             return self._received.take(received(await anext(self._messages), "the router"))
         except grpc.RpcError as error:
+            if self._received.ended:
+                raise StopAsyncIteration from None
             raise from_rpc_error(error) from error
         except asyncio.CancelledError:  # of this task, or only of the call under it
             task = asyncio.current_task()
@@ -60,7 +62,7 @@ class AsyncStream(AsyncIterator[Piece]):
         self.cancel()
 
     def continued(self) -> router_pb2.GenerateRequest:
-        """The request that goes on where this stream stopped."""
+        """The request that goes on where this stream stopped; ``Rejected`` if it has ended."""
         return self._received.continued()
 
     async def __aenter__(self) -> Self:
@@ -107,7 +109,10 @@ class AsyncClient:
             return whole([piece async for piece in stream])
 
     def resume(self, stream: AsyncStream, timeout: float | None = None) -> AsyncStream:
-        """Go on where ``stream`` was broken off: the same tokens follow, none twice."""
+        """Go on where ``stream`` was broken off: the same tokens follow, none twice.
+
+        Raises ``Rejected`` for one whose answer has ended.
+        """
         stream.cancel()
         return self._start(stream.continued(), timeout)
 

@@ -52,7 +52,7 @@ class Stream(Iterator[Piece]):
         try:
             return self._received.take(next(self._call))
         except grpc.RpcError as error:
-            if self._closed:  # by another thread, or a signal handler
+            if self._closed or self._received.ended:  # by another thread, or a signal handler
                 raise StopIteration from None
             raise from_rpc_error(error) from error
 
@@ -62,7 +62,7 @@ class Stream(Iterator[Piece]):
         self._call.cancel()
 
     def continued(self) -> router_pb2.GenerateRequest:
-        """The request that goes on where this stream stopped."""
+        """The request that goes on where this stream stopped; ``Rejected`` if it has ended."""
         return self._received.continued()
 
     def __enter__(self) -> Self:
@@ -111,7 +111,10 @@ class Client:
             return whole(list(stream))
 
     def resume(self, stream: Stream, timeout: float | None = None) -> Stream:
-        """Go on where ``stream`` was broken off: the same tokens follow, none twice."""
+        """Go on where ``stream`` was broken off: the same tokens follow, none twice.
+
+        Raises ``Rejected`` for one whose answer has ended.
+        """
         stream.close()
         return self._start(stream.continued(), timeout)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from common.errors import Unavailable
+from common.errors import Rejected, Unavailable
 from protos import router_pb2, types_pb2
 
 FinishReason = Literal["stop", "length"]
@@ -55,6 +55,7 @@ class Received:
         self._id = request.request_id
         self._seed = request.sampling.seed
         self._known = False
+        self.ended = False  # with the last message: whatever fails after it, the answer is whole
 
     def take(self, message: router_pb2.GenerateResponse) -> Piece:
         """Book one message."""
@@ -62,6 +63,7 @@ class Received:
             self._id, self._seed, self._known = message.request_id, message.seed, True
         ids = tuple(token.id for token in message.tokens)
         self._tokens += ids
+        self.ended = self.ended or bool(message.finish_reason)
         return Piece(
             text=message.text,
             token_ids=ids,
@@ -73,7 +75,9 @@ class Received:
         )
 
     def continued(self) -> router_pb2.GenerateRequest:
-        """The same request from the tokens received on."""
+        """The same request from the tokens received on; ``Rejected`` once the answer has ended."""
+        if self.ended:  # the text that was held back to its end would come twice
+            raise Rejected("stream", "its answer has ended: there is nothing to go on with")
         request = router_pb2.GenerateRequest()
         request.CopyFrom(self._request)
         request.output_token_ids.extend(self._tokens)

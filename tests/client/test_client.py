@@ -10,13 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import grpc
 import pytest
 
 from common.errors import DeadlineExceeded, NotFound, Rejected, Unavailable
 from kvrelay import AsyncClient, Client
+from kvrelay.aio import AsyncStream
 from kvrelay.ask import Ask, message_of
+from kvrelay.client import Stream
 from kvrelay.piece import Piece, whole
+from protos import router_pb2, types_pb2
 from tests.router.fakes import (
+    LENGTH,
     Behaviour,
     FakeWorker,
     answer,
@@ -144,6 +149,46 @@ async def test_resume_after_the_router_died() -> None:
     assert [token for piece in got for token in piece.token_ids] == tokens
     assert "".join(piece.text for piece in got) == text_of(tokens)
     assert {piece.seed for piece in got} == {seed}
+
+
+class BreaksAfterItsEnd:
+    """A call that brought the whole answer, and whose status was lost."""
+
+    def __init__(self) -> None:
+        self._left = [
+            router_pb2.GenerateResponse(tokens=[types_pb2.Token(id=7)], text="a", seed=3),
+            router_pb2.GenerateResponse(text="\ufffd", finish_reason=LENGTH),
+        ]
+
+    def __next__(self) -> router_pb2.GenerateResponse:
+        if not self._left:
+            raise grpc.RpcError
+        return self._left.pop(0)
+
+    def __aiter__(self) -> BreaksAfterItsEnd:
+        return self
+
+    async def __anext__(self) -> router_pb2.GenerateResponse:
+        return next(self)
+
+    def cancel(self) -> bool:
+        return False
+
+    def done(self) -> bool:
+        return True
+
+
+async def test_an_answer_is_whole_with_its_last_message() -> None:
+    """Resumed after it, what was held back to the end would come a second time."""
+    request = router_pb2.GenerateRequest(prompt="x", max_tokens=1)
+    stream = Stream(request, BreaksAfterItsEnd())
+    assert "".join(piece.text for piece in stream) == "a\ufffd"
+    other = AsyncStream(request, BreaksAfterItsEnd())  # type: ignore[arg-type]
+    assert "".join([piece.text async for piece in other]) == "a\ufffd"
+    with Client("127.0.0.1:1") as client, pytest.raises(Rejected, match="has ended"):
+        client.resume(stream)
+    with pytest.raises(Rejected, match="has ended"):
+        other.continued()
 
 
 async def test_errors_are_typed() -> None:
