@@ -6,9 +6,8 @@ import asyncio
 import gc
 import logging
 
-from common import arenas, logs
+from common import logs
 from common.config import load
-from common.errors import KvrelayError
 from common.values import show_size
 from kvstore.book.tenants import Tenants
 from kvstore.config import StoreConfig
@@ -18,7 +17,7 @@ from kvstore.server.lanes import LaneOptions, Lanes
 from kvstore.server.prefault import Prefault
 from kvstore.server.service import NAME, StoreService, register
 from kvstore.server.vault import Vault
-from rpc import security
+from rpc import process, security
 from rpc.deadline import Deadline
 from rpc.keepalive import BULK_PING_SECONDS
 from rpc.server import Server, ServerOptions, serve_until_signal
@@ -94,12 +93,4 @@ def main(argv: list[str]) -> int:
         StoreConfig, argv, prog="python -m kvstore", description="The store of KV blocks."
     )
     logs.setup("store", config.log_level)
-    arenas.bound()
-    arenas.keep_buffers()
-    arenas.keep_trimmed()
-    try:
-        security.install(config)
-        return asyncio.run(serve(config))
-    except KvrelayError as error:
-        log.error("%s", error)
-        return 1
+    return process.run(config, serve)

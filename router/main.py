@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Sequence
 
-from common import arenas, logs
+from common import logs
 from common.config import load
-from common.errors import KvrelayError
 from protos import router_pb2_grpc
 from router.config import RouterConfig
 from router.metrics import registry_of
 from router.registry import Registry
 from router.service import SERVICE, RouterService
-from rpc import exposition, security
+from rpc import exposition, process
 from rpc.server import CALLS, PARTS, Server, ServerOptions, serve_until_signal
 from text.tokenizer import Tokenizer
-
-log = logging.getLogger("kvrelay.router")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the router; the exit status."""
     config = load(RouterConfig, argv, "python -m router", "The router of kvrelay.")
     logs.setup("router", config.log_level)
-    arenas.bound()
-    arenas.keep_trimmed()
-    try:
-        security.install(config)
-        return asyncio.run(serve(config))
-    except KvrelayError as error:
-        log.error("%s", error)
-        return 1
+    return process.run(config, serve)
 
 
 async def serve(config: RouterConfig) -> int:

@@ -7,11 +7,10 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from common import arenas, logs
+from common import logs
 from common.config import load
-from common.errors import KvrelayError
 from protos import worker_pb2_grpc
-from rpc import exposition, security
+from rpc import exposition, process, security
 from rpc.address import Address
 from rpc.deadline import Deadline
 from rpc.roles import NAMES, Role
@@ -34,15 +33,7 @@ def main(role: Role, faces: Sequence[Register], argv: Sequence[str]) -> int:
     name = NAMES[role]
     config = load(WorkerConfig, argv, f"python -m {name}_service", f"The {name} worker of kvrelay.")
     logs.setup(name, config.log_level)
-    arenas.bound()
-    arenas.keep_buffers()
-    arenas.keep_trimmed()
-    try:
-        security.install(config)
-        return asyncio.run(_serve(Worker.build(config, role), faces))
-    except KvrelayError as error:
-        log.error("%s", error)
-        return 1
+    return process.run(config, lambda config: _serve(Worker.build(config, role), faces))
 
 
 async def _serve(worker: Worker, faces: Sequence[Register]) -> int:
