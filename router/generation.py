@@ -194,6 +194,7 @@ class Generation:
             tokens=tokens,
             text=text,
             seed=self._request.sampling.seed,
+            weights=self._request.weights,
         )
 
     def _last(self) -> router_pb2.GenerateResponse:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from common.errors import NotFound, Rejected
-from protos import router_pb2, types_pb2
+from common.errors import Mismatch, NotFound, Rejected
+from protos import router_pb2, types_pb2, worker_pb2
 from router.fair import HIGHEST, LOWEST
 from rpc.deadline import Deadline
 from rpc.identity import Tenant
@@ -20,7 +20,10 @@ MAX_MESSAGES = 4096
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the legs are made of. ``sampling`` carries the seed; ``outputs`` are tokens so far."""
+    """What the legs are made of. ``sampling`` carries the seed; ``outputs`` are tokens so far.
+
+    ``weights`` are those that serve it, as its client is told.
+    """
 
     id: str
     prompt: tuple[int, ...]
@@ -30,6 +33,7 @@ class Request:
     deadline: Deadline
     explain: bool = False  # each leg says why blocks were missed
     tenant: Tenant = NOBODY
+    weights: str = ""
 
     @property
     def tokens(self) -> int:
@@ -96,11 +100,18 @@ def check_length(message: router_pb2.GenerateRequest, longest: int) -> None:
 def build(
     message: router_pb2.GenerateRequest,
     prompt: tuple[int, ...],
-    vocab_size: int,
+    info: worker_pb2.WorkerInfo,
     deadline: Deadline,
     tenant: Tenant,
 ) -> Request:
-    """The request, after the checks that need the vocabulary."""
+    """The request, after the checks that need to know what the fleet serves."""
+    vocab_size, weights = info.vocab_size, weights_of(info)
+    if message.weights not in ("", weights):  # its other tokens would be those of another model
+        raise Mismatch(
+            "weights",
+            f"this answer was begun with {message.weights[:80]!r}, and {weights!r} are served now:"
+            " ask anew, or resume it where those are",
+        )
     if not prompt:
         raise Rejected("prompt", "has no tokens")
     check_ids("token_ids.ids", prompt, vocab_size)
@@ -119,4 +130,10 @@ def build(
         deadline=deadline,
         explain=message.explain,
         tenant=tenant,
+        weights=weights,
     )
+
+
+def weights_of(info: worker_pb2.WorkerInfo) -> str:
+    """What tokens depend on beside the request: two fleets that say the same give the same."""
+    return f"{info.namespace.revision}/{info.namespace.dtype}"

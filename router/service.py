@@ -113,7 +113,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             prompt = await self._prompts.of(message, tenant)
         info = await self.dispatcher.info(deadline)
         check_length(message, info.max_model_len)
-        request = build(message, prompt, info.vocab_size, deadline, tenant)
+        request = build(message, prompt, info, deadline, tenant)
         namespace = namespace_of(info, tenant)
         self.dispatcher.check_fits(request)
         place.charge(request.tokens)

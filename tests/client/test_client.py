@@ -13,7 +13,7 @@ from typing import TypeVar
 import grpc
 import pytest
 
-from common.errors import DeadlineExceeded, NotFound, Rejected, Unavailable
+from common.errors import DeadlineExceeded, Mismatch, NotFound, Rejected, Unavailable
 from kvrelay import AsyncClient, Client
 from kvrelay.aio import AsyncStream
 from kvrelay.ask import Ask, message_of
@@ -26,6 +26,7 @@ from tests.router.fakes import (
     FakeWorker,
     answer,
     decode_worker,
+    namespace,
     prefill_worker,
     running,
     text_of,
@@ -189,6 +190,23 @@ async def test_an_answer_is_whole_with_its_last_message() -> None:
         client.resume(stream)
     with pytest.raises(Rejected, match="has ended"):
         other.continued()
+
+
+async def test_an_answer_is_not_gone_on_with_by_another_model() -> None:
+    step = asyncio.Semaphore(4)
+    async with running([decode_worker(behaviour=Behaviour(step=step))]) as first:
+        async with AsyncClient(first.address) as client:
+            stream = client.generate(token_ids=PROMPT, max_tokens=10)
+            got = [await anext(stream) for _ in range(4)]
+        newer = decode_worker("d1", namespace=namespace(revision="r2"))
+        async with running([newer]) as second, AsyncClient(second.address) as other:
+            with pytest.raises(Mismatch, match="'r/float32', and 'r2/float32'") as caught:
+                await anext(other.resume(stream))
+        assert caught.value.field == "weights"
+        smaller = decode_worker("d2", namespace=namespace(block_size=2))
+        async with running([smaller]) as third, AsyncClient(third.address) as other:
+            got += [piece async for piece in other.resume(stream)]
+    assert [t for piece in got for t in piece.token_ids] == answer(PROMPT, 10, got[0].seed)
 
 
 async def test_errors_are_typed() -> None:
