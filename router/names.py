@@ -60,13 +60,18 @@ class Names:
 
     async def expand(self, entries: Sequence[str], now: float) -> tuple[str, ...]:
         """The entries with every name replaced by its addresses; names that are due are asked."""
-        names = [entry for entry in entries if entry.startswith(SCHEME)]
-        self._known = {name: self._known.get(name) or _Known() for name in names}
-        await asyncio.gather(*(self._ask(name, now) for name in dict.fromkeys(names)))
+        names = dict.fromkeys(entry for entry in entries if entry.startswith(SCHEME))
+        for name in names:
+            self._known.setdefault(name, _Known())
+        await asyncio.gather(*(self._ask(name, now) for name in names))
         found: list[str] = []
         for entry in entries:
             found += self._known[entry].addresses if entry in self._known else (entry,)
         return tuple(dict.fromkeys(found))
+
+    def keep(self, entries: Sequence[str]) -> None:
+        """Forget every name that is not among them."""
+        self._known = {name: known for name, known in self._known.items() if name in entries}
 
     async def _ask(self, name: str, now: float) -> None:
         known = self._known[name]

@@ -205,12 +205,14 @@ class Registry:
 
     async def _follow(self, known: Workers) -> None:
         """Look for changes in every source."""
+        problem = ""
         while True:
             await asyncio.sleep(FOLLOW_SECONDS)
             try:
-                listed = await self._sources.read()
+                listed, problem = await self._sources.read(), ""
             except Rejected as error:
-                log.warning("%s; the workers listed before stay", error)
+                if problem != (problem := str(error)):  # else it was told already
+                    log.warning("%s; the workers listed before stay", error)
                 listed = self._sources.now()
             if listed != known:
                 known = listed

@@ -27,6 +27,7 @@ class Sources:
         """All sources; ``Rejected`` for the workers file, or a name in it that is none."""
         listed = await asyncio.to_thread(self._read)
         now = time.monotonic()
+        self._names.keep((*listed.prefill, *listed.decode))
         self._listed = Workers(
             await self._names.expand(listed.prefill, now),
             await self._names.expand(listed.decode, now),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -77,6 +78,24 @@ async def test_a_name_server_that_is_down_takes_nobody_away() -> None:
     zone.addresses = ["10.0.0.2"]
     assert await names.expand(("dns:///w:7",), 2.0) == ("10.0.0.2:7",)
     names.close()
+
+
+async def test_names_of_both_roles_are_known_side_by_side() -> None:
+    zone, now = Zone(), Workers(("10.0.0.1:7",), ("10.0.0.1:8", "10.0.0.1:9"))
+    zone.addresses = ["10.0.0.1"]
+    names = Names(0.001, zone.resolve)
+    config = RouterConfig(model="m", prefill=("dns:///p:7",), decode=("dns:///d:8", "dns:///d:9"))
+    sources = Sources(config, names)
+    assert await sources.read() == now
+    zone.addresses = None
+    await asyncio.sleep(0.002)
+    assert await sources.read() == now
+    assert zone.asked == 6
+    assert len(names._known) == 3
+    sources._config = replace(config, prefill=(), decode=("dns:///d:9",))
+    assert await sources.read() == Workers((), ("10.0.0.1:9",))
+    assert len(names._known) == 1
+    sources.close()
 
 
 async def test_a_resolver_that_hangs_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
