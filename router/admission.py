@@ -13,51 +13,10 @@ from dataclasses import dataclass
 
 from common.errors import Exhausted
 from router.fair import FairQueue, Waiting
+from router.runs import Runs
 
-HALF_LIFE = 10.0  # seconds with a queue, after which a measure counts half
-KNOWN_SECONDS = 0.01  # that a measure must count: it is forgotten two minutes after the last queue
 UNKNOWN_SECONDS = 1.0  # to wait where no rate is known
 SHORTEST, LONGEST = 0.05, 60.0  # seconds that somebody is told to wait
-
-
-class Drain:
-    """Tokens a second that leave the queue, measured only while there is one.
-
-    Those that fill all slots at one moment end one by one, the shortest first: until as many have
-    left the queue as there are slots, what was measured says too little.
-    """
-
-    def __init__(self) -> None:
-        self._tokens = self._seconds = 0.0
-        self._gone = 0  # requests, since there was nothing known
-        self._at = 0.0
-        self._queued = False
-
-    def look(self, now: float, queued: bool) -> None:
-        """Time has passed; ``queued`` says whether there is a queue from now on.
-
-        A measure ages also while there is none, so that the next queue soon outweighs it, and is
-        no reason to refuse anyone when it is old.
-        """
-        if self._queued or queued:
-            passed = max(0.0, now - self._at)
-            kept = 0.5 ** (passed / HALF_LIFE)
-            self._tokens *= kept
-            self._seconds = self._seconds * kept + (passed if self._queued else 0.0)
-            self._at = now
-            if self._seconds < KNOWN_SECONDS:
-                self._gone = 0
-        self._queued = queued
-
-    def went(self, tokens: int) -> None:
-        """A request of so many left it."""
-        self._tokens += tokens
-        self._gone += 1
-
-    def rate(self, slots: int) -> float | None:
-        """``None`` as long as too little is known, or what is known is too old."""
-        known = self._gone >= slots and self._tokens and self._seconds >= KNOWN_SECONDS
-        return self._tokens / self._seconds if known else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +37,9 @@ class Admission:
     def __init__(self, queue_tokens: int, queue_seconds: float) -> None:
         self._queue = FairQueue(queue_tokens)
         self._queue_seconds = queue_seconds
-        self._drain = Drain()
-        self._running: set[int] = set()
+        self._runs = Runs()
         self.slots, self.halted = 0, False
-        self._promised, self._promised_at = 0.0, 0.0  # tokens of the refused that may be back soon
+        self._promised: dict[str, tuple[float, float]] = {}  # tokens refused, by tenant; as of when
         self.refused = Counter[str]()  # by reason
 
     @property
@@ -97,105 +55,123 @@ class Admission:
     @property
     def running(self) -> int:
         """How many are under way."""
-        return len(self._running)
+        return len(self._runs)
 
     @property
     def rate(self) -> float | None:
         """Tokens a second that leave the queue; ``None`` as long as that is not known."""
-        return self._drain.rate(self.slots)
+        return self._runs.rate(self.slots)
 
-    def offer(self, one: Waiting, now: float, time_left: float) -> Step:
-        """A request came and has ``time_left`` seconds. ``Exhausted`` if it may not wait."""
-        self._look(now)
-        if not self._queue and len(self._running) < self.slots:
-            self._running.add(one.key)
+    def offer(self, one: Waiting, now: float) -> Step:
+        """A request came. ``Exhausted`` if it may not wait."""
+        self._runs.look(now, self.halted)
+        if not self._queue and len(self._runs) < self.slots:
+            self._queue.forgive()
+            self._runs.begin(one.key, one.tokens)
             return Step(go=(one.key,))
-        allowed, estimate = min(time_left, self._queue_seconds), self._estimate(one)
+        estimate, takes = self._estimate(one), self._runs.expected(one.tokens)
+        allowed = max(0.0, min(one.until - now - takes, self._queue_seconds))
         if estimate > allowed:
             raise self._refuse(
                 "too_late",
-                f"it would wait for about {estimate:.1f} s, and may for {allowed:.1f} s",
-                self.later(one.tokens, now, estimate - allowed),
+                f"it would wait for about {estimate:.1f} s and take {takes:.1f} s more: it has"
+                f" {one.until - now:.1f} s, and may wait for {self._queue_seconds:.1f} s",
+                self._later(one, now, estimate - allowed),
             )
         pushed = self._queue.push(one)
         if pushed is None:
-            raise self._full("queue_full", one.tokens, now)
-        out = tuple((one.key, self._full("pushed_out", one.tokens, now)) for one in pushed)
-        return Step(self._go(now), out)
+            raise self._full("queue_full", one, now)
+        out = tuple((out.key, self._full("pushed_out", out, now)) for out in pushed)
+        step = self._go(now)
+        return Step(step.go, out + step.refused)
 
     @property
     def crowd(self) -> float:
         """The most that any tenant has waiting, for its weight."""
         return self._queue.crowd
 
-    def pushed_out(self, now: float) -> Exhausted:
+    def pushed_out(self, tenant: str, weight: float, now: float) -> Exhausted:
         """For one that made room before it came here."""
         why = "others have more right to the place"
-        return self._refuse("pushed_out", why, self.later(1, now))
+        return self._refuse("pushed_out", why, self.later(tenant, weight, now))
 
     def crowd_out(self, tenant: str, weight: float, count: int, now: float) -> Step:
         """There are ``count``, too many: the last of whoever has most makes room for ``tenant``.
 
         ``Exhausted`` where nobody has more than it would have.
         """
-        self._look(now)
+        self._runs.look(now, self.halted)
         last = self._queue.crowded(tenant, weight)
         if last is None:
             why = f"{count} requests are under way or waiting"
-            raise self._refuse("too_many", why, self.later(1, now))
+            raise self._refuse("too_many", why, self.later(tenant, weight, now))
         self._queue.remove(last.key)
-        return Step(refused=((last.key, self._full("pushed_out", last.tokens, now)),))
+        return Step(refused=((last.key, self._full("pushed_out", last, now)),))
 
-    def missed(self, now: float) -> Exhausted:
+    def missed(self, one: Waiting, now: float) -> Exhausted:
         """For one whose turn did not come in time."""
-        return self._refuse("no_turn", "its turn did not come in time", self.later(1, now))
+        why = "its turn did not come in time"
+        return self._refuse("no_turn", why, self._later(one, now))
 
-    def leave(self, key: int, now: float) -> Step:
-        """A request ended, or waits no more."""
-        self._look(now)
-        self._running.discard(key)
+    def leave(self, key: int, now: float, whole: bool = True) -> Step:
+        """A request ended, or waits no more; ``whole`` says that it was not cut off."""
+        self._runs.look(now, self.halted)
+        if key in self._runs:
+            self._runs.end(key, whole, self.slots)
         self._queue.remove(key)
-        return Step(self._go(now))
+        return self._go(now)
 
     def resize(self, slots: int, now: float, halted: bool = False) -> Step:
         """Those under way stay. Time in which all is halted says nothing of the rate."""
-        self._look(now)
         self.slots, self.halted = slots, halted
-        return Step(self._go(now))
+        self._runs.look(now, halted)
+        return self._go(now)
 
-    def _go(self, now: float) -> tuple[int, ...]:
-        gone = []
-        while len(self._running) < self.slots and (one := self._queue.pop()) is not None:
-            self._running.add(one.key)
-            self._drain.went(one.tokens)
+    def _go(self, now: float) -> Step:
+        gone, late = [], []
+        while len(self._runs) < self.slots and (one := self._queue.first) is not None:
+            if len(self._queue) > 1 and now + self._runs.expected(one.tokens) > one.until:
+                self._queue.remove(one.key)  # others can use its place
+                late.append((one.key, self._late(one, now)))
+                continue
+            self._queue.pop()
+            self._runs.begin(one.key, one.tokens)
             gone.append(one.key)
-        self._look(now)
-        return tuple(gone)
+        return Step(tuple(gone), tuple(late))
 
-    def _look(self, now: float) -> None:
-        self._drain.look(now, bool(self._queue) and not self.halted)
+    def _late(self, one: Waiting, now: float) -> Exhausted:
+        left, takes = max(0.0, one.until - now), self._runs.expected(one.tokens)
+        why = f"its turn came {left:.1f} s before its deadline, and it would take {takes:.1f} s"
+        return self._refuse("too_late", why, self._later(one, now))
 
     def _estimate(self, one: Waiting) -> float:
+        """Seconds; whoever is next waits for half the time between two that leave the queue."""
         rate = self.rate
-        return 0.0 if rate is None else self._queue.ahead(one) / rate
+        return 0.0 if rate is None else (self._queue.ahead(one) + self._runs.usual() / 2) / rate
 
-    def _full(self, reason: str, tokens: int, now: float) -> Exhausted:
-        return self._refuse(
-            reason,
-            f"{len(self._queue)} requests of {self._queue.tokens} tokens are waiting",
-            self.later(tokens, now),
-        )
+    def _full(self, reason: str, one: Waiting, now: float) -> Exhausted:
+        why = f"{len(self._queue)} requests of {self._queue.tokens} tokens are waiting"
+        return self._refuse(reason, why, self._later(one, now))
 
     def _refuse(self, reason: str, why: str, seconds: float) -> Exhausted:
         self.refused[reason] += 1
         return Exhausted(f"{why}: ask again in {seconds:.2g} s", seconds)
 
-    def later(self, tokens: int, now: float, least: float = 0.0) -> float:
-        """Seconds until there is room for so many tokens more."""
-        rate = self.rate
-        if rate is None:
-            return max(least, UNKNOWN_SECONDS)
-        drained = rate * (now - self._promised_at)
-        promised = max(0.0, self._promised - drained) + tokens
-        self._promised, self._promised_at = min(promised, LONGEST * rate), now
-        return min(max(least, promised / rate, SHORTEST), LONGEST)
+    def _later(self, one: Waiting, now: float, least: float = 0.0) -> float:
+        return self.later(one.tenant, one.weight, now, one.tokens, least)
+
+    def later(
+        self, tenant: str, weight: float, now: float, tokens: float = 0.0, least: float = 0.0
+    ) -> float:
+        """Seconds until a tenant has room for so many tokens more, or for a usual request.
+
+        Where no rate is known, what is here now is taken to be gone in ``UNKNOWN_SECONDS``.
+        """
+        known, share = self.rate, self._queue.share(tenant, weight)
+        here = max(self._queue.tokens + self._runs.tokens, 1)
+        rate = share * (here / UNKNOWN_SECONDS if known is None else known)
+        before, at = self._promised.get(tenant, (0.0, now))
+        promised = max(0.0, before - rate * (now - at)) + (tokens or self._runs.usual())
+        self._promised[tenant] = min(promised, LONGEST * rate), now
+        shortest = UNKNOWN_SECONDS if known is None else SHORTEST
+        return min(max(least, promised / rate, shortest), LONGEST)

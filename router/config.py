@@ -72,7 +72,9 @@ class RouterConfig(SecurityOptions):
     queue_seconds: float = option(
         120.0, "that a request may wait, estimated by how fast the queue drains", low=0.0
     )
-    max_requests: int = option(1024, "requests at once; one more is told to retry", low=1)
+    max_requests: int = option(
+        1024, "requests at once, three quarters of them under way; more are told to retry", low=1
+    )
     max_failures: int = option(8, "legs of one request that may fail", low=0)
     max_deaths: int = option(
         2, "workers that may die of one request; it is refused at the last of them", low=1

@@ -13,6 +13,7 @@ has the most for its weight.
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from dataclasses import dataclass, field
 
@@ -22,13 +23,14 @@ STEP = 4096  # tokens that a step of priority is worth
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """One request. ``key`` is its own; ``tokens`` is all it can come to."""
+    """One request. ``key`` is its own; ``tokens`` is all it can come to, ``until`` its deadline."""
 
     key: int
     tokens: int
     tenant: str = ""
     weight: float = 1.0
     priority: int = 0
+    until: float = math.inf
 
 
 @dataclass(slots=True)
@@ -40,6 +42,13 @@ class _Line:
     ranks: list[tuple[int, int]] = field(default_factory=list)
     tokens: int = 0
     came: int = 0
+
+    def until(self, start: float) -> float:
+        """Tokens of those that begin before a virtual time, about: one does at its own."""
+        if start < self.start:
+            return 0.0
+        one = self.tokens / len(self.ranks)
+        return min(float(self.tokens), (start - self.start) * self.weight + one)
 
 
 class FairQueue:
@@ -79,16 +88,27 @@ class FairQueue:
         self._tokens += waiting.tokens
         return out
 
-    def pop(self) -> Waiting | None:
+    @property
+    def first(self) -> Waiting | None:
         """Whoever is next."""
         if not self._lines:
             return None
         line = min(self._lines.values(), key=lambda line: (line.start, line.ranks[0][1]))
-        waiting = self._waiting[line.ranks[0][1]]
-        self._now = line.start
-        line.start += waiting.tokens / line.weight
-        self.remove(waiting.key)
+        return self._waiting[line.ranks[0][1]]
+
+    def pop(self) -> Waiting | None:
+        """Take out whoever is next."""
+        waiting = self.first
+        if waiting is not None:
+            line = self._lines[waiting.tenant]
+            self._now = line.start
+            line.start += waiting.tokens / line.weight
+            self.remove(waiting.key)
         return waiting
+
+    def forgive(self) -> None:
+        """There is room for all: who had more than others in a crowd owes nobody anything."""
+        self._ends.clear()
 
     def remove(self, key: int) -> None:
         """It does not wait any more; without effect on one that does not."""
@@ -106,13 +126,19 @@ class FairQueue:
 
     def ahead(self, waiting: Waiting) -> float:
         """Tokens that go before one that came now, about."""
-        line = self._lines.get(waiting.tenant)
-        if line is None:
-            return 0.0
-        rank = line.came - waiting.priority * STEP
-        own = sum(self._waiting[key].tokens for other, key in line.ranks if other <= rank)
-        weights = sum(line.weight for line in self._lines.values())
-        return min(float(self._tokens), own * weights / line.weight)
+        line, own = self._lines.get(waiting.tenant), 0
+        start = max(self._now, self._ends.get(waiting.tenant, 0.0))
+        if line is not None:
+            rank = line.came - waiting.priority * STEP
+            own = sum(self._waiting[key].tokens for other, key in line.ranks if other <= rank)
+            start = line.start + own / waiting.weight
+        others = (other for other in self._lines.values() if other is not line)
+        return own + sum(other.until(start) for other in others)
+
+    def share(self, tenant: str, weight: float) -> float:
+        """The part of what drains that is a tenant's, beside those that wait now."""
+        every = sum(line.weight for name, line in self._lines.items() if name != tenant)
+        return weight / (every + weight)
 
     @property
     def crowd(self) -> float:

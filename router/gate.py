@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import math
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from common.errors import DeadlineExceeded
+from common.errors import DeadlineExceeded, Exhausted
 from protos import router_pb2, types_pb2
 from router.admission import Admission, Step
 from router.config import RouterConfig
@@ -24,9 +25,11 @@ from router.worker import KnownWorker
 from rpc.deadline import Deadline
 from rpc.identity import Tenant
 
+log = logging.getLogger("kvrelay.router")
 PATIENCE = 2.0  # times the longest wait expected
 FREE = 8  # a pool is full when less than such a part of it is free
 MORE = 1.25  # requests under way for each that decode workers run: some are in prefill
+UNDER_WAY = 0.75  # of all requests that may be here: who waits must have a place, to have a right
 
 
 class Gate:
@@ -38,6 +41,8 @@ class Gate:
         self._turns: dict[int, asyncio.Future[None]] = {}
         self._keys = itertools.count()
         self._queue_seconds = config.queue_seconds
+        self._warned = False
+        self._most = max(1, int(UNDER_WAY * config.max_requests))
         registry.listen(self._resize)
 
     @asynccontextmanager
@@ -51,26 +56,30 @@ class Gate:
         """
         self._resize()
         key, turn = next(self._keys), asyncio.get_running_loop().create_future()
-        one = Waiting(key, tokens, tenant.name, tenant.weight, priority)
-        step = self._admission.offer(one, time.monotonic(), deadline.remaining())
+        one = Waiting(key, tokens, tenant.name, tenant.weight, priority, deadline.at)
+        step, whole = self._admission.offer(one, time.monotonic()), False
         self._turns[key] = turn
         try:
             self._apply(step)
-            await self._turn(turn, deadline)
+            await self._turn(one, turn, deadline)
             yield
+            whole = True
         finally:
             del self._turns[key]
-            turn.cancel()
-            self._apply(self._admission.leave(key, time.monotonic()))
+            if not turn.cancel() and not turn.cancelled():
+                turn.exception()  # seen, also by who left as it came
+            self._apply(self._admission.leave(key, time.monotonic(), whole))
             self._resize()
 
     def make_room(self, tenant: Tenant, turns: Turns, count: int) -> None:
         """There are ``count`` requests, here and before in ``turns``: push out one that waits, of
         another tenant that has more of them, or raise ``Exhausted``."""
         admission, now = self._admission, time.monotonic()
-        if turns.crowd > admission.crowd and turns.crowd_out(
-            tenant, lambda: admission.pushed_out(now)
-        ):
+
+        def pushed_out(other: Tenant) -> Exhausted:
+            return admission.pushed_out(other.name, other.weight, now)
+
+        if turns.crowd > admission.crowd and turns.crowd_out(tenant, pushed_out):
             return
         self._apply(admission.crowd_out(tenant.name, tenant.weight, count, now))
 
@@ -91,20 +100,27 @@ class Gate:
             refused=refused,
         )
 
-    async def _turn(self, turn: asyncio.Future[None], deadline: Deadline) -> None:
+    async def _turn(self, one: Waiting, turn: asyncio.Future[None], deadline: Deadline) -> None:
         waiting = deadline.earlier(PATIENCE * self._queue_seconds)
         try:
-            await asyncio.wait_for(turn, waiting.remaining())
+            # Not wait_for, which up to Python 3.11 loses the cancellation of who leaves as its
+            # turn comes.
+            async with asyncio.timeout(waiting.remaining()):
+                await turn
         except TimeoutError as error:
             if deadline.expired:
                 raise DeadlineExceeded("its time was over while it waited for its turn") from error
-            raise self._admission.missed(time.monotonic()) from error
+            raise self._admission.missed(one, time.monotonic()) from error
 
     def _resize(self) -> None:
         """As many slots as there are workers for; as before while there are none."""
         usable = self._registry.usable(types_pb2.ROLE_DECODE)
         admission, halted = self._admission, not usable
-        slots = math.ceil(MORE * sum(_runs(worker) for worker in usable)) or admission.slots or 1
+        runs = math.ceil(MORE * sum(_runs(worker) for worker in usable))
+        slots = min(runs, self._most) or admission.slots or 1
+        if runs > self._most and not self._warned:
+            self._warned = True
+            log.warning("workers run %d requests, %d go: raise --max-requests", runs, self._most)
         if (slots, halted) != (admission.slots, admission.halted):
             self._apply(admission.resize(slots, time.monotonic(), halted))
 

@@ -20,13 +20,13 @@ T = TypeVar("T")
 class _Line:
     """Of a tenant: turns that are free, and who waits for one, the first that came first."""
 
-    weight: float
+    tenant: Tenant
     free: int
     waiting: dict[asyncio.Future[None], None] = field(default_factory=dict)
 
     @property
     def crowd(self) -> float:
-        return len(self.waiting) / self.weight
+        return len(self.waiting) / self.tenant.weight
 
 
 class Turns:
@@ -50,7 +50,7 @@ class Turns:
 
     async def take(self, tenant: Tenant) -> None:
         """Wait for a turn, to be given back. ``Exhausted`` for who was pushed out."""
-        line = self._lines.setdefault(tenant.name, _Line(tenant.weight, self._at_once))
+        line = self._lines.setdefault(tenant.name, _Line(tenant, self._at_once))
         if line.free:
             line.free -= 1
             return
@@ -81,7 +81,7 @@ class Turns:
         if not done.cancelled():
             done.exception()  # seen, whether or not somebody still waits for it
 
-    def crowd_out(self, tenant: Tenant, error: Callable[[], Exhausted]) -> bool:
+    def crowd_out(self, tenant: Tenant, error: Callable[[Tenant], Exhausted]) -> bool:
         """Push out the last of whoever has most, if ``tenant`` would have fewer; whether it did."""
         most = max(self._lines.values(), key=lambda line: line.crowd, default=None)
         own = self._lines.get(tenant.name)
@@ -89,6 +89,6 @@ class Turns:
         while most is not None and most.crowd > mine:
             turn, _ = most.waiting.popitem()
             if not turn.done():
-                turn.set_exception(error())
+                turn.set_exception(error(most.tenant))
                 return True
         return False

@@ -163,7 +163,7 @@ def test_no_slot_is_empty_while_somebody_waits(
         try:
             if what == "offer":
                 states[key] = "waits"
-                step = admission.offer(keyed(key, one), now, 1e9)
+                step = admission.offer(keyed(key, one), now)
             elif what == "leave" and states:
                 gone = random.Random(key).choice(sorted(states))
                 del states[gone]
@@ -192,7 +192,7 @@ def saturated(queue_tokens: int = 100_000, queue_seconds: float = 1e9) -> Admiss
     admission = Admission(queue_tokens, queue_seconds)
     admission.resize(1, 0.0)
     for key in range(41):
-        admission.offer(Waiting(key, 100), 0.0, 1e9)
+        admission.offer(Waiting(key, 100), 0.0)
     for key in range(20):
         assert admission.leave(key, key + 1.0).go == (key + 1,)
     return admission
@@ -201,7 +201,7 @@ def saturated(queue_tokens: int = 100_000, queue_seconds: float = 1e9) -> Admiss
 def test_the_rate_is_that_of_the_queue_while_there_is_one() -> None:
     admission = saturated()
     assert admission.rate == pytest.approx(100, rel=0.05)
-    for key in range(20, 40):
+    for key in range(20, 41):
         admission.leave(key, key + 1.0)
     measured = admission.rate
     admission.resize(1, 1000.0)  # nobody waits: the time that passes says nothing
@@ -214,17 +214,17 @@ def test_a_measure_ages_while_nobody_waits() -> None:
     admission = Admission(100_000, 120.0)
     admission.resize(1, 0.0)
     for key in range(3):
-        admission.offer(Waiting(key, 100), 0.0, 1e9)
+        admission.offer(Waiting(key, 100), 0.0)
     admission.leave(0, 1.0)
     admission.leave(2, 500.0)  # it gave up
     admission.leave(1, 500.0)
     now = 4000.0
     for key in range(10, 12):
-        admission.offer(Waiting(key, 100), now, 1e9)
+        admission.offer(Waiting(key, 100), now)
     admission.leave(10, now + 1.0)  # a hundred tokens a second again
     assert admission.rate == pytest.approx(100, rel=0.05)
     for key in range(12, 32):
-        admission.offer(Waiting(key, 100), now + 1.0, 1e9)
+        admission.offer(Waiting(key, 100), now + 1.0)
     assert admission.waiting == 20
 
 
@@ -233,11 +233,12 @@ def test_the_first_few_to_end_do_not_say_how_fast_it_goes() -> None:
     admission = Admission(1_000_000, 120.0)
     admission.resize(40, 0.0)
     for key in range(300):
-        admission.offer(Waiting(key, 100), 0.0, 1e9)
+        admission.offer(Waiting(key, 100), 0.0)
     for key in range(2):
         admission.leave(key, 1.0)
-    assert admission.rate is None
-    admission.offer(Waiting(300, 100), 1.0, 100.0)  # 26,000 tokens wait; 200 have gone in a second
+    assert admission.rate == pytest.approx(4000, rel=0.01)  # as if all were so short
+    # 26,000 tokens wait, and 200 have gone in a second.
+    admission.offer(Waiting(300, 100, until=101.0), 1.0)
     for key in range(2, 40):
         admission.leave(key, 2.0)
     assert admission.rate == pytest.approx(2000, rel=0.1)
@@ -257,33 +258,33 @@ def test_nobody_is_refused_for_a_measure_of_an_hour_ago() -> None:
     admission = Admission(100_000, 120.0)
     admission.resize(1, 0.0)
     for key in range(5):
-        admission.offer(Waiting(key, 100), 0.0, 1e9)
+        admission.offer(Waiting(key, 100), 0.0)
     for key in range(5):
         admission.leave(key, 60.0 * (key + 1))  # a limping worker
     now = 4000.0
     admission.resize(4, now)
     for key in range(10, 50):
-        admission.offer(Waiting(key, 100), now, 1e9)
+        admission.offer(Waiting(key, 100), now)
     assert (admission.running, admission.waiting) == (4, 36)
 
 
 def test_who_cannot_be_in_time_is_refused_early() -> None:
     admission = saturated()
-    with pytest.raises(Exhausted, match=r"about 20.* s, and may for 5.0 s") as refused:
-        admission.offer(Waiting(99, 100), 20.0, 5.0)
-    assert refused.value.retry_after == pytest.approx(15, rel=0.1)
-    assert admission.offer(Waiting(99, 100), 20.0, 30.0).go == ()
+    with pytest.raises(Exhausted, match=r"about 20.* s and take 1.0 s more: it has 5.0") as refused:
+        admission.offer(Waiting(99, 100, until=25.0), 20.0)
+    assert refused.value.retry_after == pytest.approx(16.5, rel=0.1)
+    assert admission.offer(Waiting(99, 100, until=50.0), 20.0).go == ()
     with pytest.raises(Exhausted):
-        saturated(queue_seconds=5.0).offer(Waiting(99, 100), 20.0, 1e9)
+        saturated(queue_seconds=5.0).offer(Waiting(99, 100), 20.0)
     # Another tenant has nobody of its own before it: it is next but one.
-    assert saturated().offer(Waiting(99, 100, "other"), 20.0, 5.0).go == ()
+    assert saturated().offer(Waiting(99, 100, "other", until=25.0), 20.0).go == ()
 
 
 def test_the_refused_do_not_all_come_back_at_one_moment() -> None:
     admission, delays = saturated(queue_tokens=4000), list[float]()
     for key in range(100, 160):
         try:
-            admission.offer(Waiting(key, 100), 20.0, 1e9)
+            admission.offer(Waiting(key, 100), 20.0)
         except Exhausted as refused:
             delays.append(refused.retry_after)
     assert len(delays) == 40
@@ -291,11 +292,11 @@ def test_the_refused_do_not_all_come_back_at_one_moment() -> None:
     assert all(gap == pytest.approx(1.0, rel=0.1) for gap in apart)  # as fast as it drains
     for key in range(1000, 1100):
         with pytest.raises(Exhausted) as one_more:
-            admission.offer(Waiting(key, 100), 20.0, 1e9)
+            admission.offer(Waiting(key, 100), 20.0)
     assert one_more.value.retry_after <= LONGEST
 
 
 def test_a_request_larger_than_the_queue_runs_where_nobody_waits() -> None:
     admission = Admission(10, 1.0)
     admission.resize(1, 0.0)
-    assert admission.offer(Waiting(0, 100), 0.0, 1.0).go == (0,)
+    assert admission.offer(Waiting(0, 100, until=1.0), 0.0).go == (0,)

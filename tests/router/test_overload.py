@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -44,12 +45,12 @@ async def status(router: Running) -> router_pb2.QueueStatus:
     return (await stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=10)).queue
 
 
-async def waiting(router: Running, count: int) -> None:
+async def waiting(router: Running, count: int, slots: int = SLOTS) -> None:
     """Until so many wait, and as many run as may."""
     async with asyncio.timeout(20):
         while True:
             seen = await status(router)
-            if (seen.waiting, seen.running) == (count, SLOTS):
+            if (seen.waiting, seen.running) == (count, slots):
                 return
             await asyncio.sleep(0.01)
 
@@ -345,3 +346,50 @@ async def test_a_tenant_with_many_requests_does_not_hold_up_another_one() -> Non
             await waiting(router, 21)
             done.set()
     assert order.index("small") <= SLOTS + 1, "the greedy one's next request, then it"
+
+
+async def test_who_leaves_as_its_turn_comes_leaves() -> None:
+    """Both happen in one turn of the event loop."""
+    worker = held()
+    async with running([worker]) as router:
+        gate, inside = router.service.gate, asyncio.Event()
+        calls = [router.call(request(n)) for n in range(SLOTS)]
+        await waiting(router, 0)
+
+        async def ask() -> None:
+            async with gate.passed(4, 0, Tenant(), Deadline.after(20)):
+                inside.set()
+                await asyncio.sleep(20)
+
+        task = asyncio.create_task(ask())
+        await waiting(router, 1)
+        gate._apply(gate._admission.resize(SLOTS + 1, time.monotonic()))
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not inside.is_set()
+        await waiting(router, 0)
+        for call in calls:
+            call.cancel()
+
+
+async def test_requests_under_way_do_not_take_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers run more at once than the router takes: who waits is still chosen fairly."""
+    tenant, places = Tenant("greedy"), 8
+    monkeypatch.setattr(service, "caller", lambda: Identity(Kind.CLIENT, tenant))
+    worker = decode_worker(max_num_seqs=64, behaviour=Behaviour(step=asyncio.Semaphore(0)))
+    async with running([worker], max_requests=places) as router:
+        greedy = [asyncio.ensure_future(router.generate(request(n))) for n in range(places)]
+        await waiting(router, places // 4, places - places // 4)
+        assert isinstance(await refusal(router, request(50), 20), Exhausted)
+        tenant = Tenant("small")
+        small = asyncio.ensure_future(router.generate(request(60)))
+        done, left = await asyncio.wait(greedy, return_when=asyncio.FIRST_COMPLETED)
+        (error,) = (one.exception() for one in done)
+        assert isinstance(error, grpc.RpcError)
+        assert isinstance(from_rpc_error(error), Exhausted)
+        assert worker.behaviour.step is not None
+        for _ in range(100):
+            worker.behaviour.step.release()
+        assert ids(await small) == answer([60], 4, 1)
+        await asyncio.gather(*left)

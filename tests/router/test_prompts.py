@@ -113,13 +113,13 @@ async def test_the_last_of_whoever_has_most_waiting_makes_room() -> None:
     waiting = [asyncio.ensure_future(turns.take(who)) for who in (many, heavy) for _ in range(6)]
     await asyncio.sleep(0)
     assert turns.crowd == 5
-    assert not turns.crowd_out(many, lambda: left)  # it has most itself
-    assert turns.crowd_out(heavy, lambda: left)
-    assert turns.crowd_out(other, lambda: left)
+    assert not turns.crowd_out(many, lambda _: left)  # it has most itself
+    assert turns.crowd_out(heavy, lambda _: left)
+    assert turns.crowd_out(other, lambda _: left)
     with pytest.raises(Exhausted):
         await waiting[4]
     assert [n for n, task in enumerate(waiting) if task.done()] == [0, 4, 5, 6]
-    assert not turns.crowd_out(Tenant("light", weight=0.1), lambda: left)
+    assert not turns.crowd_out(Tenant("light", weight=0.1), lambda _: left)
     turns.give(many)
     for task in waiting:
         task.cancel()  # the one whose turn has just come gives it back
