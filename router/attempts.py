@@ -7,9 +7,10 @@ worker that dies after it served the request well did not die of it.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from types import MappingProxyType
 
 from common.errors import (
     DeadlineExceeded,
@@ -25,6 +26,7 @@ from common.errors import (
 from router.loss import Lost
 
 WELL_SERVED = 32  # tokens of one leg
+NOBODY: Mapping[str, float] = MappingProxyType({})
 
 
 class Poisonous(KvrelayError):
@@ -55,19 +57,26 @@ class Attempts:
     bounds: Bounds = Bounds()
     excluded: set[str] = field(default_factory=set)
     avoided: set[str] = field(default_factory=set)
-    lost: set[str] = field(default_factory=set)
+    lost: dict[str, float] = field(default_factory=dict)  # by boot token, when
     failures: int = 0
     internal: int = 0
     last: KvrelayError | None = None
 
     def failed(
-        self, key: str, error: KvrelayError, gained: int, begun: bool, alive: Set[str] = frozenset()
+        self,
+        key: str,
+        error: KvrelayError,
+        gained: int,
+        begun: bool,
+        now: float = 0.0,
+        answered: Mapping[str, float] = NOBODY,
     ) -> Next:
         """A leg on worker ``key`` ended with ``error`` after ``gained`` tokens.
 
-        ``begun``: the client has tokens already. ``alive`` are workers that answer checks: to lose
-        the connection to one is not its death. Raises what the client is to be told when going
-        on cannot help or was tried too often.
+        ``begun``: the client has tokens already. ``answered`` is when the last check began that a
+        worker answered: if that was after the connection to it was lost, it did not die then,
+        whatever became of it since. Raises what the client is to be told when going on cannot
+        help or was tried too often.
         """
         if _final(error):
             raise error
@@ -78,15 +87,17 @@ class Attempts:
             (self.excluded if key in self.avoided else self.avoided).add(key)
             return Next.SUSPECT
         (self.avoided if isinstance(error, Unavailable) else self.excluded).add(key)
-        self._count(key, error, gained, alive)
+        self._count(key, error, gained, now, answered)
         return Next.ELSEWHERE if isinstance(error, Exhausted) else Next.SUSPECT
 
-    def _count(self, key: str, error: KvrelayError, gained: int, alive: Set[str]) -> None:
+    def _count(
+        self, key: str, error: KvrelayError, gained: int, now: float, answered: Mapping[str, float]
+    ) -> None:
         self.failures += 1
         self.internal += type(error) is KvrelayError
         if isinstance(error, Lost) and gained < WELL_SERVED:
-            self.lost.add(key)  # once: two broken connections to one worker are no two deaths
-        deaths = sum(lost not in alive for lost in self.lost)
+            self.lost[key] = now  # once: two broken connections to one worker are no two deaths
+        deaths = sum(answered.get(lost, at) <= at for lost, at in self.lost.items())
         if deaths >= self.bounds.deaths:
             raise Poisonous(
                 f"{deaths} workers died while they served this request, it is not tried again"

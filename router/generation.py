@@ -213,8 +213,8 @@ class Generation:
             return  # all tokens are there; only the account of the leg is lost
         worker = found.worker
         try:
-            alive = self._dispatcher.registry.alive - {found.key}
-            what = self._tried.failed(found.key, error, gained, bool(self._outputs), alive)
+            now, answered = time.monotonic(), self._dispatcher.registry.answered
+            what = self._tried.failed(found.key, error, gained, bool(self._outputs), now, answered)
         except Poisonous as refused:
             log.error("request %s: %s", self._request.id, refused)
             self._dispatcher.poisons.note(self._request, time.monotonic())

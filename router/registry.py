@@ -92,9 +92,9 @@ class Registry:
         return [worker for worker in known if not isinstance(worker.problem, Mismatch)]
 
     @property
-    def alive(self) -> set[str]:
-        """Boot tokens of workers that answer checks."""
-        return {worker.key for worker in self.workers if not worker.verdict.lost}
+    def answered(self) -> dict[str, float]:
+        """By boot token, when the last check began that was answered."""
+        return {worker.key: worker.asked for worker in self.workers}
 
     @property
     def stores(self) -> bool:

@@ -403,11 +403,13 @@ def test_what_follows_a_failure() -> None:
 
 def test_a_lost_connection_to_a_worker_that_lives_is_no_death() -> None:
     attempts = Attempts(Bounds(failures=9, deaths=2))
-    for key in "abcde":
-        alive = set("abcde") - {key}
-        assert attempts.failed(key, Lost("x"), 0, False, alive) is Next.SUSPECT
+    answered: dict[str, float] = {}
+    for at, key in enumerate("abcde"):  # each answers after it was lost, and never again
+        assert attempts.failed(key, Lost("x"), 0, False, at, answered) is Next.SUSPECT
+        answered[key] = at + 0.5
+    answered["e"] = 3.9
     with pytest.raises(Poisonous, match="2 workers died"):
-        attempts.failed("f", Lost("x"), 0, False, set("abcd"))
+        attempts.failed("f", Lost("x"), 0, False, 5.0, answered)
 
 
 @pytest.mark.parametrize("error", [Rejected("a", "b"), DeadlineExceeded("x"), Mismatch("a", "b")])
