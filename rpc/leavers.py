@@ -1,7 +1,8 @@
-"""Clients that leave while their status is on its way: a line for debugging, no traceback.
+"""Clients that leave while their status is on its way, and headers that are no UTF-8: a line for
+debugging, no traceback.
 
 gRPC logs each as an error of the server, with its stack, so that whoever may connect could fill the
-log. Every other error it logs stays what it is.
+log, and a token that was spoilt on its way would stand there. Every other error stays what it is.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from __future__ import annotations
 import logging
 
 GRPC = "grpc._cython.cygrpc"
+UNREADABLE = "Invalid encoding on"  # and the value
 log = logging.getLogger("kvrelay.rpc")
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
+    if str(record.msg).startswith(UNREADABLE):
+        log.debug("a header is no UTF-8")
+        return False
     # The type is not public: by name, so that a gRPC without it does no harm.
     kind = record.exc_info[0] if record.exc_info else None
     if kind is None or kind.__name__ != "ExecuteBatchError":

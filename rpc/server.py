@@ -28,6 +28,7 @@ from rpc.deadline import Deadline
 from rpc.handling import Guard
 from rpc.health import Health
 from rpc.leavers import hush
+from rpc.misnamed import tolerate
 from rpc.security import Security, installed
 from rpc.tls import Tls
 
@@ -87,6 +88,7 @@ class Server:
         security.check_listen(address)
         gate = Gate(security.credentials, max(self.options.max_calls // PARTS, 1))
         hush()
+        tolerate()
         server = grpc.aio.server(
             interceptors=(gate, Guard()),
             options=self.options.arguments(),
@@ -103,6 +105,11 @@ class Server:
         for service, (_, serving) in self._services.items():
             await self.health.set(service, serving)
         return str(bound)
+
+    async def ended(self) -> None:
+        """Wait for its end; raises what it died of."""
+        if self._server is not None:
+            await self._server.wait_for_termination()
 
     async def stop(self, grace: float = 0.0) -> None:
         """Say NOT_SERVING, take no new calls, give those under way ``grace`` seconds, close."""
@@ -133,6 +140,8 @@ async def serve_until_signal(
 ) -> int:
     """Start, print the line ``ready`` makes of the address, serve until SIGTERM or SIGINT; 0.
 
+    Whatever ends the server itself ends the process, with 1: none lives on without its port.
+
     What the process holds by then is kept from the garbage collector for good.
     Then NOT_SERVING is said, ``on_stop`` may drain until its deadline (it is cancelled there), and
     what is left of ``grace`` goes to the calls under way. A second signal stops at once.
@@ -148,7 +157,11 @@ async def serve_until_signal(
     gc.collect()
     gc.freeze()  # what there is now stays, and with torch loaded a look through it takes 0.3 s
     print(ready(await server.start()), flush=True)
-    await stopping.wait()
+    signalled, ended = map(asyncio.ensure_future, (stopping.wait(), server.ended()))
+    await asyncio.wait((signalled, ended), return_when=asyncio.FIRST_COMPLETED)
+    if ended.done():
+        log.error("the server ended by itself: %r", ended.exception())
+        return 1
     deadline = Deadline.after(grace)
     drained = asyncio.ensure_future(_drain(server, on_stop, deadline))
     hurried = asyncio.ensure_future(hurry.wait())

@@ -57,6 +57,7 @@ def http2(chance: random.Random) -> bytes:
         lambda: begun + frame(DATA, 0, 1, b"", (1 << 24) - 1) + bytes(1000),
         lambda: begun + frame(HEADERS, 0, 1, call) + frame(CONTINUATION, 0, 1, bytes(8000)) * 20,
         lambda: begun + frame(HEADERS, END_HEADERS, 1, chance.randbytes(chance.randrange(300))),
+        lambda: begun + frame(HEADERS, END_HEADERS, 1, call.replace(b"relay", b"\xff\xfe\x80ay")),
         lambda: opened + frame(WINDOW, 0, 1, bytes(4)),
         lambda: opened + frame(WINDOW, 0, 0, b"\x7f\xff\xff\xff") * 3,
         lambda: opened + frame(DATA, END_STREAM, 0, b"x"),

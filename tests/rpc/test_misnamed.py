@@ -1,0 +1,92 @@
+"""Names and headers that are no UTF-8, from anybody who can connect."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rpc import misnamed
+from rpc.channel import open_channel
+from rpc.deadline import Deadline
+from rpc.health import is_serving
+from tests.fuzz.wire import END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, frame, headers
+from tests.rpc.test_server import echo_server
+
+NAME, SPOILT = "/kvrelay.v1.Decode/XX", b"/kvrelay.v1.Decode/\xff\xfe"
+SECRET = "spoilt-secret-of-a-client-XX"
+
+
+async def status(address: str, block: bytes) -> bytes:
+    """What follows the headers of a call."""
+    host, port = address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(PREFACE + frame(SETTINGS, 0, 0))
+    writer.write(frame(HEADERS, END_HEADERS | END_STREAM, 1, block))
+    try:
+        async with asyncio.timeout(20):
+            return await reader.readuntil(b"grpc-status") + await reader.read(1000)
+    finally:
+        writer.close()
+
+
+async def test_a_name_that_is_no_text_ends_no_server() -> None:
+    server = echo_server()
+    address = await server.start()
+    for _ in range(3):
+        told = await status(address, headers(NAME, None).replace(NAME.encode(), SPOILT))
+        assert b"12" in told  # UNIMPLEMENTED
+    async with open_channel(address) as channel:
+        assert await is_serving(channel, Deadline.after(20))
+    await server.stop()
+
+
+async def test_strict_decoding_stays_strict_everywhere_else() -> None:
+    misnamed.tolerate()
+    misnamed.tolerate()
+    for decode in (lambda: b"/\xff".decode(), lambda: b"\xff".decode("ascii")):
+        with pytest.raises(UnicodeDecodeError):
+            decode()
+        with pytest.raises(UnicodeDecodeError):
+            await asyncio.to_thread(decode)
+    with pytest.raises(UnicodeEncodeError):
+        "\ud800".encode("latin-1")
+
+
+async def test_a_spoilt_token_is_in_no_log(caplog: pytest.LogCaptureFixture) -> None:
+    server = echo_server()
+    address = await server.start()
+    block = headers(NAME, SECRET).replace(b"-XX", b"-\xff\xfe")
+    with caplog.at_level(logging.DEBUG):
+        await status(address, block)
+    await server.stop()
+    assert "spoilt-secret" not in caplog.text
+    assert "ERROR" not in caplog.text
+
+
+PROGRAM = """
+import asyncio, sys
+from rpc import server
+from tests.rpc.test_server import echo_server
+server.tolerate = lambda: None
+sys.exit(asyncio.run(server.serve_until_signal(echo_server(), ready=lambda address: address)))
+"""
+
+
+def test_no_process_lives_on_without_its_server() -> None:
+    """Whatever it ended of."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        asyncio.run(status(address, headers(NAME, None).replace(NAME.encode(), SPOILT)))
+        try:
+            assert process.wait(20) == 1
+        finally:
+            process.kill()
