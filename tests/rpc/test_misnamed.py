@@ -48,11 +48,11 @@ async def test_a_name_that_is_no_text_ends_no_server() -> None:
 async def test_strict_decoding_stays_strict_everywhere_else() -> None:
     misnamed.tolerate()
     misnamed.tolerate()
-    for decode in (lambda: b"/\xff".decode(), lambda: b"\xff".decode("ascii")):
+    for raw, encoding in ((b"/\xff", "utf-8"), (b"\xff", "ascii")):
         with pytest.raises(UnicodeDecodeError):
-            decode()
+            raw.decode(encoding)
         with pytest.raises(UnicodeDecodeError):
-            await asyncio.to_thread(decode)
+            await asyncio.to_thread(raw.decode, encoding)
     with pytest.raises(UnicodeEncodeError):
         "\ud800".encode("latin-1")
 
