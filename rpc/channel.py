@@ -24,6 +24,7 @@ class ChannelOptions:
     keepalive_timeout_seconds: float = 5.0
     max_reconnect_seconds: float = 2.0
     connect_seconds: float = 3.0
+    resolve_seconds: float = 1.0  # at least, between two looks for the addresses of a name
     security: Security | None = None
 
     def arguments(self) -> list[tuple[str, int]]:
@@ -38,6 +39,9 @@ class ChannelOptions:
             # short one fails on a busy machine, where the handshake is answered late.
             ("grpc.min_reconnect_backoff_ms", round(self.connect_seconds * 1000)),
             ("grpc.max_reconnect_backoff_ms", round(self.max_reconnect_seconds * 1000)),
+            # A container that was started again has another address: by itself gRPC would look its
+            # name up again half a minute later.
+            ("grpc.dns_min_time_between_resolutions_ms", round(self.resolve_seconds * 1000)),
             ("grpc.enable_retries", 0),  # who retries decides where; gRPC cannot know
             ("grpc.enable_http_proxy", 0),  # an http_proxy in the environment is not for us
             ("grpc.service_config_disable_resolution", 1),

@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from common.errors import Unavailable
 from rpc.channel import ChannelOptions, open_channel, target
 from rpc.deadline import Deadline
 from rpc.health import is_serving
 from rpc.server import Server, ServerOptions
 from tests.failures.proxy import Faults, Proxy
+from tests.rpc.names import names
 
 
 @pytest.mark.parametrize(
@@ -48,6 +50,25 @@ async def test_a_server_that_came_back_is_found_soon() -> None:
             assert await is_serving(channel, Deadline.after(20), wait=True)
             assert time.monotonic() - begun < 5.0
     await server.stop()
+
+
+async def test_a_name_that_means_another_address_now_is_looked_up_again() -> None:
+    """A container that was replaced; gRPC by itself would ask half a minute later."""
+    server = Server(ServerOptions("127.0.0.1:0"))
+    port = (await server.start()).rpartition(":")[2]
+    async with (
+        names("127.0.0.1") as (known, at),
+        open_channel(f"dns://{at}/worker.test:{port}") as channel,
+    ):
+        assert await is_serving(channel, Deadline.after(20))
+        await server.stop()
+        with pytest.raises(Unavailable):
+            await is_serving(channel, Deadline.after(20))
+        moved = Server(ServerOptions(f"127.0.0.2:{port}"))
+        await moved.start()
+        known.host = "127.0.0.2"
+        assert await is_serving(channel, Deadline.after(15), wait=True)
+    await moved.stop()
 
 
 class Silent:
