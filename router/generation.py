@@ -72,6 +72,16 @@ class Generation:
         """Those of its prompt."""
         return len(self._request.prompt)
 
+    @property
+    def so_far(self) -> int:
+        """Tokens of its output."""
+        return len(self._outputs)
+
+    @property
+    def sampling(self) -> types_pb2.Sampling:
+        """As asked for, with the seed."""
+        return self._request.sampling
+
     def replay(self, ending: Sequence[int]) -> None:
         """Take the tokens so far in; they may have finished it, but only with the last one."""
         last = len(self._outputs) - 1

@@ -66,6 +66,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
             generation = await self._prepare(request, deadline, place)
             turn = self.gate.passed(generation.tokens, request.priority, tenant, deadline)
             async with turn, aclosing(generation.responses()) as responses:
+                await self._replay(generation, deadline, tenant)
                 place.used = generation.prompt_tokens  # who is refused before has used nothing
                 async for response in responses:
                     place.used += len(response.tokens)
@@ -117,7 +118,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         namespace = namespace_of(info, tenant)
         self.dispatcher.check_fits(request)
         place.charge(request.tokens)
-        generation = Generation(
+        return Generation(
             request,
             self.dispatcher.prefix(request, namespace),
             namespace.digest if tenant.salt else info.namespace.digest,
@@ -126,13 +127,15 @@ class RouterService(router_pb2_grpc.RouterServicer):
             self._config,
             received,
         )
-        ending = sampling_of(request.sampling, self._eos).ending_token_ids
-        if len(request.outputs) > MANY_TOKENS:
+
+    async def _replay(self, generation: Generation, deadline: Deadline, tenant: Tenant) -> None:
+        """Work of milliseconds: for those whose turn it is, not for all that come."""
+        ending = sampling_of(generation.sampling, self._eos).ending_token_ids
+        if generation.so_far > MANY_TOKENS:
             async with _in_time(deadline, "make text of the output so far"):
                 await self._prompts.turns.beside(tenant, lambda: generation.replay(ending))
         else:
             generation.replay(ending)
-        return generation
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -393,3 +393,33 @@ async def test_requests_under_way_do_not_take_every_place(monkeypatch: pytest.Mo
             worker.behaviour.step.release()
         assert ids(await small) == answer([60], 4, 1)
         await asyncio.gather(*left)
+
+
+async def test_text_of_resumed_tokens_is_made_for_those_whose_turn_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not for those that wait, or are refused: else whoever asks without end keeps it busy."""
+    worker, made = held(), list[int]()
+    replay = Generation.replay
+
+    def noting(self: Generation, ending: Sequence[int]) -> None:
+        made.append(self.so_far)
+        replay(self, ending)
+
+    monkeypatch.setattr(Generation, "replay", noting)
+    message = request(5, tokens=4)
+    message.output_token_ids.extend(answer([5], 3, 1))
+    async with running([worker], queue_tokens=5) as router:
+        calls = [router.call(request(n)) for n in range(SLOTS)]
+        await waiting(router, 0)
+        last = asyncio.ensure_future(router.generate(message))
+        await waiting(router, 1)
+        assert isinstance(await refusal(router, message, 20), Exhausted)
+        assert made == [0] * SLOTS
+        for call in calls:
+            call.cancel()
+        assert worker.behaviour.step is not None
+        for _ in range(100):
+            worker.behaviour.step.release()
+        assert ids(await last) == answer([5], 4, 1)[3:]
+        assert made == [*[0] * SLOTS, 3]
