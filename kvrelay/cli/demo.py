@@ -152,7 +152,7 @@ class Demo:
             self._say(f"   {describe(hop)}")
         what, colour = KIND[asked.source]
         first = paint(f"first token {asked.first_token * 1e3:.0f} ms", colour)
-        lost = " with the take-over" if any(hop.lost for hop in asked.hops) else ""
+        lost = "\n   (the take-over among them)" if any(hop.lost for hop in asked.hops) else ""
         gap = f"{asked.token_gap * 1e3:.1f} ms a token{lost}"
         self._say(f"   {first} (prompt {what}), then {gap}")
 
@@ -248,7 +248,8 @@ def summary(asked: Sequence[Asked]) -> str:
             "Go on with:",
             "  make up         leaves such a cluster serving; then, from another terminal:",
             '  .venv/bin/kvrelay generate --usage --chat "Where is the copper mask?" \\',
-            '      --system "The copper mask stands in Boston. The marble kite dates from 1850."',
+            "      --system \\",
+            '      "The copper mask stands in Boston. The marble kite dates from 1850."',
             "  make test       the tests, exactness among them",
         ]
     )

@@ -28,6 +28,7 @@ TARGETS = ("decode", "prefill", "store")
 TOKENS, SEED, TEMPERATURE = 320, 7, 0.7
 KILL_AT = TOKENS // 8  # what the client sees is some way behind what the worker does
 PROMPT_CHARACTERS = 2000
+LONG_PROMPT = 4500  # a prefill worker is to be met in the middle of it, in some 80 ms
 LOOK_EVERY = 0.002
 
 
@@ -101,7 +102,8 @@ def kill_demo(
 ) -> int:
     """0 if the disturbed and the undisturbed run gave the same tokens."""
     tell: Callable[[str], None] = (lambda text: None) if quiet else say
-    prompt, flow = whole_sentences(document.text[:PROMPT_CHARACTERS]), Flow(quiet)
+    characters = LONG_PROMPT if target == "prefill" else PROMPT_CHARACTERS
+    prompt, flow = whole_sentences(document.text[:characters]), Flow(quiet)
     with Client(cluster.router) as client:
         tell(introduction(prompt))
         killer = Killer(target, cluster, names, client, flow)

@@ -57,7 +57,10 @@ def test_a_killed_party_changes_no_token_of_the_demo(target: str) -> None:
     assert told["tokens"] == 320
     assert told["killed"].startswith(target)
     assert any(hop["lost"] for hop in told["hops"]) == (target != "store")
-    assert target != "decode" or told["computed_again"] > 0
+    if target == "decode":  # nothing, if the last block was just full when the blow fell
+        *_, lost, taken_over = told["hops"]
+        assert lost["lost"]
+        assert told["computed_again"] == taken_over["computed"] - 1
 
 
 def test_generate_streams_text_from_standard_input(cluster: Cluster) -> None:
