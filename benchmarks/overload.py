@@ -1,6 +1,7 @@
 """Goodput and latency under more load than a cluster can serve.
 
-    python -m benchmarks.overload [--seconds 15] [--shape llama-toy] [--unbounded]
+    python -m benchmarks.overload [--seconds 15] [--shape llama-toy] [--deadline 20]
+        [--queue-seconds 4] [--unbounded]
 
 The capacity is measured first, with a few more clients than there is room for, each of which asks
 again when it has its answer. Then requests come at random moments (Poisson), at multiples of that
@@ -30,9 +31,8 @@ from kvrelay.supervisor import Cluster
 FACTORS = (0.5, 1.0, 2.0, 3.0, 5.0)
 SLOTS = 4
 PROMPT, TOKENS = 64, 256
-DEADLINE = 20.0  # seconds a client gives its request
-QUEUE_SECONDS = 4.0
 VOCAB = 256
+PATIENT = 60.0  # seconds, while the capacity is measured
 
 
 @dataclass(slots=True)
@@ -50,12 +50,12 @@ class Tally:
         return len(self.whole) + len(self.delays) + self.late
 
 
-async def one(client: AsyncClient, chance: random.Random, tally: Tally) -> None:
+async def one(client: AsyncClient, chance: random.Random, tally: Tally, deadline: float) -> None:
     """A request with a prompt of its own."""
     prompt, begun, first = [chance.randrange(VOCAB) for _ in range(PROMPT)], time.monotonic(), None
     try:
         async for _ in client.generate(
-            timeout=DEADLINE, token_ids=prompt, max_tokens=TOKENS, temperature=0.0, ignore_eos=True
+            timeout=deadline, token_ids=prompt, max_tokens=TOKENS, temperature=0.0, ignore_eos=True
         ):
             first = first or time.monotonic() - begun
     except Exhausted as refused:
@@ -73,7 +73,7 @@ async def closed(address: str, chance: random.Random, clients: int, seconds: flo
 
     async def ask(client: AsyncClient) -> None:
         while time.monotonic() < until:
-            await one(client, chance, tally)
+            await one(client, chance, tally, PATIENT)
 
     begun = time.monotonic()
     async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
@@ -83,7 +83,7 @@ async def closed(address: str, chance: random.Random, clients: int, seconds: flo
 
 
 async def open_load(
-    address: str, chance: random.Random, rate: float, seconds: float
+    address: str, chance: random.Random, rate: float, seconds: float, deadline: float
 ) -> tuple[Tally, float]:
     """Requests that come at ``rate`` a second; what became of them, and how long that took."""
     tally, begun = Tally(), time.monotonic()
@@ -91,7 +91,7 @@ async def open_load(
         due = begun
         while (due := due + chance.expovariate(rate)) < begun + seconds:
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            group.create_task(one(client, chance, tally))
+            group.create_task(one(client, chance, tally, deadline))
         busy_until = time.monotonic()
     # What is still under way when the load ends was made by it, and so is the time it takes.
     return tally, max(seconds, time.monotonic() - begun) if tally.whole else busy_until - begun
@@ -121,7 +121,7 @@ HEAD = (
 )  # fmt: skip
 
 
-async def measure(address: str, seconds: float, seed: int) -> None:
+async def measure(address: str, seconds: float, seed: int, deadline: float) -> None:
     """Print the table."""
     chance, peak = random.Random(seed), 0.0
     await closed(address, chance, SLOTS, 3.0)  # warms up
@@ -129,7 +129,7 @@ async def measure(address: str, seconds: float, seed: int) -> None:
     print(f"capacity: {rate:.1f} requests/s, {rate * TOKENS:,.0f} tokens/s; seed {seed}\n")
     print("| " + " | ".join(HEAD) + " |\n|" + "--:|" * len(HEAD))
     for factor in FACTORS:
-        tally, took = await open_load(address, chance, factor * rate, seconds)
+        tally, took = await open_load(address, chance, factor * rate, seconds, deadline)
         line, goodput = row(factor, tally, took, peak)
         peak = max(peak, goodput)
         print(line, flush=True)
@@ -140,10 +140,12 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overload", description=__doc__)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each load")
     parser.add_argument("--shape", default="llama-toy", help="of the model, random weights")
+    parser.add_argument("--deadline", type=float, default=20.0, help="seconds of each request")
+    parser.add_argument("--queue-seconds", type=float, default=4.0, help="of the router")
     parser.add_argument("--unbounded", action="store_true", help="a queue without a bound")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)
-    queue = (1 << 40, 1e6) if options.unbounded else (262_144, QUEUE_SECONDS)
+    queue = (1 << 40, 1e6) if options.unbounded else (262_144, options.queue_seconds)
     os.environ["KVRELAY_QUEUE_TOKENS"], os.environ["KVRELAY_QUEUE_SECONDS"] = map(str, queue)
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(options.shape, Path(folder) / options.shape, "float32")
@@ -151,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
             model=str(model), prefill=0, decode=1, port=0, max_num_seqs=SLOTS, threads=1
         )
         with Cluster(config) as cluster:
-            asyncio.run(measure(cluster.router, options.seconds, options.seed))
+            asyncio.run(measure(cluster.router, options.seconds, options.seed, options.deadline))
     return 0
 
 

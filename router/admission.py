@@ -16,6 +16,7 @@ from router.fair import FairQueue, Waiting
 from router.runs import Runs
 
 UNKNOWN_SECONDS = 1.0  # to wait where no rate is known
+SURE = 1.5  # times as long as usual: by then most have ended, and one that has not was in vain
 SHORTEST, LONGEST = 0.05, 60.0  # seconds that somebody is told to wait
 
 
@@ -69,7 +70,7 @@ class Admission:
             self._queue.forgive()
             self._runs.begin(one.key, one.tokens)
             return Step(go=(one.key,))
-        estimate, takes = self._estimate(one), self._runs.expected(one.tokens)
+        estimate, takes = self._estimate(one), self._takes(one)
         allowed = max(0.0, min(one.until - now - takes, self._queue_seconds))
         if estimate > allowed:
             raise self._refuse(
@@ -130,7 +131,7 @@ class Admission:
     def _go(self, now: float) -> Step:
         gone, late = [], []
         while len(self._runs) < self.slots and (one := self._queue.first) is not None:
-            if len(self._queue) > 1 and now + self._runs.expected(one.tokens) > one.until:
+            if len(self._queue) > 1 and now + self._takes(one) > one.until:
                 self._queue.remove(one.key)  # others can use its place
                 late.append((one.key, self._late(one, now)))
                 continue
@@ -140,9 +141,12 @@ class Admission:
         return Step(tuple(gone), tuple(late))
 
     def _late(self, one: Waiting, now: float) -> Exhausted:
-        left, takes = max(0.0, one.until - now), self._runs.expected(one.tokens)
+        left, takes = max(0.0, one.until - now), self._takes(one)
         why = f"its turn came {left:.1f} s before its deadline, and it would take {takes:.1f} s"
         return self._refuse("too_late", why, self._later(one, now))
+
+    def _takes(self, one: Waiting) -> float:
+        return SURE * self._runs.expected(one.tokens)
 
     def _estimate(self, one: Waiting) -> float:
         """Seconds; whoever is next waits for half the time between two that leave the queue."""
