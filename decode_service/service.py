@@ -31,6 +31,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         handoff = Handoff(
             request.handoff_tokens, request.handoff_last_name, request.handoff_signature
         )
+        await context.send_initial_metadata(())  # the leg has arrived
         async with self._worker.run(types_pb2.ROLE_DECODE, request.leg, handoff) as batches:
             async for batch in batches:
                 yield self._response(batch, request.leg)

@@ -13,9 +13,11 @@ from common.errors import Unavailable
 from kvrelay.access import Access, accessing
 from kvrelay.ask import Ask, check_open, message_of, seconds_of
 from kvrelay.piece import Completion, Piece, Received, whole
+from kvrelay.pulse import Pulse
 from protos import router_pb2, router_pb2_grpc
 from rpc.address import DEFAULT_ROUTER
 from rpc.channel import ChannelOptions, open_channel
+from rpc.health import answers
 from rpc.message import received
 from rpc.status import from_rpc_error
 
@@ -28,29 +30,50 @@ Call: TypeAlias = (
 class AsyncStream(AsyncIterator[Piece]):
     """An answer under way. ``aclose``, ``async with``, or dropping it cancels the work."""
 
-    def __init__(self, request: router_pb2.GenerateRequest, call: Call) -> None:
+    def __init__(self, request: router_pb2.GenerateRequest, call: Call, pulse: Pulse) -> None:
         self._call = call
+        self._pulse = pulse
         self._messages = aiter(call)
         self._received = Received(request)
         self._closed = False
+        self._lost: Unavailable | None = None
 
     async def __anext__(self) -> Piece:
         """Raises a ``KvrelayError`` when the answer cannot be gone on with."""
         if self._closed:
             raise StopAsyncIteration
         try:
-            return self._received.take(received(await anext(self._messages), "the router"))
+            message = received(await anext(self._messages), "the router")
         except grpc.RpcError as error:
             if self._received.ended:
                 raise StopAsyncIteration from None
-            raise from_rpc_error(error) from error
+            raise self._lost or from_rpc_error(error) from error
         except asyncio.CancelledError:  # of this task, or only of the call under it
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             if self._closed:
                 raise StopAsyncIteration from None
-            raise Unavailable("the client was closed while the answer was under way") from None
+            raise self._lost or Unavailable(
+                "the client was closed while the answer was under way"
+            ) from None
+        self._pulse.hear()
+        return self._received.take(message)
+
+    @property
+    def open(self) -> bool:
+        """Whether more may come."""
+        return self._lost is None and not self._call.done()
+
+    @property
+    def transit(self) -> int:
+        """Bytes of the request that may still be under way."""
+        return self._received.unanswered
+
+    def give_up(self, error: Unavailable) -> None:
+        """The router is silent."""
+        self._lost = error
+        self._call.cancel()
 
     def cancel(self) -> None:
         """Cancel what is under way; without effect on an answer that has ended."""
@@ -97,6 +120,8 @@ class AsyncClient:
         chosen = accessing(options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES), access)
         self._channel = open_channel(address, chosen)
         self._stub = router_pb2_grpc.RouterStub(self._channel)
+        self._pulse = Pulse()
+        self._watching: asyncio.Task[None] | None = None
         self._closed = False
 
     def generate(self, timeout: float | None = None, **ask: Unpack[Ask]) -> AsyncStream:
@@ -128,6 +153,8 @@ class AsyncClient:
     async def close(self) -> None:
         """Close the connection; streams under way are cancelled."""
         self._closed = True
+        if self._watching is not None:
+            self._watching.cancel()
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -143,4 +170,17 @@ class AsyncClient:
 
     def _start(self, request: router_pb2.GenerateRequest, timeout: float | None) -> AsyncStream:
         check_open(self._closed)
-        return AsyncStream(request, self._stub.Generate(request, timeout=seconds_of(timeout)))
+        call = self._stub.Generate(request, timeout=seconds_of(timeout))
+        stream = AsyncStream(request, call, self._pulse)
+        if self._pulse.begin(stream):
+            watching = _watch(self._pulse, self._channel)
+            self._watching = asyncio.get_running_loop().create_task(watching)
+        return stream
+
+
+async def _watch(pulse: Pulse, channel: grpc.aio.Channel) -> None:
+    answered = False
+    while (step := pulse.next(answered)) is not None:
+        answered = step.ask and await answers(channel, step.seconds)
+        if not step.ask:
+            await asyncio.sleep(step.seconds)

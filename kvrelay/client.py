@@ -11,19 +11,24 @@ Errors are those of ``common.errors``. ``kvrelay.aio`` is the same for asyncio.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Protocol, Self, Unpack
 
 import grpc
 
+from common.errors import Unavailable
 from kvrelay.access import Access, accessing
 from kvrelay.aio import MAX_MESSAGE_BYTES, AsyncClient, AsyncStream
 from kvrelay.ask import Ask, check_open, message_of, seconds_of
 from kvrelay.piece import Completion, Piece, Received, whole
+from kvrelay.pulse import Pulse
 from protos import router_pb2, router_pb2_grpc
 from rpc.address import DEFAULT_ROUTER
 from rpc.channel import ChannelOptions, open_sync_channel
+from rpc.health import sync_answers
 from rpc.status import from_rpc_error
 
 __all__ = ["AsyncClient", "AsyncStream", "Client", "Completion", "Piece", "Stream"]
@@ -36,25 +41,46 @@ class _Call(Protocol):
 
     def cancel(self) -> object: ...
 
+    def is_active(self) -> bool: ...
+
 
 class Stream(Iterator[Piece]):
     """An answer under way, for one thread. Closing it, or dropping it, cancels the work."""
 
-    def __init__(self, request: router_pb2.GenerateRequest, call: _Call) -> None:
+    def __init__(self, request: router_pb2.GenerateRequest, call: _Call, pulse: Pulse) -> None:
         self._call = call
+        self._pulse = pulse
         self._received = Received(request)
         self._closed = False
+        self._lost: Unavailable | None = None
 
     def __next__(self) -> Piece:
         """Raises a ``KvrelayError`` when the answer cannot be gone on with."""
         if self._closed:
             raise StopIteration
         try:
-            return self._received.take(next(self._call))
+            message = next(self._call)
         except grpc.RpcError as error:
             if self._closed or self._received.ended:  # by another thread, or a signal handler
                 raise StopIteration from None
-            raise from_rpc_error(error) from error
+            raise self._lost or from_rpc_error(error) from error
+        self._pulse.hear()
+        return self._received.take(message)
+
+    @property
+    def open(self) -> bool:
+        """Whether more may come."""
+        return self._lost is None and self._call.is_active()
+
+    @property
+    def transit(self) -> int:
+        """Bytes of the request that may still be under way."""
+        return self._received.unanswered
+
+    def give_up(self, error: Unavailable) -> None:
+        """The router is silent."""
+        self._lost = error
+        self._call.cancel()
 
     def close(self) -> None:
         """Cancel what is under way; without effect on an answer that has ended."""
@@ -96,7 +122,8 @@ class Client:
         chosen = accessing(options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES), access)
         self._channel = open_sync_channel(address, chosen)
         self._stub = router_pb2_grpc.RouterStub(self._channel)
-        self._closed = False
+        self._pulse = Pulse()
+        self._left = threading.Event()
 
     def generate(self, timeout: float | None = None, **ask: Unpack[Ask]) -> Stream:
         """Ask; the pieces come as they are made. ``timeout`` in seconds is for the whole answer.
@@ -124,7 +151,7 @@ class Client:
 
     def fleet(self, timeout: float = 10.0) -> router_pb2.ListWorkersResponse:
         """The workers and the requests that wait for them."""
-        check_open(self._closed)
+        check_open(self._left.is_set())
         try:
             return self._stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=timeout)
         except grpc.RpcError as error:
@@ -132,7 +159,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; streams under way are cancelled."""
-        self._closed = True
+        self._left.set()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -147,5 +174,19 @@ class Client:
         self.close()
 
     def _start(self, request: router_pb2.GenerateRequest, timeout: float | None) -> Stream:
-        check_open(self._closed)
-        return Stream(request, self._stub.Generate(request, timeout=seconds_of(timeout)))
+        check_open(self._left.is_set())
+        call = self._stub.Generate(request, timeout=seconds_of(timeout))
+        stream = Stream(request, call, self._pulse)
+        if self._pulse.begin(stream):
+            watched = (self._pulse, self._channel, self._left)
+            threading.Thread(target=_watch, args=watched, name="pulse", daemon=True).start()
+        return stream
+
+
+def _watch(pulse: Pulse, channel: grpc.Channel, left: threading.Event) -> None:
+    answered = False
+    while (step := pulse.next(answered)) is not None and not left.is_set():
+        with suppress(ValueError):  # of a channel that was closed meanwhile
+            answered = step.ask and sync_answers(channel, step.seconds)
+        if not step.ask:
+            left.wait(step.seconds)

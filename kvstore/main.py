@@ -19,7 +19,6 @@ from kvstore.server.service import NAME, StoreService, register
 from kvstore.server.vault import Vault
 from rpc import process, security
 from rpc.deadline import Deadline
-from rpc.keepalive import BULK_PING_SECONDS
 from rpc.server import Server, ServerOptions, serve_until_signal
 
 log = logging.getLogger("kvrelay.store")
@@ -51,7 +50,7 @@ async def serve(config: StoreConfig) -> int:
     lanes = Lanes(vault, offered)
     service = StoreService(vault, lanes.ways, disk=disk)
     address = f"{config.host}:{config.port}"
-    server = Server(ServerOptions(address, keepalive_timeout_seconds=BULK_PING_SECONDS))
+    server = Server(ServerOptions(address))
     server.add(NAME, lambda bare: register(service, bare))
 
     def ready(bound: str) -> str:

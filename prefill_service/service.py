@@ -28,6 +28,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
     async def Prefill(
         self, request: prefill_pb2.PrefillRequest, context: Context
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse]:
+        await context.send_initial_metadata(())  # the leg has arrived
         async with self._worker.run(types_pb2.ROLE_PREFILL, request.leg) as batches:
             async for batch in batches:
                 for update in batch:

@@ -20,6 +20,10 @@ from rpc.message import received
 from rpc.status import from_rpc_error, told_by_peer
 
 Messages: TypeAlias = AsyncIterator[prefill_pb2.PrefillResponse]
+Sent: TypeAlias = (
+    "grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]"
+    " | grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]"
+)
 UNFINISHED = types_pb2.FINISH_REASON_UNSPECIFIED
 
 
@@ -100,6 +104,7 @@ async def _prefill(
     messages = aiter(call)
     stay.begin(call)
     try:
+        await _arrival(worker, stay, call, request.ByteSize())
         response = await _next(worker, stay, messages)
         if response is not None and response.HasField("first_token"):
             first = response.first_token
@@ -121,6 +126,12 @@ async def _handoff(worker: KnownWorker, stay: Stay, messages: Messages, seconds:
         return Event()
     end = response.handoff
     return Event(usage=end.usage, handoff=Handoff(end.tokens, end.last_name, end.signature))
+
+
+async def _arrival(worker: KnownWorker, stay: Stay, call: Sent, size: int) -> None:
+    """Until the worker has the leg; workers say so with their headers."""
+    with worker.sending(size), stay.reading():
+        await call.initial_metadata()
 
 
 async def _next(
@@ -149,6 +160,7 @@ async def _decode(
     call = worker.decode.Decode(request, timeout=deadline.remaining())
     stay.begin(call)
     try:
+        await _arrival(worker, stay, call, request.ByteSize())
         with stay.reading():
             async for message in call:
                 worker.hear()

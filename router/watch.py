@@ -4,7 +4,8 @@ Every check asks ``GetLoad``, whose boot token shows a restart between two check
 ``grpc.health.v1`` and ``GetInfo`` too. A worker is silent when no answer, and no token of any leg,
 came for the time allowed. That time is counted in turns of this process's own loop: while the
 router itself does not run, nobody is suspected. A worker that answers slowly, because it is busy,
-is given more time: to take its work away would make others slow.
+is given more time: to take its work away would make others slow. So is one to which a long prompt
+is under way: on a slow network the question waits behind it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Watcher:
     def silence(self) -> float:
         """Seconds that this worker may take now."""
         configured = self._pace.silence
-        return min(max(configured, PATIENCE * self._slowest), MOST_PATIENCE * configured)
+        patience = min(max(configured, PATIENCE * self._slowest), MOST_PATIENCE * configured)
+        return patience + self._worker.transit
 
     def hurry(self) -> None:
         """Check now."""
@@ -116,7 +118,8 @@ class Watcher:
         raise DeadlineExceeded(f"it was silent for {silence:.2g} s")
 
     async def _check(self) -> Verdict:
-        worker, deadline = self._worker, Deadline.after(LONGEST_CHECK_SECONDS)
+        worker = self._worker
+        deadline = Deadline.after(LONGEST_CHECK_SECONDS + worker.transit)
         whole, serving = self._checks % WHOLE_EVERY == 0, True
         try:
             answer = await worker.control.GetLoad(

@@ -23,6 +23,7 @@ from router.life import UNASKED, State, Verdict
 from router.policy import Candidate
 from router.stay import Stay
 from rpc.channel import ChannelOptions, open_channel
+from rpc.keepalive import SLOWEST
 from rpc.roles import Role
 
 
@@ -45,6 +46,7 @@ class KnownWorker:
         self.idle.set()
         self._stays: set[Stay] = set()
         self._tokens = 0  # of all stays
+        self._under_way = 0  # bytes of legs that have not arrived there yet
         self.info = None
         self.load = worker_pb2.WorkerLoad()
 
@@ -93,6 +95,20 @@ class KnownWorker:
     def fits(self, positions: int) -> bool:
         """Whether a request that needs so many could ever run there."""
         return self.candidate().fits(positions)
+
+    @property
+    def transit(self) -> float:
+        """Seconds that what is under way to it may take; whatever is said after it waits for it."""
+        return self._under_way / SLOWEST
+
+    @contextmanager
+    def sending(self, size: int) -> Iterator[None]:
+        """A leg of so many bytes is under way to it."""
+        self._under_way += size
+        try:
+            yield
+        finally:
+            self._under_way -= size
 
     def hear(self) -> None:
         """A message came: it is alive, whatever a check says."""

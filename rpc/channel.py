@@ -21,7 +21,8 @@ class ChannelOptions:
 
     max_message_bytes: int = 8 * MIB
     keepalive_seconds: float = 10.0
-    keepalive_timeout_seconds: float = 5.0
+    keepalive_timeout_seconds: float = 20.0
+    ping_seconds: float = keepalive.PING_SECONDS
     max_reconnect_seconds: float = 2.0
     connect_seconds: float = 3.0
     resolve_seconds: float = 1.0  # at least, between two looks for the addresses of a name
@@ -32,7 +33,9 @@ class ChannelOptions:
         return [
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_send_message_length", self.max_message_bytes),
-            *keepalive.arguments(self.keepalive_seconds, self.keepalive_timeout_seconds),
+            *keepalive.arguments(
+                self.keepalive_seconds, self.keepalive_timeout_seconds, self.ping_seconds
+            ),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
             # Its name misleads: this is how long one attempt may take, not a wait between two. A

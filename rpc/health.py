@@ -5,9 +5,11 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from common.errors import DeadlineExceeded
 from rpc.deadline import Deadline
 from rpc.status import from_rpc_error
 
+_CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -31,12 +33,32 @@ class Health:
         await self._servicer.enter_graceful_shutdown()
 
 
+async def answers(channel: grpc.aio.Channel, seconds: float) -> bool:
+    """Whether anything came of asking in so many seconds, be it an error."""
+    ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_CHECK)
+    try:
+        await ask(b"", timeout=seconds)
+    except grpc.RpcError as error:
+        return not isinstance(from_rpc_error(error), DeadlineExceeded)
+    return True
+
+
+def sync_answers(channel: grpc.Channel, seconds: float) -> bool:
+    """The same for code without an event loop."""
+    ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_CHECK)
+    try:
+        ask(b"", timeout=seconds)
+    except grpc.RpcError as error:
+        return not isinstance(from_rpc_error(error), DeadlineExceeded)
+    return True
+
+
 async def is_serving(
     channel: grpc.aio.Channel, deadline: Deadline, service: str = "", *, wait: bool = False
 ) -> bool:
     """Ask once; ``wait`` for a connection until the deadline. Raises ``KvrelayError``."""
     check = channel.unary_unary(
-        "/grpc.health.v1.Health/Check",
+        _CHECK,
         request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
         response_deserializer=health_pb2.HealthCheckResponse.FromString,
     )

@@ -47,8 +47,9 @@ class ServerOptions:
     max_connections: int = 2048  # each may have some hundred KiB read before they are understood
     max_concurrent_streams: int = 1024  # of one connection
     max_calls: int = CALLS  # of all of them; one more is told to retry
-    keepalive_seconds: float = 20.0
-    keepalive_timeout_seconds: float = 10.0
+    keepalive_seconds: float = 15.0
+    keepalive_timeout_seconds: float = 15.0
+    ping_seconds: float = keepalive.PING_SECONDS
     security: Security | None = None
 
     def arguments(self) -> list[tuple[str, int]]:
@@ -59,7 +60,9 @@ class ServerOptions:
             ("grpc.max_send_message_length", self.max_message_bytes),
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.max_concurrent_streams", self.max_concurrent_streams),
-            *keepalive.arguments(self.keepalive_seconds, self.keepalive_timeout_seconds),
+            *keepalive.arguments(
+                self.keepalive_seconds, self.keepalive_timeout_seconds, self.ping_seconds
+            ),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 1000),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),

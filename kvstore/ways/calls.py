@@ -15,7 +15,6 @@ from common.errors import Unavailable
 from protos import kvstore_pb2 as pb
 from rpc.channel import ChannelOptions, open_sync_channel
 from rpc.deadline import Deadline
-from rpc.keepalive import BULK_PING_SECONDS
 from rpc.status import from_rpc_error
 
 _READ_IN_PLACE = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
@@ -46,9 +45,7 @@ class Calls:
     """One channel. Connects when first used and again whenever it must."""
 
     def __init__(self, address: str) -> None:
-        self._channel = open_sync_channel(
-            address, _Options(keepalive_timeout_seconds=BULK_PING_SECONDS)
-        )
+        self._channel = open_sync_channel(address, _Options())
         unary = self._channel.unary_unary
         self.lookup = unary(
             PATH + "Lookup", pb.LookupRequest.SerializeToString, pb.LookupResponse.FromString

@@ -229,6 +229,7 @@ class FakeWorker(
         request: prefill_pb2.PrefillRequest,
         context: Context[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse],
     ) -> AsyncGenerator[prefill_pb2.PrefillResponse]:
+        await context.send_initial_metadata(())  # as the real ones
         leg = request.leg
         self.time_left.append(context.time_remaining())
         async for token, finish in self._tokens(leg, 1):
@@ -251,6 +252,7 @@ class FakeWorker(
         request: decode_pb2.DecodeRequest,
         context: Context[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse],
     ) -> AsyncGenerator[decode_pb2.DecodeResponse]:
+        await context.send_initial_metadata(())  # as the real ones
         leg, made = request.leg, 0
         self.time_left.append(context.time_remaining())
         self.handoffs.append((request.handoff_tokens, request.handoff_last_name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import ExitStack
 from typing import Literal, TypedDict
 
 import pytest
@@ -22,6 +23,7 @@ from router.attempts import WELL_SERVED, Attempts, Bounds, Next, Poisonous
 from router.budget import Bucket
 from router.life import READY, State, of_answer, of_failure
 from router.loss import Lost, Silent
+from tests.failures.proxy import Faults, Proxy
 from tests.router.fakes import (
     Behaviour,
     FakeWorker,
@@ -458,3 +460,26 @@ async def test_a_check_that_goes_wrong_in_a_strange_way_is_not_the_last_one(how:
         await router.settled(used=0)
         spoilt.how = ""
         await router.settled(used=1)
+
+
+async def test_a_long_leg_on_a_slow_way_is_no_silence() -> None:
+    """Checks wait behind it, until it has arrived."""
+    prompt, step = [10 + index % 300 for index in range(80_000)], asyncio.Semaphore(2)
+    ask = request(4)
+    ask.token_ids.ids[:] = prompt
+    does, large = Behaviour(step=step), {"max_model_len": 1 << 20, "num_blocks": 1 << 20}
+    workers = [decode_worker(boot, behaviour=does, **large) for boot in ("d0", "d1")]
+    with ExitStack() as stack:
+        for worker in workers:
+            proxy = stack.enter_context(Proxy(await worker.start()))
+            proxy.up.faults = Faults(rate=100_000)
+            worker.address = proxy.address
+        async with running(workers, disaggregate="never", **FAST) as router:
+            call = aiter(router.call(ask, 60))
+            seen = await first(call, 2)
+            assert all(worker.transit == 0 for worker in router.registry.workers)
+            step.release()
+            step.release()
+            seen += await rest(call)
+    assert sum(len(worker.legs) for worker in workers) == 1
+    assert seen == answer(prompt, 4, 5)

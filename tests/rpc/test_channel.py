@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import sys
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import grpc
 import pytest
@@ -99,9 +103,9 @@ async def test_a_connection_that_fell_silent_is_given_up(notices: str) -> None:
     """By keepalive, long before the deadline of the call."""
     service = Silent()
     mine, theirs = (QUICK, NEVER) if notices == "client" else (NEVER, QUICK)
-    server = Server(ServerOptions(keepalive_seconds=theirs, keepalive_timeout_seconds=theirs))
+    server = Server(ServerOptions(keepalive_seconds=theirs, ping_seconds=theirs))
     server.add("a.S", service.register)
-    options = ChannelOptions(keepalive_seconds=mine, keepalive_timeout_seconds=mine)
+    options = ChannelOptions(keepalive_seconds=mine, ping_seconds=mine)
     with Proxy(await server.start()) as proxy:
         async with open_channel(proxy.address, options) as channel:
             ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/a.S/One")
@@ -116,3 +120,40 @@ async def test_a_connection_that_fell_silent_is_given_up(notices: str) -> None:
             else:
                 await asyncio.wait_for(service.left.acquire(), 30)
     await server.stop()
+
+
+async def test_a_slow_upload_is_no_silence() -> None:
+    """Pings wait behind it, for longer than a kernel may take to confirm anything."""
+    service = Silent()
+    server = Server(ServerOptions(keepalive_seconds=QUICK, keepalive_timeout_seconds=QUICK))
+    server.add("a.S", service.register)
+    options = ChannelOptions(keepalive_seconds=QUICK, keepalive_timeout_seconds=QUICK)
+    with Proxy(await server.start()) as proxy:
+        async with open_channel(proxy.address, options) as channel:
+            ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/a.S/One")
+            proxy.up.faults = Faults(rate=400_000)
+            call = ask(bytes(2_000_000), timeout=40)
+            assert await call.read() == b"x"
+            call.cancel()
+    await server.stop()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what gRPC sets there is an option of Linux")
+async def test_a_machine_that_died_is_noticed_by_the_kernel() -> None:
+    """Which is told how long what was sent may go unconfirmed, whatever a ping may take."""
+    server = Server(ServerOptions(keepalive_timeout_seconds=7.0))
+    async with open_channel(
+        await server.start(), ChannelOptions(keepalive_timeout_seconds=3.0)
+    ) as channel:
+        assert await is_serving(channel, Deadline.after(20))
+        assert {3000, 7000} <= user_timeouts()
+    await server.stop()
+
+
+def user_timeouts() -> set[int]:
+    """Of all TCP sockets of this process, in milliseconds."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:
+            found.add(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+    return found
