@@ -52,7 +52,7 @@ class AsyncStream(AsyncIterator[Piece]):
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            if self._closed:
+            if self._closed or self._received.ended:
                 raise StopAsyncIteration from None
             raise self._lost or Unavailable(
                 "the client was closed while the answer was under way"

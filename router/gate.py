@@ -103,8 +103,6 @@ class Gate:
     async def _turn(self, one: Waiting, turn: asyncio.Future[None], deadline: Deadline) -> None:
         waiting = deadline.earlier(PATIENCE * self._queue_seconds)
         try:
-            # Not wait_for, which up to Python 3.11 loses the cancellation of who leaves as its
-            # turn comes.
             async with asyncio.timeout(waiting.remaining()):
                 await turn
         except TimeoutError as error:

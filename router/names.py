@@ -83,7 +83,8 @@ class Names:
             asked = loop.run_in_executor(
                 self._threads, self._resolve, target.host, target.port or 0
             )
-            known.addresses = tuple(sorted(set(await asyncio.wait_for(asked, LOOKUP_SECONDS))))
+            async with asyncio.timeout(LOOKUP_SECONDS):
+                known.addresses = tuple(sorted(set(await asked)))
             known.problem = ""
         except (OSError, UnicodeError) as error:  # TimeoutError among them
             problem = str(error) or "no answer in time"

@@ -106,7 +106,8 @@ class Registry:
         while not enough():
             changed = self._changed
             try:
-                await asyncio.wait_for(changed.wait(), deadline.remaining())
+                async with asyncio.timeout(deadline.remaining()):
+                    await changed.wait()
             except TimeoutError:
                 return enough()
         return True

@@ -81,7 +81,8 @@ class Watcher:
             self._hurry.clear()
             self._judge(self._worker, await self._verdict())
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), self._pace.interval)
+                async with asyncio.timeout(self._pace.interval):
+                    await self._hurry.wait()
 
     async def _verdict(self) -> Verdict:
         begun = time.monotonic()

@@ -184,7 +184,8 @@ async def _drain(
     await server.health.leave()
     try:
         if on_stop is not None:
-            await asyncio.wait_for(on_stop(deadline), deadline.remaining())
+            async with asyncio.timeout(deadline.remaining()):
+                await on_stop(deadline)
     except TimeoutError:
         log.warning("not drained in time: the calls under way are cut")
     finally:

@@ -94,7 +94,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         deadline = Deadline.from_context(context, AUDIT_SECONDS, AUDIT_SECONDS)
         future = asyncio.wrap_future(self._worker.engine.audit())
         with _in_time("to audit: the step under way takes longer"):
-            findings = await asyncio.wait_for(future, deadline.remaining())
+            async with asyncio.timeout(deadline.remaining()):
+                findings = await future
         return worker_pb2.AuditResponse(
             findings=[
                 worker_pb2.Finding(

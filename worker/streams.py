@@ -89,10 +89,12 @@ class Streams:
         """
         self._leaving = True
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), _most_of(deadline))
+            async with asyncio.timeout(_most_of(deadline)):
+                await self._idle.wait()
         for queue in self._queues.values():
             queue.put_nowait(Failed(Draining("this worker is draining: go on elsewhere")))
-        await asyncio.wait_for(self._idle.wait(), deadline.remaining())
+        async with asyncio.timeout(deadline.remaining()):
+            await self._idle.wait()
 
     @asynccontextmanager
     async def emptied(self, deadline: Deadline) -> AsyncGenerator[None]:
@@ -103,7 +105,8 @@ class Streams:
         """
         self._emptying = True
         try:
-            await asyncio.wait_for(self._idle.wait(), _most_of(deadline))
+            async with asyncio.timeout(_most_of(deadline)):
+                await self._idle.wait()
             if self._leaving:
                 raise Draining("this worker is leaving")
             yield

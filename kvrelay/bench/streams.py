@@ -84,7 +84,8 @@ async def _burst(door: Door, address: str, prompts: Sequence[Sequence[int]], cou
 
 async def _connect(door: Door, channel: grpc.aio.Channel) -> bytes:
     """Opens the connection before any clock runs; the namespace of a worker."""
-    await asyncio.wait_for(channel.channel_ready(), 30)
+    async with asyncio.timeout(30):
+        await channel.channel_ready()
     if door == "router":
         return b""
     stub = worker_pb2_grpc.WorkerStub(channel)

@@ -25,7 +25,8 @@ class Changes:
         """Until the next change, at most so long."""
         self.listen()
         try:
-            await asyncio.wait_for(self._next.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._next.wait()
         except TimeoutError:
             return
 

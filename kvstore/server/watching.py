@@ -96,7 +96,8 @@ class Watching:
     async def _write(self, context: Writer, message: pb.WatchResponse) -> None:
         message.boot = self._vault.boot
         try:
-            await asyncio.wait_for(context.write(message), self._pace.stuck)
+            async with asyncio.timeout(self._pace.stuck):
+                await context.write(message)
         except TimeoutError as error:
             reason = f"nothing was read from this watch for {self._pace.stuck} s: watch anew"
             raise Exhausted(reason, 1.0) from error

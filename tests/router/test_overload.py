@@ -103,6 +103,24 @@ async def test_a_client_that_leaves_the_queue_leaves_at_once() -> None:
         assert ids([response async for response in later]) == answer([50], 4, 1)
 
 
+async def test_a_client_that_leaves_as_its_turn_comes() -> None:
+    """In the same turn of the event loop: the slot is not lost to a request that nobody awaits."""
+    async with running([held()]) as router:
+        gate = router.service.gate
+
+        async def stay() -> None:
+            async with gate.passed(4, 0, Tenant(), Deadline.after(60)):
+                await asyncio.Event().wait()
+
+        task = asyncio.ensure_future(stay())
+        await asyncio.sleep(0)
+        assert gate.status(0).running == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(task, 5)
+        assert gate.status(0).running == 0
+
+
 async def test_priorities_order_those_that_wait() -> None:
     worker = held()
     async with running([worker]) as router:
