@@ -122,16 +122,25 @@ async def test_a_connection_that_fell_silent_is_given_up(notices: str) -> None:
     await server.stop()
 
 
+@pytest.mark.parametrize("made", [ChannelOptions(), ServerOptions()], ids=["client", "server"])
+def test_a_ping_has_a_minute(made: ChannelOptions | ServerOptions) -> None:
+    """A dead machine is noticed sooner, but not by that."""
+    arguments = dict(made.arguments())
+    assert arguments["grpc.http2.ping_timeout_ms"] == 60_000
+    assert arguments["grpc.keepalive_timeout_ms"] <= 20_000
+
+
+@pytest.mark.slow
 async def test_a_slow_upload_is_no_silence() -> None:
     """Pings wait behind it, for longer than a kernel may take to confirm anything."""
-    service = Silent()
-    server = Server(ServerOptions(keepalive_seconds=QUICK, keepalive_timeout_seconds=QUICK))
+    service, seconds = Silent(), 4.0
+    server = Server(ServerOptions(keepalive_seconds=QUICK, keepalive_timeout_seconds=seconds))
     server.add("a.S", service.register)
-    options = ChannelOptions(keepalive_seconds=QUICK, keepalive_timeout_seconds=QUICK)
+    options = ChannelOptions(keepalive_seconds=QUICK, keepalive_timeout_seconds=seconds)
     with Proxy(await server.start()) as proxy:
         async with open_channel(proxy.address, options) as channel:
             ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/a.S/One")
-            proxy.up.faults = Faults(rate=400_000)
+            proxy.up.faults = Faults(rate=200_000)
             call = ask(bytes(2_000_000), timeout=40)
             assert await call.read() == b"x"
             call.cancel()
