@@ -19,6 +19,7 @@ from kvrelay.aio import AsyncStream
 from kvrelay.ask import Ask, message_of
 from kvrelay.client import Stream
 from kvrelay.piece import Piece, whole
+from kvrelay.pulse import Pulse
 from protos import router_pb2, types_pb2
 from tests.router.fakes import (
     LENGTH,
@@ -178,13 +179,16 @@ class BreaksAfterItsEnd:
     def done(self) -> bool:
         return True
 
+    def is_active(self) -> bool:
+        return False
+
 
 async def test_an_answer_is_whole_with_its_last_message() -> None:
     """Resumed after it, what was held back to the end would come a second time."""
     request = router_pb2.GenerateRequest(prompt="x", max_tokens=1)
-    stream = Stream(request, BreaksAfterItsEnd())
+    stream = Stream(request, BreaksAfterItsEnd(), Pulse())
     assert "".join(piece.text for piece in stream) == "a\ufffd"
-    other = AsyncStream(request, BreaksAfterItsEnd())  # type: ignore[arg-type]
+    other = AsyncStream(request, BreaksAfterItsEnd(), Pulse())  # type: ignore[arg-type]
     assert "".join([piece.text async for piece in other]) == "a\ufffd"
     with Client("127.0.0.1:1") as client, pytest.raises(Rejected, match="has ended"):
         client.resume(stream)
