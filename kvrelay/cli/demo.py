@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 
 from common.config import load, option
+from common.errors import Rejected
 from kvrelay.bench.streams import run
 from kvrelay.cli.demo_kill import TARGETS, kill_demo
 from kvrelay.cli.screen import paint, say, table
@@ -58,6 +59,10 @@ class DemoConfig:
         choices=(*TARGETS, "none"),
     )
     json: bool = option(False, "print the figures as JSON, and nothing else")
+
+    def __post_init__(self) -> None:
+        if self.kill == "prefill" and not self.prefill:
+            raise Rejected("kill", "'prefill' needs --prefill of at least 1: there is none to kill")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -91,6 +91,7 @@ def test_an_unknown_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> 
         (("generate", "a", "--max-tokens", "0"), 2, "max_tokens: 0 (from --max-tokens)"),
         (("up", "--store", "memory://"), 2, "store: memory:// lives in one process"),
         (("up", "--store", "kvrelay://h:1,memory://"), 2, "store: memory:// lives in one process"),
+        (("demo", "--kill", "prefill", "--prefill", "0"), 2, "kill: 'prefill' needs --prefill"),
         (("bench", "--only", "x"), 2, "only: no part 'x'"),
         (
             ("make-model", "--shape", "nope", "--out", "out"),
