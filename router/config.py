@@ -86,6 +86,9 @@ class RouterConfig(SecurityOptions):
         100.0, "legs a second that may go on elsewhere after a loss; more wait", low=0.1
     )
     migration_burst: int = option(256, "such legs at once", low=1)
+    stuck_after: float = option(
+        30.0, "seconds after which an answer ends of which its client reads nothing", low=0.1
+    )
     max_prompt: int = option(MAX_PROMPT_BYTES, "size of a prompt", unit="bytes", low=1)
     max_message: int = option(32 << 20, "size of a message", unit="bytes", low=1 << 16)
     metrics_port: int | None = option(

@@ -48,6 +48,7 @@ def make_server(config: RouterConfig, service: RouterService) -> Server:
     options = ServerOptions(
         f"{config.host}:{config.port}",
         max_message_bytes=config.max_message,
+        stuck_seconds=config.stuck_after,  # before a worker, whose stream then stands too
         max_calls=max(CALLS, PARTS * config.max_requests),  # each tenant may have a part
     )
     server = Server(options)

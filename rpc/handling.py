@@ -15,7 +15,7 @@ from typing import Never, TypeAlias, TypeVar, cast
 
 import grpc
 
-from common.errors import KvrelayError, Rejected
+from common.errors import KvrelayError, Rejected, Unavailable
 from rpc.parsing import tolerant
 from rpc.status import abort
 
@@ -30,9 +30,14 @@ Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler
 
 
 class Guard(grpc.aio.ServerInterceptor):
-    """A server interceptor; the wrapped handlers are kept, one per method."""
+    """A server interceptor; the wrapped handlers are kept, one per method.
 
-    def __init__(self) -> None:
+    ``stuck``: seconds after which a stream ends of which nothing is read. Its client may be well
+    enough to answer pings, and would hold whatever the stream holds until its deadline.
+    """
+
+    def __init__(self, stuck: float) -> None:
+        self._stuck = stuck
         self._wrapped: dict[str, tuple[object, object]] = {}
 
     async def intercept_service(
@@ -45,11 +50,11 @@ class Guard(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         known = self._wrapped.get(method)
         if known is None or known[0] is not handler:
-            known = self._wrapped[method] = (handler, _guarded(method, handler))
+            known = self._wrapped[method] = (handler, _guarded(method, handler, self._stuck))
         return cast("Handler[Q, R]", known[1])
 
 
-def _guarded(method: str, handler: Handler[Q, R]) -> Handler[Q, R]:
+def _guarded(method: str, handler: Handler[Q, R], stuck: float) -> Handler[Q, R]:
     kinds = {
         (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
         (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
@@ -58,7 +63,7 @@ def _guarded(method: str, handler: Handler[Q, R]) -> Handler[Q, R]:
     }
     make, behaviour = kinds[handler.request_streaming, handler.response_streaming]
     if inspect.isasyncgenfunction(behaviour):
-        inner = _writing(behaviour)
+        inner = _writing(behaviour, stuck)
     elif inspect.iscoroutinefunction(behaviour):
         inner = behaviour
     else:
@@ -73,14 +78,19 @@ def _guarded(method: str, handler: Handler[Q, R]) -> Handler[Q, R]:
 
 
 def _writing(
-    behaviour: Callable[[Q, Context[Q, R]], AsyncGenerator[R, None]],
+    behaviour: Callable[[Q, Context[Q, R]], AsyncGenerator[R, None]], stuck: float
 ) -> Callable[[Q, Context[Q, R]], Awaitable[None]]:
     """The generator as a coroutine that writes: so it is closed at once when the client leaves."""
 
     async def write_all(request: Q, context: Context[Q, R]) -> None:
         async with aclosing(behaviour(request, context)) as responses:
             async for response in responses:
-                await context.write(response)
+                try:
+                    async with asyncio.timeout(stuck):
+                        await context.write(response)
+                except TimeoutError:
+                    why = f"nothing was read of this stream for {stuck:g} s: resume it, or ask anew"
+                    raise Unavailable(why) from None
 
     return write_all
 

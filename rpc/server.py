@@ -50,6 +50,7 @@ class ServerOptions:
     keepalive_seconds: float = 15.0
     keepalive_timeout_seconds: float = 15.0
     ping_seconds: float = keepalive.PING_SECONDS
+    stuck_seconds: float = 60.0  # after which a stream ends of which nothing is read
     security: Security | None = None
 
     def arguments(self) -> list[tuple[str, int]]:
@@ -93,7 +94,7 @@ class Server:
         hush()
         tolerate()
         server = grpc.aio.server(
-            interceptors=(gate, Guard()),
+            interceptors=(gate, Guard(self.options.stuck_seconds)),
             options=self.options.arguments(),
             maximum_concurrent_rpcs=self.options.max_calls,
         )

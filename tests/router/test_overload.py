@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from router.generation import Generation
 from rpc.deadline import Deadline
 from rpc.identity import Identity, Kind, Tenant
 from rpc.status import from_rpc_error
+from tests.fuzz import wire
 from tests.router.fakes import Behaviour, FakeWorker, Running, answer, decode_worker, ids, running
 from text.tokenizer import Tokenizer
 
@@ -441,3 +443,24 @@ async def test_text_of_resumed_tokens_is_made_for_those_whose_turn_it_is(
             worker.behaviour.step.release()
         assert ids(await last) == answer([5], 4, 1)[3:]
         assert made == [*[0] * SLOTS, 3]
+
+
+async def test_who_reads_nothing_keeps_no_slot() -> None:
+    """It answers pings, and its deadline is an hour away."""
+    worker = decode_worker(max_num_seqs=2)
+    window = struct.pack(">HI", 4, 0)  # of each stream, in bytes
+    async with running([worker], stuck_after=0.5) as router, asyncio.timeout(60):
+        host, port = router.address.split(":")
+        raw = request(1, tokens=200).SerializeToString()
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(wire.PREFACE + wire.frame(wire.SETTINGS, 0, 0, window))
+        for stream in (1, 3, 5):
+            block = wire.headers("/kvrelay.v1.Router/Generate", None)
+            body = struct.pack(">BI", 0, len(raw)) + raw
+            writer.write(wire.frame(wire.HEADERS, wire.END_HEADERS, stream, block))
+            writer.write(wire.frame(wire.DATA, wire.END_STREAM, stream, body))
+        await waiting(router, 0)
+        assert ids(await router.generate(request(9))) == answer([9], 4, 1)
+        await waiting(router, 0, 0)
+        assert router.service.ended["cancelled"] == SLOTS
+        writer.close()
