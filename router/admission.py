@@ -146,7 +146,7 @@ class Admission:
         return self._refuse("too_late", why, self._later(one, now))
 
     def _takes(self, one: Waiting) -> float:
-        return SURE * self._runs.expected(one.tokens)
+        return SURE * one.part * self._runs.expected(one.tokens)
 
     def _estimate(self, one: Waiting) -> float:
         """Seconds; whoever is next waits for half the time between two that leave the queue."""

@@ -23,7 +23,8 @@ STEP = 4096  # tokens that a step of priority is worth
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """One request. ``key`` is its own; ``tokens`` is all it can come to, ``until`` its deadline."""
+    """One request. ``key`` is its own; ``tokens`` is all it can come to, ``until`` its deadline,
+    ``part`` of its answer is still to be made."""
 
     key: int
     tokens: int
@@ -31,6 +32,7 @@ class Waiting:
     weight: float = 1.0
     priority: int = 0
     until: float = math.inf
+    part: float = 1.0
 
 
 @dataclass(slots=True)

@@ -47,7 +47,7 @@ class Gate:
 
     @asynccontextmanager
     async def passed(
-        self, tokens: int, priority: int, tenant: Tenant, deadline: Deadline
+        self, tokens: int, priority: int, tenant: Tenant, deadline: Deadline, part: float = 1.0
     ) -> AsyncIterator[None]:
         """Inside of it the request is under way.
 
@@ -56,7 +56,7 @@ class Gate:
         """
         self._resize()
         key, turn = next(self._keys), asyncio.get_running_loop().create_future()
-        one = Waiting(key, tokens, tenant.name, tenant.weight, priority, deadline.at)
+        one = Waiting(key, tokens, tenant.name, tenant.weight, priority, deadline.at, part)
         step, whole = self._admission.offer(one, time.monotonic()), False
         self._turns[key] = turn
         try:

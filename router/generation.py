@@ -78,6 +78,11 @@ class Generation:
         return len(self._outputs)
 
     @property
+    def part(self) -> float:
+        """Of its output that is still to be made."""
+        return 1.0 - self.so_far / self._request.max_tokens
+
+    @property
     def sampling(self) -> types_pb2.Sampling:
         """As asked for, with the seed."""
         return self._request.sampling

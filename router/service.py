@@ -64,7 +64,9 @@ class RouterService(router_pb2_grpc.RouterServicer):
         deadline = Deadline.from_context(context, config.default_timeout, config.max_timeout)
         with self._counted(), self._begun(request, deadline, tenant) as place:
             generation = await self._prepare(request, deadline, place)
-            turn = self.gate.passed(generation.tokens, request.priority, tenant, deadline)
+            turn = self.gate.passed(
+                generation.tokens, request.priority, tenant, deadline, generation.part
+            )
             async with turn, aclosing(generation.responses()) as responses:
                 await self._replay(generation, deadline, tenant)
                 place.used = generation.prompt_tokens  # who is refused before has used nothing

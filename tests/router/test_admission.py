@@ -24,11 +24,12 @@ requests = st.builds(
     tenant=st.sampled_from(TENANTS),
     weight=st.just(1.0),
     priority=st.integers(LOWEST, HIGHEST),
+    until=st.sampled_from((5.0, 40.0, 1e9)),
 )
 
 
 def keyed(key: int, one: Waiting) -> Waiting:
-    return Waiting(key, one.tokens, one.tenant, one.weight, one.priority)
+    return Waiting(key, one.tokens, one.tenant, one.weight, one.priority, one.until)
 
 
 @settings(deadline=None, max_examples=200)
@@ -167,7 +168,7 @@ def test_no_slot_is_empty_while_somebody_waits(
             elif what == "leave" and states:
                 gone = random.Random(key).choice(sorted(states))
                 del states[gone]
-                step = admission.leave(gone, now)
+                step = admission.leave(gone, now, whole=bool(one.tokens % 2))
             else:
                 slots = 1 + one.tokens % 5
                 step = admission.resize(slots, now)

@@ -225,3 +225,14 @@ def test_who_would_be_late_makes_room_when_its_turn_comes() -> None:
     assert step.go == ((1 << 40) + 1,)
     assert [key for key, _ in step.refused] == [1 << 40]
     assert (admission.running, admission.waiting) == (1, 0)
+
+
+def test_an_answer_that_is_nearly_whole_needs_little_time() -> None:
+    """It is resumed: what there is of it is not made again."""
+    server = crowd(10, 20.0, 200.0)
+    server.run(200.0)
+    server.ask(200.0)
+    with pytest.raises(Exhausted, match="take 30"):
+        server.admission.offer(Waiting(1 << 40, TOKENS, until=220.0), 200.0)
+    server.admission.offer(Waiting(1 << 40, TOKENS, until=220.0, part=0.1), 200.0)
+    assert server.admission.waiting == 2
