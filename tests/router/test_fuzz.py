@@ -17,6 +17,7 @@ GOOD = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,  # `weights` that are not served here
 }
 
 
