@@ -47,6 +47,7 @@ class ServerOptions:
     max_connections: int = 2048  # each may have some hundred KiB read before they are understood
     max_concurrent_streams: int = 1024  # of one connection
     max_calls: int = CALLS  # of all of them; one more is told to retry
+    greeting_seconds: float = 20.0  # in which a connection has to begin to speak HTTP/2
     keepalive_seconds: float = 15.0
     keepalive_timeout_seconds: float = 15.0
     ping_seconds: float = keepalive.PING_SECONDS
@@ -61,6 +62,7 @@ class ServerOptions:
             ("grpc.max_send_message_length", self.max_message_bytes),
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.max_concurrent_streams", self.max_concurrent_streams),
+            ("grpc.server_handshake_timeout_ms", round(self.greeting_seconds * 1000)),
             *keepalive.arguments(
                 self.keepalive_seconds, self.keepalive_timeout_seconds, self.ping_seconds
             ),

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -122,6 +123,18 @@ async def test_keepalive_does_not_make_the_server_angry() -> None:
     async with open_channel(await server.start()) as channel:
         await is_serving(channel, Deadline.after(5))
         assert channel.get_state() is grpc.ChannelConnectivity.READY
+    await server.stop()
+
+
+async def test_a_connection_that_says_nothing_is_closed() -> None:
+    """It takes one of the places for connections from those who would speak."""
+    server = echo_server(ServerOptions(greeting_seconds=0.5))
+    host, _, port = (await server.start()).rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    async with asyncio.timeout(20):
+        with suppress(ConnectionResetError):
+            await reader.read(-1)  # to its end
+    writer.close()
     await server.stop()
 
 
