@@ -61,11 +61,12 @@ Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
 class Gate(grpc.aio.ServerInterceptor):
     """The first of a server's interceptors. ``places``: calls that one who is no service may have
-    open at once; what strangers may ask has as many for each method."""
+    open at once, and ``together`` all of these; what strangers may ask has as many for each
+    method."""
 
-    def __init__(self, credentials: Credentials, places: int) -> None:
+    def __init__(self, credentials: Credentials, places: int, together: int) -> None:
         self._credentials = credentials
-        self._places = places
+        self._places, self._together = places, together
         self._open = Counter[str]()
 
     async def intercept_service(
@@ -93,7 +94,8 @@ class Gate(grpc.aio.ServerInterceptor):
             if not self._take_place(found, method):
                 return _refusing(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    f"{self._places} calls of this kind are open: end some, or ask again",
+                    f"{self._open.total()} calls are open, {self._places} at most of this kind: end"
+                    " some, or ask again",
                 )
             identity = found or STRANGER
         enter(identity)
@@ -106,7 +108,8 @@ class Gate(grpc.aio.ServerInterceptor):
             return True
         who = method if found is None else found.tenant.name
         task = asyncio.current_task()
-        if self._open[who] >= self._places or task is None:
+        full = self._open[who] >= self._places or self._open.total() >= self._together
+        if full or task is None:
             return False
         self._open[who] += 1
         task.add_done_callback(lambda _: self._leave(who))

@@ -92,7 +92,8 @@ class Server:
         address = Address.parse(self.options.address)
         security = self.options.security or installed()
         security.check_listen(address)
-        gate = Gate(security.credentials, max(self.options.max_calls // PARTS, 1))
+        part = max(self.options.max_calls // PARTS, 1)
+        gate = Gate(security.credentials, part, max(self.options.max_calls - part, 1))
         hush()
         tolerate()
         server = grpc.aio.server(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -307,6 +307,29 @@ async def test_calls_that_never_say_anything_take_a_part_of_the_places(
         async with asyncio.timeout(SECONDS):
             while not await _has_a_place(mute, address, token):
                 pass
+
+
+async def test_tenants_together_leave_places_to_services(tmp_path: Path) -> None:
+    """There may be more of them than parts."""
+    names = [f"tenant-{number}-with-a-token" for number in range(PARTS + 2)]
+    table = "".join(f'[tenants.{name}]\ntoken = "{name}"\nsalt = "{name}"\n' for name in names)
+    path = tmp_path / "many.toml"
+    path.write_text(f'service = "{SERVICE}"\n{table}')
+    path.chmod(0o600)
+    server = security.load(SecurityOptions(credentials=str(path)))
+    async with serving(server, calls=PARTS * 2) as address, AsyncExitStack() as stack:
+        opened = []
+        for name in names:
+            options = ChannelOptions(security=shown(name))
+            channel = await stack.enter_async_context(open_channel(address, options))
+            opened += [await _begun(channel, "/kvrelay.v1.Router/Generate") for _ in range(2)]
+        left = {asyncio.ensure_future(call.code()) for call in opened}
+        async with asyncio.timeout(SECONDS):
+            while len(left) > PARTS * 2:
+                _, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        assert await generate(address, shown(SERVICE)) == "service "
+        for call in opened:
+            call.cancel()
 
 
 async def _has_a_place(channel: grpc.aio.Channel, address: str, token: str | None) -> bool:
