@@ -14,7 +14,7 @@ from kvrelay import Client
 from protos import types_pb2
 from tests.exact.idle import check_idle
 from tests.exact.oracle import Oracle
-from tests.failures.moments import BEFORE, LAST, LOADING, Moment, Scene
+from tests.failures.moments import BEFORE, LAST, LOADING, MIDDLE, Moment, Scene
 from tests.failures.rig import BLOCK, Observer, Rig, Seen
 from tests.failures.streams import Asked, Stream, draw, run_all, undisturbed
 
@@ -66,12 +66,19 @@ class Cell:
         """Play the scene; everything stands again when it returns."""
         strike = self._try(number)
         for _ in range(MORE_TRIES):  # on a busy machine a stream may be over before the blow falls
-            if strike.met or self.moment is LAST:
+            if self._fell_in_time(strike) or self.moment is LAST:
                 break
             strike = self._try(number)
         else:
             raise AssertionError(f"{self.moment.name!r} was missed {MORE_TRIES} times")
         return strike
+
+    def _fell_in_time(self, strike: Strike) -> bool:
+        """A stream may be over while its client, on a busy machine, still reads it: in the middle
+        of their streams a decode worker was met only if another one went on.
+        """
+        taken_over = self.target != "decode" or self.moment is not MIDDLE or bool(self.recomputed())
+        return strike.met and taken_over
 
     def _try(self, number: int) -> Strike:
         self.streams = [Stream(one) for one in self._draw()]
