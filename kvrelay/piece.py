@@ -54,7 +54,7 @@ class Received:
         self._tokens: list[int] = []
         self._id = request.request_id
         self._seed = request.sampling.seed
-        self._weights = request.weights
+        self._weights, self._prompt_hash = request.weights, request.prompt_hash
         self._known = False
         self.ended = False  # with the last message: whatever fails after it, the answer is whole
         self._size: int | None = request.ByteSize()
@@ -64,7 +64,7 @@ class Received:
         self._size = None
         if message.HasField("seed"):
             self._id, self._seed, self._known = message.request_id, message.seed, True
-            self._weights = message.weights
+            self._weights, self._prompt_hash = message.weights, message.prompt_hash
         ids = tuple(token.id for token in message.tokens)
         self._tokens += ids
         self.ended = self.ended or bool(message.finish_reason)
@@ -92,7 +92,7 @@ class Received:
         request.output_token_ids.extend(self._tokens)
         if self._known:
             request.sampling.seed = self._seed
-            request.weights = self._weights
+            request.weights, request.prompt_hash = self._weights, self._prompt_hash
         return request
 
 

@@ -26,15 +26,15 @@ from protos import types_pb2 as protos_dot_types__pb2
 from protos import worker_pb2 as protos_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/router.proto\x12\nkvrelay.v1\x1a\x12protos/types.proto\x1a\x13protos/worker.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\"\xba\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.kvrelay.v1.ChatH\x00\x12\x18\n\x10output_token_ids\x18\x06 \x03(\r\x12\x17\n\nmax_tokens\x18\x07 \x01(\x05H\x01\x88\x01\x01\x12&\n\x08sampling\x18\x08 \x01(\x0b\x32\x14.kvrelay.v1.Sampling\x12\x0f\n\x07\x65xplain\x18\t \x01(\x08\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x0f\n\x07weights\x18\x0b \x01(\tB\x07\n\x05inputB\r\n\x0b_max_tokens\"\xd7\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x06tokens\x18\x02 \x03(\x0b\x32\x11.kvrelay.v1.Token\x12\x0c\n\x04text\x18\x03 \x01(\t\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07weights\x18\x07 \x01(\tB\x07\n\x05_seed\"7\n\x0f\x41nnounceRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x02 \x01(\x01\"J\n\x10\x41nnounceResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.kvrelay.v1.WorkerState\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x14\n\x12ListWorkersRequest\"h\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.WorkerStatus\x12&\n\x05queue\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.QueueStatus\"\x82\x01\n\x0bQueueStatus\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\x04\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x0f\n\x07refused\x18\x06 \x01(\x04\"\xe7\x01\n\x0cWorkerStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12$\n\x04info\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.WorkerInfo\x12\x0f\n\x07healthy\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12&\n\x05state\x18\x06 \x01(\x0e\x32\x17.kvrelay.v1.WorkerState\x12$\n\x04load\x18\x07 \x01(\x0b\x32\x16.kvrelay.v1.WorkerLoad\x12\x1e\n\x04role\x18\x08 \x01(\x0e\x32\x10.kvrelay.v1.Role*\xaa\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x04\x12\x15\n\x11WORKER_STATE_GONE\x10\x05\x32\xe8\x01\n\x06Router\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12\x45\n\x08\x41nnounce\x12\x1b.kvrelay.v1.AnnounceRequest\x1a\x1c.kvrelay.v1.AnnounceResponse\x12N\n\x0bListWorkers\x12\x1e.kvrelay.v1.ListWorkersRequest\x1a\x1f.kvrelay.v1.ListWorkersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/router.proto\x12\nkvrelay.v1\x1a\x12protos/types.proto\x1a\x13protos/worker.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"1\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\"\xcf\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.kvrelay.v1.ChatH\x00\x12\x18\n\x10output_token_ids\x18\x06 \x03(\r\x12\x17\n\nmax_tokens\x18\x07 \x01(\x05H\x01\x88\x01\x01\x12&\n\x08sampling\x18\x08 \x01(\x0b\x32\x14.kvrelay.v1.Sampling\x12\x0f\n\x07\x65xplain\x18\t \x01(\x08\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x0f\n\x07weights\x18\x0b \x01(\t\x12\x13\n\x0bprompt_hash\x18\x0c \x01(\x06\x42\x07\n\x05inputB\r\n\x0b_max_tokens\"\xec\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x06tokens\x18\x02 \x03(\x0b\x32\x11.kvrelay.v1.Token\x12\x0c\n\x04text\x18\x03 \x01(\t\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07weights\x18\x07 \x01(\t\x12\x13\n\x0bprompt_hash\x18\x08 \x01(\x06\x42\x07\n\x05_seed\"7\n\x0f\x41nnounceRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x02 \x01(\x01\"J\n\x10\x41nnounceResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.kvrelay.v1.WorkerState\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x14\n\x12ListWorkersRequest\"h\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.WorkerStatus\x12&\n\x05queue\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.QueueStatus\"\x82\x01\n\x0bQueueStatus\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\x04\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x0f\n\x07refused\x18\x06 \x01(\x04\"\xe7\x01\n\x0cWorkerStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12$\n\x04info\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.WorkerInfo\x12\x0f\n\x07healthy\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12&\n\x05state\x18\x06 \x01(\x0e\x32\x17.kvrelay.v1.WorkerState\x12$\n\x04load\x18\x07 \x01(\x0b\x32\x16.kvrelay.v1.WorkerLoad\x12\x1e\n\x04role\x18\x08 \x01(\x0e\x32\x10.kvrelay.v1.Role*\xaa\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x04\x12\x15\n\x11WORKER_STATE_GONE\x10\x05\x32\xe8\x01\n\x06Router\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12\x45\n\x08\x41nnounce\x12\x1b.kvrelay.v1.AnnounceRequest\x1a\x1c.kvrelay.v1.AnnounceResponse\x12N\n\x0bListWorkers\x12\x1e.kvrelay.v1.ListWorkersRequest\x1a\x1f.kvrelay.v1.ListWorkersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKERSTATE']._serialized_start=1362
-  _globals['_WORKERSTATE']._serialized_end=1532
+  _globals['_WORKERSTATE']._serialized_start=1404
+  _globals['_WORKERSTATE']._serialized_end=1574
   _globals['_TOKENIDS']._serialized_start=76
   _globals['_TOKENIDS']._serialized_end=99
   _globals['_CHATMESSAGE']._serialized_start=101
@@ -42,21 +42,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=147
   _globals['_CHAT']._serialized_end=196
   _globals['_GENERATEREQUEST']._serialized_start=199
-  _globals['_GENERATEREQUEST']._serialized_end=513
-  _globals['_GENERATERESPONSE']._serialized_start=516
-  _globals['_GENERATERESPONSE']._serialized_end=731
-  _globals['_ANNOUNCEREQUEST']._serialized_start=733
-  _globals['_ANNOUNCEREQUEST']._serialized_end=788
-  _globals['_ANNOUNCERESPONSE']._serialized_start=790
-  _globals['_ANNOUNCERESPONSE']._serialized_end=864
-  _globals['_LISTWORKERSREQUEST']._serialized_start=866
-  _globals['_LISTWORKERSREQUEST']._serialized_end=886
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=888
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=992
-  _globals['_QUEUESTATUS']._serialized_start=995
-  _globals['_QUEUESTATUS']._serialized_end=1125
-  _globals['_WORKERSTATUS']._serialized_start=1128
-  _globals['_WORKERSTATUS']._serialized_end=1359
-  _globals['_ROUTER']._serialized_start=1535
-  _globals['_ROUTER']._serialized_end=1767
+  _globals['_GENERATEREQUEST']._serialized_end=534
+  _globals['_GENERATERESPONSE']._serialized_start=537
+  _globals['_GENERATERESPONSE']._serialized_end=773
+  _globals['_ANNOUNCEREQUEST']._serialized_start=775
+  _globals['_ANNOUNCEREQUEST']._serialized_end=830
+  _globals['_ANNOUNCERESPONSE']._serialized_start=832
+  _globals['_ANNOUNCERESPONSE']._serialized_end=906
+  _globals['_LISTWORKERSREQUEST']._serialized_start=908
+  _globals['_LISTWORKERSREQUEST']._serialized_end=928
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=930
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=1034
+  _globals['_QUEUESTATUS']._serialized_start=1037
+  _globals['_QUEUESTATUS']._serialized_end=1167
+  _globals['_WORKERSTATUS']._serialized_start=1170
+  _globals['_WORKERSTATUS']._serialized_end=1401
+  _globals['_ROUTER']._serialized_start=1577
+  _globals['_ROUTER']._serialized_end=1809
 # @@protoc_insertion_point(module_scope)

@@ -131,6 +131,7 @@ class GenerateRequest(_message.Message):
     EXPLAIN_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    PROMPT_HASH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """default: drawn by the router"""
     model: _builtins.str
@@ -145,6 +146,8 @@ class GenerateRequest(_message.Message):
     """-8 to 8, where requests of the same tenant wait; higher goes before"""
     weights: _builtins.str
     """to continue: those told; FAILED_PRECONDITION if others are served now"""
+    prompt_hash: _builtins.int
+    """likewise: if another tokenizer or template makes other tokens of it"""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """already tokenised"""
@@ -173,10 +176,11 @@ class GenerateRequest(_message.Message):
         explain: _builtins.bool = ...,
         priority: _builtins.int = ...,
         weights: _builtins.str = ...,
+        prompt_hash: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "chat", b"chat", "input", b"input", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "chat", b"chat", "explain", b"explain", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "chat", b"chat", "explain", b"explain", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "prompt_hash", b"prompt_hash", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
@@ -200,6 +204,7 @@ class GenerateResponse(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
+    PROMPT_HASH_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     text: _builtins.str
     """new text; held back while it may be the beginning of a stop string"""
@@ -209,6 +214,8 @@ class GenerateResponse(_message.Message):
     """on the first response: what `resume` needs"""
     weights: _builtins.str
     """likewise: their revision and number format"""
+    prompt_hash: _builtins.int
+    """likewise: of the tokens of the prompt"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Token]:
         """new tokens"""
@@ -227,10 +234,11 @@ class GenerateResponse(_message.Message):
         usage: _types_pb2.Usage | None = ...,
         seed: _builtins.int | None = ...,
         weights: _builtins.str = ...,
+        prompt_hash: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish_reason", b"finish_reason", "request_id", b"request_id", "seed", b"seed", "text", b"text", "tokens", b"tokens", "usage", b"usage", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish_reason", b"finish_reason", "prompt_hash", b"prompt_hash", "request_id", b"request_id", "seed", b"seed", "text", b"text", "tokens", b"tokens", "usage", b"usage", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015

@@ -57,8 +57,8 @@ class RouterServicer:
     def Generate(self, request, context):
         """Answers one prompt as a stream: every response carries the new tokens, the last one the finish
         reason and the usage. Cancelling the call cancels the work. A call that ended UNAVAILABLE can be
-        continued with the same request, `output_token_ids` set to the tokens received, and the seed and
-        the weights told.
+        continued with the same request, `output_token_ids` set to the tokens received, and the seed, the
+        weights and the prompt's hash told.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

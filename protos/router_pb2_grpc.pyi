@@ -34,8 +34,8 @@ class RouterStub:
     Generate: _grpc.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]
     """Answers one prompt as a stream: every response carries the new tokens, the last one the finish
     reason and the usage. Cancelling the call cancels the work. A call that ended UNAVAILABLE can be
-    continued with the same request, `output_token_ids` set to the tokens received, and the seed and
-    the weights told.
+    continued with the same request, `output_token_ids` set to the tokens received, and the seed, the
+    weights and the prompt's hash told.
     """
     Announce: _grpc.UnaryUnaryMultiCallable[_router_pb2.AnnounceRequest, _router_pb2.AnnounceResponse]
     """A worker says where it serves. It is asked back at that address before it is used and as long as
@@ -51,8 +51,8 @@ class RouterAsyncStub(RouterStub):
     Generate: _aio.UnaryStreamMultiCallable[_router_pb2.GenerateRequest, _router_pb2.GenerateResponse]  # type: ignore[assignment]
     """Answers one prompt as a stream: every response carries the new tokens, the last one the finish
     reason and the usage. Cancelling the call cancels the work. A call that ended UNAVAILABLE can be
-    continued with the same request, `output_token_ids` set to the tokens received, and the seed and
-    the weights told.
+    continued with the same request, `output_token_ids` set to the tokens received, and the seed, the
+    weights and the prompt's hash told.
     """
     Announce: _aio.UnaryUnaryMultiCallable[_router_pb2.AnnounceRequest, _router_pb2.AnnounceResponse]  # type: ignore[assignment]
     """A worker says where it serves. It is asked back at that address before it is used and as long as
@@ -71,8 +71,8 @@ class RouterServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_router_pb2.GenerateResponse], _abc.AsyncIterator[_router_pb2.GenerateResponse]]:
         """Answers one prompt as a stream: every response carries the new tokens, the last one the finish
         reason and the usage. Cancelling the call cancels the work. A call that ended UNAVAILABLE can be
-        continued with the same request, `output_token_ids` set to the tokens received, and the seed and
-        the weights told.
+        continued with the same request, `output_token_ids` set to the tokens received, and the seed, the
+        weights and the prompt's hash told.
         """
 
     @_abc_1.abstractmethod

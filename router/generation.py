@@ -210,6 +210,7 @@ class Generation:
             text=text,
             seed=self._request.sampling.seed,
             weights=self._request.weights,
+            prompt_hash=self._request.prompt_hash,
         )
 
     def _last(self) -> router_pb2.GenerateResponse:

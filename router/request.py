@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import secrets
+from array import array
 from dataclasses import dataclass
+
+import xxhash
 
 from common.errors import Mismatch, NotFound, Rejected
 from protos import router_pb2, types_pb2, worker_pb2
@@ -22,7 +25,7 @@ MAX_MESSAGES = 4096
 class Request:
     """What the legs are made of. ``sampling`` carries the seed; ``outputs`` are tokens so far.
 
-    ``weights`` are those that serve it, as its client is told.
+    ``weights`` are those that serve it, as its client is told, and ``prompt_hash``.
     """
 
     id: str
@@ -34,6 +37,7 @@ class Request:
     explain: bool = False  # each leg says why blocks were missed
     tenant: Tenant = NOBODY
     weights: str = ""
+    prompt_hash: int = 0
 
     @property
     def tokens(self) -> int:
@@ -115,6 +119,13 @@ def build(
     if not prompt:
         raise Rejected("prompt", "has no tokens")
     check_ids("token_ids.ids", prompt, vocab_size)
+    prompt_hash = xxhash.xxh3_64_intdigest(array("I", prompt).tobytes())
+    if message.prompt_hash not in (0, prompt_hash):
+        raise Mismatch(
+            "prompt_hash",
+            "this answer was begun with other tokens of its prompt: the tokenizer, the chat"
+            " template or what that says of the day is another one now: ask anew",
+        )
     check_ids("output_token_ids", message.output_token_ids, vocab_size)
     sampling = types_pb2.Sampling()
     sampling.CopyFrom(message.sampling)
@@ -131,6 +142,7 @@ def build(
         explain=message.explain,
         tenant=tenant,
         weights=weights,
+        prompt_hash=prompt_hash,
     )
 
 

@@ -213,6 +213,22 @@ async def test_an_answer_is_not_gone_on_with_by_another_model() -> None:
     assert [t for piece in got for t in piece.token_ids] == answer(PROMPT, 10, got[0].seed)
 
 
+async def test_an_answer_is_not_gone_on_with_from_other_tokens_of_its_prompt() -> None:
+    """As a chat template makes that says what day it is, after midnight."""
+    step = asyncio.Semaphore(4)
+    async with (
+        running([decode_worker(behaviour=Behaviour(step=step))]) as router,
+        AsyncClient(router.address) as client,
+    ):
+        stream = client.generate(token_ids=PROMPT, max_tokens=10)
+        await anext(stream)
+        request = stream.continued()
+        request.token_ids.ids[0] += 1
+        with pytest.raises(Mismatch, match="other tokens of its prompt") as caught:
+            await anext(client._start(request, None))
+        assert caught.value.field == "prompt_hash"
+
+
 async def test_errors_are_typed() -> None:
     worker = decode_worker(behaviour=Behaviour(step=asyncio.Semaphore(1)))
     async with running([worker]) as router:
