@@ -68,7 +68,7 @@ class Admission:
         self._runs.look(now, self.halted)
         if not self._queue and len(self._runs) < self.slots:
             self._queue.forgive()
-            self._runs.begin(one.key, one.tokens)
+            self._runs.begin(one.key, one.tokens, one.kind)
             return Step(go=(one.key,))
         estimate, takes = self._estimate(one), self._takes(one)
         allowed = max(0.0, min(one.until - now - takes, self._queue_seconds))
@@ -136,7 +136,7 @@ class Admission:
                 late.append((one.key, self._late(one, now)))
                 continue
             self._queue.pop()
-            self._runs.begin(one.key, one.tokens)
+            self._runs.begin(one.key, one.tokens, one.kind)
             gone.append(one.key)
         return Step(tuple(gone), tuple(late))
 
@@ -146,7 +146,7 @@ class Admission:
         return self._refuse("too_late", why, self._later(one, now))
 
     def _takes(self, one: Waiting) -> float:
-        return SURE * one.part * self._runs.expected(one.tokens)
+        return SURE * one.part * self._runs.expected(one.tokens, one.kind)
 
     def _estimate(self, one: Waiting) -> float:
         """Seconds; whoever is next waits for half the time between two that leave the queue."""

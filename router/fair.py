@@ -24,7 +24,7 @@ STEP = 4096  # tokens that a step of priority is worth
 @dataclass(frozen=True, slots=True)
 class Waiting:
     """One request. ``key`` is its own; ``tokens`` is all it can come to, ``until`` its deadline,
-    ``part`` of its answer is still to be made."""
+    ``part`` of its answer is still to be made; it came with ``patience`` seconds."""
 
     key: int
     tokens: int
@@ -33,6 +33,12 @@ class Waiting:
     priority: int = 0
     until: float = math.inf
     part: float = 1.0
+    patience: float = math.inf
+
+    @property
+    def kind(self) -> int:
+        """Those of one kind are as patient, about: what they ask for takes as long, about."""
+        return math.frexp(self.patience)[1]
 
 
 @dataclass(slots=True)

@@ -56,7 +56,8 @@ class Gate:
         """
         self._resize()
         key, turn = next(self._keys), asyncio.get_running_loop().create_future()
-        one = Waiting(key, tokens, tenant.name, tenant.weight, priority, deadline.at, part)
+        until, patience = deadline.at, deadline.remaining()
+        one = Waiting(key, tokens, tenant.name, tenant.weight, priority, until, part, patience)
         step, whole = self._admission.offer(one, time.monotonic()), False
         self._turns[key] = turn
         try:

@@ -14,6 +14,7 @@ from router.admission import LONGEST, Admission
 from router.fair import Waiting
 
 TOKENS = 100
+EVER = 1e9  # as patient as those of whom ``crowd`` consists
 
 
 class Server:
@@ -27,6 +28,7 @@ class Server:
         self.whole = self.refused = 0
         self.waited: dict[int, float] = {}
         self._waiting: dict[int, tuple[float, float]] = {}  # since when, until when
+        self._takes: dict[int, float] = {}
         self._ends: list[tuple[float, int]] = []
         self._keys = itertools.count()
 
@@ -38,16 +40,19 @@ class Server:
             self.whole += at < until
             self._go(self.admission.leave(key, at, at < until).go, at)
 
-    def ask(self, now: float, timeout: float = 1e9, tenant: str = "") -> int | None:
+    def ask(
+        self, now: float, timeout: float = EVER, tenant: str = "", takes: float | None = None
+    ) -> int | None:
         """The key of a request that came, unless it was refused."""
         key = next(self._keys)
         try:
-            one = Waiting(key, TOKENS, tenant, until=now + timeout)
+            one = Waiting(key, TOKENS, tenant, until=now + timeout, patience=timeout)
             step = self.admission.offer(one, now)
         except Exhausted:
             self.refused += 1
             return None
         self._waiting[key] = now, now + timeout
+        self._takes[key] = self.seconds if takes is None else takes
         self._go(step.go, now)
         return key
 
@@ -55,7 +60,8 @@ class Server:
         for key in keys:
             since, until = self._waiting[key]
             self.waited[key] = now - since
-            takes = self.seconds * (self.spread.lognormvariate(-0.06, 0.35) if self.spread else 1.0)
+            takes = self._takes.pop(key)
+            takes *= self.spread.lognormvariate(-0.06, 0.35) if self.spread else 1.0
             heapq.heappush(self._ends, (min(now + takes, max(now, until)), key))
 
 
@@ -219,8 +225,8 @@ def test_who_would_be_late_makes_room_when_its_turn_comes() -> None:
         server.run(server._ends[0][0])
     now = server._ends[0][0] - 8.0
     # It would wait for 5 s on average and take 15 s at most, but its turn comes in 8.
-    admission.offer(Waiting(1 << 40, TOKENS, until=now + 22.0), now)
-    admission.offer(Waiting((1 << 40) + 1, TOKENS, until=now + 100.0), now)
+    admission.offer(Waiting(1 << 40, TOKENS, until=now + 22.0, patience=EVER), now)
+    admission.offer(Waiting((1 << 40) + 1, TOKENS, until=now + 100.0, patience=EVER), now)
     step = admission.leave(server._ends[0][1], now + 8.0)
     assert step.go == ((1 << 40) + 1,)
     assert [key for key, _ in step.refused] == [1 << 40]
@@ -233,6 +239,25 @@ def test_an_answer_that_is_nearly_whole_needs_little_time() -> None:
     server.run(200.0)
     server.ask(200.0)
     with pytest.raises(Exhausted, match="take 30"):
-        server.admission.offer(Waiting(1 << 40, TOKENS, until=220.0), 200.0)
-    server.admission.offer(Waiting(1 << 40, TOKENS, until=220.0, part=0.1), 200.0)
+        server.admission.offer(Waiting(1 << 40, TOKENS, until=220.0, patience=EVER), 200.0)
+    resumed = Waiting(1 << 40, TOKENS, until=220.0, part=0.1, patience=EVER)
+    server.admission.offer(resumed, 200.0)
     assert server.admission.waiting == 2
+
+
+@pytest.mark.parametrize("begun_badly", [False, True])
+def test_answers_of_seconds_are_not_refused_for_answers_of_minutes(begun_badly: bool) -> None:
+    """There is always somebody with a long one in the queue. Also where the first of the short
+    ones were all cut off, for whatever reason: it is tried again how long they take."""
+    slots, long, short, lasts = 10, 60.0, 5.0, 4000.0
+    server = Server(slots, long)
+    capacity, served = slots / (long + short), 0
+    if begun_badly:
+        for _ in range(slots):
+            server.ask(0.0, 60.0, "short", 1e9)
+    for now in arrivals(1, 4 * capacity, lasts):
+        server.run(now)
+        server.ask(now, 3600.0, "long")
+        key = server.ask(now, 60.0, "short", short)
+        served += key is not None
+    assert served >= 0.8 * capacity * lasts
