@@ -60,6 +60,7 @@ def test_two_questions_without_an_answer(now: list[float]) -> None:
     assert now == [1015.0]  # as docs/failures.md says
     assert "silent for 15 s" in str(stream.lost[0])
     assert len(stream.lost) == len(other.lost) == 1
+    assert stream.lost[0] is not other.lost[0]  # each is raised with a traceback of its own
     again = Listener()
     assert one.begin(again)  # from nothing
     assert len(drive(one, now, "")) == 3
