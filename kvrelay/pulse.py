@@ -97,8 +97,8 @@ class Pulse:
             return sum(stream.transit for stream in self._open()) / SLOWEST
 
     def _give_up(self, seconds: float) -> None:
-        why = f"the router was silent for {seconds:.0f} s: resume the answer, there or at another one"
+        silent = f"the router was silent for {seconds:.0f} s"
         with self._lock:
             lost = self._open()
         for stream in lost:
-            stream.give_up(Unavailable(why))
+            stream.give_up(Unavailable(f"{silent}: resume the answer, there or at another one"))

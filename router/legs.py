@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -130,8 +131,11 @@ async def _handoff(worker: KnownWorker, stay: Stay, messages: Messages, seconds:
 
 async def _arrival(worker: KnownWorker, stay: Stay, call: Sent, size: int) -> None:
     """Until the worker has the leg; workers say so with their headers."""
+    begun = time.monotonic()
     with worker.sending(size), stay.reading():
-        await call.initial_metadata()
+        await call.initial_metadata()  # also of a call that ended before
+    if not call.done():
+        worker.arrived(size, time.monotonic() - begun)
 
 
 async def _next(

@@ -26,6 +26,9 @@ from rpc.channel import ChannelOptions, open_channel
 from rpc.keepalive import SLOWEST
 from rpc.roles import Role
 
+TELLING = 16 << 10  # bytes: how long so many take says how long more may
+MARGIN = 8.0  # times as long
+
 
 class KnownWorker:
     """``verdict``, ``info`` and ``load`` are what the last check found; its watcher writes them."""
@@ -47,6 +50,7 @@ class KnownWorker:
         self._stays: set[Stay] = set()
         self._tokens = 0  # of all stays
         self._under_way = 0  # bytes of legs that have not arrived there yet
+        self._slowness = 1 / SLOWEST  # seconds that one of them may take
         self.info = None
         self.load = worker_pb2.WorkerLoad()
 
@@ -99,7 +103,7 @@ class KnownWorker:
     @property
     def transit(self) -> float:
         """Seconds that what is under way to it may take; whatever is said after it waits for it."""
-        return self._under_way / SLOWEST
+        return self._under_way * self._slowness
 
     @contextmanager
     def sending(self, size: int) -> Iterator[None]:
@@ -109,6 +113,11 @@ class KnownWorker:
             yield
         finally:
             self._under_way -= size
+
+    def arrived(self, size: int, seconds: float) -> None:
+        """A leg of so many bytes is there, after so long."""
+        if size >= TELLING:
+            self._slowness = min(1 / SLOWEST, MARGIN * seconds / size)
 
     def hear(self) -> None:
         """A message came: it is alive, whatever a check says."""
@@ -131,6 +140,7 @@ class KnownWorker:
 
     def evict(self, error: KvrelayError) -> int:
         """End every leg there, so that each goes on elsewhere; how many there were."""
+        self._slowness = 1 / SLOWEST  # the way to it may have become slow
         for stay in self._stays:
             stay.evict(error)
         return len(self._stays)

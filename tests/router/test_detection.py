@@ -483,3 +483,49 @@ async def test_a_long_leg_on_a_slow_way_is_no_silence() -> None:
             seen += await rest(call)
     assert sum(len(worker.legs) for worker in workers) == 1
     assert seen == answer(prompt, 4, 5)
+
+
+async def test_a_way_that_is_fast_needs_no_patience() -> None:
+    """A long leg under way to a worker that stops keeps its other streams waiting no longer."""
+    prompt, step = [10 + index % 300 for index in range(80_000)], asyncio.Semaphore(2)
+    does, large = Behaviour(step=step), {"max_model_len": 1 << 20, "num_blocks": 1 << 20}
+    long = request(2)
+    long.token_ids.ids[:] = prompt
+    async with running([decode_worker(behaviour=does, **large)], disaggregate="never") as router:
+        (worker,) = router.registry.workers
+        with worker.sending(1_000_000):
+            assert worker.transit == pytest.approx(20.0)
+            worker.arrived(100, 0.0)
+            assert worker.transit == pytest.approx(20.0)  # so little says nothing
+        assert ids(await router.generate(long)) == answer(prompt, 2, 5)
+        with worker.sending(1_000_000):
+            assert worker.transit < 20.0
+            worker.arrived(1_000_000, 0.01)
+            assert worker.transit == pytest.approx(0.08)
+            worker.evict(Unavailable("silent"))
+            assert worker.transit == pytest.approx(20.0)
+
+
+async def test_a_leg_that_was_ended_on_its_way_says_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[int] = []
+    prompt = [10 + index % 300 for index in range(80_000)]
+    ask = request(2)
+    ask.token_ids.ids[:] = prompt
+    worker = decode_worker(max_model_len=1 << 20, num_blocks=1 << 20)
+    with Proxy(await worker.start()) as proxy:
+        worker.address = proxy.address
+        async with running([worker], disaggregate="never") as router:
+            proxy.up.hold()
+            (known,) = router.registry.workers
+            monkeypatch.setattr(known, "arrived", lambda size, seconds: told.append(size))
+            asked = asyncio.ensure_future(router.generate(ask))
+            for _ in range(1000):
+                await asyncio.sleep(0.01)
+                if known.transit:
+                    break
+            known.evict(Unavailable("silent"))
+            proxy.heal()
+            assert ids(await asked) == answer(prompt, 2, 5)
+    assert len(told) == 1  # of the other one
