@@ -491,7 +491,8 @@ async def test_a_way_that_is_fast_needs_no_patience() -> None:
     does, large = Behaviour(step=step), {"max_model_len": 1 << 20, "num_blocks": 1 << 20}
     long = request(2)
     long.token_ids.ids[:] = prompt
-    async with running([decode_worker(behaviour=does, **large)], disaggregate="never") as router:
+    fake = decode_worker("d0", behaviour=does, **large)
+    async with running([fake], disaggregate="never") as router:
         (worker,) = router.registry.workers
         with worker.sending(1_000_000):
             assert worker.transit == pytest.approx(20.0)
