@@ -51,7 +51,7 @@ class ServerOptions:
     keepalive_seconds: float = 15.0
     keepalive_timeout_seconds: float = 15.0
     ping_seconds: float = keepalive.PING_SECONDS
-    stuck_seconds: float = 60.0  # after which a stream ends of which nothing is read
+    stuck_seconds: float = 120.0  # after which a stream ends of which nothing is read
     security: Security | None = None
 
     def arguments(self) -> list[tuple[str, int]]:
