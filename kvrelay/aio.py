@@ -12,8 +12,9 @@ import grpc
 from common.errors import Unavailable
 from kvrelay.access import Access, accessing
 from kvrelay.ask import Ask, check_open, message_of, seconds_of
-from kvrelay.piece import Completion, Piece, Received, whole
+from kvrelay.piece import Completion, Piece, whole
 from kvrelay.pulse import Pulse
+from kvrelay.underway import UnderWay
 from protos import router_pb2, router_pb2_grpc
 from rpc.address import DEFAULT_ROUTER
 from rpc.channel import ChannelOptions, open_channel
@@ -27,16 +28,12 @@ Call: TypeAlias = (
 )
 
 
-class AsyncStream(AsyncIterator[Piece]):
+class AsyncStream(UnderWay["Call"], AsyncIterator[Piece]):
     """An answer under way. ``aclose``, ``async with``, or dropping it cancels the work."""
 
     def __init__(self, request: router_pb2.GenerateRequest, call: Call, pulse: Pulse) -> None:
-        self._call = call
-        self._pulse = pulse
+        super().__init__(request, call, pulse)
         self._messages = aiter(call)
-        self._received = Received(request)
-        self._closed = False
-        self._lost: Unavailable | None = None
 
     async def __anext__(self) -> Piece:
         """Raises a ``KvrelayError`` when the answer cannot be gone on with."""
@@ -57,36 +54,20 @@ class AsyncStream(AsyncIterator[Piece]):
             raise self._lost or Unavailable(
                 "the client was closed while the answer was under way"
             ) from None
-        self._pulse.hear()
-        return self._received.take(message)
+        return self._take(message)
 
     @property
     def open(self) -> bool:
         """Whether more may come."""
         return self._lost is None and not self._call.done()
 
-    @property
-    def transit(self) -> int:
-        """Bytes of the request that may still be under way."""
-        return self._received.unanswered
-
-    def give_up(self, error: Unavailable) -> None:
-        """The router is silent."""
-        self._lost = error
-        self._call.cancel()
-
     def cancel(self) -> None:
         """Cancel what is under way; without effect on an answer that has ended."""
-        self._closed = True
-        self._call.cancel()
+        self._cancel()
 
     async def aclose(self) -> None:
         """As ``cancel``: for ``aclosing`` and those who expect it."""
         self.cancel()
-
-    def continued(self) -> router_pb2.GenerateRequest:
-        """The request that goes on where this stream stopped; ``Rejected`` if it has ended."""
-        return self._received.continued()
 
     async def __aenter__(self) -> Self:
         return self

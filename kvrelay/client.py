@@ -19,12 +19,12 @@ from typing import Protocol, Self, Unpack
 
 import grpc
 
-from common.errors import Unavailable
 from kvrelay.access import Access, accessing
 from kvrelay.aio import MAX_MESSAGE_BYTES, AsyncClient, AsyncStream
 from kvrelay.ask import Ask, check_open, message_of, seconds_of
-from kvrelay.piece import Completion, Piece, Received, whole
+from kvrelay.piece import Completion, Piece, whole
 from kvrelay.pulse import Pulse
+from kvrelay.underway import Cancelled, UnderWay
 from protos import router_pb2, router_pb2_grpc
 from rpc.address import DEFAULT_ROUTER
 from rpc.channel import ChannelOptions, open_sync_channel
@@ -34,25 +34,16 @@ from rpc.status import from_rpc_error
 __all__ = ["AsyncClient", "AsyncStream", "Client", "Completion", "Piece", "Stream"]
 
 
-class _Call(Protocol):
-    """What a stream needs of its call."""
+class _Call(Cancelled, Protocol):
+    """What a stream for threads needs of its call."""
 
     def __next__(self) -> router_pb2.GenerateResponse: ...
-
-    def cancel(self) -> object: ...
 
     def is_active(self) -> bool: ...
 
 
-class Stream(Iterator[Piece]):
+class Stream(UnderWay[_Call], Iterator[Piece]):
     """An answer under way, for one thread. Closing it, or dropping it, cancels the work."""
-
-    def __init__(self, request: router_pb2.GenerateRequest, call: _Call, pulse: Pulse) -> None:
-        self._call = call
-        self._pulse = pulse
-        self._received = Received(request)
-        self._closed = False
-        self._lost: Unavailable | None = None
 
     def __next__(self) -> Piece:
         """Raises a ``KvrelayError`` when the answer cannot be gone on with."""
@@ -64,32 +55,16 @@ class Stream(Iterator[Piece]):
             if self._closed or self._received.ended:  # by another thread, or a signal handler
                 raise StopIteration from None
             raise self._lost or from_rpc_error(error) from error
-        self._pulse.hear()
-        return self._received.take(message)
+        return self._take(message)
 
     @property
     def open(self) -> bool:
         """Whether more may come."""
         return self._lost is None and self._call.is_active()
 
-    @property
-    def transit(self) -> int:
-        """Bytes of the request that may still be under way."""
-        return self._received.unanswered
-
-    def give_up(self, error: Unavailable) -> None:
-        """The router is silent."""
-        self._lost = error
-        self._call.cancel()
-
     def close(self) -> None:
         """Cancel what is under way; without effect on an answer that has ended."""
-        self._closed = True
-        self._call.cancel()
-
-    def continued(self) -> router_pb2.GenerateRequest:
-        """The request that goes on where this stream stopped; ``Rejected`` if it has ended."""
-        return self._received.continued()
+        self._cancel()
 
     def __enter__(self) -> Self:
         return self

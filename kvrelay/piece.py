@@ -57,11 +57,11 @@ class Received:
         self._weights, self._prompt_hash = request.weights, request.prompt_hash
         self._known = False
         self.ended = False  # with the last message: whatever fails after it, the answer is whole
-        self._size: int | None = request.ByteSize()
+        self.unanswered = request.ByteSize()  # bytes of a request of which nothing came yet
 
     def take(self, message: router_pb2.GenerateResponse) -> Piece:
         """Book one message."""
-        self._size = None
+        self.unanswered = 0
         if message.HasField("seed"):
             self._id, self._seed, self._known = message.request_id, message.seed, True
             self._weights, self._prompt_hash = message.weights, message.prompt_hash
@@ -77,11 +77,6 @@ class Received:
             seed=self._seed,
             request_id=self._id,
         )
-
-    @property
-    def unanswered(self) -> int:
-        """Bytes of a request of which nothing came yet."""
-        return self._size or 0
 
     def continued(self) -> router_pb2.GenerateRequest:
         """The same request from the tokens received on; ``Rejected`` once the answer has ended."""

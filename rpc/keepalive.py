@@ -11,7 +11,7 @@ SLOWEST = 50_000.0
 """Bytes a second: a way that carries less is taken for silent when much has to go through it."""
 
 
-def arguments(seconds: float, timeout: float, ping: float = PING_SECONDS) -> list[tuple[str, int]]:
+def arguments(seconds: float, timeout: float, ping: float) -> list[tuple[str, int]]:
     """A ping after so many ``seconds`` in which nothing came, and ``ping`` for its answer.
 
     Whose kernel confirms nothing of what was sent to it for ``timeout`` is given up too, on Linux:

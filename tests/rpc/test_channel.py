@@ -8,7 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 import pytest
@@ -95,6 +95,19 @@ class Silent:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("a.S", handlers),))
 
 
+@asynccontextmanager
+async def asking(
+    service: Silent, theirs: ServerOptions, mine: ChannelOptions
+) -> AsyncIterator[tuple[Proxy, grpc.aio.UnaryStreamMultiCallable[bytes, bytes]]]:
+    """Its method, behind a proxy."""
+    server = Server(theirs)
+    server.add("a.S", service.register)
+    with Proxy(await server.start()) as proxy:
+        async with open_channel(proxy.address, mine) as channel:
+            yield proxy, channel.unary_stream("/a.S/One")
+    await server.stop()
+
+
 QUICK, NEVER = 1.0, 600.0  # keepalive of who is to notice, and of the other
 
 
@@ -103,23 +116,21 @@ async def test_a_connection_that_fell_silent_is_given_up(notices: str) -> None:
     """By keepalive, long before the deadline of the call."""
     service = Silent()
     mine, theirs = (QUICK, NEVER) if notices == "client" else (NEVER, QUICK)
-    server = Server(ServerOptions(keepalive_seconds=theirs, ping_seconds=theirs))
-    server.add("a.S", service.register)
-    options = ChannelOptions(keepalive_seconds=mine, ping_seconds=mine)
-    with Proxy(await server.start()) as proxy:
-        async with open_channel(proxy.address, options) as channel:
-            ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/a.S/One")
-            call = ask(b"", timeout=40)
-            assert await call.read() == b"x"
-            proxy.up.hold()
-            proxy.down.hold()
-            if notices == "client":
-                with pytest.raises(grpc.aio.AioRpcError) as lost:
-                    await call.read()
-                assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
-            else:
-                await asyncio.wait_for(service.left.acquire(), 30)
-    await server.stop()
+    async with asking(
+        service,
+        ServerOptions(keepalive_seconds=theirs, ping_seconds=theirs),
+        ChannelOptions(keepalive_seconds=mine, ping_seconds=mine),
+    ) as (proxy, ask):
+        call = ask(b"", timeout=40)
+        assert await call.read() == b"x"
+        proxy.up.hold()
+        proxy.down.hold()
+        if notices == "client":
+            with pytest.raises(grpc.aio.AioRpcError) as lost:
+                await call.read()
+            assert lost.value.code() is grpc.StatusCode.UNAVAILABLE
+        else:
+            await asyncio.wait_for(service.left.acquire(), 30)
 
 
 @pytest.mark.parametrize("made", [ChannelOptions(), ServerOptions()], ids=["client", "server"])
@@ -134,17 +145,15 @@ def test_a_ping_has_a_minute(made: ChannelOptions | ServerOptions) -> None:
 async def test_a_slow_upload_is_no_silence() -> None:
     """Pings wait behind it, for longer than a kernel may take to confirm anything."""
     service, seconds = Silent(), 4.0
-    server = Server(ServerOptions(keepalive_seconds=QUICK, keepalive_timeout_seconds=seconds))
-    server.add("a.S", service.register)
-    options = ChannelOptions(keepalive_seconds=QUICK, keepalive_timeout_seconds=seconds)
-    with Proxy(await server.start()) as proxy:
-        async with open_channel(proxy.address, options) as channel:
-            ask: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream("/a.S/One")
-            proxy.up.faults = Faults(rate=200_000)
-            call = ask(bytes(2_000_000), timeout=40)
-            assert await call.read() == b"x"
-            call.cancel()
-    await server.stop()
+    async with asking(
+        service,
+        ServerOptions(keepalive_seconds=QUICK, keepalive_timeout_seconds=seconds),
+        ChannelOptions(keepalive_seconds=QUICK, keepalive_timeout_seconds=seconds),
+    ) as (proxy, ask):
+        proxy.up.faults = Faults(rate=200_000)
+        call = ask(bytes(2_000_000), timeout=40)
+        assert await call.read() == b"x"
+        call.cancel()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what gRPC sets there is an option of Linux")
