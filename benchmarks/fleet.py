@@ -96,7 +96,8 @@ class Fleet:
     """One run of a trace under one policy for each role."""
 
     def __init__(self, shape: Shape, prefill: Policy, decode: Policy) -> None:
-        self._shape, self._policies = shape, (prefill, decode)
+        self._shape = shape
+        self._policies = (prefill, decode)
         self._prefill = [Machine(Cache(shape.pool)) for _ in range(shape.prefill)]
         self._decode = [Machine(Cache(shape.pool)) for _ in range(shape.decode)]
         self._store = Cache(shape.store)

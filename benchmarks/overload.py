@@ -107,18 +107,34 @@ def row(factor: float, tally: Tally, seconds: float, peak: float) -> tuple[str, 
     """One line of the table, and its goodput in tokens a second."""
     goodput = len(tally.whole) * TOKENS / seconds
     cells = (
-        f"{factor:g} x", f"{tally.offered}", f"{len(tally.whole)}", f"{len(tally.delays)}",
-        f"{tally.late}", f"{goodput:,.0f}", f"{goodput / max(peak, goodput):.0%}",
-        rank(tally.first, 0.5), rank(tally.first, 0.99), rank(tally.whole, 0.99),
+        f"{factor:g} x",
+        f"{tally.offered}",
+        f"{len(tally.whole)}",
+        f"{len(tally.delays)}",
+        f"{tally.late}",
+        f"{goodput:,.0f}",
+        f"{goodput / max(peak, goodput):.0%}",
+        rank(tally.first, 0.5),
+        rank(tally.first, 0.99),
+        rank(tally.whole, 0.99),
         rank(tally.delays, 0.5),
-    )  # fmt: skip
+    )
     return "| " + " | ".join(cells) + " |", goodput
 
 
 HEAD = (
-    "load", "offered", "answered", "refused", "late", "goodput tokens/s", "of the peak",
-    "first token p50 s", "p99", "whole p99", "told to wait, median s",
-)  # fmt: skip
+    "load",
+    "offered",
+    "answered",
+    "refused",
+    "late",
+    "goodput tokens/s",
+    "of the peak",
+    "first token p50 s",
+    "p99",
+    "whole p99",
+    "told to wait, median s",
+)
 
 
 async def measure(address: str, seconds: float, seed: int, deadline: float) -> None:

@@ -113,9 +113,14 @@ class _Ready(Registry):
         role = ROLE_DECODE if number % 2 else ROLE_PREFILL
         worker = KnownWorker(f"127.0.0.1:{number + 1}", role, ChannelOptions())
         worker.info = WorkerInfo(
-            worker=f"worker-{number}", role=role, started_as=role, store="kvrelay://",
-            namespace=Namespace(block_size=16), num_blocks=4096, max_model_len=1 << 16,
-        )  # fmt: skip
+            worker=f"worker-{number}",
+            role=role,
+            started_as=role,
+            store="kvrelay://",
+            namespace=Namespace(block_size=16),
+            num_blocks=4096,
+            max_model_len=1 << 16,
+        )
         worker.load = WorkerLoad(
             steps=1, running=rng.randrange(9), free_blocks=2048, waiting_tokens=rng.randrange(9000)
         )

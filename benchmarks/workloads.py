@@ -151,5 +151,14 @@ def bursts(chance: random.Random, count: int) -> Iterator[Event]:
 
 Family = Callable[[random.Random, int], Iterator[Event]]
 FAMILIES: tuple[Family, ...] = (
-    oneshots, conversations, scans, uniform, popular, agents, drift, phases, eager, bursts,
-)  # fmt: skip
+    oneshots,
+    conversations,
+    scans,
+    uniform,
+    popular,
+    agents,
+    drift,
+    phases,
+    eager,
+    bursts,
+)

@@ -68,19 +68,19 @@ class Geometry:
     """Blocks of one namespace in one pool's shape."""
 
     def __init__(self, namer: Namer, namespace: Namespace, shape: PoolShape) -> None:
-        self.namespace, self.dtype, self.block_size = (
-            namespace.digest,
-            shape.dtype,
-            shape.block_size,
-        )
-        self._namer, self._pool = namer, shape
+        self.namespace = namespace.digest
+        self.dtype = shape.dtype
+        self.block_size = shape.block_size
+        self._namer = namer
+        self._pool = shape
 
     def of(self, space: bytes) -> Geometry:
         """Blocks of a tenant's namespace, by its digest; these for the empty ``space``."""
         if not space:
             return self
         made = copy(self)
-        made.namespace, made._namer = space, self._namer.within(space)
+        made.namespace = space
+        made._namer = self._namer.within(space)
         return made
 
     def shape(self, count: int) -> tuple[int, ...]:
@@ -109,9 +109,14 @@ class Geometry:
         return self._namer.opening(piece.tokens) if piece.parent == self._namer.root else None
 
     def part(
-        self, tokens: Sequence[int], names: Sequence[bytes], index: int, count: int, block: int,
+        self,
+        tokens: Sequence[int],
+        names: Sequence[bytes],
+        index: int,
+        count: int,
+        block: int,
         source: str | None = None,
-    ) -> Part:  # fmt: skip
+    ) -> Part:
         """The ``index``-th block of a request, of ``count`` positions, to lie in ``block``."""
         start = index * self.block_size
         held = tuple(tokens[start : start + count])

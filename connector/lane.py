@@ -55,7 +55,8 @@ class Lane:
         """Give up what has not begun. What has begun goes on: see ``join``."""
         with self._wake:
             self._closed = True
-            left, self._jobs = self._jobs, deque()
+            left = self._jobs
+            self._jobs = deque()
             self._wake.notify_all()
         for job in left:
             job.give_up()

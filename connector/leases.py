@@ -16,7 +16,9 @@ class Leases:
     """Counts the leases this worker holds and returns them."""
 
     def __init__(self, store: Store, lane: Lane, meter: Meter) -> None:
-        self._store, self._lane, self._meter = store, lane, meter
+        self._store = store
+        self._lane = lane
+        self._meter = meter
         self._lock = threading.Lock()
         self._back: list[Lease] = []
 
@@ -51,5 +53,6 @@ class Leases:
 
     def _taken(self) -> list[Lease]:
         with self._lock:
-            leases, self._back = self._back, []
+            leases = self._back
+            self._back = []
         return leases

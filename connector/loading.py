@@ -64,13 +64,24 @@ class Loading:
     """A job of the lane of loads; its end is one ``Loaded``."""
 
     def __init__(
-        self, load: Load, parts: Sequence[Part], store: Store, pool: Pool, block_size: int,
-        options: Options, meter: Meter, end: Callable[[Event], None],
-    ) -> None:  # fmt: skip
-        self._load, self._parts = load, parts
-        self._store, self._pool, self._options = store, pool, options
+        self,
+        load: Load,
+        parts: Sequence[Part],
+        store: Store,
+        pool: Pool,
+        block_size: int,
+        options: Options,
+        meter: Meter,
+        end: Callable[[Event], None],
+    ) -> None:
+        self._load = load
+        self._parts = parts
+        self._store = store
+        self._pool = pool
+        self._options = options
         self._block_size = block_size
-        self._meter, self._end = meter, end
+        self._meter = meter
+        self._end = end
         self._give_up_at = time.monotonic() + options.queue_seconds
         self._deadline = self._give_up_at
         self._default = public_name(store.url)

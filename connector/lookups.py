@@ -47,7 +47,9 @@ class Asking:
     """A lookup under way: a job of the lane."""
 
     def __init__(self, owner: Lookups, request_id: str, length: int, question: Question) -> None:
-        self.request_id, self.length, self.question = request_id, length, question
+        self.request_id = request_id
+        self.length = length
+        self.question = question
         self.deadline = owner.clock() + owner.options.lookup_seconds
         self._owner = owner
 
@@ -68,12 +70,24 @@ class Lookups:
     """At most one record per request: a question under way or its answer."""
 
     def __init__(
-        self, store: Store, geometry: Geometry, lane: Lane, leases: Leases, meter: Meter,
-        options: Options, clock: Callable[[], float], notify: Callable[[], None],
-    ) -> None:  # fmt: skip
-        self.options, self.clock = options, clock
-        self._store, self._geometry, self._lane = store, geometry, lane
-        self._leases, self._meter, self._notify = leases, meter, notify
+        self,
+        store: Store,
+        geometry: Geometry,
+        lane: Lane,
+        leases: Leases,
+        meter: Meter,
+        options: Options,
+        clock: Callable[[], float],
+        notify: Callable[[], None],
+    ) -> None:
+        self.options = options
+        self.clock = clock
+        self._store = store
+        self._geometry = geometry
+        self._lane = lane
+        self._leases = leases
+        self._meter = meter
+        self._notify = notify
         self._lock = threading.Lock()
         self._records: dict[str, Asking | Answer] = {}
         self._boot: bytes | None = None
@@ -131,7 +145,8 @@ class Lookups:
     def close(self) -> None:
         """Forget them all and give their leases back."""
         with self._lock:
-            records, self._records = self._records, {}
+            records = self._records
+            self._records = {}
         for record in records.values():
             if isinstance(record, Answer):
                 self._leases.give_back(record.lease)

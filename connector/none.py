@@ -35,7 +35,8 @@ class NoConnector:
         pass
 
     def poll(self) -> list[Event]:
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def close(self) -> None:

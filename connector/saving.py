@@ -19,12 +19,22 @@ class Saving:
     """A job of a lane of saves; its end is one ``Saved``."""
 
     def __init__(
-        self, save: Save, store: Store, pool: Pool, geometry: Geometry, options: Options,
-        meter: Meter, end: Callable[[Event], None],
-    ) -> None:  # fmt: skip
-        self._save, self._store, self._pool = save, store, pool
-        self._geometry, self._options = geometry, options
-        self._meter, self._end = meter, end
+        self,
+        save: Save,
+        store: Store,
+        pool: Pool,
+        geometry: Geometry,
+        options: Options,
+        meter: Meter,
+        end: Callable[[Event], None],
+    ) -> None:
+        self._save = save
+        self._store = store
+        self._pool = pool
+        self._geometry = geometry
+        self._options = options
+        self._meter = meter
+        self._end = end
         self._stored = 0
         self.nbytes = sum(pool.nbytes(len(piece.tokens)) for piece in save.pieces)
 
@@ -59,9 +69,15 @@ class Saving:
         payload = self._pool.read(piece.block, len(piece.tokens))
         geometry, count = self._geometry, len(piece.tokens)
         header = encoded(
-            geometry.namespace, piece.parent, piece.name, piece.tokens, geometry.dtype,
-            geometry.shape(count), payload.nbytes, 0,
-        )  # fmt: skip
+            geometry.namespace,
+            piece.parent,
+            piece.name,
+            piece.tokens,
+            geometry.dtype,
+            geometry.shape(count),
+            payload.nbytes,
+            0,
+        )
         return Block(header, payload, sealed=False)
 
     def _count(self, outcomes: list[Outcome]) -> None:

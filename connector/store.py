@@ -39,10 +39,16 @@ class StoreConnector:
     """A ``Connector`` over ``store``, which it closes when it is closed itself."""
 
     def __init__(
-        self, store: Store, namer: Namer, namespace: Namespace, pool: ShapedPool,
-        options: Options | None = None, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self._store, self._pool = store, pool
+        self,
+        store: Store,
+        namer: Namer,
+        namespace: Namespace,
+        pool: ShapedPool,
+        options: Options | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._pool = pool
         self._options = chosen = options or Options()
         self._meter = meter = Meter()
         self._geometry = Geometry(namer, namespace, pool.shape)
@@ -90,10 +96,16 @@ class StoreConnector:
         self._meter.add(loads=1, open_loads=1)
         self._loads.submit(
             Loading(
-                load, parts, self._store, self._pool, self._geometry.block_size, self._options,
-                self._meter, end,
+                load,
+                parts,
+                self._store,
+                self._pool,
+                self._geometry.block_size,
+                self._options,
+                self._meter,
+                end,
             )
-        )  # fmt: skip
+        )
 
     def save(self, save: Save) -> None:
         """As the protocol says. Too much waiting: the save is dropped at once.
@@ -103,9 +115,14 @@ class StoreConnector:
         """
         self._lookups.release(save.request_id)
         saving = Saving(
-            save, self._store, self._pool, self._geometry.of(save.space), self._options,
-            self._meter, self._post,
-        )  # fmt: skip
+            save,
+            self._store,
+            self._pool,
+            self._geometry.of(save.space),
+            self._options,
+            self._meter,
+            self._post,
+        )
         waiting = self._meter.reading.open_save_bytes
         if waiting and waiting + saving.nbytes > self._options.max_pending_save_bytes:
             self._meter.add(saves=1, saves_dropped=1)
@@ -123,7 +140,8 @@ class StoreConnector:
     def poll(self) -> list[Event]:
         """As the protocol says."""
         with self._lock:
-            events, self._events = self._events, []
+            events = self._events
+            self._events = []
         return events
 
     def close(self) -> None:

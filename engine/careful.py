@@ -62,7 +62,8 @@ class Careful:
 
     def poll(self) -> list[Event]:
         """The connector's events, and those of what could not be started."""
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         try:
             return events + self._connector.poll()
         except Exception as error:  # noqa: BLE001 - as above

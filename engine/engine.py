@@ -61,7 +61,8 @@ class Engine:
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._turns, self._busy = 0, False
+        self._turns = 0
+        self._busy = False
         self._watchdog = Watchdog(step_seconds, self._at, self._hangs)
 
     def start(self) -> None:
@@ -127,7 +128,8 @@ class Engine:
             self._publish()
 
     def _turn(self) -> None:
-        self._turns, self._busy = self._turns + 1, True
+        self._turns = self._turns + 1
+        self._busy = True
         try:
             busy = self._step()
         except Exception as error:  # noqa: BLE001 - the edge: it ends the requests of the step

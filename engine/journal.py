@@ -87,7 +87,8 @@ class Journal(Scheduler):
         return answer
 
     def _note(self, call: str, given: Record, result: Record) -> None:
-        answers, self._answers = self._answers, []
+        answers = self._answers
+        self._answers = []
         result = {**result, **counters(self)}
         self._line({"call": call, "given": given, "answers": answers, "result": result})
 

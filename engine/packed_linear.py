@@ -34,7 +34,8 @@ class PackedLinear(torch.nn.Module):
         self._packed = reorder(weight.detach(), _ROWS_HINT)
         self._bias = None if bias is None else bias.detach()
         self._pairs = weight.dtype == torch.float32
-        self.out_features, self.in_features = weight.shape
+        self.out_features = weight.shape[0]
+        self.in_features = weight.shape[1]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in features] to [..., out features]."""

@@ -65,7 +65,8 @@ class Replay:
     def repeat(self, record: Record) -> Record | None:
         """Carry out one call; what the core writes about it now."""
         self._told.clear()
-        given, self._said = _table(record, "given"), _answers(record)
+        given = _table(record, "given")
+        self._said = _answers(record)
         call = _text(record, "call")
         if call not in _CALLS:
             raise Rejected("journal", f"no call is named {call!r}")
@@ -105,7 +106,8 @@ class Replay:
         self._plan = self.core.schedule()
 
     def _commit(self, given: Record) -> None:
-        plan, self._plan = self._plan, None
+        plan = self._plan
+        self._plan = None
         sampled = [item if isinstance(item, int) else None for item in _list(given, "sampled")]
         if plan is not None and len(plan.entries) == len(sampled):
             self.core.commit(plan, sampled)

@@ -179,7 +179,8 @@ class Request:
 
     def end(self, state: State) -> Residency | None:
         """The residency ends, whole; what it computed goes into the log."""
-        residency, self.residency = self.residency, None
+        residency = self.residency
+        self.residency = None
         if residency is not None and self.state is State.RUNNING:
             self.runs.append(Run(residency.admission, residency.computed))
         self.move(state)

@@ -91,7 +91,8 @@ class Scheduler:
 
     def discard(self) -> Plan | None:
         """Give up the plan under way: nothing of it was computed."""
-        plan, self._plan = self._plan, None
+        plan = self._plan
+        self._plan = None
         return plan
 
     def loaded(self, request_id: str, epoch: int, valid: int) -> Request | None:
@@ -232,9 +233,15 @@ class Scheduler:
         self.pool.hold(blocks)
         self.loads[request.id, admission.epoch] = blocks
         return Load(
-            request.id, admission.epoch, admission.local, admission.external,
-            tuple(request.tokens), tuple(request.names), blocks, request.order.space,
-        )  # fmt: skip
+            request.id,
+            admission.epoch,
+            admission.local,
+            admission.external,
+            tuple(request.tokens),
+            tuple(request.names),
+            blocks,
+            request.order.space,
+        )
 
     # --- events and commit ----------------------------------------------------------------------
 

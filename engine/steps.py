@@ -121,7 +121,8 @@ class Steps:
 
     def take_updates(self) -> list[tuple[str, Update]]:
         """What happened since the last call, with whose request it is."""
-        updates, self._updates = self._updates, []
+        updates = self._updates
+        self._updates = []
         return updates
 
     def fail_step(self, error: Exception) -> None:

@@ -19,7 +19,9 @@ class Watchdog:
     def __init__(
         self, seconds: float, at: Callable[[], int | None], hangs: Callable[[], None]
     ) -> None:
-        self._seconds, self._at, self._hangs = seconds, at, hangs
+        self._seconds = seconds
+        self._at = at
+        self._hangs = hangs
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 

@@ -95,21 +95,42 @@ def payload_bytes(dtype: str, shape: Sequence[int]) -> int:
 def encode(header: Header) -> bytes:
     """The header as bytes, checksum included."""
     return encoded(
-        header.namespace, header.parent, header.name, header.tokens, header.dtype, header.shape,
-        header.payload_bytes, header.payload_checksum,
-    )  # fmt: skip
+        header.namespace,
+        header.parent,
+        header.name,
+        header.tokens,
+        header.dtype,
+        header.shape,
+        header.payload_bytes,
+        header.payload_checksum,
+    )
 
 
 def encoded(
-    namespace: bytes, parent: bytes, name: bytes, tokens: tuple[int, ...], dtype: str,
-    shape: tuple[int, ...], size: int, payload_checksum: int,
-) -> bytes:  # fmt: skip
+    namespace: bytes,
+    parent: bytes,
+    name: bytes,
+    tokens: tuple[int, ...],
+    dtype: str,
+    shape: tuple[int, ...],
+    size: int,
+    payload_checksum: int,
+) -> bytes:
     """The same of its fields; what most headers have in common is packed once."""
     start, kind, dimensions, words, padding = _common(len(tokens), dtype, shape)
-    rest = b"".join((
-        size.to_bytes(8, "little"), payload_checksum.to_bytes(8, "little"), kind, namespace,
-        parent, name, dimensions, words.pack(*tokens), padding,
-    ))  # fmt: skip
+    rest = b"".join(
+        (
+            size.to_bytes(8, "little"),
+            payload_checksum.to_bytes(8, "little"),
+            kind,
+            namespace,
+            parent,
+            name,
+            dimensions,
+            words.pack(*tokens),
+            padding,
+        )
+    )
     if len(rest) != header_bytes(len(tokens)) - _CHECKSUM.stop:
         raise ValueError("namespace, parent and name have 32 bytes each")
     own = xxhash.xxh3_64_intdigest(start + rest)
@@ -125,9 +146,23 @@ def _common(
     data = bytearray(length)
     dimensions = shape + (0,) * (MAX_DIMENSIONS - len(shape))
     _FIXED.pack_into(
-        data, 0, MAGIC, VERSION, len(shape), 0, length, 0, 0, 0, count, dtype.encode("ascii"),
-        b"", b"", b"", *dimensions,
-    )  # fmt: skip
+        data,
+        0,
+        MAGIC,
+        VERSION,
+        len(shape),
+        0,
+        length,
+        0,
+        0,
+        0,
+        count,
+        dtype.encode("ascii"),
+        b"",
+        b"",
+        b"",
+        *dimensions,
+    )
     end = _FIXED.size + 4 * count
     found = (data[: _CHECKSUM.start], data[40:64], data[160 : _FIXED.size], data[end:])
     start, kind, shaped, padding = map(bytes, found)
@@ -170,9 +205,15 @@ def decode(data: Buffer) -> Header:
     """Read a header from the start of ``data``; ``Corrupt`` names the field that is wrong."""
     found = fields_of(data)
     return Header(
-        found.namespace, found.parent, found.name, _words(found.positions).unpack(found.words),
-        found.dtype, found.shape, found.payload_bytes, found.payload_checksum,
-    )  # fmt: skip
+        found.namespace,
+        found.parent,
+        found.name,
+        _words(found.positions).unpack(found.words),
+        found.dtype,
+        found.shape,
+        found.payload_bytes,
+        found.payload_checksum,
+    )
 
 
 def fields_of(data: Buffer) -> Fields:
@@ -182,8 +223,22 @@ def fields_of(data: Buffer) -> Fields:
     """
     if len(data) < _FIXED.size:
         raise Corrupt("header", f"{len(data)} bytes are fewer than the {_FIXED.size} fixed ones")
-    magic, version, dimensions, _, length, own, size, payload, count, dtype, space, parent, name, \
-        *shape = _FIXED.unpack_from(data)  # fmt: skip
+    (
+        magic,
+        version,
+        dimensions,
+        _,
+        length,
+        own,
+        size,
+        payload,
+        count,
+        dtype,
+        space,
+        parent,
+        name,
+        *shape,
+    ) = _FIXED.unpack_from(data)
     _check_frame(len(data), magic, version, length, count)
     raw = bytes(data[:length])
     if own != _own_checksum(raw):

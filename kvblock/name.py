@@ -60,10 +60,12 @@ class Namer:
     def __init__(self, namespace: Namespace | bytes, digest: Digest = sha256) -> None:
         """``namespace`` may be given by its digest."""
         if isinstance(namespace, Namespace):
-            self._namespace, whose = namespace.digest, namespace.tenant_salt
+            self._namespace = namespace.digest
+            whose = namespace.tenant_salt
         else:
             self._namespace = whose = namespace
-        self._digest, self.root = digest, digest(_ROOT + self._namespace)
+        self._digest = digest
+        self.root = digest(_ROOT + self._namespace)
         self._tenant = hashlib.sha256(_OPENING + whose).digest()
 
     def within(self, namespace: bytes) -> Namer:

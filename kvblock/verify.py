@@ -56,9 +56,15 @@ def verify_block(raw: Buffer, wanted: Wanted, payload: Buffer, summed: int | Non
     found = checksum(payload) if summed is None else summed
     nbytes = memoryview(payload).nbytes
     if raw == encoded(
-        wanted.namespace, wanted.parent, wanted.name, wanted.tokens, wanted.dtype, wanted.shape,
-        nbytes, found,
-    ):  # fmt: skip
+        wanted.namespace,
+        wanted.parent,
+        wanted.name,
+        wanted.tokens,
+        wanted.dtype,
+        wanted.shape,
+        nbytes,
+        found,
+    ):
         return
     header = decode(raw)
     verify(header, wanted)

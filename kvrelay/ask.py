@@ -25,9 +25,19 @@ _SAMPLING = (
     "logprobs",
 )
 _KNOWN = {
-    *_SAMPLING, "prompt", "messages", "token_ids", "output_token_ids", "max_tokens", "stop",
-    "stop_token_ids", "model", "request_id", "explain", "priority",
-}  # fmt: skip
+    *_SAMPLING,
+    "prompt",
+    "messages",
+    "token_ids",
+    "output_token_ids",
+    "max_tokens",
+    "stop",
+    "stop_token_ids",
+    "model",
+    "request_id",
+    "explain",
+    "priority",
+}
 
 
 class Ask(TypedDict, total=False):

@@ -67,7 +67,9 @@ class Nursery:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._living: dict[int, socket.socket] = {}
-        self._awake, self._waker = socket.socketpair()
+        awake, waker = socket.socketpair()
+        self._awake = awake
+        self._waker = waker
         self._waker.setblocking(False)
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)

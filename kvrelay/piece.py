@@ -54,7 +54,8 @@ class Received:
         self._tokens: list[int] = []
         self._id = request.request_id
         self._seed = request.sampling.seed
-        self._weights, self._prompt_hash = request.weights, request.prompt_hash
+        self._weights = request.weights
+        self._prompt_hash = request.prompt_hash
         self._known = False
         self.ended = False  # with the last message: whatever fails after it, the answer is whole
         self.unanswered = request.ByteSize()  # bytes of a request of which nothing came yet
@@ -63,8 +64,11 @@ class Received:
         """Book one message."""
         self.unanswered = 0
         if message.HasField("seed"):
-            self._id, self._seed, self._known = message.request_id, message.seed, True
-            self._weights, self._prompt_hash = message.weights, message.prompt_hash
+            self._id = message.request_id
+            self._seed = message.seed
+            self._known = True
+            self._weights = message.weights
+            self._prompt_hash = message.prompt_hash
         ids = tuple(token.id for token in message.tokens)
         self._tokens += ids
         self.ended = self.ended or bool(message.finish_reason)
@@ -87,7 +91,8 @@ class Received:
         request.output_token_ids.extend(self._tokens)
         if self._known:
             request.sampling.seed = self._seed
-            request.weights, request.prompt_hash = self._weights, self._prompt_hash
+            request.weights = self._weights
+            request.prompt_hash = self._prompt_hash
         return request
 
 

@@ -75,7 +75,9 @@ class Process:
         self.dead = threading.Event()  # it is down and will not be started again
         self.served = threading.Event()  # set by whoever has seen it serve; no restart before
         self.starts = 0
-        self._on_line, self._on_change, self._backoff = on_line, on_change, backoff
+        self._on_line = on_line
+        self._on_change = on_change
+        self._backoff = backoff
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._running: Running | None = None  # from the start until just before it is reaped
@@ -148,7 +150,8 @@ class Process:
                 return None
             start = forked if self.spec.forked else fresh
             running = start(self.spec.module, self.spec.args, self.spec.environ)
-            self._running, self._started = running, time.monotonic()
+            self._running = running
+            self._started = time.monotonic()
             self.starts += 1
         if not running.born():
             return running.wait(self._ended)

@@ -57,7 +57,8 @@ class Pulse:
             if not self._open():
                 self.hear()
             self._streams.add(stream)
-            begun, self._watched = not self._watched, True
+            begun = not self._watched
+            self._watched = True
             return begun
 
     def hear(self) -> None:
@@ -81,7 +82,8 @@ class Pulse:
         now = time.monotonic()
         if now - self._heard < QUIET_SECONDS:
             return Step(QUIET_SECONDS - (now - self._heard), ask=False)
-        self._asked, self._unanswered = now, self._unanswered + 1
+        self._asked = now
+        self._unanswered = self._unanswered + 1
         return Step(ANSWER_SECONDS + self._transit(), ask=True)
 
     def _open(self) -> list[Listener]:

@@ -84,8 +84,10 @@ class _Fresh:
     def __init__(self, popen: subprocess.Popen[bytes], lifeline: int) -> None:
         if popen.stdout is None:
             raise RuntimeError("a process without a pipe for its output")
-        self.pid, self.output = popen.pid, popen.stdout
-        self._popen, self._lifeline = popen, lifeline
+        self.pid = popen.pid
+        self.output = popen.stdout
+        self._popen = popen
+        self._lifeline = lifeline
 
     def born(self) -> bool:
         return True
@@ -107,9 +109,12 @@ class _Forked:
     def __init__(self, module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> None:
         self.pid: int | None = None
         self._request = json.dumps([module, args, dict(environ)]).encode() + b"\n"
-        self._socket, self._theirs = socket.socketpair()
+        ours, theirs = socket.socketpair()
+        self._socket = ours
+        self._theirs = theirs
         self._answers = self._socket.makefile("rb")
-        reader, self._writer = os.pipe()
+        reader, writer = os.pipe()
+        self._writer = writer
         self.output: IO[bytes] = os.fdopen(reader, "rb")
 
     def born(self) -> bool:
@@ -168,7 +173,8 @@ class ForkServer:
             self._end()
 
     def _start(self) -> socket.socket:
-        self._control, theirs = socket.socketpair()
+        control, theirs = socket.socketpair()
+        self._control = control
         with theirs:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "kvrelay.nursery", str(theirs.fileno()), *PRELOADED],

@@ -63,9 +63,11 @@ def _server(name: str, one: redis.Reading, cluster: bool) -> Iterator[Finding]:
     version = tuple(int(part) for part in re.findall(r"\d+", one.version)[:2])
     older = version < TESTED
     yield Finding(
-        name, "absent" if older else "ok", f"reachable, version {one.version}, {one.keys} keys",
+        name,
+        "absent" if older else "ok",
+        f"reachable, version {one.version}, {one.keys} keys",
         "older than 6.2, with which kvrelay is tested" if older else "",
-    )  # fmt: skip
+    )
     if one.replica and not cluster:
         means = "it takes no blocks, and tells none to those that prolong them: name its master"
         yield Finding(f"{name} role", "missing", "is a replica", means)

@@ -37,9 +37,14 @@ SELDOM = (20_000, 10, 500)
 async def serve(config: StoreConfig) -> int:
     """Until a signal; the exit status."""
     limits = Limits(
-        config.budget, config.max_block, config.partial_life, config.ticket_life, config.events,
-        None if config.disk is None else config.disk_budget, config.eviction,
-    )  # fmt: skip
+        config.budget,
+        config.max_block,
+        config.partial_life,
+        config.ticket_life,
+        config.events,
+        None if config.disk is None else config.disk_budget,
+        config.eviction,
+    )
     known = security.installed().credentials.tenants
     tenants = Tenants.of(known, config.budget)
     vault = Vault(limits, tenants)

@@ -39,7 +39,8 @@ class Admission:
         self._queue = FairQueue(queue_tokens)
         self._queue_seconds = queue_seconds
         self._runs = Runs()
-        self.slots, self.halted = 0, False
+        self.slots = 0
+        self.halted = False
         self._promised: dict[str, tuple[float, float]] = {}  # tokens refused, by tenant; as of when
         self.refused = Counter[str]()  # by reason
 
@@ -124,7 +125,8 @@ class Admission:
 
     def resize(self, slots: int, now: float, halted: bool = False) -> Step:
         """Those under way stay. Time in which all is halted says nothing of the rate."""
-        self.slots, self.halted = slots, halted
+        self.slots = slots
+        self.halted = halted
         self._runs.look(now, halted)
         return self._go(now)
 

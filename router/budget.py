@@ -11,7 +11,8 @@ class Bucket:
     """At most ``burst`` at once and ``rate`` a second in the long run."""
 
     def __init__(self, rate: float, burst: int) -> None:
-        self._rate, self._burst = rate, burst
+        self._rate = rate
+        self._burst = burst
         self._full_at = float("-inf")  # when it would be full again
 
     def take(self, now: float) -> float:

@@ -50,8 +50,12 @@ def _added(
 ) -> tuple[float, float, float, float, float]:
     w, sx, sy, sxx, sxy = sums
     return (
-        w + weight, sx + weight * x, sy + weight * y, sxx + weight * x * x, sxy + weight * x * y
-    )  # fmt: skip
+        w + weight,
+        sx + weight * x,
+        sy + weight * y,
+        sxx + weight * x * x,
+        sxy + weight * x * y,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,9 +55,14 @@ def namespace_of(info: worker_pb2.WorkerInfo, tenant: Tenant) -> Namespace:
     """In which the blocks of a tenant are named, on any worker of the fleet."""
     told = info.namespace
     return _namespace(
-        told.model, told.revision, told.dtype, told.layout, told.block_size, told.format_version,
+        told.model,
+        told.revision,
+        told.dtype,
+        told.layout,
+        told.block_size,
+        told.format_version,
         tenant.salt,
-    )  # fmt: skip
+    )
 
 
 @lru_cache(KEPT)
@@ -99,7 +104,8 @@ class Dispatcher:
         self.tally = Tally()
         self._mode = config.disaggregate
         self._policy = {role: policy(config.policy) for role in WEIGHTS}
-        self._worker_wait, self._resume_wait = config.worker_wait, config.resume_wait
+        self._worker_wait = config.worker_wait
+        self._resume_wait = config.resume_wait
         self._affinity = {role: Affinity() for role in WEIGHTS}
         self._stored = Affinity()
         self._moves = Bucket(config.migration_rate, config.migration_burst)

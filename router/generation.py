@@ -60,7 +60,8 @@ class Generation:
         self._received = received
         self._first_token_seconds = 0.0
         self._told = False
-        self._generation, self._legs = secrets.randbits(64), 0  # what a hand-off is bound to
+        self._generation = secrets.randbits(64)
+        self._legs = 0
 
     @property
     def tokens(self) -> int:
@@ -124,7 +125,8 @@ class Generation:
         before, accounts = len(self._outputs), len(self._accounts)
         try:
             message = self._message()
-            self._legs, self._begun = self._legs + 1, None
+            self._legs = self._legs + 1
+            self._begun = None
             events = run_leg(
                 worker,
                 found.work,
@@ -182,7 +184,8 @@ class Generation:
             piece = self._text.push(token.id)
             text += piece.text
             if piece.stopped:
-                self._stopped, tokens = True, tokens[:count]
+                self._stopped = True
+                tokens = tokens[:count]
                 break
         self._note_finish(event)
         return self._response(tokens, text) if tokens else None

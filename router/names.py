@@ -54,7 +54,8 @@ class Names:
     """What names stood for when they were looked up last. Not for several tasks at once."""
 
     def __init__(self, interval: float, resolve: Resolve = resolve) -> None:
-        self._interval, self._resolve = interval, resolve
+        self._interval = interval
+        self._resolve = resolve
         self._known: dict[str, _Known] = {}
         self._threads = ThreadPoolExecutor(THREADS, "dns")
 

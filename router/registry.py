@@ -278,7 +278,8 @@ class Registry:
             level = logging.INFO if expected else logging.WARNING  # the first may yet start
             state = verdict.state.name.lower()
             log.log(level, "%s worker %s is %s: %s", name, worker.address, state, problem)
-        worker.verdict, worker.since = verdict, time.monotonic()
+        worker.verdict = verdict
+        worker.since = time.monotonic()
         self._tell()
 
     def _tell(self) -> None:

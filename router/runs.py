@@ -30,10 +30,12 @@ class _Past:
         """``kept``: what its past counts, where that is long ago."""
         if self.stale(now):
             self._keep(kept)
-        self.running, self.last = self.running + 1, now
+        self.running = self.running + 1
+        self.last = now
 
     def end(self, now: float) -> None:
-        self.running, self.last = self.running - 1, now
+        self.running = self.running - 1
+        self.last = now
 
     def note(self, tokens: int, seconds: float, kept: float) -> None:
         """What came of one that ended."""
@@ -56,7 +58,9 @@ class Runs:
         self._tokens = 0  # of these
         self._all = _Past()
         self._kinds: dict[int, _Past] = {}
-        self._at, self._stood, self._halted = 0.0, 0.0, False
+        self._at = 0.0
+        self._stood = 0.0
+        self._halted = False
 
     def __len__(self) -> int:
         return len(self._running)
@@ -68,7 +72,8 @@ class Runs:
         """Time has passed; ``halted`` says what is from now on."""
         if self._halted:
             self._stood += max(0.0, now - self._at)
-        self._at, self._halted = now, halted
+        self._at = now
+        self._halted = halted
 
     def begin(self, key: int, tokens: int, kind: int = 0) -> None:
         """A request of so many goes."""

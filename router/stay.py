@@ -27,7 +27,8 @@ class Stay:
     """
 
     def __init__(self, tokens: int, positions: int, connected: bool) -> None:
-        self.tokens, self.positions = tokens, positions
+        self.tokens = tokens
+        self.positions = positions
         self.connected = connected  # else a failure says nothing about this request
         self.evicted: KvrelayError | None = None
         self._call: Call | None = None

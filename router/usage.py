@@ -20,7 +20,9 @@ def lost(
         worker=worker, address=address, role=role, generated=generated, lost=True
     )
     if begun is not None:
-        leg.length, leg.local, leg.external = begun.length, begun.local, begun.external
+        leg.length = begun.length
+        leg.local = begun.local
+        leg.external = begun.external
         leg.computed = begun.fresh
         leg.admissions.append(begun)
     return leg

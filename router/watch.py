@@ -56,8 +56,11 @@ class Watcher:
         judge: Callable[[KnownWorker, Verdict], None],
         restarted: Callable[[KnownWorker, worker_pb2.WorkerInfo], None],
     ) -> None:
-        self._worker, self._pace = worker, pace
-        self._accept, self._judge, self._restarted = accept, judge, restarted
+        self._worker = worker
+        self._pace = pace
+        self._accept = accept
+        self._judge = judge
+        self._restarted = restarted
         self._hurry = asyncio.Event()
         self._answered = time.monotonic()
         self._known = False
@@ -95,7 +98,8 @@ class Watcher:
                 self._slowest = max(self._slowest, time.monotonic() - begun)
             silent_for = time.monotonic() - self._answered
             return of_failure(error, self._known, silent_for, self._pace.gone_after)
-        self._answered, self._known = time.monotonic(), True
+        self._answered = time.monotonic()
+        self._known = True
         self._worker.asked = begun
         self._slowest = max(self._answered - begun, FORGET * self._slowest)
         return verdict
@@ -143,7 +147,8 @@ class Watcher:
         request = worker_pb2.GetInfoRequest()
         answer = await worker.control.GetInfo(request, timeout=deadline.remaining())
         info = received(answer, worker.address)
-        before, worker.info = worker.info, info
+        before = worker.info
+        worker.info = info
         if before is not None and before.worker != info.worker:
             self._restarted(worker, before)
         self._accept(worker, info)

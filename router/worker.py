@@ -61,7 +61,9 @@ class KnownWorker:
 
     @info.setter
     def info(self, info: worker_pb2.WorkerInfo | None) -> None:
-        self._info, self.role, self.key = info, self.listed, self.address
+        self._info = info
+        self.role = self.listed
+        self.key = self.address
         self._candidate: Candidate | None = None
         if info is not None:
             self.role = info.role if belongs(info, self.listed) else self.listed
@@ -74,7 +76,8 @@ class KnownWorker:
 
     @load.setter
     def load(self, load: worker_pb2.WorkerLoad) -> None:
-        self._load, self._candidate = load, None
+        self._load = load
+        self._candidate = None
 
     @property
     def usable(self) -> bool:
@@ -128,13 +131,15 @@ class KnownWorker:
         """Counts a leg of so many tokens as being there, and makes it end if the worker is lost."""
         stay = Stay(tokens, positions, self.channel.get_state() is grpc.ChannelConnectivity.READY)
         self._stays.add(stay)
-        self._tokens, self._candidate = self._tokens + tokens, None
+        self._tokens = self._tokens + tokens
+        self._candidate = None
         self.idle.clear()
         try:
             yield stay
         finally:
             self._stays.discard(stay)
-            self._tokens, self._candidate = self._tokens - tokens, None
+            self._tokens = self._tokens - tokens
+            self._candidate = None
             if not self._stays:
                 self.idle.set()
 

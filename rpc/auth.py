@@ -34,10 +34,18 @@ CLIENTS = frozenset({"/kvrelay.v1.Router/Generate"})
 STORE_USERS = frozenset(
     f"/kvrelay.v1.KVStore/{method}"
     for method in (
-        "Lookup", "Get", "Reserve", "Put", "PutSmall", "Release", "Ways", "Locate", "Stats",
+        "Lookup",
+        "Get",
+        "Reserve",
+        "Put",
+        "PutSmall",
+        "Release",
+        "Ways",
+        "Locate",
+        "Stats",
         "Recheck",
     )
-)  # fmt: skip
+)
 """For clients whose tenant has a place in the store; they reach that tenant's blocks only."""
 
 ADMINS = frozenset(
@@ -66,7 +74,8 @@ class Gate(grpc.aio.ServerInterceptor):
 
     def __init__(self, credentials: Credentials, places: int, together: int) -> None:
         self._credentials = credentials
-        self._places, self._together = places, together
+        self._places = places
+        self._together = together
         self._open = Counter[str]()
 
     async def intercept_service(

@@ -21,7 +21,8 @@ class _Method:
     """A method of a channel; called in any of the ways gRPC knows."""
 
     def __init__(self, method: object, token: Metadata) -> None:
-        self._method, self._token = method, token
+        self._method = method
+        self._token = token
 
     def __call__(self, *args: object, metadata: Metadata | None = None, **more: object) -> object:
         return self._go(self._method, args, metadata, more)

@@ -33,14 +33,19 @@ class SecurityOptions:
         None, "tokens and keys, TOML; whoever calls must then show one", metavar="FILE", group=GROUP
     )
     allow_insecure: bool = option(
-        False, "let other machines reach it without TLS, or without a proof of who they are",
+        False,
+        "let other machines reach it without TLS, or without a proof of who they are",
         group=GROUP,
-    )  # fmt: skip
+    )
     token: str | None = option(
-        None, "the token to show to others, instead of one of --credentials", secret=True,
+        None,
+        "the token to show to others, instead of one of --credentials",
+        secret=True,
         group=GROUP,
-    )  # fmt: skip
+    )
     fleet_key: str | None = option(
-        None, "the key that signs hand-offs, where --credentials has none", secret=True,
+        None,
+        "the key that signs hand-offs, where --credentials has none",
+        secret=True,
         group=GROUP,
-    )  # fmt: skip
+    )

@@ -120,7 +120,8 @@ class Server:
 
     async def stop(self, grace: float = 0.0) -> None:
         """Say NOT_SERVING, take no new calls, give those under way ``grace`` seconds, close."""
-        server, self._server = self._server, None
+        server = self._server
+        self._server = None
         if server is not None:
             await self.health.leave()
             await server.stop(grace)

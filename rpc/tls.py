@@ -86,8 +86,9 @@ def _check_pair(cert: str, key: str) -> None:
     try:
         context.load_cert_chain(cert, key, password=_no_password)
     except (ssl.SSLError, OSError, ValueError) as error:
-        raise Rejected("tls_cert", f"{cert} and {key} are no certificate and its key: {error}") \
-            from None  # fmt: skip
+        raise Rejected(
+            "tls_cert", f"{cert} and {key} are no certificate and its key: {error}"
+        ) from None
     if (why := _out_of_time(context, cert)) is not None:
         raise Rejected("tls_cert", f"{cert}: {why}, so nobody will talk to its holder: renew it")
 

@@ -63,7 +63,9 @@ class AnchoredDetokenizer:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._backend = tokenizer.backend
         self._special = tokenizer.special_ids
-        self._anchor, self._anchor_text = _anchor(tokenizer)
+        anchor, text = _anchor(tokenizer)
+        self._anchor = anchor
+        self._anchor_text = text
         self._bytes = _byte_tokens(tokenizer.backend)
         self._pending: list[int] = []
         self._begun = False
@@ -103,7 +105,8 @@ class AnchoredDetokenizer:
         else:
             text = self._backend.decode(tokens)
         if not peek:
-            self._begun, self._pending = True, []
+            self._begun = True
+            self._pending = []
         return text
 
 

@@ -34,7 +34,8 @@ class StopStrings:
 
     def flush(self) -> str:
         """What was held back, at the end of the text."""
-        text, self._held = self._held, ""
+        text = self._held
+        self._held = ""
         return text
 
     def _match(self, whole: str, old: int) -> int | None:

@@ -39,7 +39,8 @@ class Announcer:
     """Announces from ``begin`` to ``end``; without routers it does nothing."""
 
     def __init__(self, routers: tuple[str, ...], advertise: str | None) -> None:
-        self._routers, self._advertise = routers, advertise
+        self._routers = routers
+        self._advertise = advertise
         self._tasks: list[asyncio.Task[None]] = []
         for router in routers:
             check_address("router", router)

@@ -34,9 +34,13 @@ def sampling(message: types_pb2.Sampling, eos_token_ids: tuple[int, ...]) -> Sam
 
 
 def order(
-    leg: types_pb2.Leg, engine_id: str, rules: Sampling, prefill_only: bool, save: bool,
+    leg: types_pb2.Leg,
+    engine_id: str,
+    rules: Sampling,
+    prefill_only: bool,
+    save: bool,
     space: bytes,
-) -> Order:  # fmt: skip
+) -> Order:
     """What the engine is asked for; ``engine_id`` is this stay's own id, never seen outside.
 
     Without a store there is nothing to ``save`` to; ``space`` is that of the leg's tenant.

@@ -20,7 +20,8 @@ class Identity:
 
     def become(self, role: Role) -> None:
         """Another worker from now on."""
-        self._role, self._boot = role, secrets.token_hex(8)
+        self._role = role
+        self._boot = secrets.token_hex(8)
 
     @property
     def role(self) -> Role:

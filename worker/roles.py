@@ -18,7 +18,8 @@ class Roles:
     """One change at a time."""
 
     def __init__(self, worker: Worker, health: Health) -> None:
-        self._worker, self._health = worker, health
+        self._worker = worker
+        self._health = health
         self._changing = asyncio.Lock()
 
     async def tell(self) -> None:

@@ -37,7 +37,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     """See protos/worker.proto."""
 
     def __init__(self, worker: Worker, roles: Roles) -> None:
-        self._worker, self._roles = worker, roles
+        self._worker = worker
+        self._roles = roles
 
     async def GetInfo(
         self,

@@ -44,7 +44,9 @@ class StoreCollector(Collector):
     """All of one reading, labelled with the worker's role."""
 
     def __init__(self, read: Callable[[], Counters], role: str, prefix: str) -> None:
-        self._read, self._role, self._prefix = read, role, prefix
+        self._read = read
+        self._role = role
+        self._prefix = prefix
 
     def collect(self) -> Iterator[Metric]:
         """Every metric, of one moment."""

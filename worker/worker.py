@@ -79,9 +79,19 @@ class Worker:
             config.step_seconds,
         )
         return cls(
-            config, Identity(role), model, runner, namespace, namer, limits, outside, engine,
-            streams, StopTexts(config.model), installed().credentials,
-        )  # fmt: skip
+            config,
+            Identity(role),
+            model,
+            runner,
+            namespace,
+            namer,
+            limits,
+            outside,
+            engine,
+            streams,
+            StopTexts(config.model),
+            installed().credentials,
+        )
 
     def start(self) -> None:
         """Serve legs; called on the event loop that gets the updates."""

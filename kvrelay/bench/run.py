@@ -22,7 +22,8 @@ class Bench:
     """The model, its prompts, and the parts that were asked for."""
 
     def __init__(self, config: BenchConfig, directory: Path) -> None:
-        self._config, self._directory = config, directory
+        self._config = config
+        self._directory = directory
         self._model = Transformers(directory, config.dtype, config.cores)
         self._prompts = Prompts(self._model.vocabulary, config.seed)
 

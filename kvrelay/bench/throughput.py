@@ -20,7 +20,10 @@ class Throughput:
     def __init__(
         self, config: BenchConfig, router: str, model: Transformers, prompts: Prompts
     ) -> None:
-        self._config, self._router, self._model, self._prompts = config, router, model, prompts
+        self._config = config
+        self._router = router
+        self._model = model
+        self._prompts = prompts
         self._generate: dict[str, Rival] = {"generate": model.generate}
         self._batch: dict[str, Rival] = {"generate_batch": model.continuous}
 

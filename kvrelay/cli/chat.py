@@ -50,7 +50,8 @@ class Conversation:
     """The turns so far. What could not be answered is no part of them."""
 
     def __init__(self, client: Client, config: ChatConfig) -> None:
-        self._client, self._config = client, config
+        self._client = client
+        self._config = config
         self._turns: list[tuple[str, str]] = []
         self.restart()
 

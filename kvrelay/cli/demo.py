@@ -77,7 +77,8 @@ class Demo:
     """One run of the demonstration and what is written about it."""
 
     def __init__(self, config: DemoConfig, plan: Plan) -> None:
-        self._config, self._plan = config, plan
+        self._config = config
+        self._plan = plan
         self._kills = config.kill is None
         size = ClusterConfig(
             model=config.model,
@@ -195,7 +196,9 @@ class KillAt:
     def __init__(
         self, piece: int, worker: str, cluster: Cluster, write: Callable[[str], None]
     ) -> None:
-        self._left, self._process, self._write = piece, cluster.named(worker), write
+        self._left = piece
+        self._process = cluster.named(worker)
+        self._write = write
 
     def __call__(self, text: str) -> None:
         self._write(text)

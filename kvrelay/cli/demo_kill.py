@@ -57,8 +57,11 @@ class Killer:
     def __init__(
         self, target: str, cluster: Cluster, names: Mapping[str, str], client: Client, flow: Flow
     ) -> None:
-        self._target, self._cluster, self._names = target, cluster, names
-        self._client, self._flow = client, flow
+        self._target = target
+        self._cluster = cluster
+        self._names = names
+        self._client = client
+        self._flow = flow
         self._over = threading.Event()
         self.struck: Process | None = None
         self.at = 0.0
@@ -92,7 +95,8 @@ class Killer:
 
     def _strike(self, process: Process | None) -> None:
         if process is not None:
-            self.struck, self.at = process, time.perf_counter()
+            self.struck = process
+            self.at = time.perf_counter()
             process.send(SIGKILL)
             self._flow.write(f" [kill -9 {process.spec.name}]", "red")
 

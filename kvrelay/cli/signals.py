@@ -26,7 +26,9 @@ class Signals:
 
     def __init__(self, heard: Callable[[int], None]) -> None:
         self._heard = heard
-        self._reader, self._writer = os.pipe()
+        reader, writer = os.pipe()
+        self._reader = reader
+        self._writer = writer
         os.set_blocking(self._writer, False)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
 

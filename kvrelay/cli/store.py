@@ -23,10 +23,14 @@ COMMANDS = (
 def main(argv: Sequence[str]) -> int:
     words = list(argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        say(commands.usage(
-            PROG, "Looks into the store of KV blocks.", COMMANDS,
-            f"{PROG} COMMAND --help says more.",
-        ))  # fmt: skip
+        say(
+            commands.usage(
+                PROG,
+                "Looks into the store of KV blocks.",
+                COMMANDS,
+                f"{PROG} COMMAND --help says more.",
+            )
+        )
         return 0 if words else 2
     command = commands.find(PROG, COMMANDS, words[0])
     if isinstance(command, str):

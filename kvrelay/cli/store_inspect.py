@@ -144,7 +144,8 @@ def describe(one: Inspected) -> str:
         ("lies in", ", ".join(places) or "nowhere"),
         ("readers", readers(listed, header)),
     ]
-    ids = textwrap.fill(" ".join(map(str, header.tokens)), LINE, initial_indent="  ",
-                        subsequent_indent="  ")  # fmt: skip
+    ids = textwrap.fill(
+        " ".join(map(str, header.tokens)), LINE, initial_indent="  ", subsequent_indent="  "
+    )
     lines = table(["block", listed.name.hex()], [list(row) for row in rows], frozenset())
     return f"{lines}\n  token ids\n{ids}"

@@ -54,9 +54,13 @@ class OwnServer:
             self.port = _free_port()
             self.settings = settings_for(f"redis://127.0.0.1:{self.port}")
             given = {
-                "port": str(self.port), "bind": "127.0.0.1", "save": "", "appendonly": "no",
-                "dir": self._folder.name, "logfile": f"{self._folder.name}/log",
-            }  # fmt: skip
+                "port": str(self.port),
+                "bind": "127.0.0.1",
+                "save": "",
+                "appendonly": "no",
+                "dir": self._folder.name,
+                "logfile": f"{self._folder.name}/log",
+            }
             flags = [word for name, value in given.items() for word in (f"--{name}", value)]
             self._process = start_child([str(self._path), *flags])
             if self._answers(self.settings):
@@ -65,9 +69,11 @@ class OwnServer:
         raise Unavailable(f"{self._path} does not start")
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """End it at once."""
         self._process.kill()
         self._process.wait()

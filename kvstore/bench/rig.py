@@ -39,7 +39,8 @@ class Rig:
     """A store as a process, full of blocks of ``size``, and a pool as large as all of them."""
 
     def __init__(self, size: int, working_set: int) -> None:
-        self.size, self.count = size, working_set // size
+        self.size = size
+        self.count = working_set // size
         self.pool = np.random.default_rng(7).integers(0, 256, self.count * size, np.uint8)
         self.block_bytes = header_bytes(len(TOKENS)) + size
         budget = 2 * self.count * (self.block_bytes + ENTRY_BYTES) + (8 << 20)
@@ -66,9 +67,11 @@ class Rig:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """End it."""
         self._end()
 

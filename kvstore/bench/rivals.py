@@ -35,7 +35,8 @@ class Memcpy:
     """
 
     def __init__(self, rig: Rig, checked: bool = False) -> None:
-        self._rig, self._checked = rig, checked
+        self._rig = rig
+        self._checked = checked
         self._map = mmap.mmap(-1, len(rig.pool))
 
     def __enter__(self) -> Run:

@@ -33,9 +33,14 @@ FEW, MANY, QUICK_MANY = 1000, 1_000_000, 20_000
 RIVALS = {**dict.fromkeys(("shm get", "shm put", CHECKED), "memcpy"), **redis_rows.RIVALS}
 ALONE = {"memcpy", "bare socket", *redis_rows.RIVALS.values()}
 ROWS = (
-    "memcpy", CHECKED, "bare socket", *(f"{way} get" for way in ORDER),
-    *(f"{way} put" for way in ORDER), *redis_rows.RIVALS, *redis_rows.RIVALS.values(),
-)  # fmt: skip
+    "memcpy",
+    CHECKED,
+    "bare socket",
+    *(f"{way} get" for way in ORDER),
+    *(f"{way} put" for way in ORDER),
+    *redis_rows.RIVALS,
+    *redis_rows.RIVALS.values(),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +51,12 @@ class BenchConfig:
     rounds: int = option(16, "rounds the bytes are moved in", low=1)
     working_set: int = option(256 << 20, "bytes of different blocks", unit="bytes", low=1 << 20)
     sizes: tuple[int, ...] = option(
-        SIZES, "bytes of a block's payload; may be repeated", unit="bytes", low=1 << 10,
+        SIZES,
+        "bytes of a block's payload; may be repeated",
+        unit="bytes",
+        low=1 << 10,
         high=64 << 20,
-    )  # fmt: skip
+    )
     quick: bool = option(False, "a sixteenth of the bytes in two rounds, to see that it works")
     rows: tuple[str, ...] = option((), "such as 'shm get'", choices=ROWS, metavar="ROW")
     json: bool = option(False, "print JSON instead of a table")

@@ -22,7 +22,8 @@ class Blocks(dict[bytes, Entry[V]]):
 
     def __init__(self, policy: Policy, partial_life: float) -> None:
         super().__init__()
-        self._policy, self._partial_life = policy, partial_life
+        self._policy = policy
+        self._partial_life = partial_life
         self._leases: Leases[V] = Leases()
         self._taken: set[Entry[V]] = set()  # and held still
         self._lives: Deadlines[bytes] = Deadlines()

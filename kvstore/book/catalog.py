@@ -35,23 +35,37 @@ class Catalog(Generic[V]):
     """Blocks by name, each with a value of which nothing is known here but its size."""
 
     def __init__(
-        self, budget: int, policy: Policy, partial_life: float, boot: bytes,
-        room: Room[V] | None = None, entry_bytes: int = 0, kept_events: int = KEPT_EVENTS,
+        self,
+        budget: int,
+        policy: Policy,
+        partial_life: float,
+        boot: bytes,
+        room: Room[V] | None = None,
+        entry_bytes: int = 0,
+        kept_events: int = KEPT_EVENTS,
         shares: Shares = WHOLE,
-    ) -> None:  # fmt: skip
-        self._budget, self._policy, self._entry_bytes = budget, policy, entry_bytes
-        self._boot, self._serial = boot, 0
+    ) -> None:
+        self._budget = budget
+        self._policy = policy
+        self._entry_bytes = entry_bytes
+        self._boot = boot
+        self._serial = 0
         self._entries: Blocks[V] = Blocks(policy, partial_life)
         self._room = room
         self._writing: Reservations[V] = Reservations(budget, shares)
         self.choose: Callable[[Claim], Node | None] = Chooser(policy, self._entries).victim_for
-        self._gone, self.tally = Gone(), Tally()
+        self._gone = Gone()
+        self.tally = Tally()
         self.events: Events[V] = Events(kept_events)
 
     def lookup(
-        self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, now: float,
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        now: float,
         openings: Sequence[int] = (),
-    ) -> Holding:  # fmt: skip
+    ) -> Holding:
         """The longest leading run of ``names``, then the first tail there is; held for ``ttl``."""
         self.expire(now)
         lead = self._lead(names, held=ttl > 0)
@@ -190,9 +204,14 @@ class Catalog(Generic[V]):
             self._room.give(place, size)
 
     def commit(
-        self, ticket: int, name: bytes, value: V, now: float, parent: bytes | None = None,
+        self,
+        ticket: int,
+        name: bytes,
+        value: V,
+        now: float,
+        parent: bytes | None = None,
         tokens: int = 0,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Make a reserved block visible; false when the reservation has run out.
 
         Its value is then still the writer's. ``parent`` is the block that it continues.
@@ -271,10 +290,17 @@ class Catalog(Generic[V]):
     def stats(self) -> Stats:
         """A reading; the tally in it is a copy."""
         return Stats(
-            self._boot, self._budget, len(self._entries), self._entries.bytes + self._writing.bytes,
-            self._writing.bytes, self._entries.leased, self._entries.leases, len(self._writing),
-            dataclasses.replace(self.tally), eviction=self._policy.name,
-        )  # fmt: skip
+            self._boot,
+            self._budget,
+            len(self._entries),
+            self._entries.bytes + self._writing.bytes,
+            self._writing.bytes,
+            self._entries.leased,
+            self._entries.leases,
+            len(self._writing),
+            dataclasses.replace(self.tally),
+            eviction=self._policy.name,
+        )
 
     def audit(self) -> list[str]:
         """Sums that do not agree; empty unless there is a bug."""

@@ -16,7 +16,8 @@ class Chooser(Generic[V]):
     """The policy's victim; when all that may go is followed by what is held, the oldest of them."""
 
     def __init__(self, policy: Policy, entries: Mapping[bytes, Entry[V]]) -> None:
-        self._policy, self._entries = policy, entries
+        self._policy = policy
+        self._entries = entries
 
     def victim(self) -> Node | None:
         """For whomever."""

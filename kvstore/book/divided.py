@@ -20,7 +20,8 @@ class _Part:
     """What one tenant has."""
 
     def __init__(self, policy: Policy, quota: int) -> None:
-        self.policy, self.quota = policy, quota
+        self.policy = policy
+        self.quota = quota
         self.bytes = 0
         self.entries: dict[bytes, Entry[int]] = {}
         self.victim = Chooser(policy, self.entries).victim
@@ -32,7 +33,9 @@ class Divided:
     def __init__(
         self, make: Callable[[], Policy], owners: Mapping[bytes, Owner], entry_bytes: int
     ) -> None:
-        self._make, self._owners, self._entry_bytes = make, owners, entry_bytes
+        self._make = make
+        self._owners = owners
+        self._entry_bytes = entry_bytes
         self._parts: dict[bytes, _Part] = {}
         self._now = 0.0
 

@@ -52,9 +52,11 @@ class Duel:
             self._lead = min(self._lead + (weight if there else -weight), size)
         if self.plain:
             if serial >= self._until:
-                self.plain, self._lead = False, 0
+                self.plain = False
+                self._lead = 0
         elif self._lead < -(size // LOSS):
-            self.plain, self._until = True, serial + self._spell * size
+            self.plain = True
+            self._until = serial + self._spell * size
             self._spell = min(2 * self._spell, LONGEST)
         self.sure = self._lead >= size // LOSS
 

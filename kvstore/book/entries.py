@@ -29,12 +29,23 @@ class Entry(Node, Generic[V]):
     """
 
     __slots__ = (
-        "again", "grips", "leases", "opening", "ready", "size", "tokens", "value",
-    )  # fmt: skip
+        "again",
+        "grips",
+        "leases",
+        "opening",
+        "ready",
+        "size",
+        "tokens",
+        "value",
+    )
 
     def __init__(self, claim: Claim, value: V, parent: bytes | None, tokens: int) -> None:
         super().__init__(claim.name, parent, claim.partial)
-        self.size, self.value, self.leases = claim.size, value, 0
+        self.size = claim.size
+        self.value = value
+        self.leases = 0
         self.tokens = tokens
         self.opening = claim.opening
-        self.ready, self.grips, self.again = True, 0, False
+        self.ready = True
+        self.grips = 0
+        self.again = False

@@ -120,7 +120,8 @@ class LifeTable:
     def _merge(self, now: float) -> None:
         """A new cohort begins; an old one joins the one before if that is wide for its age."""
         pairs = list(zip(self._starts, self._cohorts, strict=True))
-        self._starts, self._cohorts = [], []
+        self._starts = []
+        self._cohorts = []
         for number, (start, cohort) in enumerate(pairs):
             end = pairs[number + 1][0] if number + 1 < len(pairs) else now
             if self._starts and end - self._starts[-1] < (now - end) / 8:
@@ -140,10 +141,12 @@ class LifeTable:
         self._ranks = {}
         for kind, row in self._waits.items():
             mine = self._uses.get(kind, none)
-            self._ranks[kind] = _index([
-                (u + _FEW * c * width) / (w + _FEW * width)
-                for u, w, c, width in zip(mine, row, common, _WIDTHS, strict=True)
-            ])  # fmt: skip
+            self._ranks[kind] = _index(
+                [
+                    (u + _FEW * c * width) / (w + _FEW * width)
+                    for u, w, c, width in zip(mine, row, common, _WIDTHS, strict=True)
+                ]
+            )
 
 
 def _octave(age: float) -> int:

@@ -20,16 +20,31 @@ class Node:
     """
 
     __slots__ = (
-        "at", "continues", "counted", "held", "kind", "name", "often", "parent", "partial", "place",
-        "read", "used",
-    )  # fmt: skip
+        "at",
+        "continues",
+        "counted",
+        "held",
+        "kind",
+        "name",
+        "often",
+        "parent",
+        "partial",
+        "place",
+        "read",
+        "used",
+    )
 
     def __init__(self, name: bytes, parent: bytes | None, partial: bool = False) -> None:
-        self.name, self.parent = name, None if parent == name else parent
-        self.used, self.held, self.partial = 0, False, partial
+        self.name = name
+        self.parent = None if parent == name else parent
+        self.used = 0
+        self.held = False
+        self.partial = partial
         # The rest is for policies that want to know more, see ``returns.py``.
         self.at = self.counted = 0.0
-        self.often, self.kind, self.place = 1.0, 0, -1
+        self.often = 1.0
+        self.kind = 0
+        self.place = -1
         self.read = self.continues = False
 
 

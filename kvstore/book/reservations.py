@@ -39,7 +39,9 @@ class Writing(Generic[V]):
     __slots__ = ("claim", "place", "ticket")
 
     def __init__(self, ticket: int, claim: Claim, place: V | None) -> None:
-        self.ticket, self.claim, self.place = ticket, claim, place
+        self.ticket = ticket
+        self.claim = claim
+        self.place = place
 
 
 @dataclass(slots=True)
@@ -54,7 +56,8 @@ class Reservations(dict[bytes, Writing[V]]):
     def __init__(self, budget: int, shares: Shares = WHOLE) -> None:
         super().__init__()
         part = budget / shares.owners
-        self._of_ticket, self._of_owner = part * shares.ticket, part * shares.all
+        self._of_ticket = part * shares.ticket
+        self._of_owner = part * shares.all
         self._owned: Counter[bytes] = Counter()
         self._tickets: dict[int, _Ticket] = {}
         self._ends: Deadlines[int] = Deadlines()

@@ -54,8 +54,11 @@ class ExpectedReturns(LeastRecentlyUsed):
     def __init__(self, ghosts: int = GHOSTS) -> None:
         super().__init__()
         self._remembered = ghosts
-        self._now, self._half_life = 0.0, math.inf
-        self._table, self._ghosts, self._duel = LifeTable(), Ghosts(), Duel()
+        self._now = 0.0
+        self._half_life = math.inf
+        self._table = LifeTable()
+        self._ghosts = Ghosts()
+        self._duel = Duel()
         self._leaves: list[Node] = []  # free, and nothing follows; each knows its place
         self._pool: dict[Node, None] = {}
         self._chance = random.Random(0)  # the same requests, the same victims
@@ -137,9 +140,14 @@ class ExpectedReturns(LeastRecentlyUsed):
             seen[self._leaves[int(self._chance.random() * len(self._leaves))]] = None
         rank, now = self._table.rank, self._now
         worst = sorted(
-            (node.often > 1.0 and node.read and now - node.at <= CONTINUED,
-             rank(node.kind, now - node.at), node.used, node) for node in seen
-        )  # fmt: skip
+            (
+                node.often > 1.0 and node.read and now - node.at <= CONTINUED,
+                rank(node.kind, now - node.at),
+                node.used,
+                node,
+            )
+            for node in seen
+        )
         self._pool = {entry[3]: None for entry in worst[: POOL + 1]}
         return worst[0][3]
 
@@ -156,13 +164,15 @@ class ExpectedReturns(LeastRecentlyUsed):
         self._table.end(node.kind, node.at, now, used=True)
 
     def _watch(self, node: Node) -> None:
-        node.at, node.kind = self._now, _kind(node)
+        node.at = self._now
+        node.kind = _kind(node)
         self._table.begin(node.kind, node.at)
         if self._serial >= self._learned:
             self._learned = self._serial + max(LEARN, self._size // TURN)
             self._table.refresh(self._now)
             self._half_life = self._table.long(LONG) or math.inf
-            self._room, self._peak = self._peak, self._size
+            self._room = self._peak
+            self._peak = self._size
 
     def _worth(self, often: float, since: float) -> float:
         return often * math.exp2((since - self._now) / self._half_life)
@@ -177,7 +187,8 @@ class ExpectedReturns(LeastRecentlyUsed):
             return
         last = self._leaves.pop()
         if last is not node:
-            self._leaves[node.place], last.place = last, node.place
+            self._leaves[node.place] = last
+            last.place = node.place
         node.place = -1
 
 

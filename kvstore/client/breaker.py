@@ -21,7 +21,8 @@ class Breaker:
     """A ``Store``. ``clock`` is for tests."""
 
     def __init__(self, store: Store, clock: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._circuit = store, Circuit(clock)
+        self._store = store
+        self._circuit = Circuit(clock)
 
     @property
     def url(self) -> str:

@@ -51,4 +51,6 @@ class Circuit:
     def answered(self) -> None:
         """There was one."""
         with self._lock:
-            self._failures, self._pause, self._closed_at = 0, 0.0, 0.0
+            self._failures = 0
+            self._pause = 0.0
+            self._closed_at = 0.0

@@ -69,7 +69,8 @@ class MemoryStore:
     """
 
     def __init__(self, name: str, budget: int = BUDGET, digest: Digest = sha256) -> None:
-        self.url, self._digest = f"memory://{name}", digest
+        self.url = f"memory://{name}"
+        self._digest = digest
         self._shelf = _shelf(name, budget)
 
     def lookup(

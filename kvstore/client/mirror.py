@@ -13,7 +13,9 @@ class Mirror:
     """
 
     def __init__(self) -> None:
-        self.boot, self.sequence, self.whole = b"", 0, False
+        self.boot = b""
+        self.sequence = 0
+        self.whole = False
         self.blocks: dict[tuple[str, bytes], pb.BlockInfo] = {}
 
     def apply(self, message: pb.WatchResponse) -> None:
@@ -34,7 +36,9 @@ class Mirror:
 
     def _page(self, message: pb.WatchResponse) -> None:
         if message.page.first:
-            self.boot, self.sequence, self.blocks = message.boot, message.sequence, {}
+            self.boot = message.boot
+            self.sequence = message.sequence
+            self.blocks = {}
         elif self.whole or (self.boot, self.sequence) != (message.boot, message.sequence):
             raise Corrupt("page", "the pages before it are missing")
         for block in message.page.blocks:

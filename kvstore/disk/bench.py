@@ -63,7 +63,8 @@ class Bench:
 
     def __init__(self, size: int, total: int, path: Path) -> None:
         self._payload = np.random.default_rng(7).integers(0, 256, size, np.uint8).tobytes()
-        self._count, self._path = total // size, path
+        self._count = total // size
+        self._path = path
         self._parents = (n.to_bytes(32, "little") for n in itertools.count(1))
         self._blocks = [self._block() for _ in range(self._count)]
         self._bytes = self._count * size
@@ -86,9 +87,14 @@ class Bench:
             back = self._bring(vault)
         rate = self._bytes / GB
         return Row(
-            len(self._payload), rate / put, rate / saved, rate / plain_write, rate / back,
-            rate / plain_read, self._count / restore,
-        )  # fmt: skip
+            len(self._payload),
+            rate / put,
+            rate / saved,
+            rate / plain_write,
+            rate / back,
+            rate / plain_read,
+            self._count / restore,
+        )
 
     def _block(self) -> tuple[bytes, bytes]:
         parent, size = next(self._parents), len(self._payload)

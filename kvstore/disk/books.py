@@ -26,7 +26,9 @@ class Books:
     def __init__(
         self, catalog: TieredCatalog, lock: threading.Lock, told: Callable[[], None]
     ) -> None:
-        self._catalog, self._lock, self._told = catalog, lock, told
+        self._catalog = catalog
+        self._lock = lock
+        self._told = told
         self._arrived = threading.Condition(lock)
         self._wanted = threading.Condition(lock)
         self._unsaved = threading.Condition(lock)

@@ -45,7 +45,8 @@ class Index:
     """Spots by name, segments by last use. ``bytes`` is what all files have together."""
 
     def __init__(self, budget: int) -> None:
-        self.budget, self.bytes = budget, 0
+        self.budget = budget
+        self.bytes = 0
         self._spots: dict[bytes, Spot] = {}
         self._segments: OrderedDict[int, _Segment] = OrderedDict()
         self._pins: dict[int, int] = {}

@@ -26,7 +26,9 @@ class Readers:
     """``start`` them once; ``stop`` them and ``join``."""
 
     def __init__(self, books: Books, directory: Directory, arena: Arena) -> None:
-        self._books, self._directory, self._arena = books, directory, arena
+        self._books = books
+        self._directory = directory
+        self._arena = arena
         self._used: dict[int, float] = {}
         self._stop = threading.Event()
         self._threads = [

@@ -27,13 +27,15 @@ class Restorer:
     """``start`` it once; ``wait`` for its end as long as seems right; ``stop`` ends it early."""
 
     def __init__(self, books: Books, directory: Directory) -> None:
-        self._books, self._directory = books, directory
+        self._books = books
+        self._directory = directory
         self._sizes = dict(directory.segments())
         for segment, size in self._sizes.items():
             books.open(segment, size)
         for segment in books.make_room(0, None) or ():
             directory.remove(segment)
-        self._stop, self._done = threading.Event(), threading.Event()
+        self._stop = threading.Event()
+        self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="disk-restore", daemon=True)
 
     def start(self) -> None:
@@ -66,8 +68,11 @@ class Restorer:
                 )
         log.info(
             "disk: %d blocks in %.0f MiB found in %.1f s, %d records damaged",
-            blocks, total / MIB, time.monotonic() - began, damaged,
-        )  # fmt: skip
+            blocks,
+            total / MIB,
+            time.monotonic() - began,
+            damaged,
+        )
         self._done.set()
 
     def _scan(self, segment: int) -> tuple[int, int]:

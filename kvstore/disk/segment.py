@@ -22,7 +22,8 @@ class Appender:
     """A new segment; ``end`` is how long its good part is."""
 
     def __init__(self, path: Path, number: int) -> None:
-        self.number, self.end = number, 0
+        self.number = number
+        self.end = 0
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o600)
 
@@ -87,8 +88,10 @@ class Scan:
     """
 
     def __init__(self, path: Path, number: int) -> None:
-        self._path, self._number = path, number
-        self.damaged, self.end = 0, 0
+        self._path = path
+        self._number = number
+        self.damaged = 0
+        self.end = 0
 
     def spots(self) -> Iterator[Spot]:
         """Those that are whole as far as the file's length tells."""

@@ -36,19 +36,32 @@ class TieredCatalog(Catalog[int]):
     """A ``Catalog`` of places, and the ``index`` of what lies on disk."""
 
     def __init__(
-        self, budget: int, policy: Policy, partial_life: float, boot: bytes, room: Room[int],
-        entry_bytes: int, index: Index, kept_events: int = KEPT_EVENTS, shares: Shares = WHOLE,
-    ) -> None:  # fmt: skip
+        self,
+        budget: int,
+        policy: Policy,
+        partial_life: float,
+        boot: bytes,
+        room: Room[int],
+        entry_bytes: int,
+        index: Index,
+        kept_events: int = KEPT_EVENTS,
+        shares: Shares = WHOLE,
+    ) -> None:
         super().__init__(budget, policy, partial_life, boot, room, entry_bytes, kept_events, shares)
-        self.index, self.disk = index, DiskTally()
+        self.index = index
+        self.disk = DiskTally()
         self._unsaved = Unsaved()
         self._wanted: deque[tuple[Entry[int], Spot]] = deque()
         self._coming = 0  # bytes of what is not ready
 
     def lookup(
-        self, names: Sequence[bytes], tails: Sequence[Tail], ttl: float, now: float,
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        now: float,
         openings: Sequence[int] = (),
-    ) -> Holding:  # fmt: skip
+    ) -> Holding:
         """As above; a lease on what is below makes it come up."""
         self.expire(now)
         kept = self._bring(names, now, run=True) if ttl > 0 else []
@@ -67,8 +80,10 @@ class TieredCatalog(Catalog[int]):
             self._let_go(kept)
             return seen
         seen = super().survey(names, ttl, now, openings)
-        below = [self.index.find(name) if size is None else None
-                 for name, size in zip(names, seen.sizes, strict=True)]  # fmt: skip
+        below = [
+            self.index.find(name) if size is None else None
+            for name, size in zip(names, seen.sizes, strict=True)
+        ]
         found = sum(spot is not None for spot in below)
         self.tally.hits += found
         self.tally.misses -= found
@@ -223,10 +238,13 @@ class TieredCatalog(Catalog[int]):
         return dataclasses.replace(
             super().stats(),
             disk=DiskStats(
-                self.index.budget, self.index.bytes, len(self.index), self.unsaved(),
+                self.index.budget,
+                self.index.bytes,
+                len(self.index),
+                self.unsaved(),
                 dataclasses.replace(self.disk),
             ),
-        )  # fmt: skip
+        )
 
     def audit(self) -> list[str]:
         """Likewise."""
@@ -269,7 +287,8 @@ class TieredCatalog(Catalog[int]):
         if writing is None or writing.place is None:
             return False
         entry = Entry(claim, writing.place, spot.parent, spot.tokens)
-        entry.ready, entry.grips = False, 1
+        entry.ready = False
+        entry.grips = 1
         self._entries.add(entry, now)
         self._coming += spot.size
         self.index.touch(spot.name)

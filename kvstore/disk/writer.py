@@ -36,7 +36,9 @@ class Writer:
     def __init__(
         self, books: Books, directory: Directory, arena: Arena, budget: int, first: int
     ) -> None:
-        self._books, self._directory, self._arena = books, directory, arena
+        self._books = books
+        self._directory = directory
+        self._arena = arena
         self._segment_bytes = max(1, min(SEGMENT_BYTES, budget // SEGMENTS))
         self._batch = min(BATCH_BYTES, self._segment_bytes, arena.size // 8)
         self._next = first
@@ -98,7 +100,8 @@ class Writer:
         if gone is None:
             return None
         if self._current is None:
-            number, self._next = self._next, self._next + 1
+            number = self._next
+            self._next = self._next + 1
             self._books.open(number, 0)
             try:
                 self._current = Appender(self._directory.file(number), number)
@@ -118,7 +121,8 @@ class Writer:
 
     def _retire(self) -> None:
         """Nothing more goes into the current segment."""
-        current, self._current = self._current, None
+        current = self._current
+        self._current = None
         if current is not None:
             current.close()
             if not current.end:

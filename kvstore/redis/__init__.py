@@ -5,6 +5,12 @@ from kvstore.redis.settings import PARAMETERS, SCHEMES, Settings, settings_for, 
 from kvstore.redis.store import RedisStore
 
 __all__ = [
-    "PARAMETERS", "SCHEMES", "Reading", "RedisStore", "Settings", "examined", "settings_for",
+    "PARAMETERS",
+    "SCHEMES",
+    "Reading",
+    "RedisStore",
+    "Settings",
+    "examined",
+    "settings_for",
     "settings_of",
-]  # fmt: skip
+]

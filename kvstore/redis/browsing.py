@@ -25,7 +25,8 @@ class RedisAdmin:
     """A ``Browser``. Redis tells no leases, and not whether a block is partial."""
 
     def __init__(self, settings: Settings) -> None:
-        self._settings, self._topology = settings, Topology(settings)
+        self._settings = settings
+        self._topology = Topology(settings)
 
     def list(self, timeout: float, prefix: bytes = b"", limit: int = 0) -> Iterator[Listed]:
         """Every block under this store's prefix, in no order."""

@@ -42,7 +42,8 @@ class Call:
     """A context: what is left unanswered when it ends costs its connection."""
 
     def __init__(self, topology: Topology, deadline: Deadline, cluster: bool) -> None:
-        self.topology, self.deadline = topology, deadline
+        self.topology = topology
+        self.deadline = deadline
         self.error: KvrelayError | None = None
         self._cluster = cluster
         self._up: dict[Node, bool] = {}
@@ -82,7 +83,8 @@ class Call:
         link = self._links.pop(node, None)
         self._busy.discard(node)
         self._up[node] = is_old(link, error)
-        self.error, self._changed = error, True
+        self.error = error
+        self._changed = True
         node.failed(link, error)
         self.topology.doubt()
 
@@ -102,7 +104,8 @@ class Call:
         if self.deadline.expired:
             return False
         refreshed = self.topology.prepare(self.deadline)
-        changed, self._changed = self._changed, False
+        changed = self._changed
+        self._changed = False
         return changed or refreshed
 
     def ask(
@@ -127,9 +130,13 @@ class Call:
         return answers
 
     def _round(
-        self, names: Sequence[bytes], pending: Iterable[int],
-        request: Callable[[int, bytes], bytes], lines: int, answers: list[list[bytes] | None],
-    ) -> None:  # fmt: skip
+        self,
+        names: Sequence[bytes],
+        pending: Iterable[int],
+        request: Callable[[int, bytes], bytes],
+        lines: int,
+        answers: list[list[bytes] | None],
+    ) -> None:
         plan: dict[Node, list[int]] = {}
         commands: dict[Node, list[bytes]] = {}
         for index in pending:

@@ -42,7 +42,8 @@ class Queue:
     """What one server is asked for in a call, and what it owes."""
 
     def __init__(self, node: Node, link: Link) -> None:
-        self.node, self._link = node, link
+        self.node = node
+        self._link = link
         self._waiting: deque[tuple[bytes, int]] = deque()
         self._asked: deque[int] = deque()
         self._under_way = 0

@@ -22,7 +22,8 @@ class Outbox:
     """Of one call; blocks are sent and answered in the order in which they were added."""
 
     def __init__(self, node: Node, link: Link) -> None:
-        self.node, self._link = node, link
+        self.node = node
+        self._link = link
         self._unsent: list[bytes | memoryview] = []
         self._unsent_bytes = 0
         self._unanswered: deque[tuple[int, int]] = deque()
@@ -63,6 +64,8 @@ class Outbox:
         return index, line
 
     def _flush(self) -> None:
-        unsent, self._unsent, self._unsent_bytes = self._unsent, [], 0
+        unsent = self._unsent
+        self._unsent = []
+        self._unsent_bytes = 0
         if unsent:
             self._link.pipe.send(unsent)

@@ -38,7 +38,9 @@ class Putting:
     """The offers of one call and their outcomes."""
 
     def __init__(self, call: Call, offers: Sequence[Offer], settings: Settings) -> None:
-        self._call, self._offers, self._settings = call, offers, settings
+        self._call = call
+        self._offers = offers
+        self._settings = settings
         self._outcomes: list[Outcome | None] = [None] * len(offers)
         self._boxes: dict[Node, Outbox] = {}
 
@@ -63,8 +65,11 @@ class Putting:
         def prolong(index: int, key: bytes) -> bytes:
             life = self._settings.lives(self._offers[index].partial)
             return b"*3\r\n$7\r\nPEXPIRE\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n" % (
-                len(key), key, len(life), life,
-            )  # fmt: skip
+                len(key),
+                key,
+                len(life),
+                life,
+            )
 
         for index, answer in enumerate(self._call.ask([o.name for o in self._offers], prolong, 1)):
             if answer == [b":1"]:

@@ -74,7 +74,8 @@ class Replies:
         ahead = min(owed * SHORTEST, AHEAD) if self._start == self._end else 0
         self._pipe.receive_into([*views, self._room[:ahead]])
         if ahead:
-            self._start, self._end = 0, ahead
+            self._start = 0
+            self._end = ahead
         if self._tail != _END:
             raise Corrupt("reply", f"a bulk ends with {bytes(self._tail)!r}")
 
@@ -119,5 +120,6 @@ class Replies:
         """Read more after what is left, which moves to the front."""
         if self._start:
             self._room[: len(left)] = left
-            self._start, self._end = 0, len(left)
+            self._start = 0
+            self._end = len(left)
         self._end += self._pipe.receive_some(self._room[self._end : self._end + most])

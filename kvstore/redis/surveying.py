@@ -50,8 +50,11 @@ def surveyed(
             return b"*2\r\n$6\r\nSTRLEN\r\n" + named
         life = lives[index >= full]
         return b"*2\r\n$6\r\nSTRLEN\r\n%b*3\r\n$7\r\nPEXPIRE\r\n%b$%d\r\n%b\r\n" % (
-            named, named, len(life), life,
-        )  # fmt: skip
+            named,
+            named,
+            len(life),
+            life,
+        )
 
     asked = time.monotonic()
     answers = call.ask(names, request, 2 if ttl else 1)

@@ -36,7 +36,8 @@ class Topology:
     """Thread-safe. The first call of a cluster, and one after a surprise, asks for the slots."""
 
     def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
-        self._settings, self._clock = settings, clock
+        self._settings = settings
+        self._clock = clock
         self._lock = threading.Lock()
         self._nodes = {address: Node(address, settings) for address in settings.addresses}
         self._owners: list[Node | None] | None = None

@@ -52,9 +52,12 @@ class StoreService:
     """Handlers of ``kvrelay.v1.KVStore``; ``ways`` is what ``Ways`` answers."""
 
     def __init__(
-        self, vault: Vault, ways: pb.WaysResponse | None = None, pace: Pace | None = None,
+        self,
+        vault: Vault,
+        ways: pb.WaysResponse | None = None,
+        pace: Pace | None = None,
         disk: DiskTier | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._disk = disk
         self._vault = vault
         self._ways = ways or pb.WaysResponse(boot=vault.boot)

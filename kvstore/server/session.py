@@ -49,7 +49,9 @@ class Session:
     """``local``: the peer is on this host, and is ourselves or root. ``run`` until it leaves."""
 
     def __init__(self, pipe: Pipe, vault: Vault, local: bool) -> None:
-        self._pipe, self._vault, self._local = pipe, vault, local
+        self._pipe = pipe
+        self._vault = vault
+        self._local = local
         self._window: mmap.mmap | None = None
         self._known = local
         self._tickets: dict[int, bytes] = {}  # and whose they are

@@ -20,7 +20,10 @@ class Slot:
     __slots__ = ("buffer", "claim", "found", "place", "reason", "ticket")
 
     def __init__(self, ticket: int, claim: Claim, place: int, buffer: memoryview) -> None:
-        self.ticket, self.claim, self.place, self.buffer = ticket, claim, place, buffer
+        self.ticket = ticket
+        self.claim = claim
+        self.place = place
+        self.buffer = buffer
         self.found: Fields | None = None
         self.reason: str | None = None
 

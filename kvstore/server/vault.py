@@ -46,7 +46,9 @@ class Vault:
     """Thread-safe. ``boot`` tells this start from every other."""
 
     def __init__(self, limits: Limits, tenants: Tenants | None = None) -> None:
-        self.boot, self.limits, self.tenants = os.urandom(16), limits, tenants or Tenants()
+        self.boot = os.urandom(16)
+        self.limits = limits
+        self.tenants = tenants or Tenants()
         self.arena = Arena(self.boot, capacity_for(limits.budget))
         self._lock = threading.Lock()
         self._key = os.urandom(32)
@@ -64,13 +66,26 @@ class Vault:
         shares = replace(limits.shares, owners=max(1, len(self.tenants.owners)))
         if self._index is None:
             return Catalog(
-                limits.budget, policy, limits.partial_life, self.boot, self.arena, ENTRY_BYTES,
-                limits.events, shares,
-            )  # fmt: skip
+                limits.budget,
+                policy,
+                limits.partial_life,
+                self.boot,
+                self.arena,
+                ENTRY_BYTES,
+                limits.events,
+                shares,
+            )
         tiered = TieredCatalog(
-            limits.budget, policy, limits.partial_life, self.boot, self.arena, ENTRY_BYTES,
-            self._index, limits.events, shares,
-        )  # fmt: skip
+            limits.budget,
+            policy,
+            limits.partial_life,
+            self.boot,
+            self.arena,
+            ENTRY_BYTES,
+            self._index,
+            limits.events,
+            shares,
+        )
         self.books = Books(tiered, self._lock, self._tell)
         return tiered
 

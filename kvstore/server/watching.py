@@ -51,7 +51,9 @@ class Watching:
     """Serves at most ``most`` calls at once."""
 
     def __init__(self, vault: Vault, pace: Pace | None = None, most: int = 64) -> None:
-        self._vault, self._pace, self._most = vault, pace or Pace(), most
+        self._vault = vault
+        self._pace = pace or Pace()
+        self._most = most
         self.count = 0
 
     async def serve(self, request: pb.WatchRequest, context: Writer) -> None:

@@ -36,7 +36,10 @@ class Arm:
     """``write``: what is saved goes here too. ``promote``: what is read here goes to the first."""
 
     def __init__(self, name: str, store: Store, write: bool = False, promote: bool = False) -> None:
-        self.name, self.store, self.write, self.promote = name, store, write, promote
+        self.name = name
+        self.store = store
+        self.write = write
+        self.promote = promote
         self.behind = Behind(name, store)
         self.late = False
         self._doubted_until = 0.0

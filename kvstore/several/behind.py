@@ -37,7 +37,9 @@ class Behind:
     """Writes to ``store`` in a thread of its own, which begins with the first block."""
 
     def __init__(self, name: str, store: Store, limit: int = LIMIT_BYTES) -> None:
-        self._name, self._store, self._limit = name, store, limit
+        self._name = name
+        self._store = store
+        self._limit = limit
         self._wake = threading.Condition()
         self._queue: deque[Offer] = deque()
         self._bytes = 0

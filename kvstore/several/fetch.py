@@ -22,7 +22,9 @@ class Fetch:
     """
 
     def __init__(self, arm: Arm, wants: Sequence[Want], timeout: float) -> None:
-        self._arm, self._wants, self._timeout = arm, wants, timeout
+        self._arm = arm
+        self._wants = wants
+        self._timeout = timeout
         self._came: SimpleQueue[Got | None] = SimpleQueue()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"fetch {arm.name}", daemon=True)

@@ -33,7 +33,9 @@ class Ways:
     """Thread-safe. ``forced`` is the only way to begin with; those after it still help it out."""
 
     def __init__(self, address: str, calls: Calls, forced: str | None) -> None:
-        self._address, self._calls, self._forced = Address.parse(address), calls, forced
+        self._address = Address.parse(address)
+        self._calls = calls
+        self._forced = forced
         self._stream = StreamWay(calls)
         self._lock = threading.Lock()
         self._making = threading.Lock()
@@ -78,7 +80,9 @@ class Ways:
         if boot == self._boot:
             return
         with self._lock:
-            self._boot, self._offered, self._avoid = boot, None, {}
+            self._boot = boot
+            self._offered = None
+            self._avoid = {}
             made = self._empty()
         for way in made.values():
             way.close(cut=False)
@@ -91,7 +95,8 @@ class Ways:
             way.close()
 
     def _empty(self) -> dict[str, Way]:
-        made, self._made = self._made, {}
+        made = self._made
+        self._made = {}
         self._emptied += 1
         return made
 
@@ -123,7 +128,8 @@ class Ways:
             with self._lock:
                 self._offered = offered
                 if offered.boot != self._boot:
-                    self._boot, self._avoid = offered.boot, {}
+                    self._boot = offered.boot
+                    self._avoid = {}
         return offered
 
     def _attempt(self, name: str, offered: pb.WaysResponse, deadline: Deadline) -> Way | None:

@@ -53,7 +53,8 @@ class LaneWay:
     ) -> None:
         if not ways.lane_port:
             raise Unavailable("the store has no lane")
-        self._boot, self._finder = ways.boot, finder
+        self._boot = ways.boot
+        self._finder = finder
         self._lines = Lines(lambda deadline: dial_tcp(host, ways.lane_port, deadline, ways.boot))
         with taken(self._lines, deadline):
             """Its first connection is made here, so that a lane that cannot be reached is known."""

@@ -30,7 +30,8 @@ class Line:
     """A connection to the store's start ``boot``; an answer of another one is an error."""
 
     def __init__(self, sock: socket.socket, boot: bytes) -> None:
-        self.pipe, self.boot = Pipe(sock), boot
+        self.pipe = Pipe(sock)
+        self.boot = boot
         self.sound = True
 
     def ask(self, request: Request, *bodies: bytes | memoryview) -> None:
@@ -156,7 +157,8 @@ class Lines(Generic[P]):
     def clear(self) -> None:
         """End those at rest."""
         with self._lock:
-            resting, self._resting = self._resting, []
+            resting = self._resting
+            self._resting = []
         for line in resting:
             line.pipe.close()
 

@@ -41,7 +41,9 @@ class Staging:
     """One put through a window: one half is filled while the store takes what is in the other."""
 
     def __init__(self, line: Line, window: memoryview) -> None:
-        self._line, self._window, self.half = line, window, len(window) // 2
+        self._line = line
+        self._window = window
+        self.half = len(window) // 2
         self._pending: deque[int] = deque()
         self._outcomes: list[Outcome] = []
         self._start = 0

@@ -71,7 +71,8 @@ class Pour:
                 raise Corrupt("data", f"{len(piece)} bytes more than the head announced")
             count = min(len(piece), len(self._rest))
             self._rest[:count] = piece[:count]
-            piece, self._rest = piece[count:], self._rest[count:]
+            piece = piece[count:]
+            self._rest = self._rest[count:]
             self._advance()
 
     def _advance(self) -> None:

@@ -76,9 +76,16 @@ class Request:
     def encode(self) -> bytes:
         """As bytes."""
         return _REQUEST.pack(
-            MAGIC, VERSION, self.op, LAST if self.last else 0, self.serial, self.token,
-            self.first, self.count, self.body,
-        )  # fmt: skip
+            MAGIC,
+            VERSION,
+            self.op,
+            LAST if self.last else 0,
+            self.serial,
+            self.token,
+            self.first,
+            self.count,
+            self.body,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -481,7 +481,9 @@ MUTATIONS = (
         "            pass\n        elif",
     ),
     _scheduler(
-        "a discarded plan stays", "plan, self._plan = self._plan, None", "plan = self._plan"
+        "a discarded plan stays",
+        "plan = self._plan\n        self._plan = None\n",
+        "plan = self._plan\n",
     ),
     _plan(
         "what never fits is accepted",

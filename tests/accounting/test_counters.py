@@ -23,7 +23,8 @@ class Scraper(threading.Thread):
     def __init__(self, registry: CollectorRegistry) -> None:
         super().__init__(daemon=True)
         self.seen: list[Scrape] = []
-        self._registry, self._over = registry, threading.Event()
+        self._registry = registry
+        self._over = threading.Event()
 
     def run(self) -> None:
         over = False

@@ -13,19 +13,29 @@ from tests.accounting.page import CaseRun, MutationRun, ProofRun, main, page, su
 RUN = ProofRun(
     states=[
         CaseRun(
-            case="small", states=1_200, transitions=9_000, depth=7, closed=True, news=[1_200, 0],
+            case="small",
+            states=1_200,
+            transitions=9_000,
+            depth=7,
+            closed=True,
+            news=[1_200, 0],
             events={"submit": 10},
         ),
         CaseRun(
-            case="large", states=1_500, transitions=20_000, depth=5, closed=False,
-            news=[1_000, 500], events={"submit": 5, "abort": 3},
+            case="large",
+            states=1_500,
+            transitions=20_000,
+            depth=5,
+            closed=False,
+            news=[1_000, 500],
+            events={"submit": 5, "abort": 3},
         ),
     ],
     mutations=[
         MutationRun(file="request", name="one", caught="test_a", survives=None),
         MutationRun(file="blocks", name="two", caught=None, survives="equal: because"),
     ],
-)  # fmt: skip
+)
 
 
 def test_every_number_is_that_of_the_run() -> None:

@@ -99,7 +99,8 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.plan is not None)
     @rule()
     def commit(self) -> None:
-        plan, self.plan = self.plan, None
+        plan = self.plan
+        self.plan = None
         assert plan is not None
         kept = [entry for entry in plan.entries if entry.request.residency is not None]
         sampled = iter(self.bench.sample(Plan(tuple(kept), (), (), ())))

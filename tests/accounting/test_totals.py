@@ -9,9 +9,16 @@ from engine.updates import Missed
 from engine.usage import LegTokens
 
 LEG = LegTokens(
-    length=20, local=4, external=8, computed=8, generated=3, recomputed=5, executed=15, failed=2,
+    length=20,
+    local=4,
+    external=8,
+    computed=8,
+    generated=3,
+    recomputed=5,
+    executed=15,
+    failed=2,
     runs=(),
-)  # fmt: skip
+)
 
 
 def test_every_leg_adds_to_what_was_there() -> None:

@@ -80,7 +80,8 @@ class NanoToy:
 
     def _free(self, request: NanoRequest) -> None:
         self.free += reversed(request.blocks)
-        request.blocks, request.cached = [], 0
+        request.blocks = []
+        request.cached = 0
 
     def _compute(self, request: NanoRequest, start: int, count: int) -> None:
         work = Work(request.tokens, start, count, request.blocks, 1, Sampling())
@@ -102,7 +103,9 @@ class BoundaryToy:
     """
 
     def __init__(self, rule: int, size: int, prompt: Sequence[int], appended: bool = True) -> None:
-        self.rule, self.size, self.appended = rule, size, appended
+        self.rule = rule
+        self.size = size
+        self.appended = appended
         self.tokens = list(prompt)
         self.table = [[b""] * size for _ in range(-(-len(prompt) // size))]
         for position, value in enumerate(chain(prompt)):

@@ -27,7 +27,8 @@ class Terminal:
         self._mark = f"TERMINAL_OF_A_TEST={uuid.uuid4()}"
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
-        self._keys, screen = os.openpty()
+        keys, screen = os.openpty()
+        self._keys = keys
         name, _, value = self._mark.partition("=")
         environ = {**os.environ, name: value, "TMPDIR": str(self.temporary)}
         self.popen = subprocess.Popen(

@@ -110,9 +110,16 @@ def test_ls_lists_names_and_what_they_are(
     _, out, _ = run(capsys, "ls", "--store", url, "--json", names[1][:9])
     (line,) = out.splitlines()
     assert json.loads(line) == {
-        "store": url, "name": names[1], "tokens": 7, "bytes": blocks[1].size, "partial": False,
-        "leases": 0, "tenant": "", "memory": True, "disk": False,
-    }  # fmt: skip
+        "store": url,
+        "name": names[1],
+        "tokens": 7,
+        "bytes": blocks[1].size,
+        "partial": False,
+        "leases": 0,
+        "tenant": "",
+        "memory": True,
+        "disk": False,
+    }
     _, out, _ = run(capsys, "ls", "--store", url, "--json", "--limit", "2")
     assert len(out.splitlines()) == 2
 
@@ -174,14 +181,18 @@ def test_verify_finds_the_block_with_a_flipped_byte(
 
 
 def test_clear_asks_before_it_does(
-    url: str, store: Store, blocks: Sequence[Block], capsys: pytest.CaptureFixture[str],
+    url: str,
+    store: Store,
+    blocks: Sequence[Block],
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     class Person:
         """Somebody at a terminal."""
 
         def __init__(self, answer: str, present: bool = True) -> None:
-            self._answer, self._present = answer, present
+            self._answer = answer
+            self._present = present
 
         def isatty(self) -> bool:
             return self._present
@@ -245,8 +256,12 @@ def test_a_full_disk_is_a_line(url: str) -> None:
     with open("/dev/full", "wb") as full:
         done = subprocess.run(
             [sys.executable, "-m", "kvrelay", "store", "stats", "--store", url],
-            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
-        )  # fmt: skip
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "No space left" in done.stderr
 

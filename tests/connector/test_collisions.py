@@ -65,7 +65,8 @@ class ChainPool:
     """The slots of a chain runner as bytes."""
 
     def __init__(self, runner: ChainRunner) -> None:
-        self.shape, self._slots = Shape(), runner.slots
+        self.shape = Shape()
+        self._slots = runner.slots
 
     def nbytes(self, count: int) -> int:
         return 8 * count
@@ -99,9 +100,12 @@ def served(store: Store, prompt: Sequence[int], new: int) -> tuple[list[int], En
     namer = Namer(Namespace("m", "r", "uint8", "chain", B), eight_bits)
     runner = ChainRunner(BLOCKS, B)
     connector = StoreConnector(
-        cast(Store, Kept(store)), namer, Namespace("m", "r", "uint8", "chain", B),
-        ChainPool(runner), PATIENT,
-    )  # fmt: skip
+        cast(Store, Kept(store)),
+        namer,
+        Namespace("m", "r", "uint8", "chain", B),
+        ChainPool(runner),
+        PATIENT,
+    )
     told: list[Update] = []
     over = threading.Event()
 
@@ -111,9 +115,13 @@ def served(store: Store, prompt: Sequence[int], new: int) -> tuple[list[int], En
             over.set()
 
     engine = Engine(
-        runner, limits(BLOCKS, B, budget=16), Naming(namer.root, namer.child), connector, deliver,
+        runner,
+        limits(BLOCKS, B, budget=16),
+        Naming(namer.root, namer.child),
+        connector,
+        deliver,
         audit_steps=True,
-    )  # fmt: skip
+    )
     engine.start()
     try:
         engine.submit(Order("r", tuple(prompt), len(prompt), new, prefill_only=True), Sampling())

@@ -15,7 +15,8 @@ class Failing:
     """Raises when it may."""
 
     def __init__(self) -> None:
-        self.begun, self.fails = threading.Event(), threading.Event()
+        self.begun = threading.Event()
+        self.fails = threading.Event()
 
     def run(self) -> None:
         self.begun.set()

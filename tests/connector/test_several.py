@@ -25,7 +25,9 @@ class Halves:
     """A chain of five blocks and a tail: ``near`` has those of even number, ``far`` the others."""
 
     def __init__(self) -> None:
-        self.near, self.far, self.whole = Stage(), Stage(), Stage()
+        self.near = Stage()
+        self.far = Stage()
+        self.whole = Stage()
         self.store = Several([Arm("near", self.near), Arm("far", self.far, promote=True)])
         self.worker = Worker(self.store, PATIENT)
         self._saver = Worker(self.whole)

@@ -33,7 +33,9 @@ class Side:
 
     def __init__(self, url: str, pool: KVPool) -> None:
         space = Namespace("m", "r", pool.shape.dtype, "block-major", SIZE)
-        self.pool, self.namer, self.news = pool, Namer(space), threading.Event()
+        self.pool = pool
+        self.namer = Namer(space)
+        self.news = threading.Event()
         self.connector = StoreConnector(connect(url), self.namer, space, pool)
         self.connector.start(self.news.set)
 

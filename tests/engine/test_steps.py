@@ -47,7 +47,8 @@ class Raising(NoConnector):
 
     def __init__(self, call: str) -> None:
         super().__init__()
-        self.call, self.broken = call, 0
+        self.call = call
+        self.broken = 0
 
     def lookup(self, query: Query) -> int:
         self._break("lookup")

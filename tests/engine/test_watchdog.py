@@ -24,7 +24,8 @@ class Hanging(ChainRunner):
 
     def __init__(self, length: int) -> None:
         super().__init__(LIMITS.num_blocks, LIMITS.block_size)
-        self.length, self.goes_on = length, threading.Event()
+        self.length = length
+        self.goes_on = threading.Event()
 
     def execute(self, works: Sequence[Work]) -> list[Sampled | None]:
         if any(len(work.tokens) == self.length for work in works):

@@ -181,9 +181,10 @@ def test_expired_deadline(up: Cluster) -> None:
 
 def test_deadline_in_the_middle(up: Cluster) -> None:
     error = refused(
-        up, Request(token_ids=IDS, max_tokens=790, sampling=types_pb2.Sampling(ignore_eos=True)),
+        up,
+        Request(token_ids=IDS, max_tokens=790, sampling=types_pb2.Sampling(ignore_eos=True)),
         timeout=0.2,
-    )  # fmt: skip
+    )
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     check_idle(up, within=5.0)
 

@@ -31,7 +31,8 @@ class Stores:
     """Two stores, ``near`` before ``far``."""
 
     def __init__(self) -> None:
-        self.near, self.far = start_service("--budget=64MiB"), start_service("--budget=64MiB")
+        self.near = start_service("--budget=64MiB")
+        self.far = start_service("--budget=64MiB")
         self.processes: list[subprocess.Popen[str]] = [self.near[0], self.far[0]]
         self.urls = (self.near[1], self.far[1])
 

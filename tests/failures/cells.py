@@ -51,7 +51,10 @@ class Cell:
         seed: int,
         silent: float = ROUTER_SECONDS,
     ) -> None:
-        self.rig, self.target, self.moment, self.silent = rig, target, moment, silent
+        self.rig = rig
+        self.target = target
+        self.moment = moment
+        self.silent = silent
         self._oracle = oracle
         # The role that the moment is about: that of the party struck, if it can be.
         self.role = target if target in ("prefill", "decode") else self._subject(moment)

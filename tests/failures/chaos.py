@@ -66,7 +66,8 @@ class Round:
     """Streams and blows side by side."""
 
     def __init__(self, stand: Rig, chance: random.Random) -> None:
-        self._stand, self._chance = stand, chance
+        self._stand = stand
+        self._chance = chance
         self._until = 0.0
         self.done: list[Stream] = []
         self.blows: Counter[str] = Counter()

@@ -104,7 +104,8 @@ class Proxy:
         host, _, port = target.rpartition(":")
         self._tls = tls
         self._target = host, int(port)
-        self.up, self.down = Way(seed), Way(seed + 1)
+        self.up = Way(seed)
+        self.down = Way(seed + 1)
         self.address = ""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="proxy", daemon=True)

@@ -42,7 +42,9 @@ class Rig:
     def __init__(
         self, cluster: Cluster, proxies: dict[str, Proxy], model: Path, lines: list[str]
     ) -> None:
-        self.cluster, self.proxies, self.model = cluster, proxies, model
+        self.cluster = cluster
+        self.proxies = proxies
+        self.model = model
         self.lines = lines  # what all processes said so far
 
     def heal(self) -> None:
@@ -114,10 +116,18 @@ def rig(
     """
     lines: list[str] = []
     config = ClusterConfig(
-        model=str(model), port=0, dtype="float32", prefill=prefill, decode=decode,
-        block_size=BLOCK, num_blocks=128, max_num_seqs=seqs, max_num_batched_tokens=16,
-        disaggregate="always", store_budget=1 << 26,
-    )  # fmt: skip
+        model=str(model),
+        port=0,
+        dtype="float32",
+        prefill=prefill,
+        decode=decode,
+        block_size=BLOCK,
+        num_blocks=128,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=16,
+        disaggregate="always",
+        store_budget=1 << 26,
+    )
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVRELAY_AUDIT", "true")
         patch.setenv("KVRELAY_QUEUE_SECONDS", "600")  # a slow machine gets hundreds at once

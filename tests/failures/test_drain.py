@@ -27,7 +27,8 @@ class Load:
 
     def __init__(self, rig: Rig, seed: int) -> None:
         print(f"load: seed {seed}")
-        self._rig, self._chance = rig, random.Random(seed)
+        self._rig = rig
+        self._chance = random.Random(seed)
         self.done: list[Stream] = []
         self.stop = False
 

@@ -42,25 +42,36 @@ def redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redisserver.Clus
 def workers(model: Path, redis: redisserver.Cluster) -> Iterator[Cluster]:
     lines: list[str] = []
     config = ClusterConfig(
-        model=str(model), port=0, dtype="float32", store=f"redis+cluster://{redis.addresses}",
-        block_size=BLOCK, num_blocks=128, max_num_seqs=4, max_num_batched_tokens=32,
+        model=str(model),
+        port=0,
+        dtype="float32",
+        store=f"redis+cluster://{redis.addresses}",
+        block_size=BLOCK,
+        num_blocks=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
         disaggregate="always",
-    )  # fmt: skip
+    )
     with ExitStack() as stack:
         stack.callback(lambda: print("\n".join(lines[-200:])))
         patch = stack.enter_context(pytest.MonkeyPatch.context())
         patch.setenv("KVRELAY_AUDIT", "true")
         yield stack.enter_context(
-            Cluster(config, on_line=lambda spec, line: lines.append(f"{spec.name}| {line}"),
-                    backoff=BACKOFF)
-        )  # fmt: skip
+            Cluster(
+                config,
+                on_line=lambda spec, line: lines.append(f"{spec.name}| {line}"),
+                backoff=BACKOFF,
+            )
+        )
 
 
 class Load:
     """Clients that ask one thing after another until they are told to stop."""
 
     def __init__(self, address: str, asked: list[Asked], expected: list[list[int]]) -> None:
-        self._address, self._asked, self._expected = address, asked, expected
+        self._address = address
+        self._asked = asked
+        self._expected = expected
         self._stop = threading.Event()
         self.answered = 0
         self.wrong: list[str] = []

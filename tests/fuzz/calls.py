@@ -20,8 +20,12 @@ KINDS = {
     "worker": (worker_pb2, "Worker"),
     "store": (kvstore_pb2, "KVStore"),
 }
-SERVED = {"router": ("router",), "prefill": ("prefill", "worker"), "decode": ("decode", "worker"),
-          "store": ("store",)}  # fmt: skip
+SERVED = {
+    "router": ("router",),
+    "prefill": ("prefill", "worker"),
+    "decode": ("decode", "worker"),
+    "store": ("store",),
+}
 LEFT_ALONE = frozenset({"/kvrelay.v1.Worker/Drain", "/kvrelay.v1.Worker/SetRole"})
 """An admin who drains a worker gets what was asked for; services try these and are refused."""
 
@@ -67,18 +71,23 @@ def seeds(path: str) -> tuple[Message, ...]:
         return (
             decode_pb2.DecodeRequest(leg=leg()),
             decode_pb2.DecodeRequest(
-                leg=leg(number=1), handoff_tokens=40, handoff_last_name=bytes(32),
+                leg=leg(number=1),
+                handoff_tokens=40,
+                handoff_last_name=bytes(32),
                 handoff_signature=bytes(32),
             ),
-        )  # fmt: skip
+        )
     return store_seeds(name)
 
 
 def leg(number: int = 0) -> types_pb2.Leg:
     return types_pb2.Leg(
-        request_id="fuzz", prompt_token_ids=PROMPT, max_tokens=3, number=number,
+        request_id="fuzz",
+        prompt_token_ids=PROMPT,
+        max_tokens=3,
+        number=number,
         sampling=types_pb2.Sampling(temperature=0.5, seed=1, stop_token_ids=[3]),
-    )  # fmt: skip
+    )
 
 
 def generates() -> tuple[Message, ...]:
@@ -98,8 +107,11 @@ def store_seeds(name: str) -> tuple[Message, ...]:
     claims = [kvstore_pb2.Claim(name=one, length=4096) for one in names]
     head = kvstore_pb2.PutHead(claims=claims[:2])
     made: dict[str, tuple[Message, ...]] = {
-        "Lookup": (kvstore_pb2.LookupRequest(
-            names=names, tails=[kvstore_pb2.Tail(after=10, name=names[0])], lease_ms=50),),
+        "Lookup": (
+            kvstore_pb2.LookupRequest(
+                names=names, tails=[kvstore_pb2.Tail(after=10, name=names[0])], lease_ms=50
+            ),
+        ),
         "Get": (kvstore_pb2.GetRequest(names=names),),
         "Locate": (kvstore_pb2.LocateRequest(names=names, lease_ms=50),),
         "Reserve": (kvstore_pb2.ReserveRequest(claims=claims, wait_ms=20),),
@@ -109,5 +121,5 @@ def store_seeds(name: str) -> tuple[Message, ...]:
         "Recheck": (kvstore_pb2.RecheckRequest(name=names[0]),),
         "Inspect": (kvstore_pb2.InspectRequest(name=names[0]),),
         "List": (kvstore_pb2.ListRequest(limit=5),),
-    }  # fmt: skip
+    }
     return made.get(name, ())

@@ -9,8 +9,25 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 
 F = FieldDescriptor
-WHOLE = (0, 1, 2, 15, 16, 17, 127, 128, 255, 1 << 16, (1 << 31) - 1, 1 << 31, (1 << 32) - 1,
-         1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)  # fmt: skip
+WHOLE = (
+    0,
+    1,
+    2,
+    15,
+    16,
+    17,
+    127,
+    128,
+    255,
+    1 << 16,
+    (1 << 31) - 1,
+    1 << 31,
+    (1 << 32) - 1,
+    1 << 32,
+    (1 << 63) - 1,
+    1 << 63,
+    (1 << 64) - 1,
+)
 FLOATS = (
     0.0,
     -0.0,
@@ -25,8 +42,15 @@ FLOATS = (
     float("nan"),
 )
 TEXTS = ("", "a", "\0", "%s%n", "../../etc/passwd", "\u202e\U0001f4a5", "{{7*7}}", "x" * 5000)
-BITS = {F.TYPE_INT32: 32, F.TYPE_SINT32: 32, F.TYPE_SFIXED32: 32, F.TYPE_INT64: 64,
-        F.TYPE_SINT64: 64, F.TYPE_SFIXED64: 64, F.TYPE_ENUM: 31}  # fmt: skip
+BITS = {
+    F.TYPE_INT32: 32,
+    F.TYPE_SINT32: 32,
+    F.TYPE_SFIXED32: 32,
+    F.TYPE_INT64: 64,
+    F.TYPE_SINT64: 64,
+    F.TYPE_SFIXED64: 64,
+    F.TYPE_ENUM: 31,
+}
 WIDE = (F.TYPE_UINT64, F.TYPE_FIXED64)
 MOST = 3000  # elements added at once
 

@@ -107,12 +107,19 @@ def standing(folder: Path, tls: bool = False) -> Iterator[Stand]:
         return tuple(_told(spec, metrics) for spec in specs(config))
 
     config = ClusterConfig(
-        model=str(model), port=0, dtype="float32", disaggregate="always", threads=1,
-        store_budget=1 << 26, num_blocks=512, max_num_seqs=16, credentials=tokens,
+        model=str(model),
+        port=0,
+        dtype="float32",
+        disaggregate="always",
+        threads=1,
+        store_budget=1 << 26,
+        num_blocks=512,
+        max_num_seqs=16,
+        credentials=tokens,
         tls_cert=None if files is None else files.cert,
         tls_key=None if files is None else files.key,
         tls_ca=None if files is None else files.ca,
-    )  # fmt: skip
+    )
     lines: list[str] = []
     cluster = Cluster(
         config,

@@ -15,8 +15,9 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RESET, SETTINGS, PUSH, PING, GOAWAY, WINDOW, CONTINUATION = range(10)
 END_STREAM, END_HEADERS = 1, 4
 MANY = 200  # frames of a flood
-PATHS = sorted({method.path for role in ("router", "prefill", "decode", "store")
-                for method in methods(role)})  # fmt: skip
+PATHS = sorted(
+    {method.path for role in ("router", "prefill", "decode", "store") for method in methods(role)}
+)
 
 
 def frame(
@@ -24,14 +25,24 @@ def frame(
 ) -> bytes:
     """``length`` may lie."""
     size = len(body) if length is None else length
-    return struct.pack(">I", size & 0xFFFFFF)[1:] + bytes([kind, flags]) \
-        + struct.pack(">I", stream) + body  # fmt: skip
+    return (
+        struct.pack(">I", size & 0xFFFFFF)[1:]
+        + bytes([kind, flags])
+        + struct.pack(">I", stream)
+        + body
+    )
 
 
 def headers(path: str, token: str | None) -> bytes:
     """Of a gRPC call, in plain HPACK: literals that nobody need remember."""
-    named = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "fuzz"),
-             ("content-type", "application/grpc"), ("te", "trailers")]  # fmt: skip
+    named = [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", path),
+        (":authority", "fuzz"),
+        ("content-type", "application/grpc"),
+        ("te", "trailers"),
+    ]
     named += [] if token is None else [("authorization", f"Bearer {token}")]
     return b"".join(b"\0" + _text(name) + _text(value) for name, value in named)
 
@@ -50,9 +61,12 @@ def http2(chance: random.Random) -> bytes:
         lambda: begun + chance.randbytes(chance.randrange(1, 400)),
         lambda: begun + frame(SETTINGS, 0, 0) * MANY,
         lambda: begun + frame(PING, 0, 0, bytes(8)) * MANY,
-        lambda: begun + b"".join(
-            frame(HEADERS, END_HEADERS, 2 * n + 1, call) + frame(RESET, 0, 2 * n + 1, bytes(4))
-            for n in range(MANY)
+        lambda: (
+            begun
+            + b"".join(
+                frame(HEADERS, END_HEADERS, 2 * n + 1, call) + frame(RESET, 0, 2 * n + 1, bytes(4))
+                for n in range(MANY)
+            )
         ),
         lambda: begun + frame(DATA, 0, 1, b"", (1 << 24) - 1) + bytes(1000),
         lambda: begun + frame(HEADERS, 0, 1, call) + frame(CONTINUATION, 0, 1, bytes(8000)) * 20,
@@ -69,41 +83,45 @@ def http2(chance: random.Random) -> bytes:
         lambda: opened + frame(GOAWAY, 0, 0, bytes(8)) + frame(PING, 0, 0, bytes(7)),
         lambda: begun + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, (1 << 32) - 1)),
         lambda: begun + frame(SETTINGS, 0, 0, struct.pack(">HI", 5, 1)) + frame(11, 0, 1, b"y"),
-        lambda: begun + b"".join(
-            frame(HEADERS, END_HEADERS, 2 * n + 1, call) for n in range(MANY)
-        ),
-    )  # fmt: skip
+        lambda: begun + b"".join(frame(HEADERS, END_HEADERS, 2 * n + 1, call) for n in range(MANY)),
+    )
     return chance.choice(scripts)()
 
 
 def noise(chance: random.Random) -> bytes:
     """What no protocol of ours begins with."""
-    return chance.choice((
-        chance.randbytes(chance.choice((1, 48, 1000, 60_000))),
-        b"GET /" + b"a" * chance.choice((1, 5000, 70_000)) + b" HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"POST / HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\nx",
-        b"\x16\x03\x01" + chance.randbytes(300),  # TLS, or nearly
-        bytes(chance.choice((1, 100, 50_000))),
-    ))  # fmt: skip
+    return chance.choice(
+        (
+            chance.randbytes(chance.choice((1, 48, 1000, 60_000))),
+            b"GET /" + b"a" * chance.choice((1, 5000, 70_000)) + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+            b"POST / HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\nx",
+            b"\x16\x03\x01" + chance.randbytes(300),  # TLS, or nearly
+            bytes(chance.choice((1, 100, 50_000))),
+        )
+    )
 
 
 def http1(chance: random.Random) -> bytes:
     """For the port of the metrics."""
-    return chance.choice((
-        b"GET /metrics HTTP/1.0\r\n\r\n",
-        b"GET /metrics?" + b"name[]=x&" * 500 + b" HTTP/1.1\r\n\r\n",
-        b"GET /../../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n",
-        b"OPTIONS * HTTP/1.1\r\n" + b"X: y\r\n" * 300 + b"\r\n",
-        b"POST /metrics HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
-        noise(chance),
-    ))  # fmt: skip
+    return chance.choice(
+        (
+            b"GET /metrics HTTP/1.0\r\n\r\n",
+            b"GET /metrics?" + b"name[]=x&" * 500 + b" HTTP/1.1\r\n\r\n",
+            b"GET /../../etc/passwd HTTP/1.1\r\nHost: x\r\n\r\n",
+            b"OPTIONS * HTTP/1.1\r\n" + b"X: y\r\n" * 300 + b"\r\n",
+            b"POST /metrics HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+            noise(chance),
+        )
+    )
 
 
 class LaneBytes:
     """Requests of a lane. ``grants`` are serials and tokens that the store gave."""
 
     def __init__(self, chance: random.Random, grants: list[tuple[int, bytes]]) -> None:
-        self._chance, self._grants, self._mutator = chance, grants, Mutator(chance)
+        self._chance = chance
+        self._grants = grants
+        self._mutator = Mutator(chance)
 
     def connection(self) -> bytes:
         """Some requests one after another, the last of them damaged more often than not."""

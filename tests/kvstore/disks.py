@@ -40,7 +40,8 @@ class Inside:
     """Puts and gets whole blocks."""
 
     def __init__(self, vault: Vault, tier: DiskTier) -> None:
-        self.vault, self.tier = vault, tier
+        self.vault = vault
+        self.tier = tier
 
     @property
     def disk(self) -> DiskStats:

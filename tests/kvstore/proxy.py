@@ -30,7 +30,8 @@ class Proxy:
     """Listens beside ``target`` (an address of its family) and passes on, descriptors too."""
 
     def __init__(self, family: socket.AddressFamily, target: tuple[str, int] | str) -> None:
-        self._family, self._target = family, target
+        self._family = family
+        self._target = target
         self.fault = Fault()
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         own: tuple[str, int] | str = ("127.0.0.1", 0)

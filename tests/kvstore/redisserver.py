@@ -89,7 +89,8 @@ class Server:
     def __init__(
         self, folder: Path, flags: Sequence[str] = (), announce: Announce | None = None
     ) -> None:
-        self.folder, self._given = folder, tuple(flags)
+        self.folder = folder
+        self._given = tuple(flags)
         folder.mkdir(parents=True, exist_ok=True)
         # The path of a Unix socket has 107 bytes at most.
         self.socket = Path(f"/tmp/kvrelay-{os.getpid()}-{random.randrange(1 << 32):08x}.sock")
@@ -128,10 +129,16 @@ class Server:
 
     def _try(self) -> bool:
         given = {
-            "port": self.port, "bind": "127.0.0.1", "unixsocket": self.socket,
-            "dir": self.folder, "logfile": self.folder / "log", "save": "", "appendonly": "no",
-            "maxmemory": MEMORY, "maxmemory-policy": "allkeys-lru",
-        }  # fmt: skip
+            "port": self.port,
+            "bind": "127.0.0.1",
+            "unixsocket": self.socket,
+            "dir": self.folder,
+            "logfile": self.folder / "log",
+            "save": "",
+            "appendonly": "no",
+            "maxmemory": MEMORY,
+            "maxmemory-policy": "allkeys-lru",
+        }
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         command = [str(binary()), *words, *self.flags]
         self._process = start_child(command)

@@ -93,7 +93,8 @@ class Soak:
 
     def __init__(self) -> None:
         self.blocks = [make(size) for size in SIZES for _ in range(12)]
-        self.taken, self.put = [0] * READERS, [0] * WRITERS
+        self.taken = [0] * READERS
+        self.put = [0] * WRITERS
 
     def writer(self, number: int, store: Store) -> Callable[[random.Random], None]:
         """Puts some of the blocks."""

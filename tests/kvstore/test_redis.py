@@ -642,11 +642,16 @@ def test_urls_are_read(url: str, hosts: list[str]) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "redis://:hush/hush@h", "redis://:p@ss/hush:rd@h", "redis://:p@ss/1?hush=1@h",
-        "redis://:p@ss?hush@h", "redis://:p@ss#hush@h", "redis://:hush\u2100@h",
-        "redis+cluster://:hush?@h", "redis://:hush[x@h",
+        "redis://:hush/hush@h",
+        "redis://:p@ss/hush:rd@h",
+        "redis://:p@ss/1?hush=1@h",
+        "redis://:p@ss?hush@h",
+        "redis://:p@ss#hush@h",
+        "redis://:hush\u2100@h",
+        "redis+cluster://:hush?@h",
+        "redis://:hush[x@h",
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("form", ["{}", "memory://,{}"])
 def test_a_password_that_is_not_escaped_is_told_and_not_shown(url: str, form: str) -> None:
     with pytest.raises(Rejected) as caught:

@@ -196,7 +196,8 @@ def test_the_duel_finds_what_a_plain_store_finds() -> None:
     trace = requests(FAMILIES[1](random.Random(7), 600))
     plain = replay(trace, 200, LeastRecentlyUsed())
     policy = ExpectedReturns()
-    policy._duel._until, policy._duel.plain = 10**9, True  # for good
+    policy._duel._until = 10**9
+    policy._duel.plain = True
     assert replay(trace, 200, policy) == plain
     assert policy._duel._lead == 0
     assert len(policy._duel._names) == 200

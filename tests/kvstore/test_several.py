@@ -32,7 +32,9 @@ class Stage(MemoryStore):
     def __init__(self) -> None:
         self.name = f"several-{next(_NUMBERS)}"
         super().__init__(self.name)
-        self.go, self.gone, self.fail_after = threading.Event(), False, 1 << 30
+        self.go = threading.Event()
+        self.gone = False
+        self.fail_after = 1 << 30
         self.go.set()
         self.lies: tuple[int, ...] | None = None
         self.surveys = 0
@@ -77,7 +79,8 @@ class Rig:
     """Two stages, ``near`` before ``far``, and the store they make."""
 
     def __init__(self, write: bool = False, promote: bool = False) -> None:
-        self.near, self.far = Stage(), Stage()
+        self.near = Stage()
+        self.far = Stage()
         self.store = Several(
             [Arm("near", self.near), Arm("far", self.far, write=write, promote=promote)]
         )
@@ -227,7 +230,8 @@ def test_a_store_that_fails_in_the_middle_costs_its_own_blocks(rig: Rig) -> None
     rig.far.fail_after = 2
     expected = [True] * 5 + [False, True, False]
     assert came(read(rig.store, blocks, sources)) == expected
-    rig.far.fail_after, rig.near.fail_after = 1 << 30, 1
+    rig.far.fail_after = 1 << 30
+    rig.near.fail_after = 1
     assert came(read(rig.store, blocks, sources)) == [True, True, *([False, True] * 3)]
 
 
@@ -456,7 +460,8 @@ def test_many_readers_and_failing_stores_lose_nothing(making: Making) -> None:
     def request(chance: random.Random) -> int:
         """Put, look up and read while stores come and go; how many blocks came."""
         stage = chance.choice([rig.near, rig.far])
-        stage.gone, stage.fail_after = chance.random() < 0.3, chance.choice([1, 1 << 30])
+        stage.gone = chance.random() < 0.3
+        stage.fail_after = chance.choice([1, 1 << 30])
         chosen = blocks[(start := chance.randrange(36)) : start + 4]
         lease = None
         try:

@@ -146,8 +146,12 @@ def test_the_command_prints_a_table_and_json(
     assert main([*words, "--policy", "lru", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["budget"], row["policy"]) for row in rows] == [
-        (100, "lru"), (100, "optimum"), (300, "lru"), (300, "optimum"), (None, "any"),
-    ]  # fmt: skip
+        (100, "lru"),
+        (100, "optimum"),
+        (300, "lru"),
+        (300, "optimum"),
+        (None, "any"),
+    ]
     assert rows[0]["hit_rate"] == plain_rate(small(), 100)
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()

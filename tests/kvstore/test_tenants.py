@@ -295,8 +295,10 @@ def test_quotas_must_fit_and_salts_must_differ() -> None:
 def test_store_bytes_in_the_file(tmp_path: Path) -> None:
     known = read(write_credentials(tmp_path, TOKENS), None, None)
     assert {t.name: t.store_bytes for t in known.tenants} == {
-        "alice": 2 << 20, "bob": 1 << 20, "carol": None,
-    }  # fmt: skip
+        "alice": 2 << 20,
+        "bob": 1 << 20,
+        "carol": None,
+    }
     for bad in ('"much"', "0", "true", "1.5"):
         path = write_credentials(tmp_path, TOKENS.replace('"2MiB"', bad))
         with pytest.raises(Rejected, match=r"alice\.store-bytes"):

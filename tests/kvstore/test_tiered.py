@@ -21,7 +21,8 @@ class Ground:
     """Numbered places, each with one owner at a time."""
 
     def __init__(self, count: int) -> None:
-        self.count, self.free = count, set(range(count))
+        self.count = count
+        self.free = set(range(count))
 
     def take(self, size: int) -> int | None:
         return self.free.pop() if self.free else None

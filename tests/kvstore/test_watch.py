@@ -194,7 +194,9 @@ class Reader:
     """A context that takes messages while ``open`` is set."""
 
     def __init__(self) -> None:
-        self.open, self.waits, self.messages = asyncio.Event(), asyncio.Event(), 0
+        self.open = asyncio.Event()
+        self.waits = asyncio.Event()
+        self.messages = 0
 
     async def write(self, message: pb.WatchResponse, /) -> None:
         self.waits.set()

@@ -266,7 +266,8 @@ async def test_streams_are_not_moved_to_one_that_leaves_as_well() -> None:
         other = decode_worker("d1", behaviour=Behaviour(checks=asked))
         await stand_by(router, leaving, other)
         asked.clear()  # what it says to the next check is not known yet
-        other.behaviour.draining, other.behaviour.fail = True, Draining("leaving too")
+        other.behaviour.draining = True
+        other.behaviour.fail = Draining("leaving too")
         leaving.behaviour.draining = True
         await router.settled(used=1)
         asked.set()
@@ -433,7 +434,8 @@ class Spoilt:
     """The control stub of a worker; its answers are lost on the way while ``how`` says so."""
 
     def __init__(self, control: worker_pb2_grpc.WorkerAsyncStub, how: str) -> None:
-        self._control, self.how = control, how
+        self._control = control
+        self.how = how
 
     def GetInfo(
         self, request: worker_pb2.GetInfoRequest, timeout: float

@@ -220,6 +220,7 @@ async def test_one_started_again_as_another_model_is_not_used_meanwhile() -> Non
                 await asyncio.sleep(0)
 
         looking = asyncio.create_task(look())
-        worker.boot, worker.namespace = "d1", namespace(model="another")
+        worker.boot = "d1"
+        worker.namespace = namespace(model="another")
         await asyncio.wait_for(looking, 10)
         assert seen == {"tiny"}

@@ -28,10 +28,19 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
         patch.setenv("KVRELAY_HEALTH_TIMEOUT", "20")
         patch.setenv("KVRELAY_HANDOFF_WAIT", "30")
         config = ClusterConfig(
-            model=str(model), port=0, dtype="float32", disaggregate="always", threads=1,
-            store_budget=1 << 26, num_blocks=512, max_num_seqs=8, tls_cert=files.cert,
-            tls_key=files.key, tls_ca=files.ca, credentials=tokens,
-        )  # fmt: skip
+            model=str(model),
+            port=0,
+            dtype="float32",
+            disaggregate="always",
+            threads=1,
+            store_budget=1 << 26,
+            num_blocks=512,
+            max_num_seqs=8,
+            tls_cert=files.cert,
+            tls_key=files.key,
+            tls_ca=files.ca,
+            credentials=tokens,
+        )
         lines: list[str] = []
         noted = lambda spec, line: lines.append(f"{spec.name}| {line}")  # noqa: E731
         try:

@@ -99,9 +99,12 @@ def test_the_right_token_and_the_wrong_one(secured: Secured) -> None:
         plain.complete(SECONDS, token_ids=PROMPT)
     files = secured.files
     with Client(
-        secured.cluster.router, token=ALICE, tls_ca=files.ca, tls_cert=files.cert,
+        secured.cluster.router,
+        token=ALICE,
+        tls_ca=files.ca,
+        tls_cert=files.cert,
         tls_key=files.key,
-    ) as client:  # fmt: skip
+    ) as client:
         assert client.complete(SECONDS, token_ids=PROMPT, max_tokens=2).token_ids
         with pytest.raises(Rejected, match="may not call"):
             client.workers()
