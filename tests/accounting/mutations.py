@@ -513,8 +513,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "a load is nobody's",
-        "tuple(request.names), blocks, request.order.space,",
-        "tuple(request.names), blocks,",
+        "            blocks,\n            request.order.space,\n",
+        "            blocks,\n",
     ),
     _scheduler("a save is nobody's", "self._serial, pieces, space)", "self._serial, pieces)"),
     _scheduler(

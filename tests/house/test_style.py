@@ -10,7 +10,7 @@ import pytest
 
 from tests.house.sources import python_files, show, tracked, tree
 
-LONGEST_FILE = 350
+LONGEST_FILE = 400
 LONGEST_FUNCTION = 60
 TEXT = {".py", ".md", ".toml", ".yml", ".yaml", ".proto", ".cfg", ".txt", ".ini", ""}
 
@@ -40,6 +40,31 @@ def test_files_and_functions_are_short() -> None:
                 if size > LONGEST_FUNCTION:
                     long.append(f"{show(path)}:{node.lineno} {node.name}: {size} lines")
     assert not long, "\n".join(long)
+
+
+def test_one_assignment_a_line() -> None:
+    """No tuple assignment to attributes: each attribute has a line of its own."""
+    wrong = [
+        f"{show(path)}:{node.lineno} {ast.unparse(node)}"
+        for path in everything()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Tuple)
+        and any(isinstance(part, ast.Attribute) for part in target.elts)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_line_is_kept_from_the_formatter() -> None:
+    mark = re.compile(r"#\s*fmt:\s*(skip|off)")
+    wrong = [
+        f"{show(path)}:{number}"
+        for path in everything()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if mark.search(line)
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
 def test_nothing_is_pickled_and_nothing_is_any() -> None:
