@@ -13,7 +13,7 @@ READY := $(VENV)/.ready
 PIP_ARGS ?=
 ARGS ?=
 
-PROTOS := $(wildcard protos/*.proto)
+PROTOS := $(wildcard protos/kvrelay/v1/*.proto)
 
 .PHONY: help venv demo up test cover test-slow test-fast check format protos chaos soak fuzz prove bench clean
 
@@ -51,10 +51,10 @@ check: $(READY) ## lint, format, strict types, house rules (imports, generated c
 format: $(READY) ## format the sources and fix what can be fixed
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .
 
-protos: $(READY) ## regenerate the modules in protos/ from the .proto files
-	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -I. \
+protos: $(READY) ## regenerate the modules in kvrelay/v1/ from the .proto files
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python -m grpc_tools.protoc -Iprotos \
 		--python_out=. --mypy_out=quiet:. --grpc_python_out=. --mypy_grpc_out=quiet:. $(PROTOS)
-	@git status --short protos 2>/dev/null || true
+	@git status --short kvrelay/v1 2>/dev/null || true
 
 chaos: $(READY) ## kill at random under load, every token compared: ARGS='--minutes 30 --seed 7'
 	@$(BIN)/python -m tests.failures.chaos $(ARGS)

@@ -15,15 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.workloads import FAMILIES, bursts, eager, requests
-from kvstore.book.policies import make_policy
+from kvstore.index.eviction.policies import make_policy
 from kvstore.trace.optimum import optimum
-from kvstore.trace.requests import Request, read_trace
+from kvstore.trace.requests import TraceRequest, read_trace
 from kvstore.trace.simulate import replay
 
 SMALL = (eager, bursts)
 """For stores that hold a few prompts."""
 
-Named = tuple[str, list[Request], tuple[int, ...]]
+Named = tuple[str, list[TraceRequest], tuple[int, ...]]
 
 
 def families(count: int, seed: int) -> Iterator[Named]:
@@ -33,7 +33,7 @@ def families(count: int, seed: int) -> Iterator[Named]:
         yield family.__name__, requests(family(random.Random(seed), count)), budgets
 
 
-def parts(trace: Sequence[Request]) -> Iterator[Named]:
+def parts(trace: Sequence[TraceRequest]) -> Iterator[Named]:
     """Of a recorded trace: its halves, half of its conversations, faster and slower."""
     middle, small, large = len(trace) // 2, (1000,), (1000, 10_000)
     half = [one for one in trace if one.names[1:2] and one.names[1][0] % 2]

@@ -12,17 +12,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from router.affinity import Affinity
-from router.dispatch import STORE, STORED
-from router.policies import Policy
-from router.policy import DECODE, PREFILL, Candidate, Prefix, Wish
+from router.placement.affinity import Affinity
+from router.placement.placer import STORE, STORED
+from router.placement.policies import PlacementPolicy
+from router.placement.policy import DECODE, PREFILL, Candidate, LegDemand, Prefix
 
 BLOCK = 512  # tokens, as in the trace
 LONGEST = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class FleetShape:
     """Rates in tokens a second, capacities in blocks."""
 
     prefill: int = 8
@@ -35,7 +35,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class FleetRequest:
     """One line of the trace."""
 
     at: float
@@ -45,7 +45,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class FleetResult:
     """What became of it: seconds in the queue and to the first token; tokens by source."""
 
     worker: int
@@ -95,7 +95,9 @@ class Machine:
 class Fleet:
     """One run of a trace under one policy for each role."""
 
-    def __init__(self, shape: Shape, prefill: Policy, decode: Policy) -> None:
+    def __init__(
+        self, shape: FleetShape, prefill: PlacementPolicy, decode: PlacementPolicy
+    ) -> None:
         self._shape = shape
         self._policies = (prefill, decode)
         self._prefill = [Machine(Cache(shape.pool)) for _ in range(shape.prefill)]
@@ -105,7 +107,7 @@ class Fleet:
         self._stored = Affinity()
         self.streams = [0.0] * shape.decode  # seconds of streams by decode worker
 
-    def serve(self, asked: Asked) -> Served:
+    def serve(self, asked: FleetRequest) -> FleetResult:
         """Place and run one request; they come in the order of their time."""
         at, work = self._choose(0, self._prefill, asked)
         believed = self._believed(asked)
@@ -117,10 +119,10 @@ class Fleet:
         self._stream(at, work, asked, asked.at + served.first_token)
         return served
 
-    def _choose(self, role: int, machines: list[Machine], asked: Asked) -> tuple[int, int]:
+    def _choose(self, role: int, machines: list[Machine], asked: FleetRequest) -> tuple[int, int]:
         pool = self._shape.pool
         candidates = [m.candidate(str(i), asked.at, pool) for i, m in enumerate(machines)]
-        wish = Wish(
+        wish = LegDemand(
             tokens=asked.tokens,
             positions=1,
             prefix=Prefix(asked.names, BLOCK),
@@ -134,13 +136,13 @@ class Fleet:
         self._known[role].record(asked.names, choice.key, pool)
         return int(choice.key), choice.work
 
-    def _believed(self, asked: Asked) -> int:
+    def _believed(self, asked: FleetRequest) -> int:
         """Leading tokens that the store is thought to hold: as the router learns it."""
         if not self._shape.store:
             return 0
         return self._stored.leading(asked.names).get(STORE, 0) * BLOCK
 
-    def _compute(self, index: int, work: int, asked: Asked) -> Served:
+    def _compute(self, index: int, work: int, asked: FleetRequest) -> FleetResult:
         shape, machine = self._shape, self._prefill[index]
         local = min(machine.pool.leading(asked.names) * BLOCK, asked.tokens - 1)
         stored = min(self._store.leading(asked.names) * BLOCK, asked.tokens - 1)
@@ -152,9 +154,9 @@ class Fleet:
         machine.pool.keep(asked.names)
         self._store.keep(asked.names)
         first = machine.free_at - asked.at
-        return Served(index, begin - asked.at, first, local, fetched, computed)
+        return FleetResult(index, begin - asked.at, first, local, fetched, computed)
 
-    def _stream(self, index: int, work: int, asked: Asked, begin: float) -> None:
+    def _stream(self, index: int, work: int, asked: FleetRequest, begin: float) -> None:
         machine, seconds = self._decode[index], asked.outputs * self._shape.token_seconds
         heapq.heappush(machine.ends, (begin + seconds, work))
         machine.pool.keep(asked.names)

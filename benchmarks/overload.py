@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common.errors import DeadlineExceeded, Exhausted
+from benchmarks.random_model import make_model
 from kvrelay import AsyncClient
-from kvrelay.make_model import make_model
-from kvrelay.processes import ClusterConfig
-from kvrelay.supervisor import Cluster
+from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.supervisor import Cluster
+from kvrelay.errors import DeadlineExceeded, Exhausted
 
 FACTORS = (0.5, 1.0, 2.0, 3.0, 5.0)
 SLOTS = 4
@@ -36,7 +36,7 @@ PATIENT = 60.0  # seconds, while the capacity is measured
 
 
 @dataclass(slots=True)
-class Tally:
+class OverloadTally:
     """What became of the requests of one load. Times in seconds."""
 
     first: list[float] = field(default_factory=list)
@@ -50,7 +50,9 @@ class Tally:
         return len(self.whole) + len(self.delays) + self.late
 
 
-async def one(client: AsyncClient, chance: random.Random, tally: Tally, deadline: float) -> None:
+async def one(
+    client: AsyncClient, chance: random.Random, tally: OverloadTally, deadline: float
+) -> None:
     """A request with a prompt of its own."""
     prompt, begun, first = [chance.randrange(VOCAB) for _ in range(PROMPT)], time.monotonic(), None
     try:
@@ -69,7 +71,7 @@ async def one(client: AsyncClient, chance: random.Random, tally: Tally, deadline
 
 async def closed(address: str, chance: random.Random, clients: int, seconds: float) -> float:
     """Requests a second of so many clients that wait for their answers."""
-    tally, until = Tally(), time.monotonic() + seconds
+    tally, until = OverloadTally(), time.monotonic() + seconds
 
     async def ask(client: AsyncClient) -> None:
         while time.monotonic() < until:
@@ -84,9 +86,9 @@ async def closed(address: str, chance: random.Random, clients: int, seconds: flo
 
 async def open_load(
     address: str, chance: random.Random, rate: float, seconds: float, deadline: float
-) -> tuple[Tally, float]:
+) -> tuple[OverloadTally, float]:
     """Requests that come at ``rate`` a second; what became of them, and how long that took."""
-    tally, begun = Tally(), time.monotonic()
+    tally, begun = OverloadTally(), time.monotonic()
     async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
         due = begun
         while (due := due + chance.expovariate(rate)) < begun + seconds:
@@ -103,7 +105,7 @@ def rank(values: Sequence[float], part: float) -> str:
     return f"{ordered[min(len(ordered) - 1, int(len(ordered) * part))]:.2f}" if ordered else "-"
 
 
-def row(factor: float, tally: Tally, seconds: float, peak: float) -> tuple[str, float]:
+def row(factor: float, tally: OverloadTally, seconds: float, peak: float) -> tuple[str, float]:
     """One line of the table, and its goodput in tokens a second."""
     goodput = len(tally.whole) * TOKENS / seconds
     cells = (

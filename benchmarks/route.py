@@ -18,22 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
 
-from benchmarks.fleet import Asked, Fleet, Served, Shape
+from benchmarks.fleet import Fleet, FleetRequest, FleetResult, FleetShape
+from kvrelay.rpc.channel import ChannelOptions
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.v1.types_pb2 import ROLE_DECODE, ROLE_PREFILL, Sampling
+from kvrelay.v1.worker_pb2 import Namespace, WorkerInfo, WorkerLoad
 from kvstore.trace.requests import BLOCK_TOKENS, read_trace
-from protos.types_pb2 import ROLE_DECODE, ROLE_PREFILL, Sampling
-from protos.worker_pb2 import Namespace, WorkerInfo, WorkerLoad
-from router.affinity import Affinity
-from router.attempts import Attempts
 from router.config import RouterConfig
-from router.dispatch import Dispatcher
-from router.life import READY
-from router.policies import POLICIES, policy
-from router.policy import PREFILL, Candidate, Prefix, Wish, choose
-from router.registry import Registry
-from router.request import Request
-from router.worker import KnownWorker
-from rpc.channel import ChannelOptions
-from rpc.deadline import Deadline
+from router.generate.request import AcceptedRequest
+from router.generate.retry import Attempts
+from router.placement.affinity import Affinity
+from router.placement.placer import Placer
+from router.placement.policies import POLICIES, policy
+from router.placement.policy import PREFILL, Candidate, LegDemand, Prefix, choose
+from router.workers.health import READY
+from router.workers.registry import Registry
+from router.workers.worker import KnownWorker
 
 SEED = 1
 WORKERS, PREFIXES, DECISIONS, REPEATS = 64, 10_000, 500, 7
@@ -53,14 +53,14 @@ class Result:
     p99: float
 
 
-def read(path: Path, speed: float, limit: int | None) -> Iterator[Asked]:
+def read(path: Path, speed: float, limit: int | None) -> Iterator[FleetRequest]:
     """The requests, in order; ``speed`` 2 asks them in half the time."""
     for one in read_trace(path, limit):
         full = one.names[: one.tokens // BLOCK_TOKENS]
-        yield Asked(one.at / speed, one.tokens, one.output, full)
+        yield FleetRequest(one.at / speed, one.tokens, one.output, full)
 
 
-def replay(name: str, trace: Sequence[Asked], shape: Shape) -> Result:
+def replay(name: str, trace: Sequence[FleetRequest], shape: FleetShape) -> Result:
     """One policy over the whole trace."""
     fleet = Fleet(shape, policy(name, SEED), policy(name, SEED + 1))
     served = [fleet.serve(asked) for asked in trace]
@@ -81,7 +81,7 @@ def replay(name: str, trace: Sequence[Asked], shape: Shape) -> Result:
     )
 
 
-def _mean_queue(served: Sequence[Served]) -> float:
+def _mean_queue(served: Sequence[FleetResult]) -> float:
     return mean(one.queue for one in served)
 
 
@@ -135,7 +135,7 @@ async def place_seconds() -> float:
     registry = _Ready(config)
     for number in range(WORKERS):
         registry.admit(number, rng)
-    dispatcher = Dispatcher(registry, config)
+    dispatcher = Placer(registry, config)
     chains = _chains(rng)
     asked = [_request(chain) for chain in rng.sample(chains, DECISIONS)]
     for chain in chains:
@@ -145,13 +145,13 @@ async def place_seconds() -> float:
     return best
 
 
-def _request(chain: tuple[bytes, ...]) -> tuple[Request, Prefix]:
+def _request(chain: tuple[bytes, ...]) -> tuple[AcceptedRequest, Prefix]:
     prompt = tuple(range(len(chain) * 16 + 5))
     deadline = Deadline.after(600.0)
-    return Request("r", prompt, (), 64, Sampling(), deadline), Prefix(chain, 16)
+    return AcceptedRequest("r", prompt, (), 64, Sampling(), deadline), Prefix(chain, 16)
 
 
-async def _placed(dispatcher: Dispatcher, asked: Sequence[tuple[Request, Prefix]]) -> float:
+async def _placed(dispatcher: Placer, asked: Sequence[tuple[AcceptedRequest, Prefix]]) -> float:
     begun = time.perf_counter()
     for request, prefix in asked:
         await dispatcher.place(request, prefix, 0, Attempts())
@@ -163,7 +163,7 @@ def _decide(
 ) -> float:
     begun = time.perf_counter()
     for chain in asked:
-        wish = Wish(len(chain) * 16 + 5, 10, Prefix(chain, 16), PREFILL)
+        wish = LegDemand(len(chain) * 16 + 5, 10, Prefix(chain, 16), PREFILL)
         choice = choose(wish, candidates, known.leading(chain))
         if choice is not None:
             known.record(chain, choice.key, 4096)
@@ -175,12 +175,14 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.route", description=__doc__)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--speed", type=float, default=1.0, help="times as fast as recorded")
-    parser.add_argument("--store", type=int, default=Shape().store, help="its capacity in blocks")
+    parser.add_argument(
+        "--store", type=int, default=FleetShape().store, help="its capacity in blocks"
+    )
     parser.add_argument("--limit", type=int, help="only so many requests")
     options = parser.parse_args(argv)
     trace, shape = (
         list(read(options.trace, options.speed, options.limit)),
-        Shape(store=options.store),
+        FleetShape(store=options.store),
     )
     print(f"{len(trace)} requests, {trace[-1].at:.0f} s, {shape}")
     print(

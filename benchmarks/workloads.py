@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from kvstore.trace.requests import BLOCK_TOKENS, ID_BYTES, Request
+from kvstore.trace.requests import BLOCK_TOKENS, ID_BYTES, TraceRequest
 
 Chain = tuple[int, ...]
 Event = tuple[float, Chain]
@@ -23,10 +23,10 @@ class Numbers:
         return tuple(range(self._next - count, self._next))
 
 
-def requests(events: Iterable[Event]) -> list[Request]:
+def requests(events: Iterable[Event]) -> list[TraceRequest]:
     """In order of time; every block is full."""
     return [
-        Request(at, len(c) * BLOCK_TOKENS, 1, tuple(n.to_bytes(ID_BYTES, "little") for n in c))
+        TraceRequest(at, len(c) * BLOCK_TOKENS, 1, tuple(n.to_bytes(ID_BYTES, "little") for n in c))
         for at, c in sorted(events)
     ]
 

@@ -1,4 +1,4 @@
-"""The ``Decode`` service: a thin face over the engine. See protos/decode.proto."""
+"""The ``Decode`` service: a thin face over the engine. See protos/kvrelay/v1/decode.proto."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TypeAlias
 
 import grpc
 
-from engine.updates import Ended
-from protos import decode_pb2, decode_pb2_grpc, types_pb2
-from rpc.server import Server
-from worker import convert
-from worker.handoff import Handoff
-from worker.streams import Batch
-from worker.worker import Worker
+from kvrelay.engine.core.updates import Ended
+from kvrelay.rpc.server.server import Server
+from kvrelay.v1 import decode_pb2, decode_pb2_grpc, types_pb2
+from kvrelay.worker import convert
+from kvrelay.worker.handoff import Handoff
+from kvrelay.worker.streams import LegUpdates
+from kvrelay.worker.worker import Worker
 
 Context: TypeAlias = "grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]"
 SERVICE = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
@@ -36,7 +36,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             async for batch in batches:
                 yield self._response(batch, request.leg)
 
-    def _response(self, batch: Batch, leg: types_pb2.Leg) -> decode_pb2.DecodeResponse:
+    def _response(self, batch: LegUpdates, leg: types_pb2.Leg) -> decode_pb2.DecodeResponse:
         response = decode_pb2.DecodeResponse()
         for update in batch:
             if isinstance(update, Ended):

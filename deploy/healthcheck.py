@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 
-from common.config import read
-from common.errors import KvrelayError
-from rpc import security
-from rpc.channel import open_channel
-from rpc.deadline import Deadline
-from rpc.health import is_serving
-from rpc.options import SecurityOptions
+from kvrelay.config.reader import read
+from kvrelay.errors import KvrelayError
+from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.health import is_serving
+from kvrelay.rpc.security import policy
+from kvrelay.rpc.security.options import SecurityOptions
 
 SECONDS = 3.0
 
@@ -28,5 +28,5 @@ async def serving(address: str) -> bool:
 
 if __name__ == "__main__":
     # With TLS this reads the same KVRELAY_TLS_... as the service beside which it runs.
-    security.install(read(SecurityOptions, [], "healthcheck", ""))
+    policy.install(read(SecurityOptions, [], "healthcheck", ""))
     sys.exit(0 if asyncio.run(serving(sys.argv[1])) else 1)

@@ -9,17 +9,17 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from common.version import VERSION
+from kvrelay.version import VERSION
 
 if TYPE_CHECKING:
-    from kvrelay.client import AsyncClient, Client, Completion, Piece
+    from kvrelay.client.client import AsyncClient, Chunk, Client, Completion
 
-__all__ = ["AsyncClient", "Client", "Completion", "Piece", "__version__"]
+__all__ = ["AsyncClient", "Chunk", "Client", "Completion", "__version__"]
 __version__ = VERSION
 
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        value: object = getattr(import_module("kvrelay.client"), name)
+        value: object = getattr(import_module("kvrelay.client.client"), name)
         return value
     raise AttributeError(f"module 'kvrelay' has no attribute {name!r}")

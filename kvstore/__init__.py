@@ -9,28 +9,44 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvstore.base import Block, Found, Got, Kept, Lease, Offer, Outcome, Seen, Store, Want
-    from kvstore.opening import connect
-    from kvstore.records import Tail
-    from kvstore.stats import Stats, Tally
+    from kvstore.base import (
+        Block,
+        GetResult,
+        Lease,
+        LookupResult,
+        Offer,
+        Outcome,
+        PutStatus,
+        Store,
+        SurveyResult,
+        Want,
+    )
+    from kvstore.claims import Tail
+    from kvstore.client.connect import connect
+    from kvstore.stats import StoreCounters, StoreStats
 
 __all__ = [
     "Block",
-    "Found",
-    "Got",
-    "Kept",
+    "GetResult",
     "Lease",
+    "LookupResult",
     "Offer",
     "Outcome",
-    "Seen",
-    "Stats",
+    "PutStatus",
     "Store",
+    "StoreCounters",
+    "StoreStats",
+    "SurveyResult",
     "Tail",
-    "Tally",
     "Want",
     "connect",
 ]
-_ELSEWHERE = {"connect": "opening", "Tail": "records", "Stats": "stats", "Tally": "stats"}
+_ELSEWHERE = {
+    "connect": "client.connect",
+    "Tail": "claims",
+    "StoreStats": "stats",
+    "StoreCounters": "stats",
+}
 
 
 def __getattr__(name: str) -> object:

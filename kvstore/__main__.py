@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from common import ctrlc
+from kvrelay.process import sigint
 
 if __name__ == "__main__":
-    ctrlc.ends()
+    sigint.ends()
     from kvstore.main import main  # imports much: not before the line above
 
     status = main(sys.argv[1:])
-    ctrlc.ends()
+    sigint.ends()
     sys.exit(status)

@@ -3,7 +3,7 @@
 Synchronous and thread-safe: it is called from I/O threads, and each call has a ``timeout`` in
 seconds after which it raises ``DeadlineExceeded``. A store that cannot be reached raises
 ``Unavailable``; to a serving engine either is a miss. What a store hands out is not verified: the
-reader compares header and payload with what it wanted (``kvblock.verify``).
+reader compares header and payload with what it wanted (``kvrelay.block.verify``).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from common.miss import Miss
-from kvblock.header import checksum, seal
-from kvstore.records import Claim, Tail, Verdict
-from kvstore.stats import Stats
+from kvrelay.block.header import checksum, seal
+from kvrelay.usage import Miss
+from kvstore.claims import Claim, ClaimStatus, Tail
+from kvstore.stats import StoreStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Lease:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LookupResult:
     """A lookup's answer: ``lead`` names are there, then ``tails[tail]``; held by ``lease``.
 
     ``sizes`` are the bytes (header and payload) of these blocks, in order. ``sources`` name the
@@ -52,7 +52,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class SurveyResult:
     """A survey's answer: bytes of each block in order, ``None`` if absent; held by ``lease``.
 
     ``misses`` says why each of those is absent, if the store can tell; ``opening`` whether one of
@@ -79,7 +79,7 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class Got:
+class GetResult:
     """``wants[index]`` has come: its header's bytes, the payload lies in the buffer.
 
     ``header`` is ``None`` when the block is absent or not as long as its buffer says. ``summed`` is
@@ -135,10 +135,10 @@ def claim_of(offer: Offer) -> Claim:
     return Claim(offer.name, offer.size, offer.partial, offer.opening)
 
 
-class Kept(Enum):
+class PutStatus(Enum):
     """How a put ended."""
 
-    __hash__ = object.__hash__  # as of ``Verdict``
+    __hash__ = object.__hash__  # as of ``ClaimStatus``
 
     STORED = "stored"
     EXISTED = "existed"
@@ -149,9 +149,9 @@ class Kept(Enum):
 
 
 NOT_SENT = {
-    Verdict.EXISTS: Kept.EXISTED,
-    Verdict.PENDING: Kept.PENDING,
-    Verdict.NO_ROOM: Kept.NO_ROOM,
+    ClaimStatus.EXISTS: PutStatus.EXISTED,
+    ClaimStatus.PENDING: PutStatus.PENDING,
+    ClaimStatus.NO_ROOM: PutStatus.NO_ROOM,
 }
 """How a put ends for a claim that got no reservation."""
 
@@ -160,13 +160,13 @@ NOT_SENT = {
 class Outcome:
     """What became of one offer; ``reason`` names the field of a corrupt block."""
 
-    kept: Kept
+    kept: PutStatus
     reason: str | None = None
 
     @property
     def present(self) -> bool:
         """Whether the block is in the store."""
-        return self.kept in (Kept.STORED, Kept.EXISTED)
+        return self.kept in (PutStatus.STORED, PutStatus.EXISTED)
 
 
 class Store(Protocol):
@@ -183,18 +183,18 @@ class Store(Protocol):
         ttl: float,
         timeout: float,
         openings: Sequence[int] = (),
-    ) -> Found:
+    ) -> LookupResult:
         """How many of ``names`` lead without a gap, held for ``ttl`` seconds (0: not held).
 
-        ``openings`` of the first block, full and partial, serve ``Found.missing`` alone.
+        ``openings`` of the first block, full and partial, serve ``LookupResult.missing`` alone.
         """
 
     def survey(
         self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
-    ) -> Seen:
+    ) -> SurveyResult:
         """Which of ``names`` are there, each for itself, held for ``ttl`` seconds (0: not held)."""
 
-    def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
+    def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         """Each want once, in order, as it arrives. Close the generator to stop early.
 
         The store may look again at the block where it is closed, and remove it if it is wrong.
@@ -209,7 +209,7 @@ class Store(Protocol):
     def release(self, leases: Sequence[Lease], timeout: float) -> None:
         """Give leases back; those that have ended are let pass."""
 
-    def stats(self, timeout: float) -> Stats:
+    def stats(self, timeout: float) -> StoreStats:
         """What the store holds and did."""
 
     def clear(self, timeout: float) -> int:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from common.config import option
-from common.errors import Rejected
-from common.logs import LEVELS
-from kvstore.book.events import KEPT_EVENTS
-from kvstore.book.policies import EVICTIONS
+from kvrelay.config.reader import option
+from kvrelay.errors import Rejected
+from kvrelay.process.logs import LEVELS
+from kvrelay.rpc.security.options import SecurityOptions
+from kvstore.index.events import KEPT_EVENTS
+from kvstore.index.eviction.policies import EVICTIONS
 from kvstore.limits import BUDGET, DISK_BUDGET, MAX_BLOCK, PARTIAL_LIFE, TICKET_LIFE
-from rpc.options import SecurityOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

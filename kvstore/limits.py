@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvstore.book.events import KEPT_EVENTS
-from kvstore.book.policies import EVICTIONS
-from kvstore.book.reservations import Shares
+from kvstore.index.events import KEPT_EVENTS
+from kvstore.index.eviction.policies import EVICTIONS
+from kvstore.index.reservations import ReservationShares
 
 BUDGET = 1 << 30
 DISK_BUDGET = 10 << 30
@@ -16,7 +16,7 @@ TICKET_LIFE = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class StoreLimits:
     """Of one service."""
 
     budget: int
@@ -27,4 +27,4 @@ class Limits:
     disk_budget: int | None = None  # none: there is no disk
     eviction: str = EVICTIONS[0]
     leased: int = 1 << 24  # names in all leases of one tenant, each lease 64 more
-    shares: Shares = Shares(ticket=1 / 4, all=1 / 2)  # noqa: RUF009 a frozen value
+    shares: ReservationShares = ReservationShares(ticket=1 / 4, all=1 / 2)  # noqa: RUF009 a frozen value

@@ -6,20 +6,21 @@ import asyncio
 import gc
 import logging
 
-from common import logs
-from common.config import load
-from common.values import show_size
-from kvstore.book.tenants import Tenants
+from kvrelay.config.reader import load
+from kvrelay.config.values import show_size
+from kvrelay.process import logs
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.security import policy
+from kvrelay.rpc.server import run
+from kvrelay.rpc.server.server import Server, ServerOptions, serve_until_signal
 from kvstore.config import StoreConfig
 from kvstore.disk.tier import DiskOptions, DiskTier
-from kvstore.limits import Limits
-from kvstore.server.lanes import LaneOptions, Lanes
+from kvstore.limits import StoreLimits
+from kvstore.server.block_store import BlockStore
+from kvstore.server.listener import ListenerOptions, TransportListener
 from kvstore.server.prefault import Prefault
-from kvstore.server.service import NAME, StoreService, register
-from kvstore.server.vault import Vault
-from rpc import process, security
-from rpc.deadline import Deadline
-from rpc.server import Server, ServerOptions, serve_until_signal
+from kvstore.server.service import SERVICE_NAME, StoreService, register
+from kvstore.server.tenants import TenantTable
 
 log = logging.getLogger("kvrelay.store")
 
@@ -36,7 +37,7 @@ SELDOM = (20_000, 10, 500)
 
 async def serve(config: StoreConfig) -> int:
     """Until a signal; the exit status."""
-    limits = Limits(
+    limits = StoreLimits(
         config.budget,
         config.max_block,
         config.partial_life,
@@ -45,18 +46,18 @@ async def serve(config: StoreConfig) -> int:
         None if config.disk is None else config.disk_budget,
         config.eviction,
     )
-    known = security.installed().credentials.tenants
-    tenants = Tenants.of(known, config.budget)
-    vault = Vault(limits, tenants)
+    known = policy.installed().credentials.tenants
+    tenants = TenantTable.of(known, config.budget)
+    vault = BlockStore(limits, tenants)
     disk = _disk(config, vault)
     shared = config.shared and not tenants.owners  # whoever maps the memory can read all of it
-    plain = security.installed().tls is None  # what a lane carries is not encrypted
-    offered = LaneOptions(config.host, config.lane_port, config.lane and plain, shared)
-    lanes = Lanes(vault, offered)
+    plain = policy.installed().tls is None  # what a lane carries is not encrypted
+    offered = ListenerOptions(config.host, config.lane_port, config.lane and plain, shared)
+    lanes = TransportListener(vault, offered)
     service = StoreService(vault, lanes.ways, disk=disk)
     address = f"{config.host}:{config.port}"
     server = Server(ServerOptions(address))
-    server.add(NAME, lambda bare: register(service, bare))
+    server.add(SERVICE_NAME, lambda bare: register(service, bare))
 
     def ready(bound: str) -> str:
         lanes.start()
@@ -84,7 +85,7 @@ async def serve(config: StoreConfig) -> int:
     return status
 
 
-def _disk(config: StoreConfig, vault: Vault) -> DiskTier | None:
+def _disk(config: StoreConfig, vault: BlockStore) -> DiskTier | None:
     if config.disk is None or vault.books is None:
         return None
     options = DiskOptions(config.disk, config.disk_budget, config.restore)
@@ -97,4 +98,4 @@ def main(argv: list[str]) -> int:
         StoreConfig, argv, prog="python -m kvstore", description="The store of KV blocks."
     )
     logs.setup("store", config.log_level)
-    return process.run(config, serve)
+    return run.run(config, serve)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from kvstore.disk.stats import DiskStats
+from kvstore.disk_stats import DiskStats
 
 
 @dataclass(slots=True)
-class Tally:
+class StoreCounters:
     """Counts of events, in blocks unless said otherwise. They only grow."""
 
     lookups: int = 0  # calls
@@ -41,7 +41,7 @@ class TenantStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Stats:
+class StoreStats:
     """One reading. ``bytes`` include what is reserved; ``leased_bytes`` cannot be evicted now."""
 
     boot: bytes
@@ -52,21 +52,21 @@ class Stats:
     leased_bytes: int
     leases: int
     reservations: int
-    tally: Tally
+    tally: StoreCounters
     disk: DiskStats | None = None
     eviction: str = ""  # the policy's name
     tenants: tuple[TenantStats, ...] = ()  # told to admins only
 
 
-def total(found: Sequence[Stats]) -> Stats:
+def total_stats(found: Sequence[StoreStats]) -> StoreStats:
     """The sums of several readings, at least one; ``boot`` is all of theirs."""
     sums = {
         field.name: sum(getattr(stats, field.name) for stats in found)
-        for field in fields(Stats)
+        for field in fields(StoreStats)
         if field.type == "int"
     }
     tallies = [stats.tally for stats in found]
-    tally = {f.name: sum(getattr(one, f.name) for one in tallies) for f in fields(Tally)}
+    tally = {f.name: sum(getattr(one, f.name) for one in tallies) for f in fields(StoreCounters)}
     boot = b"".join(stats.boot for stats in found)
     tenants = tuple(tenant for stats in found for tenant in stats.tenants)
-    return replace(found[0], boot=boot, tally=Tally(**tally), tenants=tenants, **sums)
+    return replace(found[0], boot=boot, tally=StoreCounters(**tally), tenants=tenants, **sums)

@@ -5,44 +5,46 @@ from __future__ import annotations
 import re
 from urllib.parse import parse_qsl
 
-from common.errors import Rejected
+from kvrelay.errors import Rejected
 
-PLACE = ("db", "prefix")
+STORE_PARAMETERS = ("db", "prefix")
 """Parameters that say which of several stores at one address it is."""
 
 _BETWEEN = re.compile(r"\s*,\s*(?=[a-z][a-z0-9+.-]*://)")
 
 
-def urls_of(text: str) -> list[str]:
+def split_urls(text: str) -> list[str]:
     """The URLs of a list such as ``kvrelay://a:1,redis://b:2``; a comma within one stays."""
     return _BETWEEN.split(text.strip())
 
 
-def public_name(url: str) -> str:
-    """A URL without what is nobody's business: user, password, parameters but those of ``PLACE``.
+def public_url(url: str) -> str:
+    """A URL without user, password and parameters other than ``STORE_PARAMETERS``.
 
     Taken apart at its last ``@``, so that a password with a ``/`` or ``?`` in it is not shown.
     """
     head, between, rest = url.rpartition("@")[2].rpartition("://")
     scheme = head or url.partition("://")[0]
     where, _, query = rest.partition("?")
-    place = "&".join(part for part in query.split("&") if part.partition("=")[0] in PLACE)
+    place = "&".join(
+        part for part in query.split("&") if part.partition("=")[0] in STORE_PARAMETERS
+    )
     return f"{scheme}{between or '://'}{where.rstrip('/')}" + (f"?{place}" if place else "")
 
 
-def public_names(text: str) -> str:
+def public_urls(text: str) -> str:
     """The same for a list."""
-    return ",".join(map(public_name, urls_of(text))) if text else ""
+    return ",".join(map(public_url, split_urls(text))) if text else ""
 
 
-def alone(url: str) -> str:
+def standalone_url(url: str) -> str:
     """A URL of a list as one that stands alone: without what only says how the list is used."""
     head, question, query = url.partition("?")
     kept = [part for part in query.split("&") if part.partition("=")[0] not in ("write", "promote")]
     return head + question + "&".join(kept) if any(kept) else head
 
 
-def parameters_of(query: str) -> dict[str, str]:
+def query_parameters(query: str) -> dict[str, str]:
     """What stands after the ``?``, each name once and with a value; ``Rejected`` names another."""
     found: dict[str, str] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):

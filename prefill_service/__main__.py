@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from common import ctrlc
+from kvrelay.process import sigint
 
 if __name__ == "__main__":
-    ctrlc.ends()
+    sigint.ends()
     from decode_service.service import register as decode  # much: not before the line above
+    from kvrelay.v1 import types_pb2
+    from kvrelay.worker.main import main
     from prefill_service.service import register as prefill
-    from protos import types_pb2
-    from worker.main import main
 
     status = main(types_pb2.ROLE_PREFILL, (prefill, decode), sys.argv[1:])
-    ctrlc.ends()
+    sigint.ends()
     sys.exit(status)

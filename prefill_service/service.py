@@ -1,4 +1,4 @@
-"""The ``Prefill`` service: a thin face over the engine. See protos/prefill.proto."""
+"""The ``Prefill`` service: a thin face over the engine. See protos/kvrelay/v1/prefill.proto."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TypeAlias
 
 import grpc
 
-from engine.updates import Ended, Token
-from protos import prefill_pb2, prefill_pb2_grpc, types_pb2
-from rpc.server import Server
-from worker import convert
-from worker.worker import Worker
+from kvrelay.engine.core.updates import Ended, Token
+from kvrelay.rpc.server.server import Server
+from kvrelay.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2
+from kvrelay.worker import convert
+from kvrelay.worker.worker import Worker
 
 Context: TypeAlias = (
     "grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]"

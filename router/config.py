@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config import check, option, required
-from common.errors import Rejected
-from common.logs import LEVELS
-from router.policies import POLICIES
-from rpc.address import ROUTER_PORT
-from rpc.options import SecurityOptions
-from text.tokenizer import MAX_PROMPT_BYTES
+from kvrelay.config.reader import check, option, required
+from kvrelay.errors import Rejected
+from kvrelay.process.logs import LEVELS
+from kvrelay.rpc.address import ROUTER_PORT
+from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.text.tokenizer import MAX_PROMPT_BYTES
+from router.placement.policies import POLICIES
 
 DISAGGREGATE = ("always", "auto", "never")
 

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common import logs
-from common.config import load
-from protos import router_pb2_grpc
+from kvrelay.config.reader import load
+from kvrelay.process import logs
+from kvrelay.rpc.server import exposition, run
+from kvrelay.rpc.server.server import CALLS, PARTS, Server, ServerOptions, serve_until_signal
+from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.v1 import router_pb2_grpc
 from router.config import RouterConfig
 from router.metrics import registry_of
-from router.registry import Registry
 from router.service import SERVICE, RouterService
-from rpc import exposition, process
-from rpc.server import CALLS, PARTS, Server, ServerOptions, serve_until_signal
-from text.tokenizer import Tokenizer
+from router.workers.registry import Registry
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the router; the exit status."""
     config = load(RouterConfig, argv, "python -m router", "The router of kvrelay.")
     logs.setup("router", config.log_level)
-    return process.run(config, serve)
+    return run.run(config, serve)
 
 
 async def serve(config: RouterConfig) -> int:

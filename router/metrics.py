@@ -17,9 +17,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from protos import router_pb2
+from kvrelay.rpc.roles import role_name
+from kvrelay.v1 import router_pb2
 from router.service import RouterService
-from rpc.roles import role_name
 
 PREFIX = "kvrelay:router_"
 

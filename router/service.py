@@ -1,4 +1,4 @@
-"""The ``Router`` service: checks a request, runs it, streams it. See protos/router.proto."""
+"""The ``Router`` service: checks a request, runs it, streams the answer."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
-from common.errors import DeadlineExceeded, KvrelayError, Unavailable
-from protos import router_pb2, router_pb2_grpc
+from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.sampling import sampling_of
+from kvrelay.rpc.security.identity import Tenant, caller
+from kvrelay.rpc.status import code_of
+from kvrelay.text.tokenizer import Tokenizer, eos_token_ids
+from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
-from router.dispatch import Dispatcher, namespace_of
-from router.gate import Gate
-from router.generation import Generation
-from router.prompts import Prompts
-from router.quotas import Place, Quotas
-from router.registry import Registry
-from router.request import build, check_envelope, check_length
-from rpc.deadline import Deadline
-from rpc.identity import Tenant, caller
-from rpc.sampling import sampling_of
-from rpc.status import code_of
-from text.tokenizer import Tokenizer, eos_token_ids
+from router.generate.generation import Generation
+from router.generate.request import build, check_envelope, check_length
+from router.placement.placer import Placer, namespace_of
+from router.queue.gate import QueueGate
+from router.queue.quotas import QuotaHold, Quotas
+from router.queue.tokenize import PromptTokenizer
+from router.workers.registry import Registry
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
 MANY_TOKENS = 4096  # so many make text for some milliseconds: not on the event loop
@@ -42,12 +42,12 @@ class RouterService(router_pb2_grpc.RouterServicer):
         self._config = config
         self.registry = registry
         self._tokenizer = tokenizer
-        self._prompts = Prompts(tokenizer)
+        self._prompts = PromptTokenizer(tokenizer)
         self._model = config.model_name
         self._eos = eos_token_ids(config.model)
-        self.dispatcher = Dispatcher(registry, config)
+        self.dispatcher = Placer(registry, config)
         self.quotas = Quotas(time.monotonic)
-        self.gate = Gate(registry, config)
+        self.gate = QueueGate(registry, config)
         self.ended = Counter[str]()  # requests, by how they ended
         self.relayed = 0  # tokens
         self._open = 0
@@ -108,7 +108,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
         await self._idle.wait()
 
     async def _prepare(
-        self, message: router_pb2.GenerateRequest, deadline: Deadline, place: Place
+        self, message: router_pb2.GenerateRequest, deadline: Deadline, place: QuotaHold
     ) -> Generation:
         received = time.monotonic()
         tenant = place.tenant
@@ -157,7 +157,7 @@ class RouterService(router_pb2_grpc.RouterServicer):
     @contextmanager
     def _begun(
         self, request: router_pb2.GenerateRequest, deadline: Deadline, tenant: Tenant
-    ) -> Iterator[Place]:
+    ) -> Iterator[QuotaHold]:
         check_envelope(request, self._model)
         deadline.check("to begin")
         with self.quotas.place(tenant) as place, self._admitted(tenant):

@@ -8,7 +8,7 @@ import os
 # times as long on a machine that has other work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from tests.kvstore.redisserver import version
+from tests.kvstore.redis.redisserver import version
 
 
 def pytest_report_header() -> str:

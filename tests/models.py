@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kvrelay.make_model import save_tokenizer
+from benchmarks.random_model import save_tokenizer
 
 VOCAB = 288
 EOS = 256  # as in the byte-level tokenizer

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrelay.certs import LOCAL_NAMES, Authority
-from rpc.options import SecurityOptions
+from kvrelay.cli.authority import LOCAL_NAMES, CertificateAuthority
+from kvrelay.rpc.security.options import SecurityOptions
 
 SERVICE = "service-secret-of-the-test"
 ADMIN = "admin-secret-of-the-test"
@@ -48,7 +48,7 @@ class Files:
 def write_files(
     folder: Path,
     name: str,
-    authority: Authority,
+    authority: CertificateAuthority,
     days: float = 1,
     hosts: Sequence[str] = LOCAL_NAMES,
 ) -> Files:

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from common.config import load, option
-from common.errors import KvrelayError, Rejected, Unavailable
-from kvrelay.cli.routerconfig import RouterConfig
-from kvrelay.cli.screen import paint, say, tell
-from kvrelay.client import Client, Stream
-from kvrelay.piece import Piece
+from kvrelay.cli.router_options import RouterOptions
+from kvrelay.cli.screen import paint, print_err, print_out
+from kvrelay.client.chunk import Chunk
+from kvrelay.client.client import Client, Stream
+from kvrelay.config.reader import load, option
+from kvrelay.errors import KvrelayError, Rejected, Unavailable
 
 with suppress(ImportError):  # not in every build of Python
     import readline  # noqa: F401 - gives input() a line to edit
@@ -35,7 +35,7 @@ examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatConfig(RouterConfig):
+class ChatConfig(RouterOptions):
     """Whom to talk to, and how."""
 
     system: str | None = option(None, "a system message before the first turn")
@@ -61,15 +61,15 @@ class Conversation:
 
     def ask(self, text: str) -> None:
         """One turn: the answer is written as it comes. Raises ``KvrelayError``."""
-        pieces: list[Piece] = []
+        pieces: list[Chunk] = []
         asked = [*self._turns, ("user", text)]
         stream = self._stream(asked)
         try:
             self._read(stream, pieces)
         except KeyboardInterrupt:
             stream.close()
-            say()
-            tell(paint("(stopped)", "dim", sys.stderr))
+            print_out()
+            print_err(paint("(stopped)", "dim", sys.stderr))
         answer = "".join(piece.text for piece in pieces)
         self._turns = [*asked, ("assistant", answer)]
 
@@ -84,7 +84,7 @@ class Conversation:
             timeout=config.timeout,
         )
 
-    def _read(self, stream: Stream, pieces: list[Piece]) -> None:
+    def _read(self, stream: Stream, pieces: list[Chunk]) -> None:
         """To the end; a stream that breaks off is resumed, so many times in a row."""
         left = RETRIES
         while True:
@@ -101,11 +101,11 @@ class Conversation:
                 left -= 1
                 time.sleep(RETRY_SECONDS)
                 stream = self._client.resume(stream, self._config.timeout)
-        say()
+        print_out()
         usage = pieces[-1].usage if pieces else None
         if usage is not None and sys.stderr.isatty():
             cached, prompt = usage.cached_prompt_tokens, usage.prompt_tokens
-            tell(paint(f"({cached} of {prompt} prompt tokens were cached)", "dim", sys.stderr))
+            print_err(paint(f"({cached} of {prompt} prompt tokens were cached)", "dim", sys.stderr))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -128,7 +128,7 @@ def _talk(conversation: Conversation) -> int:
             except KvrelayError as error:
                 if not asked_by_person:
                     raise
-                tell(f"kvrelay chat: {error}")
+                print_err(f"kvrelay chat: {error}")
     return 0
 
 
@@ -138,12 +138,12 @@ def _line(asked_by_person: bool) -> str | None:
         return input("> " if asked_by_person else "").strip()
     except EOFError:
         if asked_by_person:
-            say()
+            print_out()
         return None
     except KeyboardInterrupt:
         if not asked_by_person:
             raise
-        say()
+        print_out()
         return ""
     except UnicodeDecodeError as error:
         raise Rejected("standard input", f"is not UTF-8: {error}") from None

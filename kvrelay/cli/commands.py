@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from common import ctrlc
 from kvrelay.cli.screen import paint
+from kvrelay.process import sigint
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Command:
 
     def load(self) -> Callable[[Sequence[str]], int]:
         """Its ``main``."""
-        with ctrlc.ending():
+        with sigint.ending():
             main: Callable[[Sequence[str]], int] = import_module(self.module).main
         return main
 

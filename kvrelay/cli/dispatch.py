@@ -10,28 +10,30 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from common import ctrlc
-from common.errors import KvrelayError, Rejected
 from kvrelay import __version__
 from kvrelay.cli import commands
 from kvrelay.cli.commands import Command
-from kvrelay.cli.screen import say, tell
+from kvrelay.cli.screen import print_err, print_out
+from kvrelay.errors import KvrelayError, Rejected
+from kvrelay.process import sigint
 
 BROKEN_PIPE = 141
 
 COMMANDS = (
-    Command("demo", "kvrelay.cli.demo", "bring up a small cluster and watch it answer"),
+    Command("demo", "kvrelay.cli.demo.command", "bring up a small cluster and watch it answer"),
     Command("up", "kvrelay.cli.up", "start a cluster on this machine and keep it serving"),
     Command("generate", "kvrelay.cli.generate", "send one prompt and stream the answer"),
     Command("chat", "kvrelay.cli.chat", "talk with a running cluster, turn by turn"),
     Command("top", "kvrelay.cli.top", "the workers of a router, and what they do"),
     Command("role", "kvrelay.cli.role", "make a prefill worker of a decode worker, or back"),
-    Command("doctor", "kvrelay.cli.doctor", "what this machine has, and what would be used"),
-    Command("bench", "kvrelay.cli.bench", "measure the cluster beside plain transformers"),
+    Command(
+        "doctor", "kvrelay.cli.doctor.command", "what this machine has, and what would be used"
+    ),
+    Command("bench", "benchmarks.cluster.command", "measure the cluster beside plain transformers"),
     Command("replay", "kvrelay.cli.replay", "repeat a worker's journal, find what differs"),
-    Command("store", "kvrelay.cli.store", "look into a store, try its policy on a trace"),
+    Command("store", "kvrelay.cli.store.command", "look into a store, try its policy on a trace"),
     Command("make-certs", "kvrelay.cli.make_certs", "certificates and tokens to try TLS with"),
-    Command("make-model", "kvrelay.cli.make_model", "write a model of random weights"),
+    Command("make-model", "benchmarks.make_model", "write a model of random weights"),
 )
 
 
@@ -49,14 +51,14 @@ def main(argv: Sequence[str]) -> int:
     """The process's edge."""
     words = list(argv)
     if not words or words[0] in ("-h", "--help", "help"):
-        say(usage())
+        print_out(usage())
         return 0 if words else 2
     if words[0] in ("--version", "-V", "version"):
-        say(f"kvrelay {__version__}")
+        print_out(f"kvrelay {__version__}")
         return 0
     command = commands.find("kvrelay", COMMANDS, words[0])
     if isinstance(command, str):
-        tell(command)
+        print_err(command)
         return 2
     return guarded(command, words[1:])
 
@@ -65,25 +67,25 @@ def guarded(command: Command, argv: Sequence[str]) -> int:
     """Runs a command; every error is one line, none a traceback."""
     try:
         run = command.load()
-        with ctrlc.raised():
+        with sigint.raised():
             status = run(argv)
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        tell("")
-        return ctrlc.STATUS
+        print_err("")
+        return sigint.STATUS
     except BrokenPipeError:
         # Nobody reads any more: let the flush at exit have somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
-        tell(f"kvrelay {command.name}: {error}")
+        print_err(f"kvrelay {command.name}: {error}")
         with suppress(OSError):
             sys.stdout.close()  # or what could not be written is tried again at exit
         return 1
     except Rejected as error:
-        tell(f"kvrelay {command.name}: {error}")
+        print_err(f"kvrelay {command.name}: {error}")
         return 2
     except KvrelayError as error:
-        tell(f"kvrelay {command.name}: {error}")
+        print_err(f"kvrelay {command.name}: {error}")
         return 1

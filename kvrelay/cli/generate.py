@@ -7,13 +7,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.config import load, option
-from common.errors import Rejected
-from kvrelay.cli.routerconfig import RouterConfig
-from kvrelay.cli.screen import say, tell
+from kvrelay.cli.router_options import RouterOptions
+from kvrelay.cli.screen import print_err, print_out
 from kvrelay.cli.usage import usage_json, usage_lines
-from kvrelay.client import Client, Stream
-from kvrelay.piece import Piece
+from kvrelay.client.chunk import Chunk
+from kvrelay.client.client import Client, Stream
+from kvrelay.config.reader import load, option
+from kvrelay.errors import Rejected
 
 LARGEST_PROMPT = 8 << 20
 DESCRIPTION = """\
@@ -30,7 +30,7 @@ examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateConfig(RouterConfig):
+class GenerateConfig(RouterOptions):
     """What to send, where, and how to show the answer."""
 
     prompt: str | None = option(
@@ -53,7 +53,7 @@ class GenerateConfig(RouterConfig):
     json: bool = option(False, "print text, token ids, finish reason and usage as JSON at the end")
 
     def __post_init__(self) -> None:
-        RouterConfig.__post_init__(self)
+        RouterOptions.__post_init__(self)
         if self.token_ids and (self.prompt is not None or self.chat):
             raise Rejected("token_ids", "cannot be given together with a text or --chat")
         if self.system is not None and not self.chat:
@@ -62,7 +62,7 @@ class GenerateConfig(RouterConfig):
 
 def main(argv: Sequence[str]) -> int:
     config = load(GenerateConfig, argv, "kvrelay generate", DESCRIPTION, epilog=EPILOG)
-    pieces: list[Piece] = []
+    pieces: list[Chunk] = []
     with Client(config.address()) as client, _stream(client, config) as stream:
         for piece in stream:
             pieces.append(piece)
@@ -71,11 +71,11 @@ def main(argv: Sequence[str]) -> int:
                 sys.stdout.flush()
     last = pieces[-1].usage if pieces else None
     if config.json:
-        say(json.dumps(_as_json(pieces), ensure_ascii=False, indent=2))
+        print_out(json.dumps(_as_json(pieces), ensure_ascii=False, indent=2))
     else:
-        say()
+        print_out()
     if (config.usage or config.explain) and last is not None:
-        tell(usage_lines(last))
+        print_err(usage_lines(last))
     return 0
 
 
@@ -117,7 +117,7 @@ def _text(config: GenerateConfig) -> str:
         raise Rejected("prompt", f"standard input is not UTF-8: {error}") from None
 
 
-def _as_json(pieces: Sequence[Piece]) -> dict[str, object]:
+def _as_json(pieces: Sequence[Chunk]) -> dict[str, object]:
     last = pieces[-1] if pieces else None
     return {
         "text": "".join(piece.text for piece in pieces),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from common import ctrlc
+from kvrelay.process import sigint
 
 
 def main() -> int:
     """Runs the command that the process was started with; the exit status."""
-    ctrlc.ends()
+    sigint.ends()
     from kvrelay.cli.dispatch import main as dispatch  # imports much: not before the line above
 
     return dispatch(sys.argv[1:])

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config import load, option, required
-from common.errors import Rejected, Unavailable
-from kvrelay.cli.screen import say
+from kvrelay.cli.screen import print_out
+from kvrelay.config.reader import load, option, required
+from kvrelay.errors import Rejected, Unavailable
 
 DESCRIPTION = """\
 Makes a directory with an authority (ca.pem), a certificate of it for servers and clients
@@ -47,18 +47,18 @@ def main(argv: Sequence[str]) -> int:
         _write(directory / name, content)
     files = f"--tls-cert {directory}/cert.pem --tls-key {directory}/key.pem"
     files += f" --tls-ca {directory}/ca.pem"
-    say(f"Made {directory}. Try:")
-    say(f"  kvrelay up {files} --credentials {directory}/credentials.toml")
-    say(f'  kvrelay generate {files} --credentials {directory}/client.toml "Once"')
+    print_out(f"Made {directory}. Try:")
+    print_out(f"  kvrelay up {files} --credentials {directory}/credentials.toml")
+    print_out(f'  kvrelay generate {files} --credentials {directory}/client.toml "Once"')
     return 0
 
 
 def _files(config: MakeCertsConfig) -> dict[str, bytes]:
     try:
-        from kvrelay.certs import LOCAL_NAMES, Authority
+        from kvrelay.cli.authority import LOCAL_NAMES, CertificateAuthority
     except ImportError:
         raise Unavailable("cryptography is not installed: pip install 'kvrelay[certs]'") from None
-    authority = Authority(days=config.days)
+    authority = CertificateAuthority(days=config.days)
     issued = authority.issue("kvrelay", (*LOCAL_NAMES, *config.host), config.days)
     drawn = {name: secrets.token_urlsafe(32) for name in ("service", "admin", "fleet", "token")}
     return {
@@ -72,6 +72,6 @@ def _files(config: MakeCertsConfig) -> dict[str, bytes]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    from kvrelay.certs import write_private
+    from kvrelay.cli.authority import write_private
 
     write_private(path, content)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from common.config import load, option, required
+from kvrelay.config.reader import load, option, required
 
 DESCRIPTION = """\
 Repeats the journal that a worker wrote with --journal FILE: every call of its scheduler, with the
@@ -23,6 +23,6 @@ class ReplayConfig:
 
 def main(argv: Sequence[str]) -> int:
     config = load(ReplayConfig, argv, "kvrelay replay", DESCRIPTION)
-    from engine import replay
+    from kvrelay.engine.core import replay
 
     return replay.main([config.file], config.json)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import grpc
 
-from common.config import load, option, required
-from common.errors import DeadlineExceeded, Rejected, Unavailable
-from kvrelay.cli.routerconfig import RouterConfig
-from kvrelay.cli.screen import say
-from kvrelay.client import Client
-from protos import router_pb2, types_pb2, worker_pb2, worker_pb2_grpc
-from rpc.channel import open_sync_channel
-from rpc.roles import ROLES
-from rpc.status import from_rpc_error
+from kvrelay.cli.router_options import RouterOptions
+from kvrelay.cli.screen import print_out
+from kvrelay.client.client import Client
+from kvrelay.config.reader import load, option, required
+from kvrelay.errors import DeadlineExceeded, Rejected, Unavailable
+from kvrelay.rpc.channel import open_sync_channel
+from kvrelay.rpc.roles import ROLES
+from kvrelay.rpc.status import from_rpc_error
+from kvrelay.v1 import router_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
 DESCRIPTION = """\
 Tells a running worker to prefill or to decode from now on. It takes no new requests, waits until
@@ -27,7 +27,7 @@ ASK_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoleConfig(RouterConfig):
+class RoleConfig(RouterOptions):
     """Which worker, and what it is to be."""
 
     role: str = required(str, "its role from now on", choices=tuple(ROLES), positional=True)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
             stub.SetRole(worker_pb2.SetRoleRequest(role=role), timeout=config.timeout)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
-    say(f"{config.worker} is a {config.role} worker.")
+    print_out(f"{config.worker} is a {config.role} worker.")
     return 0
 
 

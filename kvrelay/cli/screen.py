@@ -45,11 +45,11 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[i
     return "\n".join([paint(line(head), "bold"), *(line(row) for row in rows)])
 
 
-def say(text: str = "") -> None:
+def print_out(text: str = "") -> None:
     """One line for a person or a pipe, at once."""
     print(text, flush=True)
 
 
-def tell(text: str) -> None:
+def print_err(text: str) -> None:
     """One line beside the output proper."""
     print(text, file=sys.stderr, flush=True)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType, TracebackType
 
-from kvrelay import spawn
-from kvrelay.supervisor import Cluster
+from kvrelay.cluster import spawn
+from kvrelay.cluster.supervisor import Cluster
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass
 
 from google.protobuf.json_format import MessageToDict
 
-from common.config import load, option
-from common.errors import DeadlineExceeded, Unavailable
-from kvrelay.cli.routerconfig import RouterConfig
-from kvrelay.cli.screen import coloured, paint, say, table
-from kvrelay.client import Client
-from protos import router_pb2
-from rpc.roles import NAMES
+from kvrelay.cli.router_options import RouterOptions
+from kvrelay.cli.screen import coloured, paint, print_out, table
+from kvrelay.client.client import Client
+from kvrelay.config.reader import load, option
+from kvrelay.errors import DeadlineExceeded, Unavailable
+from kvrelay.rpc.roles import NAMES
+from kvrelay.v1 import router_pb2
 
 DESCRIPTION = """\
 Shows every worker that a router knows: its state, what runs and waits there, its free KV blocks,
@@ -35,7 +35,7 @@ RIGHT = frozenset({3, 4, 5, 6, 7, 8})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TopConfig(RouterConfig):
+class TopConfig(RouterOptions):
     """Whom to ask and how often."""
 
     interval: float = option(1.0, "seconds between two looks", low=0.1)
@@ -44,7 +44,7 @@ class TopConfig(RouterConfig):
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class WorkerRow:
     """One worker. ``rate``: positions computed a second since the look before, if there was one."""
 
     address: str
@@ -61,7 +61,9 @@ class Line:
     rate: float | None = None
 
     @classmethod
-    def of(cls, status: router_pb2.WorkerStatus, before: Mapping[str, int], passed: float) -> Line:
+    def of(
+        cls, status: router_pb2.WorkerStatus, before: Mapping[str, int], passed: float
+    ) -> WorkerRow:
         """``before`` is what each had executed ``passed`` seconds ago."""
         load, earlier = status.load, before.get(status.address)
         known = earlier is not None and passed > 0 and load.executed >= earlier
@@ -93,10 +95,10 @@ def main(argv: Sequence[str]) -> int:
             except (Unavailable, DeadlineExceeded) as error:
                 if config.once or config.json or not before:
                     raise
-                say(paint(f"router {address}: {error}", "red"))  # it may be back soon
+                print_out(paint(f"router {address}: {error}", "red"))  # it may be back soon
                 time.sleep(config.interval)
                 continue
-            lines = [Line.of(status, before, now - looked) for status in fleet.workers]
+            lines = [WorkerRow.of(status, before, now - looked) for status in fleet.workers]
             _show(lines, fleet.queue, address, config)
             if config.once:
                 able = (line.role == "decode" and line.state == "ready" for line in lines)
@@ -106,21 +108,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show(
-    lines: Sequence[Line], queue: router_pb2.QueueStatus, address: str, config: TopConfig
+    lines: Sequence[WorkerRow], queue: router_pb2.QueueStatus, address: str, config: TopConfig
 ) -> None:
     if config.json:
         told = MessageToDict(
             queue, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
         workers = [asdict(line) for line in lines]
-        say(json.dumps({"router": address, "queue": told, "workers": workers}))
+        print_out(json.dumps({"router": address, "queue": told, "workers": workers}))
         return
     if not config.once and coloured(sys.stdout):
         sys.stdout.write(HOME)
-    say(screen(lines, queue, address))
+    print_out(screen(lines, queue, address))
 
 
-def screen(lines: Sequence[Line], queue: router_pb2.QueueStatus, address: str) -> str:
+def screen(lines: Sequence[WorkerRow], queue: router_pb2.QueueStatus, address: str) -> str:
     """One look, as a person reads it."""
     colours = dict(STATES.values())
     ready = sum(line.state == "ready" for line in lines)

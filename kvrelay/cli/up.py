@@ -9,14 +9,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.config import load, option
-from kvrelay import endpoints
-from kvrelay.cli.screen import paint, say, table, tell
+from kvrelay.cli.screen import paint, print_err, print_out, table
 from kvrelay.cli.signals import Signals, end_now
-from kvrelay.process import Spec
-from kvrelay.processes import ClusterConfig
-from kvrelay.supervisor import Cluster, Interrupted
-from protos import router_pb2
+from kvrelay.cluster import endpoints
+from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.process import ProcessSpec
+from kvrelay.cluster.supervisor import Cluster, StartInterrupted
+from kvrelay.config.reader import load, option
+from kvrelay.v1 import router_pb2
 
 COLOURS = {"store": "magenta", "prefill": "cyan", "decode": "green", "router": "blue"}
 DESCRIPTION = """\
@@ -59,20 +59,20 @@ class Up:
         self.cluster = Cluster(config, on_line=self._show_line, on_change=self._show_change)
 
     def serve(self) -> int:
-        tell(f"Starting {self._config.model_path}")
+        print_err(f"Starting {self._config.model_path}")
         try:
             self.cluster.start(self._config.start_timeout)
-            say(describe(self.cluster, self.cluster.view))
+            print_out(describe(self.cluster, self.cluster.view))
             self._up = True
-            say(f"\nServing on {paint(self.cluster.router, 'bold')}; Ctrl-C ends it. Try:")
+            print_out(f"\nServing on {paint(self.cluster.router, 'bold')}; Ctrl-C ends it. Try:")
             where = f"--router {self.cluster.router}{self._access()}"
-            say(f"  kvrelay generate {where} {self._example()}")
+            print_out(f"  kvrelay generate {where} {self._example()}")
             self._publish()
             self._asked.wait()
-        except Interrupted:
+        except StartInterrupted:
             return self._status
         finally:
-            tell("Stopping")
+            print_err("Stopping")
             self.cluster.stop()
             if self._file:
                 endpoints.remove(self._file)
@@ -105,11 +105,11 @@ class Up:
         if self._file and not self._asked.is_set():
             endpoints.write(self._file, self.cluster.describe())
 
-    def _show_line(self, spec: Spec, line: str) -> None:
+    def _show_line(self, spec: ProcessSpec, line: str) -> None:
         if not self._config.quiet:
             self._tell(f"{paint(f'{spec.name:>9} |', COLOURS[spec.role], sys.stderr)} {line}")
 
-    def _show_change(self, spec: Spec, what: str) -> None:
+    def _show_change(self, spec: ProcessSpec, what: str) -> None:
         self._tell(f"{paint(f'{spec.name:>9}', 'bold', sys.stderr)} {what}")
         if self._up:
             self._publish()  # a process id may have changed
@@ -117,7 +117,7 @@ class Up:
     def _tell(self, line: str) -> None:
         """A line of any thread. That nobody reads it must not stop the process it comes from."""
         with self._lock, suppress(BrokenPipeError):
-            tell(line)
+            print_err(line)
 
 
 def describe(cluster: Cluster, view: router_pb2.ListWorkersResponse) -> str:

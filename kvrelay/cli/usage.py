@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from google.protobuf.json_format import MessageToDict
 
 from kvrelay.cli.screen import paint
-from protos import types_pb2
-from rpc.roles import role_name
+from kvrelay.rpc.roles import role_name
+from kvrelay.v1 import types_pb2
 
 
 def usage_json(usage: types_pb2.Usage) -> dict[str, object]:

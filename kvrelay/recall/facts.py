@@ -19,7 +19,7 @@ PARAGRAPH: Final = 6
 ASIDE_RATE: Final = 0.06
 
 
-class Kind(StrEnum):
+class FactKind(StrEnum):
     """What a fact states of its subject."""
 
     OWNER = "owner"
@@ -36,18 +36,18 @@ class Wording:
     asked: tuple[str, ...]
 
 
-WORDINGS: Final[dict[Kind, Wording]] = {
-    Kind.OWNER: Wording(
+WORDINGS: Final[dict[FactKind, Wording]] = {
+    FactKind.OWNER: Wording(
         NAMES,
         ("belongs to", "was left to", "was sold to"),
         ("Who owns the {}?", "Who is the owner of the {}?"),
     ),
-    Kind.PLACE: Wording(
+    FactKind.PLACE: Wording(
         PLACES,
         ("is kept in", "stands in", "can be seen in"),
         ("Where is the {}?", "Where can I find the {}?"),
     ),
-    Kind.YEAR: Wording(
+    FactKind.YEAR: Wording(
         YEARS,
         ("was made around", "dates from around"),
         ("When was the {} made?", "How old is the {}?"),
@@ -59,7 +59,7 @@ WORDINGS: Final[dict[Kind, Wording]] = {
 class Fact:
     """One statement: `subject` ("silver lantern") has `value` ("Mira") as its `kind`."""
 
-    kind: Kind
+    kind: FactKind
     subject: str
     value: str
 
@@ -78,7 +78,7 @@ class Document:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class FactQuestion:
     """A question and the exact text that answers it; `value` is the part that must be recalled."""
 
     text: str
@@ -97,7 +97,7 @@ def document(seed: int, facts: int = 118) -> Document:
     Raises:
         ValueError: `facts` is not in 1..3072, the number of facts that can be told apart.
     """
-    limit = len(Kind) * len(ADJECTIVES) * len(NOUNS)
+    limit = len(FactKind) * len(ADJECTIVES) * len(NOUNS)
     if not 1 <= facts <= limit:
         raise ValueError(f"facts must be in 1..{limit}, not {facts}")
     random = Random(f"kvrelay.recall {seed} {facts}")
@@ -105,17 +105,17 @@ def document(seed: int, facts: int = 118) -> Document:
     return Document("\n".join(_lines(random, stated)), stated)
 
 
-def question(fact: Fact, form: int = 0) -> Question:
+def question(fact: Fact, form: int = 0) -> FactQuestion:
     """The question that `fact` answers, in one of the wordings, taken modulo their number."""
     asked = WORDINGS[fact.kind].asked
     text = asked[form % len(asked)].format(fact.subject)
-    return Question(text, fact.sentence(), fact.value)
+    return FactQuestion(text, fact.sentence(), fact.value)
 
 
 def _fact(random: Random, key: int) -> Fact:
     rest, noun = divmod(key, len(NOUNS))
     kind, adjective = divmod(rest, len(ADJECTIVES))
-    chosen = tuple(Kind)[kind]
+    chosen = tuple(FactKind)[kind]
     subject = f"{ADJECTIVES[adjective]} {NOUNS[noun]}"
     return Fact(chosen, subject, random.choice(WORDINGS[chosen].values))
 

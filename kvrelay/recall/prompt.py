@@ -6,7 +6,7 @@ with the same tokens. The tokenizer's chat template renders the same text.
 
 from typing import Final
 
-from kvrelay.recall.facts import Document, Question
+from kvrelay.recall.facts import Document, FactQuestion
 
 BEGIN: Final = "<s>"
 END: Final = "<|end|>"
@@ -31,17 +31,17 @@ def prefix(document: Document) -> str:
     return f"{BEGIN}{SYSTEM}{document.text}{END}"
 
 
-def turn(question: Question) -> str:
+def turn(question: FactQuestion) -> str:
     """The part of a prompt that follows the prefix, or an earlier turn and its answer."""
     return f"{USER}{question.text}{END}{ASSISTANT}"
 
 
-def prompt(document: Document, question: Question) -> str:
+def prompt(document: Document, question: FactQuestion) -> str:
     """What to generate from; the expected output is `question.answer`, then `END`."""
     return prefix(document) + turn(question)
 
 
-def messages(document: Document, question: Question) -> list[dict[str, str]]:
+def messages(document: Document, question: FactQuestion) -> list[dict[str, str]]:
     """The same prompt as chat messages, for a chat endpoint or `apply_chat_template`."""
     return [
         {"role": "system", "content": document.text},

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import grpc
 
-from kvblock.header import Header, decode
-from kvstore.ways.calls import PATH, mapped
-from protos import kvstore_pb2 as pb
-from rpc.channel import open_sync_channel
+from kvrelay.block.header import Header, decode
+from kvrelay.rpc.channel import open_sync_channel
+from kvrelay.v1 import store_pb2 as pb
+from kvstore.client.calls import PATH, mapped_errors
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedBlock:
     """A block that is there: ``size`` bytes of header and payload, ``tokens`` positions."""
 
     name: bytes
@@ -27,7 +27,7 @@ class Listed:
     disk: bool
 
 
-class Admin:
+class StoreAdmin:
     """A connection to the service at ``address``. Timeouts are in seconds."""
 
     def __init__(self, address: str) -> None:
@@ -45,10 +45,10 @@ class Admin:
             PATH + "Inspect", pb.InspectRequest.SerializeToString, pb.InspectResponse.FromString
         )
 
-    def list(self, timeout: float, prefix: bytes = b"", limit: int = 0) -> Iterator[Listed]:
+    def list(self, timeout: float, prefix: bytes = b"", limit: int = 0) -> Iterator[ListedBlock]:
         """What was there when this was asked; ``limit`` 0 is none. It comes as it is read."""
         request = pb.ListRequest(prefix=prefix, limit=limit)
-        with mapped():
+        with mapped_errors():
             call = self._list(request, timeout=timeout)
             try:
                 for page in call:
@@ -63,16 +63,16 @@ class Admin:
 
         Close it to stop. Ends with ``Exhausted`` when it is not read fast enough: watch again.
         """
-        with mapped():
+        with mapped_errors():
             call = self._watch(pb.WatchRequest(boot=boot, sequence=sequence), timeout=timeout)
             try:
                 yield from call
             finally:
                 call.cancel()
 
-    def inspect(self, name: bytes, timeout: float, tenant: str = "") -> tuple[Listed, Header]:
+    def inspect(self, name: bytes, timeout: float, tenant: str = "") -> tuple[ListedBlock, Header]:
         """One block and its header; ``NotFound`` if it is not there."""
-        with mapped():
+        with mapped_errors():
             found = self._inspect(pb.InspectRequest(name=name, tenant=tenant), timeout=timeout)
         return _listed(found.block), decode(found.header)
 
@@ -81,8 +81,8 @@ class Admin:
         self._channel.close()
 
 
-def _listed(info: pb.BlockInfo) -> Listed:
-    return Listed(
+def _listed(info: pb.BlockInfo) -> ListedBlock:
+    return ListedBlock(
         name=info.name,
         size=info.length,
         tokens=info.tokens,

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from common.errors import NotFound, Rejected
-from kvblock.header import Header
-from kvblock.name import NAME_BYTES
-from kvstore.client.admin import Admin, Listed
-from kvstore.opening import connect
+from kvrelay.block.header import Header
+from kvrelay.block.name import NAME_BYTES
+from kvrelay.errors import NotFound, Rejected
+from kvrelay.rpc.address import Address
+from kvstore.client.admin import ListedBlock, StoreAdmin
+from kvstore.client.connect import connect
 from kvstore.redis import SCHEMES as REDIS
 from kvstore.redis import settings_for
-from kvstore.redis.browsing import RedisAdmin
-from rpc.address import Address
+from kvstore.redis.browser import RedisBrowser
 
 SHOWN = 12
 """Digits of a name that tell blocks apart, as a rule."""
@@ -26,10 +26,10 @@ _DIGITS = re.compile("[0-9a-fA-F]*")
 class Browser(Protocol):
     """One store. Timeouts are in seconds."""
 
-    def list(self, timeout: float, prefix: bytes = b"", limit: int = 0) -> Iterator[Listed]:
+    def list(self, timeout: float, prefix: bytes = b"", limit: int = 0) -> Iterator[ListedBlock]:
         """Every block whose name begins with ``prefix``; ``limit`` 0 is none."""
 
-    def inspect(self, name: bytes, timeout: float, tenant: str = "") -> tuple[Listed, Header]:
+    def inspect(self, name: bytes, timeout: float, tenant: str = "") -> tuple[ListedBlock, Header]:
         """One block and its header; ``NotFound`` if it is not there."""
 
     def close(self) -> None:
@@ -41,13 +41,15 @@ def browse(url: str) -> Browser:
     connect(url).close()  # says what is wrong with the URL
     parts = urlsplit(url)
     if parts.scheme in ("kvrelay", "kvrelays"):
-        return Admin(str(Address.parse(parts.netloc)))
+        return StoreAdmin(str(Address.parse(parts.netloc)))
     if parts.scheme in REDIS:
-        return RedisAdmin(settings_for(url))
+        return RedisBrowser(settings_for(url))
     raise Rejected("store", "memory:// lives in one process, and this is another one")
 
 
-def with_digits(browser: Browser, digits: str, timeout: float, limit: int = 0) -> Iterator[Listed]:
+def blocks_by_digits(
+    browser: Browser, digits: str, timeout: float, limit: int = 0
+) -> Iterator[ListedBlock]:
     """The blocks whose names in hexadecimal begin with ``digits``."""
     if not _DIGITS.fullmatch(digits):
         raise Rejected("name", f"{digits!r} is no hexadecimal number")
@@ -63,11 +65,11 @@ def with_digits(browser: Browser, digits: str, timeout: float, limit: int = 0) -
                 return
 
 
-def resolved(browser: Browser, digits: str, timeout: float) -> Listed:
+def resolve_digits(browser: Browser, digits: str, timeout: float) -> ListedBlock:
     """The one block whose name begins with ``digits``; ``NotFound``, or ``Rejected`` if several."""
     if not digits:
         raise Rejected("name", "is empty: give the first digits of one")
-    found = list(with_digits(browser, digits, timeout, SHOWN))
+    found = list(blocks_by_digits(browser, digits, timeout, SHOWN))
     if not found:
         raise NotFound(f"there is no block {digits}")
     if len(found) > 1:

@@ -11,27 +11,27 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
-from common.errors import Corrupt
-from kvblock.name import Digest, sha256
+from kvrelay.block.name import Digest, sha256
+from kvrelay.errors import Corrupt
 from kvstore.base import (
     NOT_SENT,
     Block,
-    Found,
-    Got,
-    Kept,
+    GetResult,
     Lease,
+    LookupResult,
     Offer,
     Outcome,
-    Seen,
+    PutStatus,
+    SurveyResult,
     Want,
     claim_of,
 )
-from kvstore.book.catalog import Catalog
-from kvstore.book.check import check_block
-from kvstore.book.policies import EVICTIONS, make_policy
+from kvstore.check import check_block
+from kvstore.claims import Claim, ClaimStatus, Tail
+from kvstore.index.block_index import BlockIndex
+from kvstore.index.eviction.policies import EVICTIONS, make_policy
 from kvstore.limits import BUDGET, PARTIAL_LIFE, TICKET_LIFE
-from kvstore.records import Claim, Tail, Verdict
-from kvstore.stats import Stats
+from kvstore.stats import StoreStats
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class _Shelf:
     """What the stores of one name share; ``changed`` guards it."""
 
     boot: bytes
-    catalog: Catalog[bytes]
+    catalog: BlockIndex[bytes]
     changed: threading.Condition = field(default_factory=threading.Condition)
 
 
@@ -51,7 +51,9 @@ def _shelf(name: str, budget: int) -> _Shelf:
     with _SHELVES_LOCK:
         if name not in _SHELVES:
             boot = os.urandom(16)
-            catalog: Catalog[bytes] = Catalog(budget, make_policy(EVICTIONS[0]), PARTIAL_LIFE, boot)
+            catalog: BlockIndex[bytes] = BlockIndex(
+                budget, make_policy(EVICTIONS[0]), PARTIAL_LIFE, boot
+            )
             _SHELVES[name] = _Shelf(boot, catalog)
         return _SHELVES[name]
 
@@ -80,36 +82,36 @@ class MemoryStore:
         ttl: float,
         timeout: float,
         openings: Sequence[int] = (),
-    ) -> Found:
+    ) -> LookupResult:
         """As the protocol says."""
         with self._shelf.changed:
             held = self._shelf.catalog.lookup(names, tails, ttl, time.monotonic(), openings)
         lease = self._lease(held.lease, held.deadline)
-        return Found(
+        return LookupResult(
             held.lead, held.tail, held.sizes, lease, missing=held.missing, boot=self._shelf.boot
         )
 
     def survey(
         self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
-    ) -> Seen:
+    ) -> SurveyResult:
         """As the protocol says."""
         with self._shelf.changed:
             seen = self._shelf.catalog.survey(names, ttl, time.monotonic(), openings)
         lease = self._lease(seen.lease, seen.deadline)
-        return Seen(seen.sizes, lease, seen.misses, seen.opening)
+        return SurveyResult(seen.sizes, lease, seen.misses, seen.opening)
 
-    def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
+    def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         """As the protocol says."""
         for index, want in enumerate(wants):
             with self._shelf.changed:
                 data = self._shelf.catalog.get(want.name, time.monotonic())
             if data is None or len(data) < len(want.buffer):
-                yield Got(index, None)
+                yield GetResult(index, None)
                 continue
             split = len(data) - len(want.buffer)
             want.buffer[:] = memoryview(data)[split:]
             try:
-                yield Got(index, data[:split])
+                yield GetResult(index, data[:split])
             except GeneratorExit:
                 self._recheck(want.name)
                 raise
@@ -123,7 +125,7 @@ class MemoryStore:
         outcomes: list[Outcome] = []
         try:
             for claim, offer, verdict in zip(claims, offers, grant.verdicts, strict=True):
-                if verdict is Verdict.RESERVED and grant.ticket is not None:
+                if verdict is ClaimStatus.RESERVED and grant.ticket is not None:
                     outcomes.append(self._write(grant.ticket, claim, offer.read().seal()))
                 else:
                     outcomes.append(Outcome(NOT_SENT[verdict]))
@@ -138,7 +140,7 @@ class MemoryStore:
                 if lease.boot == self._shelf.boot:
                     self._shelf.catalog.release(lease.id)
 
-    def stats(self, timeout: float) -> Stats:
+    def stats(self, timeout: float) -> StoreStats:
         """As the protocol says."""
         with self._shelf.changed:
             self._shelf.catalog.expire(time.monotonic())
@@ -162,12 +164,12 @@ class MemoryStore:
         except Corrupt as error:
             with self._shelf.changed:
                 self._shelf.catalog.tally.corrupt += 1
-            return Outcome(Kept.CORRUPT, str(error))
+            return Outcome(PutStatus.CORRUPT, str(error))
         with self._shelf.changed:
             stored = self._shelf.catalog.commit(
                 ticket, claim.name, data, time.monotonic(), header.parent, header.positions
             )
-        return Outcome(Kept.STORED if stored else Kept.EXPIRED)
+        return Outcome(PutStatus.STORED if stored else PutStatus.EXPIRED)
 
     def _recheck(self, name: bytes) -> None:
         """A reader left at this block. If it is wrong it goes, and may be put anew."""
@@ -191,7 +193,7 @@ class MemoryStore:
         self, offers: Sequence[Offer], outcomes: list[Outcome], deadline: float
     ) -> list[Outcome]:
         """Put again what another writer was at, once something has changed."""
-        late = [i for i, outcome in enumerate(outcomes) if outcome.kept is Kept.PENDING]
+        late = [i for i, outcome in enumerate(outcomes) if outcome.kept is PutStatus.PENDING]
         remaining = deadline - time.monotonic()
         if not late or remaining <= 0:
             return outcomes

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from common.errors import Corrupt
-from protos import kvstore_pb2 as pb
+from kvrelay.errors import Corrupt
+from kvrelay.v1 import store_pb2 as pb
 
 
-class Mirror:
+class StoreMirror:
     """``blocks`` by tenant and name, as they were after the event ``sequence`` of ``boot``.
 
     ``whole`` is false before the first snapshot and in the middle of one.

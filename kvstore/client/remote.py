@@ -12,18 +12,27 @@ import time
 from collections.abc import Generator, Sequence
 from contextlib import closing
 
-from common.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Unavailable
-from kvstore.base import Found, Got, Kept, Lease, Offer, Outcome, Seen, Want
-from kvstore.messages import claim_message, miss_of, outcomes_of, stats_of
-from kvstore.records import Tail
-from kvstore.stats import Stats
-from kvstore.ways.calls import Calls, mapped
-from kvstore.ways.choice import ORDER, Ways
-from kvstore.ways.granted import Granted, asking, reserved
-from kvstore.ways.stream import buffers_of
-from kvstore.ways.way import Progress, Way
-from protos import kvstore_pb2 as pb
-from rpc.deadline import Deadline
+from kvrelay.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Unavailable
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.v1 import store_pb2 as pb
+from kvstore.base import (
+    GetResult,
+    Lease,
+    LookupResult,
+    Offer,
+    Outcome,
+    PutStatus,
+    SurveyResult,
+    Want,
+)
+from kvstore.claims import Tail
+from kvstore.client.calls import StoreCalls, mapped_errors
+from kvstore.client.transports.base import GetProgress, Transport
+from kvstore.client.transports.grants import PutGrant, abandoned_on_error, reserve_request
+from kvstore.client.transports.grpc_transport import buffers_of
+from kvstore.client.transports.selector import TRANSPORTS, TransportSelector
+from kvstore.stats import StoreStats
+from kvstore.wire.messages import claim_message, miss_of, outcomes_of, stats_of
 
 log = logging.getLogger("kvrelay.store")
 
@@ -41,11 +50,11 @@ class RemoteStore:
     """A ``Store``. Connects when first used and again whenever it must."""
 
     def __init__(self, address: str, way: str | None = None) -> None:
-        if way is not None and way not in ORDER:
-            raise Rejected("way", f"{way!r} is none of {', '.join(ORDER)}")
+        if way is not None and way not in TRANSPORTS:
+            raise Rejected("way", f"{way!r} is none of {', '.join(TRANSPORTS)}")
         self.url = f"kvrelay://{address}" + (f"?way={way}" if way else "")
-        self._calls = Calls(address)
-        self._ways = Ways(address, self._calls, way)
+        self._calls = StoreCalls(address)
+        self._ways = TransportSelector(address, self._calls, way)
         self._closed = threading.Event()
 
     @property
@@ -65,7 +74,7 @@ class RemoteStore:
         ttl: float,
         timeout: float,
         openings: Sequence[int] = (),
-    ) -> Found:
+    ) -> LookupResult:
         """As the protocol says."""
         request = pb.LookupRequest(
             names=names,
@@ -74,7 +83,7 @@ class RemoteStore:
             openings=openings,
         )
         answer, lease = self._ask(request, timeout)
-        return Found(
+        return LookupResult(
             lead=answer.lead,
             tail=answer.tail if answer.HasField("tail") else None,
             sizes=tuple(answer.places.lengths),
@@ -85,7 +94,7 @@ class RemoteStore:
 
     def survey(
         self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
-    ) -> Seen:
+    ) -> SurveyResult:
         """As the protocol says."""
         request = pb.LookupRequest(
             names=names, lease_ms=round(ttl * 1000), each=True, openings=openings
@@ -95,9 +104,11 @@ class RemoteStore:
         if len(lengths) != len(names):
             raise Corrupt("lengths", f"{len(lengths)} came for {len(names)} names")
         misses = tuple(map(miss_of, answer.misses))
-        return Seen(tuple(length or None for length in lengths), lease, misses, answer.opening)
+        return SurveyResult(
+            tuple(length or None for length in lengths), lease, misses, answer.opening
+        )
 
-    def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
+    def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         """As the protocol says. The store looks again at a block where its reader leaves."""
         deadline, got = Deadline.after(timeout), None
         try:
@@ -117,7 +128,7 @@ class RemoteStore:
             outcomes = self._send_small(offers, deadline)
         else:
             outcomes = self._put_asked(offers, 0.0, deadline, tried)
-        late = [i for i, outcome in enumerate(outcomes) if outcome.kept is Kept.PENDING]
+        late = [i for i, outcome in enumerate(outcomes) if outcome.kept is PutStatus.PENDING]
         while late and deadline.remaining() > GRACE:
             try:
                 again = self._put_asked(
@@ -127,24 +138,24 @@ class RemoteStore:
                 break  # they are still pending when the time is over
             for i, outcome in zip(late, again, strict=True):
                 outcomes[i] = outcome
-            late = [i for i in late if outcomes[i].kept is Kept.PENDING]
+            late = [i for i in late if outcomes[i].kept is PutStatus.PENDING]
         return outcomes
 
     def release(self, leases: Sequence[Lease], timeout: float) -> None:
         """As the protocol says."""
-        with mapped():
+        with mapped_errors():
             for boot in {lease.boot for lease in leases}:
                 ids = [lease.id for lease in leases if lease.boot == boot]
                 self._calls.release(pb.ReleaseRequest(boot=boot, leases=ids), timeout=timeout)
 
-    def stats(self, timeout: float) -> Stats:
+    def stats(self, timeout: float) -> StoreStats:
         """As the protocol says."""
-        with mapped():
+        with mapped_errors():
             return stats_of(self._calls.stats(pb.StatsRequest(), timeout=timeout))
 
     def clear(self, timeout: float) -> int:
         """As the protocol says."""
-        with mapped():
+        with mapped_errors():
             return self._calls.clear(pb.ClearRequest(), timeout=timeout).removed
 
     def close(self) -> None:
@@ -153,9 +164,11 @@ class RemoteStore:
         self._calls.close()
         self._ways.close()
 
-    def _arriving(self, wants: Sequence[Want], deadline: Deadline) -> Generator[Got, None, None]:
+    def _arriving(
+        self, wants: Sequence[Want], deadline: Deadline
+    ) -> Generator[GetResult, None, None]:
         """The blocks, by one way after another."""
-        progress = Progress()
+        progress = GetProgress()
         tried: set[str] = set()
         while True:
             way = self._ways.best(tried, deadline)
@@ -168,7 +181,7 @@ class RemoteStore:
     def _recheck(self, name: bytes, deadline: Deadline) -> None:
         """If what lies there is wrong it goes, and may be put anew. A failure is nobody's loss."""
         try:
-            with mapped():
+            with mapped_errors():
                 self._calls.recheck(pb.RecheckRequest(name=name), timeout=deadline.remaining())
         except KvrelayError as error:
             log.info("%s: block %s was not looked at again: %s", self.url, name.hex(), error)
@@ -177,17 +190,17 @@ class RemoteStore:
         self, request: pb.LookupRequest, timeout: float
     ) -> tuple[pb.LookupResponse, Lease | None]:
         asked = time.monotonic()
-        with mapped():
+        with mapped_errors():
             answer = self._calls.lookup(request, timeout=timeout)
         self._ways.started(answer.boot)
         lease = Lease(answer.lease, answer.boot, asked + answer.lease_ms / 1000)
         return answer, lease if answer.lease else None
 
-    def _after(self, way: Way, error: KvrelayError, tried: set[str]) -> None:
+    def _after(self, way: Transport, error: KvrelayError, tried: set[str]) -> None:
         """A way has failed: raise, or return to have the next one tried."""
         if self._closed.is_set():
             raise Unavailable("this store was closed") from error
-        if way.name == ORDER[-1]:
+        if way.name == TRANSPORTS[-1]:
             raise error
         self._ways.broke(way, error)
         tried.add(way.name)
@@ -200,27 +213,29 @@ class RemoteStore:
         When a way breaks, all counts as being written still: what it brought will be there when
         asked again, and the rest is free once the store has noticed.
         """
-        granted: Granted | None = None
+        granted: PutGrant | None = None
         if wait:
             # Half the wait at most: when it is over, there must be time to send.
-            granted = Granted(self._calls.claim(asking(offers, wait / 2), deadline), offers)
+            granted = PutGrant(
+                self._calls.claim(reserve_request(offers, wait / 2), deadline), offers
+            )
             if not granted.wanted:
                 return granted.outcomes(iter(()))
         way = self._ways.best(tried, deadline)
         try:
             if granted is None:
                 return way.put(offers, deadline)
-            with reserved(self._calls, granted, deadline):
+            with abandoned_on_error(self._calls, granted, deadline):
                 return way.send(granted, deadline)
         except (Unavailable, Corrupt) as error:
             self._after(way, error, tried)
-            return [Outcome(Kept.PENDING)] * len(offers)
+            return [Outcome(PutStatus.PENDING)] * len(offers)
 
     def _send_small(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         if not offers:
             return []
         head = pb.PutHead(claims=[claim_message(offer) for offer in offers])
         request = pb.PutRequest(head=head, data=b"".join(buffers_of(offers)))
-        with mapped():
+        with mapped_errors():
             answer = self._calls.put_small(request, timeout=deadline.remaining())
         return outcomes_of(answer, len(offers))

@@ -13,8 +13,8 @@ import re
 import time
 from pathlib import Path
 
-from common.errors import Rejected
-from kvblock.header import VERSION as HEADER_VERSION
+from kvrelay.block.header import VERSION as HEADER_VERSION
+from kvrelay.errors import Rejected
 
 FORMAT = f"kvrelay store, disk format 1, header format {HEADER_VERSION}\n"
 FIELD = "disk"
@@ -24,7 +24,7 @@ _NEW = f"{_FORMAT}.new"  # of a start that ended while it wrote it
 _ALLOWED = {"lost+found", _LOCK, _NEW}  # the first is of a file system's root
 
 
-class Directory:
+class DiskDirectory:
     """Opened and locked; ``Rejected`` if it cannot be. ``close`` gives it back."""
 
     def __init__(self, path: str) -> None:

@@ -6,12 +6,12 @@ import logging
 import threading
 import time
 
-from common.errors import Corrupt
-from kvstore.book.check import check_block
-from kvstore.disk.books import Books, Job
-from kvstore.disk.directory import Directory
+from kvrelay.errors import Corrupt
+from kvstore.check import check_block
+from kvstore.claims import Claim
+from kvstore.disk.directory import DiskDirectory
+from kvstore.disk.locked_index import LockedIndex, ReadJob
 from kvstore.disk.segment import read_into
-from kvstore.records import Claim
 from kvstore.server.arena import Arena
 
 log = logging.getLogger("kvrelay.store")
@@ -22,10 +22,10 @@ USED_SECONDS = 60.0
 """How exactly the last use of a segment is remembered across restarts."""
 
 
-class Readers:
+class BlockReaders:
     """``start`` them once; ``stop`` them and ``join``."""
 
-    def __init__(self, books: Books, directory: Directory, arena: Arena) -> None:
+    def __init__(self, books: LockedIndex, directory: DiskDirectory, arena: Arena) -> None:
         self._books = books
         self._directory = directory
         self._arena = arena
@@ -56,7 +56,7 @@ class Readers:
             if job is not None and not self._books.arrived(job, self._read(job)):
                 self._directory.remove(job.spot.segment)  # the store was cleared meanwhile
 
-    def _read(self, job: Job) -> bool:
+    def _read(self, job: ReadJob) -> bool:
         entry, spot = job.entry, job.spot
         view = self._arena.view(entry.value, entry.size)
         try:

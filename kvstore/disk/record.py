@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import xxhash
 
-from common.errors import Corrupt
+from kvrelay.errors import Corrupt
 
 MAGIC = b"KVRDISK1"
 HEAD_BYTES = 128
@@ -25,7 +25,7 @@ _ZEROS = bytes(HEAD_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class RecordHead:
     """What a record says of its block."""
 
     key: bytes
@@ -42,13 +42,13 @@ def padding(size: int) -> bytes:
     return _ZEROS[: -size % HEAD_BYTES]
 
 
-def encode(head: Head) -> bytes:
+def encode_head(head: RecordHead) -> bytes:
     """As bytes."""
     data = _HEAD.pack(MAGIC, head.size, len(head.key), head.key, 0)
     return data[:-8] + xxhash.xxh3_64_intdigest(data[:-8]).to_bytes(8, "little")
 
 
-def decode(data: bytes) -> Head:
+def decode_head(data: bytes) -> RecordHead:
     """Read a head; ``Corrupt`` names what is wrong."""
     if len(data) < HEAD_BYTES:
         raise Corrupt("record", f"{len(data)} bytes are fewer than the {HEAD_BYTES} of a head")
@@ -57,4 +57,4 @@ def decode(data: bytes) -> Head:
         raise Corrupt("record", f"{magic!r} is not {MAGIC!r}")
     if checksum != xxhash.xxh3_64_intdigest(data[: HEAD_BYTES - 8]):
         raise Corrupt("record", "the head's bytes are not those that were written")
-    return Head(key[:length], size)
+    return RecordHead(key[:length], size)

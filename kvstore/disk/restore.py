@@ -10,9 +10,9 @@ import threading
 import time
 from itertools import islice
 
-from kvstore.disk.books import Books
-from kvstore.disk.directory import Directory
-from kvstore.disk.segment import Scan
+from kvstore.disk.directory import DiskDirectory
+from kvstore.disk.locked_index import LockedIndex
+from kvstore.disk.segment import SegmentScan
 
 log = logging.getLogger("kvrelay.store")
 
@@ -26,7 +26,7 @@ MIB = 1 << 20
 class Restorer:
     """``start`` it once; ``wait`` for its end as long as seems right; ``stop`` ends it early."""
 
-    def __init__(self, books: Books, directory: Directory) -> None:
+    def __init__(self, books: LockedIndex, directory: DiskDirectory) -> None:
         self._books = books
         self._directory = directory
         self._sizes = dict(directory.segments())
@@ -77,7 +77,7 @@ class Restorer:
 
     def _scan(self, segment: int) -> tuple[int, int]:
         """How many blocks were found in it, and how many records are no blocks."""
-        scan = Scan(self._directory.file(segment), segment)
+        scan = SegmentScan(self._directory.file(segment), segment)
         spots, found = scan.spots(), 0
         try:
             while not self._stop.is_set() and (chunk := list(islice(spots, CHUNK))):

@@ -6,10 +6,17 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from common.errors import Corrupt
-from kvblock import header as blocks
-from kvstore.disk.index import Spot
-from kvstore.disk.record import HEAD_BYTES, Head, decode, encode, padding, record_bytes
+from kvrelay.block import header as blocks
+from kvrelay.errors import Corrupt
+from kvstore.disk.record import (
+    HEAD_BYTES,
+    RecordHead,
+    decode_head,
+    encode_head,
+    padding,
+    record_bytes,
+)
+from kvstore.disk.segment_index import DiskLocation
 
 SCAN_BYTES = 1024
 """Read of each record first: its head and, unless it has very many tokens, its block's header."""
@@ -18,7 +25,7 @@ _VECTORS = 1023  # IOV_MAX is 1024
 _FIXED_BYTES = 16  # of a header until its length is known
 
 
-class Appender:
+class SegmentAppender:
     """A new segment; ``end`` is how long its good part is."""
 
     def __init__(self, path: Path, number: int) -> None:
@@ -36,7 +43,7 @@ class Appender:
         vectors: list[bytes | memoryview] = []
         for key, data in parts:
             offsets.append(start + HEAD_BYTES)
-            vectors += (encode(Head(key, len(data))), data, padding(len(data)))
+            vectors += (encode_head(RecordHead(key, len(data))), data, padding(len(data)))
             start += record_bytes(len(data))
         try:
             self._write(vectors)
@@ -81,7 +88,7 @@ def read_into(path: Path, offset: int, view: memoryview) -> None:
         os.close(fd)
 
 
-class Scan:
+class SegmentScan:
     """The blocks in a segment, found by their headers alone. ``damaged`` counts what is not one.
 
     After a head that is wrong nothing more is found: where the next one begins is not known.
@@ -93,14 +100,14 @@ class Scan:
         self.damaged = 0
         self.end = 0
 
-    def spots(self) -> Iterator[Spot]:
+    def spots(self) -> Iterator[DiskLocation]:
         """Those that are whole as far as the file's length tells."""
         with self._path.open("rb", buffering=0) as file:
             fd = file.fileno()
             size = os.fstat(fd).st_size
             while self.end < size:
                 try:
-                    head = decode(os.pread(fd, SCAN_BYTES, self.end))
+                    head = decode_head(os.pread(fd, SCAN_BYTES, self.end))
                     if self.end + HEAD_BYTES + head.size > size:
                         raise Corrupt("record", "is longer than its file")
                 except Corrupt:
@@ -113,7 +120,7 @@ class Scan:
                 except Corrupt:
                     self.damaged += 1
 
-    def _spot(self, fd: int, head: Head, offset: int) -> Spot:
+    def _spot(self, fd: int, head: RecordHead, offset: int) -> DiskLocation:
         data = os.pread(fd, SCAN_BYTES - HEAD_BYTES, offset)
         if len(data) < _FIXED_BYTES:
             raise Corrupt("header", "is missing")
@@ -125,4 +132,4 @@ class Scan:
             raise Corrupt("record", "its head and its block's header do not agree")
         prefix = head.key[: -len(header.name)]
         parent = prefix + header.parent
-        return Spot(head.key, parent, head.size, header.count, self._number, offset)
+        return DiskLocation(head.key, parent, head.size, header.count, self._number, offset)

@@ -6,14 +6,14 @@ import logging
 import time
 from dataclasses import dataclass
 
-from common.errors import Corrupt
-from kvblock.header import decode, header_bytes
-from kvstore.disk.books import Books
-from kvstore.disk.directory import Directory
-from kvstore.disk.reader import Readers
+from kvrelay.block.header import decode, header_bytes
+from kvrelay.errors import Corrupt
+from kvstore.disk.directory import DiskDirectory
+from kvstore.disk.locked_index import LockedIndex
+from kvstore.disk.reader import BlockReaders
 from kvstore.disk.restore import Restorer
 from kvstore.disk.segment import read_into
-from kvstore.disk.writer import Writer
+from kvstore.disk.writer import SegmentWriter
 from kvstore.server.arena import Arena
 
 log = logging.getLogger("kvrelay.store")
@@ -34,16 +34,16 @@ class DiskOptions:
 class DiskTier:
     """Takes the directory when made; ``Rejected`` if that cannot be. ``start``, then ``close``."""
 
-    def __init__(self, options: DiskOptions, books: Books, arena: Arena) -> None:
+    def __init__(self, options: DiskOptions, books: LockedIndex, arena: Arena) -> None:
         self._books = books
-        self._directory = Directory(options.path)
+        self._directory = DiskDirectory(options.path)
         old = self._directory.segments()
         first = max((segment for segment, _ in old), default=0) + 1
         if not options.restore:
             self._forget(old)
         self._restorer = Restorer(books, self._directory)
-        self._writer = Writer(books, self._directory, arena, options.budget, first)
-        self._readers = Readers(books, self._directory, arena)
+        self._writer = SegmentWriter(books, self._directory, arena, options.budget, first)
+        self._readers = BlockReaders(books, self._directory, arena)
 
     def start(self) -> None:
         """Begin to write, read and restore."""

@@ -9,11 +9,11 @@ import errno
 import logging
 import threading
 
-from kvstore.book.entries import Entry
-from kvstore.disk.books import Books
-from kvstore.disk.directory import Directory
+from kvstore.disk.directory import DiskDirectory
+from kvstore.disk.locked_index import LockedIndex
 from kvstore.disk.record import record_bytes
-from kvstore.disk.segment import Appender
+from kvstore.disk.segment import SegmentAppender
+from kvstore.index.entries import IndexEntry
 from kvstore.server.arena import Arena
 
 log = logging.getLogger("kvrelay.store")
@@ -30,11 +30,11 @@ FIRST_REST, LONGEST_REST = 1.0, 30.0
 """Seconds without a write after the system refused one."""
 
 
-class Writer:
+class SegmentWriter:
     """``start`` it once; ``stop`` it and ``join``. Segments are numbered from ``first`` on."""
 
     def __init__(
-        self, books: Books, directory: Directory, arena: Arena, budget: int, first: int
+        self, books: LockedIndex, directory: DiskDirectory, arena: Arena, budget: int, first: int
     ) -> None:
         self._books = books
         self._directory = directory
@@ -42,7 +42,7 @@ class Writer:
         self._segment_bytes = max(1, min(SEGMENT_BYTES, budget // SEGMENTS))
         self._batch = min(BATCH_BYTES, self._segment_bytes, arena.size // 8)
         self._next = first
-        self._current: Appender | None = None
+        self._current: SegmentAppender | None = None
         self._rest = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="disk-write", daemon=True)
@@ -67,7 +67,7 @@ class Writer:
                 self._stop.wait(self._rest)
         self._retire()
 
-    def _write(self, batch: list[Entry[int]]) -> bool:
+    def _write(self, batch: list[IndexEntry[int]]) -> bool:
         """Whether the system took it."""
         try:
             segment = self._segment(sum(record_bytes(entry.size) for entry in batch))
@@ -86,7 +86,7 @@ class Writer:
             self._retire()
         return True
 
-    def _segment(self, nbytes: int) -> Appender | None:
+    def _segment(self, nbytes: int) -> SegmentAppender | None:
         """One with room for so much; what is in the way goes, unless all of it is being read."""
         if self._current is not None and not self._books.holds(self._current.number):
             self._retire()  # the store was cleared
@@ -104,13 +104,13 @@ class Writer:
             self._next = self._next + 1
             self._books.open(number, 0)
             try:
-                self._current = Appender(self._directory.file(number), number)
+                self._current = SegmentAppender(self._directory.file(number), number)
             except OSError:
                 self._books.drop(number)
                 raise
         return self._current
 
-    def _refused(self, batch: list[Entry[int]], error: OSError) -> None:
+    def _refused(self, batch: list[IndexEntry[int]], error: OSError) -> None:
         """A full disk is no reason to stop: the oldest segment makes room, and later we go on."""
         self._books.not_saved(batch, failed=True)
         if not self._rest:

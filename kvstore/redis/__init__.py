@@ -1,16 +1,16 @@
 """Redis and Redis Cluster as stores: the same blocks, one value each, expiry as lease."""
 
-from kvstore.redis.rarely import Reading, examined
-from kvstore.redis.settings import PARAMETERS, SCHEMES, Settings, settings_for, settings_of
+from kvstore.redis.admin import ServerReport, examine
+from kvstore.redis.settings import PARAMETERS, SCHEMES, RedisSettings, settings_for, settings_of
 from kvstore.redis.store import RedisStore
 
 __all__ = [
     "PARAMETERS",
     "SCHEMES",
-    "Reading",
+    "RedisSettings",
     "RedisStore",
-    "Settings",
-    "examined",
+    "ServerReport",
+    "examine",
     "settings_for",
     "settings_of",
 ]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from common.errors import KvrelayError, Unavailable
-from kvstore.redis.link import Link
-from kvstore.redis.node import Node, Unwilling, is_old
+from kvrelay.errors import KvrelayError, Unavailable
+from kvrelay.rpc.deadline import Deadline
+from kvstore.redis.connection import RedisConnection
+from kvstore.redis.server import RedisServer, ServerRefused, was_idle
 from kvstore.redis.topology import Topology
-from rpc.deadline import Deadline
 
 ROUNDS = 4
 """A call tries again when a server was lost or a key was elsewhere, but not for ever."""
@@ -19,7 +19,7 @@ CHUNK = 4096
 STALL_SECONDS = 2.0
 """In a cluster no server is waited for any longer, nor for more than half of the time left."""
 
-ELSEWHERE = frozenset(
+REDIRECTS = frozenset(
     ("MOVED", "ASK", "TRYAGAIN", "CLUSTERDOWN", "MASTERDOWN", "LOADING", "READONLY")
 )
 """First words of the errors of a server that has not got the key, or not now."""
@@ -28,17 +28,17 @@ NO_VALUE = "WRONGTYPE"
 """The first word of the error about a key of somebody else, which is no block: as if absent."""
 
 
-def code_of(line: bytes) -> str | None:
+def error_code(line: bytes) -> str | None:
     """The first word of an answer that is an error."""
     return line[1:].split(b" ", 1)[0].decode("ascii", "replace") if line[:1] == b"-" else None
 
 
-def is_elsewhere(line: bytes) -> bool:
+def is_redirect(line: bytes) -> bool:
     """Whether an answer says that the server has not got the key, or not now."""
-    return line[:1] == b"-" and code_of(line) in ELSEWHERE
+    return line[:1] == b"-" and error_code(line) in REDIRECTS
 
 
-class Call:
+class RedisCall:
     """A context: what is left unanswered when it ends costs its connection."""
 
     def __init__(self, topology: Topology, deadline: Deadline, cluster: bool) -> None:
@@ -46,12 +46,12 @@ class Call:
         self.deadline = deadline
         self.error: KvrelayError | None = None
         self._cluster = cluster
-        self._up: dict[Node, bool] = {}
-        self._links: dict[Node, Link] = {}
-        self._busy: set[Node] = set()
+        self._up: dict[RedisServer, bool] = {}
+        self._links: dict[RedisServer, RedisConnection] = {}
+        self._busy: set[RedisServer] = set()
         self._changed = False  # since the last round
 
-    def __enter__(self) -> Call:
+    def __enter__(self) -> RedisCall:
         self.deadline.check("to ask the store")  # which is no failure of a server
         self.topology.prepare(self.deadline)
         return self
@@ -62,11 +62,11 @@ class Call:
         self._links.clear()
         self._busy.clear()
 
-    def place(self, name: bytes) -> tuple[Node, bytes] | None:
+    def place(self, name: bytes) -> tuple[RedisServer, bytes] | None:
         """The server and the key of a block; ``None`` if there is no server to ask for it."""
         return self.topology.place(name, self._is_up)
 
-    def begin(self, node: Node) -> Link:
+    def begin(self, node: RedisServer) -> RedisConnection:
         """The link to a server, which from now on owes answers."""
         if node not in self._links:
             stall = min(STALL_SECONDS, self.deadline.remaining() / 2) if self._cluster else None
@@ -74,23 +74,23 @@ class Call:
         self._busy.add(node)
         return self._links[node]
 
-    def done(self, node: Node) -> None:
+    def done(self, node: RedisServer) -> None:
         """It has answered everything."""
         self._busy.discard(node)
 
-    def lost(self, node: Node, error: KvrelayError) -> None:
+    def lost(self, node: RedisServer, error: KvrelayError) -> None:
         """A server failed: it is not asked again, unless it was only an old connection's end."""
         link = self._links.pop(node, None)
         self._busy.discard(node)
-        self._up[node] = is_old(link, error)
+        self._up[node] = was_idle(link, error)
         self.error = error
         self._changed = True
         node.failed(link, error)
         self.topology.doubt()
 
-    def astray(self, node: Node, line: bytes) -> None:
+    def astray(self, node: RedisServer, line: bytes) -> None:
         """A server has not got a key, or not now: ``line`` is its answer."""
-        self.error = self.error or Unwilling(node.address, line)
+        self.error = self.error or ServerRefused(node.address, line)
         self.topology.doubt()
 
     def again(self) -> bool:
@@ -137,8 +137,8 @@ class Call:
         lines: int,
         answers: list[list[bytes] | None],
     ) -> None:
-        plan: dict[Node, list[int]] = {}
-        commands: dict[Node, list[bytes]] = {}
+        plan: dict[RedisServer, list[int]] = {}
+        commands: dict[RedisServer, list[bytes]] = {}
         for index in pending:
             if (place := self.place(names[index])) is not None:
                 plan.setdefault(place[0], []).append(index)
@@ -147,7 +147,7 @@ class Call:
         for node in asked:
             self._received(node, plan[node], lines, answers)
 
-    def _sent(self, node: Node, commands: bytes) -> bool:
+    def _sent(self, node: RedisServer, commands: bytes) -> bool:
         try:
             self.begin(node).ask(commands)
         except KvrelayError as error:
@@ -156,26 +156,26 @@ class Call:
         return True
 
     def _received(
-        self, node: Node, indices: list[int], lines: int, answers: list[list[bytes] | None]
+        self, node: RedisServer, indices: list[int], lines: int, answers: list[list[bytes] | None]
     ) -> None:
         try:
             found = self._links[node].replies.lines(lines * len(indices))
-            refused = [line for line in found if line[:1] == b"-" and code_of(line) != NO_VALUE]
+            refused = [line for line in found if line[:1] == b"-" and error_code(line) != NO_VALUE]
             for line in refused:
-                if not is_elsewhere(line):
-                    raise Unwilling(node.address, line)
+                if not is_redirect(line):
+                    raise ServerRefused(node.address, line)
         except KvrelayError as error:
             self.lost(node, error)
             return
         self.done(node)
         for number, index in enumerate(indices):
             answer = found[number * lines : (number + 1) * lines]
-            astray = bool(refused) and any(map(is_elsewhere, answer))
+            astray = bool(refused) and any(map(is_redirect, answer))
             answers[index] = [] if astray else answer
         if refused:
             self.astray(node, refused[0])
 
-    def _is_up(self, node: Node) -> bool:
+    def _is_up(self, node: RedisServer) -> bool:
         if node not in self._up:
             wait = node.circuit.enter()
             self._up[node] = not wait

@@ -1,7 +1,7 @@
 """Connections of ``redis``, the client library, to one server: its errors become ours here.
 
 It connects, makes safe and logs in; what is asked rarely goes through its commands. The bytes of
-blocks do not, since it cannot receive into a buffer that is given (``kvstore.redis.link``).
+blocks do not, since it cannot receive into a buffer that is given (``kvstore.redis.connection``).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Protocol, cast
 
 import redis
 
-from common.errors import DeadlineExceeded, Unavailable
-from kvstore.redis.settings import Settings
-from rpc.address import Address
-from rpc.deadline import Deadline
+from kvrelay.errors import DeadlineExceeded, Unavailable
+from kvrelay.rpc.address import Address
+from kvrelay.rpc.deadline import Deadline
+from kvstore.redis.settings import RedisSettings
 
 CONNECT_SECONDS = 2.0
 
@@ -33,7 +33,7 @@ def mapped(address: Address) -> Iterator[None]:
         raise Unavailable(f"{address}: {error}") from error
 
 
-class Connection(Protocol):
+class LibraryConnection(Protocol):
     """What is used of one; the library closes the socket of a connection that nobody holds."""
 
     _sock: socket.socket | None
@@ -41,19 +41,21 @@ class Connection(Protocol):
     def connect(self) -> None: ...
 
 
-def connection(address: Address, settings: Settings, deadline: Deadline) -> Connection:
+def connection(address: Address, settings: RedisSettings, deadline: Deadline) -> LibraryConnection:
     """A connection of the library that is logged in."""
     deadline.check(f"to connect to {address}")
     # Its waits are those of connecting and logging in; what comes after has waits of its own.
     limit = deadline.earlier(CONNECT_SECONDS)
-    made = cast(Connection, _pool(address, settings, limit).make_connection())
+    made = cast(LibraryConnection, _pool(address, settings, limit).make_connection())
     with mapped(address):
         made.connect()
     return made
 
 
 @contextmanager
-def client(address: Address, settings: Settings, deadline: Deadline) -> Iterator[redis.Redis]:
+def library_client(
+    address: Address, settings: RedisSettings, deadline: Deadline
+) -> Iterator[redis.Redis]:
     """The library's commands on a connection of their own, each of them with what time is left."""
     deadline.check(f"to ask {address}")
     with mapped(address), redis.Redis(connection_pool=_pool(address, settings, deadline)) as made:
@@ -63,7 +65,7 @@ def client(address: Address, settings: Settings, deadline: Deadline) -> Iterator
             made.connection_pool.disconnect()
 
 
-def _pool(address: Address, settings: Settings, deadline: Deadline) -> redis.ConnectionPool:
+def _pool(address: Address, settings: RedisSettings, deadline: Deadline) -> redis.ConnectionPool:
     given: dict[str, object] = {
         "username": settings.username,
         "password": settings.password,

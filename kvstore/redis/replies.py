@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from common.errors import Corrupt
-from kvblock.header import MAX_COUNT, MAX_PAYLOAD, header_bytes
-from kvstore.wire.pipe import Pipe
+from kvrelay.block.header import MAX_COUNT, MAX_PAYLOAD, header_bytes
+from kvrelay.errors import Corrupt
+from kvstore.wire.sockets import DeadlineSocket
 
 ROOM = 64 << 10
 NIL = b"$-1"
@@ -23,7 +23,7 @@ LONGEST_BULK = MAX_PAYLOAD + header_bytes(MAX_COUNT)
 _END = b"\r\n"
 
 
-class Refused(Exception):
+class ErrorReply(Exception):
     """The server answered with an error, and the connection is sound."""
 
     def __init__(self, line: bytes) -> None:
@@ -31,10 +31,10 @@ class Refused(Exception):
         self.line = line
 
 
-class Replies:
+class ReplyReader:
     """Of one connection, in the order of the commands."""
 
-    def __init__(self, pipe: Pipe) -> None:
+    def __init__(self, pipe: DeadlineSocket) -> None:
         self._pipe = pipe
         self._room = memoryview(bytearray(ROOM))
         self._tail = memoryview(bytearray(len(_END)))
@@ -48,7 +48,7 @@ class Replies:
         return found
 
     def bulk(self, most: int = ROOM) -> int | None:
-        """The length of the bulk that comes next, ``None`` if there is none; or ``Refused``.
+        """The length of the bulk that comes next, ``None`` if there is none; or ``ErrorReply``.
 
         So many bytes at most are read ahead of what belongs elsewhere.
         """
@@ -56,7 +56,7 @@ class Replies:
         if line == NIL:
             return None
         if line[:1] == b"-":
-            raise Refused(line)
+            raise ErrorReply(line)
         if line[:1] != b"$" or not line[1:].isdigit() or len(line) > LONGEST_HEAD:
             raise Corrupt("reply", f"{line[:40]!r} is no bulk")
         length = int(line[1:])

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from common.config import option, options, read
-from common.errors import Rejected
-from kvstore.urls import parameters_of
-from rpc.address import Address
+from kvrelay.config.reader import option, options, read
+from kvrelay.errors import Rejected
+from kvrelay.rpc.address import Address
+from kvstore.urls import query_parameters
 
 PORT = 6379
 SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
@@ -25,7 +25,7 @@ MAX_PREFIX, MAX_SECRET = 64, 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Secrets:
+class RedisSecrets:
     """What the environment may say, so that no command line has to."""
 
     redis_username: str | None = option(None, "user of a Redis store")
@@ -33,7 +33,7 @@ class Secrets:
 
 
 @dataclass(frozen=True, slots=True)
-class Tls:
+class RedisTls:
     """Files: whom to trust (the system's own authorities if ``None``), and who we are."""
 
     ca: str | None
@@ -42,13 +42,13 @@ class Tls:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RedisSettings:
     """``life`` seconds after its last use a block expires, a partial one after ``partial_life``."""
 
     url: str  # without user and password
     addresses: tuple[Address, ...]
     cluster: bool
-    tls: Tls | None
+    tls: RedisTls | None
     db: int
     prefix: str
     life: float
@@ -61,15 +61,15 @@ class Settings:
         return b"%d" % round(1000 * (self.partial_life if partial else self.life))
 
 
-def settings_for(url: str) -> Settings:
+def settings_for(url: str) -> RedisSettings:
     """The settings of a whole URL."""
     parts = urlsplit(url)
-    return settings_of(parts, parameters_of(parts.query))
+    return settings_of(parts, query_parameters(parts.query))
 
 
 def settings_of(
     parts: SplitResult, given: Mapping[str, str], environ: Mapping[str, str] | None = None
-) -> Settings:
+) -> RedisSettings:
     """The settings of a URL with parameters ``given``; ``Rejected`` names what is wrong with it."""
     cluster, safe = parts.scheme.endswith("+cluster"), parts.scheme.startswith("rediss")
     userinfo, _, hosts = parts.netloc.rpartition("@")
@@ -84,7 +84,7 @@ def settings_of(
         raise Rejected(wrong[0], "is for TLS: rediss:// or rediss+cluster://")
     secrets = _secrets(os.environ if environ is None else environ)
     username, _, password = userinfo.partition(":")
-    return Settings(
+    return RedisSettings(
         url=f"{parts.scheme}://{hosts}{parts.path}" + _shown(parts.query),
         addresses=addresses,
         cluster=cluster,
@@ -98,11 +98,11 @@ def settings_of(
     )
 
 
-def _secrets(environ: Mapping[str, str]) -> Secrets:
+def _secrets(environ: Mapping[str, str]) -> RedisSecrets:
     """From the environment alone: a file with options is another configuration's."""
-    names = {item.variable for item in options(Secrets)}
+    names = {item.variable for item in options(RedisSecrets)}
     own = {name: value for name, value in environ.items() if name in names}
-    return read(Secrets, (), "", "", own)
+    return read(RedisSecrets, (), "", "", own)
 
 
 def _shown(query: str) -> str:
@@ -126,7 +126,7 @@ def _address(text: str, scheme: str) -> Address:
         raise Rejected("host", f"is not HOST:PORT: {scheme}://HOST:PORT{more}") from None
 
 
-def _tls(given: Mapping[str, str]) -> Tls:
+def _tls(given: Mapping[str, str]) -> RedisTls:
     """The files are tried here, so that a wrong one is found before the first connection."""
     for name in ("ca", "cert", "key"):
         if name in given and not Path(given[name]).is_file():
@@ -140,7 +140,7 @@ def _tls(given: Mapping[str, str]) -> Tls:
     except (ssl.SSLError, OSError) as error:
         name = "ca" if "cert" not in given else "cert"
         raise Rejected(name, f"cannot be used: {error}") from None
-    return Tls(given.get("ca"), given.get("cert"), given.get("key"))
+    return RedisTls(given.get("ca"), given.get("cert"), given.get("key"))
 
 
 def _db(path: str, given: Mapping[str, str], cluster: bool) -> int:

@@ -9,19 +9,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Sequence
 
-from common.errors import KvrelayError
-from kvstore.base import Found, Got, Kept, Lease, Offer, Outcome, Seen, Want
-from kvstore.records import Tail
-from kvstore.redis.call import Call
-from kvstore.redis.counting import Counting
-from kvstore.redis.getting import received
-from kvstore.redis.putting import Putting
-from kvstore.redis.rarely import cleared, mended, readings, stats_of
-from kvstore.redis.settings import Settings
-from kvstore.redis.surveying import Surveyed, surveyed
+from kvrelay.errors import KvrelayError
+from kvrelay.rpc.deadline import Deadline
+from kvstore.base import (
+    GetResult,
+    Lease,
+    LookupResult,
+    Offer,
+    Outcome,
+    PutStatus,
+    SurveyResult,
+    Want,
+)
+from kvstore.claims import Tail
+from kvstore.redis.admin import clear_all, remove_if_wrong, reports_of, stats_of
+from kvstore.redis.call import RedisCall
+from kvstore.redis.counters import ClientCounters
+from kvstore.redis.reads import read_blocks
+from kvstore.redis.settings import RedisSettings
+from kvstore.redis.survey import RedisSurvey, survey_blocks
 from kvstore.redis.topology import Topology
-from kvstore.stats import Stats
-from rpc.deadline import Deadline
+from kvstore.redis.writes import PutOperation
+from kvstore.stats import StoreStats
 
 log = logging.getLogger("kvrelay.store")
 
@@ -31,11 +40,11 @@ MEND_SECONDS = 1.0
 class RedisStore:
     """A ``Store``. Connects when first used and again whenever it must."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: RedisSettings) -> None:
         self.url = settings.url
         self._settings = settings
         self._topology = Topology(settings)
-        self._counting = Counting()
+        self._counting = ClientCounters()
 
     def lookup(
         self,
@@ -44,7 +53,7 @@ class RedisStore:
         ttl: float,
         timeout: float,
         openings: Sequence[int] = (),
-    ) -> Found:
+    ) -> LookupResult:
         """As the protocol says. Of a block that is not there Redis cannot tell why."""
         full = len(names)
         seen = self._survey([*names, *(tail.name for tail in tails)], full, ttl, timeout)
@@ -54,7 +63,7 @@ class RedisStore:
         found = [*range(lead), *([] if tail is None else [full + tail])]
         self._counting.add(lookups=1, hits=len(found), misses=full - lead)
         first = lead if lead < full else full + fits[0] if fits else None
-        return Found(
+        return LookupResult(
             lead,
             tail,
             sizes=tuple(seen.sizes[i] or 0 for i in found),
@@ -64,22 +73,22 @@ class RedisStore:
 
     def survey(
         self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
-    ) -> Seen:
+    ) -> SurveyResult:
         """As the protocol says. A partial block lives on as a full one does: both look the same."""
         seen = self._survey(names, len(names), ttl, timeout)
         found = [i for i, size in enumerate(seen.sizes) if size is not None]
         self._counting.add(lookups=1, hits=len(found), misses=len(names) - len(found))
         misses = tuple(None if size else seen.why(i) for i, size in enumerate(seen.sizes))
-        return Seen(seen.sizes, seen.lease(found), misses)
+        return SurveyResult(seen.sizes, seen.lease(found), misses)
 
-    def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
+    def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         """As the protocol says."""
         deadline = Deadline.after(timeout)
         served = absent = nbytes = 0
         got = None
         try:
             with self._call(timeout) as call:
-                for got in received(call, wants):
+                for got in read_blocks(call, wants):
                     if got.header is None:
                         absent += 1
                     else:
@@ -96,31 +105,35 @@ class RedisStore:
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
         """As the protocol says, but that a block another writer is putting is put once more."""
         with self._call(timeout) as call:
-            outcomes = Putting(call, offers, self._settings).run()
+            outcomes = PutOperation(call, offers, self._settings).run()
         kept = [outcome.kept for outcome in outcomes]
         self._counting.add(
-            stored=kept.count(Kept.STORED),
-            existed=kept.count(Kept.EXISTED),
-            rejected=kept.count(Kept.NO_ROOM),
-            corrupt=kept.count(Kept.CORRUPT),
-            bytes_in=sum(o.size for o, k in zip(offers, kept, strict=True) if k is Kept.STORED),
+            stored=kept.count(PutStatus.STORED),
+            existed=kept.count(PutStatus.EXISTED),
+            rejected=kept.count(PutStatus.NO_ROOM),
+            corrupt=kept.count(PutStatus.CORRUPT),
+            bytes_in=sum(
+                o.size for o, k in zip(offers, kept, strict=True) if k is PutStatus.STORED
+            ),
         )
         return outcomes
 
     def release(self, leases: Sequence[Lease], timeout: float) -> None:
         """Nothing: a block expires some time after it was last used, and makes room before that."""
 
-    def stats(self, timeout: float) -> Stats:
+    def stats(self, timeout: float) -> StoreStats:
         """What the servers say, with whatever else they keep, and what this client did."""
         deadline = Deadline.after(timeout)
         self._topology.prepare(deadline)
-        return stats_of(readings(self._topology, self._settings, deadline), self._counting.tally())
+        return stats_of(
+            reports_of(self._topology, self._settings, deadline), self._counting.tally()
+        )
 
     def clear(self, timeout: float) -> int:
         """Remove every block with this store's prefix, also those somebody is about to read."""
         deadline = Deadline.after(timeout)
         self._topology.prepare(deadline)
-        removed = cleared(self._topology, self._settings, deadline)
+        removed = clear_all(self._topology, self._settings, deadline)
         self._counting.add(cleared=removed)
         return removed
 
@@ -128,18 +141,20 @@ class RedisStore:
         """As the protocol says."""
         self._topology.close()
 
-    def _call(self, timeout: float) -> Call:
-        return Call(self._topology, Deadline.after(timeout), self._settings.cluster)
+    def _call(self, timeout: float) -> RedisCall:
+        return RedisCall(self._topology, Deadline.after(timeout), self._settings.cluster)
 
     def _mend(self, name: bytes, deadline: Deadline) -> None:
         """A reader left at this block. If what lies there is wrong it goes, and may be put anew."""
         place = self._topology.place(name, lambda node: not node.circuit.open)
         try:
-            if place and mended(place, name, self._settings, deadline.earlier(MEND_SECONDS)):
+            if place and remove_if_wrong(
+                place, name, self._settings, deadline.earlier(MEND_SECONDS)
+            ):
                 self._counting.add(corrupt=1)
         except KvrelayError as error:
             log.info("%s: block %s was not looked at again: %s", self.url, name.hex(), error)
 
-    def _survey(self, names: Sequence[bytes], full: int, ttl: float, timeout: float) -> Surveyed:
+    def _survey(self, names: Sequence[bytes], full: int, ttl: float, timeout: float) -> RedisSurvey:
         with self._call(timeout) as call:
-            return surveyed(call, names, full, ttl, self._settings)
+            return survey_blocks(call, names, full, ttl, self._settings)

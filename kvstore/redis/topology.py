@@ -15,13 +15,13 @@ import time
 from collections.abc import Callable
 from typing import cast
 
-from common.errors import Corrupt, KvrelayError, Unavailable
-from kvblock.name import NAME_BYTES
-from kvstore.redis.dialling import client
-from kvstore.redis.node import Node
-from kvstore.redis.settings import Settings
-from rpc.address import Address
-from rpc.deadline import Deadline
+from kvrelay.block.name import NAME_BYTES
+from kvrelay.errors import Corrupt, KvrelayError, Unavailable
+from kvrelay.rpc.address import Address
+from kvrelay.rpc.deadline import Deadline
+from kvstore.redis.dialling import library_client
+from kvstore.redis.server import RedisServer
+from kvstore.redis.settings import RedisSettings
 
 log = logging.getLogger("kvrelay.store")
 
@@ -35,12 +35,14 @@ REFRESH_SECONDS = 0.2
 class Topology:
     """Thread-safe. The first call of a cluster, and one after a surprise, asks for the slots."""
 
-    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: RedisSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._settings = settings
         self._clock = clock
         self._lock = threading.Lock()
-        self._nodes = {address: Node(address, settings) for address in settings.addresses}
-        self._owners: list[Node | None] | None = None
+        self._nodes = {address: RedisServer(address, settings) for address in settings.addresses}
+        self._owners: list[RedisServer | None] | None = None
         self._closed = False
         self._stale = False
         self._next = 0.0
@@ -77,7 +79,9 @@ class Topology:
         with self._lock:
             self._stale = self._settings.cluster
 
-    def place(self, name: bytes, up: Callable[[Node], bool]) -> tuple[Node, bytes] | None:
+    def place(
+        self, name: bytes, up: Callable[[RedisServer], bool]
+    ) -> tuple[RedisServer, bytes] | None:
         """The server and the key of a block; ``None`` if the servers of all its places are down."""
         owners = self._owners or ()
         written = name.hex().encode()
@@ -100,7 +104,7 @@ class Topology:
                 return bytes.fromhex(digits.decode())
         return None
 
-    def owners(self) -> list[Node]:
+    def owners(self) -> list[RedisServer]:
         """Every server that has keys."""
         return [node for node in dict.fromkeys(self._owners or ()) if node is not None]
 
@@ -135,7 +139,7 @@ class Topology:
             if self._closed:
                 return
             old = self._nodes
-            self._nodes = {a: old.get(a) or Node(a, self._settings) for a in wanted}
+            self._nodes = {a: old.get(a) or RedisServer(a, self._settings) for a in wanted}
             self._owners = [None if a is None else self._nodes[a] for a in addresses]
             gone = [node for address, node in old.items() if address not in wanted]
         for node in gone:
@@ -153,9 +157,9 @@ def _half(deadline: Deadline) -> float:
     return deadline.remaining() / 2
 
 
-def slots(address: Address, settings: Settings, deadline: Deadline) -> list[Address | None]:
+def slots(address: Address, settings: RedisSettings, deadline: Deadline) -> list[Address | None]:
     """The owner of each slot, as the server at ``address`` knows it."""
-    with client(address, settings, deadline) as library:
+    with library_client(address, settings, deadline) as library:
         reply = cast(Callable[[str], list[_Entry]], library.execute_command)("CLUSTER SLOTS")
     owners: list[Address | None] = [None] * SLOTS
     try:

@@ -11,9 +11,9 @@ import mmap
 import struct
 import sys
 
-from common.errors import Corrupt, Rejected
-from common.values import show_size
-from kvstore.book.slots import GRANULE, Slots
+from kvrelay.config.values import show_size
+from kvrelay.errors import Corrupt, Rejected
+from kvstore.index.slots import GRANULE, SlotAllocator
 
 MAGIC = b"KVRARENA"
 VERSION = 1
@@ -71,7 +71,7 @@ class Arena:
         # Sealed after our own mapping, the only one that will ever be writable.
         safe = fd is not None and seal(fd, SEAL | SHRINK | GROW | FUTURE_WRITE)
         self.fd = fd if safe else None
-        self.slots = Slots(capacity)
+        self.slots = SlotAllocator(capacity)
 
     def take(self, size: int) -> int | None:
         """As ``Room`` says."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 
-class Changes:
+class ChangeSignal:
     """``tell`` in any thread wakes those in ``wait``."""
 
     def __init__(self) -> None:

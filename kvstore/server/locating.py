@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from common.errors import Rejected
-from kvstore.book.tenants import OPEN, Scope
-from kvstore.messages import MAX_LEASE_MS, MAX_NAMES, VERDICTS, checked_names
-from kvstore.records import Grant
-from kvstore.server.vault import Vault
-from protos import kvstore_pb2 as pb
+from kvrelay.errors import Rejected
+from kvrelay.v1 import store_pb2 as pb
+from kvstore.claims import Grant
+from kvstore.server.block_store import BlockStore
+from kvstore.server.tenants import OPEN_SCOPE, TenantScope
+from kvstore.wire.messages import MAX_LEASE_MS, MAX_NAMES, VERDICTS, checked_names
 
-BRING_SECONDS = 5.0
+DISK_LOAD_SECONDS = 5.0
 """A block that does not come from disk in so long is absent."""
 
 
-def located(vault: Vault, request: pb.LocateRequest, scope: Scope = OPEN) -> pb.LocateResponse:
+def locate_response(
+    vault: BlockStore, request: pb.LocateRequest, scope: TenantScope = OPEN_SCOPE
+) -> pb.LocateResponse:
     """Where the names asked for lie, and a lease on them."""
     names = checked_names("names", request.names, MAX_NAMES)
     if not 0 < request.lease_ms <= MAX_LEASE_MS:
@@ -29,7 +31,7 @@ def located(vault: Vault, request: pb.LocateRequest, scope: Scope = OPEN) -> pb.
     )
 
 
-def reserved(vault: Vault, grant: Grant) -> pb.ReserveResponse:
+def reserve_response(vault: BlockStore, grant: Grant) -> pb.ReserveResponse:
     """What was granted, and a token for its ticket."""
     return pb.ReserveResponse(
         boot=vault.boot,

@@ -5,22 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from common.errors import Rejected
+from kvrelay.errors import Rejected
 from kvstore.base import Outcome
-from kvstore.server.slot import Slot
-from kvstore.server.vault import Vault
-from kvstore.wire.frames import Row
-from kvstore.wire.groups import groups
+from kvstore.server.block_store import BlockStore
+from kvstore.server.slot import WriteSlot
+from kvstore.wire.frames import BlockRow
+from kvstore.wire.groups import size_batches
 
 GROUP_BYTES, GROUP_BLOCKS = 4 << 20, 256
 """Borrowed and made visible together: the bookkeeping of one costs nearly as much as of many."""
 
-Bring = Callable[[Slot | None, Row], None]
+ReceiveRow = Callable[[WriteSlot | None, BlockRow], None]
 """Has a row's block come into its slot and be checked there; without a slot it is let pass."""
 
 
-def placed(
-    vault: Vault, ticket: int, prefix: bytes | None, rows: Sequence[Row], bring: Bring
+def place_rows(
+    vault: BlockStore,
+    ticket: int,
+    prefix: bytes | None,
+    rows: Sequence[BlockRow],
+    bring: ReceiveRow,
 ) -> list[Outcome]:
     """An outcome for each row. ``prefix`` is that of the ticket's owner, ``None`` if none is known.
 
@@ -28,7 +32,7 @@ def placed(
     """
     outcomes: list[Outcome] = []
     known, prolonged = prefix is not None, 0.0
-    for group in groups(rows, GROUP_BYTES, GROUP_BLOCKS):
+    for group in size_batches(rows, GROUP_BYTES, GROUP_BLOCKS):
         names = [row.name for row in group] if not prefix else [prefix + row.name for row in group]
         slots = [None] * len(group) if prefix is None else vault.slots(ticket, names)
         try:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-from common.values import show_size
+from kvrelay.config.values import show_size
 
 log = logging.getLogger("kvrelay.store")
 

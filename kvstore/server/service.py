@@ -14,11 +14,26 @@ from typing import cast
 import grpc
 from google.protobuf.message import Message
 
-from common.errors import Corrupt, DeadlineExceeded, Rejected
-from kvblock.name import NAME_BYTES
-from kvstore.book.tenants import Scope
+from kvrelay.block.name import NAME_BYTES
+from kvrelay.errors import Corrupt, DeadlineExceeded, Rejected
+from kvrelay.rpc.security.identity import caller
+from kvrelay.v1 import store_pb2 as pb
+from kvstore.claims import Claim
 from kvstore.disk.tier import DiskTier
-from kvstore.messages import (
+from kvstore.server.block_store import BlockStore
+from kvstore.server.changes import ChangeSignal
+from kvstore.server.locating import DISK_LOAD_SECONDS, locate_response, reserve_response
+from kvstore.server.puts import first_head, grant_for, receive_stream
+from kvstore.server.responses import (
+    inspect_response,
+    list_responses,
+    snapshot_matching,
+    stats_response,
+)
+from kvstore.server.tenants import TenantScope
+from kvstore.server.watching import WatchOptions, WatchServer, WatchStream
+from kvstore.wire.buffers import cut, data_message
+from kvstore.wire.messages import (
     MAX_LEASE_MS,
     MAX_NAMES,
     MAX_OPENINGS,
@@ -29,20 +44,10 @@ from kvstore.messages import (
     put_message,
     tails_of,
 )
-from kvstore.records import Claim
-from kvstore.server.changes import Changes
-from kvstore.server.listing import inspected, listed, pages, stats_for
-from kvstore.server.locating import BRING_SECONDS, located, reserved
-from kvstore.server.receiving import first_head, granted, receive
-from kvstore.server.vault import Vault
-from kvstore.server.watching import Pace, Watching, Writer
-from kvstore.wire.buffers import cut, data_message
-from protos import kvstore_pb2 as pb
-from rpc.identity import caller
 
 log = logging.getLogger("kvrelay.store")
 
-NAME = "kvrelay.v1.KVStore"
+SERVICE_NAME = "kvrelay.v1.KVStore"
 MAX_LISTED = 1 << 31
 STREAM_SECONDS = 60.0
 """A reader of ``Get`` that takes no message for so long loses the rest."""
@@ -53,17 +58,17 @@ class StoreService:
 
     def __init__(
         self,
-        vault: Vault,
+        vault: BlockStore,
         ways: pb.WaysResponse | None = None,
-        pace: Pace | None = None,
+        pace: WatchOptions | None = None,
         disk: DiskTier | None = None,
     ) -> None:
         self._disk = disk
         self._vault = vault
         self._ways = ways or pb.WaysResponse(boot=vault.boot)
-        self._changed = Changes()
+        self._changed = ChangeSignal()
         self._rechecking = asyncio.Lock()
-        self._watching = Watching(vault, pace)
+        self._watching = WatchServer(vault, pace)
         vault.watch(self._changed.tell)
 
     @property
@@ -116,14 +121,14 @@ class StoreService:
         """``Locate``."""
         names = checked_names("names", request.names, MAX_NAMES)
         scope = self._scope()
-        seconds = min(BRING_SECONDS, request.lease_ms / 2000)
+        seconds = min(DISK_LOAD_SECONDS, request.lease_ms / 2000)
         await self._bring(scope.keys(names), seconds)
-        return located(self._vault, request, scope)
+        return locate_response(self._vault, request, scope)
 
     async def get(self, request: pb.GetRequest, context: object) -> AsyncGenerator[bytes, None]:
         """``Get``; messages made by hand, see ``kvstore.wire.buffers``. Held while it lasts."""
         names = self._scope().keys(checked_names("names", request.names, MAX_NAMES))
-        await self._bring(names, BRING_SECONDS)
+        await self._bring(names, DISK_LOAD_SECONDS)
         found = self._vault.locate(names, STREAM_SECONDS)
         try:
             lengths = [0 if block is None else block[0] for block in found.blocks]
@@ -143,7 +148,7 @@ class StoreService:
         wanted = self._scope().claims(claims)
         if request.wait_ms:
             await self._wait_for_others(wanted, min(request.wait_ms, MAX_LEASE_MS) / 1000)
-        return reserved(self._vault, self._vault.reserve(wanted))
+        return reserve_response(self._vault, self._vault.reserve(wanted))
 
     async def put(self, requests: AsyncIterator[bytes], context: object) -> pb.PutResponse:
         """``Put``."""
@@ -180,7 +185,7 @@ class StoreService:
 
     async def stats(self, request: pb.StatsRequest, context: object) -> pb.StatsResponse:
         """``Stats``."""
-        return stats_for(self._vault, caller())
+        return stats_response(self._vault, caller())
 
     async def clear(self, request: pb.ClearRequest, context: object) -> pb.ClearResponse:
         """``Clear``."""
@@ -197,11 +202,11 @@ class StoreService:
             raise Rejected("prefix", f"{len(request.prefix)} bytes are more than a name has")
         if request.limit > MAX_LISTED:
             raise Rejected("limit", f"{request.limit} is more than {MAX_LISTED}; 0 is all of them")
-        last, entries = await asyncio.to_thread(listed, self._vault, request.prefix)
-        for page in pages(self._vault, last, entries, request.limit):
+        last, entries = await asyncio.to_thread(snapshot_matching, self._vault, request.prefix)
+        for page in list_responses(self._vault, last, entries, request.limit):
             yield page
 
-    async def watch(self, request: pb.WatchRequest, context: Writer) -> None:
+    async def watch(self, request: pb.WatchRequest, context: WatchStream) -> None:
         """``Watch``."""
         await self._watching.serve(request, context)
 
@@ -209,14 +214,14 @@ class StoreService:
         """``Inspect``."""
         checked_names("name", [request.name], 1)
         key = self._vault.tenants.named(request.tenant).key(request.name)
-        return await asyncio.to_thread(inspected, self._vault, self._disk, key)
+        return await asyncio.to_thread(inspect_response, self._vault, self._disk, key)
 
     async def _put(self, head: pb.PutHead, data: AsyncIterator[bytes]) -> pb.PutResponse:
         scope, most = self._scope(), self._vault.limits.max_block
         claims = scope.claims(claims_of(head.claims, len(head.claims), most))
-        grant = granted(self._vault, head.ticket, claims, scope.prefix)
+        grant = grant_for(self._vault, head.ticket, claims, scope.prefix)
         try:
-            outcomes = await receive(self._vault, data, claims, grant)
+            outcomes = await receive_stream(self._vault, data, claims, grant)
         except Corrupt as error:
             raise Rejected("data", str(error)) from error
         finally:
@@ -224,7 +229,7 @@ class StoreService:
                 self._vault.abandon(grant.ticket)
         return put_message(self._vault.boot, outcomes)
 
-    def _scope(self) -> Scope:
+    def _scope(self) -> TenantScope:
         """Whose blocks this call is about; only its credential says so."""
         return self._vault.tenants.scope(caller())
 
@@ -273,7 +278,7 @@ def register(service: StoreService, server: grpc.aio.Server) -> None:
         "Put": bytes_in(service.put, None, _serialized),
     }
     handlers = cast("dict[str, grpc.RpcMethodHandler[object, object]]", table)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(NAME, handlers),))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, handlers),))
 
 
 def _serialized(message: Message) -> bytes:

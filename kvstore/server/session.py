@@ -14,29 +14,29 @@ from typing import TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from common.errors import Rejected
-from kvstore.book.tenants import OPEN
-from kvstore.messages import MAX_NAMES, checked_names, claims_of, put_message
-from kvstore.records import Claim
+from kvrelay.errors import Rejected
+from kvrelay.v1 import store_pb2 as pb
+from kvstore.claims import Claim
 from kvstore.server.arena import GROW, SEAL, SHRINK, memfd, seal
-from kvstore.server.locating import BRING_SECONDS, located, reserved
-from kvstore.server.placing import Bring, placed
-from kvstore.server.slot import Slot
-from kvstore.server.vault import Vault
+from kvstore.server.block_store import BlockStore
+from kvstore.server.locating import DISK_LOAD_SECONDS, locate_response, reserve_response
+from kvstore.server.placing import ReceiveRow, place_rows
+from kvstore.server.slot import WriteSlot
+from kvstore.server.tenants import OPEN_SCOPE
 from kvstore.wire.buffers import skip
 from kvstore.wire.frames import (
     REQUEST_BYTES,
     SIZE_BYTES,
-    Answer,
+    AnswerFrame,
+    BlockRow,
     Op,
-    Request,
-    Row,
+    RequestFrame,
     Status,
-    request_of,
-    rows_of,
+    parse_request,
+    parse_rows,
 )
-from kvstore.wire.pipe import Pipe
-from protos import kvstore_pb2 as pb
+from kvstore.wire.messages import MAX_NAMES, checked_names, claims_of, put_message
+from kvstore.wire.sockets import DeadlineSocket
 
 WINDOW_BYTES = 16 << 20
 STRANGER_SECONDS = 30.0  # for a first request that shows a token
@@ -48,7 +48,7 @@ M = TypeVar("M", bound=Message)
 class Session:
     """``local``: the peer is on this host, and is ourselves or root. ``run`` until it leaves."""
 
-    def __init__(self, pipe: Pipe, vault: Vault, local: bool) -> None:
+    def __init__(self, pipe: DeadlineSocket, vault: BlockStore, local: bool) -> None:
         self._pipe = pipe
         self._vault = vault
         self._local = local
@@ -75,14 +75,14 @@ class Session:
         if not self._pipe.begun(rests=self._known):
             return False
         self._pipe.limit(life)
-        request = request_of(self._pipe.receive(REQUEST_BYTES))
+        request = parse_request(self._pipe.receive(REQUEST_BYTES))
         if not self._local:
             self._check_stranger(request)
         body = self._pipe.receive(request.body)
         _TABLE[request.op](self, request, body)
         return True
 
-    def _check_stranger(self, request: Request) -> None:
+    def _check_stranger(self, request: RequestFrame) -> None:
         """Of a peer from anywhere nothing is read before it showed a token of ours."""
         if request.op in LOCAL_ONLY:
             raise Rejected("op", f"{request.op.name} is for peers on this host")
@@ -91,15 +91,15 @@ class Session:
         self._known = True
 
     def _answer(self, status: Status, body: bytes = b"") -> None:
-        self._pipe.send([Answer(status, len(body), self._vault.boot).encode(), body])
+        self._pipe.send([AnswerFrame(status, len(body), self._vault.boot).encode(), body])
 
-    def _attach(self, request: Request, body: bytes) -> None:
+    def _attach(self, request: RequestFrame, body: bytes) -> None:
         arena = self._vault.arena
         if arena.fd is None:
             raise Rejected("op", "this store's memory cannot be shared")
         self._send_descriptor(arena.fd, arena.size)
 
-    def _make_window(self, request: Request, body: bytes) -> None:
+    def _make_window(self, request: RequestFrame, body: bytes) -> None:
         """A segment of this connection's own, writable for both; it cannot be cut short."""
         fd = memfd("kvrelay-window", WINDOW_BYTES)
         if fd is None or self._window is not None:
@@ -113,18 +113,18 @@ class Session:
             os.close(fd)
 
     def _send_descriptor(self, fd: int, size: int) -> None:
-        answer = Answer(Status.OK, SIZE_BYTES, self._vault.boot).encode()
+        answer = AnswerFrame(Status.OK, SIZE_BYTES, self._vault.boot).encode()
         self._pipe.send_descriptor(answer + size.to_bytes(SIZE_BYTES, "little"), fd)
 
-    def _locate(self, request: Request, body: bytes) -> None:
+    def _locate(self, request: RequestFrame, body: bytes) -> None:
         message = _parsed(pb.LocateRequest, body)
         if (books := self._vault.books) is not None:
             names = checked_names("names", message.names, MAX_NAMES)
             if books.bring(names):
-                books.wait_for(names, min(BRING_SECONDS, message.lease_ms / 2000))
-        self._answer(Status.OK, located(self._vault, message).SerializeToString())
+                books.wait_for(names, min(DISK_LOAD_SECONDS, message.lease_ms / 2000))
+        self._answer(Status.OK, locate_response(self._vault, message).SerializeToString())
 
-    def _reserve(self, request: Request, body: bytes) -> None:
+    def _reserve(self, request: RequestFrame, body: bytes) -> None:
         """The first of many claims are answered at once, so that their writer can begin."""
         vault, message = self._vault, _parsed(pb.ReserveRequest, body)
         claims = claims_of(message.claims, len(message.claims), vault.limits.max_block)
@@ -133,15 +133,15 @@ class Session:
         for part in _parts(claims, request.first):
             grant = vault.reserve(part, ticket)
             if (ticket := grant.ticket) is not None:
-                self._tickets[ticket] = OPEN.prefix
-            self._answer(Status.OK, reserved(vault, grant).SerializeToString())
+                self._tickets[ticket] = OPEN_SCOPE.prefix
+            self._answer(Status.OK, reserve_response(vault, grant).SerializeToString())
 
-    def _release(self, request: Request, body: bytes) -> None:
+    def _release(self, request: RequestFrame, body: bytes) -> None:
         if self._vault.knows(request.serial, request.token):
             self._vault.release([request.serial])
         self._answer(Status.OK)
 
-    def _get(self, request: Request, body: bytes) -> None:
+    def _get(self, request: RequestFrame, body: bytes) -> None:
         known = self._vault.knows(request.serial, request.token)
         first, count = request.first, request.count
         lent = self._vault.lent(request.serial, first, count) if known else nullcontext()
@@ -151,15 +151,15 @@ class Session:
             elif len(blocks) != count:
                 raise Rejected("count", f"the lease holds {first + len(blocks)} blocks")
             else:
-                answer = Answer(Status.OK, sum(map(len, blocks)), self._vault.boot)
+                answer = AnswerFrame(Status.OK, sum(map(len, blocks)), self._vault.boot)
                 self._pipe.send([answer.encode(), *blocks])
         if request.last:
             if known:
                 self._vault.release([request.serial])
             self._answer(Status.OK)  # so that whoever has it all knows that nothing is held
 
-    def _put(self, request: Request, body: bytes) -> None:
-        def receive(slot: Slot | None, row: Row) -> None:
+    def _put(self, request: RequestFrame, body: bytes) -> None:
+        def receive(slot: WriteSlot | None, row: BlockRow) -> None:
             self._pipe.limit(self._vault.limits.ticket_life)
             if slot is not None:
                 self._pipe.receive_into([slot.buffer])
@@ -170,12 +170,12 @@ class Session:
 
         self._place(request, body, receive)
 
-    def _stage(self, request: Request, body: bytes) -> None:
+    def _stage(self, request: RequestFrame, body: bytes) -> None:
         if self._window is None:
             raise Rejected("op", "there is no window yet")
         window = memoryview(self._window)
 
-        def take(slot: Slot | None, row: Row) -> None:
+        def take(slot: WriteSlot | None, row: BlockRow) -> None:
             end = row.offset + row.size
             if end > len(window):
                 raise Rejected("rows.offset", f"{row.offset} + {row.size} is beyond the window")
@@ -184,16 +184,16 @@ class Session:
 
         self._place(request, body, take)
 
-    def _place(self, request: Request, body: bytes, bring: Bring) -> None:
-        rows = rows_of(body, request.count, self._vault.limits.max_block)
+    def _place(self, request: RequestFrame, body: bytes, bring: ReceiveRow) -> None:
+        rows = parse_rows(body, request.count, self._vault.limits.max_block)
         prefix, ticket = self._owner_of(request), request.serial
-        outcomes = placed(self._vault, ticket, prefix, rows, bring)
+        outcomes = place_rows(self._vault, ticket, prefix, rows, bring)
         if request.last and self._tickets.pop(ticket, None) is not None:
             self._vault.abandon(ticket)
         answer = put_message(self._vault.boot, outcomes)
         self._answer(Status.OK, answer.SerializeToString())
 
-    def _owner_of(self, request: Request) -> bytes | None:
+    def _owner_of(self, request: RequestFrame) -> bytes | None:
         """The prefix of a ticket's owner; ``None`` unless it was given or shown here."""
         ticket = request.serial
         if ticket not in self._tickets and self._vault.knows(ticket, request.token):
@@ -202,7 +202,7 @@ class Session:
 
 
 # Not in the session itself: a circle would keep its window until the collector comes by.
-_TABLE: dict[Op, Callable[[Session, Request, bytes], None]] = {
+_TABLE: dict[Op, Callable[[Session, RequestFrame, bytes], None]] = {
     Op.ATTACH: Session._attach,
     Op.WINDOW: Session._make_window,
     Op.LOCATE: Session._locate,

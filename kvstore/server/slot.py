@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from common.errors import Corrupt
-from kvblock.header import Fields, stated_length
-from kvblock.verify import verify_payload
-from kvstore.book.check import check_block, check_header
-from kvstore.book.keys import name_of
-from kvstore.records import Claim
+from kvrelay.block.header import HeaderFields, stated_length
+from kvrelay.block.verify import verify_payload
+from kvrelay.errors import Corrupt
+from kvstore.check import check_block, check_header
+from kvstore.claims import Claim
+from kvstore.keys import name_of
 from kvstore.wire.copying import copy_summed
 
 
-class Slot:
+class WriteSlot:
     """``take`` the block, or fill ``buffer`` and ``check`` it; the vault settles it either way.
 
     Then ``found`` is what its header says, or ``reason`` why it is not what was claimed.
@@ -24,7 +24,7 @@ class Slot:
         self.claim = claim
         self.place = place
         self.buffer = buffer
-        self.found: Fields | None = None
+        self.found: HeaderFields | None = None
         self.reason: str | None = None
 
     def take(self, source: memoryview) -> None:

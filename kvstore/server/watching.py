@@ -11,27 +11,27 @@ import time
 from dataclasses import dataclass
 from typing import Protocol
 
-from common.errors import Exhausted
-from kvstore.book.entries import Entry
-from kvstore.book.events import Reason
-from kvstore.book.keys import name_of
-from kvstore.server.listing import PAGE, info_of, paged
-from kvstore.server.vault import Vault
-from protos import kvstore_pb2 as pb
+from kvrelay.errors import Exhausted
+from kvrelay.v1 import store_pb2 as pb
+from kvstore.index.entries import IndexEntry
+from kvstore.index.events import RemovalReason
+from kvstore.keys import name_of
+from kvstore.server.block_store import BlockStore
+from kvstore.server.responses import PAGE, block_info, info_pages
 
 _TOO_SLOW = "more came after event {} than is kept: watch anew"
 MOST_EVENTS = 1000
 """In one message."""
 
-REASONS: dict[Reason, pb.Removal.ValueType] = {
-    Reason.EVICTED: pb.REMOVAL_EVICTED,
-    Reason.EXPIRED: pb.REMOVAL_EXPIRED,
-    Reason.CLEARED: pb.REMOVAL_CLEARED,
-    Reason.CORRUPT: pb.REMOVAL_CORRUPT,
+REASONS: dict[RemovalReason, pb.Removal.ValueType] = {
+    RemovalReason.EVICTED: pb.REMOVAL_EVICTED,
+    RemovalReason.EXPIRED: pb.REMOVAL_EXPIRED,
+    RemovalReason.CLEARED: pb.REMOVAL_CLEARED,
+    RemovalReason.CORRUPT: pb.REMOVAL_CORRUPT,
 }
 
 
-class Writer(Protocol):
+class WatchStream(Protocol):
     """What is asked of a call's context."""
 
     async def write(self, message: pb.WatchResponse, /) -> None:
@@ -39,7 +39,7 @@ class Writer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class WatchOptions:
     """Seconds. What gathers in ``interval`` is told at once."""
 
     interval: float = 0.05
@@ -47,16 +47,16 @@ class Pace:
     stuck: float = 30.0  # a reader that takes no message for so long is cut off
 
 
-class Watching:
+class WatchServer:
     """Serves at most ``most`` calls at once."""
 
-    def __init__(self, vault: Vault, pace: Pace | None = None, most: int = 64) -> None:
+    def __init__(self, vault: BlockStore, pace: WatchOptions | None = None, most: int = 64) -> None:
         self._vault = vault
-        self._pace = pace or Pace()
+        self._pace = pace or WatchOptions()
         self._most = most
         self.count = 0
 
-    async def serve(self, request: pb.WatchRequest, context: Writer) -> None:
+    async def serve(self, request: pb.WatchRequest, context: WatchStream) -> None:
         """Until the client leaves or is cut off with ``Exhausted``."""
         if self.count == self._most:
             raise Exhausted("too many watch this store", retry_after=10.0)
@@ -70,10 +70,10 @@ class Watching:
         finally:
             self.count -= 1
 
-    async def _tell_all(self, context: Writer) -> int:
+    async def _tell_all(self, context: WatchStream) -> int:
         last, entries = await asyncio.to_thread(self._vault.snapshot)
         first = True
-        for blocks in paged(self._vault, iter(entries)):
+        for blocks in info_pages(self._vault, iter(entries)):
             page = pb.Page(first=first, last=len(blocks) < PAGE, blocks=blocks)
             await self._write(context, pb.WatchResponse(sequence=last, page=page))
             first = False
@@ -81,7 +81,7 @@ class Watching:
                 raise Exhausted(_TOO_SLOW.format(last), 1.0)
         return last
 
-    async def _follow(self, at: int, context: Writer) -> None:
+    async def _follow(self, at: int, context: WatchStream) -> None:
         said = 0.0
         while True:
             told = self._vault.events(at, MOST_EVENTS)
@@ -95,7 +95,7 @@ class Watching:
             if len(told) < MOST_EVENTS:
                 await asyncio.sleep(self._pace.interval)
 
-    async def _write(self, context: Writer, message: pb.WatchResponse) -> None:
+    async def _write(self, context: WatchStream, message: pb.WatchResponse) -> None:
         message.boot = self._vault.boot
         try:
             async with asyncio.timeout(self._pace.stuck):
@@ -104,9 +104,9 @@ class Watching:
             reason = f"nothing was read from this watch for {self._pace.stuck} s: watch anew"
             raise Exhausted(reason, 1.0) from error
 
-    def _event(self, entry: Entry[int], reason: Reason | None) -> pb.Event:
+    def _event(self, entry: IndexEntry[int], reason: RemovalReason | None) -> pb.Event:
         if reason is None:
-            return pb.Event(block=info_of(self._vault, entry))
+            return pb.Event(block=block_info(self._vault, entry))
         gone = pb.BlockInfo(
             name=name_of(entry.name),
             tenant=self._vault.tenants.title(entry.name),

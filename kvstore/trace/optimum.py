@@ -11,20 +11,20 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from kvstore.trace.requests import Request
-from kvstore.trace.simulate import Outcome
+from kvstore.trace.requests import TraceRequest
+from kvstore.trace.simulate import ReplayResult
 
 
-def optimum(trace: Sequence[Request], budget: int) -> Outcome:
+def optimum(trace: Sequence[TraceRequest], budget: int) -> ReplayResult:
     """The most that ``budget`` blocks can find of ``trace``."""
     store = _Clairvoyant(budget)
     hits = 0
     for request, again in zip(trace, _next_uses(trace), strict=True):
         hits += store.serve(request.names, again)
-    return Outcome(sum(len(request.names) for request in trace), hits, store.evicted)
+    return ReplayResult(sum(len(request.names) for request in trace), hits, store.evicted)
 
 
-def _next_uses(trace: Sequence[Request]) -> list[list[int]]:
+def _next_uses(trace: Sequence[TraceRequest]) -> list[list[int]]:
     """For each block of each request, the number of the next request that asks for it."""
     coming: dict[bytes, int] = {}
     uses = []

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from common.errors import Rejected
+from kvrelay.errors import Rejected
 
 BLOCK_TOKENS = 512
 ID_BYTES = 8
@@ -21,7 +21,7 @@ MOST = 10**15
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TraceRequest:
     """One line; ``at`` in seconds from the start of the trace, ``names`` as a store has them."""
 
     at: float
@@ -30,7 +30,7 @@ class Request:
     names: tuple[bytes, ...]
 
 
-def read_trace(path: Path, limit: int | None = None) -> Iterator[Request]:
+def read_trace(path: Path, limit: int | None = None) -> Iterator[TraceRequest]:
     """The requests of a file, the first ``limit``; ``Rejected`` names the line that is none."""
     last = 0.0
     try:
@@ -45,7 +45,7 @@ def read_trace(path: Path, limit: int | None = None) -> Iterator[Request]:
         raise Rejected("trace", f"{path} cannot be read: {error}") from error
 
 
-def _request(line: str, where: str) -> Request:
+def _request(line: str, where: str) -> TraceRequest:
     try:
         row = json.loads(line)
         at, tokens, output = (_number(row, name) for name in LENGTHS)
@@ -61,7 +61,7 @@ def _request(line: str, where: str) -> Request:
             f"{where}: not a request ({type(error).__name__}: {error}); wanted is an object with"
             " timestamp, input_length, output_length and hash_ids",
         ) from error
-    return Request(at / 1000, int(tokens), int(output), names)
+    return TraceRequest(at / 1000, int(tokens), int(output), names)
 
 
 def _number(row: dict[str, object], name: str) -> float:

@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.book.catalog import Catalog
-from kvstore.book.policy import Policy
-from kvstore.records import Claim, Verdict
-from kvstore.trace.requests import BLOCK_TOKENS, Request
+from kvstore.claims import Claim, ClaimStatus
+from kvstore.index.block_index import BlockIndex
+from kvstore.index.eviction.policy import EvictionPolicy
+from kvstore.trace.requests import BLOCK_TOKENS, TraceRequest
 
 FOREVER = 1e18
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ReplayResult:
     """What became of a trace: ``blocks`` asked for, ``hits`` of them found."""
 
     blocks: int
@@ -31,16 +31,16 @@ class Outcome:
         return self.hits / self.blocks if self.blocks else 0.0
 
 
-def replay(trace: Sequence[Request], budget: int, policy: Policy) -> Outcome:
+def replay(trace: Sequence[TraceRequest], budget: int, policy: EvictionPolicy) -> ReplayResult:
     """The whole trace against a new store of ``budget`` blocks."""
-    catalog: Catalog[None] = Catalog(budget, policy, FOREVER, b"simulated")
+    catalog: BlockIndex[None] = BlockIndex(budget, policy, FOREVER, b"simulated")
     for request in trace:
         _serve(catalog, request)
     tally = catalog.tally
-    return Outcome(sum(len(request.names) for request in trace), tally.hits, tally.evicted)
+    return ReplayResult(sum(len(request.names) for request in trace), tally.hits, tally.evicted)
 
 
-def _serve(catalog: Catalog[None], request: Request) -> None:
+def _serve(catalog: BlockIndex[None], request: TraceRequest) -> None:
     names, now = request.names, request.at
     holding = catalog.lookup(names, [], FOREVER, now)
     if holding.lease is not None:
@@ -51,12 +51,12 @@ def _serve(catalog: Catalog[None], request: Request) -> None:
     parent = names[holding.lead - 1] if holding.lead else None
     grant = catalog.reserve(missing, FOREVER, now)
     for claim, verdict in zip(missing, grant.verdicts, strict=True):
-        if verdict is Verdict.RESERVED and grant.ticket is not None:
+        if verdict is ClaimStatus.RESERVED and grant.ticket is not None:
             catalog.commit(grant.ticket, claim.name, None, now, parent)
         parent = claim.name
 
 
-def unbounded(trace: Sequence[Request]) -> Outcome:
+def unbounded(trace: Sequence[TraceRequest]) -> ReplayResult:
     """What a store that never evicts finds."""
     seen: set[bytes] = set()
     hits = 0
@@ -65,4 +65,4 @@ def unbounded(trace: Sequence[Request]) -> Outcome:
             (i for i, name in enumerate(request.names) if name not in seen), len(request.names)
         )
         seen.update(request.names)
-    return Outcome(sum(len(request.names) for request in trace), hits)
+    return ReplayResult(sum(len(request.names) for request in trace), hits)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from common.errors import Corrupt
+from kvrelay.errors import Corrupt
 
 MESSAGE_BYTES = 512 << 10
 """Bytes of blocks in one message. Larger ones fall out of the CPU's cache between two copies."""
@@ -48,7 +48,7 @@ def parse(message: bytes) -> tuple[int, memoryview]:
     return _TAGS[message[0]], memoryview(message)[start:]
 
 
-class Pour:
+class ScatterBuffers:
     """Copies bytes that come in pieces into buffers, one after another.
 
     ``buffers`` is advanced when its last one is full, so a generator sees each as it is complete.

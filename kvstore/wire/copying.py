@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
-from kvblock.header import checksum
+from kvrelay.block.header import checksum
 
 LARGE = 128 << 10
 """From here on a copy takes longer than calling numpy, which lets other threads run meanwhile."""
 
-PIECE = 512 << 10
+HASH_CHUNK = 512 << 10
 """Copied and then hashed: both sides of it lie in a second level of cache of 1 MiB or more."""
 
 Receive = Callable[[Sequence[memoryview]], None]
@@ -33,13 +33,13 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 def copy_summed(target: memoryview, source: memoryview) -> int:
     """The same, and the checksum of what then lies in ``target``."""
-    if len(source) <= PIECE:
+    if len(source) <= HASH_CHUNK:
         copy(target, source)
         return checksum(target)
     hasher = xxhash.xxh3_64()
-    for start in range(0, len(source), PIECE):
-        piece = target[start : start + PIECE]
-        copy(piece, source[start : start + PIECE])
+    for start in range(0, len(source), HASH_CHUNK):
+        piece = target[start : start + HASH_CHUNK]
+        copy(piece, source[start : start + HASH_CHUNK])
         hasher.update(piece)
     return hasher.intdigest()
 
@@ -47,11 +47,11 @@ def copy_summed(target: memoryview, source: memoryview) -> int:
 def receive_summed(receive: Receive, header: memoryview, payload: memoryview) -> int:
     """Both, as they come, and the checksum of ``payload``."""
     hasher = xxhash.xxh3_64()
-    piece = payload[:PIECE]
+    piece = payload[:HASH_CHUNK]
     receive([header, piece])
     hasher.update(piece)
-    for start in range(PIECE, len(payload), PIECE):
-        piece = payload[start : start + PIECE]
+    for start in range(HASH_CHUNK, len(payload), HASH_CHUNK):
+        piece = payload[start : start + HASH_CHUNK]
         receive([piece])
         hasher.update(piece)
     return hasher.intdigest()

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from common.errors import Corrupt, Rejected
-from kvblock.name import NAME_BYTES
-from kvstore.messages import MAX_NAMES
+from kvrelay.block.name import NAME_BYTES
+from kvrelay.errors import Corrupt, Rejected
+from kvstore.wire.messages import MAX_NAMES
 
 MAGIC = b"KVRL"
 VERSION = 2
@@ -62,7 +62,7 @@ _STATUSES = {status.value: status for status in Status}
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RequestFrame:
     """``body`` is its length in bytes; ``first`` and ``count`` number blocks."""
 
     op: Op
@@ -89,7 +89,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class AnswerFrame:
     """``length`` bytes follow."""
 
     status: Status
@@ -101,7 +101,7 @@ class Answer:
         return _ANSWER.pack(MAGIC, VERSION, self.status, 0, self.length, self.boot)
 
 
-class Row(NamedTuple):
+class BlockRow(NamedTuple):
     """One block of a put: what is claimed, and for STAGE where in the window it lies."""
 
     name: bytes
@@ -113,7 +113,7 @@ class Row(NamedTuple):
         return _ROW.pack(self.name, self.size, self.offset)
 
 
-def request_of(data: bytes) -> Request:
+def parse_request(data: bytes) -> RequestFrame:
     """Read a request; ``Rejected`` names the field that is wrong."""
     magic, version, op, flags, serial, token, first, count, body = _REQUEST.unpack(data)
     if (magic, version) != (MAGIC, VERSION):
@@ -124,24 +124,24 @@ def request_of(data: bytes) -> Request:
         raise Rejected("count", f"{count} is more than {MAX_NAMES}")
     if body > MAX_BODY:
         raise Rejected("body", f"{body} bytes are more than {MAX_BODY}")
-    return Request(_OPS[op], serial, token, first, count, body, bool(flags & LAST))
+    return RequestFrame(_OPS[op], serial, token, first, count, body, bool(flags & LAST))
 
 
-def answer_of(data: bytes) -> Answer:
+def parse_frame(data: bytes) -> AnswerFrame:
     """Read an answer; ``Corrupt`` names the field that is wrong."""
     magic, version, status, _, length, boot = _ANSWER.unpack(data)
     if (magic, version) != (MAGIC, VERSION):
         raise Corrupt("magic", f"{magic!r} version {version} is not {MAGIC!r} version {VERSION}")
     if status not in _STATUSES:
         raise Corrupt("status", f"{status} is not known")
-    return Answer(_STATUSES[status], length, boot)
+    return AnswerFrame(_STATUSES[status], length, boot)
 
 
-def rows_of(body: bytes, count: int, max_block: int) -> list[Row]:
+def parse_rows(body: bytes, count: int, max_block: int) -> list[BlockRow]:
     """Read ``count`` rows; ``Rejected`` when there are others or a length is out of bounds."""
     if len(body) != count * _ROW.size:
         raise Rejected("body", f"{len(body)} bytes are not those of {count} rows")
-    rows = list(map(Row._make, _ROW.iter_unpack(body)))
+    rows = list(map(BlockRow._make, _ROW.iter_unpack(body)))
     for index, row in enumerate(rows):
         if not 0 < row.size <= max_block:
             raise Rejected(f"rows[{index}].size", f"{row.size} is not in 1 .. {max_block}")

@@ -17,7 +17,7 @@ class Sized(Protocol):
 S = TypeVar("S", bound=Sized)
 
 
-def groups(items: Iterable[S], most_bytes: int, most: int) -> Iterator[list[S]]:
+def size_batches(items: Iterable[S], most_bytes: int, most: int) -> Iterator[list[S]]:
     """In order. One that is larger than ``most_bytes`` is a group by itself."""
     group: list[S] = []
     size = 0

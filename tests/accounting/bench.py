@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from engine.audit import audit
-from engine.external import Load, Query, Save
-from engine.plan import Limits, Plan
-from engine.request import Finish, Naming, Order, Request, State
-from engine.scheduler import Lookup, Scheduler
-from engine.usage import leg_tokens
+from kvrelay.engine.core.audit import audit
+from kvrelay.engine.core.external import Load, Query, Save
+from kvrelay.engine.core.plan import EngineLimits, Plan
+from kvrelay.engine.core.request import Finish, Naming, Order, Request, RequestState
+from kvrelay.engine.core.scheduler import Lookup, Scheduler
+from kvrelay.engine.core.usage import leg_tokens
 from tests.engine.fakes import VOCABULARY, ChainRunner, answer, naming
 
 Answers = Callable[[Query], int | None]
@@ -20,8 +20,8 @@ Answers = Callable[[Query], int | None]
 
 def limits(
     num_blocks: int, block_size: int, *, seqs: int = 16, budget: int = 512, headroom: int = 1
-) -> Limits:
-    return Limits(num_blocks, block_size, 10_000, seqs, budget, headroom)
+) -> EngineLimits:
+    return EngineLimits(num_blocks, block_size, 10_000, seqs, budget, headroom)
 
 
 class Bench:
@@ -29,10 +29,10 @@ class Bench:
 
     def __init__(
         self,
-        bounds: Limits,
+        bounds: EngineLimits,
         answers: Answers = lambda _: 0,
         valid: Callable[[Load], int] = lambda load: load.external,
-        make: Callable[[Limits, Naming, Lookup], Scheduler] = Scheduler,
+        make: Callable[[EngineLimits, Naming, Lookup], Scheduler] = Scheduler,
     ) -> None:
         self.bounds = bounds
         self.runner = ChainRunner(bounds.num_blocks, bounds.block_size)
@@ -150,7 +150,7 @@ class Bench:
 
     def _check_answer(self, request: Request) -> None:
         order, account = request.order, leg_tokens(request)
-        assert request.state is State.FINISHED
+        assert request.state is RequestState.FINISHED
         assert request.tokens == self.answer(request)
         assert min(account.local, account.external, account.recomputed, account.failed) >= 0
         if request.finish is not Finish.ABORT:

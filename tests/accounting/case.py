@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from engine.plan import Limits
-from engine.request import Naming, Order
+from kvrelay.engine.core.plan import EngineLimits
+from kvrelay.engine.core.request import Naming, Order
 from tests.engine.fakes import answer
 
 RUBBISH = b"rubbish"
@@ -32,7 +32,7 @@ class Case:
     """
 
     name: str
-    limits: Limits
+    limits: EngineLimits
     orders: tuple[Order, ...]
     answers: tuple[int | None, ...] = (-3, 1, 99, None)
     shorts: tuple[int, ...] = (-1, 1, 99)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from engine.plan import Limits
+from kvrelay.engine.core.plan import EngineLimits
 from tests.accounting.case import Case, order
 
 
-def limits(blocks: int, size: int, seqs: int, budget: int, headroom: int) -> Limits:
-    return Limits(blocks, size, 1000, seqs, budget, headroom)
+def limits(blocks: int, size: int, seqs: int, budget: int, headroom: int) -> EngineLimits:
+    return EngineLimits(blocks, size, 1000, seqs, budget, headroom)
 
 
 ALL = (None, -3, 0, 1, 2, 3, 99)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from engine.external import Load
-from engine.journal import is_empty
-from engine.plan import Plan
-from engine.request import Finish, Request, State
-from engine.usage import leg_tokens
+from kvrelay.engine.core.external import Load
+from kvrelay.engine.core.journal import is_empty
+from kvrelay.engine.core.plan import Plan
+from kvrelay.engine.core.request import Finish, Request, RequestState
+from kvrelay.engine.core.usage import leg_tokens
 from tests.accounting.case import RUBBISH, contents
 from tests.accounting.world import Snapshot, World
 
@@ -138,7 +138,9 @@ def _execute(world: World, plan: Plan) -> None:
     seen: set[str] = set()
     for entry in plan.entries:
         request, residency = entry.request, entry.request.resident
-        expect(request.state is State.RUNNING and request.id not in seen, "wrong entry", entry)
+        expect(
+            request.state is RequestState.RUNNING and request.id not in seen, "wrong entry", entry
+        )
         expect(entry.start == residency.computed and entry.count > 0, "wrong range", entry)
         expect(
             entry.samples == (entry.start + entry.count == request.length), "wrong sample", entry
@@ -172,7 +174,7 @@ def _commit(world: World) -> None:
     world.note_saves(scheduler.commit(plan, sampled).saves)
     world.plan = None
     for request, state in before:
-        if request.state is State.FINISHED and state is not State.FINISHED:
+        if request.state is RequestState.FINISHED and state is not RequestState.FINISHED:
             _ended(world, request, request.finish)
 
 
@@ -251,6 +253,6 @@ def _check_request(world: World, index: int, request: Request) -> None:
             expect(world.slots[block][:left] == expected[:left], "reads wrong KV", request)
             left -= size
         expect(left <= 0, "computed beyond its blocks", request)
-        if request.state is State.RUNNING:
+        if request.state is RequestState.RUNNING:
             account += residency.computed - residency.admission.hit
     expect(account == world.executed[index], "I5", request, account, world.executed[index])

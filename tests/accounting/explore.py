@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.audit import audit
+from kvrelay.engine.core.audit import audit
 from tests.accounting.case import Case
 from tests.accounting.events import Broken, Event, carry_out, expect, successors
 from tests.accounting.world import Snapshot, World, unpack

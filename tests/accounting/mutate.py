@@ -84,7 +84,7 @@ def run_all(processes: int = 2) -> Verdicts:
 
 def _tell(number: int) -> str | None:
     mutation, test = MUTATIONS[number], catch(number)
-    file = mutation.module.removeprefix("engine.")
+    file = mutation.module.removeprefix("kvrelay.engine.core.")
     verdict = test or f"survives: {mutation.survives or 'NO TEST CATCHES IT'}"
     print(f"| {file} | {mutation.name} | {verdict} |", flush=True)
     return test

@@ -31,23 +31,23 @@ class Mutation:
 
 
 def _request(name: str, old: str, new: str) -> Mutation:
-    return Mutation(name, "engine.request", old, new)
+    return Mutation(name, "kvrelay.engine.core.request", old, new)
 
 
 def _blocks(name: str, old: str, new: str, survives: str | None = None) -> Mutation:
-    return Mutation(name, "engine.blocks", old, new, survives)
+    return Mutation(name, "kvrelay.engine.core.blocks", old, new, survives)
 
 
 def _scheduler(name: str, old: str, new: str, survives: str | None = None) -> Mutation:
-    return Mutation(name, "engine.scheduler", old, new, survives)
+    return Mutation(name, "kvrelay.engine.core.scheduler", old, new, survives)
 
 
 def _plan(name: str, old: str, new: str) -> Mutation:
-    return Mutation(name, "engine.plan", old, new)
+    return Mutation(name, "kvrelay.engine.core.plan", old, new)
 
 
 def _usage(name: str, old: str, new: str) -> Mutation:
-    return Mutation(name, "engine.usage", old, new)
+    return Mutation(name, "kvrelay.engine.core.usage", old, new)
 
 
 MUTATIONS = (
@@ -82,8 +82,8 @@ MUTATIONS = (
     ),
     _request(
         "a load is not waited for",
-        "State.LOADING if residency.admission.external else State.RUNNING",
-        "State.RUNNING",
+        "RequestState.LOADING if residency.admission.external else RequestState.RUNNING",
+        "RequestState.RUNNING",
     ),
     _request(
         "the log says more than was computed",
@@ -92,7 +92,7 @@ MUTATIONS = (
     ),
     _request(
         "a load that never ran is in the log",
-        "if residency is not None and self.state is State.RUNNING:",
+        "if residency is not None and self.state is RequestState.RUNNING:",
         "if residency is not None:",
     ),
     _request(
@@ -472,8 +472,8 @@ MUTATIONS = (
     # --- the end, and the door ---
     _scheduler(
         "a finished request keeps its blocks",
-        "self._release(request, State.FINISHED)",
-        "request.end(State.FINISHED)",
+        "self._release(request, RequestState.FINISHED)",
+        "request.end(RequestState.FINISHED)",
     ),
     _scheduler(
         "an aborted request stays in the queue",

@@ -62,7 +62,7 @@ def _case(found: Found) -> CaseRun:
 
 
 def _mutation(mutation: Mutation, caught: str | None) -> MutationRun:
-    file = mutation.module.removeprefix("engine.")
+    file = mutation.module.removeprefix("kvrelay.engine.core.")
     return MutationRun(file=file, name=mutation.name, caught=caught, survives=mutation.survives)
 
 

@@ -7,12 +7,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from types import TracebackType
 
-from common.sampling import Sampling
-from connector.mock import MockConnector, Script
-from engine.engine import Engine
-from engine.plan import Limits
-from engine.request import Order
-from engine.updates import Ended, Failed, Token, Update
+from kvrelay.connector.mock import MockConnector, Script
+from kvrelay.engine.core.plan import EngineLimits
+from kvrelay.engine.core.request import Order
+from kvrelay.engine.core.updates import Ended, Failed, Token, Update
+from kvrelay.engine.engine import Engine
+from kvrelay.sampling import Sampling
 from tests.engine.fakes import ChainRunner, answer, naming
 
 DEADLINE = 60.0
@@ -24,7 +24,9 @@ class Served:
     With ``journal`` its scheduler writes down every call.
     """
 
-    def __init__(self, bounds: Limits, script: Script, journal: list[str] | None = None) -> None:
+    def __init__(
+        self, bounds: EngineLimits, script: Script, journal: list[str] | None = None
+    ) -> None:
         self.bounds = bounds
         self.runner = ChainRunner(bounds.num_blocks, bounds.block_size)
         self.connector = MockConnector(script, fill=self.runner.fill)

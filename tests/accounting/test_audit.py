@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from engine.audit import audit
-from engine.request import Order, Residency, State
-from engine.scheduler import Scheduler
+from kvrelay.engine.core.audit import audit
+from kvrelay.engine.core.request import Order, RequestState, Residency
+from kvrelay.engine.core.scheduler import Scheduler
 from tests.accounting.bench import Bench, limits
 
 
@@ -21,7 +21,7 @@ def bench() -> Bench:
         bench.submit(name, range(20 * first, 20 * first + 9), 8)
         bench.step()
     states = [request.state for request in bench.requests]
-    assert states == [State.RUNNING, State.LOADING, State.WAITING]
+    assert states == [RequestState.RUNNING, RequestState.LOADING, RequestState.WAITING]
     assert audit(bench.scheduler) == []
     return bench
 

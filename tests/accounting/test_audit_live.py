@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from connector.mock import Script, Verdict
-from engine.plan import Limits
-from engine.request import Order, Request
+from kvrelay.connector.mock import MockEnd, Script
+from kvrelay.engine.core.plan import EngineLimits
+from kvrelay.engine.core.request import Order, Request
 from tests.accounting.served import Served
 from tests.engine.fakes import answer
 
-LIMITS = Limits(
+LIMITS = EngineLimits(
     num_blocks=8, block_size=4, max_model_len=32, max_num_seqs=4, max_num_batched_tokens=16
 )
 BLOCK = 7
@@ -45,7 +45,7 @@ def test_a_broken_book_is_named_and_the_worker_goes_on() -> None:
 def stuck() -> Served:
     """Its request ``stuck`` waits for a load that never ends."""
     bounds = replace(LIMITS, num_blocks=16)
-    served = Served(bounds, Script(lookups={"stuck": [4]}, loads={"stuck": [Verdict(times=0)]}))
+    served = Served(bounds, Script(lookups={"stuck": [4]}, loads={"stuck": [MockEnd(times=0)]}))
     served.engine._audit_steps = False
     return served
 

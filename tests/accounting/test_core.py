@@ -6,12 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import Rejected
-from engine.blocks import BlockPool
-from engine.external import Query
-from engine.request import TRANSITIONS, Admission, Finish, Naming, Order, Request, State
-from engine.scheduler import Scheduler
-from engine.usage import leg_tokens
+from kvrelay.engine.core.blocks import BlockPool
+from kvrelay.engine.core.external import Query
+from kvrelay.engine.core.request import (
+    TRANSITIONS,
+    Admission,
+    Finish,
+    Naming,
+    Order,
+    Request,
+    RequestState,
+)
+from kvrelay.engine.core.scheduler import Scheduler
+from kvrelay.engine.core.usage import leg_tokens
+from kvrelay.errors import Rejected
 from tests.accounting.bench import Bench, limits
 from tests.engine.fakes import answer, naming
 
@@ -23,9 +31,11 @@ def test_an_admission_computes_at_least_one_position() -> None:
             Admission(1, *numbers)
 
 
-@pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("target", State)
-def test_a_request_changes_state_by_the_table_only(state: State, target: State) -> None:
+@pytest.mark.parametrize("state", RequestState)
+@pytest.mark.parametrize("target", RequestState)
+def test_a_request_changes_state_by_the_table_only(
+    state: RequestState, target: RequestState
+) -> None:
     request = Request(Order("r", (1,), 1, 1), [1], state=state)
     if target in TRANSITIONS[state]:
         request.move(target)
@@ -173,10 +183,10 @@ def test_abort_ends_a_request_in_every_state() -> None:
     bench.submit("waits", range(40, 47), 3)
     bench.step()
     states = [request.state for request in bench.requests]
-    assert states == [State.RUNNING, State.LOADING, State.WAITING]
+    assert states == [RequestState.RUNNING, RequestState.LOADING, RequestState.WAITING]
     for request in bench.requests:
         assert bench.scheduler.abort(request.id) is request
-        assert (request.state, request.finish) == (State.FINISHED, Finish.ABORT)
+        assert (request.state, request.finish) == (RequestState.FINISHED, Finish.ABORT)
         bench.check()
     assert bench.scheduler.abort("runs") is None
     assert len(bench.scheduler.pool.free) < 8, "what is outside holds its blocks"
@@ -195,9 +205,9 @@ def test_the_load_of_a_dead_request_is_not_that_of_its_namesake() -> None:
     bench.step()
     old, new = bench.loads
     bench.end_load(old)
-    assert (again.state, again.resident.computed) == (State.LOADING, 0)
+    assert (again.state, again.resident.computed) == (RequestState.LOADING, 0)
     bench.end_load(new)
-    assert (again.state, again.resident.computed) == (State.RUNNING, 4)
+    assert (again.state, again.resident.computed) == (RequestState.RUNNING, 4)
 
 
 def test_a_request_ends_with_the_first_ending_token() -> None:

@@ -7,14 +7,14 @@ import threading
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from connector.counters import Counters
-from connector.mock import Script, Verdict
+from kvrelay.connector.counters import ConnectorCounters
+from kvrelay.connector.mock import MockEnd, Script
+from kvrelay.worker.metrics import registry_of
+from kvrelay.worker.store_metrics import COUNTED, MEASURED
 from tests.accounting.bench import limits
 from tests.accounting.journalled import Sums
 from tests.accounting.served import Served
 from tests.exact.scrape import Scrape, parsed
-from worker.metrics import registry_of
-from worker.storemetrics import COUNTED, MEASURED
 
 
 class Scraper(threading.Thread):
@@ -42,8 +42,8 @@ def test_the_counters_are_what_the_journal_adds_up_to() -> None:
     journal: list[str] = []
     script = Script(
         lookups={"*": [None, 5, 99, -3]},
-        loads={"*": [Verdict(3, after=2, times=2), Verdict(0), Verdict(after=3, strays=(1,))]},
-        saves={"*": [Verdict(after=5, times=2)]},
+        loads={"*": [MockEnd(3, after=2, times=2), MockEnd(0), MockEnd(after=3, strays=(1,))]},
+        saves={"*": [MockEnd(after=5, times=2)]},
     )
     with Served(limits(12, 4, budget=16, headroom=0), script, journal) as served:
         for number in range(80):
@@ -75,8 +75,8 @@ def test_a_worker_without_a_store_has_looked_nothing_up_there() -> None:
 def test_sums_by_source_equal_prompt_tokens_on_every_scrape() -> None:
     script = Script(
         lookups={"*": [None, 5, 99, -3, 10**6]},
-        loads={"*": [Verdict(3, times=2), Verdict(0), Verdict(after=3), Verdict(strays=(1,))]},
-        saves={"*": [Verdict(after=5, times=2)]},
+        loads={"*": [MockEnd(3, times=2), MockEnd(0), MockEnd(after=3), MockEnd(strays=(1,))]},
+        saves={"*": [MockEnd(after=5, times=2)]},
     )
     with Served(limits(12, 4, budget=16, headroom=0), script) as served:
         scraper = Scraper(registry_of(served.engine, "decode"))
@@ -106,5 +106,5 @@ def test_sums_by_source_equal_prompt_tokens_on_every_scrape() -> None:
 
 def test_every_counter_of_the_store_connector_has_a_metric() -> None:
     exported = [field for field, _, _ in (*COUNTED, *MEASURED)]
-    assert sorted(exported) == sorted(Counters.__slots__)
+    assert sorted(exported) == sorted(ConnectorCounters.__slots__)
     assert len({name for _, name, _ in (*COUNTED, *MEASURED)}) == len(exported)

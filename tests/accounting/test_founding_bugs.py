@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from engine.external import Query
-from engine.request import Admission, Order, Request, Residency, State
-from engine.usage import leg_tokens
+from kvrelay.engine.core.external import Query
+from kvrelay.engine.core.request import Admission, Order, Request, RequestState, Residency
+from kvrelay.engine.core.usage import leg_tokens
 from tests.accounting.bench import Bench, limits
 from tests.accounting.toys import BoundaryToy, NanoRequest, NanoToy
 
@@ -93,7 +93,7 @@ def test_a_lookup_is_not_remembered_from_a_refused_attempt() -> None:
     bench.submit("grows", [60 + token for token in range(13)], 5)  # 4 blocks, then a fifth
     bench.step()
     late = bench.submit("late", [*shared, 51, 52, 53, 54, 55], 1)
-    while late.state is State.WAITING:
+    while late.state is RequestState.WAITING:
         bench.step()
         bench.end_all()
     seen = [local for request_id, local in bench.queries if request_id == "late"]

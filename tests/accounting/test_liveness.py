@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from engine.external import Query
-from engine.request import Request, State
-from engine.usage import leg_tokens
+from kvrelay.engine.core.external import Query
+from kvrelay.engine.core.request import Request, RequestState
+from kvrelay.engine.core.usage import leg_tokens
 from tests.accounting.bench import Bench, limits
 
 
@@ -19,7 +19,7 @@ def test_two_loads_that_could_wedge_each_other(first: int) -> None:
     one = bench.submit("one", range(18), 3)
     two = bench.submit("two", range(50, 68), 3)
     bench.step()
-    assert (one.state, two.state) == (State.LOADING, State.WAITING)
+    assert (one.state, two.state) == (RequestState.LOADING, RequestState.WAITING)
     assert two.residency is None
     bench.submit("small", range(90, 94), 2)
     bench.step()
@@ -39,7 +39,7 @@ def test_a_running_request_waits_for_the_blocks_of_a_load_and_gets_them() -> Non
     assert bench.scheduler.preemptions == 0
     bench.end_load(bench.loads[0])
     bench.step()
-    assert (runs.length, load.state) == (10, State.WAITING)
+    assert (runs.length, load.state) == (10, RequestState.WAITING)
     bench.run()
 
 
@@ -49,7 +49,7 @@ def test_a_load_blocks_nobody_else() -> None:
     others = [bench.submit(f"r{n}", range(10 * n, 10 * n + 5), 4) for n in range(1, 4)]
     for _ in range(10):
         bench.step()
-    assert all(request.state is State.FINISHED for request in others)
+    assert all(request.state is RequestState.FINISHED for request in others)
     bench.run()
 
 
@@ -63,7 +63,7 @@ def test_who_must_ask_later_is_passed_over_and_leaves_no_trace() -> None:
     other = bench.submit("other", range(20, 29), 2)
     free = len(bench.scheduler.pool.free)
     bench.step()
-    assert (waits.state, other.state) == (State.WAITING, State.RUNNING)
+    assert (waits.state, other.state) == (RequestState.WAITING, RequestState.RUNNING)
     bench.run()
     asked = [request_id for request_id, _ in bench.queries].count("later")
     assert asked == later + 1
@@ -85,7 +85,7 @@ def test_who_is_loaded_comes_before_those_that_came_while_it_was_loading(
     bench.step()
     old = bench.submit("old", range(5), blocks - 5)
     begun: dict[int, int] = {}
-    while old.state is not State.FINISHED:
+    while old.state is not RequestState.FINISHED:
         assert bench.steps < 100
         stream(bench, 4)
         bench.step()
@@ -116,7 +116,7 @@ def test_who_must_ask_later_again_and_again_is_not_passed_over_for_ever(
     stream(bench, new)
     bench.step()
     old = bench.submit("old", range(blocks * size * 2 // 3), 3)
-    while old.state is State.WAITING:
+    while old.state is RequestState.WAITING:
         assert bench.steps < 200
         stream(bench, new)
         bench.step()
@@ -133,7 +133,7 @@ def test_who_is_passed_over_keeps_the_blocks_that_were_found_for_it() -> None:
     late = bench.submit("late", [*shared, *range(60, 69)], 1)
     other = bench.submit("other", [70, 71], 2)
     bench.step()
-    assert (late.state, other.state) == (State.WAITING, State.WAITING)
+    assert (late.state, other.state) == (RequestState.WAITING, RequestState.WAITING)
     bench.scheduler.abort("late")
     bench.run()
 
@@ -166,7 +166,7 @@ def test_the_watermark_counts_everybody_who_is_here(blocks: int, admitted: bool)
     bench.step()
     newcomer = bench.submit("new", [4], 1)
     bench.begin()
-    assert loads.state is State.LOADING
+    assert loads.state is RequestState.LOADING
     assert (newcomer.residency is not None) is admitted
 
 
@@ -178,7 +178,7 @@ def test_two_that_are_preempted_wait_in_the_order_they_came() -> None:
     third = bench.submit("third", [4, 5, 6], 3)
     while not bench.scheduler.preemptions:
         bench.step()
-    assert (second.state, third.state) == (State.WAITING, State.LOADING)
+    assert (second.state, third.state) == (RequestState.WAITING, RequestState.LOADING)
     bench.end_all()
     while bench.scheduler.preemptions < 2:
         bench.step()
@@ -222,7 +222,9 @@ def test_decode_is_not_starved_by_prefills() -> None:
         before = [request.length for request in decoding]
         bench.step()
         assert [request.length for request in decoding] == [length + 1 for length in before]
-    assert any(request.state is State.FINISHED for request in bench.requests), "prefills go on too"
+    assert any(request.state is RequestState.FINISHED for request in bench.requests), (
+        "prefills go on too"
+    )
     bench.run()
 
 
@@ -249,7 +251,7 @@ def test_a_prefill_is_not_starved_by_decoders() -> None:
     bench = Bench(limits(400, 4, seqs=4, budget=4))
     first = bench.submit("first", range(40), 1)
     number = 0
-    while first.state is not State.FINISHED:
+    while first.state is not RequestState.FINISHED:
         number += 1
         bench.submit(f"d{number}", [number % 90], 9)
         bench.step()
@@ -303,13 +305,13 @@ def test_a_large_request_is_not_overtaken_for_ever() -> None:
     bench.step()
     large = bench.submit("large", range(36), 4)
     after: list[Request] = []
-    while large.state is not State.FINISHED:
+    while large.state is not RequestState.FINISHED:
         after.append(bench.submit(f"after{len(after)}", [len(after) % 90, 2], 3))
         bench.step()
         bench.end_all()
         assert bench.steps < 40
-        if large.state is State.WAITING:
-            assert all(request.state is State.WAITING for request in after)
+        if large.state is RequestState.WAITING:
+            assert all(request.state is RequestState.WAITING for request in after)
     bench.run()
 
 
@@ -318,7 +320,9 @@ def test_preempted_requests_come_back_in_their_order() -> None:
     requests = [bench.submit(f"r{n}", range(10 * n, 10 * n + 4), 12) for n in range(3)]
     order: list[str] = []
     while bench.scheduler.requests:
-        standing = [request.id for request in requests if request.state is not State.FINISHED]
+        standing = [
+            request.id for request in requests if request.state is not RequestState.FINISHED
+        ]
         queue = [request.id for request in (*bench.scheduler.running, *bench.scheduler.waiting)]
         assert queue == standing
         bench.step()
@@ -326,7 +330,7 @@ def test_preempted_requests_come_back_in_their_order() -> None:
         order += [
             request.id
             for request in requests
-            if request.state is State.FINISHED and request.id not in order
+            if request.state is RequestState.FINISHED and request.id not in order
         ]
     assert bench.scheduler.preemptions >= 2
     assert order == ["r0", "r1", "r2"]

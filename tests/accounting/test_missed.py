@@ -6,13 +6,13 @@ from collections import Counter
 
 import pytest
 
-from common.miss import Miss
-from common.sampling import Sampling
-from connector.mock import MockConnector, Script, Verdict
-from engine.request import Admission, Order
-from engine.steps import Steps
-from engine.updates import Missed
-from engine.usage import missed_blocks
+from kvrelay.connector.mock import MockConnector, MockEnd, Script
+from kvrelay.engine.core.request import Admission, Order
+from kvrelay.engine.core.updates import Missed
+from kvrelay.engine.core.usage import missed_blocks
+from kvrelay.engine.steps import Steps
+from kvrelay.sampling import Sampling
+from kvrelay.usage import Miss
 from tests.accounting.bench import limits
 from tests.accounting.served import Served
 from tests.engine.fakes import ChainRunner, naming
@@ -41,13 +41,13 @@ def test_every_block_is_here_or_outside_or_missed_or_computed_here_whatever_is_f
         (Script(lookups={"*": [8]}, misses={"*": [Miss.EVICTED]}), Missed(Miss.EVICTED, 1)),
         (Script(lookups={"*": [-9]}, misses={"*": [Miss.EXPIRED]}), Missed(Miss.EXPIRED, 3)),
         (
-            Script(lookups={"*": [99]}, loads={"*": [Verdict(4, missed=Miss.FAILED_VERIFICATION)]}),
+            Script(lookups={"*": [99]}, loads={"*": [MockEnd(4, missed=Miss.FAILED_VERIFICATION)]}),
             Missed(Miss.FAILED_VERIFICATION, 2),
         ),
         (
             Script(
                 lookups={"*": [8]},
-                loads={"*": [Verdict(0, times=3, missed=Miss.TOO_LATE)]},
+                loads={"*": [MockEnd(0, times=3, missed=Miss.TOO_LATE)]},
                 misses={"*": [Miss.EVICTED]},
             ),
             Missed(Miss.TOO_LATE, 3),
@@ -55,7 +55,7 @@ def test_every_block_is_here_or_outside_or_missed_or_computed_here_whatever_is_f
         (
             Script(
                 lookups={"*": [None, None, 4]},
-                loads={"*": [Verdict(after=3)]},
+                loads={"*": [MockEnd(after=3)]},
                 misses={"*": [Miss.OTHER_NAMESPACE]},
             ),
             Missed(Miss.OTHER_NAMESPACE, 2),
@@ -95,13 +95,13 @@ def test_the_reason_is_that_of_the_admission_that_made_the_first_token() -> None
 
 def test_the_totals_are_the_sum_of_the_legs_under_preemption_and_failure() -> None:
     ways: tuple[
-        tuple[list[int | str | None], Verdict, Miss], ...
+        tuple[list[int | str | None], MockEnd, Miss], ...
     ] = (  # what a lookup says, how a load ends, why there was no more
-        ([None, 0], Verdict(), Miss.EVICTED),
-        ([5], Verdict(after=3), Miss.NEVER_STORED),
-        ([99], Verdict(3, missed=Miss.TOO_LATE), Miss.CLEARED),
-        ([10**6], Verdict(0, times=2, missed=Miss.FAILED_VERIFICATION), Miss.CLEARED),
-        ([-3], Verdict(), Miss.OTHER_NAMESPACE),
+        ([None, 0], MockEnd(), Miss.EVICTED),
+        ([5], MockEnd(after=3), Miss.NEVER_STORED),
+        ([99], MockEnd(3, missed=Miss.TOO_LATE), Miss.CLEARED),
+        ([10**6], MockEnd(0, times=2, missed=Miss.FAILED_VERIFICATION), Miss.CLEARED),
+        ([-3], MockEnd(), Miss.OTHER_NAMESPACE),
     )
     names = [f"r{number}" for number in range(30)]
     told = dict(zip(names, ways * 6, strict=True))
@@ -130,9 +130,9 @@ def test_tokens_that_come_after_their_request_has_left_are_counted_once() -> Non
     script = Script(
         lookups={"left": [8], "liar": [8], "short": [8]},
         loads={
-            "left": [Verdict(5, after=1, times=3, strays=(7,))],
-            "liar": [Verdict(10**6, after=1)],
-            "short": [Verdict(3, after=1)],
+            "left": [MockEnd(5, after=1, times=3, strays=(7,))],
+            "liar": [MockEnd(10**6, after=1)],
+            "short": [MockEnd(3, after=1)],
         },
     )
     bounds = limits(20, SIZE)

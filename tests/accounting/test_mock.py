@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from common.miss import Miss
-from connector.mock import MockConnector, Script, Verdict
-from engine.external import Load, Loaded, Piece, Query, Save, Saved
+from kvrelay.connector.mock import MockConnector, MockEnd, Script
+from kvrelay.engine.core.external import BlockContent, Load, Loaded, Query, Save, Saved
+from kvrelay.usage import Miss
 
 LOAD = Load("r", 5, 4, 10, tuple(range(16)), (b"a", b"b"), (1, 2, 3))
-SAVE = Save("r", 5, 1, (Piece(0, b"a", b"", (1, 2)), Piece(1, b"b", b"a", (3, 4))))
+SAVE = Save("r", 5, 1, (BlockContent(0, b"a", b"", (1, 2)), BlockContent(1, b"b", b"a", (3, 4))))
 
 
 def ask(connector: MockConnector, request_id: str, times: int) -> list[int | None]:
@@ -41,7 +41,7 @@ def test_each_request_has_its_own_place_in_the_lines_for_all() -> None:
 
 
 def test_events_come_after_so_many_polls() -> None:
-    connector = MockConnector(Script(loads={"r": [Verdict(after=2)]}))
+    connector = MockConnector(Script(loads={"r": [MockEnd(after=2)]}))
     told: list[str] = []
     connector.start(lambda: told.append("news"))
     connector.load(LOAD)
@@ -53,7 +53,7 @@ def test_events_come_after_so_many_polls() -> None:
 def test_a_load_claims_any_amount_and_writes_what_is_real(amount: int) -> None:
     written: list[int] = []
     connector = MockConnector(
-        Script(loads={"r": [Verdict(amount)]}), fill=lambda load, valid: written.append(valid)
+        Script(loads={"r": [MockEnd(amount)]}), fill=lambda load, valid: written.append(valid)
     )
     connector.load(LOAD)
     assert not written, "the bytes come as late as the event"
@@ -64,7 +64,7 @@ def test_a_load_claims_any_amount_and_writes_what_is_real(amount: int) -> None:
 
 def test_events_are_repeated_and_written_once() -> None:
     written: list[int] = []
-    script = Script(loads={"r": [Verdict(times=3), Verdict(times=0)]})
+    script = Script(loads={"r": [MockEnd(times=3), MockEnd(times=0)]})
     connector = MockConnector(script, fill=lambda load, valid: written.append(valid))
     connector.load(LOAD)
     assert connector.poll() == [Loaded("r", 5, 10)] * 3
@@ -74,7 +74,7 @@ def test_events_are_repeated_and_written_once() -> None:
 
 
 def test_strays_come_first_and_are_of_other_epochs() -> None:
-    connector = MockConnector(Script(saves={"r": [Verdict(amount=1, strays=(-1, 4))]}))
+    connector = MockConnector(Script(saves={"r": [MockEnd(amount=1, strays=(-1, 4))]}))
     connector.save(SAVE)
     assert connector.poll() == [
         Saved("r", 4, 1, 1),
@@ -91,9 +91,9 @@ def test_events_of_one_poll_come_in_reverse() -> None:
 
 
 def test_around_another_connector_it_never_claims_more_than_is_there() -> None:
-    inner = MockConnector(Script(lookups={"*": [8]}, loads={"*": [Verdict(6)]}))
+    inner = MockConnector(Script(lookups={"*": [8]}, loads={"*": [MockEnd(6)]}))
     outer = MockConnector(
-        Script(lookups={"*": [None, "ask", 3]}, loads={"*": [Verdict(99, times=2), Verdict(2)]}),
+        Script(lookups={"*": [None, "ask", 3]}, loads={"*": [MockEnd(99, times=2), MockEnd(2)]}),
         inner,
     )
     assert ask(outer, "r", 3) == [None, 8, 3]

@@ -16,10 +16,10 @@ from hypothesis.stateful import (
     rule,
 )
 
-from engine.external import Query
-from engine.plan import Limits, Plan
-from engine.request import Order
-from engine.usage import leg_tokens
+from kvrelay.engine.core.external import Query
+from kvrelay.engine.core.plan import EngineLimits, Plan
+from kvrelay.engine.core.request import Order
+from kvrelay.engine.core.usage import leg_tokens
 from tests.accounting.bench import Bench
 from tests.engine.fakes import answer
 
@@ -43,7 +43,7 @@ class Life(RuleBasedStateMachine):
         headroom=st.integers(0, 3),
     )
     def begin(self, size: int, blocks: int, seqs: int, budget: int, headroom: int) -> None:
-        bounds = Limits(blocks, size, 200, seqs, budget, headroom)
+        bounds = EngineLimits(blocks, size, 200, seqs, budget, headroom)
         self.bench = Bench(bounds, self._lookup)
 
     def _lookup(self, query: Query) -> int | None:

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import Rejected
-from engine.external import Query
-from engine.journal import VERSION, Journal
-from engine.plan import Limits
-from engine.replay import LONGEST_LINE, main, replay
-from engine.request import Naming
-from engine.scheduler import Lookup, Scheduler
 from kvrelay.cli.dispatch import main as command
+from kvrelay.engine.core.external import Query
+from kvrelay.engine.core.journal import VERSION, Journal
+from kvrelay.engine.core.plan import EngineLimits
+from kvrelay.engine.core.replay import LONGEST_LINE, main, replay
+from kvrelay.engine.core.request import Naming
+from kvrelay.engine.core.scheduler import Lookup, Scheduler
+from kvrelay.errors import Rejected
 from tests.accounting.bench import Bench, limits
 
 SEED = 20
@@ -30,7 +30,7 @@ def head(**changed: int) -> str:
     return json.dumps({"journal": VERSION, "limits": bounds}) + "\n"
 
 
-def journalled(lines: list[str]) -> Callable[[Limits, Naming, Lookup], Scheduler]:
+def journalled(lines: list[str]) -> Callable[[EngineLimits, Naming, Lookup], Scheduler]:
     return lambda bounds, naming, lookup: Journal(bounds, naming, lookup, lines.append)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.request import Order, Request
+from kvrelay.engine.core.request import Order, Request
 from tests.accounting.bench import Bench, limits
 from tests.engine.fakes import chain, naming
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import Rejected
-from common.miss import Miss
-from connector.mock import Script, Verdict
-from connector.script import Scripted, parse_script, read_script
+from kvrelay.connector.mock import MockEnd, Script
+from kvrelay.connector.script import MockConfig, parse_script, read_script
+from kvrelay.errors import Rejected
+from kvrelay.usage import Miss
 
 WHOLE = {
     "store": "kvrelay://127.0.0.1:5",
@@ -25,17 +25,17 @@ WHOLE = {
 def test_every_part_of_a_file_arrives(tmp_path: Path) -> None:
     path = tmp_path / "script.json"
     path.write_text(json.dumps(WHOLE))
-    assert read_script(f"mock:{path}") == Scripted(
+    assert read_script(f"mock:{path}") == MockConfig(
         Script(
             lookups={"*": ["ask"], "r": [None, None, 8, -3]},
-            loads={"r": [Verdict(4, 2, 2, (-1, 7), Miss.EXPIRED)]},
-            saves={"r": [Verdict(), Verdict(0)]},
+            loads={"r": [MockEnd(4, 2, 2, (-1, 7), Miss.EXPIRED)]},
+            saves={"r": [MockEnd(), MockEnd(0)]},
             misses={"*": [Miss.EVICTED, Miss.TOO_LATE]},
             reverse=True,
         ),
         "kvrelay://127.0.0.1:5",
     )
-    assert parse_script({}) == Scripted(Script(), None)
+    assert parse_script({}) == MockConfig(Script(), None)
 
 
 @pytest.mark.parametrize(

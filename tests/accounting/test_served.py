@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from connector.mock import Script, Verdict
-from engine.replay import replay
-from engine.updates import Ended, Token
+from kvrelay.connector.mock import MockEnd, Script
+from kvrelay.engine.core.replay import replay
+from kvrelay.engine.core.updates import Ended, Token
 from tests.accounting.bench import limits
 from tests.accounting.served import Served
 
@@ -18,26 +18,26 @@ SCRIPTS = {
     "all there": Script(lookups={"*": [99]}),
     "lies in lookups": Script(lookups={"*": LIES}),
     "ask later": Script(lookups={"*": [None] * 6 + [8, None, 99]}),
-    "slow loads": Script(lookups={"*": [99]}, loads={"*": [Verdict(after=9), Verdict(after=2)]}),
-    "short loads": Script(lookups={"*": [99]}, loads={"*": [Verdict(5), Verdict(1)]}),
-    "failed loads": Script(lookups={"*": [99]}, loads={"*": [Verdict(0)]}),
-    "lies in loads": Script(lookups={"*": [6]}, loads={"*": [Verdict(-4), Verdict(10**6)]}),
+    "slow loads": Script(lookups={"*": [99]}, loads={"*": [MockEnd(after=9), MockEnd(after=2)]}),
+    "short loads": Script(lookups={"*": [99]}, loads={"*": [MockEnd(5), MockEnd(1)]}),
+    "failed loads": Script(lookups={"*": [99]}, loads={"*": [MockEnd(0)]}),
+    "lies in loads": Script(lookups={"*": [6]}, loads={"*": [MockEnd(-4), MockEnd(10**6)]}),
     "repeated": Script(
-        lookups={"*": [9]}, loads={"*": [Verdict(times=3)]}, saves={"*": [Verdict(times=2)]}
+        lookups={"*": [9]}, loads={"*": [MockEnd(times=3)]}, saves={"*": [MockEnd(times=2)]}
     ),
     "out of order": Script(
         lookups={"*": [9]},
-        loads={"*": [Verdict(after=4), Verdict()]},
-        saves={"*": [Verdict(after=5), Verdict()]},
+        loads={"*": [MockEnd(after=4), MockEnd()]},
+        saves={"*": [MockEnd(after=5), MockEnd()]},
         reverse=True,
     ),
     "other epochs": Script(
         lookups={"*": [9]},
-        loads={"*": [Verdict(after=3, strays=(-1, 1, 1000))]},
-        saves={"*": [Verdict(strays=(-1, 5))]},
+        loads={"*": [MockEnd(after=3, strays=(-1, 1, 1000))]},
+        saves={"*": [MockEnd(strays=(-1, 5))]},
     ),
     "saves late and lost": Script(
-        saves={"*": [Verdict(after=30), Verdict(0), Verdict(-1), Verdict(99, after=3)]}
+        saves={"*": [MockEnd(after=30), MockEnd(0), MockEnd(-1), MockEnd(99, after=3)]}
     ),
 }
 
@@ -93,8 +93,8 @@ def test_aborted_at_any_moment(seed: int) -> None:
     dice = random.Random(seed)
     script = Script(
         lookups={"*": [dice.choice([None, 0, 5, 99]) for _ in range(50)]},
-        loads={"*": [Verdict(dice.choice([None, 3, 0]), dice.randint(0, 9)) for _ in range(20)]},
-        saves={"*": [Verdict(None, dice.randint(0, 5)) for _ in range(20)]},
+        loads={"*": [MockEnd(dice.choice([None, 3, 0]), dice.randint(0, 9)) for _ in range(20)]},
+        saves={"*": [MockEnd(None, dice.randint(0, 5)) for _ in range(20)]},
     )
     with Served(limits(12, 4, budget=8, headroom=0), script) as served:
         kept = []
@@ -117,7 +117,7 @@ def test_aborted_at_any_moment(seed: int) -> None:
 
 def test_one_request_that_waits_for_ever_holds_up_nobody() -> None:
     script = Script(
-        lookups={"stuck": [None], "lost": [99], "*": [0]}, loads={"lost": [Verdict(times=0)]}
+        lookups={"stuck": [None], "lost": [99], "*": [0]}, loads={"lost": [MockEnd(times=0)]}
     )
     with Served(limits(20, 4, budget=16), script) as served:
         served.submit("stuck", range(9), 4)
@@ -137,8 +137,8 @@ def test_one_request_that_waits_for_ever_holds_up_nobody() -> None:
 def test_the_journal_of_a_real_run_with_a_hundred_preemptions_repeats() -> None:
     script = Script(
         lookups={"*": [None, 5, 99]},
-        loads={"*": [Verdict(3, after=2, times=2), Verdict(after=1)]},
-        saves={"*": [Verdict(after=3)]},
+        loads={"*": [MockEnd(3, after=2, times=2), MockEnd(after=1)]},
+        saves={"*": [MockEnd(after=3)]},
     )
     journal: list[str] = []
     with Served(limits(12, 4, budget=16, headroom=0), script, journal) as served:

@@ -8,19 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
-from connector.mock import Script, Verdict
-from engine.external import Event, Loaded
-from engine.sources import UNKNOWN, added, apportioned
+from kvrelay.connector.mock import MockEnd, Script
+from kvrelay.engine.core.external import Loaded, TransferEvent
+from kvrelay.engine.core.sources import UNKNOWN, add_by_store, apportion
+from kvrelay.worker.metrics import EngineCollector
 from tests.accounting.bench import limits
 from tests.accounting.served import Served
-from worker.metrics import EngineCollector
 
 TOLD = st.lists(st.tuples(st.sampled_from("abc"), st.integers(-50, 200)), max_size=6)
 
 
 @given(TOLD, st.integers(0, 300))
 def test_the_sum_by_store_is_the_admissions(told: list[tuple[str, int]], external: int) -> None:
-    found = apportioned(told, external)
+    found = apportion(told, external)
     assert sum(found.values()) == external
     assert min(found.values(), default=1) > 0
     claimed = sum(max(tokens, 0) for _, tokens in told)
@@ -29,8 +29,8 @@ def test_the_sum_by_store_is_the_admissions(told: list[tuple[str, int]], externa
 
 @given(TOLD, TOLD)
 def test_sums_are_added_by_store(one: list[tuple[str, int]], other: list[tuple[str, int]]) -> None:
-    first, second = apportioned(one, 100), apportioned(other, 70)
-    both = added(first, second)
+    first, second = apportion(one, 100), apportion(other, 70)
+    both = add_by_store(first, second)
     assert sum(both.values()) == 170
     assert all(both[name] == first.get(name, 0) + second.get(name, 0) for name in both)
 
@@ -41,7 +41,7 @@ class Telling(Served):
     def tell(self, *lines: tuple[tuple[str, int], ...]) -> None:
         rest, inner = iter(lines), self.connector.poll
 
-        def poll() -> list[Event]:
+        def poll() -> list[TransferEvent]:
             return [
                 replace(event, sources=next(rest, ())) if isinstance(event, Loaded) else event
                 for event in inner()
@@ -51,7 +51,7 @@ class Telling(Served):
 
 
 def test_usage_and_metrics_tell_tokens_by_store() -> None:
-    script = Script(lookups={"*": [8]}, loads={"lied": [Verdict(5)], "*": [Verdict()]})
+    script = Script(lookups={"*": [8]}, loads={"lied": [MockEnd(5)], "*": [MockEnd()]})
     served = Telling(limits(40, 4, budget=16), script)
     with served:
         served.tell((("a", 5), ("b", 3)), (("a", 8),), (("b", 99), ("a", -4)))

@@ -7,12 +7,12 @@ from collections import Counter
 
 import pytest
 
-from engine.audit import audit
-from engine.external import Event, Load, Loaded, Query, Save, Saved
-from engine.plan import Limits
-from engine.request import Finish, Order, Request, State
-from engine.scheduler import Scheduler
-from engine.usage import leg_tokens
+from kvrelay.engine.core.audit import audit
+from kvrelay.engine.core.external import Load, Loaded, Query, Save, Saved, TransferEvent
+from kvrelay.engine.core.plan import EngineLimits
+from kvrelay.engine.core.request import Finish, Order, Request, RequestState
+from kvrelay.engine.core.scheduler import Scheduler
+from kvrelay.engine.core.usage import leg_tokens
 from tests.engine.fakes import VOCABULARY, ChainRunner, answer, naming
 
 
@@ -23,7 +23,7 @@ class Storm:
         self.random = random.Random(seed)
         self.size = self.random.choice([1, 2, 3, 4, 16])
         self.blocks = self.random.randint(3, 12)
-        self.limits = Limits(
+        self.limits = EngineLimits(
             self.blocks,
             self.size,
             max_model_len=self.random.choice([self.blocks * self.size, 1000]),
@@ -34,7 +34,7 @@ class Storm:
         self.runner = ChainRunner(self.blocks, self.size)
         self.scheduler = Scheduler(self.limits, naming(), self._lookup)
         self.outside: list[Load | Save] = []
-        self.done: list[Event] = []
+        self.done: list[TransferEvent] = []
         self.requests: list[Request] = []
         self.salts: dict[str, int] = {}
         self.wasted = 0
@@ -89,7 +89,7 @@ class Storm:
 
     def _end(self, job: Load | Save) -> None:
         if isinstance(job, Save):
-            event: Event = Saved(job.request_id, job.epoch, job.serial, len(job.pieces))
+            event: TransferEvent = Saved(job.request_id, job.epoch, job.serial, len(job.pieces))
         else:
             valid = self.random.choice([-1, 0, 1, self.size, job.external, job.external, 10_000])
             self.runner.fill(job, min(max(valid, 0), job.external))
@@ -97,7 +97,7 @@ class Storm:
         self._tell(event)
         self.done.append(event)
 
-    def _tell(self, event: Event) -> None:
+    def _tell(self, event: TransferEvent) -> None:
         if isinstance(event, Loaded):
             self.scheduler.loaded(event.request_id, event.epoch, event.valid)
         else:
@@ -115,7 +115,9 @@ class Storm:
         if self.random.random() < 0.01 and self.scheduler.requests:  # between plan and commit
             self.scheduler.abort(self.random.choice(list(self.scheduler.requests)))
             self.wasted += sum(
-                entry.count for entry in plan.entries if entry.request.state is State.FINISHED
+                entry.count
+                for entry in plan.entries
+                if entry.request.state is RequestState.FINISHED
             )
         self.outside += self.scheduler.commit(plan, sampled).saves
 
@@ -137,7 +139,7 @@ class Storm:
     def _check_request(self, request: Request) -> None:
         order, account = request.order, leg_tokens(request)
         prompt = list(order.tokens[: order.prompt_len])
-        assert request.state is State.FINISHED
+        assert request.state is RequestState.FINISHED
         made = answer(prompt, request.length - order.prompt_len, self.salts[request.id])
         assert request.tokens == prompt + made
         assert min(account.computed, account.recomputed, account.failed) >= 0

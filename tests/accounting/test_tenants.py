@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine.external import Query
-from engine.plan import Limits
-from engine.request import Naming, Order
-from engine.scheduler import Scheduler
-from kvblock import Namer, Namespace
+from kvrelay.block import Namer, Namespace
+from kvrelay.engine.core.external import Query
+from kvrelay.engine.core.plan import EngineLimits
+from kvrelay.engine.core.request import Naming, Order
+from kvrelay.engine.core.scheduler import Scheduler
+from kvrelay.worker.worker import naming_of
 from kvstore import connect
 from kvstore.client.memory import forget
 from tests.connector.rig import B, Worker, blocks_for
-from worker.worker import naming_of
 
 FLEET = Namespace("m", "r", "float32", "layout", 4)
 ALICE, BOB = (FLEET.of_tenant(salt * 32).digest for salt in (b"a", b"b"))
@@ -32,7 +32,7 @@ def local_hits(scheduler: Scheduler, request_id: str, space: bytes) -> int:
 
 
 def test_the_pool_of_a_worker() -> None:
-    limits = Limits(
+    limits = EngineLimits(
         num_blocks=32, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16
     )
     asked: set[bytes] = set()

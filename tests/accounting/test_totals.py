@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from common.miss import Miss
-from engine.request import Admission, Finish
-from engine.totals import Totals
-from engine.updates import Missed
-from engine.usage import LegTokens
+from kvrelay.engine.core.request import Admission, Finish
+from kvrelay.engine.core.totals import Totals
+from kvrelay.engine.core.updates import Missed
+from kvrelay.engine.core.usage import LegTokens
+from kvrelay.usage import Miss
 
 LEG = LegTokens(
     length=20,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.sampling import Sampling
-from engine.work import Work
+from kvrelay.engine.core.work import Work
+from kvrelay.sampling import Sampling
 from tests.engine.fakes import ChainRunner, chain
 
 

@@ -10,9 +10,9 @@ import random
 import sys
 from dataclasses import dataclass
 
-from engine.plan import Limits
-from engine.request import Order
-from engine.scheduler import Scheduler
+from kvrelay.engine.core.plan import EngineLimits
+from kvrelay.engine.core.request import Order
+from kvrelay.engine.core.scheduler import Scheduler
 from tests.engine.fakes import naming
 
 SEED = 1
@@ -33,7 +33,9 @@ class Job:
 
 def run(jobs: list[Job], blocks: int, size: int, budget: int, headroom: int) -> tuple[int, int]:
     """Positions computed and steps. A token says how many were made, so a job can stop there."""
-    scheduler = Scheduler(Limits(blocks, size, 9999, 64, budget, headroom), naming(), lambda _: 0)
+    scheduler = Scheduler(
+        EngineLimits(blocks, size, 9999, 64, budget, headroom), naming(), lambda _: 0
+    )
     for number, job in enumerate(jobs):
         prompt, ending = (number,) * job.prompt, frozenset({1000 + job.stop})
         scheduler.submit(Order(f"r{number}", prompt, job.prompt, job.new, ending, save=False))

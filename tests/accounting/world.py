@@ -11,13 +11,13 @@ import marshal
 from hashlib import blake2b
 from typing import NamedTuple
 
-from engine.external import Save
-from engine.plan import Entry, Plan
-from engine.request import Admission, Request, Residency, Run, State
-from engine.scheduler import Scheduler
+from kvrelay.engine.core.external import Save
+from kvrelay.engine.core.plan import Entry, Plan
+from kvrelay.engine.core.request import Admission, Request, RequestState, Residency, Run
+from kvrelay.engine.core.scheduler import Scheduler
 from tests.accounting.case import NAMING, RUBBISH, Case, contents
 
-STATES = list(State)
+STATES = list(RequestState)
 CODES = {state: code for code, state in enumerate(STATES)}
 Numbers = tuple[int, ...]
 Admitted = tuple[int, int, int, int]  # epoch, length, local, external
@@ -228,7 +228,7 @@ class World:
             order = self.case.orders[index]
             request = self.scheduler.requests.get(order.request_id) if index >= 0 else None
             if request is None:
-                request = Request(order, list(order.tokens), state=State.FINISHED)
+                request = Request(order, list(order.tokens), state=RequestState.FINISHED)
             entries.append(Entry(request, epoch, start, count, samples))
             if request.residency is not None:
                 self.write(index, request.residency.blocks, start, start + count)

@@ -10,12 +10,12 @@ import uuid
 from pathlib import Path
 from types import TracebackType
 
-from kvrelay.processes import ROOT
+from kvrelay.cluster.layout import ROOT
 from tests.cli.processes import until
 
 TAKES_IT = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
 TAKES_IT += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-OURS = "common.ctrlc"
+OURS = "kvrelay.process.sigint"
 START_SECONDS, END_SECONDS = 90.0, 30.0
 
 

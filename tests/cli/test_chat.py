@@ -6,8 +6,8 @@ import asyncio
 import sys
 
 from kvrelay import AsyncClient
-from kvrelay.ports import free_ports
-from kvrelay.processes import ROOT
+from kvrelay.cluster.layout import ROOT
+from kvrelay.cluster.ports import free_ports
 from tests.router.fakes import decode_worker, running
 
 Turns = list[tuple[str, str]]

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import NotFound, Rejected
-from kvrelay import endpoints
-from kvrelay import make_model as kvrelay_make_model
-from kvrelay.cli import make_model, store
+from benchmarks import make_model
+from benchmarks import random_model as kvrelay_make_model
 from kvrelay.cli.dispatch import COMMANDS, main
-from kvrelay.ports import free_ports
-from kvrelay.processes import ROOT
+from kvrelay.cli.store import command as store
+from kvrelay.cluster import endpoints
+from kvrelay.cluster.layout import ROOT
+from kvrelay.cluster.ports import free_ports
+from kvrelay.errors import NotFound, Rejected
 
 NAMES = [command.name for command in COMMANDS]
 LEAVES: list[tuple[str, ...]] = [(name,) for name in NAMES if name != "store"]

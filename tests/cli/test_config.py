@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from common.config import check, load, option, read, required
-from common.errors import Rejected
-from common.values import boolean, show_size, size
+from kvrelay.config.reader import check, load, option, read, required
+from kvrelay.config.values import boolean, show_size, size
+from kvrelay.errors import Rejected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

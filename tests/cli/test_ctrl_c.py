@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.make_model import make_model
+from benchmarks.random_model import make_model
 from tests.cli.processes import until
 from tests.cli.terminal import Terminal
 

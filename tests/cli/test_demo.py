@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrelay.processes import ROOT, ClusterConfig
+from kvrelay.cluster.layout import ROOT, ClusterConfig
+from kvrelay.cluster.supervisor import Cluster
 from kvrelay.recall.facts import document, question
 from kvrelay.recall.prompt import prompt
-from kvrelay.supervisor import Cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

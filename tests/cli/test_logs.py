@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from common import logs
+from kvrelay.process import logs
 
 
 @pytest.fixture

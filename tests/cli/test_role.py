@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from kvrelay.cli.dispatch import main
-from kvrelay.ports import free_ports
-from router.registry import Registry
-from rpc.deadline import Deadline
+from kvrelay.cluster.ports import free_ports
+from kvrelay.rpc.deadline import Deadline
+from router.workers.registry import Registry
 from tests.router.fakes import FakeWorker, decode_worker, prefill_worker, running
 
 

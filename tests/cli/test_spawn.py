@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrelay import spawn
-from kvrelay.process import Process, Spec
-from kvrelay.processes import ROOT
+from kvrelay.cluster import spawn
+from kvrelay.cluster.layout import ROOT
+from kvrelay.cluster.process import ProcessSpec, SupervisedProcess
 from tests.cli.processes import alive, until
 
 pytestmark = pytest.mark.cluster
@@ -22,7 +22,7 @@ def preloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """A fork server for this test alone, and the list of what it imports."""
     made: list[str] = []
     monkeypatch.setattr(spawn, "PRELOADED", made)
-    monkeypatch.setattr(spawn, "server", spawn.ForkServer())
+    monkeypatch.setattr(spawn, "server", spawn.ForkServerClient())
     yield made
     spawn.server.end()
 
@@ -48,7 +48,7 @@ def test_what_cannot_be_imported_is_said_by_who_needs_it(preloaded: list[str]) -
 def test_who_is_not_born_yet_is_not_waited_for(preloaded: list[str]) -> None:
     """The imports of the fork server last as long as they last; this one's do not end."""
     preloaded.append("tests.cli.never_imported")
-    spec = Spec(
+    spec = ProcessSpec(
         role="decode",
         index=0,
         module="this",
@@ -58,7 +58,7 @@ def test_who_is_not_born_yet_is_not_waited_for(preloaded: list[str]) -> None:
         environ=ENVIRON,
         forked=True,
     )
-    process = Process(spec, lambda spec, line: None, lambda spec, what: None, None)
+    process = SupervisedProcess(spec, lambda spec, line: None, lambda spec, what: None, None)
     process.start()
     until(lambda: process.starts == 1, "started")
     assert process.pid is None

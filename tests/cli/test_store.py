@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import Rejected
-from kvblock.header import decode
-from kvrelay.cli import store_clear, storeconfig
+from kvrelay.block.header import decode
 from kvrelay.cli.dispatch import main
+from kvrelay.cli.store import clear, options
+from kvrelay.errors import Rejected
+from kvrelay.rpc.deadline import Deadline
 from kvstore import Block, Store, connect
 from kvstore.client.remote import RemoteStore
-from kvstore.urls import alone
-from rpc.deadline import Deadline
+from kvstore.urls import standalone_url
+from tests.kvstore.client.test_transports import arena_in
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.redisserver import Server
-from tests.kvstore.redisserver import running as ready
+from tests.kvstore.redis.redisserver import Server
+from tests.kvstore.redis.redisserver import running as ready
 from tests.kvstore.test_conformance import TIMEOUT, make, name_of, put
-from tests.kvstore.test_ways import arena_in
 
 pytestmark = pytest.mark.cluster
 
@@ -202,7 +202,7 @@ def test_clear_asks_before_it_does(
 
     monkeypatch.setattr("sys.stdin", Person("y\n", present=False))
     with pytest.raises(Rejected, match="--yes"):
-        store_clear.main(["--store", url])
+        clear.main(["--store", url])
     monkeypatch.setattr("sys.stdin", Person("no\n"))
     status, _, err = run(capsys, "clear", "--store", url)
     assert (status, store.stats(TIMEOUT).entries) == (1, 3)
@@ -249,7 +249,7 @@ def test_a_store_stands_once_in_a_list(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def stores_of(text: str) -> list[str]:
-    return storeconfig.StoresConfig(store=text).urls()
+    return options.StoreSelection(store=text).urls()
 
 
 def test_a_full_disk_is_a_line(url: str) -> None:
@@ -276,6 +276,6 @@ def test_the_store_of_a_running_cluster_is_in_its_endpoints(
 
 
 def test_a_url_of_a_list_can_stand_alone() -> None:
-    assert alone("kvrelay://h:1?write=yes&way=shm&promote=no") == "kvrelay://h:1?way=shm"
-    assert alone("kvrelay://h:1?write=yes") == "kvrelay://h:1"
-    assert alone("redis://h:1/2") == "redis://h:1/2"
+    assert standalone_url("kvrelay://h:1?write=yes&way=shm&promote=no") == "kvrelay://h:1?way=shm"
+    assert standalone_url("kvrelay://h:1?write=yes") == "kvrelay://h:1"
+    assert standalone_url("redis://h:1/2") == "redis://h:1/2"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cli import doctor
-from kvrelay.doctor import Finding
-from kvrelay.processes import ClusterConfig, specs
-from kvrelay.storecheck import check_stores
+from kvrelay.cli.doctor import command
+from kvrelay.cli.doctor.machine import Diagnosis
+from kvrelay.cli.doctor.stores import check_stores
+from kvrelay.cluster.layout import ClusterConfig, specs
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.redisserver import Cluster, Server, running
+from tests.kvstore.redis.redisserver import Cluster, Server, running
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def said(url: str) -> dict[str, Finding]:
+def said(url: str) -> dict[str, Diagnosis]:
     return {finding.name: finding for finding in check_stores(url)}
 
 
@@ -118,7 +118,7 @@ PARTS = ("", " memory", " cluster")
 
 
 def test_the_command_shows_it(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    doctor.main(["--store", f"redis://{server.address}"])
+    command.main(["--store", f"redis://{server.address}"])
     shown = capsys.readouterr().out
     assert f"redis {server.address}" in shown
     assert "allkeys-lru" in shown

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import Rejected
-from kvrelay.processes import ClusterConfig, specs
-from kvrelay.supervisor import STOP_SECONDS
+from kvrelay.cluster.layout import ClusterConfig, specs
+from kvrelay.cluster.supervisor import STOP_SECONDS
+from kvrelay.errors import Rejected
 
 
 def args_of_store(config: ClusterConfig) -> tuple[str, ...]:

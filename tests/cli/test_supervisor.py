@@ -15,24 +15,24 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import DeadlineExceeded, Rejected, Unavailable
-from kvrelay.ports import free_ports
-from kvrelay.process import Backoff, Process, Spec, describe
-from kvrelay.processes import ROOT, ClusterConfig
-from kvrelay.supervisor import Cluster, Interrupted
+from kvrelay.cluster.layout import ROOT, ClusterConfig
+from kvrelay.cluster.ports import free_ports
+from kvrelay.cluster.process import ProcessSpec, RestartBackoff, SupervisedProcess, describe
+from kvrelay.cluster.supervisor import Cluster, StartInterrupted
+from kvrelay.errors import DeadlineExceeded, Rejected, Unavailable
 from tests.cli.processes import alive, until
 
 pytestmark = pytest.mark.cluster
-FAST = Backoff(first=0.05, longest=0.2, tries=3)
+FAST = RestartBackoff(first=0.05, longest=0.2, tries=3)
 
 
-def layout(*manners: str) -> Callable[[ClusterConfig], tuple[Spec, ...]]:
+def layout(*manners: str) -> Callable[[ClusterConfig], tuple[ProcessSpec, ...]]:
     """Fake services in the place of a cluster's."""
 
-    def make(config: ClusterConfig) -> tuple[Spec, ...]:
+    def make(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
         ports = free_ports(len(manners))
         return tuple(
-            Spec(
+            ProcessSpec(
                 role="decode",
                 index=index,
                 module="tests.cli.fake_service",
@@ -47,7 +47,7 @@ def layout(*manners: str) -> Callable[[ClusterConfig], tuple[Spec, ...]]:
     return make
 
 
-def fakes(*manners: str, on_change: Callable[[Spec, str], None] | None = None) -> Cluster:
+def fakes(*manners: str, on_change: Callable[[ProcessSpec, str], None] | None = None) -> Cluster:
     return Cluster(
         ClusterConfig(port=0),
         layout=layout(*manners),
@@ -93,7 +93,7 @@ def test_it_gives_up_after_so_many_deaths_in_a_row() -> None:
     assert "not started again" in said[-1]
 
 
-def _started(process: Process, times: int) -> bool:
+def _started(process: SupervisedProcess, times: int) -> bool:
     return process.starts == times and process.pid is not None
 
 
@@ -129,7 +129,7 @@ def test_interrupting_a_start_ends_it() -> None:
     cluster = fakes("good", "silent")
     timer = threading.Timer(0.3, cluster.interrupt)
     timer.start()
-    with pytest.raises(Interrupted):
+    with pytest.raises(StartInterrupted):
         cluster.__enter__()
     timer.join()
     assert cluster.process("decode", 1).pid is None
@@ -203,7 +203,7 @@ def test_statuses_in_words(status: int, words: str) -> None:
 
 
 def test_backoff_doubles_up_to_its_bound() -> None:
-    waits = [Backoff().wait(deaths) for deaths in range(1, 9)]
+    waits = [RestartBackoff().wait(deaths) for deaths in range(1, 9)]
     assert waits == [0.5, 1, 2, 4, 8, 16, 30, 30]
 
 

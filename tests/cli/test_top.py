@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from common.errors import KvrelayError, Unavailable
 from kvrelay.cli import top
 from kvrelay.cli.dispatch import main
-from protos import router_pb2
+from kvrelay.errors import KvrelayError, Unavailable
+from kvrelay.v1 import router_pb2
 
 FLEET = router_pb2.ListWorkersResponse(workers=[router_pb2.WorkerStatus(address="h:1")])
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.make_model import make_model
-from kvrelay.processes import ROOT
+from benchmarks.random_model import make_model
+from kvrelay.cluster.layout import ROOT
 from tests.cli.processes import alive, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

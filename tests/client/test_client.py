@@ -13,14 +13,14 @@ from typing import TypeVar
 import grpc
 import pytest
 
-from common.errors import DeadlineExceeded, Mismatch, NotFound, Rejected, Unavailable
 from kvrelay import AsyncClient, Client
-from kvrelay.aio import AsyncStream
-from kvrelay.ask import Ask, message_of
-from kvrelay.client import Stream
-from kvrelay.piece import Piece, whole
-from kvrelay.pulse import Pulse
-from protos import router_pb2, types_pb2
+from kvrelay.client.aio import AsyncStream
+from kvrelay.client.chunk import Chunk, completion_of
+from kvrelay.client.client import Stream
+from kvrelay.client.liveness import Liveness
+from kvrelay.client.parameters import Parameters, request_of
+from kvrelay.errors import DeadlineExceeded, Mismatch, NotFound, Rejected, Unavailable
+from kvrelay.v1 import router_pb2, types_pb2
 from tests.router.fakes import (
     LENGTH,
     Behaviour,
@@ -46,7 +46,7 @@ async def in_thread(run: Callable[[], T]) -> T:
 async def test_pieces_and_completion() -> None:
     async with running([prefill_worker(), decode_worker()]) as router:
 
-        def use() -> tuple[list[Piece], str, int]:
+        def use() -> tuple[list[Chunk], str, int]:
             with Client(router.address) as client:
                 pieces = list(client.generate(token_ids=PROMPT, max_tokens=5, seed=3))
                 done = client.complete(prompt="The fox", max_tokens=4, temperature=0.0)
@@ -70,7 +70,7 @@ async def test_asyncio() -> None:
         async with client.generate(token_ids=PROMPT, max_tokens=5, seed=3) as stream:
             pieces = [piece async for piece in stream]
         done = await client.complete(token_ids=PROMPT, max_tokens=5, seed=3)
-        assert whole(pieces).token_ids == done.token_ids == tuple(answer(PROMPT, 5, 3))
+        assert completion_of(pieces).token_ids == done.token_ids == tuple(answer(PROMPT, 5, 3))
         turns: list[tuple[str, str] | dict[str, str]] = [
             ("user", "Hi"),
             {"role": "user", "content": "Hi"},
@@ -186,9 +186,9 @@ class BreaksAfterItsEnd:
 async def test_an_answer_is_whole_with_its_last_message() -> None:
     """Resumed after it, what was held back to the end would come a second time."""
     request = router_pb2.GenerateRequest(prompt="x", max_tokens=1)
-    stream = Stream(request, BreaksAfterItsEnd(), Pulse())
+    stream = Stream(request, BreaksAfterItsEnd(), Liveness())
     assert "".join(piece.text for piece in stream) == "a\ufffd"
-    other = AsyncStream(request, BreaksAfterItsEnd(), Pulse())  # type: ignore[arg-type]
+    other = AsyncStream(request, BreaksAfterItsEnd(), Liveness())  # type: ignore[arg-type]
     assert "".join([piece.text async for piece in other]) == "a\ufffd"
     with Client("127.0.0.1:1") as client, pytest.raises(Rejected, match="has ended"):
         client.resume(stream)
@@ -250,7 +250,7 @@ async def test_errors_are_typed() -> None:
         client.complete(prompt="x")
 
 
-BAD: list[tuple[Ask, str]] = [
+BAD: list[tuple[Parameters, str]] = [
     ({}, "prompt"),
     ({"prompt": "x", "token_ids": [1]}, "prompt"),
     ({"token_ids": [1, -1]}, "token_ids[1]"),
@@ -267,20 +267,20 @@ BAD: list[tuple[Ask, str]] = [
 
 
 @pytest.mark.parametrize(("ask", "field"), BAD)
-def test_what_cannot_be_sent(ask: Ask, field: str) -> None:
+def test_what_cannot_be_sent(ask: Parameters, field: str) -> None:
     with pytest.raises(Rejected) as caught:
-        message_of(ask)
+        request_of(ask)
     assert caught.value.field == field
 
 
 def test_nothing_is_sent_that_was_not_given() -> None:
-    message = message_of({"prompt": "x", "temperature": 0.0, "top_k": None, "stop": "end"})
+    message = request_of({"prompt": "x", "temperature": 0.0, "top_k": None, "stop": "end"})
     assert [field.name for field, _ in message.ListFields()] == ["prompt", "sampling"]
     assert message.sampling.HasField("temperature")
     assert not message.sampling.HasField("top_k")
     assert list(message.sampling.stop) == ["end"]
     with pytest.raises(TypeError, match="tempature"):
-        message_of({"prompt": "x", "tempature": 1})  # type: ignore[typeddict-unknown-key]
+        request_of({"prompt": "x", "tempature": 1})  # type: ignore[typeddict-unknown-key]
 
 
 def test_the_import_is_light() -> None:

@@ -8,17 +8,17 @@ import math
 import numpy as np
 import pytest
 
-from common.errors import Rejected, Unavailable
 from kvrelay import AsyncClient, Client
-from kvrelay.aio import AsyncStream
-from kvrelay.ask import message_of, seconds_of
-from kvrelay.piece import Piece
+from kvrelay.client.aio import AsyncStream
+from kvrelay.client.chunk import Chunk
+from kvrelay.client.parameters import request_of, seconds_of
+from kvrelay.errors import Rejected, Unavailable
 from tests.router.fakes import Behaviour, decode_worker, running
 
 PROMPT = [5, 6, 7]
 
 
-async def _read(stream: AsyncStream) -> list[Piece]:
+async def _read(stream: AsyncStream) -> list[Chunk]:
     return [piece async for piece in stream]
 
 
@@ -73,8 +73,8 @@ def test_timeouts() -> None:
 
 def test_arrays_and_what_is_no_sequence() -> None:
     ids = np.array([1, 2, 3])
-    assert list(message_of({"token_ids": ids}).token_ids.ids) == [1, 2, 3]  # type: ignore[typeddict-item]
+    assert list(request_of({"token_ids": ids}).token_ids.ids) == [1, 2, 3]  # type: ignore[typeddict-item]
     for field in ("token_ids", "stop"):
         ask = {"prompt": "a", field: 5} if field == "stop" else {field: 5}
         with pytest.raises(Rejected, match=field):
-            message_of(ask)  # type: ignore[arg-type]
+            request_of(ask)  # type: ignore[arg-type]

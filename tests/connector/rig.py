@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
-from common.errors import KvrelayError, Unavailable
-from connector.counters import Counters
-from connector.options import Options
-from connector.store import StoreConnector
-from engine.external import Event, Load, Piece, Query, Save
-from kvblock import Namer, Namespace
-from kvblock.name import Digest, sha256
-from kvstore import Found, Got, Lease, Offer, Outcome, Seen, Store, Tail, Want
+from kvrelay.block import Namer, Namespace
+from kvrelay.block.name import Digest, sha256
+from kvrelay.connector.counters import ConnectorCounters
+from kvrelay.connector.options import ConnectorOptions
+from kvrelay.connector.store import StoreConnector
+from kvrelay.engine.core.external import BlockContent, Load, Query, Save, TransferEvent
+from kvrelay.errors import KvrelayError, Unavailable
+from kvstore import GetResult, Lease, LookupResult, Offer, Outcome, Store, SurveyResult, Tail, Want
 from kvstore.client.memory import MemoryStore, forget
 
 B = 4
@@ -105,18 +105,18 @@ class Stage(MemoryStore):
         ttl: float,
         timeout: float,
         openings: Sequence[int] = (),
-    ) -> Found:
+    ) -> LookupResult:
         self.lookups.append((len(names), len(tails)))
         self._pass()
         return super().lookup(names, tails, ttl, timeout, openings)
 
     def survey(
         self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
-    ) -> Seen:
+    ) -> SurveyResult:
         self._pass()
         return super().survey(names, ttl, timeout, openings)
 
-    def get(self, wants: Sequence[Want], timeout: float) -> Generator[Got, None, None]:
+    def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         self._pass()
         for got in super().get(wants, timeout):
             if self.flip(got.index):
@@ -156,7 +156,7 @@ class Worker:
     def __init__(
         self,
         store: Store,
-        options: Options | None = None,
+        options: ConnectorOptions | None = None,
         host: bool = True,
         digest: Digest = sha256,
         clock: Callable[[], float] = time.monotonic,
@@ -166,17 +166,17 @@ class Worker:
         self.namer = Namer(space, digest)
         self.connector = StoreConnector(store, self.namer, space, self.pool, options, clock)
         self.news = threading.Condition()
-        self.events: list[Event] = []
+        self.events: list[TransferEvent] = []
         self.epochs = itertools.count(1)
         self.connector.start(self._notified)
 
     @property
-    def counters(self) -> Counters:
+    def counters(self) -> ConnectorCounters:
         return self.connector.counters
 
     @property
     def idle(self) -> bool:
-        names = [name for name in Counters.__slots__ if name.startswith("open_")]
+        names = [name for name in ConnectorCounters.__slots__ if name.startswith("open_")]
         return not any(getattr(self.counters, name) for name in names)
 
     def until(self, true: Callable[[], bool]) -> None:
@@ -203,7 +203,7 @@ class Worker:
         self.until(known)
         return answers[0]
 
-    def event(self) -> Event:
+    def event(self) -> TransferEvent:
         def came() -> bool:
             self.events += self.connector.poll()
             return bool(self.events)
@@ -224,7 +224,7 @@ class Worker:
         for index, block in enumerate(blocks):
             held = tuple(tokens[index * B : (index + 1) * B])
             child = namer.child(parent, held)
-            pieces.append(Piece(block, child, parent, held))
+            pieces.append(BlockContent(block, child, parent, held))
             parent = child
         save = Save(name, next(self.epochs), 0, tuple(pieces), space)
         self.connector.save(save)

@@ -16,14 +16,14 @@ from typing import cast
 
 import pytest
 
-from common.sampling import Sampling
-from connector.counters import Counters
-from connector.options import Options
-from connector.store import StoreConnector
-from engine.engine import Engine
-from engine.request import Naming, Order
-from engine.updates import Ended, Failed, Token, Update
-from kvblock import Namer, Namespace
+from kvrelay.block import Namer, Namespace
+from kvrelay.connector.counters import ConnectorCounters
+from kvrelay.connector.options import ConnectorOptions
+from kvrelay.connector.store import StoreConnector
+from kvrelay.engine.core.request import Naming, Order
+from kvrelay.engine.core.updates import Ended, Failed, Token, Update
+from kvrelay.engine.engine import Engine
+from kvrelay.sampling import Sampling
 from kvstore import Store, connect
 from kvstore.client.memory import MemoryStore, forget
 from tests.accounting.bench import limits
@@ -32,10 +32,10 @@ from tests.kvstore.conftest import ready, stop
 
 B, BLOCKS, TIMEOUT = 4, 8, 60.0
 REQUESTS = 150
-PATIENT = Options(lookup_seconds=20, load_seconds=20, save_seconds=20)
+PATIENT = ConnectorOptions(lookup_seconds=20, load_seconds=20, save_seconds=20)
 SERVICE = """
 import hashlib, sys
-from kvstore.book import check
+from kvstore.index import check
 from kvstore.server import slot
 
 def eight_bits(data):
@@ -95,7 +95,9 @@ class Kept:
         pass
 
 
-def served(store: Store, prompt: Sequence[int], new: int) -> tuple[list[int], Ended, Counters]:
+def served(
+    store: Store, prompt: Sequence[int], new: int
+) -> tuple[list[int], Ended, ConnectorCounters]:
     """A request on a worker of its own with an empty pool: what it finds is from the store."""
     namer = Namer(Namespace("m", "r", "uint8", "chain", B), eight_bits)
     runner = ChainRunner(BLOCKS, B)

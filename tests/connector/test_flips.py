@@ -10,25 +10,25 @@ from pathlib import Path
 
 import pytest
 
-from connector.options import Options
-from engine.external import Loaded
-from kvblock.header import header_bytes
+from kvrelay.block.header import header_bytes
+from kvrelay.connector.options import ConnectorOptions
+from kvrelay.engine.core.external import Loaded
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.v1 import store_pb2 as pb
 from kvstore import connect
 from kvstore.client import remote
 from kvstore.client.remote import RemoteStore
-from protos import kvstore_pb2 as pb
-from rpc.deadline import Deadline
 from tests.connector.rig import B, Worker, blocks_for
 from tests.connector.test_store import saved
+from tests.kvstore.client.test_transports import arena_in
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.disks import until
-from tests.kvstore.redisserver import Server, running
-from tests.kvstore.test_ways import arena_in
+from tests.kvstore.disk.rig import until
+from tests.kvstore.redis.redisserver import Server, running
 
 COUNT = 3
 TOKENS = tuple(range(100, 100 + COUNT * B))
 HEADER = header_bytes(B)
-PATIENT = Options(lookup_seconds=20, load_seconds=20, save_seconds=20)
+PATIENT = ConnectorOptions(lookup_seconds=20, load_seconds=20, save_seconds=20)
 
 
 class Bench:

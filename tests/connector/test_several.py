@@ -7,17 +7,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from connector.options import Options
-from engine.external import Loaded
+from kvrelay.connector.options import ConnectorOptions
+from kvrelay.engine.core.external import Loaded
 from kvstore.client.memory import forget
-from kvstore.several.arm import Arm
-from kvstore.several.store import Several
+from kvstore.multi.backend import StoreBackend
+from kvstore.multi.store import MultiStore
 from tests.connector.rig import B, Stage, Worker, blocks_for
 from tests.connector.test_store import saved
+from tests.kvstore.multi.test_multi import copied
 from tests.kvstore.test_conformance import TIMEOUT
-from tests.kvstore.test_several import copied
 
-PATIENT = Options(lookup_seconds=20)
+PATIENT = ConnectorOptions(lookup_seconds=20)
 TOKENS = tuple(range(100, 100 + 5 * B + 3))
 
 
@@ -28,7 +28,9 @@ class Halves:
         self.near = Stage()
         self.far = Stage()
         self.whole = Stage()
-        self.store = Several([Arm("near", self.near), Arm("far", self.far, promote=True)])
+        self.store = MultiStore(
+            [StoreBackend("near", self.near), StoreBackend("far", self.far, promote=True)]
+        )
         self.worker = Worker(self.store, PATIENT)
         self._saver = Worker(self.whole)
         self.put(TOKENS)

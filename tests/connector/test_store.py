@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import DeadlineExceeded
-from common.miss import Miss
-from connector.options import Options
-from engine.external import Event, Loaded, Saved
+from kvrelay.connector.options import ConnectorOptions
+from kvrelay.engine.core.external import Loaded, Saved, TransferEvent
+from kvrelay.errors import DeadlineExceeded
+from kvrelay.usage import Miss
 from kvstore import connect
 from kvstore.client.memory import forget
 from tests.connector.rig import SPACE, WAIT, B, Stage, Worker, blocks_for
@@ -34,7 +34,7 @@ def stage() -> Iterator[Stage]:
 def making(stage: Stage) -> Iterator[Making]:
     workers: list[Worker] = []
 
-    def make(options: Options | None = None, **more: object) -> Worker:
+    def make(options: ConnectorOptions | None = None, **more: object) -> Worker:
         workers.append(Worker(stage, options, **more))  # type: ignore[arg-type]
         return workers[-1]
 
@@ -124,7 +124,7 @@ def test_what_is_all_here_is_not_asked_for(
 
 def test_an_answer_ends_before_its_lease(making: Making, stage: Stage) -> None:
     now = [time.monotonic()]
-    options = Options(lease_seconds=30, lease_margin_seconds=6)
+    options = ConnectorOptions(lease_seconds=30, lease_margin_seconds=6)
     worker = making(options, clock=lambda: now[0])
     saved(worker, list(range(8)))
     assert worker.ask("r", list(range(9))) == 8
@@ -277,7 +277,7 @@ def test_a_failed_load_has_one_event(making: Making, stage: Stage) -> None:
 
 
 def test_a_load_that_waits_too_long_for_its_turn_is_given_up(making: Making, stage: Stage) -> None:
-    worker = making(Options(load_threads=1, queue_seconds=0.0))
+    worker = making(ConnectorOptions(load_threads=1, queue_seconds=0.0))
     saved(worker, list(range(8)))
     load = worker.load("r", list(range(9)), 0, 8, blocks_for(8))
     assert worker.event() == Loaded("r", load.epoch, 0, Miss.TOO_LATE)
@@ -288,7 +288,7 @@ def test_a_load_larger_than_its_scratch_memory_comes_in_batches(
     making: Making, stage: Stage
 ) -> None:
     tokens = list(range(30))
-    worker = making(Options(batch_bytes=2 * 128 + 1), host=False)
+    worker = making(ConnectorOptions(batch_bytes=2 * 128 + 1), host=False)
     saved(worker, tokens)
     while stage.asked.acquire(False):
         pass
@@ -299,7 +299,7 @@ def test_a_load_larger_than_its_scratch_memory_comes_in_batches(
 
 
 def test_loads_do_not_wait_for_one_another(making: Making, stage: Stage) -> None:
-    worker = making(Options(load_threads=3))
+    worker = making(ConnectorOptions(load_threads=3))
     saved(worker, list(range(8)))
     stage.go.clear()
     while stage.asked.acquire(False):
@@ -313,7 +313,7 @@ def test_loads_do_not_wait_for_one_another(making: Making, stage: Stage) -> None
 
 
 def test_too_many_bytes_waiting_drop_a_save_at_once(making: Making, stage: Stage) -> None:
-    worker = making(Options(max_pending_save_bytes=300))
+    worker = making(ConnectorOptions(max_pending_save_bytes=300))
     stage.go.clear()
     first = worker.save("r", list(range(8)), [0, 1])
     dropped = worker.save("r", list(range(50, 58)), [2, 3])
@@ -324,7 +324,7 @@ def test_too_many_bytes_waiting_drop_a_save_at_once(making: Making, stage: Stage
 
 
 def test_saves_of_one_request_keep_their_order(making: Making, stage: Stage) -> None:
-    worker = making(Options(save_threads=4))
+    worker = making(ConnectorOptions(save_threads=4))
     stage.go.clear()
     saves = [worker.save("r", [n] * B, [n]) for n in range(20)]
     stage.go.set()
@@ -347,7 +347,7 @@ def test_saves_that_fail_and_blocks_that_exist(making: Making, stage: Stage) -> 
 
 
 def test_close_answers_everything_that_is_open(stage: Stage) -> None:
-    worker = Worker(stage, Options(load_threads=1, save_threads=1, lookup_threads=1))
+    worker = Worker(stage, ConnectorOptions(load_threads=1, save_threads=1, lookup_threads=1))
     saved(worker, list(range(8)))
     assert worker.ask("held", list(range(9))) == 8
     stage.go.clear()
@@ -376,13 +376,13 @@ def test_a_storm_leaves_nothing_behind(stage: Stage) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     source, fate = random.Random(seed), random.Random(seed + 1)
-    worker = Worker(stage, Options(lease_seconds=60))
+    worker = Worker(stage, ConnectorOptions(lease_seconds=60))
     stage.failing = lambda: fate.random() < 0.2
     stage.flip = lambda index: fate.random() < 0.3
     orders = {"load": 0, "save": 0}
-    events: list[Event] = []
+    events: list[TransferEvent] = []
 
-    def ended(kind: type[Event]) -> Event:
+    def ended(kind: type[TransferEvent]) -> TransferEvent:
         while True:
             events.append(worker.event())
             if isinstance(events[-1], kind):
@@ -446,7 +446,7 @@ def test_a_store_that_is_not_there_costs_nobody_a_timeout() -> None:
 def test_a_bug_ends_one_job_and_no_thread(
     making: Making, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    worker = making(Options(load_threads=1), host=False)
+    worker = making(ConnectorOptions(load_threads=1), host=False)
     saved(worker, list(range(8)))
 
     def broken(block: int, count: int, payload: memoryview) -> None:
@@ -513,7 +513,7 @@ def test_a_store_that_does_not_answer_is_unreachable_and_a_slow_one_too_late(
     making: Making, stage: Stage
 ) -> None:
     now = [time.monotonic()]
-    worker = making(Options(lookup_seconds=1), clock=lambda: now[0])
+    worker = making(ConnectorOptions(lookup_seconds=1), clock=lambda: now[0])
     stage.failing = lambda: True
     assert worker.ask("r", list(range(9))) == 0
     assert worker.connector.why("r") is Miss.UNREACHABLE

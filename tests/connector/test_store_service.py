@@ -9,11 +9,11 @@ import time
 import pytest
 import torch
 
-from connector.options import Options
-from connector.store import StoreConnector
-from engine.external import Load, Loaded, Piece, Query, Save, Saved
-from engine.kv_pool import KVPool, PoolShape
-from kvblock import Namer, Namespace
+from kvrelay.block import Namer, Namespace
+from kvrelay.connector.options import ConnectorOptions
+from kvrelay.connector.store import StoreConnector
+from kvrelay.engine.attention.pool import KVPool, PoolShape
+from kvrelay.engine.core.external import BlockContent, Load, Loaded, Query, Save, Saved
 from kvstore import connect
 from tests.connector.rig import WAIT, Worker, blocks_for
 from tests.kvstore.conftest import start_service, stop
@@ -67,7 +67,7 @@ def test_a_prompt_goes_from_pool_to_pool(dtype: str) -> None:
             for block, start in enumerate(range(0, prompt, SIZE)):
                 held = tuple(tokens[start : start + SIZE])
                 name = prefill.namer.child(parent, held)
-                pieces.append(Piece(block, name, parent, held))
+                pieces.append(BlockContent(block, name, parent, held))
                 parent = name
             prefill.connector.save(Save("r", epoch, 0, tuple(pieces)))
             assert prefill.event() == Saved("r", epoch, 0, len(pieces))
@@ -93,7 +93,9 @@ def test_a_store_killed_under_load_and_started_again_is_used_again() -> None:
     print(f"seed {seed}")
     source = random.Random(seed)
     process, url = start_service("--budget=1MiB")
-    worker = Worker(connect(url), Options(lookup_seconds=0.5, load_seconds=1, save_seconds=1))
+    worker = Worker(
+        connect(url), ConnectorOptions(lookup_seconds=0.5, load_seconds=1, save_seconds=1)
+    )
     serial = 0
 
     def request() -> int:

@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from common.sampling import Sampling
-from connector.none import NoConnector
-from engine.external import Connector, Event, Load, Query, Save
-from engine.plan import Limits
-from engine.request import Order
-from engine.steps import Steps
-from engine.updates import Ended, Failed, Token
-from engine.work import Sampled, Work
+from kvrelay.connector.none import NoConnector
+from kvrelay.engine.core.external import Connector, Load, Query, Save, TransferEvent
+from kvrelay.engine.core.plan import EngineLimits
+from kvrelay.engine.core.request import Order
+from kvrelay.engine.core.updates import Ended, Failed, Token
+from kvrelay.engine.core.work import Sampled, Work
+from kvrelay.engine.steps import Steps
+from kvrelay.sampling import Sampling
 from tests.engine.fakes import ChainRunner, answer, naming
 
-LIMITS = Limits(
+LIMITS = EngineLimits(
     num_blocks=16, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32
 )
 
@@ -68,7 +68,7 @@ class Raising(NoConnector):
     def release(self, request_id: str) -> None:
         self._break("release")
 
-    def poll(self) -> list[Event]:
+    def poll(self) -> list[TransferEvent]:
         self._break("poll")
         return super().poll()
 

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from common.sampling import Sampling
-from connector.none import NoConnector
-from engine.engine import Engine
-from engine.request import Order
-from engine.updates import Ended, Failed, Update
-from engine.watchdog import TURNS, Watchdog
-from engine.work import Sampled, Work
+from kvrelay.connector.none import NoConnector
+from kvrelay.engine.core.request import Order
+from kvrelay.engine.core.updates import Ended, Failed, Update
+from kvrelay.engine.core.work import Sampled, Work
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.watchdog import TURNS, Watchdog
+from kvrelay.sampling import Sampling
 from tests.engine.fakes import ChainRunner, naming
 from tests.engine.test_steps import LIMITS
 

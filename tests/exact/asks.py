@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 from kvrelay import AsyncClient, Completion
-from protos import types_pb2
+from kvrelay.v1 import types_pb2
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.process import Spec
-from kvrelay.processes import SHIPPED_MODEL, ClusterConfig, specs
-from kvrelay.supervisor import Cluster
+from kvrelay.cluster.layout import SHIPPED_MODEL, ClusterConfig, specs
+from kvrelay.cluster.process import ProcessSpec
+from kvrelay.cluster.supervisor import Cluster
 from tests.models import tiny_model
 
 Models = Callable[[str], Path]
@@ -45,7 +45,7 @@ def audited() -> Iterator[None]:
 @contextmanager
 def cluster(
     model: Path,
-    layout: Callable[[ClusterConfig], tuple[Spec, ...]] = specs,
+    layout: Callable[[ClusterConfig], tuple[ProcessSpec, ...]] = specs,
     **settings: int | str,
 ) -> Iterator[Cluster]:
     """A running cluster; its logs are printed when the test fails."""

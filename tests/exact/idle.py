@@ -6,8 +6,8 @@ import time
 
 import grpc
 
-from kvrelay.supervisor import Cluster
-from protos import worker_pb2, worker_pb2_grpc
+from kvrelay.cluster.supervisor import Cluster
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 PATIENCE = 10.0
 

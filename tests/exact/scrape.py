@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrelay.ports import free_ports
-from kvrelay.process import Spec
-from kvrelay.processes import ClusterConfig, specs
+from kvrelay.cluster.layout import ClusterConfig, specs
+from kvrelay.cluster.ports import free_ports
+from kvrelay.cluster.process import ProcessSpec
 
 WORKERS = ("prefill", "decode")
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
@@ -53,13 +53,13 @@ def scrape(port: int) -> Scrape:
 
 def measured(
     ports: dict[str, int], store: Callable[[str], str] = lambda url: url
-) -> Callable[[ClusterConfig], tuple[Spec, ...]]:
+) -> Callable[[ClusterConfig], tuple[ProcessSpec, ...]]:
     """A layout whose workers have a metrics port each, told in ``ports`` by name.
 
     ``store`` makes their store's URL out of that of the real one.
     """
 
-    def layout(config: ClusterConfig) -> tuple[Spec, ...]:
+    def layout(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
         made = specs(config)
         workers = [spec for spec in made if spec.role in WORKERS]
         free = free_ports(len(workers))
@@ -69,7 +69,9 @@ def measured(
     return layout
 
 
-def _measured(spec: Spec, ports: Mapping[str, int], store: Callable[[str], str]) -> Spec:
+def _measured(
+    spec: ProcessSpec, ports: Mapping[str, int], store: Callable[[str], str]
+) -> ProcessSpec:
     at = spec.args.index("--store") + 1
     args = (*spec.args[:at], store(spec.args[at]), *spec.args[at + 1 :])
     return replace(spec, args=(*args, "--metrics-port", str(ports[spec.name])))

@@ -12,8 +12,8 @@ from google.rpc.error_details_pb2 import BadRequest
 from grpc_status import rpc_status
 
 from kvrelay import Client
-from kvrelay.supervisor import Cluster
-from protos import router_pb2, router_pb2_grpc, types_pb2
+from kvrelay.cluster.supervisor import Cluster
+from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2
 from tests.exact.conftest import Models, cluster
 from tests.exact.idle import check_idle, loads
 from tests.exact.oracle import Oracle

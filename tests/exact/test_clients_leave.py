@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvrelay import Client
-from kvrelay.supervisor import Cluster
+from kvrelay.cluster.supervisor import Cluster
 from tests.exact.conftest import Models, cluster
 from tests.exact.idle import check_idle, loads
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrelay.supervisor import Cluster
+from kvrelay.cluster.supervisor import Cluster
 from tests.exact.asks import Ask, ask_all, check_usage, prompts
 from tests.exact.conftest import TRAINED, Models, cluster
 from tests.exact.idle import check_idle

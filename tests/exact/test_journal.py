@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.replay import replay
 from kvrelay.cli.dispatch import main
+from kvrelay.engine.core.replay import replay
 from tests.exact.asks import Ask, ask_all, prompts
 from tests.exact.conftest import Models, cluster
 from tests.models import VOCAB

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.supervisor import Cluster
+from kvrelay.cluster.supervisor import Cluster
 from tests.exact.asks import Ask, Sampling, ask_all, check_usage, prompts
 from tests.exact.conftest import Models, cluster
 from tests.exact.idle import check_idle

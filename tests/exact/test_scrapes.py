@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.supervisor import Cluster
-from protos import types_pb2
+from kvrelay.cluster.supervisor import Cluster
+from kvrelay.v1 import types_pb2
 from tests.exact.asks import Ask, ask_all, check_usage, prompts
 from tests.exact.conftest import Models, cluster
 from tests.exact.idle import check_idle

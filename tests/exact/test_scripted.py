@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from common.miss import Miss
 from kvrelay import Client, Completion
 from kvrelay.cli.dispatch import main
-from kvrelay.supervisor import Cluster
-from protos import types_pb2
+from kvrelay.cluster.supervisor import Cluster
+from kvrelay.usage import Miss
+from kvrelay.v1 import types_pb2
 from tests.exact.conftest import Models, cluster
 from tests.exact.idle import check_idle
 from tests.exact.oracle import Oracle

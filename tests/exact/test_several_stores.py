@@ -10,18 +10,18 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvblock.name import NAME_BYTES
 from kvrelay import Completion
-from kvrelay.supervisor import Cluster
+from kvrelay.block.name import NAME_BYTES
+from kvrelay.cluster.supervisor import Cluster
+from kvrelay.v1 import types_pb2
 from kvstore import connect
-from kvstore.client.admin import Admin
-from kvstore.urls import public_name
-from protos import types_pb2
+from kvstore.client.admin import StoreAdmin
+from kvstore.urls import public_url
 from tests.exact.asks import Ask, ask_all, check_usage
 from tests.exact.conftest import Models, cluster
 from tests.exact.idle import check_idle
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.test_several import copied
+from tests.kvstore.multi.test_multi import copied
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 SIZE, COUNT, TIMEOUT = 8, 8, 30.0
@@ -39,7 +39,7 @@ class Stores:
     def halve(self) -> None:
         """Every other block goes from the near store to the far one, and is in one only."""
         near, far, aside = connect(self.urls[0]), connect(self.urls[1]), connect("memory://aside")
-        admin = Admin(self.urls[0].removeprefix("kvrelay://"))
+        admin = StoreAdmin(self.urls[0].removeprefix("kvrelay://"))
         names = [listed.name for listed in admin.list(TIMEOUT)]
         assert all(len(name) == NAME_BYTES for name in names)
         for name in names:
@@ -104,7 +104,7 @@ def test_half_of_every_chain_in_each_store_and_one_killed_under_load(models: Mod
         for ask, done in zip(asks, again, strict=True):
             check_usage(ask, done)
         found = from_stores(again)
-        assert set(found) == {public_name(url) for url in stores.urls}
+        assert set(found) == {public_url(url) for url in stores.urls}
         assert min(found.values()) > SIZE * COUNT
         cached = sum(done.usage.legs[0].external for done in again)
         assert cached == sum(found.values()) > sum(len(ask.prompt) for ask in asks) * 0.9

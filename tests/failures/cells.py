@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 
 from kvrelay import Client
-from protos import types_pb2
+from kvrelay.v1 import types_pb2
 from tests.exact.idle import check_idle
 from tests.exact.oracle import Oracle
 from tests.failures.moments import BEFORE, LAST, LOADING, MIDDLE, Moment, Scene

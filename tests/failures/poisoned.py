@@ -9,13 +9,13 @@ from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
 
 from decode_service.service import register as decode
+from kvrelay.rpc.roles import ROLES, Role
+from kvrelay.v1 import types_pb2
+from kvrelay.worker.handoff import Handoff
+from kvrelay.worker.main import main
+from kvrelay.worker.streams import LegUpdates
+from kvrelay.worker.worker import Worker
 from prefill_service.service import register as prefill
-from protos import types_pb2
-from rpc.roles import ROLES, Role
-from worker.handoff import Handoff
-from worker.main import main
-from worker.streams import Batch
-from worker.worker import Worker
 
 POISON = (66, 6, 66, 6)
 _run = Worker.run
@@ -23,7 +23,7 @@ _run = Worker.run
 
 def deadly(
     self: Worker, role: Role, leg: types_pb2.Leg, handoff: Handoff | None = None
-) -> AbstractAsyncContextManager[AsyncGenerator[Batch]]:
+) -> AbstractAsyncContextManager[AsyncGenerator[LegUpdates]]:
     """Like ``Worker.run``, for those who have a strong stomach."""
     if tuple(leg.prompt_token_ids[: len(POISON)]) == POISON:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -15,15 +15,15 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvrelay.process import Backoff, Spec
-from kvrelay.processes import ClusterConfig, specs
-from kvrelay.supervisor import Cluster
-from protos import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
+from kvrelay.cluster.layout import ClusterConfig, specs
+from kvrelay.cluster.process import ProcessSpec, RestartBackoff
+from kvrelay.cluster.supervisor import Cluster
+from kvrelay.v1 import store_pb2, store_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.failures.proxy import Proxy
 
 BLOCK = 16
 SEQS = 2
-BACKOFF = Backoff(first=0.05, longest=0.2, tries=10_000)
+BACKOFF = RestartBackoff(first=0.05, longest=0.2, tries=10_000)
 ROLES = ("prefill", "decode")
 
 
@@ -62,12 +62,12 @@ class Rig:
         """Everything that was killed is back."""
         self.cluster.wait()
 
-    def store_stats(self) -> kvstore_pb2.StatsResponse:
+    def store_stats(self) -> store_pb2.StatsResponse:
         """What the store counts."""
         address = self.cluster.addresses("store")[0]
         with grpc.insecure_channel(address) as channel:
-            stub = kvstore_pb2_grpc.KVStoreStub(channel)
-            return stub.Stats(kvstore_pb2.StatsRequest(), timeout=10.0)
+            stub = store_pb2_grpc.KVStoreStub(channel)
+            return stub.Stats(store_pb2.StatsRequest(), timeout=10.0)
 
 
 class Observer:
@@ -135,7 +135,7 @@ def rig(
             patch.setenv(f"KVRELAY_{name.upper()}", value)
         proxies: dict[str, Proxy] = {}
 
-        def layout(config: ClusterConfig) -> tuple[Spec, ...]:
+        def layout(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
             made = tuple(_another(spec, module) for spec in specs(config))
             store = next(spec for spec in made if spec.role == "store")
             for role in ROLES:
@@ -146,7 +146,7 @@ def rig(
             ways = {s.address: proxies[s.name].address for s in made if s.name in proxies}
             return tuple(_through(spec, store.address, proxies, ways) for spec in made)
 
-        def note(spec: Spec, line: str) -> None:
+        def note(spec: ProcessSpec, line: str) -> None:
             lines.append(f"{spec.name}| {line}")
 
         try:
@@ -158,14 +158,16 @@ def rig(
             print("\n".join(lines[-400:]))
 
 
-def _another(spec: Spec, module: str | None) -> Spec:
+def _another(spec: ProcessSpec, module: str | None) -> ProcessSpec:
     """A worker made by another module, which is told its role first."""
     if module is None or spec.role not in ROLES:
         return spec
     return replace(spec, module=module, args=(spec.role, *spec.args))
 
 
-def _through(spec: Spec, store: str, proxies: dict[str, Proxy], ways: dict[str, str]) -> Spec:
+def _through(
+    spec: ProcessSpec, store: str, proxies: dict[str, Proxy], ways: dict[str, str]
+) -> ProcessSpec:
     """A worker that reaches the store through its role's proxy, by gRPC alone; or the router."""
     if spec.role == "router":
         return replace(spec, args=tuple(ways.get(word, word) for word in spec.args))

@@ -8,10 +8,10 @@ import time
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from common.errors import KvrelayError, Unavailable
 from kvrelay import AsyncClient
-from kvrelay.ask import Ask
-from protos import types_pb2
+from kvrelay.client.parameters import Parameters
+from kvrelay.errors import KvrelayError, Unavailable
+from kvrelay.v1 import types_pb2
 
 PATIENCE = 100.0
 RETRY_SECONDS = 0.05
@@ -28,9 +28,9 @@ class Asked:
     seed: int | None
 
     @property
-    def ask(self) -> Ask:
+    def ask(self) -> Parameters:
         """As the client library takes it."""
-        ask = Ask(token_ids=self.prompt, max_tokens=self.max_tokens, ignore_eos=True)
+        ask = Parameters(token_ids=self.prompt, max_tokens=self.max_tokens, ignore_eos=True)
         if self.seed is None:
             return {**ask, "temperature": 0.0}
         return {**ask, "temperature": 0.8, "top_p": 0.95, "seed": self.seed}

@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from kvrelay import AsyncClient
-from protos import worker_pb2, worker_pb2_grpc
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from tests.exact.idle import check_idle
 from tests.failures.rig import ROLES, Observer, Rig
 from tests.failures.streams import Stream, draw, run_all, undisturbed

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import KvrelayError
 from kvrelay import AsyncClient
+from kvrelay.errors import KvrelayError
 from tests.exact.idle import check_idle
 from tests.failures.poisoned import POISON
 from tests.failures.rig import ROLES, Rig, rig

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 from kvrelay import Client
-from kvrelay.processes import ClusterConfig
-from kvrelay.supervisor import Cluster
+from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.supervisor import Cluster
+from kvrelay.v1 import types_pb2
 from kvstore import connect
-from protos import types_pb2
 from tests.exact.oracle import Oracle
 from tests.failures.rig import BACKOFF
 from tests.failures.streams import Asked, draw
-from tests.kvstore import redisserver
+from tests.kvstore.redis import redisserver
 
 pytestmark = pytest.mark.cluster
 BLOCK, PROMPT, MAX_TOKENS, COUNT = 16, 80, 24, 12

@@ -11,10 +11,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from common.errors import KvrelayError, Mismatch, Rejected
 from kvrelay.cli.dispatch import main
-from protos import types_pb2, worker_pb2, worker_pb2_grpc
-from rpc.status import from_rpc_error
+from kvrelay.errors import KvrelayError, Mismatch, Rejected
+from kvrelay.rpc.status import from_rpc_error
+from kvrelay.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 from tests.exact.idle import check_idle
 from tests.failures.rig import Rig, rig
 from tests.failures.test_drain import Load

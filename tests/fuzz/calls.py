@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from google.protobuf import message_factory
 from google.protobuf.message import Message
 
-from kvblock import Namer, Namespace
-from protos import decode_pb2, kvstore_pb2, prefill_pb2, router_pb2, types_pb2, worker_pb2
-from rpc.auth import ADMINS
+from kvrelay.block import Namer, Namespace
+from kvrelay.rpc.server.authorization import ADMINS
+from kvrelay.v1 import decode_pb2, prefill_pb2, router_pb2, store_pb2, types_pb2, worker_pb2
 from tests.secured import ADMIN, ALICE, SERVICE
 
 KINDS = {
@@ -18,7 +18,7 @@ KINDS = {
     "prefill": (prefill_pb2, "Prefill"),
     "decode": (decode_pb2, "Decode"),
     "worker": (worker_pb2, "Worker"),
-    "store": (kvstore_pb2, "KVStore"),
+    "store": (store_pb2, "KVStore"),
 }
 SERVED = {
     "router": ("router",),
@@ -104,22 +104,22 @@ def generates() -> tuple[Message, ...]:
 def store_seeds(name: str) -> tuple[Message, ...]:
     namer = Namer(Namespace("fuzz", "r", "float32", "layout", 4))
     names = namer.chain(PROMPT, 4)
-    claims = [kvstore_pb2.Claim(name=one, length=4096) for one in names]
-    head = kvstore_pb2.PutHead(claims=claims[:2])
+    claims = [store_pb2.Claim(name=one, length=4096) for one in names]
+    head = store_pb2.PutHead(claims=claims[:2])
     made: dict[str, tuple[Message, ...]] = {
         "Lookup": (
-            kvstore_pb2.LookupRequest(
-                names=names, tails=[kvstore_pb2.Tail(after=10, name=names[0])], lease_ms=50
+            store_pb2.LookupRequest(
+                names=names, tails=[store_pb2.Tail(after=10, name=names[0])], lease_ms=50
             ),
         ),
-        "Get": (kvstore_pb2.GetRequest(names=names),),
-        "Locate": (kvstore_pb2.LocateRequest(names=names, lease_ms=50),),
-        "Reserve": (kvstore_pb2.ReserveRequest(claims=claims, wait_ms=20),),
-        "Put": (kvstore_pb2.PutRequest(head=head), kvstore_pb2.PutRequest(data=bytes(8192))),
-        "PutSmall": (kvstore_pb2.PutRequest(head=head, data=bytes(8192)),),
-        "Release": (kvstore_pb2.ReleaseRequest(boot=bytes(16), leases=[1, 2, 3]),),
-        "Recheck": (kvstore_pb2.RecheckRequest(name=names[0]),),
-        "Inspect": (kvstore_pb2.InspectRequest(name=names[0]),),
-        "List": (kvstore_pb2.ListRequest(limit=5),),
+        "Get": (store_pb2.GetRequest(names=names),),
+        "Locate": (store_pb2.LocateRequest(names=names, lease_ms=50),),
+        "Reserve": (store_pb2.ReserveRequest(claims=claims, wait_ms=20),),
+        "Put": (store_pb2.PutRequest(head=head), store_pb2.PutRequest(data=bytes(8192))),
+        "PutSmall": (store_pb2.PutRequest(head=head, data=bytes(8192)),),
+        "Release": (store_pb2.ReleaseRequest(boot=bytes(16), leases=[1, 2, 3]),),
+        "Recheck": (store_pb2.RecheckRequest(name=names[0]),),
+        "Inspect": (store_pb2.InspectRequest(name=names[0]),),
+        "List": (store_pb2.ListRequest(limit=5),),
     }
     return made.get(name, ())

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import grpc
 
+from kvrelay.rpc.channel import ChannelOptions, open_channel
 from kvstore.wire.peer import address_of
-from rpc.channel import ChannelOptions, open_channel
 from tests.fuzz.calls import Method, methods
 from tests.fuzz.mutate import Mutator
 

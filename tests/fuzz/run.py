@@ -17,9 +17,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from rpc.channel import open_channel
-from rpc.deadline import Deadline
-from rpc.health import is_serving
+from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.health import is_serving
 from tests.fuzz.ports import Bytes, Calls, Port, besiege, calls, flood
 from tests.fuzz.stand import Stand, Witness, standing, tracebacks
 from tests.fuzz.wire import LaneBytes, claimed, http1, http2, noise

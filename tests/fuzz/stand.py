@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvrelay import AsyncClient
-from kvrelay.certs import Authority
-from kvrelay.ports import free_ports
-from kvrelay.process import Spec
-from kvrelay.processes import ClusterConfig, specs
-from kvrelay.supervisor import Cluster
-from protos import kvstore_pb2, kvstore_pb2_grpc, worker_pb2, worker_pb2_grpc
-from rpc import security
-from rpc.channel import ChannelOptions, open_sync_channel
-from rpc.options import SecurityOptions
+from kvrelay.cli.authority import CertificateAuthority
+from kvrelay.cluster.layout import ClusterConfig, specs
+from kvrelay.cluster.ports import free_ports
+from kvrelay.cluster.process import ProcessSpec
+from kvrelay.cluster.supervisor import Cluster
+from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
+from kvrelay.rpc.security import policy
+from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.v1 import store_pb2, store_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.models import tiny_model
 from tests.secured import ADMIN, BOB, SERVICE, Files, write_credentials, write_files
 
@@ -40,7 +40,7 @@ class Stand:
     def options(self, token: str) -> ChannelOptions:
         files = self.files
         given = SecurityOptions(token=token) if files is None else files.options(token=token)
-        return ChannelOptions(security=security.load(given))
+        return ChannelOptions(security=policy.load(given))
 
     def tls(self) -> ssl.SSLContext | None:
         """Of whoever has a certificate of this cluster."""
@@ -51,18 +51,18 @@ class Stand:
         context.set_alpn_protocols(["h2"])
         return context
 
-    def ways(self) -> kvstore_pb2.WaysResponse:
+    def ways(self) -> store_pb2.WaysResponse:
         """Where the store's lanes are."""
         with open_sync_channel(self.address("store"), self.options(SERVICE)) as channel:
-            return kvstore_pb2_grpc.KVStoreStub(channel).Ways(
-                kvstore_pb2.WaysRequest(), timeout=SECONDS
+            return store_pb2_grpc.KVStoreStub(channel).Ways(
+                store_pb2.WaysRequest(), timeout=SECONDS
             )
 
-    def grant(self, name: bytes) -> kvstore_pb2.ReserveResponse:
+    def grant(self, name: bytes) -> store_pb2.ReserveResponse:
         """Room for a block, and the token that shows it on a lane."""
-        request = kvstore_pb2.ReserveRequest(claims=[kvstore_pb2.Claim(name=name, length=4096)])
+        request = store_pb2.ReserveRequest(claims=[store_pb2.Claim(name=name, length=4096)])
         with open_sync_channel(self.address("store"), self.options(SERVICE)) as channel:
-            return kvstore_pb2_grpc.KVStoreStub(channel).Reserve(request, timeout=SECONDS)
+            return store_pb2_grpc.KVStoreStub(channel).Reserve(request, timeout=SECONDS)
 
     def address(self, role: str) -> str:
         return self.cluster.addresses(role)[0]
@@ -98,12 +98,12 @@ class Stand:
 def standing(folder: Path, tls: bool = False) -> Iterator[Stand]:
     """One worker of each role. What ends is not started again."""
     tokens = write_credentials(folder)
-    files = write_files(folder, "cluster", Authority()) if tls else None
+    files = write_files(folder, "cluster", CertificateAuthority()) if tls else None
     model = tiny_model("llama", folder / "llama", eos_token_id=None)
     roles = ("router", "prefill", "decode")
     metrics = {role: f"127.0.0.1:{port}" for role, port in zip(roles, free_ports(3), strict=True)}
 
-    def layout(config: ClusterConfig) -> tuple[Spec, ...]:
+    def layout(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
         return tuple(_told(spec, metrics) for spec in specs(config))
 
     config = ClusterConfig(
@@ -150,7 +150,7 @@ def tracebacks(lines: Sequence[str]) -> Counter[str]:
     return found
 
 
-def _told(spec: Spec, metrics: dict[str, str]) -> Spec:
+def _told(spec: ProcessSpec, metrics: dict[str, str]) -> ProcessSpec:
     environ = {**spec.environ, "KVRELAY_HEALTH_TIMEOUT": "20", "KVRELAY_HANDOFF_WAIT": "30"}
     args = spec.args
     if spec.role in metrics:

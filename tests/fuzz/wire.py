@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import struct
 
-from kvstore.wire.frames import Op, Request, Row
-from protos import kvstore_pb2
+from kvrelay.v1 import store_pb2
+from kvstore.wire.frames import BlockRow, Op, RequestFrame
 from tests.fuzz.calls import methods, store_seeds
 from tests.fuzz.mutate import Mutator
 from tests.secured import ALICE, SERVICE
@@ -138,12 +138,12 @@ class LaneBytes:
         elif op in (Op.PUT, Op.STAGE):
             sizes = [chance.choice((0, 1, 4096, 1 << 40)) for _ in range(min(count, 2))]
             offsets = (0, 4096, 1 << 63)
-            rows = [Row(chance.randbytes(32), size, chance.choice(offsets)) for size in sizes]
+            rows = [BlockRow(chance.randbytes(32), size, chance.choice(offsets)) for size in sizes]
             body, rest = b"".join(row.encode() for row in rows), bytes(sum(s % 8192 for s in sizes))
-        request = Request(op, serial, token, chance.choice((0, 1, 1 << 31)), count, len(body))
+        request = RequestFrame(op, serial, token, chance.choice((0, 1, 1 << 31)), count, len(body))
         return request.encode() + body + rest
 
 
-def claimed(response: kvstore_pb2.ReserveResponse) -> tuple[int, bytes]:
+def claimed(response: store_pb2.ReserveResponse) -> tuple[int, bytes]:
     """What a lane is shown."""
     return response.ticket, response.token

@@ -8,25 +8,11 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = (
-    "common",
-    "connector",
-    "decode_service",
-    "engine",
-    "kvblock",
-    "kvrelay",
-    "kvstore",
-    "prefill_service",
-    "protos",
-    "router",
-    "rpc",
-    "text",
-    "worker",
-)
+PACKAGES = ("decode_service", "kvrelay", "kvstore", "prefill_service", "router")
 
 
 def generated(path: Path) -> bool:
-    return path.parent.name == "protos" and "_pb2" in path.name
+    return path.parent.name == "v1" and "_pb2" in path.name
 
 
 @cache

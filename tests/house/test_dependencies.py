@@ -10,7 +10,7 @@ from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
-from common.version import VERSION
+from kvrelay.version import VERSION
 from tests.house.sources import PACKAGES, ROOT, python_files, show
 from tests.house.test_imports import imported
 

@@ -1,4 +1,4 @@
-"""The generated modules in protos/ are those that the .proto files make, byte for byte."""
+"""The generated modules in kvrelay/v1/ are those that the .proto files make, byte for byte."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from tests.house.sources import ROOT
 
 def test_generated_modules_are_up_to_date(tmp_path: Path) -> None:
     pytest.importorskip("grpc_tools", reason="grpcio-tools is of the dev extra")
-    protos = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("protos/*.proto"))
+    protos = sorted(
+        path.relative_to(ROOT).as_posix() for path in ROOT.glob("protos/kvrelay/v1/*.proto")
+    )
     done = _generate(protos, tmp_path)
     assert done.returncode == 0, done.stderr
-    made = {path.name: path.read_bytes() for path in (tmp_path / "protos").iterdir()}
+    made = {path.name: path.read_bytes() for path in (tmp_path / "kvrelay/v1").iterdir()}
     stale = [name for name, text in made.items() if _committed(name) != text]
     assert not stale, f"run `make protos` and commit: {stale}"
-    left = {path.name for path in ROOT.glob("protos/*_pb2*.py*")} - set(made)
+    left = {path.name for path in ROOT.glob("kvrelay/v1/*_pb2*.py*")} - set(made)
     assert not left, f"no .proto file makes these any more: {left}"
 
 
@@ -30,7 +32,7 @@ def _generate(protos: list[str], out: Path) -> subprocess.CompletedProcess[str]:
     typed = ("mypy", "mypy_grpc")
     return subprocess.run(
         [
-            *(sys.executable, "-m", "grpc_tools.protoc", "-I."),
+            *(sys.executable, "-m", "grpc_tools.protoc", "-Iprotos"),
             *(f"--{kind}_out={out}" for kind in kinds),
             *(f"--{kind}_out=quiet:{out}" for kind in typed),
             *protos,
@@ -44,5 +46,5 @@ def _generate(protos: list[str], out: Path) -> subprocess.CompletedProcess[str]:
 
 
 def _committed(name: str) -> bytes | None:
-    path = ROOT / "protos" / name
+    path = ROOT / "kvrelay/v1" / name
     return path.read_bytes() if path.exists() else None

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvrelay.certs import Authority
+from kvrelay.cli.authority import CertificateAuthority
 from kvstore import Store, connect
 from kvstore.client.memory import MemoryStore, forget
-from kvstore.several.arm import Arm
-from kvstore.several.store import Several
-from kvstore.ways.choice import ORDER
+from kvstore.client.transports.selector import TRANSPORTS
+from kvstore.multi.backend import StoreBackend
+from kvstore.multi.store import MultiStore
 from tests.failures.proxy import Proxy
-from tests.kvstore.redisserver import Cluster, Server, running
+from tests.kvstore.redis.redisserver import Cluster, Server, running
 from tests.secured import Files, write_files
 
 BUDGET = 16 << 20
@@ -68,7 +68,7 @@ def service_url() -> Iterator[str]:
     stop(process)
 
 
-@pytest.fixture(params=ORDER)
+@pytest.fixture(params=TRANSPORTS)
 def plain_store(request: pytest.FixtureRequest) -> Iterator[Store]:
     """One whose blocks go in order of use: the default goes by what it has learned."""
     process, url = start_service(f"--budget={BUDGET}", "--max-block=8MiB", "--eviction=lru")
@@ -97,7 +97,7 @@ def redis_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]
 @pytest.fixture(scope="session")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Files:
     """Of the server and of the client."""
-    return write_files(tmp_path_factory.mktemp("tls"), "redis", Authority())
+    return write_files(tmp_path_factory.mktemp("tls"), "redis", CertificateAuthority())
 
 
 @pytest.fixture(scope="session")
@@ -139,7 +139,9 @@ def connecting(request: pytest.FixtureRequest) -> Iterator[Connect]:
         return MemoryStore(name, BUDGET) if url is None else connect(url)
 
     def two() -> Store:
-        return Several([Arm("near", one()), Arm("far", MemoryStore(name, BUDGET))])
+        return MultiStore(
+            [StoreBackend("near", one()), StoreBackend("far", MemoryStore(name, BUDGET))]
+        )
 
     def make() -> Store:
         stores.append(two() if request.param == "several" else one())

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 
-from common.errors import Corrupt, KvrelayError
-from kvblock.header import decode
-from kvblock.verify import verify_payload
+from kvrelay.block.header import decode
+from kvrelay.block.verify import verify_payload
+from kvrelay.errors import Corrupt, KvrelayError
 from kvstore.base import Block, Store, Want
 from tests.kvstore.test_conformance import name_of
 

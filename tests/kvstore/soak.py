@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from common.config import load, option
-from kvblock.header import decode
-from kvblock.verify import verify_payload
-from kvstore import Block, Kept, Want
+from kvrelay.block.header import decode
+from kvrelay.block.verify import verify_payload
+from kvrelay.config.reader import load, option
+from kvstore import Block, PutStatus, Want
 from kvstore.base import Store
 from kvstore.client.remote import RemoteStore
-from kvstore.stats import Stats
-from kvstore.ways.choice import ORDER
+from kvstore.client.transports.selector import TRANSPORTS
+from kvstore.stats import StoreStats
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.test_conformance import TIMEOUT, make, name_of, offer
 
@@ -41,7 +41,7 @@ class SoakConfig:
 class Report:
     """What was there at the end. ``taken`` are the blocks each reader got and compared."""
 
-    stats: Stats
+    stats: StoreStats
     taken: tuple[int, ...]
     put: int
     breaks: int
@@ -102,7 +102,9 @@ class Soak:
         def put_some(source: random.Random) -> None:
             some = source.sample(self.blocks, source.randrange(1, 6))
             for outcome in store.put([offer(block) for block in some], TIMEOUT):
-                assert outcome.kept in (Kept.STORED, Kept.EXISTED, Kept.NO_ROOM), outcome
+                assert outcome.kept in (PutStatus.STORED, PutStatus.EXISTED, PutStatus.NO_ROOM), (
+                    outcome
+                )
                 self.put[number] += 1
 
         return put_some
@@ -132,7 +134,7 @@ def soak(seconds: float, seed: int | None = None, flags: Sequence[str] = ()) -> 
         "--budget=6MiB", "--ticket-life=5", "--max-block=2MiB", "--log-level=error", *flags
     )
     address, run = url.removeprefix("kvrelay://"), Soak()
-    stores = [RemoteStore(address, ORDER[n % 3]) for n in range(READERS + WRITERS)]
+    stores = [RemoteStore(address, TRANSPORTS[n % 3]) for n in range(READERS + WRITERS)]
     try:
         jobs = [run.reader(number, stores[number]) for number in range(READERS)]
         jobs += [run.writer(number, stores[READERS + number]) for number in range(WRITERS)]

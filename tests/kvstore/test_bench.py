@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.bench.rig import Rig
-from kvstore.bench.run import ROWS, BenchConfig, main
+from benchmarks.store.rig import StoreRig
+from benchmarks.store.run import ROWS, StoreBenchConfig, main
 
 
 def test_a_quick_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,17 +34,17 @@ def test_a_quick_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_full_run_moves_a_gibibyte_for_each_row() -> None:
-    config = BenchConfig()
+    config = StoreBenchConfig()
     assert config.bytes >= 1 << 30
     assert set(config.sizes) == {64 << 10, 256 << 10, 1 << 20, 4 << 20}
 
 
 def test_a_store_that_could_not_be_filled_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fill(rig: Rig) -> None:
+    def fill(rig: StoreRig) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Rig, "_fill", fill)
-    rig = Rig(1 << 16, 1 << 20)
+    monkeypatch.setattr(StoreRig, "_fill", fill)
+    rig = StoreRig(1 << 16, 1 << 20)
     with pytest.raises(KeyboardInterrupt), rig:
         pass
     assert rig._process.poll() is not None
@@ -59,7 +59,7 @@ def test_a_size_that_cannot_be_measured_is_refused(capsys: pytest.CaptureFixture
 
 def test_nothing_that_was_started_outlives_a_killed_process() -> None:
     script = (
-        "import sys; from kvstore.bench.child import start_child\n"
+        "import sys; from benchmarks.store.child import start_child\n"
         "print(start_child(['sleep', '600']).pid, flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(

@@ -12,13 +12,13 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import Corrupt, Rejected
-from common.miss import Miss
-from kvblock.header import Header, checksum, decode, encode
-from kvblock.name import child_name
-from kvblock.verify import verify_payload
-from kvstore import Block, Got, Kept, Offer, Seen, Store, Tail, Want, connect
-from kvstore.several.store import Several
+from kvrelay.block.header import Header, checksum, decode, encode
+from kvrelay.block.name import child_name
+from kvrelay.block.verify import verify_payload
+from kvrelay.errors import Corrupt, Rejected
+from kvrelay.usage import Miss
+from kvstore import Block, GetResult, Offer, PutStatus, Store, SurveyResult, Tail, Want, connect
+from kvstore.multi.store import MultiStore
 from tests.kvstore.conftest import ours_only
 
 TIMEOUT = 10.0
@@ -52,12 +52,12 @@ def offer(block: Block, name: bytes | None = None) -> Offer:
     return Offer(name or name_of(block), block.size, False, lambda: block)
 
 
-def put(store: Store, *blocks: Block) -> list[Kept]:
+def put(store: Store, *blocks: Block) -> list[PutStatus]:
     outcomes = store.put([offer(block) for block in blocks], TIMEOUT)
     return [outcome.kept for outcome in outcomes]
 
 
-def get(store: Store, *blocks: Block) -> list[Got]:
+def get(store: Store, *blocks: Block) -> list[GetResult]:
     """Gets blocks of these names and lengths; checks the bytes of those that came."""
     wants = [Want(name_of(b), memoryview(bytearray(b.payload.nbytes))) for b in blocks]
     gots = list(store.get(wants, TIMEOUT))
@@ -78,7 +78,7 @@ def present(store: Store, *blocks: Block) -> list[bool]:
 @pytest.mark.parametrize("size", [0, 1, 4096, 262_144, 2 << 20, (5 << 20) + 3])
 def test_what_is_put_comes_back(store: Store, size: int) -> None:
     block = make(size)
-    assert put(store, block) == [Kept.STORED]
+    assert put(store, block) == [PutStatus.STORED]
     assert get(store, block)[0].header is not None
 
 
@@ -90,15 +90,15 @@ def test_many_blocks_of_mixed_sizes_in_one_call(store: Store) -> None:
     blocks += [make(source.randrange(3000), count=source.randrange(200)) for _ in range(300)]
     source.shuffle(blocks)
     blocks = blocks[:60] if sum(b.size for b in blocks) > 15 << 20 else blocks
-    assert set(put(store, *blocks)) == {Kept.STORED}
+    assert set(put(store, *blocks)) == {PutStatus.STORED}
     assert all(got.header is not None for got in get(store, *blocks))
 
 
 def test_put_is_create_only(store: Store) -> None:
     first = make()
     second = make(like=first)
-    assert put(store, first) == [Kept.STORED]
-    assert put(store, second, make()) == [Kept.EXISTED, Kept.STORED]
+    assert put(store, first) == [PutStatus.STORED]
+    assert put(store, second, make()) == [PutStatus.EXISTED, PutStatus.STORED]
     get(store, first)
 
 
@@ -110,7 +110,7 @@ def test_a_large_block_that_exists_is_not_read_again(store: Store) -> None:
 
     put(store, block)
     outcomes = store.put([Offer(name_of(block), block.size, False, read)], TIMEOUT)
-    assert outcomes[0].kept is Kept.EXISTED
+    assert outcomes[0].kept is PutStatus.EXISTED
 
 
 def test_absent_blocks_are_told_and_the_others_come(store: Store) -> None:
@@ -165,12 +165,12 @@ def test_a_survey_tells_of_each_block(store: Store) -> None:
     sizes = [b.size for b in (*blocks, blocks[3])]
     assert seen.sizes == tuple(size if i in there else None for i, size in enumerate(sizes))
     assert seen.lease is not None
-    assert store.survey(names, 0, TIMEOUT) == Seen(seen.sizes, None)
+    assert store.survey(names, 0, TIMEOUT) == SurveyResult(seen.sizes, None)
     store.release([seen.lease], TIMEOUT)
     assert store.stats(TIMEOUT).leases == 0
     store.clear(TIMEOUT)
-    assert store.survey(names, 60, TIMEOUT) == Seen((None,) * 7, None)
-    assert store.survey([], 60, TIMEOUT) == Seen((), None)
+    assert store.survey(names, 60, TIMEOUT) == SurveyResult((None,) * 7, None)
+    assert store.survey([], 60, TIMEOUT) == SurveyResult((), None)
 
 
 @ours_only
@@ -181,10 +181,10 @@ def test_a_survey_holds_what_is_there(store: Store) -> None:
     seen = store.survey(names, 60, TIMEOUT)
     assert seen.lease is not None
     store.clear(TIMEOUT)
-    assert store.survey(names, 0, TIMEOUT) == Seen(seen.sizes, None)
+    assert store.survey(names, 0, TIMEOUT) == SurveyResult(seen.sizes, None)
     store.release([seen.lease], TIMEOUT)
     store.clear(TIMEOUT)
-    assert store.survey(names, 0, TIMEOUT) == Seen((None, None), None)
+    assert store.survey(names, 0, TIMEOUT) == SurveyResult((None, None), None)
 
 
 def test_the_first_tail_after_the_run_is_taken(store: Store) -> None:
@@ -225,12 +225,12 @@ def test_a_block_whose_bytes_are_wrong_is_refused_by_field(store: Store) -> None
     for field, wrong in cases.items():
         wanted = offer(wrong, name_of(block))
         outcome, beside = store.put([wanted, offer(make())], TIMEOUT)
-        assert (outcome.kept, beside.kept) == (Kept.CORRUPT, Kept.STORED)
+        assert (outcome.kept, beside.kept) == (PutStatus.CORRUPT, PutStatus.STORED)
         assert outcome.reason is not None
         assert outcome.reason.startswith(field + ":")
     assert store.stats(TIMEOUT).tally.corrupt == before + len(cases)
     assert present(store, block) == [False]
-    assert put(store, block) == [Kept.STORED]
+    assert put(store, block) == [PutStatus.STORED]
 
 
 def test_a_name_that_does_not_follow_from_the_header_is_refused(store: Store) -> None:
@@ -245,11 +245,11 @@ def test_a_name_that_does_not_follow_from_the_header_is_refused(store: Store) ->
     for header in false:
         wrong = Block(encode(header), block.payload)
         (outcome,) = store.put([offer(wrong)], TIMEOUT)
-        assert outcome.kept is Kept.CORRUPT
+        assert outcome.kept is PutStatus.CORRUPT
         assert outcome.reason is not None
         assert outcome.reason.startswith("name: ")
     assert present(store, block, victim) == [False, False]
-    assert put(store, block, victim) == [Kept.STORED] * 2
+    assert put(store, block, victim) == [PutStatus.STORED] * 2
 
 
 def test_of_a_run_put_in_parts_the_tail_goes_first(plain_store: Store) -> None:
@@ -274,7 +274,7 @@ def test_least_recently_used_goes_first(plain_store: Store) -> None:
     blocks = [make(4 << 20) for _ in range(3)]
     put(store, *blocks)
     get(store, blocks[0])
-    assert put(store, make(4 << 20)) == [Kept.STORED]
+    assert put(store, make(4 << 20)) == [PutStatus.STORED]
     assert present(store, *blocks) == [True, False, True]
     assert store.stats(TIMEOUT).eviction == "lru"
 
@@ -285,7 +285,7 @@ def test_a_lease_outlives_eviction_and_clear(store: Store) -> None:
     put(store, held, other)
     found = store.lookup([name_of(held)], [], 60.0, TIMEOUT)
     assert found.lease is not None
-    assert [put(store, make(6 << 20)) for _ in range(3)] == [[Kept.STORED]] * 3
+    assert [put(store, make(6 << 20)) for _ in range(3)] == [[PutStatus.STORED]] * 3
     assert present(store, held, other) == [True, False]
     store.clear(TIMEOUT)
     assert present(store, held) == [True]
@@ -314,10 +314,10 @@ def test_no_room_beside_what_is_held(store: Store) -> None:
     put(store, *held)
     found = store.lookup([name_of(b) for b in held], [], 60, TIMEOUT)
     assert found.lease is not None
-    assert put(store, make(7 << 20), make(100)) == [Kept.NO_ROOM, Kept.STORED]
+    assert put(store, make(7 << 20), make(100)) == [PutStatus.NO_ROOM, PutStatus.STORED]
     store.release([found.lease], TIMEOUT)
     store.release([found.lease], TIMEOUT)
-    assert put(store, make(7 << 20)) == [Kept.STORED]
+    assert put(store, make(7 << 20)) == [PutStatus.STORED]
 
 
 @ours_only
@@ -337,14 +337,14 @@ def test_concurrent_puts_of_one_name_cost_one_copy(connecting: Connect) -> None:
     stores = [connecting() for _ in range(4)]
     blocks = [make(700_000) for _ in range(10)]
     before = stores[0].stats(TIMEOUT).tally
-    results: list[list[Kept]] = []
+    results: list[list[PutStatus]] = []
     threads = [threading.Thread(target=lambda s=s: results.append(put(s, *blocks))) for s in stores]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(results) == 4
-    assert all(kept in (Kept.STORED, Kept.EXISTED) for kepts in results for kept in kepts)
+    assert all(kept in (PutStatus.STORED, PutStatus.EXISTED) for kepts in results for kept in kepts)
     stats = stores[0].stats(TIMEOUT)
     assert stats.tally.stored - before.stored == 10
     assert stats.tally.bytes_in - before.bytes_in == sum(b.size for b in blocks)
@@ -371,7 +371,7 @@ def test_a_block_is_not_visible_before_it_is_whole(connecting: Connect) -> None:
     assert get(reader, block)[0].header is None
     assert reader.stats(TIMEOUT).reservations == 1
     go_on.set()
-    assert put(reader, block) == [Kept.EXISTED]
+    assert put(reader, block) == [PutStatus.EXISTED]
     thread.join()
     assert present(reader, block) == [True]
 
@@ -398,7 +398,7 @@ def test_stats_count_what_happened(store: Store) -> None:
         "bytes_out": block.size,
     }
     asked = {"absent": 1, "lookups": 1, "hits": 1, "misses": 1}
-    if isinstance(store, Several):  # it asks all its stores, and before a get too
+    if isinstance(store, MultiStore):  # it asks all its stores, and before a get too
         assert {name: change for name, change in changes.items() if name in moved} == moved
     else:
         assert {name: n for name, n in changes.items() if n} == {**moved, **asked}

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvstore.ways.choice import ORDER
+from kvstore.client.transports.selector import TRANSPORTS
 from tests.kvstore.conftest import ready, stop
 
 WITHOUT = """
@@ -53,7 +53,7 @@ def test_nothing_is_pickled_on_any_way() -> None:
     command = [sys.executable, "-c", SERVICE, "--budget=16MiB"]
     service = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        client = [sys.executable, "-c", CLIENT, ready(service), *ORDER]
+        client = [sys.executable, "-c", CLIENT, ready(service), *TRANSPORTS]
         done = subprocess.run(client, capture_output=True, text=True, timeout=120, check=False)
         assert (done.returncode, done.stdout.strip()) == (0, "nothing was pickled"), done.stderr
         assert service.poll() is None

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore import Kept
-from kvstore.limits import Limits
-from kvstore.records import Claim, Verdict
-from kvstore.server.vault import Vault
+from kvstore import PutStatus
+from kvstore.claims import Claim, ClaimStatus
+from kvstore.limits import StoreLimits
+from kvstore.server.block_store import BlockStore
 from tests.kvstore.soak import at_once, disk_flags, soak
 from tests.kvstore.test_conformance import make, name_of
 
@@ -28,14 +28,14 @@ def test_so_do_they_with_a_disk_below(tmp_path: Path) -> None:
 
 
 def test_every_place_of_the_arena_has_one_owner_and_comes_back() -> None:
-    vault = Vault(Limits(3 << 20, ticket_life=0.05))
+    vault = BlockStore(StoreLimits(3 << 20, ticket_life=0.05))
     blocks = [make(size) for size in (100, 900, 9_000, 90_000, 700_000) for _ in range(10)]
 
     def write(source: random.Random) -> None:
         some = source.sample(blocks, 4)
         grant = vault.reserve([Claim(name_of(b), b.size, source.random() < 0.2) for b in some])
         for block, verdict in zip(some, grant.verdicts, strict=True):
-            if verdict is not Verdict.RESERVED or grant.ticket is None or source.random() < 0.1:
+            if verdict is not ClaimStatus.RESERVED or grant.ticket is None or source.random() < 0.1:
                 continue
             (slot,) = vault.slots(grant.ticket, [name_of(block)])
             if slot is None:
@@ -44,7 +44,7 @@ def test_every_place_of_the_arena_has_one_owner_and_comes_back() -> None:
                 time.sleep(0.06)  # longer than the ticket lives
             if source.random() < 0.9:
                 slot.take(memoryview(block.header + bytes(block.payload)))
-            assert vault.settle([slot])[0].kept in (Kept.STORED, Kept.EXPIRED)
+            assert vault.settle([slot])[0].kept in (PutStatus.STORED, PutStatus.EXPIRED)
         if grant.ticket is not None and source.random() < 0.8:
             vault.abandon(grant.ticket)
 

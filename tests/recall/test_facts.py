@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from benchmarks.recall.tokenizer import build, save
 from kvrelay import recall
 from kvrelay.recall import words
 from kvrelay.recall.facts import WORDINGS, document, facts_for, question
 from kvrelay.recall.prompt import END, messages, prefix, prompt
-from kvrelay.recall.tokenizer import build, save
 
 MODEL = Path(recall.__file__).parent / "model"
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvrelay.recall.evaluate import MODEL, UNSEEN, evaluate, generate, load, remember
-from kvrelay.recall.facts import WORDINGS, Document, Question, document, question
+from benchmarks.recall.evaluate import MODEL, UNSEEN, evaluate, generate, load, remember
+from kvrelay.recall.facts import WORDINGS, Document, FactQuestion, document, question
 from kvrelay.recall.prompt import END, messages, prompt
 
 Loaded = tuple[LlamaForCausalLM, PreTrainedTokenizerFast]
@@ -79,7 +79,7 @@ def lie(made: Document) -> Document:
     return Document(text, tuple(facts))
 
 
-def answer_on(loaded: Loaded, shared: DynamicCache, made: Document, asked: Question) -> str:
+def answer_on(loaded: Loaded, shared: DynamicCache, made: Document, asked: FactQuestion) -> str:
     model, tokenizer = loaded
     ids = torch.tensor([tokenizer(prompt(made, asked))["input_ids"]])
     return generate(model, tokenizer, shared, ids)[0]

@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from kvrelay.recall.batches import TURNS, Lengths, batches
-from kvrelay.recall.construct import construct
-from kvrelay.recall.evaluate import UNSEEN
+from benchmarks.recall.batches import TURNS, DocumentLengths, batches
+from benchmarks.recall.construct import construct
+from benchmarks.recall.evaluate import UNSEEN
+from benchmarks.recall.tokenizer import build, token
+from benchmarks.recall.train import loss, rate
 from kvrelay.recall.facts import document, question
 from kvrelay.recall.prompt import ASSISTANT, END, PAD, prompt
-from kvrelay.recall.tokenizer import build, token
-from kvrelay.recall.train import loss, rate
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def test_the_answers_are_the_targets(tokenizer: PreTrainedTokenizerFast) -> None:
     print("seed 3")
-    lengths = Lengths(fewest=TURNS, most=40, budget=2000)
+    lengths = DocumentLengths(fewest=TURNS, most=40, budget=2000)
     for batch in islice(batches(tokenizer, Random(3), lengths), 5):
         assert bool((batch.weights[batch.ids == token(tokenizer, PAD)] == 0).all())
         for ids, weights in zip(batch.ids, batch.weights, strict=True):
@@ -51,7 +51,7 @@ def test_the_construction_finds_values_before_any_training(
 
 def test_a_step_has_a_gradient(tokenizer: PreTrainedTokenizerFast) -> None:
     model = construct(tokenizer, seed=0)
-    lengths = Lengths(fewest=4, most=8, budget=500)
+    lengths = DocumentLengths(fewest=4, most=8, budget=500)
     mean, correct = loss(model, next(batches(tokenizer, Random(0), lengths)))
     torch.autograd.backward(mean)
     assert 0 <= correct < 1

@@ -18,8 +18,14 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
-from common.errors import KvrelayError
-from protos import (
+from kvrelay.errors import KvrelayError
+from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.protocol import PROTOCOL
+from kvrelay.rpc.server.server import Server, ServerOptions
+from kvrelay.text.output import OutputText
+from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.v1 import (
     decode_pb2,
     decode_pb2_grpc,
     prefill_pb2,
@@ -32,15 +38,9 @@ from protos import (
 )
 from router.config import RouterConfig
 from router.main import make_server
-from router.registry import Registry
 from router.service import RouterService
-from rpc.channel import open_channel
-from rpc.deadline import Deadline
-from rpc.protocol import PROTOCOL
-from rpc.server import Server, ServerOptions
+from router.workers.registry import Registry
 from tests.text.kinds import write
-from text.output import OutputText
-from text.tokenizer import Tokenizer
 
 Q = TypeVar("Q")
 R = TypeVar("R")

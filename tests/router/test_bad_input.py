@@ -9,10 +9,10 @@ from collections.abc import Callable
 import grpc
 import pytest
 
-from common.errors import Mismatch, NotFound, Rejected
-from protos import router_pb2
-from rpc.channel import ChannelOptions, open_channel
-from rpc.status import from_rpc_error
+from kvrelay.errors import Mismatch, NotFound, Rejected
+from kvrelay.rpc.channel import ChannelOptions, open_channel
+from kvrelay.rpc.status import from_rpc_error
+from kvrelay.v1 import router_pb2
 from tests.router.fakes import (
     VOCAB,
     Behaviour,
@@ -123,7 +123,7 @@ async def test_rejected_before_any_work(case: str) -> None:
         edit(request)
         options = ChannelOptions(max_message_bytes=64 << 20)
         async with open_channel(router.address, options) as channel:
-            from protos import router_pb2_grpc
+            from kvrelay.v1 import router_pb2_grpc
 
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await anext(aiter(router_pb2_grpc.RouterStub(channel).Generate(request)))

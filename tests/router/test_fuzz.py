@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import grpc
 
-from protos import router_pb2
+from kvrelay.v1 import router_pb2
 from tests.router.fakes import answer, decode_worker, ids, prefill_worker, running
 
 COUNT = 1500

@@ -8,8 +8,8 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from common.errors import Unavailable
-from protos import router_pb2
+from kvrelay.errors import Unavailable
+from kvrelay.v1 import router_pb2
 from router.metrics import PREFIX, registry_of
 from tests.router.fakes import Behaviour, decode_worker, ids, prefill_worker, running
 

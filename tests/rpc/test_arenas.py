@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from common.arenas import MOST
+from kvrelay.process.malloc import MAX_ARENAS
 
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another libc")
 THREADS = 8
@@ -80,12 +80,12 @@ def told(script: str, **environ: str) -> int:
 
 
 def test_threads_share_the_arenas() -> None:
-    assert arenas() <= MOST
+    assert arenas() <= MAX_ARENAS
 
 
 def test_the_environment_says_otherwise() -> None:
     """And the count above is not blind."""
-    assert arenas(MALLOC_ARENA_MAX=str(THREADS * 2)) > MOST
+    assert arenas(MALLOC_ARENA_MAX=str(THREADS * 2)) > MAX_ARENAS
 
 
 def test_what_is_free_in_the_midst_of_the_heap_goes_back() -> None:

@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager, suppress
 import grpc
 import pytest
 
-from common.errors import Unavailable
-from rpc.channel import ChannelOptions, open_channel, target
-from rpc.deadline import Deadline
-from rpc.health import is_serving
-from rpc.server import Server, ServerOptions
+from kvrelay.errors import Unavailable
+from kvrelay.rpc.channel import ChannelOptions, open_channel, target
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.health import is_serving
+from kvrelay.rpc.server.server import Server, ServerOptions
 from tests.failures.proxy import Faults, Proxy
 from tests.rpc.names import names
 

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 import pytest
 
-from common.errors import Rejected
-from rpc.channel import open_channel
-from rpc.server import Server
+from kvrelay.errors import Rejected
+from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.server.server import Server
 
 NAME = "a.Refuser"
 

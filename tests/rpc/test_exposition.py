@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
-from common.errors import Rejected
-from rpc import exposition
+from kvrelay.errors import Rejected
+from kvrelay.rpc.server import exposition
 
 SECONDS = 30.0
 

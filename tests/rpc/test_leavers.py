@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from rpc.leavers import GRPC, hush
+from kvrelay.rpc.server.leavers import GRPC, quiet_grpc_log
 
 ExecuteBatchError: type[Exception] = importlib.import_module(GRPC).ExecuteBatchError
 
@@ -19,8 +19,8 @@ ExecuteBatchError: type[Exception] = importlib.import_module(GRPC).ExecuteBatchE
 def test_a_client_that_left_is_no_error_of_the_server(
     error: Exception, levels: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    hush()
-    hush()
+    quiet_grpc_log()
+    quiet_grpc_log()
     with caplog.at_level(logging.DEBUG):
         try:
             raise error

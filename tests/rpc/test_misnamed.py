@@ -10,10 +10,10 @@ import sys
 
 import pytest
 
-from rpc import misnamed
-from rpc.channel import open_channel
-from rpc.deadline import Deadline
-from rpc.health import is_serving
+from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.health import is_serving
+from kvrelay.rpc.server import workarounds
 from tests.fuzz.wire import END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, frame, headers
 from tests.rpc.test_server import echo_server
 
@@ -46,8 +46,8 @@ async def test_a_name_that_is_no_text_ends_no_server() -> None:
 
 
 async def test_strict_decoding_stays_strict_everywhere_else() -> None:
-    misnamed.tolerate()
-    misnamed.tolerate()
+    workarounds.tolerate_bad_method_names()
+    workarounds.tolerate_bad_method_names()
     for raw, encoding in ((b"/\xff", "utf-8"), (b"\xff", "ascii")):
         with pytest.raises(UnicodeDecodeError):
             raw.decode(encoding)

@@ -12,22 +12,22 @@ from typing import TypeAlias
 import grpc
 import pytest
 
-from common.errors import Exhausted, KvrelayError, Rejected, Unavailable
-from kvrelay.certs import LOCAL_NAMES, Authority
-from protos import router_pb2, router_pb2_grpc
-from rpc import credentials, security
-from rpc.address import Address
-from rpc.auth import may
-from rpc.channel import ChannelOptions, open_channel, open_sync_channel
-from rpc.credentials import ADMIN_FIRST, SERVICE_FIRST
-from rpc.deadline import Deadline
-from rpc.health import is_serving
-from rpc.identity import LOCAL, Identity, Kind, caller
-from rpc.options import SecurityOptions
-from rpc.security import OPEN, Security
-from rpc.server import PARTS, Server, ServerOptions
-from rpc.status import from_rpc_error
-from rpc.tls import Tls
+from kvrelay.cli.authority import LOCAL_NAMES, CertificateAuthority
+from kvrelay.errors import Exhausted, KvrelayError, Rejected, Unavailable
+from kvrelay.rpc.address import Address
+from kvrelay.rpc.channel import ChannelOptions, open_channel, open_sync_channel
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.health import is_serving
+from kvrelay.rpc.security import credentials, policy
+from kvrelay.rpc.security.credentials import ADMIN_FIRST, SERVICE_FIRST
+from kvrelay.rpc.security.identity import LOCAL, Caller, CallerKind, caller
+from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.rpc.security.policy import OPEN, Security
+from kvrelay.rpc.security.tls import TlsCredentials
+from kvrelay.rpc.server.authorization import may
+from kvrelay.rpc.server.server import PARTS, Server, ServerOptions
+from kvrelay.rpc.status import from_rpc_error
+from kvrelay.v1 import router_pb2, router_pb2_grpc
 from tests.secured import (
     ADMIN,
     ALICE,
@@ -103,15 +103,15 @@ async def generate(address: str, protection: Security) -> str:
 
 
 @pytest.fixture(scope="module")
-def authority() -> Authority:
-    return Authority()
+def authority() -> CertificateAuthority:
+    return CertificateAuthority()
 
 
 @pytest.fixture
-def party(tmp_path: Path, authority: Authority) -> Callable[..., Files]:
+def party(tmp_path: Path, authority: CertificateAuthority) -> Callable[..., Files]:
     def make(
         name: str,
-        by: Authority = authority,
+        by: CertificateAuthority = authority,
         days: float = 1,
         hosts: Sequence[str] = LOCAL_NAMES,
     ) -> Files:
@@ -130,9 +130,9 @@ def shown(token: str | None) -> Security:
 
 
 async def test_mutual_tls(party: Callable[..., Files]) -> None:
-    server, client = (security.load(party(name).options()) for name in ("server", "client"))
+    server, client = (policy.load(party(name).options()) for name in ("server", "client"))
     async with serving(server) as address:
-        assert await generate(address, client) == f"{Kind.ADMIN.value} "
+        assert await generate(address, client) == f"{CallerKind.ADMIN.value} "
         assert await asyncio.to_thread(_called, address, client) == {"Stats", "Clear"}
 
 
@@ -143,11 +143,13 @@ async def test_who_does_not_get_through_the_handshake(
     ours = party("server")
     client = {
         "plain": lambda: OPEN,
-        "no certificate": lambda: security.load(SecurityOptions(tls_ca=ours.ca)),
-        "wrong authority": lambda: _of_another(party("stranger", Authority("another")), ours.ca),
+        "no certificate": lambda: policy.load(SecurityOptions(tls_ca=ours.ca)),
+        "wrong authority": lambda: _of_another(
+            party("stranger", CertificateAuthority("another")), ours.ca
+        ),
         "expired": lambda: _unchecked(party("expired", days=-1)),
     }[case]()
-    async with serving(security.load(ours.options())) as address:
+    async with serving(policy.load(ours.options())) as address:
         with pytest.raises(Unavailable, match="is it on both sides"):
             await generate(address, client)
 
@@ -155,20 +157,20 @@ async def test_who_does_not_get_through_the_handshake(
 def _unchecked(files: Files) -> Security:
     """As of a process that was started when its certificate still held."""
     ca, cert, key = (Path(name).read_bytes() for name in (files.ca, files.cert, files.key))
-    return Security(Tls(ca, cert, key))
+    return Security(TlsCredentials(ca, cert, key))
 
 
 def _of_another(files: Files, trusted: str) -> Security:
     """Trusts the server, and shows a certificate of an authority that the server does not know."""
-    return security.load(replace(files, ca=trusted).options())
+    return policy.load(replace(files, ca=trusted).options())
 
 
 @pytest.mark.parametrize("case", ["expired", "another authority", "another name"])
 async def test_a_server_that_a_client_does_not_trust(
-    case: str, party: Callable[..., Files], authority: Authority
+    case: str, party: Callable[..., Files], authority: CertificateAuthority
 ) -> None:
-    client = security.load(replace(party("client").options(), tls_mutual=False))
-    by = Authority("another") if case == "another authority" else authority
+    client = policy.load(replace(party("client").options(), tls_mutual=False))
+    by = CertificateAuthority("another") if case == "another authority" else authority
     hosts = ("example.org",) if case == "another name" else LOCAL_NAMES
     files = party("server", by, -1 if case == "expired" else 1, hosts)
     unchecked = _unchecked(files).tls
@@ -178,7 +180,7 @@ async def test_a_server_that_a_client_does_not_trust(
         with pytest.raises(Unavailable, match="for that name there"):
             await generate(address, client)
         if case == "another name":
-            named = security.load(replace(party("client").options(), tls_name="example.org"))
+            named = policy.load(replace(party("client").options(), tls_name="example.org"))
             assert await generate(address, named) == "admin "
 
 
@@ -186,12 +188,12 @@ async def test_without_mutual_tls_a_client_needs_no_certificate(
     party: Callable[..., Files],
 ) -> None:
     files = party("server")
-    async with serving(security.load(replace(files.options(), tls_mutual=False))) as address:
-        assert await generate(address, security.load(SecurityOptions(tls_ca=files.ca)))
+    async with serving(policy.load(replace(files.options(), tls_mutual=False))) as address:
+        assert await generate(address, policy.load(SecurityOptions(tls_ca=files.ca)))
 
 
 async def test_a_token_says_whose_call_it_is(tokens: str) -> None:
-    server = security.load(SecurityOptions(credentials=tokens))
+    server = policy.load(SecurityOptions(credentials=tokens))
     async with serving(server) as address:
         assert await generate(address, shown(ALICE)) == "client alice"
         assert await generate(address, shown(BOB)) == "client bob"
@@ -201,7 +203,7 @@ async def test_a_token_says_whose_call_it_is(tokens: str) -> None:
 
 @pytest.mark.parametrize("token", [None, "wrong-secret-of-the-test", ALICE[:-1], ALICE + "x"])
 async def test_a_wrong_token(token: str | None, tokens: str) -> None:
-    async with serving(security.load(SecurityOptions(credentials=tokens))) as address:
+    async with serving(policy.load(SecurityOptions(credentials=tokens))) as address:
         with pytest.raises(Rejected, match="credentials") as caught:
             await generate(address, shown(token))
         assert not any(secret in str(caught.value) for secret in SECRETS)
@@ -212,7 +214,7 @@ async def test_a_wrong_token(token: str | None, tokens: str) -> None:
     "value", ["", "Bearer", "Bearer ", "Basic abc", "bearer " + ALICE, "Bearer  " + ALICE]
 )
 async def test_headers_that_are_no_bearer_token(value: str, tokens: str) -> None:
-    server = security.load(SecurityOptions(credentials=tokens))
+    server = policy.load(SecurityOptions(credentials=tokens))
     async with serving(server) as address, open_channel(address) as channel:
         stub = router_pb2_grpc.RouterStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -228,7 +230,7 @@ async def test_headers_that_are_no_bearer_token(value: str, tokens: str) -> None
     ("token", "allowed"), [(ALICE, ""), (SERVICE, "Stats"), (ADMIN, "Stats Clear")]
 )
 async def test_methods_of_others(token: str, allowed: str, tokens: str) -> None:
-    async with serving(security.load(SecurityOptions(credentials=tokens))) as address:
+    async with serving(policy.load(SecurityOptions(credentials=tokens))) as address:
         done = await asyncio.to_thread(_called, address, shown(token))
     assert done == set(allowed.split())
 
@@ -248,7 +250,7 @@ def _called(address: str, protection: Security) -> set[str]:
 
 
 def test_methods_that_are_for_nobody_else() -> None:
-    client, service = Identity(Kind.CLIENT), Identity(Kind.SERVICE)
+    client, service = Caller(CallerKind.CLIENT), Caller(CallerKind.SERVICE)
     assert may(client, "/kvrelay.v1.Router/Generate")
     for method in ("Decode/Decode", "Prefill/Prefill", "Worker/GetInfo", "KVStore/Get", "New/Any"):
         assert not may(client, f"/kvrelay.v1.{method}")
@@ -259,7 +261,7 @@ def test_methods_that_are_for_nobody_else() -> None:
 
 
 async def test_health_is_open_and_nothing_else(tokens: str) -> None:
-    server = security.load(SecurityOptions(credentials=tokens))
+    server = policy.load(SecurityOptions(credentials=tokens))
     async with serving(server) as address, open_channel(address) as channel:
         assert await is_serving(channel, Deadline.after(SECONDS))
         listing: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(
@@ -272,7 +274,7 @@ async def test_health_is_open_and_nothing_else(tokens: str) -> None:
 
 async def test_a_stranger_has_no_message_read(tokens: str) -> None:
     """What cannot be parsed would be INVALID_ARGUMENT if it were looked at."""
-    server = security.load(SecurityOptions(credentials=tokens))
+    server = policy.load(SecurityOptions(credentials=tokens))
     async with serving(server) as address, open_channel(address) as channel:
         call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(
             "/kvrelay.v1.Router/Generate"
@@ -288,7 +290,7 @@ async def test_calls_that_never_say_anything_take_a_part_of_the_places(
 ) -> None:
     """With headers alone a call is open; so strangers and tenants could fill the server."""
     path = "/grpc.health.v1.Health/Check" if token is None else "/kvrelay.v1.Router/Generate"
-    server = security.load(SecurityOptions(credentials=tokens))
+    server = policy.load(SecurityOptions(credentials=tokens))
     options = ChannelOptions(security=shown(token))
     async with serving(server, calls=PARTS * 2) as address, open_channel(address, options) as mute:
         opened = [await _begun(mute, path) for _ in range(PARTS * 3)]
@@ -316,7 +318,7 @@ async def test_tenants_together_leave_places_to_services(tmp_path: Path) -> None
     path = tmp_path / "many.toml"
     path.write_text(f'service = "{SERVICE}"\n{table}')
     path.chmod(0o600)
-    server = security.load(SecurityOptions(credentials=str(path)))
+    server = policy.load(SecurityOptions(credentials=str(path)))
     async with serving(server, calls=PARTS * 2) as address, AsyncExitStack() as stack:
         opened = []
         for name in names:
@@ -367,18 +369,18 @@ def test_outside_of_a_call_it_is_ourselves() -> None:
 )
 def test_an_address_for_others_needs_protection(options: SecurityOptions, lacks: str) -> None:
     with pytest.raises(Rejected, match=lacks):
-        security.load(options).check_listen(Address.parse("0.0.0.0:1"))
-    security.load(replace(options, allow_insecure=True)).check_listen(Address.parse("0.0.0.0:1"))
-    security.load(options).check_listen(Address.parse("127.0.0.1:1"))
+        policy.load(options).check_listen(Address.parse("0.0.0.0:1"))
+    policy.load(replace(options, allow_insecure=True)).check_listen(Address.parse("0.0.0.0:1"))
+    policy.load(options).check_listen(Address.parse("127.0.0.1:1"))
 
 
 def test_tls_alone_lets_everybody_call(party: Callable[..., Files], tokens: str) -> None:
     options, address = party("server").options(), Address.parse("0.0.0.0:1")
-    security.load(options).check_listen(address)
+    policy.load(options).check_listen(address)
     alone = replace(options, tls_mutual=False)
     with pytest.raises(Rejected, match="everybody"):
-        security.load(alone).check_listen(address)
-    security.load(replace(alone, credentials=tokens)).check_listen(address)
+        policy.load(alone).check_listen(address)
+    policy.load(replace(alone, credentials=tokens)).check_listen(address)
 
 
 def test_a_token_is_not_sent_in_plain_text() -> None:
@@ -390,7 +392,7 @@ def test_a_token_is_not_sent_in_plain_text() -> None:
 def test_secrets_are_in_no_repr(tokens: str, party: Callable[..., Files]) -> None:
     files = party("server")
     options = files.options(tokens, ALICE)
-    made = security.load(options)
+    made = policy.load(options)
     text = repr((options, made, made.credentials, made.credentials.identify(BOB)))
     assert not any(secret in text for secret in SECRETS)
     assert Path(files.key).read_text()[40:80] not in text
@@ -408,7 +410,7 @@ def test_old_tokens_and_new_ones_side_by_side(tmp_path: Path) -> None:
     text = text.replace(f'"{ALICE}"', f'["{NEW} of alice", "{ALICE}"]')
     known = credentials.read(write_credentials(tmp_path, text), None, None)
     assert known.token == NEW
-    assert known.identify(NEW) == known.identify(SERVICE) == Identity(Kind.SERVICE)
+    assert known.identify(NEW) == known.identify(SERVICE) == Caller(CallerKind.SERVICE)
     old, new = known.identify(ALICE), known.identify(f"{NEW} of alice")
     assert old is not None
     assert old == new
@@ -470,7 +472,7 @@ def test_what_the_environment_says_is_checked_like_a_file(
             credentials=file, token=given["token"], fleet_key=given["fleet_key"]
         )
         with pytest.raises(Rejected, match=f"^{field}: must") as caught:
-            security.load(options)
+            policy.load(options)
         assert secret not in str(caught.value)
 
 
@@ -503,10 +505,10 @@ def test_certificates_that_cannot_be_used(broken: str, party: Callable[..., File
         "expired": party("expired", days=-1).options(),
     }[broken]
     with pytest.raises(Rejected, match="tls_"):
-        security.load(options)
+        policy.load(options)
 
 
 async def test_a_server_cannot_do_with_an_authority_alone(party: Callable[..., Files]) -> None:
     with pytest.raises(KvrelayError, match="tls_cert"):
-        async with serving(security.load(SecurityOptions(tls_ca=party("server").ca))):
+        async with serving(policy.load(SecurityOptions(tls_ca=party("server").ca))):
             pass

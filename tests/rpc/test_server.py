@@ -15,15 +15,15 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2
 
-from common.errors import Mismatch, NotFound, Rejected
-from protos import decode_pb2, decode_pb2_grpc, types_pb2
-from rpc.address import Address
-from rpc.channel import open_channel
-from rpc.deadline import Deadline
-from rpc.health import is_serving
-from rpc.security import Security
-from rpc.server import Server, ServerOptions
-from rpc.status import from_rpc_error
+from kvrelay.errors import Mismatch, NotFound, Rejected
+from kvrelay.rpc.address import Address
+from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.health import is_serving
+from kvrelay.rpc.security.policy import Security
+from kvrelay.rpc.server.server import Server, ServerOptions
+from kvrelay.rpc.status import from_rpc_error
+from kvrelay.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 
 SERVICE = "kvrelay.v1.Decode"
 
@@ -141,7 +141,7 @@ async def test_a_connection_that_says_nothing_is_closed() -> None:
 PROGRAM = """
 import asyncio, sys
 from tests.rpc.test_server import echo_server
-from rpc.server import serve_until_signal
+from kvrelay.rpc.server.server import serve_until_signal
 
 async def drain(deadline):
     print("draining", flush=True)

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common import errors
-from protos import decode_pb2, decode_pb2_grpc, router_pb2, worker_pb2, worker_pb2_grpc
-from rpc.channel import ChannelOptions, open_channel
-from rpc.deadline import Deadline
-from rpc.parsing import malformed
-from rpc.server import Server
-from rpc.status import from_rpc_error
+from kvrelay import errors
+from kvrelay.rpc.channel import ChannelOptions, open_channel
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.server.parsing import malformed
+from kvrelay.rpc.server.server import Server
+from kvrelay.rpc.status import from_rpc_error
+from kvrelay.v1 import decode_pb2, decode_pb2_grpc, router_pb2, worker_pb2, worker_pb2_grpc
 
 ERRORS = [
     (errors.Rejected("sampling.top_p", "must lie in (0, 1], got 2"), "INVALID_ARGUMENT"),

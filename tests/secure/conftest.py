@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.certs import Authority
-from kvrelay.processes import ClusterConfig
-from kvrelay.supervisor import Cluster
+from kvrelay.cli.authority import CertificateAuthority
+from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.supervisor import Cluster
 from tests.models import tiny_model
 from tests.secure.secured_cluster import Secured
 from tests.secured import write_credentials, write_files
@@ -19,7 +19,7 @@ from tests.secured import write_credentials, write_files
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     """Mutual TLS and credentials on every connection; every prompt is handed over."""
     folder = tmp_path_factory.mktemp("secured")
-    authority = Authority()
+    authority = CertificateAuthority()
     files = write_files(folder, "cluster", authority)
     tokens = write_credentials(folder)
     model = tiny_model("llama", folder / "llama", eos_token_id=None)

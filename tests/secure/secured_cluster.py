@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay import Client, Completion
-from kvrelay.certs import Authority
-from kvrelay.supervisor import Cluster
-from rpc import security
-from rpc.channel import ChannelOptions
+from kvrelay.cli.authority import CertificateAuthority
+from kvrelay.cluster.supervisor import Cluster
+from kvrelay.rpc.channel import ChannelOptions
+from kvrelay.rpc.security import policy
 from tests.secured import Files, write_files
 
 SECONDS = 60.0
@@ -22,13 +22,13 @@ class Secured:
     cluster: Cluster
     files: Files
     tokens: str
-    authority: Authority
+    authority: CertificateAuthority
     folder: Path
     lines: list[str]
 
     def options(self, token: str | None) -> ChannelOptions:
         """Of whoever has a certificate and shows this token."""
-        return ChannelOptions(security=security.load(self.files.options(token=token)))
+        return ChannelOptions(security=policy.load(self.files.options(token=token)))
 
     def complete(self, token: str | None, prompt: list[int], max_tokens: int = 8) -> Completion:
         """Greedy, through the router."""
@@ -37,7 +37,7 @@ class Secured:
                 SECONDS, token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
             )
 
-    def party(self, name: str, authority: Authority, days: float = 1) -> Files:
+    def party(self, name: str, authority: CertificateAuthority, days: float = 1) -> Files:
         """Files of somebody who trusts this cluster's authority."""
         made = write_files(self.folder, name, authority, days)
         return Files(made.cert, made.key, self.files.ca)

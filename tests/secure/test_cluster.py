@@ -9,27 +9,27 @@ from pathlib import Path
 import grpc
 import pytest
 
-from common.errors import KvrelayError, Mismatch, Rejected, Unavailable
 from kvrelay import Client
-from kvrelay.certs import Authority
-from kvstore.client.remote import RemoteStore
-from kvstore.ways.calls import Calls
-from protos import (
+from kvrelay.cli.authority import CertificateAuthority
+from kvrelay.errors import KvrelayError, Mismatch, Rejected, Unavailable
+from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.security import policy
+from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.rpc.security.policy import Security
+from kvrelay.rpc.status import from_rpc_error
+from kvrelay.v1 import (
     decode_pb2,
     decode_pb2_grpc,
-    kvstore_pb2,
     prefill_pb2,
     prefill_pb2_grpc,
+    store_pb2,
     types_pb2,
     worker_pb2,
     worker_pb2_grpc,
 )
-from rpc import security
-from rpc.channel import ChannelOptions, open_sync_channel
-from rpc.deadline import Deadline
-from rpc.options import SecurityOptions
-from rpc.security import Security
-from rpc.status import from_rpc_error
+from kvstore.client.calls import StoreCalls
+from kvstore.client.remote import RemoteStore
 from tests.secure.secured_cluster import SECONDS, Secured
 from tests.secured import ADMIN, ALICE, SECRETS, SERVICE
 
@@ -62,13 +62,13 @@ def expired(secured: Secured) -> Security:
 
 @pytest.mark.parametrize("case", ["plain", "no certificate", "wrong authority", "expired"])
 def test_every_door_wants_a_certificate(secured: Secured, case: str) -> None:
-    other = secured.party("other", Authority("other"))
+    other = secured.party("other", CertificateAuthority("other"))
     made: dict[str, Callable[[], Security]] = {
-        "plain": lambda: security.load(SecurityOptions(token=SERVICE)),
-        "no certificate": lambda: security.load(
+        "plain": lambda: policy.load(SecurityOptions(token=SERVICE)),
+        "no certificate": lambda: policy.load(
             SecurityOptions(tls_ca=secured.files.ca, token=SERVICE)
         ),
-        "wrong authority": lambda: security.load(other.options(token=SERVICE)),
+        "wrong authority": lambda: policy.load(other.options(token=SERVICE)),
         "expired": lambda: expired(secured),
     }
     options = ChannelOptions(security=made[case]())
@@ -185,10 +185,10 @@ def test_hand_offs_that_are_not_for_this_leg(secured: Secured) -> None:
 def test_the_store_offers_no_lane_and_keeps_shared_memory(
     secured: Secured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mine = security.load(secured.files.options(token=SERVICE))
-    monkeypatch.setattr(security, "_installed", mine)
+    mine = policy.load(secured.files.options(token=SERVICE))
+    monkeypatch.setattr(policy, "_installed", mine)
     address = secured.cluster.addresses("store")[0]
-    calls = Calls(address)
+    calls = StoreCalls(address)
     ways = calls.ways(Deadline.after(SECONDS))
     calls.close()
     assert ways.lane_port == 0
@@ -202,7 +202,7 @@ def test_the_store_offers_no_lane_and_keeps_shared_memory(
 
 
 def test_a_store_by_tls_streams(secured: Secured, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(security, "_installed", security.load(secured.files.options(token=SERVICE)))
+    monkeypatch.setattr(policy, "_installed", policy.load(secured.files.options(token=SERVICE)))
     store = RemoteStore(secured.cluster.addresses("store")[0], "grpc")
     try:
         assert store.stats(SECONDS).budget == 1 << 26
@@ -244,5 +244,5 @@ def test_messages_of_the_store_are_not_for_clients(secured: Secured) -> None:
         for name in ("Lookup", "Reserve", "Locate", "Ways", "Stats", "Clear", "PutSmall"):
             method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
             method = channel.unary_unary(f"/kvrelay.v1.KVStore/{name}")
-            call = method.future(kvstore_pb2.LookupRequest().SerializeToString(), timeout=SECONDS)
+            call = method.future(store_pb2.LookupRequest().SerializeToString(), timeout=SECONDS)
             assert call.code() is grpc.StatusCode.PERMISSION_DENIED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay import Completion
-from protos import router_pb2, types_pb2
+from kvrelay.v1 import router_pb2, types_pb2
 from tests.secure.secured_cluster import Secured
 from tests.secured import ADMIN, ALICE, BOB
 

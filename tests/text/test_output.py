@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrelay.text.detokenizer import ByteLevelDetokenizer, detokenizer
+from kvrelay.text.output import OutputText
+from kvrelay.text.stop import StopStrings
+from kvrelay.text.tokenizer import Tokenizer
 from tests.text.kinds import CORPUS, KINDS, write
-from text.detokenizer import ByteLevelDetokenizer, detokenizer
-from text.output import OutputText
-from text.stop import StopStrings
-from text.tokenizer import Tokenizer
 
 
 @cache

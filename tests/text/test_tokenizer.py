@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from common.errors import Rejected, Unservable
+from kvrelay.errors import Rejected, Unservable
+from kvrelay.text.tokenizer import Tokenizer, eos_token_ids
 from tests.text.kinds import CHAT, CORPUS, KINDS, write
-from text.tokenizer import Tokenizer, eos_token_ids
 
 TEXTS = [*CORPUS[:4], "", " ", "<s>special</s> <think> é", "\x00\x01", "🎉" * 50, "a" * 10_000]
 
@@ -80,7 +80,7 @@ def test_loading_does_not_import_torch(tmp_path: Path) -> None:
     values = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     config.write_text(json.dumps(values))
     program = (
-        "import sys; from text.tokenizer import Tokenizer; t = Tokenizer(sys.argv[1]);"
+        "import sys; from kvrelay.text.tokenizer import Tokenizer; t = Tokenizer(sys.argv[1]);"
         "t.encode_chat([{'role': 'user', 'content': 'x'}]); sys.exit('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 
 from decode_service.service import DecodeService
+from kvrelay.v1 import decode_pb2, prefill_pb2
 from prefill_service.service import PrefillService
-from protos import decode_pb2, prefill_pb2
 
 
 class Context:

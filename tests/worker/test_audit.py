@@ -17,15 +17,15 @@ import grpc
 import pytest
 
 from decode_service.service import register
-from engine.scheduler import Scheduler
 from kvrelay.cli.dispatch import main
-from protos import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
-from rpc.server import Server, ServerOptions
+from kvrelay.engine.core.scheduler import Scheduler
+from kvrelay.rpc.server.server import Server, ServerOptions
+from kvrelay.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.roles import RoleSwitch
+from kvrelay.worker.service import SERVICE, WorkerService
+from kvrelay.worker.worker import Worker
 from tests.models import tiny_model
-from worker.config import WorkerConfig
-from worker.roles import Roles
-from worker.service import SERVICE, WorkerService
-from worker.worker import Worker
 
 WAIT = 60.0
 PROMPT = tuple(range(30, 42))
@@ -74,7 +74,7 @@ def live(tmp_path: Path) -> Iterator[Live]:
     server = Server(ServerOptions("127.0.0.1:0"))
 
     async def start() -> None:
-        service = WorkerService(worker, Roles(worker, server.health))
+        service = WorkerService(worker, RoleSwitch(worker, server.health))
         server.add(
             SERVICE, lambda made: worker_pb2_grpc.add_WorkerServicer_to_server(service, made)
         )

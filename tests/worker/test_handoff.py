@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import KvrelayError, Mismatch, Rejected
-from kvblock import Namer, Namespace
-from protos import types_pb2
-from worker.handoff import Handoff, check_signature, check_tokens, sign
+from kvrelay.block import Namer, Namespace
+from kvrelay.errors import KvrelayError, Mismatch, Rejected
+from kvrelay.v1 import types_pb2
+from kvrelay.worker.handoff import Handoff, check_signature, check_tokens, sign
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 SPACE = Namespace("m", "r", "float32", "layout", 4)

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import Rejected
-from worker.journal import BEFORE, writer
+from kvrelay.errors import Rejected
+from kvrelay.worker.journal_file import BEFORE, writer
 
 HOLD = """
 import sys
-from worker.journal import writer
+from kvrelay.worker.journal_file import writer
 write = writer(sys.argv[1])
 write("of another\\n")
 print("ready", flush=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from common.sampling import Sampling
-from protos import types_pb2
-from worker import convert
+from kvrelay.sampling import Sampling
+from kvrelay.v1 import types_pb2
+from kvrelay.worker import convert
 
 LEG = types_pb2.Leg(request_id="r", prompt_token_ids=[1, 2, 3], output_token_ids=[4], max_tokens=5)
 

@@ -7,12 +7,12 @@ from typing import cast
 
 import pytest
 
-from common.errors import Draining
-from common.sampling import Sampling
-from engine.engine import Engine
-from engine.request import Order
-from rpc.deadline import Deadline
-from worker.streams import Streams
+from kvrelay.engine.core.request import Order
+from kvrelay.engine.engine import Engine
+from kvrelay.errors import Draining
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.sampling import Sampling
+from kvrelay.worker.streams import LegStreams
 
 SOON = 0.2  # seconds, all of which a leg that does not end makes the worker wait
 
@@ -27,7 +27,7 @@ class Idle:
         pass
 
 
-async def _leg(streams: Streams, began: asyncio.Event, request_id: str = "a") -> None:
+async def _leg(streams: LegStreams, began: asyncio.Event, request_id: str = "a") -> None:
     order = Order(request_id, (1,), 1, 2, frozenset())
     async with streams.run(cast("Engine", Idle()), order, Sampling(), None) as batches:
         began.set()
@@ -35,7 +35,7 @@ async def _leg(streams: Streams, began: asyncio.Event, request_id: str = "a") ->
             pass
 
 
-async def _begun(streams: Streams) -> asyncio.Task[None]:
+async def _begun(streams: LegStreams) -> asyncio.Task[None]:
     began = asyncio.Event()
     leg = asyncio.create_task(_leg(streams, began))
     await began.wait()
@@ -43,7 +43,7 @@ async def _begun(streams: Streams) -> asyncio.Task[None]:
 
 
 async def test_a_role_that_cannot_be_changed_costs_no_leg() -> None:
-    streams = Streams()
+    streams = LegStreams()
     leg = await _begun(streams)
     with pytest.raises(TimeoutError):
         async with streams.emptied(Deadline.after(SOON)):
@@ -58,7 +58,7 @@ async def test_a_role_that_cannot_be_changed_costs_no_leg() -> None:
 
 
 async def test_a_worker_that_leaves_hands_its_legs_back() -> None:
-    streams = Streams()
+    streams = LegStreams()
     leg = await _begun(streams)
     await streams.drain(Deadline.after(SOON))
     with pytest.raises(Draining, match="go on elsewhere"):

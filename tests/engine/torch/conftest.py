@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import pytest
 
-from engine.model import LoadedModel, load_model
+from kvrelay.engine.model.loading import LoadedModel, load_model
 from tests.engine.torch.drive import Oracle
 from tests.models import tiny_model
 

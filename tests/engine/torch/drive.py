@@ -11,9 +11,9 @@ from typing import Protocol, cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from common.sampling import Sampling
-from engine.runner import Runner
-from engine.work import Sampled, Work
+from kvrelay.engine.core.work import Sampled, Work
+from kvrelay.engine.runner import Runner
+from kvrelay.sampling import Sampling
 
 GREEDY = Sampling(temperature=0.0)
 

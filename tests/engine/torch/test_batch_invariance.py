@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.sampling import Sampling
-from engine.batch_invariance import keys_computed, queries_computed
-from engine.kv_pool import DTYPES
-from engine.model import LoadedModel, load_model
-from engine.runner import Runner
-from engine.work import Logprob, Work
+from kvrelay.engine.attention.batch_invariance import keys_computed, queries_computed
+from kvrelay.engine.attention.pool import DTYPES
+from kvrelay.engine.core.work import Logprob, Work
+from kvrelay.engine.model.loading import LoadedModel, load_model
+from kvrelay.engine.runner import Runner
+from kvrelay.sampling import Sampling
 from tests.engine.torch.drive import prompts
 from tests.models import KINDS, VOCAB, tiny_model
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.decoder import Decoder
-from engine.forward import Forward
-from engine.model import load_model
-from engine.packed_linear import PackedLinear, linear, pack_linears, stacked
-from engine.runner import Runner
+from kvrelay.engine.model.decoder import Decoder
+from kvrelay.engine.model.forward import TransformersModel
+from kvrelay.engine.model.loading import load_model
+from kvrelay.engine.model.packed_linear import PackedLinear, linear, pack_linears, stacked
+from kvrelay.engine.runner import Runner
 from tests.engine.torch.drive import Oracle, generate, prompts
 from tests.models import KINDS, VOCAB, tiny_model
 
@@ -21,13 +21,13 @@ WRITTEN = ["llama", "llama-mha", "llama-tied", "qwen2", "qwen3", "mistral"]
 @pytest.mark.parametrize("kind", KINDS)
 def test_which_models_are_written_out(tmp_path: Path, kind: str) -> None:
     forward = load_model(tiny_model(kind, tmp_path / kind)).forward
-    assert type(forward) is (Decoder if kind in WRITTEN else Forward)
+    assert type(forward) is (Decoder if kind in WRITTEN else TransformersModel)
 
 
 def test_an_unusual_llama_runs_by_its_own_forward(tmp_path: Path) -> None:
     path = tiny_model("llama", tmp_path / "m", hidden_act="gelu")
     loaded, asked = load_model(path), prompts(1, [30, 5], VOCAB)
-    assert type(loaded.forward) is Forward
+    assert type(loaded.forward) is TransformersModel
     got = generate(Runner(loaded, 40, 4), asked, 6, chunk=8)
     assert [s.tokens[s.prompt_len :] for s in got] == [Oracle(path).generate(p, 6) for p in asked]
 

@@ -18,7 +18,7 @@ pytestmark = [
 SCRIPT = """
 import ctypes, torch
 from engine import kernel_cache
-from engine.packed_linear import PackedLinear
+from kvrelay.engine.model.packed_linear import PackedLinear
 kernel_cache.bound()
 class Info(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"

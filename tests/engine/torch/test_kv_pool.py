@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from engine.kv_pool import DTYPES, KVPool, PoolShape
+from kvrelay.engine.attention.pool import DTYPES, KVPool, PoolShape
 
 
 def filled(dtype: str = "float32", blocks: int = 3) -> KVPool:

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from common.errors import Rejected
-from engine.model import load_model
-from engine.runner import Runner
-from kvrelay.make_model import SHAPES, byte_tokenizer, make_model
+from benchmarks.random_model import SHAPES, byte_tokenizer, make_model
+from kvrelay.engine.model.loading import load_model
+from kvrelay.engine.runner import Runner
+from kvrelay.errors import Rejected
 from tests.engine.torch.drive import Oracle, generate, prompts
 
 

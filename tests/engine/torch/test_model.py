@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from common.errors import Unservable
-from engine.attention_index import Indices
-from engine.model import load_model
-from engine.runner import Runner
+from kvrelay.engine.attention.index import IndexBuilder
+from kvrelay.engine.model.loading import load_model
+from kvrelay.engine.runner import Runner
+from kvrelay.errors import Unservable
 from tests.engine.torch.drive import Oracle, generate, prompts
 from tests.models import EOS, KINDS, VOCAB, tiny_model
 
@@ -191,12 +191,12 @@ def test_refused_when_paging_changes_the_logits(
 ) -> None:
     """The last check needs no name for what is wrong: here, a mask that is off by one."""
     path = tiny_model("llama", tmp_path / "m")
-    true = Indices._mask
+    true = IndexBuilder._mask
 
-    def one_too_few(self: Indices, lengths: list[int]) -> torch.Tensor:
+    def one_too_few(self: IndexBuilder, lengths: list[int]) -> torch.Tensor:
         return true(self, [length - 1 for length in lengths])
 
-    monkeypatch.setattr(Indices, "_mask", one_too_few)
+    monkeypatch.setattr(IndexBuilder, "_mask", one_too_few)
     with pytest.raises(Unservable, match="paged attention changes its logits"):
         load_model(path)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.philox import Counter, philox, uniform
+from kvrelay.engine.sampling.philox import Counter, philox, uniform
 
 ONES = 0xFFFFFFFF
 KNOWN: list[tuple[Counter, tuple[int, int], Counter]] = [

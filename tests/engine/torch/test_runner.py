@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from common.errors import Rejected
-from engine.runner import Runner
-from engine.work import Work
+from kvrelay.engine.core.work import Work
+from kvrelay.engine.runner import Runner
+from kvrelay.errors import Rejected
 from tests.engine.torch.conftest import Pair
 from tests.engine.torch.drive import GREEDY, generate, prompts, streams
 from tests.models import KINDS, VOCAB

@@ -11,10 +11,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from common.sampling import Sampling
-from engine.philox import uniform
-from engine.sampler import sample
-from engine.work import Work
+from kvrelay.engine.core.work import Work
+from kvrelay.engine.sampling.philox import uniform
+from kvrelay.engine.sampling.sampler import sample
+from kvrelay.sampling import Sampling
 
 VOCAB = 61
 

@@ -1,0 +1,55 @@
+"""``kvrelay bench``: the cluster measured beside plain ``transformers``, part by part."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.cluster.config import PARTS, ClusterBenchConfig, model_directory
+from benchmarks.cluster.rows import HEAD, BenchRow, cells, figure, markdown
+from kvrelay.cli.screen import paint, print_err, print_out, table
+from kvrelay.config.reader import load
+from kvrelay.process import sigint
+
+DESCRIPTION = """\
+Measures on this machine, side by side in one run: (a) throughput beside transformers' generate
+and generate_batch, (b) the first token cold, with a local hit and with a store hit, (c) the
+hand-over from prefill to decode, (d) what the router adds. A ratio over 1 means that kvrelay is
+ahead of what it is compared with."""
+RIGHT = frozenset({2, 3, 4})
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load(ClusterBenchConfig, argv, "kvrelay bench", DESCRIPTION)
+    with sigint.ending():
+        from benchmarks.cluster.run import (
+            ClusterBench,  # imports torch: not before the flags are read
+        )
+
+    with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as made:
+        bench = ClusterBench(config, model_directory(config, Path(made)))
+        if not config.json:
+            print_out(bench.describe())
+        rows = []
+        for row in bench.rows():
+            rows.append(row)
+            print_err(f"  ({row.part}) {row.name}: {figure(row.ours)} {row.unit}")
+        show(config, bench.describe(), rows)
+    return 0
+
+
+def show(config: ClusterBenchConfig, machine: str, rows: Sequence[BenchRow]) -> None:
+    """The rows as asked for."""
+    if config.json:
+        print_out(
+            json.dumps({"machine": machine, "rows": [row.as_json() for row in rows]}, indent=2)
+        )
+        return
+    for part in config.parts:
+        mine = [row for row in rows if row.part == part]
+        print_out(f"\n{paint(f'({part}) {PARTS[part]}', 'bold')}")
+        print_out(
+            markdown(mine) if config.markdown else table(HEAD, [cells(row) for row in mine], RIGHT)
+        )

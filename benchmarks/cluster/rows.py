@@ -1,0 +1,62 @@
+"""A measured row: what, how much here, how much there, and the ratio that says who is ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+Better = Literal["less", "more"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRow:
+    """``ours`` against ``rival`` in the same ``unit``; ``None`` where there is nothing to measure.
+
+    ``rival`` is what the row is compared with, named in ``against``: another program, or another
+    way through ours.
+    """
+
+    part: str
+    name: str
+    unit: str
+    ours: float | None
+    rival: float | None
+    against: str
+    better: Better = "less"
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times better than the rival we are; under 1 is worse."""
+        if not self.ours or not self.rival:
+            return None
+        return self.rival / self.ours if self.better == "less" else self.ours / self.rival
+
+    def as_json(self) -> dict[str, object]:
+        return {**asdict(self), "ratio": self.ratio}
+
+
+def cells(row: BenchRow) -> tuple[str, ...]:
+    """The row as it is printed."""
+    ratio = "-" if row.ratio is None else f"{row.ratio:.2f} x"
+    return (row.name, row.unit, figure(row.ours), figure(row.rival), ratio, row.against, row.note)
+
+
+HEAD = ("measured", "unit", "kvrelay", "other", "ratio", "other is", "")
+
+
+def figure(value: float | None) -> str:
+    """Three significant digits, thousands as a whole."""
+    if value is None:
+        return "-"
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def markdown(rows: Sequence[BenchRow]) -> str:
+    """A table for benchmarks/README.md."""
+    lines = ["| " + " | ".join(HEAD[:-1]) + " | note |", "|---|---|--:|--:|--:|---|---|"]
+    lines += ["| " + " | ".join(cells(row)) + " |" for row in rows]
+    return "\n".join(lines)

@@ -1,0 +1,43 @@
+"""``kvrelay make-model``: a model of a real shape with random weights, for measurements."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrelay.cli.screen import print_err, print_out
+from kvrelay.config.reader import check, load, option, required
+from kvrelay.process import sigint
+
+DESCRIPTION = """\
+Writes a model of a real shape with random weights, in ordinary transformers format. What it says
+is noise; what it costs to run is that of the real one."""
+SHAPES = ("qwen3-0.6b", "llama-toy", "llama-tiny", "qwen3-tiny")  # known before torch is imported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MakeModelConfig:
+    """Which model, and where to."""
+
+    shape: str = required(str, f"which sizes: {', '.join(SHAPES)}", choices=SHAPES, metavar="NAME")
+    out: str = required(str, "directory to write it to", metavar="DIR")
+    dtype: str = option("bfloat16", "number format", choices=("float32", "bfloat16", "float16"))
+    seed: int = option(0, "of the weights", low=0)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load(MakeModelConfig, argv, "kvrelay make-model", DESCRIPTION)
+    with sigint.ending():
+        from benchmarks.random_model import (
+            make_model,  # imports torch: not before the flags are read
+        )
+
+    print_err(f"Making {config.shape} in {config.dtype}")
+    made = make_model(config.shape, Path(config.out), config.dtype, config.seed)
+    size = sum(path.stat().st_size for path in made.iterdir())
+    print_out(f"{made}: {size / 1e6:,.1f} MB")
+    return 0

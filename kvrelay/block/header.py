@@ -1,0 +1,284 @@
+"""The header before every stored payload: what the bytes are, and how to know that they are.
+
+Little-endian, 192 fixed bytes, then the token ids, then zeros up to a multiple of 128::
+
+    0 magic 8s | 8 version u16 | 10 dimensions u8 | 11 zero | 12 header length u32
+    16 header checksum u64 | 24 payload length u64 | 32 payload checksum u64
+    40 count u32 | 44 dtype 20s | 64 namespace 32s | 96 parent 32s | 128 name 32s
+    160 shape 8 x u32 | 192 token ids count x u32
+
+Both checksums are XXH3-64; the header's covers every header byte but its own eight.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import xxhash
+
+from kvrelay.errors import Corrupt
+
+Buffer = bytes | bytearray | memoryview
+
+MAGIC = b"KVRBLOCK"
+VERSION = 1
+ALIGNMENT = 128
+MAX_COUNT = 1 << 16
+MAX_PAYLOAD = 1 << 30
+MAX_DIMENSIONS = 8
+ITEM_BYTES = {
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+"""Element types a payload may have and their sizes in bytes."""
+
+_FIXED = struct.Struct("<8sHBBIQQQI20s32s32s32s8I")
+_KINDS = {dtype.encode("ascii").ljust(20, b"\0"): dtype for dtype in ITEM_BYTES}
+_CHECKSUM = slice(16, 24)
+_PAYLOAD_CHECKSUM = slice(32, 40)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one block is. ``tokens`` are its ``count`` token ids; ``shape`` is the payload's."""
+
+    namespace: bytes
+    parent: bytes
+    name: bytes
+    tokens: tuple[int, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    payload_bytes: int
+    payload_checksum: int
+
+    @property
+    def count(self) -> int:
+        """Token positions in the block."""
+        return len(self.tokens)
+
+
+def checksum(data: Buffer) -> int:
+    """XXH3-64 of ``data``."""
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def header_bytes(count: int) -> int:
+    """Length of the header of a block with ``count`` token positions, padding included."""
+    return -(-(_FIXED.size + 4 * count) // ALIGNMENT) * ALIGNMENT
+
+
+def stated_length(data: Buffer) -> int:
+    """What the first bytes of a block say of its header's length; not checked."""
+    return int.from_bytes(data[12:16], "little")
+
+
+def stated_count(data: Buffer) -> int:
+    """What the first bytes of a block say of its number of tokens; at most ``MAX_COUNT``."""
+    return min(int.from_bytes(data[40:44], "little"), MAX_COUNT)
+
+
+def payload_bytes(dtype: str, shape: Sequence[int]) -> int:
+    """Length of a payload of ``shape`` elements of ``dtype``."""
+    return ITEM_BYTES[dtype] * math.prod(shape)
+
+
+def encode(header: Header) -> bytes:
+    """The header as bytes, checksum included."""
+    return encoded(
+        header.namespace,
+        header.parent,
+        header.name,
+        header.tokens,
+        header.dtype,
+        header.shape,
+        header.payload_bytes,
+        header.payload_checksum,
+    )
+
+
+def encoded(
+    namespace: bytes,
+    parent: bytes,
+    name: bytes,
+    tokens: tuple[int, ...],
+    dtype: str,
+    shape: tuple[int, ...],
+    size: int,
+    payload_checksum: int,
+) -> bytes:
+    """The same of its fields; what most headers have in common is packed once."""
+    start, kind, dimensions, words, padding = _common(len(tokens), dtype, shape)
+    rest = b"".join(
+        (
+            size.to_bytes(8, "little"),
+            payload_checksum.to_bytes(8, "little"),
+            kind,
+            namespace,
+            parent,
+            name,
+            dimensions,
+            words.pack(*tokens),
+            padding,
+        )
+    )
+    if len(rest) != header_bytes(len(tokens)) - _CHECKSUM.stop:
+        raise ValueError("namespace, parent and name have 32 bytes each")
+    own = xxhash.xxh3_64_intdigest(start + rest)
+    return b"".join((start, own.to_bytes(8, "little"), rest))
+
+
+@lru_cache(maxsize=1024)
+def _common(
+    count: int, dtype: str, shape: tuple[int, ...]
+) -> tuple[bytes, bytes, bytes, struct.Struct, bytes]:
+    """What stands before the checksum; count and dtype; the shape; the tokens' format; zeros."""
+    length = header_bytes(count)
+    data = bytearray(length)
+    dimensions = shape + (0,) * (MAX_DIMENSIONS - len(shape))
+    _FIXED.pack_into(
+        data,
+        0,
+        MAGIC,
+        VERSION,
+        len(shape),
+        0,
+        length,
+        0,
+        0,
+        0,
+        count,
+        dtype.encode("ascii"),
+        b"",
+        b"",
+        b"",
+        *dimensions,
+    )
+    end = _FIXED.size + 4 * count
+    found = (data[: _CHECKSUM.start], data[40:64], data[160 : _FIXED.size], data[end:])
+    start, kind, shaped, padding = map(bytes, found)
+    return start, kind, shaped, _words(count), padding
+
+
+@lru_cache(maxsize=1024)
+def _words(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}I")
+
+
+def seal(header: bytes, payload_checksum: int) -> bytes:
+    """The same header with its payload's checksum, for one that was made before it was known."""
+    start, before = header[: _CHECKSUM.start], header[_CHECKSUM.stop : _PAYLOAD_CHECKSUM.start]
+    summed = payload_checksum.to_bytes(8, "little")
+    rest = b"".join((before, summed, header[_PAYLOAD_CHECKSUM.stop :]))
+    own = xxhash.xxh3_64_intdigest(start + rest)
+    return b"".join((start, own.to_bytes(8, "little"), rest))
+
+
+class HeaderFields(NamedTuple):
+    """A header's fields, which agree with one another; ``words`` are its token ids as they lie."""
+
+    namespace: bytes
+    parent: bytes
+    name: bytes
+    words: bytes
+    dtype: str
+    shape: tuple[int, ...]
+    payload_bytes: int
+    payload_checksum: int
+
+    @property
+    def positions(self) -> int:
+        """Token positions in the block."""
+        return len(self.words) // 4
+
+
+def decode(data: Buffer) -> Header:
+    """Read a header from the start of ``data``; ``Corrupt`` names the field that is wrong."""
+    found = fields_of(data)
+    return Header(
+        found.namespace,
+        found.parent,
+        found.name,
+        _words(found.positions).unpack(found.words),
+        found.dtype,
+        found.shape,
+        found.payload_bytes,
+        found.payload_checksum,
+    )
+
+
+def fields_of(data: Buffer) -> HeaderFields:
+    """The same without a number for each token.
+
+    Lengths are checked against the limits and against each other before anything is allocated.
+    """
+    if len(data) < _FIXED.size:
+        raise Corrupt("header", f"{len(data)} bytes are fewer than the {_FIXED.size} fixed ones")
+    (
+        magic,
+        version,
+        dimensions,
+        _,
+        length,
+        own,
+        size,
+        payload,
+        count,
+        dtype,
+        space,
+        parent,
+        name,
+        *shape,
+    ) = _FIXED.unpack_from(data)
+    _check_frame(len(data), magic, version, length, count)
+    raw = bytes(data[:length])
+    if own != _own_checksum(raw):
+        raise Corrupt("header_checksum", "the header's bytes are not those that were written")
+    kind, shaped = _dtype(dtype), tuple(shape[:dimensions])
+    _check_payload(kind, dimensions, shaped, size)
+    words = raw[_FIXED.size : _FIXED.size + 4 * count]
+    return HeaderFields(space, parent, name, words, kind, shaped, size, payload)
+
+
+def _own_checksum(data: bytes | bytearray) -> int:
+    return xxhash.xxh3_64_intdigest(data[: _CHECKSUM.start] + data[_CHECKSUM.stop :])
+
+
+def _check_frame(available: int, magic: bytes, version: int, length: int, count: int) -> None:
+    if magic != MAGIC:
+        raise Corrupt("magic", f"{magic!r} is not {MAGIC!r}")
+    if version != VERSION:
+        raise Corrupt("version", f"{version} is not {VERSION}")
+    if count > MAX_COUNT:
+        raise Corrupt("count", f"{count} is more than {MAX_COUNT}")
+    if length != header_bytes(count):
+        raise Corrupt(
+            "header_length", f"{length} is not the {header_bytes(count)} of {count} tokens"
+        )
+    if length > available:
+        raise Corrupt("header_length", f"{length} is more than the {available} bytes there are")
+
+
+def _dtype(raw: bytes) -> str:
+    if (name := _KINDS.get(raw)) is None:
+        said = raw.rstrip(b"\0").decode("ascii", "replace")
+        raise Corrupt("dtype", f"{said!r} is none of {', '.join(ITEM_BYTES)}")
+    return name
+
+
+def _check_payload(dtype: str, dimensions: int, shape: tuple[int, ...], size: int) -> None:
+    if dimensions > MAX_DIMENSIONS:
+        raise Corrupt("shape", f"{dimensions} dimensions are more than {MAX_DIMENSIONS}")
+    if size != (expected := payload_bytes(dtype, shape)):
+        raise Corrupt("payload_bytes", f"{size} is not the {expected} of its shape")
+    if size > MAX_PAYLOAD:
+        raise Corrupt("payload_bytes", f"{size} is more than {MAX_PAYLOAD}")

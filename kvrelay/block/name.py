@@ -1,0 +1,94 @@
+"""Names of blocks: a SHA-256 chain over namespace, parent name, count and token ids.
+
+Two blocks have one name only if everything before them and in them is equal. The count is part of
+it, so a partial block has a name like any other, and never that of a longer one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+from kvrelay.block.namespace import Namespace
+from kvrelay.errors import Rejected
+
+NAME_BYTES = 32
+
+Digest = Callable[[bytes], bytes]
+"""Bytes in, 32 bytes out. Another one than SHA-256 is for tests of collisions."""
+
+_ROOT = b"kvrelay.root.v1".ljust(32, b"\0")
+_CHILD = b"kvrelay.cluster.child.v1".ljust(32, b"\0")
+_OPENING = b"kvrelay.opening.v1"
+
+
+def sha256(data: bytes) -> bytes:
+    """The digest names are made with."""
+    return hashlib.sha256(data).digest()
+
+
+@lru_cache(maxsize=1024)
+def _packer(count: int) -> struct.Struct:
+    return struct.Struct(f"<I{count}I")
+
+
+def child_name(
+    namespace: bytes, parent: bytes, tokens: Sequence[int], digest: Digest = sha256
+) -> bytes:
+    """Name of the block of ``tokens`` after ``parent``; ``namespace`` is the namespace's digest.
+
+    A header holds all of these, so whoever has a header can tell whether its name is true.
+    """
+    try:
+        packed = _packer(len(tokens)).pack(len(tokens), *tokens)
+    except struct.error as error:
+        raise Rejected("tokens", f"token ids must be integers below 2**32: {error}") from error
+    return digest(_CHILD + namespace + parent + packed)
+
+
+def name_after(namespace: bytes, parent: bytes, words: bytes, digest: Digest = sha256) -> bytes:
+    """The same, of token ids as a header has them: 32 bits each, little-endian."""
+    count = len(words) // 4
+    return digest(b"".join((_CHILD, namespace, parent, count.to_bytes(4, "little"), words)))
+
+
+class Namer:
+    """Makes the names of one namespace. Stateless, so any thread may use it."""
+
+    def __init__(self, namespace: Namespace | bytes, digest: Digest = sha256) -> None:
+        """``namespace`` may be given by its digest."""
+        if isinstance(namespace, Namespace):
+            self._namespace = namespace.digest
+            whose = namespace.tenant_salt
+        else:
+            self._namespace = whose = namespace
+        self._digest = digest
+        self.root = digest(_ROOT + self._namespace)
+        self._tenant = hashlib.sha256(_OPENING + whose).digest()
+
+    def within(self, namespace: bytes) -> Namer:
+        """The same for another namespace, by its digest."""
+        return Namer(namespace, self._digest)
+
+    def child(self, parent: bytes, tokens: Sequence[int]) -> bytes:
+        """Name of the block that holds ``tokens`` after the block ``parent``."""
+        return child_name(self._namespace, parent, tokens, self._digest)
+
+    def opening(self, tokens: Sequence[int]) -> int:
+        """64 bits that all namespaces of one tenant share for a sequence's first block.
+
+        It tells a block that is there under another namespace from one that is nowhere, and says
+        nothing about blocks of other tenants.
+        """
+        packed = _packer(len(tokens)).pack(len(tokens), *tokens)
+        return int.from_bytes(hashlib.blake2b(packed, digest_size=8, key=self._tenant).digest())
+
+    def chain(self, tokens: Sequence[int], block_size: int) -> list[bytes]:
+        """Names of the full blocks of ``tokens``, in order; a shorter rest has none."""
+        names, parent = [], self.root
+        for end in range(block_size, len(tokens) + 1, block_size):
+            parent = self.child(parent, tokens[end - block_size : end])
+            names.append(parent)
+        return names

@@ -1,0 +1,59 @@
+"""The namespace: everything that must be equal before two workers may share a KV block.
+
+Its digest keys every name and stands in every header, so blocks of another model, revision, dtype,
+layout, block size, format or tenant are not merely refused: they cannot be found.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+
+from kvrelay.errors import Rejected
+
+FORMAT_VERSION = 1
+"""Version of naming, header and payload layout together; raise it when any of them changes."""
+
+_DOMAIN = b"kvrelay.namespace.v1"
+
+
+def _framed(value: bytes) -> bytes:
+    """Length first, so that no two lists of fields give the same bytes."""
+    return len(value).to_bytes(8, "little") + value
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Model, weights revision, dtype, layout of the payload, ``B``, format version and tenant."""
+
+    model: str
+    revision: str
+    dtype: str
+    layout: str
+    block_size: int
+    format_version: int = FORMAT_VERSION
+    tenant_salt: bytes = field(default=b"", repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("block_size", "format_version"):
+            if not 1 <= getattr(self, name) < 1 << 32:
+                raise Rejected(name, f"{getattr(self, name)} is not in 1 .. 2**32 - 1")
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 over the name and value of every field; 32 bytes. It hides the salt."""
+        parts = [_framed(_DOMAIN)]
+        for each in fields(self):
+            parts += _framed(each.name.encode()), _framed(_encoded(getattr(self, each.name)))
+        return hashlib.sha256(b"".join(parts)).digest()
+
+    def of_tenant(self, salt: bytes) -> Namespace:
+        """The same for the tenant with this salt."""
+        return replace(self, tenant_salt=salt) if salt else self
+
+
+def _encoded(value: str | int | bytes) -> bytes:
+    if isinstance(value, int):
+        return value.to_bytes(8, "little")
+    return value.encode() if isinstance(value, str) else value

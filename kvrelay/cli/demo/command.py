@@ -1,0 +1,275 @@
+"""``kvrelay demo``: a small cluster, one document, some questions, and what they cost."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+
+from benchmarks.cluster.streams import run
+from kvrelay.cli.demo.kill import TARGETS, kill_demo
+from kvrelay.cli.demo.questions import AnsweredQuestion, DemoPlan, ask, describe
+from kvrelay.cli.screen import paint, print_out, table
+from kvrelay.cli.signals import Signals, end_now
+from kvrelay.client.client import Client
+from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.process import ProcessSpec
+from kvrelay.cluster.supervisor import Cluster
+from kvrelay.config.reader import load, option
+from kvrelay.errors import Rejected
+
+DESCRIPTION = """\
+Starts a store, prefill workers, decode workers and a router on free ports, and asks questions
+over one long document. Shows for each answer which workers it passed, how many tokens of the
+prompt they found in their own pool, took from the store or had to compute, and whether the
+answer is right. Kills workers on the way. Ends with status 0 only if every answer is right.
+With --kill it shows one long answer instead, in the middle of which a party dies, and compares
+it, token for token, with an undisturbed run."""
+WIDTH = 78
+COLOUR = re.compile(r"\x1b\[\d+m")
+NOTICE_SECONDS = 10.0
+KILL_AT_PIECE = 2
+WARM_UP_TOKEN, WARM_UP_TOKENS = 8, 40
+KIND = {
+    "cold": ("computed", "yellow"),
+    "local": ("found in its pool", "green"),
+    "store": ("taken from the store", "cyan"),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoConfig:
+    """What to bring up and what to ask."""
+
+    prefill: int = option(2, "prefill workers; with 0 the decode workers do it", low=0, high=16)
+    decode: int = option(2, "decode workers", low=1, high=16)
+    model: str = option("recall", "another model that was trained for it", metavar="DIR")
+    questions: int = option(6, "questions to ask", low=1, high=100)
+    facts: int = option(118, "facts in the document, of about 8.4 tokens each", low=1, high=400)
+    seed: int = option(2, "which document", low=0)
+    kill: str | None = option(
+        None,
+        "kill one of these in the middle of one long answer, and compare; none: kill nobody",
+        choices=(*TARGETS, "none"),
+    )
+    json: bool = option(False, "print the figures as JSON, and nothing else")
+
+    def __post_init__(self) -> None:
+        if self.kill == "prefill" and not self.prefill:
+            raise Rejected("kill", "'prefill' needs --prefill of at least 1: there is none to kill")
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load(DemoConfig, argv, "kvrelay demo", DESCRIPTION)
+    plan = DemoPlan.draw(config.seed, config.facts, min(config.questions, config.facts))
+    demo = Demo(config, plan)
+    with Signals(demo.heard):
+        return demo.run()
+
+
+class Demo:
+    """One run of the demonstration and what is written about it."""
+
+    def __init__(self, config: DemoConfig, plan: DemoPlan) -> None:
+        self._config = config
+        self._plan = plan
+        self._kills = config.kill is None
+        size = ClusterConfig(
+            model=config.model,
+            prefill=config.prefill,
+            decode=config.decode,
+            port=0,
+            disaggregate="always",  # what is to be seen is the hand-over
+        )
+        self._cluster = Cluster(size, on_change=self._on_change)
+        self._names = {spec.address: spec.name for spec in self._cluster.specs}
+        self._starting = True
+        self._column = 0  # where the line that is being written stands
+
+    def run(self) -> int:
+        config = self._config
+        self._say(paint("kvrelay demo", "bold") + f": {self._size()}")
+        self._say()
+        since = time.monotonic()
+        with self._cluster as cluster, Client(cluster.router) as client:
+            self._starting = False
+            took = time.monotonic() - since
+            self._say(f"  all of it serves after {took:.1f} s")
+            warm_up(cluster)
+            if config.kill in TARGETS:
+                quiet = config.json
+                return kill_demo(config.kill, cluster, self._plan.document, self._names, quiet)
+            self._introduce()
+            asked = self._ask_all(client)
+        if self._config.json:
+            print_out(json.dumps(report(asked, took), indent=2))
+        else:
+            print_out(summary(asked))
+        return 0 if all(one.right for one in asked) else 1
+
+    def heard(self, number: int) -> None:
+        """A signal: there is nothing to put in order here."""
+        end_now(self._cluster, number)
+
+    def _size(self) -> str:
+        config = self._config
+        parts = (f"{config.prefill} prefill workers", f"{config.decode} decode workers")
+        return ", ".join((*parts, "a store and a router"))
+
+    def _introduce(self) -> None:
+        document = self._plan.document
+        lines = textwrap.wrap(document.text, WIDTH - 4)
+        self._say(
+            f"\nA document of {len(document.facts)} facts, {len(document.text):,} characters:\n"
+        )
+        for line in lines[:3]:
+            self._say(paint(f"    {line}", "dim"))
+        self._say(paint(f"    ... {len(lines) - 3} more lines", "dim") if len(lines) > 3 else "")
+
+    def _ask_all(self, client: Client) -> list[AnsweredQuestion]:
+        done: list[AnsweredQuestion] = []
+        last = len(self._plan.questions)
+        for number, asked in enumerate(self._plan.questions, 1):
+            if self._kills and number == last // 2 + 1 and done:
+                self._kill_prefill(client, done[-1])
+            self._say(f"\n{paint(f'{number}. {asked.text}', 'bold')}")
+            self._column = 0
+            self._write("   ")
+            write: Callable[[str], None] = self._write
+            if self._kills and number == last and done and self._config.decode > 1:
+                write = KillAfterChunks(
+                    KILL_AT_PIECE, done[-1].hops[-1].worker, self._cluster, self._write
+                )
+            done.append(ask(client, self._plan, asked, self._names, write))
+            self._tell_how(done[-1])
+        return done
+
+    def _tell_how(self, asked: AnsweredQuestion) -> None:
+        verdict = paint("right", "green") if asked.right else paint("WRONG", "red")
+        room = " " * max(2, WIDTH - self._column - 5)
+        self._say(room + verdict)
+        if not asked.right:
+            self._say(f"   expected: {asked.expected}")
+        for hop in asked.hops:
+            self._say(f"   {describe(hop)}")
+        what, colour = KIND[asked.source]
+        first = paint(f"first token {asked.first_token * 1e3:.0f} ms", colour)
+        lost = "\n   (the take-over among them)" if any(hop.lost for hop in asked.hops) else ""
+        gap = f"{asked.token_gap * 1e3:.1f} ms a token{lost}"
+        self._say(f"   {first} (prompt {what}), then {gap}")
+
+    def _kill_prefill(self, client: Client, asked: AnsweredQuestion) -> None:
+        """Kills the prefill worker that holds the document, if another one can take over."""
+        hop = asked.hops[0]
+        if hop.role != "prefill" or self._config.prefill < 2:
+            return
+        process = self._cluster.named(hop.worker)
+        self._say(
+            paint(f"\n*  kill -9 {process.pid}: {hop.worker}, which holds the document", "red")
+        )
+        process.send(signal.SIGKILL)
+        wait_until_noticed(client, process.spec.address)
+
+    def _on_change(self, spec: ProcessSpec, what: str) -> None:
+        if self._starting:
+            self._say(f"  {spec.name:<10} {spec.address:<16} {what}")
+
+    def _say(self, text: str = "") -> None:
+        if not self._config.json:
+            print_out(text)
+
+    def _write(self, text: str) -> None:
+        if not self._config.json:
+            line = text.replace("\n", " ")
+            self._column += len(COLOUR.sub("", line))
+            sys.stdout.write(line)
+            sys.stdout.flush()
+
+
+class KillAfterChunks:
+    """Passes an answer on, and kills a worker in the middle of it."""
+
+    def __init__(
+        self, piece: int, worker: str, cluster: Cluster, write: Callable[[str], None]
+    ) -> None:
+        self._left = piece
+        self._process = cluster.named(worker)
+        self._write = write
+
+    def __call__(self, text: str) -> None:
+        self._write(text)
+        self._left -= 1
+        if self._left == 0:
+            self._process.send(signal.SIGKILL)
+            self._write(paint(f" [kill -9 {self._process.spec.name}]", "red"))
+
+
+def warm_up(cluster: Cluster) -> None:
+    """One short prompt to every worker, so that no time below is that of a process's first run.
+
+    The first worker computes it, the others load it: both ways have then been gone once.
+    """
+    prompt = [WARM_UP_TOKEN] * WARM_UP_TOKENS
+    for address in cluster.addresses("prefill"):
+        run("prefill", address, [prompt], 2)
+    for address in cluster.addresses("decode"):
+        run("decode", address, [prompt], 2)
+
+
+def wait_until_noticed(client: Client, address: str) -> None:
+    """Returns when the router knows that a worker is gone, so that its delay is not measured."""
+    deadline = time.monotonic() + NOTICE_SECONDS
+    while time.monotonic() < deadline:
+        if not any(one.healthy for one in client.workers() if one.address == address):
+            return
+        time.sleep(0.05)
+
+
+def summary(asked: Sequence[AnsweredQuestion]) -> str:
+    """The end: times by where the prompt came from, the verdict, and how to go on."""
+    cold = [one.first_token for one in asked if one.source == "cold"]
+    rows = []
+    for kind, (what, _) in KIND.items():
+        times = [one.first_token for one in asked if one.source == kind]
+        if times:
+            ratio = f"{median(cold) / median(times):.1f} x" if cold else "-"
+            rows.append((what, str(len(times)), f"{median(times) * 1e3:.0f} ms", ratio))
+    head = ("prompt was", "questions", "first token", "against computed")
+    right = sum(one.right for one in asked)
+    verdict = f"{right} of {len(asked)} answers right."
+    legs = [next(hop for hop in one.hops if not hop.lost) for one in asked]
+    total, computed = sum(leg.length for leg in legs), sum(leg.computed for leg in legs)
+    local, external = sum(leg.local for leg in legs), sum(leg.external for leg in legs)
+    return "\n".join(
+        [
+            "",
+            table(head, rows, frozenset({1, 2, 3})),
+            "",
+            f"Prompts: {total:,} tokens = {local:,} local + {external:,} from the store"
+            f" + {computed:,} computed.",
+            paint(verdict, "green" if right == len(asked) else "red"),
+            "",
+            "Go on with:",
+            "  make up         leaves such a cluster serving; then, from another terminal:",
+            '  .venv/bin/kvrelay generate --usage --chat "Where is the copper mask?" \\',
+            "      --system \\",
+            '      "The copper mask stands in Boston. The marble kite dates from 1850."',
+            "  make test       the tests, exactness among them",
+        ]
+    )
+
+
+def report(asked: Sequence[AnsweredQuestion], start_seconds: float) -> dict[str, object]:
+    """The figures for scripts."""
+    return {
+        "right": sum(one.right for one in asked),
+        "asked": len(asked),
+        "start_seconds": start_seconds,
+        "questions": [asdict(one) | {"right": one.right, "source": one.source} for one in asked],
+    }

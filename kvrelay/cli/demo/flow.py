@@ -1,0 +1,44 @@
+"""Running text as it comes: broken between words into lines of a width, indented."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+from kvrelay.cli.screen import paint
+
+WIDTH, INDENT = 78, 4
+
+
+class WrappedOutput:
+    """Silent when ``quiet``."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._column = 0
+
+    def write(self, text: str, style: str | None = None) -> None:
+        """More of it; words are those parts that begin with a space."""
+        if self._quiet:
+            return
+        for part in re.split(r"(\n|(?= ))", text) if style is None else [text]:
+            if part == "\n" or (part[:1] == " " and self._column + len(part) > WIDTH):
+                self.end()
+                part = part.strip()
+            if part:
+                self._put(part, style)
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """The line is over, if one was begun."""
+        if self._column and not self._quiet:
+            sys.stdout.write("\n")
+        self._column = 0
+
+    def _put(self, part: str, style: str | None) -> None:
+        if self._column == 0:
+            sys.stdout.write(" " * INDENT)
+            self._column = INDENT
+            part = part.lstrip(" ")
+        sys.stdout.write(part if style is None else paint(part, style))
+        self._column += len(part)

@@ -1,0 +1,140 @@
+"""The demonstration: questions over one long document, and what each of them cost where.
+
+A document of stated facts is asked about; its tokens are the prefix of every prompt, so only the
+first question should have to compute it. An answer is right or it is not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from kvrelay.client.client import Client
+from kvrelay.recall.facts import Document, FactQuestion, document, question
+from kvrelay.recall.prompt import prompt
+from kvrelay.rpc.roles import role_name
+from kvrelay.v1 import types_pb2
+
+MAX_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class DemoLeg:
+    """What one worker did for a request: ``length = local + external + computed``."""
+
+    worker: str
+    role: str
+    length: int
+    local: int
+    external: int
+    computed: int
+    recomputed: int
+    failed: int
+    lost: bool  # then its figures are those of its beginning
+
+
+@dataclass(frozen=True, slots=True)
+class AnsweredQuestion:
+    """A question, what was answered, and how it went. Times as the client saw them, in seconds."""
+
+    question: str
+    expected: str
+    answer: str
+    hops: tuple[DemoLeg, ...]
+    first_token: float
+    token_gap: float
+    tokens: int
+
+    @property
+    def right(self) -> bool:
+        return self.answer.strip() == self.expected
+
+    @property
+    def source(self) -> str:
+        """Where most of the prompt came from: ``cold`` (computed), ``local`` or ``store``."""
+        first = next(hop for hop in self.hops if not hop.lost)
+        kinds = {"cold": first.computed, "local": first.local, "store": first.external}
+        return max(kinds, key=lambda kind: kinds[kind])
+
+
+@dataclass(frozen=True, slots=True)
+class DemoPlan:
+    """The document and the questions of one demonstration."""
+
+    document: Document
+    questions: tuple[FactQuestion, ...]
+
+    @classmethod
+    def draw(cls, seed: int, facts: int, count: int) -> DemoPlan:
+        """Questions spread evenly from the document's first fact to its last."""
+        made = document(seed, facts)
+        last = len(made.facts) - 1
+        places = [round(i * last / max(1, count - 1)) for i in range(count)]
+        # Not in the order of the text: whoever asks does not know it.
+        mixed = places[::2] + places[1::2][::-1]
+        chosen = (question(made.facts[at], form) for form, at in enumerate(mixed))
+        return cls(made, tuple(chosen))
+
+    def prompt(self, asked: FactQuestion) -> str:
+        return prompt(self.document, asked)
+
+
+def ask(
+    client: Client,
+    plan: DemoPlan,
+    asked: FactQuestion,
+    names: Mapping[str, str],
+    on_text: Callable[[str], None],
+) -> AnsweredQuestion:
+    """Asks one question greedily; ``on_text`` gets the answer as it comes."""
+    start = time.perf_counter()
+    stamps: list[float] = []
+    text = ""
+    hops: tuple[DemoLeg, ...] = ()
+    for piece in client.generate(prompt=plan.prompt(asked), max_tokens=MAX_TOKENS, temperature=0.0):
+        stamps += [time.perf_counter()] * len(piece.token_ids)
+        text += piece.text
+        on_text(piece.text)
+        if piece.usage is not None:
+            hops = tuple(hops_of(piece.usage, names))
+    gaps = len(stamps) - 1
+    return AnsweredQuestion(
+        question=asked.text,
+        expected=asked.answer,
+        answer=text,
+        hops=hops,
+        first_token=stamps[0] - start,
+        token_gap=(stamps[-1] - stamps[0]) / gaps if gaps else 0.0,
+        tokens=len(stamps),
+    )
+
+
+def hops_of(usage: types_pb2.Usage, names: Mapping[str, str]) -> Iterator[DemoLeg]:
+    """Every leg of a request, with the names of its workers by their addresses."""
+    for leg in usage.legs:
+        yield DemoLeg(
+            worker=names.get(leg.address, leg.address),
+            role=role_name(leg.role),
+            length=leg.length,
+            local=leg.local,
+            external=leg.external,
+            computed=leg.computed,
+            recomputed=leg.recomputed,
+            failed=leg.failed,
+            lost=leg.lost,
+        )
+
+
+def describe(hop: DemoLeg) -> str:
+    """One hop in a line; the numbers add up by construction."""
+    if hop.lost:
+        return f"{hop.worker:<10} was lost on the way; another worker took over"
+    outside = "from the store" if hop.role == "prefill" else "transferred"
+    line = (
+        f"{hop.worker:<10} {hop.length:>5} tokens = {hop.local:>4} local"
+        f" + {hop.external:>4} {outside:<14} + {hop.computed:>4} computed"
+    )
+    extra = [f"{hop.recomputed} recomputed"] if hop.recomputed else []
+    extra += [f"{hop.failed} failed to load"] if hop.failed else []
+    return ", ".join([line, *extra])

@@ -1,0 +1,77 @@
+"""``kvrelay doctor``: what this machine has, what would be used, what is missing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+
+from google.protobuf import json_format
+
+from kvrelay.cli.doctor.machine import Diagnosis, audit, examine
+from kvrelay.cli.doctor.stores import check_stores
+from kvrelay.cli.screen import paint, print_out
+from kvrelay.config.reader import load, option
+from kvrelay.rpc.security import policy
+from kvrelay.rpc.security.credentials import ADMIN_FIRST
+from kvrelay.rpc.security.options import SecurityOptions
+
+DESCRIPTION = """\
+Looks at this machine and says what kvrelay would use, what is absent without harm, and what is
+missing. With --store it also asks a store, a Redis among them, whether it is there and set up for
+blocks. With --audit it asks a running worker to check every invariant of its accounting instead.
+Ends with status 1 only if something needed is missing or an invariant is broken."""
+MARKS = {"ok": ("+", "green"), "absent": ("-", "yellow"), "missing": ("!", "red")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorConfig(SecurityOptions):
+    """How to show the findings."""
+
+    json: bool = option(False, "print the findings as JSON")
+    audit: str | None = option(None, "check the accounting of this worker", metavar="HOST:PORT")
+    store: str | None = option(None, "look at this store too, or these", metavar="URL")
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load(DoctorConfig, argv, "kvrelay doctor", DESCRIPTION)
+    if config.audit is not None:
+        policy.install(config, ADMIN_FIRST)
+        return show_audit(config.audit, config.json)
+    policy.install(config)
+    findings = []
+    for finding in chain(examine(), check_stores(config.store or "")):
+        findings.append(finding)
+        if not config.json:
+            print_out(line(finding))
+    missing = [finding for finding in findings if finding.state == "missing"]
+    if config.json:
+        print_out(
+            json.dumps({"ok": not missing, "findings": [asdict(one) for one in findings]}, indent=2)
+        )
+    else:
+        names = ", ".join(finding.name for finding in missing)
+        print_out(f"\nMissing: {names}." if missing else "\nNothing needed is missing.")
+    return 1 if missing else 0
+
+
+def show_audit(address: str, as_json: bool) -> int:
+    """What a worker's ``Audit`` finds, and 1 if it finds anything."""
+    found = audit(address)
+    if as_json:
+        print_out(json_format.MessageToJson(found, always_print_fields_with_no_presence=True))
+        return 1 if found.findings else 0
+    for one in found.findings:
+        who = one.request_id or "the pool"
+        print_out(f"{paint('!', 'red')} {one.invariant} {who}: {one.message}")
+    broken = f"{len(found.findings)} invariants are broken" if found.findings else "all of it holds"
+    print_out(f"{address}: {found.requests} requests, {found.blocks} blocks: {broken}.")
+    return 1 if found.findings else 0
+
+
+def line(finding: Diagnosis) -> str:
+    """One finding as a person reads it."""
+    mark, colour = MARKS[finding.state]
+    means = f"; {finding.means}" if finding.means else ""
+    return f"{paint(mark, colour)} {finding.name:<14} {finding.found}{means}"

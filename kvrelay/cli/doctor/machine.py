@@ -1,0 +1,182 @@
+"""What this machine has for kvrelay: a list of findings, each with what follows from it.
+
+Looks and asks, and changes nothing. Each finding says whether something needed is missing
+(``missing``), something useful is absent (``absent``), or all is well (``ok``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+import grpc
+
+from kvrelay.cluster.layout import SHIPPED_MODEL, cores
+from kvrelay.cluster.ports import is_free
+from kvrelay.config.values import show_size
+from kvrelay.errors import Rejected
+from kvrelay.rpc.address import ROUTER_PORT, Address
+from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
+from kvrelay.rpc.status import from_rpc_error
+from kvrelay.v1 import worker_pb2, worker_pb2_grpc
+from kvstore.redis.settings import PORT
+
+State = Literal["ok", "absent", "missing"]
+NEEDED = ("torch", "transformers", "tokenizers", "grpcio", "protobuf", "xxhash", "safetensors")
+MEMORY_WANTED = 2 << 30
+PROBE_SECONDS = 1.0
+AUDIT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """One thing looked at: what was found, and what it means."""
+
+    name: str
+    state: State
+    found: str
+    means: str = ""
+
+
+def examine() -> Iterator[Diagnosis]:
+    """Every finding, in the order of a start."""
+    yield _python()
+    yield from map(_package, NEEDED)
+    yield _machine()
+    yield _memory()
+    yield _shared_memory()
+    yield from _torch()
+    yield _model()
+    yield _port()
+    yield from _redis()
+
+
+def audit(address: str) -> worker_pb2.AuditResponse:
+    """What a running worker finds wrong with its accounting, between two of its steps."""
+    Address.parse(address)  # gRPC would take a name without a port, and a port modulo 65536
+    with open_sync_channel(address, ChannelOptions()) as channel:
+        try:
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            return stub.Audit(worker_pb2.AuditRequest(), timeout=AUDIT_SECONDS)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+                raise Rejected("audit", f"{address} is no prefill or decode worker") from error
+            raise from_rpc_error(error) from error
+
+
+def _python() -> Diagnosis:
+    found = f"{platform.python_version()} ({sys.executable})"
+    if not (3, 11) <= sys.version_info[:2] < (3, 14):
+        return Diagnosis("python", "missing", found, "needs 3.11, 3.12 or 3.13")
+    return Diagnosis("python", "ok", found)
+
+
+def _package(name: str) -> Diagnosis:
+    try:
+        return Diagnosis(name, "ok", version(name))
+    except PackageNotFoundError:
+        return Diagnosis(name, "missing", "not installed", f"install it: pip install {name}")
+
+
+def _machine() -> Diagnosis:
+    found = f"{cores()} cores, {platform.system()} {platform.machine()}"
+    return Diagnosis("processor", "ok", found, "shared out among the workers as threads")
+
+
+def _memory() -> Diagnosis:
+    free = _meminfo().get("MemAvailable")
+    if free is None:
+        return Diagnosis("memory", "absent", "unknown here")
+    state: State = "ok" if free >= MEMORY_WANTED else "absent"
+    means = "" if state == "ok" else f"under {show_size(MEMORY_WANTED)}: lower --num-blocks"
+    return Diagnosis("memory", state, f"{free / 2**30:.1f} GiB available", means)
+
+
+def _meminfo() -> dict[str, int]:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    parts = [line.split() for line in lines]
+    return {part[0].rstrip(":"): int(part[1]) * 1024 for part in parts if len(part) == 3}
+
+
+def _shared_memory() -> Diagnosis:
+    if not Path("/dev/shm").is_dir():
+        return Diagnosis("shared memory", "absent", "no /dev/shm")
+    free = shutil.disk_usage("/dev/shm").free
+    return Diagnosis("shared memory", "ok", f"{free / 2**30:.1f} GiB free in /dev/shm")
+
+
+def _torch() -> Iterator[Diagnosis]:
+    if importlib.util.find_spec("torch") is None:
+        return
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
+        yield Diagnosis("devices", "ok", names, "workers will use cuda; choose with --device")
+    else:
+        built = torch.version.cuda
+        why = f"built for CUDA {built}, no device seen" if built else "built for the CPU only"
+        yield Diagnosis("devices", "absent", f"no GPU ({why})", "workers will use the CPU")
+    flash = importlib.util.find_spec("flash_attn") is not None
+    found = ("flash_attn, " if flash else "") + "sdpa"
+    means = "flash_attn" if flash and count else "sdpa"
+    yield Diagnosis("attention", "ok", found, f"{means} would be used")
+
+
+def _model() -> Diagnosis:
+    weights = list(SHIPPED_MODEL.glob("*.safetensors"))
+    if not weights:
+        return Diagnosis("shipped model", "missing", "no weights", "give --model DIR")
+    size = sum(path.stat().st_size for path in weights)
+    return Diagnosis("shipped model", "ok", f"recall, {size / 1e6:.1f} MB")
+
+
+def _port() -> Diagnosis:
+    if is_free(ROUTER_PORT):
+        return Diagnosis("router port", "ok", f"{ROUTER_PORT} is free")
+    return Diagnosis(
+        "router port", "absent", f"{ROUTER_PORT} is taken", "choose another with --port"
+    )
+
+
+def _redis() -> Iterator[Diagnosis]:
+    server = shutil.which("redis-server") or shutil.which("valkey-server")
+    if server is None:
+        yield Diagnosis(
+            "redis server", "absent", "none on PATH", "not needed; the store has its own"
+        )
+    else:
+        yield Diagnosis("redis server", "ok", _first_line([server, "--version"]) or server)
+    if _listens(PORT):
+        yield Diagnosis("redis", "ok", f"something listens on {PORT}")
+    else:
+        yield Diagnosis("redis", "absent", f"nobody listens on 127.0.0.1:{PORT}", "not needed")
+
+
+def _first_line(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.splitlines()[0][:60] if done.stdout else ""
+
+
+def _listens(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), timeout=PROBE_SECONDS):
+            return True
+    except OSError:
+        return False

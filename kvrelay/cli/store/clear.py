@@ -1,0 +1,63 @@
+"""``kvrelay store clear``: removes every block that no lease holds, if that is really wanted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from kvrelay.cli.screen import print_err, print_out
+from kvrelay.cli.store.options import StoreSelection, browsing, connected
+from kvrelay.config.reader import load, option
+from kvrelay.errors import Rejected
+from kvstore.base import Store
+from kvstore.redis import SCHEMES as REDIS
+from kvstore.urls import public_url
+
+DESCRIPTION = """\
+Removes every block that no lease holds from each of the stores; a Redis holds none. Asks before it
+does, unless --yes is given. What was removed is computed again when it is needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClearConfig(StoreSelection):
+    """How sure."""
+
+    yes: bool = option(False, "do not ask")
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load(ClearConfig, argv, "kvrelay store clear", DESCRIPTION)
+    cleared: dict[str, dict[str, int]] = {}
+    for url in config.urls():
+        with connected(url) as store:
+            if not (config.yes or _sure(url, store, config.timeout)):
+                print_err(f"{public_url(url)}: nothing was removed")
+                return 1
+            removed = store.clear(config.timeout)
+            left = _counted(url, store, config.timeout)
+        cleared[public_url(url)] = {"removed": removed, "left": left}
+        if not config.json:
+            print_out(f"{public_url(url)}: {removed:,} blocks removed, {left:,} left")
+    if config.json:
+        print_out(json.dumps(cleared, indent=2))
+    return 0
+
+
+def _counted(url: str, store: Store, timeout: float) -> int:
+    """Blocks of a store; the figures of a Redis count whatever else lies there."""
+    if urlsplit(url).scheme not in REDIS:
+        return store.stats(timeout).entries
+    with browsing(url) as browser:
+        return sum(1 for _ in browser.list(timeout))
+
+
+def _sure(url: str, store: Store, timeout: float) -> bool:
+    if not sys.stdin.isatty():
+        raise Rejected("yes", "nobody is there to be asked: give --yes")
+    entries = _counted(url, store, timeout)
+    sys.stderr.write(f"Remove {entries:,} blocks from {public_url(url)}? [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

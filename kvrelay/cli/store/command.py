@@ -1,0 +1,39 @@
+"""``kvrelay store COMMAND``: one file a command, each named here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrelay.cli import commands
+from kvrelay.cli.commands import Command
+from kvrelay.cli.screen import print_err, print_out
+
+PROG = "kvrelay store"
+COMMANDS = (
+    Command("stats", "kvrelay.cli.store.stats", "what a store holds and did"),
+    Command("ls", "kvrelay.cli.store.ls", "its blocks, by name"),
+    Command("inspect", "kvrelay.cli.store.inspect", "one block: what it is, whether it is whole"),
+    Command("verify", "kvrelay.cli.store.verify", "read every block back and check it"),
+    Command("clear", "kvrelay.cli.store.clear", "remove every block that is not held"),
+    Command("bench", "kvrelay.cli.store.bench", "how fast the bytes go, beside memcpy and sockets"),
+    Command("simulate", "kvrelay.cli.store.simulate", "replay a trace through eviction policies"),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    words = list(argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print_out(
+            commands.usage(
+                PROG,
+                "Looks into the store of KV blocks.",
+                COMMANDS,
+                f"{PROG} COMMAND --help says more.",
+            )
+        )
+        return 0 if words else 2
+    command = commands.find(PROG, COMMANDS, words[0])
+    if isinstance(command, str):
+        print_err(command)
+        return 2
+    return command.load()(words[1:])

@@ -1,0 +1,84 @@
+"""``kvrelay store ls [PREFIX]``: the blocks of a store, by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from kvrelay.cli.screen import paint, print_err, print_out, table
+from kvrelay.cli.store.options import StoreSelection, browsing
+from kvrelay.config.reader import load, option
+from kvrelay.config.values import show_bytes
+from kvstore.client.admin import ListedBlock
+from kvstore.client.browse import SHOWN, blocks_by_digits
+from kvstore.urls import public_url
+
+DESCRIPTION = """\
+Lists the blocks of a store: name, tokens, bytes, whether it is partial, how many leases hold it,
+whose it is and where it lies. PREFIX are the first hexadecimal digits of the names wanted. A Redis
+is read by SCAN; it tells no leases, and not which blocks are partial."""
+HEAD = ("name", "tokens", "bytes", "kind", "leases", "tenant", "lies in")
+RIGHT = frozenset({1, 2, 4})
+PAGE = 1000
+"""Lines that share one table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LsConfig(StoreSelection):
+    """What to list."""
+
+    prefix: str = option("", "first digits of the names", metavar="PREFIX", positional=True)
+    limit: int = option(0, "so many blocks at most; 0 lists all", low=0)
+    long: bool = option(False, "names with all their digits")
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load(LsConfig, argv, "kvrelay store ls", DESCRIPTION)
+    for url in config.urls():
+        with browsing(url) as browser:
+            found = blocks_by_digits(browser, config.prefix, config.timeout, config.limit)
+            if config.json:
+                for listed in found:
+                    print_out(json.dumps({"store": public_url(url), **as_json(listed)}))
+            else:
+                _show(public_url(url), found, config)
+    return 0
+
+
+def as_json(listed: ListedBlock) -> dict[str, object]:
+    """Every field."""
+    return {
+        "name": listed.name.hex(),
+        "tokens": listed.tokens,
+        "bytes": listed.size,
+        "partial": listed.partial,
+        "leases": listed.leases,
+        "tenant": listed.tenant,
+        "memory": listed.memory,
+        "disk": listed.disk,
+    }
+
+
+def _show(name: str, found: Iterator[ListedBlock], config: LsConfig) -> None:
+    print_out(paint(name, "bold"))
+    count = nbytes = 0
+    while page := list(islice(found, PAGE)):
+        print_out(table(HEAD, [cells(listed, config.long) for listed in page], RIGHT))
+        count, nbytes = count + len(page), nbytes + sum(listed.size for listed in page)
+    print_err(f"  {count:,} blocks, {show_bytes(nbytes)}")
+
+
+def cells(listed: ListedBlock, long: bool) -> list[str]:
+    """One line."""
+    places = [name for name, there in (("memory", listed.memory), ("disk", listed.disk)) if there]
+    return [
+        listed.name.hex() if long else listed.name.hex()[:SHOWN],
+        str(listed.tokens),
+        f"{listed.size:,}",
+        "partial" if listed.partial else "full",
+        str(listed.leases),
+        listed.tenant or "-",
+        ", ".join(places) or "-",
+    ]

@@ -1,0 +1,60 @@
+"""What the commands of ``kvrelay store`` have in common: which stores, and how they are reached."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrelay.cluster.endpoints import store_of
+from kvrelay.config.reader import option
+from kvrelay.errors import Rejected
+from kvrelay.rpc.security import policy
+from kvrelay.rpc.security.credentials import ADMIN_FIRST
+from kvrelay.rpc.security.options import SecurityOptions
+from kvstore.base import Store
+from kvstore.client.browse import Browser, browse
+from kvstore.client.connect import connect
+from kvstore.urls import public_url, split_urls, standalone_url
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSelection(SecurityOptions):
+    """Which stores."""
+
+    store: str | None = option(None, "URL of the store, or several with commas", metavar="URL")
+    endpoints: str | None = option(None, "take the store from kvrelay up's file", metavar="FILE")
+    timeout: float = option(30.0, "seconds for one answer of a store", low=0.01, high=600.0)
+    json: bool = option(False, "print JSON")
+
+    def __post_init__(self) -> None:
+        if (self.store is None) == (self.endpoints is None):
+            raise Rejected("store", "give one of --store URL and --endpoints FILE")
+
+    def urls(self) -> list[str]:
+        """The stores, once this process shows who it is."""
+        policy.install(self, ADMIN_FIRST)
+        text = store_of(Path(self.endpoints)) if self.endpoints is not None else self.store
+        if not text:
+            raise Rejected("store", "is empty: give a URL such as kvrelay://HOST:PORT")
+        urls = split_urls(text)
+        twice = [name for name, count in Counter(map(public_url, urls)).items() if count > 1]
+        if twice:
+            raise Rejected("store", f"{twice[0]} stands twice in the list")
+        return urls
+
+
+@contextmanager
+def connected(url: str) -> Iterator[Store]:
+    """A store, for a while."""
+    with closing(connect(standalone_url(url))) as store:
+        yield store
+
+
+@contextmanager
+def browsing(url: str) -> Iterator[Browser]:
+    """The same for those who look after it."""
+    with closing(browse(standalone_url(url))) as browser:
+        yield browser

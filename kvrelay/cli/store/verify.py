@@ -1,0 +1,116 @@
+"""``kvrelay store verify``: every block read back; checksums, names and lengths compared."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvrelay.cli.screen import paint, print_err, print_out
+from kvrelay.cli.store.options import StoreSelection, browsing, connected
+from kvrelay.config.reader import load, option
+from kvrelay.config.values import show_bytes
+from kvstore.client.browse import SHOWN, blocks_by_digits
+from kvstore.client.verify import VerifiedBlock, verify_blocks
+from kvstore.urls import public_url
+
+DESCRIPTION = """\
+Reads every block of a store back and checks its header, its name (which must follow from what the
+header holds) and its payload, as every reader does. Reading a block counts as a use of it, also for
+eviction. Ends with status 1 if one is wrong."""
+PROGRESS_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyConfig(StoreSelection):
+    """Which blocks."""
+
+    prefix: str = option("", "first digits of the names", metavar="PREFIX", positional=True)
+
+
+@dataclass(slots=True)
+class VerifyProgress:
+    """Of one store, so far."""
+
+    store: str
+    began: float = field(default_factory=time.monotonic)
+    blocks: int = 0
+    bytes: int = 0
+    gone: int = 0
+    foreign: int = 0
+    wrong: list[VerifiedBlock] = field(default_factory=list)
+
+    def add(self, one: VerifiedBlock) -> None:
+        """One more."""
+        self.blocks += 1
+        if one.error is not None:
+            self.wrong.append(one)
+        elif one.gone and one.listed.tenant:
+            self.foreign += 1
+        elif one.gone:
+            self.gone += 1
+        else:
+            self.bytes += one.listed.size
+
+    def __str__(self) -> str:
+        seconds = max(time.monotonic() - self.began, 1e-9)
+        more = [f"{self.gone:,} gone meanwhile"] if self.gone else []
+        more += [f"{self.foreign:,} of tenants not read"] if self.foreign else []
+        rate = f"{show_bytes(self.bytes)} at {self.bytes / seconds / 1e9:.2f} GB/s"
+        parts = [f"{self.blocks:,} blocks", rate, *more, f"{len(self.wrong):,} wrong"]
+        return f"{self.store}: {', '.join(parts)}"
+
+    def as_json(self) -> dict[str, object]:
+        """Every figure, and what is wrong."""
+        return {
+            "store": self.store,
+            "blocks": self.blocks,
+            "bytes": self.bytes,
+            "gone": self.gone,
+            "not_read": self.foreign,
+            "wrong": [
+                {"name": one.listed.name.hex(), "error": str(one.error)} for one in self.wrong
+            ],
+        }
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load(VerifyConfig, argv, "kvrelay store verify", DESCRIPTION)
+    done = [_verified(url, config) for url in config.urls()]
+    if config.json:
+        print_out(json.dumps([progress.as_json() for progress in done], indent=2))
+    else:
+        for progress in done:
+            for one in progress.wrong:
+                name = one.listed.name.hex()[:SHOWN]
+                print_out(f"{paint('wrong', 'red')} {name} in {progress.store}: {one.error}")
+            print_out(str(progress))
+    return 1 if any(progress.wrong for progress in done) else 0
+
+
+def _verified(url: str, config: VerifyConfig) -> VerifyProgress:
+    progress = VerifyProgress(public_url(url))
+    with browsing(url) as browser, connected(url) as store:
+        # All names first: reading takes longer than a list may stay open.
+        listed = list(blocks_by_digits(browser, config.prefix, config.timeout))
+        for one in _watched(verify_blocks(store, listed, config.timeout), progress, len(listed)):
+            progress.add(one)
+    return progress
+
+
+def _watched(
+    found: Iterator[VerifiedBlock], progress: VerifyProgress, total: int
+) -> Iterator[VerifiedBlock]:
+    """The same, and now and then a line for a person who waits."""
+    shown = time.monotonic()
+    watching = sys.stderr.isatty()
+    for one in found:
+        yield one
+        if watching and time.monotonic() - shown > PROGRESS_SECONDS:
+            shown = time.monotonic()
+            sys.stderr.write(f"\r  {progress.blocks:,} of {total:,} blocks\x1b[K")
+            sys.stderr.flush()
+    if watching:
+        print_err("\r\x1b[K")

@@ -1,0 +1,45 @@
+"""How a supervised process starts: it runs a module and never outlives who started it.
+
+``python -m kvrelay.cluster.child FD MODULE ARGS...`` watches its end of a pipe whose other end only
+the supervisor holds. When that closes, even by SIGKILL, the process asks itself to end, and is
+ended with its whole group if it does not. No other process may hold that end: see ``spawn``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import runpy
+import signal
+import sys
+import threading
+
+GRACE_SECONDS = 5.0
+PR_SET_PDEATHSIG = 1
+
+
+def main(argv: list[str]) -> None:
+    """Runs ``MODULE`` as ``__main__`` in this process, under the eye of the pipe."""
+    lifeline, module = int(argv[0]), argv[1]
+    _wake_when_parent_dies()
+    threading.Thread(target=_watch, args=(lifeline,), name="lifeline", daemon=True).start()
+    sys.argv = [module, *argv[2:]]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _wake_when_parent_dies() -> None:
+    """A stopped process (SIGSTOP) cannot read its pipe: let the kernel continue it first."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
+
+
+def _watch(lifeline: int) -> None:
+    while os.read(lifeline, 1):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    threading.Event().wait(GRACE_SECONDS)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

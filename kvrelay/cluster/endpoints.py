@@ -1,0 +1,63 @@
+"""The file that says where a running cluster is: addresses, process ids, roles, as JSON.
+
+Written whole or not at all, so a script that sees it can read it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from kvrelay.errors import NotFound, Rejected
+
+
+def write(path: Path, content: Mapping[str, object]) -> None:
+    """Puts the JSON in place atomically."""
+    text = json.dumps(content, indent=2) + "\n"
+    try:
+        handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+    except OSError as error:
+        raise Rejected("endpoints", f"cannot write {path}: {error.strerror}") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except OSError as error:
+        with suppress(OSError):
+            os.unlink(name)
+        raise Rejected("endpoints", f"cannot write {path}: {error.strerror}") from None
+
+
+def remove(path: Path) -> None:
+    """The cluster is gone."""
+    with suppress(OSError):
+        path.unlink()
+
+
+def router_of(path: Path) -> str:
+    """The router's address in an endpoints file."""
+    return _field(path, "router")
+
+
+def store_of(path: Path) -> str:
+    """The URL of the store, or of several, in an endpoints file."""
+    return _field(path, "store")
+
+
+def _field(path: Path, name: str) -> str:
+    try:
+        content: object = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise NotFound(
+            f"endpoints: cannot read {path}: {error.strerror}; is a cluster up?"
+        ) from None
+    except ValueError as error:
+        raise Rejected("endpoints", f"{path} is not JSON: {error}") from None
+    found = content.get(name) if isinstance(content, dict) else None
+    if not isinstance(found, str):
+        raise Rejected("endpoints", f"{path} names no {name}; write it with kvrelay up --endpoints")
+    return found

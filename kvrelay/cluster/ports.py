@@ -1,0 +1,86 @@
+"""Free TCP ports, and how to keep them until a server takes them.
+
+They are taken below the range from which the kernel serves outgoing connections: a port from
+``bind(0)`` may be given away to any client in the moment before its server binds it. A held port
+is bound and never listened on, which lets a server in and keeps other searchers out (on Linux;
+elsewhere nothing can be held, and the short race remains).
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from kvrelay.errors import Rejected, Unavailable
+
+LOWEST = 10240
+RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+TRIES = 1000
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Different ports on which nobody listens and that nobody holds."""
+    found: list[int] = []
+    for _ in range(TRIES):
+        if len(found) == count:
+            return found
+        port = random.randrange(LOWEST, _highest())
+        if port not in found and (held := _bind(host, port, reuse=False)) is not None:
+            held.close()
+            found.append(port)
+    raise Unavailable(f"no {count} free ports on {host} between {LOWEST} and {_highest()}")
+
+
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server could listen there now."""
+    probe = _bind(host, port, reuse=True)
+    if probe is not None:
+        probe.close()
+    return probe is not None
+
+
+class ReservedPorts:
+    """Ports kept for servers that will come, and come again after a crash, until ``close``."""
+
+    def __init__(self, addresses: Iterable[tuple[str, int]]) -> None:
+        """Raises ``Rejected`` naming the first port on which somebody else listens."""
+        self._sockets: list[socket.socket] = []
+        for host, port in addresses:
+            held = _bind(host, port, reuse=True)
+            if held is None:
+                self.close()
+                raise Rejected(
+                    "port", f"{port} on {host} is taken; stop who has it, or use another"
+                )
+            if sys.platform == "linux":
+                self._sockets.append(held)
+            else:
+                held.close()
+
+    def close(self) -> None:
+        for held in self._sockets:
+            held.close()
+        self._sockets.clear()
+
+
+def _bind(host: str, port: int, *, reuse: bool) -> socket.socket | None:
+    """A bound socket. Without ``reuse`` even a port that is only held is not to be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
+        made.bind((host, port))
+    except OSError:
+        made.close()
+        return None
+    return made
+
+
+def _highest() -> int:
+    try:
+        return max(int(RANGE_FILE.read_text().split()[0]), LOWEST + 4096)
+    except (OSError, ValueError, IndexError):
+        return 32768

@@ -1,0 +1,149 @@
+"""The command line side of a configuration: flags as texts, and a help page with everything.
+
+Nothing is converted here: a flag's text goes the same way as one from the environment or a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+from kvrelay.config.option import Option
+
+
+class CommandLineError(Exception):
+    """The command line cannot be understood; the message is one line."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise CommandLineError(message)
+
+
+def parse_flags(
+    known: Sequence[Option], argv: Sequence[str], prog: str, description: str, epilog: str
+) -> tuple[Mapping[str, Sequence[str]], str | None]:
+    """The texts given for each field, and the path after ``--config``; ends after ``--help``."""
+    parser = _parser(known, prog, description, epilog)
+    space, rest = parser.parse_known_args(list(argv))
+    if rest:
+        raise CommandLineError(_unknown(rest[0], known))
+    given: Mapping[str, object] = vars(space)
+    path = given.get("config")
+    texts = {item.name: _texts(given[item.name]) for item in known if _given(item, given)}
+    return texts, path if isinstance(path, str) else None
+
+
+def _given(item: Option, given: Mapping[str, object]) -> bool:
+    return given.get(item.name) not in (None, [])
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if isinstance(value, list):
+        return tuple(str(part) for part in value)
+    return (str(value),)
+
+
+def _unknown(word: str, known: Sequence[Option]) -> str:
+    if not word.startswith("-"):
+        return f"unexpected argument {word!r}"
+    flags = [item.flag for item in known if not (item.rules.positional or item.rules.secret)]
+    close = difflib.get_close_matches(word.split("=")[0], [*flags, "--config"], 1)
+    return f"unknown flag {word}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _parser(known: Sequence[Option], prog: str, description: str, epilog: str) -> _Parser:
+    width = min(shutil.get_terminal_size().columns, 100)
+    parser = _Parser(
+        prog=prog,
+        usage=f"{prog} {_usage(known)}",
+        description=description,
+        epilog=_epilog(known, epilog),
+        allow_abbrev=False,
+        add_help=False,
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=28, width=width
+        ),
+    )
+    names = dict.fromkeys(("arguments", "options", *(item.rules.group for item in known)))
+    groups = {name: parser.add_argument_group(name) for name in names}
+    flags = groups["options"]
+    for item in known:
+        if not item.rules.secret:
+            _add(groups["arguments" if item.rules.positional else item.rules.group], item)
+    about = "take options from there: TOML, one 'name = value' a line"
+    flags.add_argument("--config", metavar="FILE", help=about)
+    flags.add_argument("-h", "--help", action="help", help="show this page and exit")
+    return parser
+
+
+def _epilog(known: Sequence[Option], epilog: str) -> str:
+    own = [item for item in known if item.rules.group == "options"]
+    example = next((item for item in own if not item.rules.positional), None)
+    if example is None:
+        return epilog
+    flag, variable = example.flag, example.variable
+    rule = f"An option also has a name in the environment: {variable} for {flag}, and so on."
+    for item in known:
+        if item.rules.secret:
+            rule += f"\n{item.variable}: {item.rules.help}."
+    return f"{rule}\n\n{epilog}".rstrip()
+
+
+def _usage(known: Sequence[Option]) -> str:
+    words = [
+        _metavar(item) if item.needed else f"[{_metavar(item)}]"
+        for item in known
+        if item.rules.positional
+    ]
+    needed = [
+        f"{item.flag} {_metavar(item)}"
+        for item in known
+        if item.needed and not item.rules.positional
+    ]
+    return " ".join([*needed, *words, "[options]"])
+
+
+def _metavar(item: Option) -> str:
+    rules = item.rules
+    if rules.metavar:
+        return rules.metavar
+    if rules.choices:
+        return "|".join(rules.choices)
+    return {int: "N", float: "X"}.get(item.kind, "TEXT") if rules.unit != "bytes" else "SIZE"
+
+
+def _help(item: Option) -> str:
+    notes = [f"in {item.rules.unit}"] if item.rules.unit not in (None, "bytes") else []
+    if item.needed:
+        notes.append("required")
+    elif item.default not in (None, (), "") and not (item.kind is bool and not item.repeated):
+        notes.append(f"default {item.show(item.default)}")
+    if item.repeated and not item.rules.positional:
+        notes.append("may be repeated")
+    return (item.rules.help + (f" [{'; '.join(notes)}]" if notes else "")).replace("%", "%%")
+
+
+def _add(group: argparse._ArgumentGroup, item: Option) -> None:
+    text, metavar = _help(item), _metavar(item)
+    if item.rules.positional:
+        count = "*" if item.repeated else "?"
+        group.add_argument(item.name, nargs=count, metavar=metavar, help=text)
+    elif item.kind is bool:
+        _add_switch(group, item, text)
+    elif item.repeated:
+        group.add_argument(item.flag, action="append", metavar=metavar, help=text)
+    else:
+        group.add_argument(item.flag, metavar=metavar, help=text)
+
+
+def _add_switch(group: argparse._ArgumentGroup, item: Option, text: str) -> None:
+    """Both ``--x`` and ``--no-x`` are understood; the help shows the one that changes something."""
+    for value, flag in ((True, item.flag), (False, "--no-" + item.flag[2:])):
+        shown = argparse.SUPPRESS if value is item.default else text
+        group.add_argument(
+            flag, dest=item.name, action="store_const", const=value, default=None, help=shown
+        )

@@ -1,0 +1,88 @@
+"""A queue of jobs and the threads that work on it.
+
+A job is ended exactly once: it is run, or it is given up when the lane closes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+log = logging.getLogger(__name__)
+
+
+class QueuedJob(Protocol):
+    """Work with an end that somebody waits for."""
+
+    def run(self) -> None:
+        """Do it, and end it. Errors that are foreseen end it as failed and are not raised."""
+
+    def give_up(self) -> None:
+        """End it as failed, without trying."""
+
+
+class ThreadPool:
+    """First in, first out, over ``threads`` threads. ``crashed`` is told of jobs that raised."""
+
+    def __init__(self, name: str, threads: int, crashed: Callable[[], None]) -> None:
+        self._jobs: deque[QueuedJob] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._crashed = crashed
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{n}", daemon=True)
+            for n in range(threads)
+        ]
+
+    def start(self) -> None:
+        """Begin to work."""
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, job: QueuedJob) -> None:
+        """Queue a job; once closed, it is given up here and now."""
+        with self._wake:
+            if not self._closed:
+                self._jobs.append(job)
+                self._wake.notify()
+                return
+        job.give_up()
+
+    def close(self) -> None:
+        """Give up what has not begun. What has begun goes on: see ``join``."""
+        with self._wake:
+            self._closed = True
+            left = self._jobs
+            self._jobs = deque()
+            self._wake.notify_all()
+        for job in left:
+            job.give_up()
+
+    def join(self, timeout: float) -> None:
+        """Wait for the threads, after ``close``."""
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(timeout)
+
+    def _next(self) -> QueuedJob | None:
+        with self._wake:
+            while not self._jobs and not self._closed:
+                self._wake.wait()
+            return self._jobs.popleft() if self._jobs else None
+
+    def _work(self) -> None:
+        while (job := self._next()) is not None:
+            try:
+                job.run()
+            except Exception as error:  # noqa: BLE001 - the edge of a thread: it ends this job
+                self._report(job, error)
+
+    def _report(self, job: QueuedJob, error: Exception) -> None:
+        if self._closed:  # what it worked with was closed under it
+            log.debug("%s was broken off", type(job).__name__, exc_info=error)
+            return
+        log.error("%s failed", type(job).__name__, exc_info=error)
+        self._crashed()

@@ -1,0 +1,66 @@
+"""Attention over paged KV: what a backend is, and the plug-in that `transformers` models call.
+
+Every model is run with ``ATTENTION`` as its attention implementation; the step in progress travels
+as an argument of the forward pass, so nothing here is global and workers can share a process.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from transformers import AttentionInterface
+
+from kvrelay.engine.attention.batch import Batch
+from kvrelay.errors import Unservable
+
+ATTENTION = "kvrelay_paged"
+
+
+class AttentionStep(Protocol):
+    """Attention of one step: all indices are built, and it is called once for each layer."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """Store K and V [T, kv heads, head dim], attend Q [T, heads, head dim], in packed order.
+
+        Returns a contiguous [T, heads, head dim]; ``scaling`` ``None`` is 1 / sqrt(head dim).
+        """
+
+
+class AttentionBackend(Protocol):
+    """A way to compute attention over one pool, chosen at start."""
+
+    @property
+    def name(self) -> str:
+        """What logs and tables print."""
+
+    def step(self, batch: Batch) -> AttentionStep:
+        """Build every index that the batch needs in any layer."""
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    kvrelay_step: AttentionStep | None = None,
+    **unused: object,
+) -> tuple[torch.Tensor, None]:
+    """The attention function of `transformers`: what ``unused`` may hold was checked at start."""
+    if kvrelay_step is None:
+        raise Unservable("the model does not pass its keyword arguments on to the attention")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return kvrelay_step.attend(layer, queries, keys, values, scaling)[None], None
+
+
+AttentionInterface.register(ATTENTION, paged_attention)

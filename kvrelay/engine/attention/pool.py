@@ -1,0 +1,140 @@
+"""The KV cache of one worker: one block-major tensor, and its blocks as bytes for transfers.
+
+Layout ``[block, layer, k|v, position, kv head, head dim]``, so a block is one contiguous range. The
+engine's thread computes into some blocks while I/O threads read and write others; who may touch
+which block is decided by the holders of references (docs/accounting.md), not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from kvrelay.engine.attention.copies import DeviceBlockCopier, HostBlockCopier
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """What a pool holds; ``num_kv_heads`` and ``head_dim`` are those of one layer's K (and V)."""
+
+    num_blocks: int
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one position in one layer's K: all its heads."""
+        return self.num_kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
+
+    @property
+    def block_rows(self) -> int:
+        """Rows (positions of one layer's K or V) in one block."""
+        return self.num_layers * 2 * self.block_size
+
+
+class KVPool:
+    """All blocks of one worker, zeroed and prefaulted at start."""
+
+    def __init__(self, shape: PoolShape, device: torch.device | str = "cpu") -> None:
+        for field in ("num_blocks", "num_layers", "block_size", "num_kv_heads", "head_dim"):
+            if getattr(shape, field) < 1:
+                raise ValueError(f"{field} must be at least 1, got {getattr(shape, field)}")
+        self.shape = shape
+        self.device = torch.device(device)
+        self.tensor = torch.empty(
+            (
+                shape.num_blocks,
+                shape.num_layers,
+                2,
+                shape.block_size,
+                shape.num_kv_heads,
+                shape.head_dim,
+            ),
+            dtype=DTYPES[shape.dtype],
+            device=self.device,
+        ).zero_()  # not torch.zeros: the first touch of a page is slow, so it happens here
+        row = shape.num_kv_heads * shape.head_dim
+        self._rows = self.tensor.view(-1, row)
+        self._runs = self.tensor.view(-1, shape.block_size * row)
+        self._copier: HostBlockCopier | DeviceBlockCopier = (
+            HostBlockCopier(self.tensor)
+            if self.device.type == "cpu"
+            else DeviceBlockCopier(self.tensor)
+        )
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of the payload of a block's first ``count`` positions."""
+        return self.shape.num_layers * 2 * count * self.shape.row_bytes
+
+    def read(self, block: int, count: int) -> memoryview:
+        """The first ``count`` positions: ``[layer, k|v, position, kv head, head dim]``.
+
+        Read-only. A full block on the CPU is a view of the pool, valid while the caller holds the
+        block; anything else is a copy.
+        """
+        self._check(block, count)
+        return self._copier.read(block, count)
+
+    def write(self, block: int, count: int, payload: memoryview) -> None:
+        """Fill the first ``count`` positions of a block, as ``read`` lays them out; zero the rest.
+
+        Raises ``ValueError``, and writes nothing, when the payload has another length.
+        """
+        self._check(block, count)
+        if payload.nbytes != self.nbytes(count):
+            raise ValueError(
+                f"payload of {count} positions must have {self.nbytes(count)} bytes,"
+                f" got {payload.nbytes}"
+            )
+        self._copier.write(block, count, payload)
+
+    def buffer(self, block: int) -> memoryview | None:
+        """A whole block as writable bytes, to receive into; ``None`` outside host memory."""
+        self._check(block, self.shape.block_size)
+        return self._copier.buffer(block)
+
+    def computed(self) -> None:
+        """Mark the end of a step: reads from now on see what it wrote (a no-op on the CPU)."""
+        self._copier.computed()
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        """Zero whole blocks that are about to be filled in part.
+
+        Masked positions are multiplied by zero, and zero times an infinity or a NaN that a former
+        owner left there would not be zero.
+        """
+        for block in blocks:
+            self.tensor[block].zero_()
+
+    def store(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Write one layer's K and V of ``T`` positions with one indexed copy.
+
+        ``rows`` [2T] are the rows of these positions in layer 0, first for K, then for V; ``key``
+        and ``value`` are [T, kv heads, head dim].
+        """
+        both = torch.stack((key, value)).view(rows.shape[0], -1)
+        self._rows.index_copy_(0, rows + layer * 2 * self.shape.block_size, both)
+
+    def gather(self, layer: int, runs: torch.Tensor, out: torch.Tensor) -> None:
+        """Copy whole blocks of one layer to ``out`` [len(runs), block size * kv heads * head dim].
+
+        ``runs`` index layer 0's K (``block * layers * 2``) or V (one more).
+        """
+        torch.index_select(self._runs, 0, runs + layer * 2, out=out)
+
+    def _check(self, block: int, count: int) -> None:
+        if not 0 <= block < self.shape.num_blocks:
+            raise IndexError(f"block {block} is outside the pool of {self.shape.num_blocks}")
+        if not 1 <= count <= self.shape.block_size:
+            raise ValueError(f"count must lie in [1, {self.shape.block_size}], got {count}")

@@ -1,0 +1,131 @@
+"""Paged attention by ``scaled_dot_product_attention``: runs everywhere, in every dtype.
+
+Contexts are gathered into a workspace that is kept (the first touch of fresh pages costs more than
+the copy). Decode entries are attended in groups of similar length, prefill entries in tiles. KV
+heads are never repeated: grouped queries are rows of one query matrix, or heads over an expanded
+view. The sizes are those of ``kvrelay.engine.attention.batch_invariance``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from kvrelay.engine.attention.batch import Batch
+from kvrelay.engine.attention.batch_invariance import queries_computed
+from kvrelay.engine.attention.index import DecodeGroup, IndexBuilder, PrefillEntry, PrefillTile
+from kvrelay.engine.attention.pool import KVPool
+
+
+class SdpaBackend:
+    """SDPA over a pool in host or CUDA memory."""
+
+    name = "sdpa"
+
+    def __init__(self, pool: KVPool) -> None:
+        self.pool = pool
+        self._indices = IndexBuilder(pool)
+        self._workspace = pool.tensor.new_empty(0)
+
+    def step(self, batch: Batch) -> SdpaStep:
+        """Index the batch: groups of decode entries, then prefill entries, each with its mask."""
+        groups = tuple(self._indices.groups(batch))
+        prefills = tuple(self._indices.prefills(batch))
+        runs = [group.runs for group in groups] + [entry.runs for entry in prefills]
+        needed = max(len(each) for each in runs)
+        return SdpaStep(self.pool, batch, groups, prefills, self._room(needed))
+
+    def _room(self, runs: int) -> torch.Tensor:
+        """A workspace of at least so many runs; it only grows, by doubling."""
+        shape = self.pool.shape
+        width = shape.block_size * shape.num_kv_heads * shape.head_dim
+        if self._workspace.numel() < runs * width:
+            self._workspace = self.pool.tensor.new_empty(2 * runs * width)
+        return self._workspace[: runs * width].view(runs, width)
+
+
+class SdpaStep:
+    """One step over the pool; see ``AttentionStep``."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        batch: Batch,
+        groups: tuple[DecodeGroup, ...],
+        prefills: tuple[PrefillEntry, ...],
+        workspace: torch.Tensor,
+    ) -> None:
+        self._pool = pool
+        self._rows = batch.rows
+        self._groups = groups
+        self._prefills = prefills
+        self._workspace = workspace
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scaling: float | None,
+    ) -> torch.Tensor:
+        """Store, then attend group by group and entry by entry."""
+        self._pool.store(layer, self._rows, key, value)
+        if len(self._groups) == 1 and not self._prefills:  # plain decode: nothing to put together
+            return self._decode(layer, self._groups[0], query, scaling)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        for group in self._groups:
+            here = slice(group.first, group.last)
+            out[here] = self._decode(layer, group, query[here], scaling)
+        for entry in self._prefills:
+            keys, values = self._gather(layer, entry.runs, 1)[:, 0]
+            for tile in entry.tiles:
+                out[tile.first : tile.last] = _prefill(tile, query, keys, values, scaling)
+        return out
+
+    def _gather(self, layer: int, runs: torch.Tensor, entries: int) -> torch.Tensor:
+        """The contexts of entries as [k|v, entry, position, kv head, head dim]."""
+        shape = self._pool.shape
+        room = self._workspace[: runs.shape[0]]
+        self._pool.gather(layer, runs, room)
+        return room.view(2, entries, -1, shape.num_kv_heads, shape.head_dim)
+
+    def _decode(
+        self, layer: int, group: DecodeGroup, query: torch.Tensor, scaling: float | None
+    ) -> torch.Tensor:
+        """One query position per entry [entries, heads, head dim], padded contexts."""
+        entries, heads, width = query.shape
+        context = self._gather(layer, group.runs, entries)[:, :, : group.mask.shape[-1]]
+        keys, values = context.transpose(2, 3)
+        grouped = query.reshape(entries, keys.shape[1], -1, width)
+        rows = grouped.shape[2]
+        out = sdpa(_rows(grouped), keys, values, attn_mask=group.mask, scale=scaling)
+        return out[:, :, :rows].reshape(entries, heads, width).contiguous()
+
+
+def _prefill(
+    tile: PrefillTile,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """One tile of Q [T, heads, head dim] over its entry's K and V [positions, kv heads, head dim].
+
+    A kv head is an SDPA batch and its queries are that batch's heads over one expanded view.
+    """
+    rows, count = query[tile.first : tile.last].transpose(0, 1), tile.last - tile.first
+    kv_heads, width = key.shape[1:]
+    grouped = rows.reshape(kv_heads, -1, count, width)
+    shared = (kv_heads, grouped.shape[1], tile.mask.shape[-1], width)
+    keys, values = (t[: shared[2]].transpose(0, 1)[:, None].expand(shared) for t in (key, value))
+    out = sdpa(_rows(grouped), keys, values, attn_mask=tile.mask, scale=scaling)
+    return out[:, :, :count].reshape(rows.shape).transpose(0, 1)
+
+
+def _rows(query: torch.Tensor) -> torch.Tensor:
+    """[.., queries, head dim] with as many queries as are to be computed."""
+    count = query.shape[-2]
+    missing = queries_computed(count) - count
+    return pad(query, (0, 0, 0, missing)) if missing else query

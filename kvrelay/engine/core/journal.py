@@ -1,0 +1,179 @@
+"""A scheduler that writes down every call, every answer of the store and every outcome.
+
+One JSON object a line: the first says the limits, each other one is a call with what it was
+``given``, the ``answers`` its lookups got, and its ``result`` with the counters after it. That is
+all the core depends on, so ``kvrelay.engine.core.replay`` can repeat it. Prompts are in it: keep it
+private. Of a tenant it tells a digest, by which its requests are told from those of others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from kvrelay.engine.core.external import Load, Query, Save
+from kvrelay.engine.core.plan import Committed, EngineLimits, Plan
+from kvrelay.engine.core.request import Finish, Naming, Order, Request, RequestState
+from kvrelay.engine.core.scheduler import Lookup, Scheduler
+from kvrelay.engine.core.usage import leg_tokens
+from kvrelay.errors import Rejected
+
+VERSION = 2
+Json = None | bool | int | str | Sequence["Json"] | dict[str, "Json"]
+Record = dict[str, Json]
+
+
+class Journal(Scheduler):
+    """Does what ``Scheduler`` does, and hands ``write`` a line, newline included, for each call."""
+
+    def __init__(
+        self, limits: EngineLimits, naming: Naming, lookup: Lookup, write: Callable[[str], object]
+    ) -> None:
+        super().__init__(limits, naming, self._ask_and_note)
+        self._store = lookup
+        self._write = write
+        self._answers: list[Json] = []
+        self._line({"journal": VERSION, "limits": asdict(limits)})
+
+    def submit(self, order: Order) -> Request:
+        given = _order(order)
+        try:
+            request = super().submit(order)
+        except Rejected as error:
+            self._note("submit", given, {"rejected": error.field})
+            raise
+        self._note("submit", given, {})
+        return request
+
+    def abort(self, request_id: str, finish: Finish = Finish.ABORT) -> Request | None:
+        request = super().abort(request_id, finish)
+        given: Record = {"id": request_id, "finish": finish.value}
+        self._note("abort", given, {"ended": _ended([] if request is None else [request])})
+        return request
+
+    def schedule(self) -> Plan:
+        plan = super().schedule()
+        if self._answers or not is_empty(plan):
+            self._note("schedule", {}, describe_plan(plan))
+        return plan
+
+    def commit(self, plan: Plan, sampled: Sequence[int | None]) -> Committed:
+        committed = super().commit(plan, sampled)
+        if not is_empty(plan):
+            self._note("commit", {"sampled": list(sampled)}, describe_committed(committed))
+        return committed
+
+    def discard(self) -> Plan | None:
+        plan = super().discard()
+        if plan is not None and not is_empty(plan):
+            self._note("discard", {}, {})
+        return plan
+
+    def loaded(self, request_id: str, epoch: int, valid: int) -> Request | None:
+        request = super().loaded(request_id, epoch, valid)
+        given: Record = {"id": request_id, "epoch": epoch, "valid": valid}
+        self._note("loaded", given, {"heard": request is not None})
+        return request
+
+    def saved(self, request_id: str, epoch: int, serial: int) -> None:
+        super().saved(request_id, epoch, serial)
+        self._note("saved", {"id": request_id, "epoch": epoch, "serial": serial}, {})
+
+    def _ask_and_note(self, query: Query) -> int | None:
+        answer = self._store(query)
+        self._answers.append(answer)
+        return answer
+
+    def _note(self, call: str, given: Record, result: Record) -> None:
+        answers = self._answers
+        self._answers = []
+        result = {**result, **counters(self)}
+        self._line({"call": call, "given": given, "answers": answers, "result": result})
+
+    def _line(self, record: Record) -> None:
+        """A journal that cannot be written ends here, not the worker."""
+        try:
+            self._write(json.dumps(record, separators=(",", ":")) + "\n")
+        except OSError:
+            self._write = _nowhere
+
+
+def _nowhere(line: str) -> None:
+    """After the disk was full: a reader sees where the journal breaks off."""
+
+
+def is_empty(plan: Plan) -> bool:
+    """Such a plan changes nothing, so a worker that idles writes nothing."""
+    return not (plan.entries or plan.loads or plan.saves or plan.preempted)
+
+
+def counters(scheduler: Scheduler) -> Record:
+    """How the scheduler stands, in numbers. No name here is one of an outcome's own."""
+    return {
+        "waiting": len(scheduler.waiting),
+        "running": len(scheduler.running),
+        "open_loads": len(scheduler.loads),
+        "open_saves": len(scheduler.saves),
+        "free": len(scheduler.pool.free),
+        "late": scheduler.late_events,
+        "preemptions": scheduler.preemptions,
+    }
+
+
+def describe_plan(plan: Plan) -> Record:
+    """A plan as it is written; blocks included, names left out, for they follow from the tokens."""
+    return {
+        "entries": [
+            [entry.request.id, entry.epoch, entry.start, entry.count, entry.samples]
+            for entry in plan.entries
+        ],
+        "tables": [list(entry.request.resident.blocks) for entry in plan.entries],
+        "loads": [_load(load) for load in plan.loads],
+        "saves": [_save(save) for save in plan.saves],
+        "preempted": [request.id for request in plan.preempted],
+    }
+
+
+def describe_committed(committed: Committed) -> Record:
+    """The outcome of a step, with the accounts of those it ended."""
+    outputs = committed.outputs
+    return {
+        "outputs": [
+            [output.request.id, output.token, output.finish.value if output.finish else None]
+            for output in outputs
+        ],
+        "saves": [_save(save) for save in committed.saves],
+        "ended": _ended([output.request for output in outputs]),
+    }
+
+
+def _order(order: Order) -> Record:
+    return {
+        "id": order.request_id,
+        "tokens": list(order.tokens),
+        "prompt_len": order.prompt_len,
+        "max_tokens": order.max_tokens,
+        "ending": sorted(order.ending),
+        "prefill_only": order.prefill_only,
+        "save": order.save,
+        "space": hashlib.sha256(order.space).hexdigest()[:16] if order.space else "",
+    }
+
+
+def _load(load: Load) -> Json:
+    return [load.request_id, load.epoch, load.local, load.external, list(load.blocks)]
+
+
+def _save(save: Save) -> Json:
+    counts = [len(piece.tokens) for piece in save.pieces]
+    return [save.request_id, save.epoch, save.serial, list(save.blocks), counts]
+
+
+def _ended(requests: Sequence[Request]) -> Json:
+    return {
+        request.id: {**asdict(leg_tokens(request)), "runs": len(request.runs)}
+        for request in requests
+        if request.state is RequestState.FINISHED
+    }

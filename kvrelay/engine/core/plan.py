@@ -1,0 +1,78 @@
+"""What one step is: the frozen values that pass between the scheduler and the engine's loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.engine.core.external import Load, Save
+from kvrelay.engine.core.request import Finish, Order, Request
+from kvrelay.errors import Rejected
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """The bounds of one worker. ``headroom``: blocks kept free for each resident request."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    headroom: int = 1
+
+    def check(self, order: Order) -> None:
+        """D5. Raises ``Rejected`` for an order that can never be served within these bounds."""
+        so_far, capacity = len(order.tokens) - order.prompt_len, self.num_blocks * self.block_size
+        if not 1 <= order.prompt_len <= len(order.tokens):
+            raise Rejected("prompt", "must have at least one token")
+        if order.max_tokens <= so_far:
+            raise Rejected(
+                "max_tokens",
+                f"must be more than the {so_far} tokens so far, got {order.max_tokens}",
+            )
+        positions = order.prompt_len + order.max_tokens - 1
+        if positions > min(self.max_model_len, capacity):
+            raise Rejected(
+                "max_tokens",
+                f"{order.prompt_len} prompt tokens and max_tokens {order.max_tokens} need "
+                f"{positions} positions; this worker has max_model_len {self.max_model_len} "
+                f"and room for {capacity}: shorten the prompt or lower max_tokens",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Compute positions ``[start, start + count)`` of a request; sample if that reaches its end."""
+
+    request: Request
+    epoch: int
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One step: what to compute, which loads to start, which saves, and who was preempted."""
+
+    entries: tuple[Entry, ...]
+    loads: tuple[Load, ...]
+    saves: tuple[Save, ...]
+    preempted: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the commit of one sampling entry did: a token more, perhaps the last."""
+
+    request: Request
+    token: int
+    finish: Finish | None
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The outcome of a step: new tokens, and the blocks it filled that are to be saved."""
+
+    outputs: tuple[Output, ...]
+    saves: tuple[Save, ...]

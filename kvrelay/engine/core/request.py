@@ -1,0 +1,223 @@
+"""One request on one worker: its tokens, its state, and what it owns while it is resident.
+
+The words and formulas are those of docs/accounting.md. Every number here has one writer: tokens
+grow in ``Scheduler.commit``, a residency is born in ``admit`` and dropped whole, the log of runs
+is appended when a residency that ran ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class RequestState(Enum):
+    """Where a request stands; ``TRANSITIONS`` says where it may go."""
+
+    WAITING = "waiting"
+    LOADING = "loading"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.WAITING: frozenset(
+        {RequestState.LOADING, RequestState.RUNNING, RequestState.FINISHED}
+    ),
+    RequestState.LOADING: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
+    RequestState.RUNNING: frozenset({RequestState.WAITING, RequestState.FINISHED}),
+    RequestState.FINISHED: frozenset(),
+}
+
+
+class Finish(Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """How a residency began: ``length = local + external + fresh``, ``fresh >= 1``."""
+
+    epoch: int
+    length: int
+    local: int
+    external: int
+
+    def __post_init__(self) -> None:
+        assert min(self.local, self.external, self.fresh - 1) >= 0, self
+
+    @property
+    def hit(self) -> int:
+        """Tokens whose KV was there already."""
+        return self.local + self.external
+
+    @property
+    def fresh(self) -> int:
+        """Tokens still to compute, the last one always among them."""
+        return self.length - self.hit
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A residency that ran and ended: it computed positions ``[admission.hit, frontier)``."""
+
+    admission: Admission
+    frontier: int
+
+    @property
+    def executed(self) -> int:
+        """Positions the runner computed (invariant I5)."""
+        return self.frontier - self.admission.hit
+
+
+@dataclass(slots=True)
+class Residency:
+    """What a request owns while it holds blocks; KV of positions ``[0, computed)`` is valid."""
+
+    admission: Admission
+    blocks: list[int]
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What is asked of the engine. ``tokens`` are the prompt and the output tokens so far.
+
+    ``max_tokens`` counts output tokens in all, those so far included. ``ending`` holds the token
+    ids that end the request when sampled. A ``prefill_only`` order ends with its first new token
+    and saves its partial last block too; ``save`` offers full blocks to the store. ``space`` is
+    whose blocks it may find: the digest of a tenant's namespace, empty where there are none.
+    """
+
+    request_id: str
+    tokens: tuple[int, ...]
+    prompt_len: int
+    max_tokens: int
+    ending: frozenset[int] = frozenset()
+    prefill_only: bool = False
+    save: bool = True
+    space: bytes = b""
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """An order under way."""
+
+    order: Order
+    tokens: list[int]
+    arrival: int = 0  # first come, first served
+    names: list[bytes] = field(default_factory=list)
+    state: RequestState = RequestState.WAITING
+    residency: Residency | None = None
+    runs: list[Run] = field(default_factory=list)
+    finish: Finish | None = None
+    lookups_left: int | None = None  # None: as many as it likes; set by a failed load
+    failed: int = 0  # external tokens promised and not delivered
+
+    @classmethod
+    def of(cls, order: Order, arrival: int = 0) -> Request:
+        return cls(order, list(order.tokens), arrival)
+
+    @property
+    def id(self) -> str:
+        return self.order.request_id
+
+    @property
+    def length(self) -> int:
+        """``L``: prompt and output."""
+        return len(self.tokens)
+
+    @property
+    def resident(self) -> Residency:
+        """The residency of a request that must have one."""
+        assert self.residency is not None, self.id
+        return self.residency
+
+    @property
+    def last_admission(self) -> Admission:
+        """That of the residency, or of the last run without one."""
+        return self.residency.admission if self.residency else self.runs[-1].admission
+
+    @property
+    def executed(self) -> int:
+        """Positions computed so far, in all residencies (invariant I5)."""
+        before, residency = sum(run.executed for run in self.runs), self.residency
+        if residency is None or self.state is not RequestState.RUNNING:
+            return before
+        return before + residency.computed - residency.admission.hit
+
+    @property
+    def work(self) -> int:
+        """D2: positions to compute before the next token can be sampled."""
+        return self.length - self.resident.computed
+
+    @property
+    def ceiling(self) -> int:
+        """Positions whose KV is ever stored: the last sampled token's is not."""
+        if self.order.prefill_only:
+            return len(self.order.tokens)
+        return self.order.prompt_len + self.order.max_tokens - 1
+
+    def need(self, count: int, block_size: int) -> int:
+        """D1, the only formula for blocks: how many are missing to compute ``count`` more."""
+        resident = self.resident
+        return -((resident.computed + count) // -block_size) - len(resident.blocks)
+
+    def move(self, state: RequestState) -> None:
+        """The one way to change state."""
+        if state not in TRANSITIONS[self.state]:
+            raise RuntimeError(f"request {self.id}: no way from {self.state} to {state}")
+        self.state = state
+
+    def begin(self, residency: Residency) -> None:
+        """A residency begins, whole."""
+        self.move(RequestState.LOADING if residency.admission.external else RequestState.RUNNING)
+        self.residency = residency
+
+    def end(self, state: RequestState) -> Residency | None:
+        """The residency ends, whole; what it computed goes into the log."""
+        residency = self.residency
+        self.residency = None
+        if residency is not None and self.state is RequestState.RUNNING:
+            self.runs.append(Run(residency.admission, residency.computed))
+        self.move(state)
+        return residency
+
+    def ends_with(self, token: int) -> Finish | None:
+        """Whether ``token``, just appended, ends the request, and why."""
+        if token in self.order.ending:
+            return Finish.STOP
+        if self.length >= self.order.prompt_len + self.order.max_tokens:
+            return Finish.LENGTH
+        return None
+
+    def name_full_blocks(self, name: Naming, block_size: int) -> None:
+        """Extend ``names`` to all full blocks of ``tokens``; a name never changes."""
+        for start in range(len(self.names) * block_size, self.length - block_size + 1, block_size):
+            parent = self.names[-1] if self.names else name.root
+            self.names.append(name.child(parent, self.tokens[start : start + block_size]))
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """The hash chain that names blocks: a root, and a child of (parent, tokens).
+
+    ``spaces`` gives that of a tenant's namespace, in which no name is one of another's.
+    """
+
+    root: bytes
+    child: Callable[[bytes, Sequence[int]], bytes]
+    spaces: Callable[[bytes], Naming] | None = None
+
+    def of(self, space: bytes) -> Naming:
+        """The chain of a tenant; this one for the empty ``space``."""
+        if not space:
+            return self
+        if self.spaces is None:
+            raise RuntimeError("this engine knows no tenants")
+        return self.spaces(space)

@@ -1,0 +1,364 @@
+"""Who computes what in the next step, and the accounting of blocks and tokens. No clock, no thread.
+
+    submit -> schedule() -> Plan -> the runner -> commit(plan, sampled) -> schedule() ...
+                  ^ loaded, saved, abort: at any moment between these calls
+
+Numbers about cached tokens are read at the instant of admission and frozen there; nothing is
+remembered from an attempt that was refused. See docs/accounting.md for the definitions D1 to D6.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from kvrelay.engine.core.blocks import BlockPool
+from kvrelay.engine.core.external import BlockContent, Load, Query, Save
+from kvrelay.engine.core.plan import Committed, EngineLimits, Entry, Output, Plan
+from kvrelay.engine.core.request import (
+    Admission,
+    Finish,
+    Naming,
+    Order,
+    Request,
+    RequestState,
+    Residency,
+)
+from kvrelay.errors import Rejected
+
+Lookup = Callable[[Query], int | None]
+
+
+class Scheduler:
+    """The requests of one worker and the pool they share."""
+
+    def __init__(self, limits: EngineLimits, naming: Naming, lookup: Lookup) -> None:
+        self.limits = limits
+        self.naming = naming
+        self.pool = BlockPool(limits.num_blocks)
+        self.requests: dict[str, Request] = {}
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.loads: dict[tuple[str, int], tuple[int, ...]] = {}
+        self.saves: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        self.late_events = 0
+        self.preemptions = 0
+        self._lookup = lookup
+        self._plan: Plan | None = None
+        self._arrivals = 0
+        self._epoch = 0
+        self._serial = 0
+
+    @property
+    def loading(self) -> int:
+        """How many requests wait for a load."""
+        return len(self.requests) - len(self.waiting) - len(self.running)
+
+    def submit(self, order: Order) -> Request:
+        """Queue a request. Raises ``Rejected`` for one that can never be served (D5)."""
+        if order.request_id in self.requests:
+            raise Rejected("request_id", f"{order.request_id!r} is being served here already")
+        self.limits.check(order)
+        self._arrivals += 1
+        request = Request.of(order, self._arrivals)
+        self.requests[request.id] = request
+        self.waiting.append(request)
+        return request
+
+    def abort(self, request_id: str, finish: Finish = Finish.ABORT) -> Request | None:
+        """End a request wherever it stands; unknown ones are no error."""
+        request = self.requests.get(request_id)
+        if request is not None:
+            self._finish(request, finish)
+        return request
+
+    def schedule(self) -> Plan:
+        """The next step. Its ``commit`` comes before the next ``schedule``."""
+        if self._plan is not None:
+            raise RuntimeError("schedule() before commit() of the plan before")
+        preempted, ready = self._make_room()
+        entries = self._share_budget(ready)
+        budget = self.limits.max_num_batched_tokens - sum(entry.count for entry in entries)
+        admitted, loads, saves = self._admit(budget) if not preempted else ([], [], [])
+        self._plan = Plan(tuple(entries + admitted), tuple(loads), tuple(saves), tuple(preempted))
+        return self._plan
+
+    def commit(self, plan: Plan, sampled: Sequence[int | None]) -> Committed:
+        """Enter the results of a step: one item an entry, the token of each that samples."""
+        if plan is not self._plan or len(sampled) != len(plan.entries):
+            raise RuntimeError("commit() of a plan that is not the last one, or of another size")
+        self._plan = None
+        outputs: list[Output] = []
+        saves: list[Save] = []
+        for entry, token in zip(plan.entries, sampled, strict=True):
+            if self._stands(entry):
+                self._advance(entry, token, outputs, saves)
+        return Committed(tuple(outputs), tuple(saves))
+
+    def discard(self) -> Plan | None:
+        """Give up the plan under way: nothing of it was computed."""
+        plan = self._plan
+        self._plan = None
+        return plan
+
+    def loaded(self, request_id: str, epoch: int, valid: int) -> Request | None:
+        """A load ended with ``valid`` leading tokens; the request it belongs to now runs."""
+        blocks = self.loads.pop((request_id, epoch), None)
+        if blocks is None:
+            self.late_events += 1
+            return None
+        self.pool.drop(blocks)
+        request = self.requests.get(request_id)
+        if request is None or not _resides(request, epoch, RequestState.LOADING):
+            self.late_events += 1
+            return None
+        self._settle(request, valid)
+        return request
+
+    def saved(self, request_id: str, epoch: int, serial: int) -> None:
+        """A save ended; its blocks lose this holder, whatever became of the request."""
+        blocks = self.saves.pop((request_id, epoch, serial), None)
+        if blocks is None:
+            self.late_events += 1
+        else:
+            self.pool.drop(blocks)
+
+    # --- schedule -------------------------------------------------------------------------------
+
+    def _make_room(self) -> tuple[list[Request], list[Request]]:
+        """Every running request gets its blocks, first come first served; the last ones give way.
+
+        The last one itself waits for the blocks of loads, saves and those before it: it is not
+        preempted for its own sake. Returns who was preempted and who can compute.
+        """
+        preempted: list[Request] = []
+        index = 0
+        while index < len(self.running):
+            request = self.running[index]
+            missing = request.need(request.work, self.limits.block_size)
+            if missing <= len(self.pool.free):
+                request.resident.blocks += self.pool.take(max(missing, 0))
+                index += 1
+            elif index + 1 < len(self.running):
+                preempted.append(self._preempt())
+            else:
+                break
+        return preempted, self.running[:index]
+
+    def _preempt(self) -> Request:
+        request = self.running.pop()
+        insort(self.waiting, request, key=_arrival)
+        self._release(request, RequestState.WAITING)
+        self.preemptions += 1
+        return request
+
+    def _share_budget(self, ready: list[Request]) -> list[Entry]:
+        """Requests one position short of a token come first, so that prefills never starve them."""
+        budget = self.limits.max_num_batched_tokens
+        entries: list[Entry] = []
+        for request in sorted(ready, key=lambda request: request.work > 1):
+            if budget > 0:
+                entries.append(_entry(request, budget))
+                budget -= entries[-1].count
+        return entries
+
+    def _admit(self, budget: int) -> tuple[list[Entry], list[Load], list[Save]]:
+        """Waiting requests, in order, while there is room; who must ask later is passed over.
+
+        Whoever passes the first of those leaves it its place and its room, for whatever those who
+        are here may still become: so nobody is passed over for ever.
+        """
+        entries: list[Entry] = []
+        loads: list[Load] = []
+        saves: list[Save] = []
+        passing, owed, kept = False, 0, list[int]()
+        for request in list(self.waiting):
+            residents = len(self.running) + self.loading + passing
+            if residents >= self.limits.max_num_seqs:
+                break
+            request.name_full_blocks(self._naming(request), self.limits.block_size)
+            found = self.pool.leading(request.names, (request.length - 1) // self.limits.block_size)
+            local = len(found) * self.limits.block_size
+            answer = self._ask(request, local)
+            if answer is None:
+                if not passing:
+                    owed, kept = self._missing(request, found, bool(request.runs)), found
+                passing = True
+                continue
+            external = min(max(answer, 0), request.length - 1 - local)  # D4
+            stays = passing or (residents > 0 and bool(request.runs))
+            wanted = self._missing(request, found, stays) + owed
+            wanted += max(self.limits.headroom * residents, self._growth() if passing else 0)
+            if (not external and budget < 1) or wanted > self.pool.available({*found, *kept}):
+                break
+            self._begin(request, found, local, external)
+            saves += self._save(request, 0, local)
+            if external:
+                loads.append(self._load(request))
+            else:
+                entries.append(_entry(request, budget))
+                budget -= entries[-1].count
+        return entries, loads, saves
+
+    def _ask(self, request: Request, local: int) -> int | None:
+        if request.lookups_left == 0:
+            return 0
+        order = request.order
+        return self._lookup(Query(request.id, request.tokens, request.names, local, order.space))
+
+    def _missing(self, request: Request, found: list[int], stays: bool) -> int:
+        """Blocks it takes beside those found. One that was preempted waits until it ``stays``: it
+        comes back with room for all it may still become, so as not to be computed again and again.
+        """
+        length = request.ceiling if stays else request.length
+        return -(length // -self.limits.block_size) - len(found)
+
+    def _growth(self) -> int:
+        """Blocks that those who are resident may still come to need."""
+        residents = [one for one in self.requests.values() if one.residency is not None]
+        return sum(self._missing(one, one.resident.blocks, True) for one in residents)
+
+    def _begin(self, request: Request, found: list[int], local: int, external: int) -> None:
+        """The admission: one frozen record, and every block up to the request's length."""
+        self.pool.hold(found)
+        self._epoch += 1
+        admission = Admission(self._epoch, request.length, local, external)
+        residency = Residency(admission, found, local)
+        self.waiting.remove(request)
+        request.begin(residency)
+        residency.blocks += self.pool.take(request.need(request.work, self.limits.block_size))
+        if request.lookups_left is not None:
+            request.lookups_left = max(request.lookups_left - 1, 0)
+        if not external:
+            self._run(request)
+
+    def _load(self, request: Request) -> Load:
+        size, admission = self.limits.block_size, request.resident.admission
+        first, last = admission.local // size, -(admission.hit // -size)
+        blocks = tuple(request.resident.blocks[first:last])
+        self.pool.hold(blocks)
+        self.loads[request.id, admission.epoch] = blocks
+        return Load(
+            request.id,
+            admission.epoch,
+            admission.local,
+            admission.external,
+            tuple(request.tokens),
+            tuple(request.names),
+            blocks,
+            request.order.space,
+        )
+
+    # --- events and commit ----------------------------------------------------------------------
+
+    def _settle(self, request: Request, valid: int) -> None:
+        """The load is over: what was verified counts, the rest is computed here."""
+        residency = request.resident
+        admission = residency.admission
+        valid = min(max(valid, 0), admission.external)
+        if valid < admission.external:
+            request.failed += admission.external - valid
+            if request.lookups_left is None:
+                request.lookups_left = 1
+            residency.admission = replace(admission, external=valid)
+        residency.computed = admission.local + valid
+        self._name(request, admission.local, residency.computed)
+        request.move(RequestState.RUNNING)
+        self._run(request)
+
+    def _run(self, request: Request) -> None:
+        """It runs now, before all that came later: they give way first, however it waited."""
+        insort(self.running, request, key=_arrival)
+
+    def _stands(self, entry: Entry) -> bool:
+        return _resides(entry.request, entry.epoch, RequestState.RUNNING)
+
+    def _advance(
+        self, entry: Entry, token: int | None, outputs: list[Output], saves: list[Save]
+    ) -> None:
+        request, residency = entry.request, entry.request.resident
+        residency.computed += entry.count
+        self._name(request, entry.start, residency.computed)
+        last = entry.samples and request.order.prefill_only
+        saves += self._save(request, entry.start, residency.computed, tail=last)
+        if not entry.samples:
+            return
+        if token is None:
+            raise RuntimeError(f"request {request.id}: no token for an entry that samples")
+        request.tokens.append(token)
+        finish = request.ends_with(token)
+        outputs.append(Output(request, token, finish))
+        if finish or request.order.prefill_only:
+            self._finish(request, finish)
+
+    def _naming(self, request: Request) -> Naming:
+        """Of the tenant whose request it is: what it finds and leaves behind is its own."""
+        return self.naming.of(request.order.space)
+
+    def _name(self, request: Request, start: int, stop: int) -> None:
+        """D6: the blocks that became full between ``start`` and ``stop`` can now be found."""
+        size = self.limits.block_size
+        request.name_full_blocks(self._naming(request), size)
+        for index in range(start // size, stop // size):
+            self.pool.name(request.resident.blocks[index], request.names[index])
+
+    def _save(self, request: Request, start: int, stop: int, tail: bool = False) -> list[Save]:
+        """Offer the full blocks of ``[start, stop)`` to the store; with ``tail`` a partial one too,
+        so that a prompt of any length can be handed over."""
+        size = self.limits.block_size
+        end = stop if tail else stop // size * size
+        pieces = tuple(
+            self._piece(request, first, min(first + size, end))
+            for first in range(start // size * size, end, size)
+        )
+        if not request.order.save or not pieces:
+            return []
+        self._serial += 1
+        epoch, space = request.resident.admission.epoch, request.order.space
+        save = Save(request.id, epoch, self._serial, pieces, space)
+        self.saves[save.request_id, save.epoch, save.serial] = save.blocks
+        self.pool.hold(save.blocks)
+        return [save]
+
+    def _piece(self, request: Request, start: int, stop: int) -> BlockContent:
+        index, tokens = start // self.limits.block_size, tuple(request.tokens[start:stop])
+        naming = self._naming(request)
+        parent = request.names[index - 1] if index else naming.root
+        full = len(tokens) == self.limits.block_size
+        name = request.names[index] if full else naming.child(parent, tokens)
+        return BlockContent(request.resident.blocks[index], name, parent, tokens)
+
+    def _finish(self, request: Request, finish: Finish | None) -> None:
+        """Forgotten first: should its book be broken, it breaks once and not at every abort."""
+        del self.requests[request.id]
+        if request.state is RequestState.WAITING:
+            self.waiting.remove(request)
+        elif request.state is RequestState.RUNNING:
+            self.running.remove(request)
+        request.finish = finish
+        self._release(request, RequestState.FINISHED)
+
+    def _release(self, request: Request, state: RequestState) -> None:
+        residency = request.end(state)
+        if residency is not None:
+            self.pool.drop(residency.blocks)
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
+
+
+def _resides(request: Request, epoch: int, state: RequestState) -> bool:
+    """Whether an event about ``epoch`` is about what the request owns now."""
+    residency = request.residency
+    return request.state is state and residency is not None and residency.admission.epoch == epoch
+
+
+def _entry(request: Request, budget: int) -> Entry:
+    count = min(request.work, budget)
+    residency = request.resident
+    return Entry(
+        request, residency.admission.epoch, residency.computed, count, count == request.work
+    )

@@ -1,0 +1,71 @@
+"""Llama, Mistral, Qwen2 and Qwen3 written out: the same arithmetic with fewer, larger operations.
+
+Q and K are normed and rotated together. Every rounding stands where `transformers` has it, so
+bfloat16 agrees too. Which forward runs is decided at start, and the probe holds either against
+the model's own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import silu
+
+from kvrelay.engine.attention.backend import AttentionStep
+from kvrelay.engine.model.decoder_weights import DecoderLayer, DecoderWeights
+
+
+class Decoder:
+    """The forward pass of a known model."""
+
+    def __init__(self, weights: DecoderWeights) -> None:
+        self._weights = weights
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        step: AttentionStep,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``Forward.logits``."""
+        hidden = self._weights.embedding[tokens[0]]
+        cos, sin = self._angles(hidden, positions)
+        for number, layer in enumerate(self._weights.layers):
+            attended = self._attend(layer, number, layer.before_attention(hidden), cos, sin, step)
+            hidden = layer.out(attended).add_(hidden)
+            gate, up = layer.gate_up(layer.before_mlp(hidden)).chunk(2, -1)
+            hidden = layer.down(silu(gate).mul_(up)).add_(hidden)
+        return self._weights.head(self._weights.norm(hidden[rows]))
+
+    def _attend(
+        self,
+        layer: DecoderLayer,
+        number: int,
+        rows: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        step: AttentionStep,
+    ) -> torch.Tensor:
+        """[T, hidden] to [T, query heads * width]."""
+        cut = self._weights.heads
+        joint = layer.qkv(rows).view(rows.shape[0], -1, cut.width)
+        turning = joint[:, : cut.queries + cut.keys]
+        if layer.heads_norm is not None:
+            turning = layer.heads_norm(turning)
+        turned = (turning * cos).add_(turning.roll(cut.width // 2, -1).mul_(sin))
+        query, key = turned[:, : cut.queries], turned[:, cut.queries :]
+        value = joint[:, cut.queries + cut.keys :]
+        return step.attend(number, query, key, value, cut.scaling).view(rows.shape[0], -1)
+
+    def _angles(
+        self, hidden: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines [T, 1, width]; the first half of the sines carries the minus sign.
+
+        Rotating is ``x * cos + (-second half, first half) * sin``: with the sign in the sine, the
+        halves only swap.
+        """
+        cos, sin = self._weights.rotary(hidden, positions)
+        half = self._weights.heads.width // 2
+        signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
+        return cos[0][:, None], signed[0][:, None]

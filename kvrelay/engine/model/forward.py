@@ -1,0 +1,80 @@
+"""The one boundary to a `transformers` model: packed tokens in, logits of chosen rows out.
+
+The model's own forward does everything outside attention, logit scaling and caps included; the
+head is computed for the rows that sample alone (``logits_to_keep``).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol, cast
+
+import torch
+from transformers import PreTrainedModel
+
+from kvrelay.engine.attention.backend import AttentionStep
+
+
+class _Output(Protocol):
+    logits: torch.Tensor
+
+
+class _Causal(Protocol):
+    """How this file calls a causal model; `transformers` leaves these calls untyped."""
+
+    def __call__(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        use_cache: bool = True,
+        logits_to_keep: torch.Tensor | int = 0,
+        kvrelay_step: object = None,
+    ) -> _Output: ...
+
+
+class CausalModel(Protocol):
+    """What the runner asks of a model: `transformers`' own forward, or one written out."""
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        step: AttentionStep,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits [R, vocab] of the packed ``rows`` [R], tokens and positions [1, T]."""
+
+
+class TransformersModel:
+    """A loaded model in evaluation mode."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self._call = cast(_Causal, model)
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        step: object,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """Logits [R, vocab] of the packed ``rows`` [R], tokens and positions [1, T].
+
+        ``step`` is what the attention function in use expects (see ``attention.AttentionStep``).
+        """
+        out = self._call(
+            input_ids=tokens,
+            position_ids=positions,
+            use_cache=False,
+            logits_to_keep=rows,
+            kvrelay_step=step,
+        )
+        return out.logits[0]
+
+    def plain_logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits [vocab] after one unbroken sequence [T], as plain `transformers` computes them."""
+        return self._call(input_ids=tokens[None], use_cache=False).logits[0, -1]
+
+    def set_attention(self, name: str) -> None:
+        """Use another attention function from here on."""
+        self.model.set_attn_implementation(name)

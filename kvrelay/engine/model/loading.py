@@ -1,0 +1,191 @@
+"""Loading a `transformers` decoder from a local directory, or refusing it with the reason.
+
+Checks of the config and the modules come before the weights are read, a comparison of the model as
+it will run with the model as it came after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from safetensors import SafetensorError
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvrelay.engine.attention.backend import ATTENTION
+from kvrelay.engine.attention.pool import DTYPES, PoolShape
+from kvrelay.engine.model import kernel_cache
+from kvrelay.engine.model.capability import check_config, check_modules, longest
+from kvrelay.engine.model.decoder import Decoder
+from kvrelay.engine.model.decoder_weights import weights
+from kvrelay.engine.model.forward import CausalModel, TransformersModel
+from kvrelay.engine.model.packed_linear import pack_linears
+from kvrelay.engine.model.pretrained import read_config, read_weights, skeleton
+from kvrelay.engine.model.probe import compare_logits, observe_model, reference_logits
+from kvrelay.engine.model.revision import revision
+from kvrelay.errors import Unservable
+
+# What reading a broken or unknown model raises inside `transformers`, before it serves anybody.
+_FOREIGN = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What a model is. ``name`` is its directory's, ``revision`` a digest of config and weights.
+
+    ``num_heads``, ``num_kv_heads`` and ``head_dim`` are as observed in its attention;
+    ``logit_error`` is the largest difference between paged and own attention seen at start,
+    as a share of the largest logit.
+    """
+
+    name: str
+    revision: str
+    architecture: str
+    dtype: str
+    device: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    num_parameters: int
+    logit_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, checked at start."""
+
+    info: ModelInfo
+    forward: CausalModel
+    device: torch.device
+
+    def pool_shape(self, num_blocks: int, block_size: int) -> PoolShape:
+        """The shape of a KV pool for this model."""
+        info = self.info
+        return PoolShape(
+            num_blocks, info.num_layers, block_size, info.num_kv_heads, info.head_dim, info.dtype
+        )
+
+
+def load_model(
+    path: str | Path,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+) -> LoadedModel:
+    """Load from a directory with ``config.json`` and ``*.safetensors`` (sharded or not).
+
+    ``dtype`` is "float32", "bfloat16", "float16" or "auto" (the config's own); ``device`` "cpu",
+    "cuda" or "auto". Raises ``Unservable`` with the reason when it cannot be served exactly.
+    """
+    directory = Path(path)
+    kernel_cache.bound_kernel_caches()
+    try:
+        with torch.inference_mode():
+            return _load(directory, dtype, _device(device), max_model_len)
+    except Unservable as error:
+        raise Unservable(f"{directory}: {error}") from None
+    except _FOREIGN as error:
+        raise Unservable(f"{directory}: cannot be loaded: {_first_line(error)}") from error
+
+
+def _load(directory: Path, dtype: str, device: torch.device, asked: int | None) -> LoadedModel:
+    config = read_config(directory)
+    max_len = longest(config, asked)
+    check_config(config, max_len)
+    check_modules(skeleton(config), max_len)
+    kind = _dtype(config, dtype)
+    return _checked(directory, read_weights(directory, kind, device), kind, device, max_len)
+
+
+def _checked(
+    directory: Path, model: PreTrainedModel, dtype: str, device: torch.device, max_len: int
+) -> LoadedModel:
+    forward = TransformersModel(model)
+    seen = observe_model(forward, device, max_len)
+    vocab = _vocab(model, seen.vocab)
+    shape = PoolShape(1, seen.layers, 1, seen.kv_heads, seen.head_dim, dtype)
+    own = reference_logits(forward, device, vocab)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    compute = _computes(forward)
+    error = compare_logits(compute, shape, device, own)
+    info = ModelInfo(
+        name=directory.resolve().name,
+        revision=revision(directory),
+        architecture=type(model).__name__,
+        dtype=dtype,
+        device=device.type,
+        num_layers=shape.num_layers,
+        num_heads=seen.heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=vocab,
+        max_model_len=max_len,
+        eos_token_ids=_eos(model),
+        num_parameters=parameters,
+        logit_error=error,
+    )
+    return LoadedModel(info, compute, device)
+
+
+def _computes(forward: TransformersModel) -> CausalModel:
+    """The model written out where it is a known one, else its own forward with packed layers."""
+    known = weights(forward.model)
+    if known is not None:
+        return Decoder(known)
+    pack_linears(forward.model)
+    forward.set_attention(ATTENTION)
+    return forward
+
+
+def _vocab(model: PreTrainedModel, logits: int) -> int:
+    rows = cast(torch.nn.Embedding, model.get_input_embeddings()).weight.shape[0]
+    if rows != logits:
+        raise Unservable(f"{rows} token ids go in, but {logits} logits come out")
+    return rows
+
+
+def _dtype(config: PreTrainedConfig, asked: str) -> str:
+    own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+    name = own if asked == "auto" else asked
+    if name not in DTYPES:
+        raise Unservable(f"dtype {name}: only {', '.join(DTYPES)} are served")
+    return name
+
+
+def _device(asked: str) -> torch.device:
+    if asked not in ("auto", "cpu", "cuda"):
+        raise Unservable(f"device {asked!r}: must be auto, cpu or cuda")
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
+        raise Unservable("device cuda: no CUDA device is available to this torch")
+    return torch.device("cuda" if available and asked != "cpu" else "cpu")
+
+
+def _eos(model: PreTrainedModel) -> tuple[int, ...]:
+    generation = getattr(model.generation_config, "eos_token_id", None)
+    eos = generation if generation is not None else getattr(model.config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"

@@ -1,0 +1,64 @@
+"""Reading a directory with `transformers`: local files, none of the model's code, no pickle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypedDict, cast
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from kvrelay.engine.attention.pool import DTYPES
+from kvrelay.errors import Unservable
+
+
+class _Report(TypedDict):
+    """The part read here of what `transformers` says about a loading."""
+
+    missing_keys: set[str]
+
+
+def read_config(directory: Path) -> PreTrainedConfig:
+    """The config of a directory that holds weights too."""
+    if not (directory / "config.json").is_file():
+        raise Unservable("no such directory, or no config.json in it")
+    if not any(directory.glob("*.safetensors")):
+        raise Unservable("no *.safetensors in it")
+    return cast(
+        PreTrainedConfig,
+        AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False),
+    )
+
+
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """The modules without weights: enough to see what the model is."""
+    build = cast(Callable[..., PreTrainedModel], AutoModelForCausalLM.from_config)
+    with torch.device("meta"):
+        return build(config, trust_remote_code=False)
+
+
+def read_weights(directory: Path, dtype: str, device: torch.device) -> PreTrainedModel:
+    """The model in evaluation mode, every weight from the files.
+
+    Raises ``Unservable`` when one is missing: `transformers` would make it up.
+    """
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    load = cast(
+        Callable[..., tuple[PreTrainedModel, _Report]], AutoModelForCausalLM.from_pretrained
+    )
+    model, report = load(
+        directory,
+        dtype=DTYPES[dtype],
+        attn_implementation="eager",
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    if missing := sorted(report["missing_keys"]):
+        raise Unservable(f"{len(missing)} weights are missing from the files, {missing[0]} for one")
+    model.train(False)
+    torch.nn.Module.to(model, device)  # in place
+    return model

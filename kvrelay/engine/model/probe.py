@@ -1,0 +1,171 @@
+"""What a loaded model does, by watching it, and whether paging changes it.
+
+``observe_model`` records every call of the attention in one forward pass: from that come the
+layers, heads and widths of the pool, and refusals for what the plug-in does not implement.
+``compare_logits`` computes two short sequences in chunks over a scattered pool and holds them
+against the model's own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import AttentionInterface
+
+from kvrelay.engine.attention.batch import pack
+from kvrelay.engine.attention.pool import KVPool, PoolShape
+from kvrelay.engine.attention.sdpa import SdpaBackend
+from kvrelay.engine.core.work import Work
+from kvrelay.engine.model.forward import CausalModel, TransformersModel
+from kvrelay.errors import Unservable
+from kvrelay.sampling import Sampling
+
+_OBSERVED = "kvrelay_observed"
+_BIASES = ("softcap", "s_aux", "position_bias", "alibi")
+# The largest allowed difference of logits, as a share of their largest magnitude: rounding grows
+# with depth, while a wrong slot, mask or bias changes logits by the order of their size.
+_TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.25}
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedModel:
+    """What every layer's attention was seen to be, and how many layers and logits there are."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    layer: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+class _Observer:
+    """Stands in for a step: notes each call, and answers something of the right shape."""
+
+    def __init__(self, max_len: int) -> None:
+        self.max_len = max_len
+        self.calls: list[_Call] = []
+
+    def note(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict[str, object],
+    ) -> None:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int):
+            raise Unservable("attention modules without a layer number")
+        if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+            raise Unservable(
+                f"layer {layer}: keys {[*key.shape]} and values {[*value.shape]} differ"
+            )
+        if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
+            raise Unservable(f"layer {layer}: attention is not causal")
+        for name in _BIASES:
+            if options.get(name) is not None:
+                raise Unservable(f"layer {layer}: attention with {name} is not implemented")
+        window = options.get("sliding_window")
+        if isinstance(window, int) and window < self.max_len:
+            raise Unservable(f"layer {layer}: a sliding window of {window} is not implemented")
+        if mask is not None:
+            raise Unservable(f"layer {layer}: attention needs the model's own mask")
+        self.calls.append(_Call(layer, query.shape[1], key.shape[1], key.shape[3]))
+
+
+def _observed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    kvrelay_step: _Observer | None = None,
+    **options: object,
+) -> tuple[torch.Tensor, None]:
+    if kvrelay_step is None:
+        raise Unservable("the model does not pass its keyword arguments on to the attention")
+    kvrelay_step.note(module, query, key, value, attention_mask, options)
+    return query.transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_OBSERVED, _observed_attention)
+
+
+def observe_model(forward: TransformersModel, device: torch.device, max_len: int) -> ObservedModel:
+    """Run three tokens and look; all layers must be alike and numbered in order.
+
+    Raises ``Unservable`` when a layer has no attention, or one that shares another's KV.
+    """
+    observer = _Observer(max_len)
+    forward.set_attention(_OBSERVED)
+    tokens = torch.tensor([[0, 1, 2]], device=device)
+    logits = forward.logits(tokens, tokens.clone(), observer, tokens[0, -1:])
+    calls = observer.calls
+    expected = getattr(forward.model.config, "num_hidden_layers", len(calls))
+    if not calls or len(calls) != expected:
+        raise Unservable(f"{len(calls)} of {expected} layers call the attention interface")
+    if [call.layer for call in calls] != list(range(len(calls))):
+        raise Unservable("layers do not each have a KV of their own, in order")
+    if len({replace(call, layer=0) for call in calls}) > 1:
+        raise Unservable("layers differ in their number or width of heads")
+    last = calls[-1]
+    return ObservedModel(len(calls), last.heads, last.kv_heads, last.head_dim, logits.shape[-1])
+
+
+def reference_logits(forward: TransformersModel, device: torch.device, vocab: int) -> torch.Tensor:
+    """Logits [2, vocab] after two short sequences, as plain `transformers` computes them."""
+    forward.set_attention("eager")
+    rows = [torch.tensor(tokens, device=device) for tokens in _sequences(vocab)]
+    return torch.stack([forward.plain_logits(row) for row in rows])
+
+
+def compare_logits(
+    forward: CausalModel, shape: PoolShape, device: torch.device, own: torch.Tensor
+) -> float:
+    """The largest difference between paged and ``own`` logits, relative to the largest of these.
+
+    Raises ``Unservable`` when it is more than rounding.
+    """
+    paged = _paged_logits(forward, shape, device, _sequences(own.shape[1]))
+    difference = (own.float() - paged.float()).abs().max().item()
+    relative = difference / max(own.float().abs().max().item(), 1e-6)
+    if not relative <= _TOLERANCE[shape.dtype]:  # a NaN fails this too
+        raise Unservable(
+            f"paged attention changes its logits by {difference:.3g} ({relative:.1%} of their size)"
+        )
+    return relative
+
+
+def _sequences(vocab: int) -> list[list[int]]:
+    lengths = {1: 7, 5: 5}
+    return [[(7 * i * i + 3 * i + s) % vocab for i in range(n)] for s, n in lengths.items()]
+
+
+def _paged_logits(
+    forward: CausalModel, shape: PoolShape, device: torch.device, sequences: list[list[int]]
+) -> torch.Tensor:
+    """Logits after both sequences, computed in two mixed steps from scattered blocks."""
+    pool = KVPool(replace(shape, num_blocks=7, block_size=2), device)
+    backend = SdpaBackend(pool)
+    tables = ([5, 0, 6, 2], [4, 1, 3])
+    logits = torch.empty(0)
+    for spans in (((0, 3), (0, 4)), ((3, 4), (4, 1))):
+        works = [
+            Work(tokens, start, count, table, len(tokens), Sampling())
+            for tokens, table, (start, count) in zip(sequences, tables, spans, strict=True)
+        ]
+        batch = pack(works, pool.shape, device)
+        step = backend.step(batch)
+        logits = forward.logits(batch.tokens, batch.positions, step, batch.logit_rows)
+        logits = logits[torch.tensor(batch.samples, device=device).argsort()]
+    return logits

@@ -1,0 +1,73 @@
+"""One step of a model over its KV pool: works in, sampled tokens out, aligned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvrelay.engine.attention.backend import AttentionBackend
+from kvrelay.engine.attention.batch import pack
+from kvrelay.engine.attention.pool import KVPool
+from kvrelay.engine.attention.sdpa import SdpaBackend
+from kvrelay.engine.core.work import Sampled, Work
+from kvrelay.engine.model.loading import LoadedModel
+from kvrelay.engine.sampling.sampler import sample
+from kvrelay.errors import Rejected
+
+
+class Runner:
+    """Owns a pool and counts what it computes. One thread calls ``execute``.
+
+    ``threads`` is the number of intra-op threads of that thread; ``None`` leaves torch's own.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        num_blocks: int,
+        block_size: int,
+        attention_backend: str = "auto",
+        threads: int | None = None,
+    ) -> None:
+        self.pool = KVPool(loaded.pool_shape(num_blocks, block_size), loaded.device)
+        self._forward = loaded.forward
+        self._backend = choose_attention(attention_backend, self.pool)
+        self._threads = threads
+        self._executed = 0
+
+    @property
+    def attention_backend(self) -> str:
+        """The name of the backend chosen at start."""
+        return self._backend.name
+
+    @property
+    def executed_positions(self) -> int:
+        """Positions computed since the start: the runner's own count (invariant I5)."""
+        return self._executed
+
+    def execute(self, works: Sequence[Work]) -> list[Sampled | None]:
+        """Compute all works in one forward pass; ``None`` where no sample was wanted."""
+        answers: list[Sampled | None] = [None] * len(works)
+        if not works:
+            return answers
+        if self._threads is not None and torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)  # kept per thread by OpenMP: hence here
+        with torch.inference_mode():
+            batch = pack(works, self.pool.shape, self.pool.device)
+            self.pool.clear(batch.opened)
+            step = self._backend.step(batch)
+            logits = self._forward.logits(batch.tokens, batch.positions, step, batch.logit_rows)
+            chosen = sample(logits, [works[index] for index in batch.samples])
+        self.pool.computed()
+        self._executed += sum(work.count for work in works)
+        for index, sampled in zip(batch.samples, chosen, strict=True):
+            answers[index] = sampled
+        return answers
+
+
+def choose_attention(name: str, pool: KVPool) -> AttentionBackend:
+    """The attention backend asked for, or with "auto" the best one; ``Rejected`` if unknown."""
+    if name not in ("auto", "sdpa"):
+        raise Rejected("attention_backend", f"{name!r} is not known: auto or sdpa")
+    return SdpaBackend(pool)

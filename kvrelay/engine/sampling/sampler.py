@@ -1,0 +1,83 @@
+"""Choosing the next token of each row, and its log probabilities when asked for.
+
+The order is penalties, ``min_tokens``, temperature, top-k, top-p, min-p; log probabilities are of
+the raw logits. A token depends on (seed, position, logits) and on no other row of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvrelay.engine.core.work import Logprob, Sampled, Work
+from kvrelay.engine.sampling.draw import draw
+from kvrelay.engine.sampling.penalties import forbid_endings, penalise, penalised, too_short
+from kvrelay.engine.sampling.philox import uniform
+from kvrelay.sampling import Sampling
+
+
+def sample(logits: torch.Tensor, works: Sequence[Work]) -> list[Sampled]:
+    """One token for each row of logits [R, vocab] in any float dtype; every work has a sampling.
+
+    Greedy (temperature 0) takes the first of equal logits.
+    """
+    asked = [(row, work, _sampling(work)) for row, work in enumerate(works)]
+    plain = not any(_adjusts(work, sampling) for _, work, sampling in asked)
+    # In float32 even to find the largest: in bfloat16 that takes five times as long.
+    tokens = _tokens(logits.float() if plain else _adjusted(logits, asked), asked)
+    return [
+        Sampled(token)
+        if sampling.logprobs is None
+        else _report(logits[row], token, sampling.logprobs)
+        for token, (row, _, sampling) in zip(tokens, asked, strict=True)
+    ]
+
+
+_Row = tuple[int, Work, Sampling]
+
+
+def _sampling(work: Work) -> Sampling:
+    if work.sampling is None:
+        raise ValueError("a work without sampling has no row of logits")
+    return work.sampling
+
+
+def _adjusts(work: Work, sampling: Sampling) -> bool:
+    return penalised(sampling) or too_short(work, sampling)
+
+
+def _adjusted(logits: torch.Tensor, asked: Sequence[_Row]) -> torch.Tensor:
+    """A float32 copy with each row's penalties and forbidden endings."""
+    copy = logits.to(torch.float32, copy=True)
+    for row, work, sampling in asked:
+        if penalised(sampling):
+            penalise(copy[row], work, sampling)
+        if too_short(work, sampling):
+            forbid_endings(copy[row], sampling)
+    return copy
+
+
+def _tokens(logits: torch.Tensor, asked: Sequence[_Row]) -> list[int]:
+    """Greedy for all rows at once, and a draw for those with a temperature."""
+    drawn = [entry for entry in asked if entry[2].temperature > 0]
+    tokens: list[int] = logits.argmax(-1).tolist() if len(drawn) < len(asked) else [0] * len(asked)
+    if not drawn:
+        return tokens
+    rows = [row for row, _, _ in drawn]
+    uniforms = [uniform(s.seed, work.start + work.count) for _, work, s in drawn]
+    chosen = draw(
+        logits if len(rows) == len(asked) else logits[rows], [s for _, _, s in drawn], uniforms
+    )
+    for row, token in zip(rows, chosen, strict=True):
+        tokens[row] = token
+    return tokens
+
+
+def _report(row: torch.Tensor, token: int, count: int) -> Sampled:
+    """The token with its log probability, and the ``count`` most likely ones."""
+    logprobs = row.float().log_softmax(-1)
+    best = logprobs.topk(count)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    top = sorted((Logprob(t, p) for t, p in pairs), key=lambda one: (-one.logprob, one.token))
+    return Sampled(token, float(logprobs[token]), tuple(top))

@@ -1,0 +1,54 @@
+"""Addresses to listen on: ``HOST:PORT`` (port 0: any free one) or ``unix:PATH``."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from kvrelay.errors import Rejected
+
+ROUTER_PORT = 50051
+"""Where a router listens and is looked for, unless told otherwise."""
+
+DEFAULT_ROUTER = f"127.0.0.1:{ROUTER_PORT}"
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """``port`` is ``None`` for a Unix socket, whose path is then in ``host``."""
+
+    host: str
+    port: int | None
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Raises ``Rejected`` for the field ``address``."""
+        if not text.isprintable():  # nothing could be looked up for it, nor could a log show it
+            raise Rejected("address", f"{text!r} is neither HOST:PORT nor unix:PATH")
+        if text.startswith("unix:"):
+            if len(text) == len("unix:"):
+                raise Rejected("address", f"{text!r} lacks a path: unix:/path/to/socket")
+            return cls(text.removeprefix("unix:"), None)
+        host, colon, port = text.rpartition(":")
+        if not (colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+            raise Rejected("address", f"{text!r} is neither HOST:PORT nor unix:PATH")
+        return cls(host.removeprefix("[").removesuffix("]"), int(port))
+
+    def with_port(self, port: int) -> Address:
+        """The same host with the port that was bound."""
+        return self if self.port is None else Address(self.host, port)
+
+    @property
+    def local(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.port is None or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        if self.port is None:
+            return f"unix:{self.host}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"

@@ -1,0 +1,94 @@
+"""Channels to our servers: one place for message sizes, keepalive, reconnection and credentials."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import IPv6Address
+from typing import cast
+
+import grpc
+
+from kvrelay.rpc import keepalive
+from kvrelay.rpc.bearer import TokenChannel
+from kvrelay.rpc.security.policy import Security, installed
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelOptions:
+    """``security`` is what this process has installed, unless another one is given."""
+
+    max_message_bytes: int = 8 * MIB
+    keepalive_seconds: float = 10.0
+    keepalive_timeout_seconds: float = 20.0
+    ping_seconds: float = keepalive.PING_SECONDS
+    max_reconnect_seconds: float = 2.0
+    connect_seconds: float = 3.0
+    resolve_seconds: float = 1.0  # at least, between two looks for the addresses of a name
+    security: Security | None = None
+
+    def arguments(self) -> list[tuple[str, int]]:
+        """Channel arguments of gRPC core."""
+        return [
+            ("grpc.max_receive_message_length", self.max_message_bytes),
+            ("grpc.max_send_message_length", self.max_message_bytes),
+            *keepalive.arguments(
+                self.keepalive_seconds, self.keepalive_timeout_seconds, self.ping_seconds
+            ),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            # Its name misleads: this is how long one attempt may take, not a wait between two. A
+            # short one fails on a busy machine, where the handshake is answered late.
+            ("grpc.min_reconnect_backoff_ms", round(self.connect_seconds * 1000)),
+            ("grpc.max_reconnect_backoff_ms", round(self.max_reconnect_seconds * 1000)),
+            # A container that was started again has another address: by itself gRPC would look its
+            # name up again half a minute later.
+            ("grpc.dns_min_time_between_resolutions_ms", round(self.resolve_seconds * 1000)),
+            ("grpc.enable_retries", 0),  # who retries decides where; gRPC cannot know
+            ("grpc.enable_http_proxy", 0),  # an http_proxy in the environment is not for us
+            ("grpc.service_config_disable_resolution", 1),
+            ("grpc.use_local_subchannel_pool", 1),  # one connection per channel, closed with it
+        ]
+
+
+def open_channel(address: str, options: ChannelOptions | None = None) -> grpc.aio.Channel:
+    """An asyncio channel to ``HOST:PORT`` or ``unix:PATH``; close it with ``await close()``."""
+    chosen, address = options or ChannelOptions(), target(address)
+    security, arguments = _secured(address, chosen)
+    if security.tls is None:
+        channel = grpc.aio.insecure_channel(address, options=arguments)
+    else:
+        channel = grpc.aio.secure_channel(address, security.tls.channel(), options=arguments)
+    token = security.credentials.token
+    return channel if token is None else cast("grpc.aio.Channel", TokenChannel(channel, token))
+
+
+def open_sync_channel(address: str, options: ChannelOptions | None = None) -> grpc.Channel:
+    """The same for code without an event loop."""
+    chosen, address = options or ChannelOptions(), target(address)
+    security, arguments = _secured(address, chosen)
+    if security.tls is None:
+        channel = grpc.insecure_channel(address, options=arguments)
+    else:
+        channel = grpc.secure_channel(address, security.tls.channel(), options=arguments)
+    token = security.credentials.token
+    return channel if token is None else cast("grpc.Channel", TokenChannel(channel, token))
+
+
+def target(address: str) -> str:
+    """The address as gRPC takes it, for which ``::1:50`` is a host without a port."""
+    host, _, port = address.rpartition(":")
+    try:
+        return f"[{IPv6Address(host)}]:{port}"
+    except ValueError:
+        return address
+
+
+def _secured(address: str, options: ChannelOptions) -> tuple[Security, list[tuple[str, int | str]]]:
+    security = options.security or installed()
+    security.check_call(address)
+    arguments: list[tuple[str, int | str]] = [*options.arguments()]
+    if security.tls is not None and security.tls.name is not None:
+        arguments.append(("grpc.ssl_target_name_override", security.tls.name))
+    return security, arguments

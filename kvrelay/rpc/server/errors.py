@@ -1,0 +1,138 @@
+"""Wraps every handler of every service: requests that do not parse, and errors, become status.
+
+This is the process's edge for a call: what is not a ``KvrelayError`` ends the call as INTERNAL with
+the traceback in the log and nothing of it on the wire.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
+from typing import Never, TypeAlias, TypeVar, cast
+
+import grpc
+
+from kvrelay.errors import KvrelayError, Rejected, Unavailable
+from kvrelay.rpc.server.parsing import tolerant
+from kvrelay.rpc.status import abort
+
+log = logging.getLogger("kvrelay.rpc")
+
+Q = TypeVar("Q")
+R = TypeVar("R")
+# Quoted: these classes are generic in the type stubs only.
+Handler: TypeAlias = "grpc.RpcMethodHandler[Q, R]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Q, R]"
+Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler[Q, R] | None]]"
+
+
+class ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """A server interceptor; the wrapped handlers are kept, one per method.
+
+    ``stuck``: seconds after which a stream ends of which nothing is read. Its client may be well
+    enough to answer pings, and would hold whatever the stream holds until its deadline.
+    """
+
+    def __init__(self, stuck: float) -> None:
+        self._stuck = stuck
+        self._wrapped: dict[str, tuple[object, object]] = {}
+
+    async def intercept_service(
+        self, continuation: Continuation[Q, R], handler_call_details: grpc.HandlerCallDetails
+    ) -> Handler[Q, R] | None:
+        """The guarded handler of the method called, ``None`` if there is no such method."""
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = handler_call_details.method
+        known = self._wrapped.get(method)
+        if known is None or known[0] is not handler:
+            known = self._wrapped[method] = (handler, _guarded(method, handler, self._stuck))
+        return cast("Handler[Q, R]", known[1])
+
+
+def _guarded(method: str, handler: Handler[Q, R], stuck: float) -> Handler[Q, R]:
+    kinds = {
+        (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
+        (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
+        (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
+        (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
+    }
+    make, behaviour = kinds[handler.request_streaming, handler.response_streaming]
+    if inspect.isasyncgenfunction(behaviour):
+        inner = _writing(behaviour, stuck)
+    elif inspect.iscoroutinefunction(behaviour):
+        inner = behaviour
+    else:
+        raise TypeError(f"{method}: handlers are coroutine functions or async generators")
+    parse = handler.request_deserializer
+    guarded = make(
+        _edge(method, inner, streaming=handler.request_streaming),
+        request_deserializer=None if parse is None else tolerant(parse),
+        response_serializer=handler.response_serializer,
+    )
+    return cast("Handler[Q, R]", guarded)
+
+
+def _writing(
+    behaviour: Callable[[Q, Context[Q, R]], AsyncGenerator[R, None]], stuck: float
+) -> Callable[[Q, Context[Q, R]], Awaitable[None]]:
+    """The generator as a coroutine that writes: so it is closed at once when the client leaves."""
+
+    async def write_all(request: Q, context: Context[Q, R]) -> None:
+        async with aclosing(behaviour(request, context)) as responses:
+            async for response in responses:
+                try:
+                    async with asyncio.timeout(stuck):
+                        await context.write(response)
+                except TimeoutError:
+                    why = f"nothing was read of this stream for {stuck:g} s: resume it, or ask anew"
+                    raise Unavailable(why) from None
+
+    return write_all
+
+
+def _edge(
+    method: str, inner: Callable[..., Awaitable[object]], *, streaming: bool
+) -> Callable[..., Awaitable[object]]:
+    async def call(request: object, context: Context[Q, R]) -> object:
+        try:
+            if not streaming:
+                return await inner(_checked(request), context)
+            async with aclosing(_checked_all(context)) as requests:
+                return await inner(requests, context)
+        except KvrelayError as error:
+            await abort(context, error)
+        except grpc.aio.AbortError:
+            raise
+        except grpc.aio.InternalError as error:
+            # The client left, and gRPC says so only when it is written to, or read from.
+            log.debug("%s: %r", method, error)
+            raise asyncio.CancelledError from error
+        except Exception as error:  # noqa: BLE001 - the edge: it ends this call
+            await _abort_unknown(method, context, error)
+
+    return call
+
+
+def _checked(request: object) -> object:
+    if isinstance(request, Rejected):
+        raise request
+    return request
+
+
+async def _checked_all(context: Context[Q, R]) -> AsyncGenerator[object]:
+    # Not gRPC's own iterator, which refers to itself until it was read to its end.
+    while (request := await context.read()) is not grpc.aio.EOF:
+        yield _checked(request)
+
+
+async def _abort_unknown(method: str, context: Context[Q, R], error: Exception) -> Never:
+    if context.cancelled() or context.done():
+        log.debug("%s: %r after the client had left", method, error)
+        raise error
+    log.error("%s failed", method, exc_info=error)
+    await abort(context, KvrelayError("internal error, see the log of the server"))

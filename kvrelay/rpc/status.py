@@ -1,0 +1,218 @@
+"""The one table between ``kvrelay.errors`` and gRPC status, both ways, with ``google.rpc`` details.
+
+``to_status`` makes what a server sends, ``from_rpc_error`` makes of it the same error on the other
+side. Codes that gRPC itself produces (a closed socket, a message too large) are mapped here too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Never, Protocol, TypeAlias
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, PreconditionFailure, RetryInfo
+from google.rpc.status_pb2 import Status
+
+from kvrelay.errors import (
+    Corrupt,
+    DeadlineExceeded,
+    Draining,
+    Exhausted,
+    KvrelayError,
+    Mismatch,
+    NotFound,
+    Rejected,
+    Unavailable,
+    Unservable,
+)
+
+DETAILS_KEY = "grpc-status-details-bin"
+DOMAIN = "kvrelay"
+DEFAULT_RETRY_SECONDS = 1.0
+TURNS = 6  # of the event loop, in which a client that has left is heard of
+MAX_MESSAGE_BYTES = 1000  # a status is HTTP/2 headers (8 KiB), percent-encoded and twice in them
+
+_CODES: tuple[tuple[type[KvrelayError], grpc.StatusCode], ...] = (
+    (Rejected, grpc.StatusCode.INVALID_ARGUMENT),
+    (NotFound, grpc.StatusCode.NOT_FOUND),
+    (Mismatch, grpc.StatusCode.FAILED_PRECONDITION),
+    (Unservable, grpc.StatusCode.FAILED_PRECONDITION),
+    (Exhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (Unavailable, grpc.StatusCode.UNAVAILABLE),
+    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
+    (Corrupt, grpc.StatusCode.DATA_LOSS),
+    (KvrelayError, grpc.StatusCode.INTERNAL),
+)
+
+# Of gRPC where no connection came to stand because of TLS. A server that wants it, or wants a
+# certificate, closes the connection and gives no reason.
+_HANDSHAKE = re.compile(
+    r"failed to connect.*(handshake failed|verification check failed|Socket closed$)", re.DOTALL
+)
+_FITTING = (
+    "; where there is TLS: is it on both sides (--tls-ca), with a certificate of that authority"
+    " here (--tls-cert), and one for that name there (--tls-name)?"
+)
+
+Trailers: TypeAlias = tuple[tuple[str, str | bytes], ...]
+
+
+class _Aborting(Protocol):
+    """What a servicer context is asked for here."""
+
+    async def abort(
+        self,
+        code: grpc.StatusCode,
+        details: str = "",
+        trailing_metadata: Trailers = (),
+    ) -> Never: ...
+
+
+def code_of(error: KvrelayError) -> grpc.StatusCode:
+    """The status code of an error."""
+    return next(code for kind, code in _CODES if isinstance(error, kind))
+
+
+def to_status(error: KvrelayError) -> Status:
+    """The whole ``google.rpc.Status``: code, message and one detail."""
+    number: int = code_of(error).value[0]
+    status = Status(code=number, message=_cut(str(error)))
+    status.details.add().Pack(_detail(error))
+    return status
+
+
+async def abort(context: _Aborting, error: KvrelayError) -> Never:
+    """End the call with this error's status."""
+    status = to_status(error)
+    trailers = ((DETAILS_KEY, status.SerializeToString()),)
+    await end(context, code_of(error), status.message, trailers)
+
+
+async def end(
+    context: _Aborting, code: grpc.StatusCode, message: str, trailers: Trailers = ()
+) -> Never:
+    """``context.abort`` without what it would leave behind.
+
+    A circle of references: the call keeps the exception, its traceback the frames it came through,
+    they the call, and that what gRPC's core holds for it. And what was allocated for a status that
+    cannot be sent, for gRPC never frees that: a call whose client has left learns so first.
+    """
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+    try:
+        await context.abort(code, message, trailers)
+    except grpc.aio.AbortError as aborted:
+        aborted.__context__ = None
+        asyncio.get_running_loop().call_soon(aborted.with_traceback, None)
+        raise
+
+
+def from_rpc_error(error: grpc.RpcError) -> KvrelayError:
+    """What a server's ``KvrelayError`` was, or what a failure of gRPC's own means here."""
+    if not isinstance(error, grpc.aio.AioRpcError | grpc.Call):
+        return Unavailable(str(error))
+    code, text, status = error.code(), error.details() or "", None
+    for key, value in error.trailing_metadata() or ():
+        if key == DETAILS_KEY and isinstance(value, bytes):
+            status = _parse(value)
+    known = None if status is None else _from_detail(code, text, status)
+    return known or _from_code(code, text)
+
+
+def sent_by_server(error: grpc.RpcError) -> bool:
+    """Whether a server of ours said this itself; else the connection or the peer is lost."""
+    if not isinstance(error, grpc.aio.AioRpcError | grpc.Call):
+        return False
+    return any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
+
+
+def _cut(message: str) -> str:
+    raw = message.encode("utf-8", "replace")
+    if len(raw) <= MAX_MESSAGE_BYTES:
+        return message
+    return raw[:MAX_MESSAGE_BYTES].decode("utf-8", "ignore") + "..."
+
+
+def _detail(error: KvrelayError) -> Message:
+    match error:
+        case Rejected():
+            violation = BadRequest.FieldViolation(
+                field=error.field, description=_cut(error.message)
+            )
+            return BadRequest(field_violations=[violation])
+        case Mismatch():
+            conflict = PreconditionFailure.Violation(
+                type="MISMATCH", subject=error.field, description=_cut(error.message)
+            )
+            return PreconditionFailure(violations=[conflict])
+        case Exhausted():
+            nanos = int(error.retry_after * 1e9)
+            delay = Duration(seconds=nanos // 10**9, nanos=nanos % 10**9)
+            return RetryInfo(retry_delay=delay)
+    info = ErrorInfo(reason=type(error).__name__.upper(), domain=DOMAIN)
+    if isinstance(error, Corrupt):
+        info.metadata["field"] = error.field
+    return info
+
+
+def _parse(raw: bytes) -> Status | None:
+    try:
+        return Status.FromString(raw)
+    except DecodeError:
+        return None
+
+
+def _from_detail(code: grpc.StatusCode, text: str, status: Status) -> KvrelayError | None:
+    bad, conflict = BadRequest(), PreconditionFailure()
+    retry, info = RetryInfo(), ErrorInfo()
+    for detail in status.details:
+        if detail.Unpack(bad) and bad.field_violations:
+            return Rejected(bad.field_violations[0].field, bad.field_violations[0].description)
+        if detail.Unpack(conflict) and conflict.violations:
+            return Mismatch(conflict.violations[0].subject, conflict.violations[0].description)
+        if detail.Unpack(retry) and code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Exhausted(text, retry.retry_delay.ToNanoseconds() / 1e9)
+        if detail.Unpack(info) and info.reason == "UNSERVABLE":
+            return Unservable(text)
+        if info.reason == "DRAINING":
+            return Draining(text)
+        if info.reason == "CORRUPT":
+            field = info.metadata["field"]
+            return Corrupt(field, text.removeprefix(f"{field}: "))
+    return None
+
+
+def _from_code(code: grpc.StatusCode, text: str) -> KvrelayError:
+    """Errors without our details: mostly what gRPC says by itself."""
+    match code:
+        case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
+            return Rejected("request", text)
+        case grpc.StatusCode.NOT_FOUND:
+            return NotFound(text)
+        case grpc.StatusCode.FAILED_PRECONDITION:
+            return Mismatch("protocol", text)
+        case grpc.StatusCode.UNIMPLEMENTED:
+            return Mismatch(
+                "protocol",
+                f"{text.rstrip('!')}: is that the address of such a service, and its release ours?",
+            )
+        case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
+            return Rejected("credentials", text)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in text:
+            return Rejected("request", text)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED:
+            return Exhausted(text, DEFAULT_RETRY_SECONDS)
+        case grpc.StatusCode.DEADLINE_EXCEEDED:
+            return DeadlineExceeded(text)
+        case grpc.StatusCode.DATA_LOSS:
+            return Corrupt("response", text)
+        case grpc.StatusCode.UNAVAILABLE if _HANDSHAKE.search(text):
+            return Unavailable(text + _FITTING)
+        case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED | grpc.StatusCode.ABORTED:
+            return Unavailable(text)
+        case grpc.StatusCode.INTERNAL if "RST_STREAM" in text:
+            return Unavailable(text)  # a peer that died between two frames
+    return KvrelayError(f"{code.name}: {text}")

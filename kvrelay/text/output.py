@@ -1,0 +1,52 @@
+"""The text of one request's output, token by token, with its stop strings.
+
+Workers use it to end a request at the very token that completes a stop string, the router to make
+the text. The state is a function of the tokens, so a leg resumes by replaying the tokens so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvrelay.text.detokenizer import detokenizer
+from kvrelay.text.stop import StopStrings
+from kvrelay.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """Text to show now; ``stopped`` when a stop string is complete with this token."""
+
+    text: str
+    stopped: bool
+
+
+class OutputText:
+    """Push the output tokens in order, then ``flush`` once unless a stop string ended it.
+
+    A stop string ends the request only with a token after the first ``min_tokens``, as a stop token
+    does; one that is complete before is ordinary text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), min_tokens: int = 0
+    ) -> None:
+        self._detokenizer = detokenizer(tokenizer)
+        self._stops = StopStrings(stops)
+        self._unarmed = min_tokens
+
+    def push(self, token: int) -> TextDelta:
+        """The text that this token adds and whether it ends the request."""
+        armed = self._unarmed <= 0
+        self._unarmed -= 1
+        return TextDelta(*self._stops.push(self._detokenizer.push(token), armed))
+
+    def replay(self, tokens: Iterable[int]) -> bool:
+        """Push tokens whose text was shown before; whether a stop string is complete in them."""
+        return any(self.push(token).stopped for token in tokens)
+
+    def flush(self) -> str:
+        """The text still held back, when the request ended without a stop string."""
+        shown, _ = self._stops.push(self._detokenizer.flush(), armed=False)
+        return shown + self._stops.flush()

@@ -1,0 +1,123 @@
+"""Text to token ids and back, exactly as ``transformers`` does it for the same folder.
+
+Only local files are read. The class that ``AutoTokenizer`` would choose for most folders is taken
+directly when the folder names it, because ``AutoTokenizer`` itself imports torch (1.3 s more).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from kvrelay.errors import Rejected, Unservable
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+    from transformers import PreTrainedTokenizerBase
+
+MAX_PROMPT_BYTES = 4 << 20
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+
+
+class Tokenizer:
+    """The tokenizer of one model folder. Safe to use from several threads at once."""
+
+    def __init__(self, folder: str | Path, max_prompt_bytes: int = MAX_PROMPT_BYTES) -> None:
+        """Raises ``Unservable`` when the folder has no tokenizer that can be used."""
+        self._pretrained = _load(Path(folder))
+        backend = getattr(self._pretrained, "backend_tokenizer", None)
+        if backend is None:
+            raise Unservable(f"{folder}: only tokenizers with a tokenizer.json are supported")
+        self.backend: Backend = backend
+        self.backend.no_truncation()  # as `tokenizer(text)` does; set once, so threads agree
+        self.backend.no_padding()
+        self.max_prompt_bytes = max_prompt_bytes
+        self.vocab_size: int = self.backend.get_vocab_size(with_added_tokens=True)
+        self.special_ids = frozenset(
+            token
+            for token, added in self.backend.get_added_tokens_decoder().items()
+            if added.special
+        )
+
+    def encode(self, text: str, field: str = "prompt") -> list[int]:
+        """The ids of ``tokenizer(text)``; ``Rejected`` for ``field`` when the text is too long.
+
+        Other threads run meanwhile: the batch call lets go of the interpreter, ``encode`` does not.
+        """
+        self.check_size(text, field)
+        return list(self.backend.encode_batch([text])[0].ids)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """The ids of ``apply_chat_template(messages, add_generation_prompt=True)``."""
+        text = self.render(messages)
+        return list(self.backend.encode_batch([text], add_special_tokens=False)[0].ids)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The prompt that the model's chat template makes; ``Rejected`` for the field ``chat``."""
+        from jinja2 import TemplateError
+
+        if not messages:
+            raise Rejected("chat.messages", "is empty: give at least one message")
+        if not self._pretrained.chat_template:
+            raise Rejected("chat", "this model has no chat template: send `prompt` instead")
+        for index, message in enumerate(messages):
+            self.check_size(message["content"], f"chat.messages[{index}].content")
+        try:
+            text = self._pretrained.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except TemplateError as error:
+            raise Rejected("chat", f"the chat template refuses it: {error}") from error
+        self.check_size(cast(str, text), "chat")
+        return cast(str, text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The whole text of ``tokens`` at once, without special tokens."""
+        return self.backend.decode(list(tokens), skip_special_tokens=True)
+
+    def check_size(self, text: str, field: str) -> None:
+        """Raise ``Rejected`` for ``field`` when ``text`` is longer than this server tokenises."""
+        size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+        if size > self.max_prompt_bytes:
+            raise Rejected(field, f"{size} bytes, more than the limit of {self.max_prompt_bytes}")
+
+
+def eos_token_ids(folder: str | Path) -> tuple[int, ...]:
+    """End-of-sequence ids: of generation_config.json if it names them, else of config.json."""
+    for name in ("generation_config.json", "config.json"):
+        value = _json(Path(folder) / name).get("eos_token_id")
+        if isinstance(value, int):
+            return (value,)
+        if isinstance(value, list) and value:
+            return tuple(int(item) for item in value)
+    return ()
+
+
+def _load(folder: Path) -> PreTrainedTokenizerBase:
+    if not folder.is_dir():
+        raise Unservable(f"{folder}: no such folder; give a local model folder")
+    config = _json(folder / "tokenizer_config.json")
+    plain = config.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in config
+    try:
+        if plain and (folder / "tokenizer.json").is_file():
+            from transformers import PreTrainedTokenizerFast
+
+            loaded = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        else:
+            from transformers import AutoTokenizer
+
+            loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise Unservable(f"{folder}: no tokenizer could be loaded: {error}") from error
+    return cast("PreTrainedTokenizerBase", loaded)
+
+
+def _json(path: Path) -> dict[str, object]:
+    try:
+        return cast("dict[str, object]", json.loads(path.read_text("utf-8")))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise Unservable(f"{path}: not JSON: {error}") from error

@@ -1,0 +1,75 @@
+"""Tells routers where this worker serves, again and again: a router forgets who falls silent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+
+from kvrelay.errors import Rejected
+from kvrelay.rpc.address import Address
+from kvrelay.rpc.channel import open_channel
+from kvrelay.rpc.security.policy import installed
+from kvrelay.rpc.status import from_rpc_error
+from kvrelay.v1 import router_pb2, router_pb2_grpc
+
+log = logging.getLogger(__name__)
+TTL_SECONDS = 10.0
+EVERY_SECONDS = TTL_SECONDS / 4
+
+
+def advertised(bound: str, advertise: str | None) -> str:
+    """The address to tell others; ``Rejected`` if it is none they could use."""
+    address = check_address("advertise", advertise or bound)
+    if not address.port or address.host in ("0.0.0.0", "::"):
+        raise Rejected("advertise", f"{address} is no address of one machine: name one for routers")
+    return str(address)
+
+
+def check_address(field: str, text: str) -> Address:
+    """The address in ``text``; ``Rejected`` for ``field``."""
+    try:
+        return Address.parse(text)
+    except Rejected as error:
+        raise Rejected(field, error.message) from error
+
+
+class Announcer:
+    """Announces from ``begin`` to ``end``; without routers it does nothing."""
+
+    def __init__(self, routers: tuple[str, ...], advertise: str | None) -> None:
+        self._routers = routers
+        self._advertise = advertise
+        self._tasks: list[asyncio.Task[None]] = []
+        for router in routers:
+            check_address("router", router)
+            installed().check_call(router)
+
+    def begin(self, bound: str) -> None:
+        """Say that this worker serves at ``bound``, or at the address to advertise instead."""
+        if self._routers:
+            address = advertised(bound, self._advertise)
+            self._tasks = [asyncio.create_task(_announce(one, address)) for one in self._routers]
+
+    def end(self) -> None:
+        """A router that is told nothing more forgets this worker."""
+        for task in self._tasks:
+            task.cancel()
+
+
+async def _announce(router: str, address: str) -> None:
+    request = router_pb2.AnnounceRequest(address=address, ttl_seconds=TTL_SECONDS)
+    told = None
+    async with open_channel(router) as channel:
+        stub = router_pb2_grpc.RouterStub(channel)
+        while True:
+            try:
+                answer = await stub.Announce(request, timeout=EVERY_SECONDS)
+                news = answer.reason or "it uses this worker"
+            except grpc.RpcError as error:
+                news = str(from_rpc_error(error))
+            if news != told:
+                log.info("announced %s to the router at %s: %s", address, router, news)
+                told = news
+            await asyncio.sleep(EVERY_SECONDS)

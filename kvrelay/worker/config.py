@@ -1,0 +1,75 @@
+"""The configuration of a worker, the same for both roles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvrelay.config.reader import option, required
+from kvrelay.process.logs import LEVELS
+from kvrelay.rpc.security.options import SecurityOptions
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LARGEST_BLOCK = 1024  # token positions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig(SecurityOptions):
+    """Flags, environment and file of a prefill or decode worker."""
+
+    model: str = required(str, "directory of a transformers model", metavar="DIR")
+    router: tuple[str, ...] = option(
+        (), "routers to announce this worker to; may be repeated", metavar="HOST:PORT"
+    )
+    advertise: str | None = option(
+        None, "the address announced; default: the one listened on", metavar="HOST:PORT"
+    )
+    host: str = option("127.0.0.1", "address to listen on", metavar="HOST")
+    port: int = option(0, "port to listen on; 0 picks a free one", low=0, high=65535)
+    store: str | None = option(
+        None,
+        "URL of the KV store, such as kvrelay://HOST:PORT, or several with commas, the nearest"
+        " first; without one nothing is shared",
+    )
+    dtype: str = option(
+        "auto",
+        "number format of weights and KV",
+        choices=DTYPES,
+    )
+    device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
+    attention_backend: str = option("auto", "how attention is computed")
+    block_size: int = option(16, "token positions in a KV block", low=1, high=LARGEST_BLOCK)
+    num_blocks: int | None = option(
+        None, "KV blocks in the pool; default: what fits in --kv-memory and can be used", low=1
+    )
+    kv_memory: int = option(2**29, "bound of the pool without --num-blocks", unit="bytes", low=1)
+    max_model_len: int | None = option(
+        None, "positions a request may have; default: what the model can", low=1
+    )
+    max_num_seqs: int = option(64, "requests that compute or load at once", low=1)
+    max_num_batched_tokens: int = option(512, "positions computed in one step", low=1)
+    max_waiting: int = option(1024, "requests that may wait; one more is told to retry", low=1)
+    step_seconds: float = option(
+        120.0, "a step that takes longer hangs: the worker ends, to be started again", low=1.0
+    )
+    threads: int | None = option(None, "CPU threads of the model; default: torch's own", low=1)
+    grace: float = option(10.0, "seconds that requests under way get at SIGTERM", low=0.0)
+    audit: bool = option(False, "check every invariant of the accounting after every step")
+    metrics_port: int | None = option(
+        None, "port for Prometheus; default: no metrics", low=1, high=65535
+    )
+    metrics_host: str = option(
+        "127.0.0.1", "address of it: plain HTTP, for whoever reaches it", metavar="HOST"
+    )
+    journal: str | None = option(
+        None,
+        "file of this worker alone for every call of the scheduler, prompts too, to replay; what"
+        " is there becomes FILE.before",
+        metavar="FILE",
+    )
+    log_level: str = option("info", "how much to log", choices=LEVELS)
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Each of ``router``; one text may name several, with commas between them."""
+        named = (part.strip() for text in self.router for part in text.split(","))
+        return tuple(dict.fromkeys(part for part in named if part))

@@ -1,0 +1,86 @@
+"""The process of a worker: configuration, model, server, until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from kvrelay.config.reader import load
+from kvrelay.process import logs
+from kvrelay.rpc.address import Address
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.roles import NAMES, Role
+from kvrelay.rpc.security import policy
+from kvrelay.rpc.server import exposition, run
+from kvrelay.rpc.server.server import Server, ServerOptions, serve_until_signal
+from kvrelay.v1 import worker_pb2_grpc
+from kvrelay.worker import metrics
+from kvrelay.worker.announce import Announcer
+from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.external_kv import counters_of
+from kvrelay.worker.roles import RoleSwitch
+from kvrelay.worker.service import SERVICE, WorkerService
+from kvrelay.worker.worker import Worker
+
+log = logging.getLogger(__name__)
+
+Register = Callable[[Server, Worker], None]
+
+
+def main(role: Role, faces: Sequence[Register], argv: Sequence[str]) -> int:
+    """Run a worker; the exit status. ``faces`` add the services of both roles, it begins as one."""
+    name = NAMES[role]
+    config = load(WorkerConfig, argv, f"python -m {name}_service", f"The {name} worker of kvrelay.")
+    logs.setup(name, config.log_level)
+    return run.run(config, lambda config: _serve(Worker.build(config, role), faces))
+
+
+async def _serve(worker: Worker, faces: Sequence[Register]) -> int:
+    config = worker.config
+    if not Address(config.host, config.port).local:
+        policy.installed().check_signed()
+    server = Server(ServerOptions(f"{config.host}:{config.port}"))
+    service = WorkerService(worker, RoleSwitch(worker, server.health))
+    server.add(SERVICE, lambda made: worker_pb2_grpc.add_WorkerServicer_to_server(service, made))
+    for register in faces:
+        register(server, worker)
+    announcer = Announcer(config.routers, config.advertise)
+
+    def ready(address: str) -> str:
+        announcer.begin(address)
+        return _ready(worker, address)
+
+    worker.start()
+    if config.metrics_port is not None:
+        started_as = NAMES[worker.identity.started_as]  # one series, whatever it is told later
+        registry = metrics.registry_of(
+            worker.engine, started_as, counters_of(worker.connector), config.store is not None
+        )
+        exposition.serve(registry, config.metrics_host, config.metrics_port)
+    try:
+        return await serve_until_signal(
+            server,
+            ready=ready,
+            on_stop=lambda deadline: _leave(worker, deadline),
+            grace=config.grace,
+        )
+    finally:
+        announcer.end()
+        await asyncio.to_thread(worker.engine.close)
+        sys.stdout.flush()
+
+
+def _ready(worker: Worker, address: str) -> str:
+    info = worker.model.info
+    return (
+        f"{worker.identity.name} worker ready on {address}: {info.name} {info.dtype} on"
+        f" {info.device}, attention {worker.runner.attention_backend},"
+        f" {worker.limits.num_blocks} blocks of {worker.limits.block_size}"
+    )
+
+
+async def _leave(worker: Worker, deadline: Deadline) -> None:
+    log.info("draining, %d requests under way", worker.streams.open)
+    await worker.streams.drain(deadline)

@@ -1,0 +1,137 @@
+"""What a worker counts, for Prometheus: vLLM's names where the meaning is the same.
+
+Everything is read from one frozen record at the moment of a scrape, so the sums by source equal
+the prompt tokens on every one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvrelay.connector.counters import ConnectorCounters
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.steps import EngineLoad
+from kvrelay.usage import Miss
+from kvrelay.worker.store_metrics import StoreCollector
+
+PREFIX = "kvrelay:"
+
+
+class EngineCollector(Collector):
+    """The metrics of one engine, labelled with the worker's role.
+
+    One without a store (``outside``) has looked nothing up there.
+    """
+
+    def __init__(self, engine: Engine, role: str, outside: bool = True) -> None:
+        self._engine = engine
+        self._role = role
+        self._outside = outside
+
+    def collect(self) -> Iterator[Metric]:
+        """Every metric, of one moment."""
+        load = self._engine.load()
+        for name, text, value in gauges(load):
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["role"])
+            gauge.add_metric([self._role], value)
+            yield gauge
+        for name, text, value in counters(load, self._outside):
+            counter = CounterMetricFamily(PREFIX + name, text, labels=["role"])
+            counter.add_metric([self._role], value)
+            yield counter
+        yield self._by_source(load)
+        yield self._by_store(load)
+        yield self._finished(load)
+        yield self._missed(load)
+
+    def _by_source(self, load: EngineLoad) -> Metric:
+        totals = load.totals
+        family = CounterMetricFamily(
+            PREFIX + "prompt_tokens_by_source",
+            "Prompt tokens by where their KV came from.",
+            labels=["role", "source"],
+        )
+        for source, value in (
+            ("local_compute", totals.computed),
+            ("local_cache_hit", totals.local),
+            ("external_kv_transfer", totals.external),
+        ):
+            family.add_metric([self._role, source], value)
+        return family
+
+    def _by_store(self, load: EngineLoad) -> Metric:
+        family = CounterMetricFamily(
+            PREFIX + "external_tokens_by_store",
+            "Prompt tokens loaded and verified, by the store they came from.",
+            labels=["role", "store"],
+        )
+        for store, value in load.totals.sources.items():
+            family.add_metric([self._role, store], value)
+        return family
+
+    def _finished(self, load: EngineLoad) -> Metric:
+        family = CounterMetricFamily(
+            PREFIX + "request_success",
+            "Legs by how they ended.",
+            labels=["role", "finished_reason"],
+        )
+        for reason, value in load.totals.finished.items():
+            family.add_metric([self._role, reason], value)
+        return family
+
+    def _missed(self, load: EngineLoad) -> Metric:
+        family = CounterMetricFamily(
+            PREFIX + "missed_blocks",
+            "Blocks looked for in the store and not had, by why the first of each leg was missed.",
+            labels=["role", "reason"],
+        )
+        for miss in Miss:
+            family.add_metric([self._role, miss.value], load.totals.missed.get(miss, 0))
+        return family
+
+
+def gauges(load: EngineLoad) -> Iterator[tuple[str, str, float]]:
+    """Name, help and value of what goes up and down."""
+    blocks = load.held_blocks + load.free_blocks
+    yield "num_requests_running", "Requests that compute.", load.running
+    yield "num_requests_waiting", "Requests that wait for room.", load.waiting
+    yield "num_requests_loading", "Requests whose KV is being loaded.", load.loading
+    yield "num_saves_open", "Saves under way.", load.saving
+    yield "kv_cache_usage_perc", "Blocks held, 1 is all of them.", load.held_blocks / blocks
+
+
+def counters(load: EngineLoad, outside: bool) -> Iterator[tuple[str, str, float]]:
+    """Name, help and value of what only grows; tokens unless the name says otherwise."""
+    totals = load.totals
+    yield "prompt_tokens", "Tokens that legs started from.", totals.prompt
+    yield "generation_tokens", "Tokens made.", totals.generated
+    yield "prefix_cache_queries", "Tokens looked up in the local prefix cache.", totals.prompt
+    yield "prefix_cache_hits", "Tokens found there.", totals.local
+    asked = totals.prompt - totals.local if outside else 0
+    yield "external_prefix_cache_queries", "Tokens looked up in the store.", asked
+    yield "external_prefix_cache_hits", "Tokens loaded from there and verified.", totals.external
+    yield "recomputed_tokens", "Positions computed again after preemptions.", totals.recomputed
+    yield "failed_load_tokens", "Tokens promised by the store and not delivered.", totals.failed
+    yield "late_load_tokens", "Tokens loaded for requests that had left.", totals.late
+    yield "executed_positions", "Positions that the model runner computed.", load.executed
+    yield "num_preemptions", "Requests pushed out of the pool.", totals.preemptions
+    yield "late_events", "Events about residencies that were gone.", load.late_events
+    yield "engine_steps", "Steps of the model.", load.steps
+
+
+def registry_of(
+    engine: Engine,
+    role: str,
+    store: Callable[[], ConnectorCounters] | None = None,
+    outside: bool = True,
+) -> CollectorRegistry:
+    """All metrics of a worker; ``store`` reads those of its store connector, if it has one."""
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine, role, outside))
+    if store is not None:
+        registry.register(StoreCollector(store, role, PREFIX))
+    return registry

@@ -1,0 +1,205 @@
+"""One worker: a model, its engine, and what it says about itself. Both roles are made of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from kvrelay.block.name import Namer
+from kvrelay.block.namespace import Namespace
+from kvrelay.engine.core.external import Connector
+from kvrelay.engine.core.plan import EngineLimits
+from kvrelay.engine.core.request import Naming
+from kvrelay.engine.core.updates import Ended
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.model.loading import LoadedModel, load_model
+from kvrelay.engine.runner import Runner
+from kvrelay.errors import Mismatch
+from kvrelay.rpc.protocol import PROTOCOL
+from kvrelay.rpc.roles import Role
+from kvrelay.rpc.security.credentials import Credentials
+from kvrelay.rpc.security.policy import installed
+from kvrelay.v1 import types_pb2, worker_pb2
+from kvrelay.version import VERSION
+from kvrelay.worker import convert, journal_file
+from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.external_kv import connector
+from kvrelay.worker.handoff import Handoff, check_signature, check_tokens, sign
+from kvrelay.worker.identity import WorkerIdentity
+from kvrelay.worker.stop_strings import StopCheckers
+from kvrelay.worker.streams import LegStreams, LegUpdates
+from kvstore.urls import public_urls
+
+TENANTS = 1024
+LAYOUT = "block,layer,k|v,position,head,dim"
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Everything one worker process holds."""
+
+    config: WorkerConfig
+    identity: WorkerIdentity
+    model: LoadedModel
+    runner: Runner
+    namespace: Namespace
+    namer: Namer
+    limits: EngineLimits
+    connector: Connector
+    engine: Engine
+    streams: LegStreams
+    stop_texts: StopCheckers
+    credentials: Credentials = field(default_factory=Credentials)
+
+    @classmethod
+    def build(cls, config: WorkerConfig, role: Role) -> Worker:
+        """Load the model, make the rest; nothing runs yet. ``Unservable``, ``Rejected``."""
+        model = load_model(config.model, config.dtype, config.device, config.max_model_len)
+        info = model.info
+        namespace = Namespace(info.name, info.revision, info.dtype, LAYOUT, config.block_size)
+        limits = limits_of(config, model)
+        runner = Runner(
+            model, limits.num_blocks, limits.block_size, config.attention_backend, config.threads
+        )
+        namer, streams = Namer(namespace), LegStreams()
+        outside = connector(config.store, runner, namespace, namer)
+        engine = Engine(
+            runner,
+            limits,
+            naming_of(namer),
+            outside,
+            streams.deliver,
+            config.max_waiting,
+            config.audit,
+            lambda: os._exit(os.EX_SOFTWARE),
+            None if config.journal is None else journal_file.writer(config.journal),
+            config.step_seconds,
+        )
+        return cls(
+            config,
+            WorkerIdentity(role),
+            model,
+            runner,
+            namespace,
+            namer,
+            limits,
+            outside,
+            engine,
+            streams,
+            StopCheckers(config.model),
+            installed().credentials,
+        )
+
+    def start(self) -> None:
+        """Serve legs; called on the event loop that gets the updates."""
+        self.streams.attach()
+        self.engine.start()
+
+    def run(
+        self, role: Role, leg: types_pb2.Leg, handoff: Handoff | None = None
+    ) -> AbstractAsyncContextManager[AsyncGenerator[LegUpdates]]:
+        """Check a leg for a worker of that role and submit it; see ``LegStreams.run``."""
+        if role != self.identity.role:
+            raise Mismatch("role", f"this is a {self.identity.name} worker now")
+        convert.check_leg(leg, self.model.info.vocab_size, self.limits.max_model_len)
+        space = self._space(leg)
+        if handoff is not None:
+            self._check_handoff(leg, handoff)
+        rules = convert.sampling(leg.sampling, self.model.info.eos_token_ids)
+        rules.check(self.model.info.vocab_size)
+        engine_id, save = self.streams.new_id(leg.request_id), self.config.store is not None
+        prefills = role == types_pb2.ROLE_PREFILL
+        order = convert.order(leg, engine_id, rules, prefills, save, space)
+        return self.streams.run(self.engine, order, rules, self.stop_texts.of(order, rules))
+
+    def handoff(self, leg: types_pb2.Leg, ended: Ended) -> Handoff:
+        """What a prefill leg leaves for the next one, signed."""
+        space = self.namespace.of_tenant(leg.tenant_salt).digest
+        return sign(self.credentials.fleet_key, leg, space, ended.saved, ended.last_name or b"")
+
+    def _check_handoff(self, leg: types_pb2.Leg, handoff: Handoff) -> None:
+        namespace = self.namespace.of_tenant(leg.tenant_salt)
+        check_signature(self.credentials.fleet_key, leg, namespace.digest, handoff)
+        tokens = (*leg.prompt_token_ids, *leg.output_token_ids)
+        namer = self.namer.within(namespace.digest)
+        check_tokens(namer, self.limits.block_size, tokens, handoff)
+
+    def usage(self, ended: Ended, leg: types_pb2.Leg) -> types_pb2.LegUsage:
+        """The account of one leg, signed with who did it; explained if it asked for that."""
+        return convert.leg_usage(ended, self.identity.boot, self.identity.role, leg.explain)
+
+    def info(self) -> worker_pb2.WorkerInfo:
+        """What ``GetInfo`` answers."""
+        return worker_pb2.WorkerInfo(
+            worker=self.identity.boot,
+            role=self.identity.role,
+            started_as=self.identity.started_as,
+            protocol=PROTOCOL,
+            namespace=namespace_message(self.namespace),
+            attention_backend=self.runner.attention_backend,
+            device=self.model.info.device,
+            store=public_urls(self.config.store or ""),
+            num_blocks=self.limits.num_blocks,
+            max_model_len=self.limits.max_model_len,
+            max_num_seqs=self.limits.max_num_seqs,
+            max_num_batched_tokens=self.limits.max_num_batched_tokens,
+            vocab_size=self.model.info.vocab_size,
+            pid=os.getpid(),
+            version=VERSION,
+            fleet_key_id=self.credentials.fleet_key_id,
+        )
+
+    def _space(self, leg: types_pb2.Leg) -> bytes:
+        """Digest of the namespace of the leg's tenant, empty without one."""
+        digest = self.namespace.of_tenant(leg.tenant_salt).digest
+        if leg.namespace_digest and leg.namespace_digest != digest:
+            raise Mismatch(
+                "leg.namespace_digest",
+                "the sender expects another model, dtype or block size than this worker has",
+            )
+        return digest if leg.tenant_salt else b""
+
+
+def naming_of(namer: Namer) -> Naming:
+    """The engine's names: of this worker's namespace, and of those of tenants lately seen."""
+
+    @lru_cache(maxsize=TENANTS)
+    def within(space: bytes) -> Naming:
+        made = namer.within(space)
+        return Naming(made.root, made.child)
+
+    return Naming(namer.root, namer.child, within)
+
+
+def limits_of(config: WorkerConfig, model: LoadedModel) -> EngineLimits:
+    """The bounds of this worker. Without a number of blocks: what memory and requests can use."""
+    size, length = config.block_size, model.info.max_model_len
+    blocks = config.num_blocks
+    if blocks is None:
+        block_bytes = model.pool_shape(1, size).block_rows * model.pool_shape(1, size).row_bytes
+        useful = -(length // -size) * config.max_num_seqs
+        blocks = max(min(config.kv_memory // block_bytes, useful), 1)
+    return EngineLimits(
+        num_blocks=blocks,
+        block_size=size,
+        max_model_len=length,
+        # Every running request gets its position in a step, so that none waits behind others.
+        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+
+
+def namespace_message(namespace: Namespace) -> worker_pb2.Namespace:
+    """A namespace on the wire; the tenant's salt is in the digest and nowhere else."""
+    return worker_pb2.Namespace(
+        model=namespace.model,
+        revision=namespace.revision,
+        dtype=namespace.dtype,
+        layout=namespace.layout,
+        block_size=namespace.block_size,
+        format_version=namespace.format_version,
+        digest=namespace.digest,
+    )

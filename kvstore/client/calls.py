@@ -1,0 +1,115 @@
+"""The calls of ``kvrelay.v1.KVStore`` as functions, and where their errors become ours.
+
+``Get`` and ``Put`` carry messages as bytes, see ``kvstore.wire.buffers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import grpc
+import grpc.experimental
+
+from kvrelay.errors import Unavailable
+from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.status import from_rpc_error
+from kvrelay.v1 import store_pb2 as pb
+
+_READ_IN_PLACE = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
+"""Whoever reads a stream waits for it himself: a third less time for a small block."""
+
+PATH = "/kvrelay.v1.KVStore/"
+
+
+class _Options(ChannelOptions):
+    def arguments(self) -> list[tuple[str, int]]:
+        return [*ChannelOptions.arguments(self), _READ_IN_PLACE]
+
+
+@contextmanager
+def mapped_errors() -> Iterator[None]:
+    """The boundary where errors of gRPC become ours."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+    except ValueError as error:
+        if "closed channel" not in str(error):
+            raise
+        raise Unavailable("this store was closed") from error
+
+
+class StoreCalls:
+    """One channel. Connects when first used and again whenever it must."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_sync_channel(address, _Options())
+        unary = self._channel.unary_unary
+        self.lookup = unary(
+            PATH + "Lookup", pb.LookupRequest.SerializeToString, pb.LookupResponse.FromString
+        )
+        self._reserve = unary(
+            PATH + "Reserve", pb.ReserveRequest.SerializeToString, pb.ReserveResponse.FromString
+        )
+        self.release = unary(
+            PATH + "Release", pb.ReleaseRequest.SerializeToString, pb.ReleaseResponse.FromString
+        )
+        self.stats = unary(
+            PATH + "Stats", pb.StatsRequest.SerializeToString, pb.StatsResponse.FromString
+        )
+        self.clear = unary(
+            PATH + "Clear", pb.ClearRequest.SerializeToString, pb.ClearResponse.FromString
+        )
+        self.recheck = unary(
+            PATH + "Recheck", pb.RecheckRequest.SerializeToString, pb.RecheckResponse.FromString
+        )
+        self.put_small = unary(
+            PATH + "PutSmall", pb.PutRequest.SerializeToString, pb.PutResponse.FromString
+        )
+        self._ways = unary(
+            PATH + "Ways", pb.WaysRequest.SerializeToString, pb.WaysResponse.FromString
+        )
+        self._locate = unary(
+            PATH + "Locate", pb.LocateRequest.SerializeToString, pb.LocateResponse.FromString
+        )
+        self.get: grpc.UnaryStreamMultiCallable[pb.GetRequest, bytes] = self._channel.unary_stream(
+            PATH + "Get", pb.GetRequest.SerializeToString
+        )
+        self.put: grpc.StreamUnaryMultiCallable[bytes, pb.PutResponse] = self._channel.stream_unary(
+            PATH + "Put", None, pb.PutResponse.FromString
+        )
+
+    def ways(self, deadline: Deadline) -> pb.WaysResponse:
+        """``Ways``."""
+        with mapped_errors():
+            return self._ways(pb.WaysRequest(), timeout=deadline.remaining())
+
+    def locate(
+        self, names: Sequence[bytes], lease_ms: int, deadline: Deadline
+    ) -> pb.LocateResponse:
+        """``Locate``, held for ``lease_ms``."""
+        with mapped_errors():
+            return self._locate(
+                pb.LocateRequest(names=names, lease_ms=lease_ms), timeout=deadline.remaining()
+            )
+
+    def claim(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
+        """``Reserve``."""
+        with mapped_errors():
+            return self._reserve(request, timeout=deadline.remaining())
+
+    def forgo(self, ticket: int, timeout: float) -> None:
+        """Give up what is left of a reservation: a put under its ticket that brings nothing."""
+        with mapped_errors():
+            self.put_small(pb.PutRequest(head=pb.PutHead(ticket=ticket)), timeout=timeout)
+
+    def let_go(self, boot: bytes, lease: int, timeout: float) -> None:
+        """``Release`` of one lease."""
+        with mapped_errors():
+            self.release(pb.ReleaseRequest(boot=boot, leases=[lease]), timeout=timeout)
+
+    def close(self) -> None:
+        """End the calls under way."""
+        self._channel.close()

@@ -1,0 +1,142 @@
+"""The way through shared memory, for clients on the store's host: one copy, no message with bytes.
+
+A reader asks for the places of its blocks under a lease, copies from the store's arena, which it
+has mapped read-only, and looks whether the lease still stood when each copy ended. A writer fills a
+window of its own, from which the store copies: nobody but the store writes to the arena.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import weakref
+from collections.abc import Generator, Sequence
+
+from kvrelay.errors import Corrupt, Unavailable
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.v1 import store_pb2 as pb
+from kvstore.base import GetResult, Offer, Outcome, Want
+from kvstore.client.transports.base import (
+    GetProgress,
+    borrowed,
+    header_length,
+    lease_ms,
+    parse_answer,
+)
+from kvstore.client.transports.connection import ConnectionPool, StoreConnection, dial_unix
+from kvstore.client.transports.grants import PutGrant, reserve_request
+from kvstore.client.transports.staging import Staging, batches, first_batch
+from kvstore.server.arena import open_arena
+from kvstore.wire.copying import copy_summed
+from kvstore.wire.frames import Op, RequestFrame
+
+
+class SharedMemoryTransport:
+    """A ``Way``. ``Unavailable`` when made for a store that is not here."""
+
+    name = "shm"
+    title = "shared memory"
+
+    def __init__(self, ways: pb.WaysResponse, deadline: Deadline) -> None:
+        if not ways.socket or not ways.arena_bytes:
+            raise Unavailable("the store shares no memory")
+        self._boot = ways.boot
+        self._lines = ConnectionPool(lambda deadline: dial_unix(ways.socket, deadline, ways.boot))
+        self._windows: weakref.WeakKeyDictionary[StoreConnection, mmap.mmap] = (
+            weakref.WeakKeyDictionary()
+        )
+        with borrowed(self._lines, deadline) as line:
+            line.ask(RequestFrame(Op.ATTACH))
+            fd, size = line.descriptor()
+            try:
+                self._arena = memoryview(open_arena(fd, size, ways.boot))
+            finally:
+                os.close(fd)
+
+    def get(
+        self, wants: Sequence[Want], progress: GetProgress, deadline: Deadline
+    ) -> Generator[GetResult, None, None]:
+        """As the protocol says."""
+        left = wants[progress.done :]
+        with borrowed(self._lines, deadline) as line:
+            asked = time.monotonic()
+            found = self._locate(line, left, deadline)
+            until = asked + found.lease_ms / 1000
+            try:
+                for want, length, offset in zip(left, found.lengths, found.offsets, strict=True):
+                    got = self._fetch(progress.done, want, length, offset)
+                    if time.monotonic() >= until:  # it may have been another block by then
+                        got = GetResult(progress.done, None)
+                    progress.done += 1
+                    yield got
+            finally:
+                if found.lease:
+                    line.release(found.lease, found.token)
+
+    def put(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
+        """As the protocol says. The first batch is written while the rest is being reserved."""
+        body = reserve_request(offers).SerializeToString()
+        with borrowed(self._lines, deadline) as line:
+            staging, limit = Staging(line, self._window(line)), first_batch(offers)
+            first = len(next(batches(offers, limit, staging.half)))
+            line.ask(RequestFrame(Op.RESERVE, first=first, body=len(body)), body)
+            begun = _granted(line, offers[:first])
+            if first == len(offers):
+                staging.send(begun, limit)
+                return begun.outcomes(staging.finish())
+            staging.send(begun, limit, last=False)
+            rest = _granted(line, offers[first:])
+            staging.send(rest, 2 * limit)
+            sent = staging.finish()
+            return begun.outcomes(sent) + rest.outcomes(sent)
+
+    def send(self, granted: PutGrant, deadline: Deadline) -> list[Outcome]:
+        """As the protocol says."""
+        if granted.ticket.boot != self._boot:
+            raise Unavailable("the store was started anew")
+        with borrowed(self._lines, deadline) as line:
+            staging = Staging(line, self._window(line))
+            staging.send(granted, first_batch(granted.wanted))
+            return granted.outcomes(staging.finish())
+
+    def close(self, cut: bool = True) -> None:
+        """As the protocol says."""
+        self._lines.close(cut)
+
+    def _locate(
+        self, line: StoreConnection, wants: Sequence[Want], deadline: Deadline
+    ) -> pb.LocateResponse:
+        names = [want.name for want in wants]
+        body = pb.LocateRequest(names=names, lease_ms=lease_ms(deadline)).SerializeToString()
+        line.ask(RequestFrame(Op.LOCATE, body=len(body)), body)
+        found = parse_answer(pb.LocateResponse, line.body())
+        if not len(found.lengths) == len(found.offsets) == len(wants):
+            raise Corrupt("lengths", f"{len(found.lengths)} came for {len(wants)} names")
+        return found
+
+    def _fetch(self, index: int, want: Want, length: int, offset: int) -> GetResult:
+        """One block: its header's bytes, the payload goes into its buffer."""
+        if not length or (split := header_length(length, want)) is None:
+            return GetResult(index, None)
+        if offset + length > len(self._arena):
+            raise Corrupt("offsets", f"{offset} + {length} is beyond the arena")
+        start = offset + split
+        header = bytes(self._arena[offset:start])
+        summed = copy_summed(want.buffer, self._arena[start : offset + length])
+        return GetResult(index, header, summed)
+
+    def _window(self, line: StoreConnection) -> memoryview:
+        window = self._windows.get(line)
+        if window is None:
+            line.ask(RequestFrame(Op.WINDOW))
+            fd, size = line.descriptor()
+            try:
+                window = self._windows[line] = mmap.mmap(fd, size)
+            finally:
+                os.close(fd)
+        return memoryview(window)
+
+
+def _granted(line: StoreConnection, offers: Sequence[Offer]) -> PutGrant:
+    return PutGrant(parse_answer(pb.ReserveResponse, line.body()), offers)

@@ -1,0 +1,157 @@
+"""The catalog as the threads of the disk tier use it: each step under the vault's lock, no I/O."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvstore.disk.segment_index import DiskLocation
+from kvstore.disk.tiered_index import TieredIndex
+from kvstore.index.entries import IndexEntry
+
+
+@dataclass(frozen=True, slots=True)
+class ReadJob:
+    """A block to read into its place."""
+
+    entry: IndexEntry[int]
+    spot: DiskLocation
+
+
+class LockedIndex:
+    """Thread-safe. ``told`` is called, in any thread, when blocks have come up or will not."""
+
+    def __init__(
+        self, catalog: TieredIndex, lock: threading.Lock, told: Callable[[], None]
+    ) -> None:
+        self._catalog = catalog
+        self._lock = lock
+        self._told = told
+        self._arrived = threading.Condition(lock)
+        self._wanted = threading.Condition(lock)
+        self._unsaved = threading.Condition(lock)
+
+    def wake(self) -> None:
+        """There may be something to write or read; call it under the lock."""
+        self._unsaved.notify()
+        self._wanted.notify_all()
+
+    def bring(self, names: Sequence[bytes]) -> bool:
+        """See the catalog."""
+        with self._lock:
+            coming = self._catalog.bring(names, time.monotonic())
+            self._wanted.notify_all()
+            return coming
+
+    def coming(self, names: Sequence[bytes]) -> bool:
+        """Likewise."""
+        with self._lock:
+            return self._catalog.coming(names)
+
+    def has(self, name: bytes) -> bool:
+        """Whether it lies on disk."""
+        return name in self._catalog.index
+
+    def spot(self, name: bytes) -> DiskLocation | None:
+        """Where it lies there."""
+        return self._catalog.index.find(name)
+
+    def wait_for(self, names: Sequence[bytes], seconds: float) -> None:
+        """Until none of ``names`` is on its way, at most so long."""
+        with self._lock:
+            self._arrived.wait_for(lambda: not self._catalog.coming(names), seconds)
+
+    def next_job(self, seconds: float) -> ReadJob | None:
+        """What to read next; ``None`` if nothing is for so long."""
+        with self._lock:
+            wanted = self._catalog.next_wanted()
+            if wanted is None:
+                self._wanted.wait(seconds)
+                wanted = self._catalog.next_wanted()
+        return None if wanted is None else ReadJob(*wanted)
+
+    def arrived(self, job: ReadJob, good: bool) -> bool:
+        """See the catalog. Whether the segment's file is still needed."""
+        with self._lock:
+            self._catalog.arrived(job.entry, job.spot, good)
+            self._arrived.notify_all()
+            needed = self._catalog.index.needs(job.spot.segment)
+        self._told()
+        return needed
+
+    def take(self, limit: int, seconds: float) -> list[IndexEntry[int]]:
+        """What to write next; empty if nothing is for so long."""
+        with self._lock:
+            batch = self._catalog.take_unsaved(limit)
+            if not batch:
+                self._unsaved.wait(seconds)
+                batch = self._catalog.take_unsaved(limit)
+            return batch
+
+    def saved(
+        self, segment: int, nbytes: int, batch: Sequence[IndexEntry[int]], offsets: Sequence[int]
+    ) -> None:
+        """See the catalog."""
+        with self._lock:
+            self._catalog.saved(segment, nbytes, batch, offsets)
+
+    def not_saved(self, batch: Sequence[IndexEntry[int]], failed: bool) -> None:
+        """Likewise."""
+        with self._lock:
+            self._catalog.disk.failed += len(batch) if failed else 0
+            self._catalog.not_saved(batch)
+
+    def make_room(self, nbytes: int, spared: int | None) -> list[int] | None:
+        """Likewise."""
+        with self._lock:
+            return self._catalog.make_room_below(nbytes, spared)
+
+    def oldest(self) -> int | None:
+        """The segment that is to go first."""
+        with self._lock:
+            return self._catalog.index.victim(None)
+
+    def drop(self, segment: int) -> None:
+        """Forget a segment."""
+        with self._lock:
+            if self._catalog.index.holds(segment):
+                self._catalog.drop_segment(segment)
+
+    def open(self, segment: int, nbytes: int) -> None:
+        """A file that there is from now on."""
+        with self._lock:
+            self._catalog.index.open(segment, nbytes)
+
+    def holds(self, segment: int) -> bool:
+        """Whether a segment counts still."""
+        with self._lock:
+            return self._catalog.index.holds(segment)
+
+    def needs(self, segment: int) -> bool:
+        """Whether its file must stay."""
+        with self._lock:
+            return self._catalog.index.needs(segment)
+
+    def segments(self) -> list[int]:
+        """The one to go first first."""
+        with self._lock:
+            return self._catalog.index.segments()
+
+    def restored(self, spots: Sequence[DiskLocation], damaged: int = 0) -> None:
+        """See the catalog."""
+        with self._lock:
+            self._catalog.restored(spots)
+            self._catalog.disk.damaged += damaged
+
+    def save_all(self) -> None:
+        """Have everything written."""
+        with self._lock:
+            self._catalog.save_all()
+            self._unsaved.notify()
+
+    def unsaved(self) -> int:
+        """Blocks yet to be written."""
+        with self._lock:
+            return self._catalog.unsaved()

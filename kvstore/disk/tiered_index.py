@@ -1,0 +1,355 @@
+"""The bookkeeping of a store with a disk below its memory. Pure: what is to be done is told.
+
+Every full block is saved, in the order in which they came; so to evict one from memory is to forget
+it there. A block below counts as there. Whoever gets a lease on it, or asks where it lies, makes it
+come up: from then on it has an entry and a place, and it is ``ready`` when its bytes were checked.
+One that turns out to be damaged is taken out of the leases that hold it: it is a miss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from kvstore.claims import Claim, Holding, IndexSurvey, Tail
+from kvstore.disk.record import record_bytes
+from kvstore.disk.segment_index import DiskLocation, SegmentIndex, entry_on_disk
+from kvstore.disk.write_queue import WriteQueue
+from kvstore.disk_stats import DiskCounters, DiskStats
+from kvstore.index.block_index import BlockIndex
+from kvstore.index.entries import IndexEntry, PlaceAllocator
+from kvstore.index.events import KEPT_EVENTS, RemovalReason
+from kvstore.index.eviction.policy import EvictionPolicy
+from kvstore.index.reservations import WHOLE_BUDGET, ReservationShares
+from kvstore.stats import StoreStats
+
+HELD_SECONDS = 60.0
+"""Longer than one method takes: what is there must not make room for what comes beside it."""
+
+
+NO_WRITER = 0
+"""In place of a ticket: what comes up has no writer."""
+
+
+class TieredIndex(BlockIndex[int]):
+    """A ``BlockIndex`` of places, and the ``index`` of what lies on disk."""
+
+    def __init__(
+        self,
+        budget: int,
+        policy: EvictionPolicy,
+        partial_life: float,
+        boot: bytes,
+        room: PlaceAllocator[int],
+        entry_bytes: int,
+        index: SegmentIndex,
+        kept_events: int = KEPT_EVENTS,
+        shares: ReservationShares = WHOLE_BUDGET,
+    ) -> None:
+        super().__init__(budget, policy, partial_life, boot, room, entry_bytes, kept_events, shares)
+        self.index = index
+        self.disk = DiskCounters()
+        self._unsaved = WriteQueue()
+        self._wanted: deque[tuple[IndexEntry[int], DiskLocation]] = deque()
+        self._coming = 0  # bytes of what is not ready
+
+    def lookup(
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        now: float,
+        openings: Sequence[int] = (),
+    ) -> Holding:
+        """As above; a lease on what is below makes it come up."""
+        self.expire(now)
+        kept = self._bring(names, now, run=True) if ttl > 0 else []
+        held = super().lookup(names, tails, ttl, now, openings)
+        self._let_go(kept)
+        return held
+
+    def survey(
+        self, names: Sequence[bytes], ttl: float, now: float, openings: Sequence[int] = ()
+    ) -> IndexSurvey:
+        """Likewise."""
+        self.expire(now)
+        if ttl > 0:
+            kept = self._bring(names, now)
+            seen = super().survey(names, ttl, now, openings)
+            self._let_go(kept)
+            return seen
+        seen = super().survey(names, ttl, now, openings)
+        below = [
+            self.index.find(name) if size is None else None
+            for name, size in zip(names, seen.sizes, strict=True)
+        ]
+        found = sum(spot is not None for spot in below)
+        self.tally.hits += found
+        self.tally.misses -= found
+        sizes = tuple(
+            size if spot is None else spot.size
+            for size, spot in zip(seen.sizes, below, strict=True)
+        )
+        misses = tuple(
+            miss if spot is None else None for miss, spot in zip(seen.misses, below, strict=True)
+        )
+        return dataclasses.replace(seen, sizes=sizes, misses=misses)
+
+    def bring(self, names: Sequence[bytes], now: float) -> bool:
+        """Have those that are below come up; whether any of ``names`` is on its way."""
+        self.expire(now)
+        self._let_go(self._bring(names, now))
+        return self.coming(names)
+
+    def coming(self, names: Iterable[bytes]) -> bool:
+        """Whether any of them is on its way."""
+        entries = (self._entries.get(name) for name in names)
+        return any(entry is not None and not entry.ready for entry in entries)
+
+    def next_wanted(self) -> tuple[IndexEntry[int], DiskLocation] | None:
+        """A block to read into its place, and where it lies; ``arrived`` must follow."""
+        return self._wanted.popleft() if self._wanted else None
+
+    def arrived(self, entry: IndexEntry[int], spot: DiskLocation, good: bool) -> None:
+        """Its bytes were read, and are ``good`` or not."""
+        self._coming -= entry.size
+        self.index.unpin(spot.segment)
+        if good:
+            entry.ready = True
+            self.disk.read += 1
+            self.disk.bytes_read += entry.size
+            if entry.name not in self.index and self._entries.get(entry.name) is entry:
+                self._save(entry)  # its segment went meanwhile
+        elif self.index.forget(spot):
+            self.disk.corrupt += 1
+            if entry.name not in self._entries:
+                super()._left(entry, RemovalReason.CORRUPT)
+        if not good and self._entries.get(entry.name) is entry:
+            self._entries.strike(entry)
+            self._remove(entry.name, RemovalReason.CORRUPT)
+        self._loosen(entry)
+
+    def take_unsaved(self, limit: int) -> list[IndexEntry[int]]:
+        """Blocks to write, of about ``limit`` bytes; ``saved`` or ``not_saved`` must follow."""
+        batch = self._unsaved.take(limit)
+        for entry in batch:
+            entry.grips += 1
+        return batch
+
+    def saved(
+        self, segment: int, nbytes: int, batch: Sequence[IndexEntry[int]], offsets: Sequence[int]
+    ) -> None:
+        """They lie in ``segment`` at ``offsets``; it is ``nbytes`` long now.
+
+        Those that turned out to be wrong meanwhile do not count.
+        """
+        if not self.index.holds(segment):  # cleared meanwhile
+            self.not_saved(batch)
+            return
+        self.index.grow(segment, nbytes)
+        new = self.index.add(
+            DiskLocation(e.name, e.parent, e.size, e.tokens, segment, offset, e.opening)
+            for e, offset in zip(batch, offsets, strict=True)
+            if e.ready
+        )
+        added = {spot.name for spot in new}
+        for entry in batch:
+            self._loosen(entry)
+            if not entry.ready:
+                continue
+            self._unsaved.drop(entry.name)
+            entry.again = False
+            self.disk.written += 1
+            self.disk.bytes_written += entry.size
+            if entry.name in added and entry.name not in self._entries:
+                super()._came(entry)  # evicted meanwhile, and there again
+        self._unsaved.end(len(batch))
+
+    def not_saved(self, batch: Sequence[IndexEntry[int]]) -> None:
+        """Nothing was written: what is still there is to be taken again."""
+        there = [e for e in batch if self._entries.get(e.name) is e and e.name not in self.index]
+        self._unsaved.end(len(batch), again=there)
+        for entry in batch:
+            self._loosen(entry)
+
+    def unsaved(self) -> int:
+        """Blocks that are to be written or are being written."""
+        return len(self._unsaved)
+
+    def save_all(self) -> None:
+        """Have everything written that is in memory only; what is there is used last."""
+        for name, entry in self._entries.items():
+            self.index.touch(name)
+            if not entry.partial and entry.ready and name not in self.index:
+                self._save(entry)
+
+    def make_room_below(self, nbytes: int, spared: int | None) -> list[int] | None:
+        """Segments forgotten so that there is room for ``nbytes`` more; ``None``: there is none."""
+        gone: list[int] = []
+        while self.index.bytes + nbytes > self.index.budget:
+            if (segment := self.index.victim(spared)) is None:
+                return gone or None
+            self.drop_segment(segment)
+            gone.append(segment)
+        return gone
+
+    def drop_segment(self, segment: int) -> None:
+        """Forget it. What was used since it was saved, and is still in memory, is saved again."""
+        for spot in self.index.drop(segment):
+            entry = self._entries.get(spot.name)
+            if entry is None:
+                self.disk.dropped += 1
+                super()._left(entry_on_disk(spot), RemovalReason.EVICTED)
+            elif entry.again and entry.ready:
+                self._save(entry)
+
+    def restored(self, spots: Iterable[DiskLocation]) -> None:
+        """Blocks of an earlier start were found."""
+        for spot in self.index.add(spots):
+            self.disk.restored += 1
+            if spot.name not in self._entries:
+                self.events.add(entry_on_disk(spot))
+            else:
+                self._unsaved.drop(spot.name)
+
+    def clear(self, now: float) -> int:
+        """Likewise; the segments are told by ``index``, which is empty then."""
+        self.expire(now)
+        below = 0
+        for segment in self.index.segments():
+            for spot in self.index.drop(segment):
+                if spot.name not in self._entries:
+                    below += 1
+                    super()._left(entry_on_disk(spot), RemovalReason.CLEARED)
+        self.tally.cleared += below
+        removed = super().clear(now)
+        self.save_all()
+        return below + removed
+
+    def find(self, name: bytes, now: float) -> IndexEntry[int] | None:
+        """Likewise; one that is not ``ready`` lies below."""
+        entry = super().find(name, now)
+        spot = self.index.find(name) if entry is None else None
+        return entry if spot is None else entry_on_disk(spot)
+
+    def stats(self) -> StoreStats:
+        """Likewise."""
+        return dataclasses.replace(
+            super().stats(),
+            disk=DiskStats(
+                self.index.budget,
+                self.index.bytes,
+                len(self.index),
+                self.unsaved(),
+                dataclasses.replace(self.disk),
+            ),
+        )
+
+    def audit(self) -> list[str]:
+        """Likewise."""
+        coming = sum(e.size for e in self._entries.values() if not e.ready)
+        wrong = super().audit()
+        if coming > self._coming:
+            wrong.append(f"coming: {self._coming} is less than {coming}")
+        if self.index.bytes > self.index.budget:
+            wrong.append(f"disk: {self.index.bytes} is more than {self.index.budget}")
+        both = [name for name in self._unsaved if name in self.index]
+        return wrong + ([f"{len(both)} are on disk and unsaved"] if both else [])
+
+    def _bring(self, names: Sequence[bytes], now: float, run: bool = False) -> list[int]:
+        """Have them come up, of a ``run`` up to its first gap; leases that hold them meanwhile."""
+        kept: list[int] = []
+        for at, name in enumerate(names):
+            if name in self._entries:
+                continue
+            if (spot := self.index.find(name)) is None:
+                if run:
+                    break
+                continue
+            if not kept:
+                known = names[:at] if run else names
+                there = [self._entries[name] for name in known if name in self._entries]
+                kept.append(self._hold(there, now + HELD_SECONDS, now))
+            if not self._start(spot, now):
+                break
+            kept.append(self._hold((self._entries[name],), now + HELD_SECONDS, now))
+        return kept
+
+    def _start(self, spot: DiskLocation, now: float) -> bool:
+        """A place for a block, where it will be read to; false if there is none."""
+        # Alone any block may come.
+        crowded = self._coming and self._coming + spot.size > self._budget // 2
+        if crowded or spot.name in self._writing:
+            return False
+        claim = Claim(spot.name, spot.size, False, spot.opening)
+        writing = self._make_room(claim, NO_WRITER)
+        if writing is None or writing.place is None:
+            return False
+        entry = IndexEntry(claim, writing.place, spot.parent, spot.tokens)
+        entry.ready = False
+        entry.grips = 1
+        self._entries.add(entry, now)
+        self._coming += spot.size
+        self.index.touch(spot.name)
+        self.index.pin(spot.segment)
+        self._wanted.append((entry, spot))
+        return True
+
+    def _let_go(self, leases: Iterable[int]) -> None:
+        for lease in leases:
+            self.release(lease)
+
+    def _save(self, entry: IndexEntry[int]) -> None:
+        """Have it written, unless it is too large for the disk."""
+        if 2 * record_bytes(entry.size) > self.index.budget:
+            self.disk.skipped += 1
+        else:
+            self._unsaved.add(entry)
+
+    def _loosen(self, entry: IndexEntry[int]) -> None:
+        """A read or write at its place has ended."""
+        entry.grips -= 1
+        held = entry.grips or entry.leases
+        if not held and self._entries.get(entry.name) is not entry:
+            self.give_back(entry.value, entry.size)
+
+    def _hold(self, entries: Iterable[IndexEntry[int]], deadline: float, now: float) -> int:
+        held = tuple(entries)
+        for entry in held:
+            entry.again = True
+        return super()._hold(held, deadline, now)
+
+    def _lead(self, names: Sequence[bytes], held: bool) -> int:
+        lead = super()._lead(names, held)
+        while not held and lead < len(names) and self._has(names[lead]):
+            lead += 1
+        return lead
+
+    def _sizes(self, names: Sequence[bytes]) -> tuple[int, ...]:
+        found = (self._entries.get(name) or self.index.find(name) for name in names)
+        return tuple(block.size for block in found if block is not None)
+
+    def _has(self, name: bytes) -> bool:
+        if name in self._entries:
+            return True
+        self.index.touch(name)
+        return name in self.index
+
+    def _came(self, entry: IndexEntry[int]) -> None:
+        if entry.name in self.index:
+            entry.opening = None  # counted once
+            return
+        super()._came(entry)
+        if not entry.partial:
+            self._save(entry)
+
+    def _left(self, entry: IndexEntry[int], reason: RemovalReason) -> None:
+        unsaved = self._unsaved.drop(entry.name)
+        if (spot := self.index.find(entry.name)) is not None:
+            spot.opening = entry.opening
+            if entry.again:
+                self.index.touch(entry.name)
+            return
+        super()._left(entry, reason)
+        self.disk.skipped += unsaved and reason is RemovalReason.EVICTED

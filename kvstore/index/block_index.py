@@ -1,0 +1,384 @@
+"""The store's bookkeeping: which blocks there are, who holds them, which go and when.
+
+Pure: time is passed in, nothing blocks, nothing is copied. A block is put in two phases, reserve
+then commit, so it is visible whole or not at all and concurrent writers of one name cost one copy.
+What a lease holds is neither evicted nor cleared before the lease ends. A block that turns out to
+be wrong goes at once, but its place is another's only after the last lease on it.
+
+With a ``PlaceAllocator`` every block has a place from its reservation on. A place has one owner at
+a time: the reservation, the writer that borrowed it, or the block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, TypeVar
+
+from kvrelay.usage import Miss
+from kvstore.claims import Claim, ClaimStatus, Grant, Holding, IndexSurvey, Located, Tail
+from kvstore.index.entries import IndexEntry, PlaceAllocator
+from kvstore.index.events import KEPT_EVENTS, EventLog, RemovalReason
+from kvstore.index.eviction.choosing import VictimSelector
+from kvstore.index.eviction.policy import EvictionNode, EvictionPolicy
+from kvstore.index.reservations import (
+    WHOLE_BUDGET,
+    Borrowed,
+    Reservation,
+    Reservations,
+    ReservationShares,
+)
+from kvstore.index.stored_blocks import StoredBlocks
+from kvstore.index.tombstones import MISS_REASONS, Tombstones
+from kvstore.keys import prefix_of
+from kvstore.stats import StoreCounters, StoreStats
+
+V = TypeVar("V")
+
+
+class BlockIndex(Generic[V]):
+    """Blocks by name, each with a value of which nothing is known here but its size."""
+
+    def __init__(
+        self,
+        budget: int,
+        policy: EvictionPolicy,
+        partial_life: float,
+        boot: bytes,
+        room: PlaceAllocator[V] | None = None,
+        entry_bytes: int = 0,
+        kept_events: int = KEPT_EVENTS,
+        shares: ReservationShares = WHOLE_BUDGET,
+    ) -> None:
+        self._budget = budget
+        self._policy = policy
+        self._entry_bytes = entry_bytes
+        self._boot = boot
+        self._serial = 0
+        self._entries: StoredBlocks[V] = StoredBlocks(policy, partial_life)
+        self._room = room
+        self._writing: Reservations[V] = Reservations(budget, shares)
+        self.choose: Callable[[Claim], EvictionNode | None] = VictimSelector(
+            policy, self._entries
+        ).victim_for
+        self._gone = Tombstones()
+        self.tally = StoreCounters()
+        self.events: EventLog[V] = EventLog(kept_events)
+
+    def lookup(
+        self,
+        names: Sequence[bytes],
+        tails: Sequence[Tail],
+        ttl: float,
+        now: float,
+        openings: Sequence[int] = (),
+    ) -> Holding:
+        """The longest leading run of ``names``, then the first tail there is; held for ``ttl``."""
+        self.expire(now)
+        lead = self._lead(names, held=ttl > 0)
+        tail = next(
+            (i for i, t in enumerate(tails) if t.after == lead and t.name in self._entries), None
+        )
+        found = list(names[:lead]) + ([] if tail is None else [tails[tail].name])
+        self.tally.lookups += 1
+        self.tally.hits += len(found)
+        self.tally.misses += len(names) - lead
+        held = [self._entries[name] for name in found] if ttl > 0 else []
+        sizes = tuple([entry.size for entry in held]) if held else self._sizes(found)
+        lease = self._hold(held, now + ttl, now) if held else None
+        # With a tail there may be a full block that is missing all the same, of later tokens.
+        there = tail is not None or (lead == len(names) and not any(t.after == lead for t in tails))
+        wanted = [*names[lead : lead + 1], *(t.name for t in tails if t.after == lead)]
+        missing = None if there else self._why(wanted, openings if lead == 0 else ())
+        return Holding(lead, tail, sizes, lease, now + ttl, missing)
+
+    def _why(self, wanted: Sequence[bytes], openings: Sequence[int] = ()) -> Miss:
+        """Why none of ``wanted``, each one way to have the same positions, is there."""
+        if any(name in self._writing for name in wanted):
+            return Miss.TOO_LATE
+        return self._gone.why(wanted, openings)
+
+    def survey(
+        self, names: Sequence[bytes], ttl: float, now: float, openings: Sequence[int] = ()
+    ) -> IndexSurvey:
+        """Which of ``names`` are there, each for itself; held for ``ttl``."""
+        self.expire(now)
+        found = {name: self._entries[name] for name in names if name in self._entries}
+        sizes = tuple(found[name].size if name in found else None for name in names)
+        self.tally.lookups += 1
+        self.tally.hits += len(names) - sizes.count(None)
+        self.tally.misses += sizes.count(None)
+        lease = self._hold(found.values(), now + ttl, now) if found and ttl > 0 else None
+        misses = tuple(None if name in found else self._why([name]) for name in names)
+        return IndexSurvey(sizes, lease, now + ttl, misses, self._gone.begins(openings))
+
+    def get(self, name: bytes, now: float) -> V | None:
+        """The block's value, or ``None``; the block counts as just used."""
+        self.expire(now)
+        entry = self._entries.get(name)
+        if entry is None:
+            self.tally.absent += 1
+            return None
+        self._entries.use(entry, now)
+        self.tally.served += 1
+        self.tally.bytes_out += entry.size
+        return entry.value
+
+    def locate(self, names: Sequence[bytes], ttl: float, now: float) -> Located[V]:
+        """Size and value of each of ``names`` that is there, and a lease on them all."""
+        self.expire(now)
+        there = {name: self._entries[name] for name in names if name in self._entries}
+        found = {name: entry for name, entry in there.items() if entry.ready}
+        lease = self._hold(found.values(), now + ttl, now) if found else None
+        entries = [found.get(name) for name in names]
+        served = [entry.size for entry in entries if entry is not None]
+        self.tally.served += len(served)
+        self.tally.absent += len(names) - len(served)
+        self.tally.bytes_out += sum(served)
+        return Located(tuple(None if e is None else (e.size, e.value) for e in entries), lease)
+
+    def lend(self, lease: int, first: int, count: int, now: float) -> Located[V]:
+        """Blocks a lease holds, held until their reader releases them; none once it ended."""
+        self.expire(now)
+        if (held := self._entries.held(lease)) is None:
+            return Located((), None)
+        held = held[first : first + count]
+        return Located(tuple((e.size, e.value) for e in held), self._hold(held, math.inf, now))
+
+    def examine(self, name: bytes, now: float) -> tuple[IndexEntry[V], int] | None:
+        """A block whose bytes are here, and a lease for whoever looks whether they are right."""
+        self.expire(now)
+        entry = self._entries.get(name)
+        if entry is None or not entry.ready:
+            return None
+        return entry, self._hold((entry,), math.inf, now)
+
+    def condemn(self, entry: IndexEntry[V]) -> bool:
+        """Its bytes are wrong: it is there no more, nor in the way; whether it was until now."""
+        if self._entries.get(entry.name) is not entry:
+            return False
+        entry.ready = False
+        self._remove(entry.name, RemovalReason.CORRUPT)
+        self.tally.corrupt += 1
+        return True
+
+    def held_by(self, owner: bytes, now: float) -> int:
+        """See ``Leases.load``."""
+        self.expire(now)
+        return self._entries.load(owner)
+
+    def extend(self, lease: int, deadline: float, now: float) -> bool:
+        """Move the end of a lease; false when it has ended already."""
+        self.expire(now)
+        return self._entries.extend(lease, deadline)
+
+    def reserve(
+        self, claims: Sequence[Claim], ttl: float, now: float, ticket: int | None = None
+    ) -> Grant:
+        """Room for what nobody has put or is putting, under a new ticket or one that stands."""
+        self.expire(now)
+        for claim in reversed(claims):
+            if (entry := self._entries.get(claim.name)) is not None:
+                self._entries.use(entry, now)
+        if ticket is None or not self._writing.stands(ticket):
+            ticket = self._serial = self._serial + 1
+            self._writing.open(ticket, now + ttl)
+        verdicts = tuple(self._claim(claim, ticket) for claim in claims)
+        ended = self._writing.close_if_empty(ticket)
+        return Grant(None if ended else ticket, now + ttl, verdicts)
+
+    def reserved(self, ticket: int, name: bytes) -> Claim | None:
+        """What was claimed, while the reservation stands."""
+        found = self._writing.find(ticket, name)
+        return None if found is None else found.claim
+
+    def is_being_written(self, name: bytes) -> bool:
+        """Whether a reservation stands for it."""
+        return name in self._writing
+
+    def prolong(self, ticket: int, deadline: float) -> None:
+        """The writer makes progress: its reservations end later."""
+        self._writing.prolong(ticket, deadline)
+
+    def borrow(self, ticket: int, names: Sequence[bytes], now: float) -> list[Borrowed[V]]:
+        """Reserved blocks and their places, for a writer to ``commit`` or ``give_back``, once."""
+        self.expire(now)
+        return [self._writing.lend(ticket, name) for name in names]
+
+    def give_back(self, place: V, size: int) -> None:
+        """A borrowed place that nobody writes to any more."""
+        if self._room is not None:
+            self._room.give(place, size)
+
+    def commit(
+        self,
+        ticket: int,
+        name: bytes,
+        value: V,
+        now: float,
+        parent: bytes | None = None,
+        tokens: int = 0,
+    ) -> bool:
+        """Make a reserved block visible; false when the reservation has run out.
+
+        Its value is then still the writer's. ``parent`` is the block that it continues.
+        """
+        self.expire(now)
+        return self.publish(ticket, name, value, now, parent, tokens)
+
+    def publish(
+        self, ticket: int, name: bytes, value: V, now: float, parent: bytes | None, tokens: int
+    ) -> bool:
+        """``commit`` for one of many blocks, of which the first made ``expire`` look at ``now``."""
+        if (writing := self._writing.take(ticket, name)) is None:
+            return False
+        claim = writing.claim
+        if parent is not None and parent in self._entries:
+            parent = self._entries[parent].name  # not another copy of it
+        entry = IndexEntry(claim, value, parent, tokens)
+        self._entries.add(entry, now)
+        self.tally.stored += 1
+        self.tally.bytes_in += claim.size
+        self._came(entry)
+        return True
+
+    def owner(self, serial: int) -> bytes | None:
+        """The tenant's part of the keys of a lease or ticket; ``None`` once it has ended."""
+        held = self._entries.held(serial)
+        return prefix_of(held[0].name) if held else self._writing.owner(serial)
+
+    def abandon(self, ticket: int, names: Iterable[bytes] | None = None) -> None:
+        """Give up reservations of a ticket: those named, or all that are left."""
+        for name in self._writing.names(ticket) if names is None else names:
+            if (writing := self._writing.take(ticket, name)) is None:
+                continue
+            self.tally.abandoned += 1
+            if writing.place is not None:
+                self.give_back(writing.place, writing.claim.size)
+
+    def release(self, lease: int) -> None:
+        """End a lease early; unknown ones have ended already."""
+        for entry in self._entries.release(lease):
+            if not entry.grips:
+                self.give_back(entry.value, entry.size)
+
+    def clear(self, now: float) -> int:
+        """Remove every block that no lease holds; how many."""
+        self.expire(now)
+        idle = [name for name, entry in self._entries.items() if entry.leases == 0]
+        for name in idle:
+            self._remove(name, RemovalReason.CLEARED)
+        self.tally.cleared += len(idle)
+        return len(idle)
+
+    def expire(self, now: float) -> None:
+        """End the leases, reservations and partial blocks whose time is over."""
+        self._policy.advance(now)
+        if self._entries.quiet(now) and self._writing.quiet(now):
+            return
+        for lease in self._entries.ended(now):
+            self.release(lease)
+        for ticket in self._writing.due(now):
+            self.abandon(ticket)
+        for name in self._entries.worn(now):
+            self._remove(name, RemovalReason.EXPIRED)
+            self.tally.expired += 1
+
+    def find(self, name: bytes, now: float) -> IndexEntry[V] | None:
+        """The block, which does not count as used."""
+        self.expire(now)
+        return self._entries.get(name)
+
+    def entries(self, now: float) -> list[IndexEntry[V]]:
+        """Every block there is now, oldest first."""
+        self.expire(now)
+        return list(self._entries.values())
+
+    def stats(self) -> StoreStats:
+        """A reading; the tally in it is a copy."""
+        return StoreStats(
+            self._boot,
+            self._budget,
+            len(self._entries),
+            self._entries.bytes + self._writing.bytes,
+            self._writing.bytes,
+            self._entries.leased,
+            self._entries.leases,
+            len(self._writing),
+            dataclasses.replace(self.tally),
+            eviction=self._policy.name,
+        )
+
+    def audit(self) -> list[str]:
+        """Sums that do not agree; empty unless there is a bug."""
+        most = max(self._entries.bytes + self._writing.bytes, self._budget)
+        sums = {**self._entries.sums(), "budget": (most, self._budget)}
+        return [f"{what}: {one} is not {two}" for what, (one, two) in sums.items() if one != two]
+
+    def _hold(self, entries: Iterable[IndexEntry[V]], deadline: float, now: float) -> int:
+        self._serial += 1
+        self._entries.hold(self._serial, tuple(entries), deadline, now)
+        return self._serial
+
+    def _claim(self, claim: Claim, ticket: int) -> ClaimStatus:
+        if self._has(claim.name):
+            self.tally.existed += 1
+            return ClaimStatus.EXISTS
+        if claim.name in self._writing or self._writing.is_full(ticket, claim.size):
+            self.tally.pending += 1
+            return ClaimStatus.PENDING
+        writing = self._make_room(claim, ticket) if self._writing.allows(claim) else None
+        if writing is None:
+            self.tally.rejected += 1
+            return ClaimStatus.NO_ROOM
+        self._writing.add(writing)
+        return ClaimStatus.RESERVED
+
+    def _make_room(self, claim: Claim, ticket: int) -> Reservation[V] | None:
+        """Evict until there is room, in bytes and in one piece; ``None`` if there cannot be."""
+        entries, room, each = self._entries, self._room, self._entry_bytes
+        # What there is for blocks beside this one and all that is being written.
+        most = self._budget - claim.size - self._writing.bytes - (len(self._writing) + 1) * each
+        if entries.leased + entries.holding * each > most:
+            return None  # or all the rest would go for nothing
+        while True:
+            if entries.bytes + len(entries) * each <= most:
+                place = None if room is None else room.take(claim.size)
+                if place is not None or room is None:
+                    return Reservation(ticket, claim, place)
+            if not self._evict(claim):
+                return None
+
+    def _evict(self, claim: Claim) -> bool:
+        victim = self.choose(claim)
+        if victim is None:
+            return False
+        self._remove(victim.name, RemovalReason.EVICTED)
+        self.tally.evicted += 1
+        return True
+
+    def _remove(self, name: bytes, reason: RemovalReason) -> None:
+        entry = self._entries.take(name)
+        self._left(entry, reason)
+        if not entry.grips and not entry.leases:  # else it goes back with the last of them
+            self.give_back(entry.value, entry.size)
+
+    # What a catalog with a tier below does in another way.
+    def _lead(self, names: Sequence[bytes], held: bool) -> int:
+        """How many lead without a gap; ``held``: of those that a lease can be given on."""
+        return next((i for i, name in enumerate(names) if name not in self._entries), len(names))
+
+    def _sizes(self, names: Sequence[bytes]) -> tuple[int, ...]:
+        return tuple(self._entries[name].size for name in names)
+
+    def _has(self, name: bytes) -> bool:
+        return name in self._entries
+
+    def _came(self, entry: IndexEntry[V]) -> None:
+        self.events.add(entry)
+        self._gone.came(entry.opening)
+
+    def _left(self, entry: IndexEntry[V], reason: RemovalReason) -> None:
+        self.events.add(entry, reason)
+        self._gone.went(entry.name, entry.opening, MISS_REASONS[reason])

@@ -1,0 +1,52 @@
+"""What came into the store and what left it, in order, numbered from 1 at every start.
+
+Pure. The last so many are kept: who asks for older ones is told that they are gone, and begins with
+a snapshot.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Generic, TypeVar
+
+from kvstore.index.entries import IndexEntry
+
+V = TypeVar("V")
+
+KEPT_EVENTS = 1 << 15
+
+
+class RemovalReason(Enum):
+    """Why a block left."""
+
+    __hash__ = object.__hash__  # as of ``Verdict``
+
+    EVICTED = "evicted"
+    EXPIRED = "expired"  # partial blocks
+    CLEARED = "cleared"
+    CORRUPT = "corrupt"  # its bytes were not those that were put
+
+
+BlockEvent = tuple[IndexEntry[V], RemovalReason | None]
+"""A block and why it left; ``None``: it came."""
+
+
+class EventLog(Generic[V]):
+    """A ring. ``last`` is the number of the newest event, 0 before the first."""
+
+    def __init__(self, keep: int = KEPT_EVENTS) -> None:
+        self._ring: list[BlockEvent[V] | None] = [None] * keep
+        self.last = 0
+
+    def add(self, entry: IndexEntry[V], reason: RemovalReason | None = None) -> None:
+        """A block has come, or has left for ``reason``."""
+        self.last += 1
+        self._ring[self.last % len(self._ring)] = (entry, reason)
+
+    def after(self, number: int, limit: int) -> list[BlockEvent[V]] | None:
+        """At most ``limit`` events after ``number``, in order; ``None`` if not all are kept."""
+        if not self.last - len(self._ring) <= number <= self.last:
+            return None
+        end = min(self.last, number + limit) + 1
+        told = (self._ring[at % len(self._ring)] for at in range(number + 1, end))
+        return [one for one in told if one is not None]

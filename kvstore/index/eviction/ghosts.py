@@ -1,0 +1,48 @@
+"""A bounded memory of blocks that were evicted: what they were, should they come back."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+
+class Ghost(NamedTuple):
+    """Of an evicted block what its ``Node`` said."""
+
+    kind: int
+    often: float
+    at: float
+    counted: float
+
+
+class GhostList:
+    """At most ``limit`` of them; those evicted longest ago are forgotten first."""
+
+    def __init__(self) -> None:
+        self._ghosts: dict[int, Ghost] = {}  # by a part of the name
+        self._queue: deque[tuple[int, Ghost]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._ghosts)
+
+    def put(self, name: bytes, ghost: Ghost, limit: int) -> list[Ghost]:
+        """Remember one; those forgotten for it."""
+        key = _key(name)
+        lost = [] if (old := self._ghosts.get(key)) is None else [old]
+        self._ghosts[key] = ghost
+        self._queue.append((key, ghost))
+        while len(self._ghosts) > limit or len(self._queue) > 2 * limit:
+            key, old = self._queue.popleft()
+            if self._ghosts.get(key) is old:
+                lost.append(self._ghosts.pop(key))
+        return lost
+
+    def take(self, name: bytes) -> Ghost | None:
+        """What is remembered of a block that comes back."""
+        return self._ghosts.pop(_key(name), None)
+
+
+def _key(name: bytes) -> int:
+    return int.from_bytes(
+        name[-8:], "little"
+    )  # of a digest: who meets another is mistaken, no more

@@ -1,0 +1,153 @@
+"""Blocks that are being written: who may commit what, and how much room is kept for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from kvstore.claims import Claim
+from kvstore.index.deadlines import Deadlines
+from kvstore.keys import prefix_of
+
+V = TypeVar("V")
+
+Borrowed = tuple[Claim, V] | None
+"""A claim and its place, if it stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationShares:
+    """Parts of the budget that one ticket and all of them may reserve at once.
+
+    A reservation evicts what is there before a byte of it has come. ``owners`` are those that
+    share the budget: none of them may take what the others write into.
+    """
+
+    ticket: float
+    all: float
+    owners: int = 1
+
+
+WHOLE_BUDGET = ReservationShares(1.0, 1.0)
+
+
+class Reservation(Generic[V]):
+    """A claim and the place kept for it, ``None`` once its writer has borrowed it."""
+
+    __slots__ = ("claim", "place", "ticket")
+
+    def __init__(self, ticket: int, claim: Claim, place: V | None) -> None:
+        self.ticket = ticket
+        self.claim = claim
+        self.place = place
+
+
+@dataclass(slots=True)
+class _Ticket:
+    names: dict[bytes, None] = field(default_factory=dict)
+    bytes: int = 0
+
+
+class Reservations(dict[bytes, Reservation[V]]):
+    """What is being written, by name: each block by one ticket, until that commits it."""
+
+    def __init__(self, budget: int, shares: ReservationShares = WHOLE_BUDGET) -> None:
+        super().__init__()
+        part = budget / shares.owners
+        self._of_ticket = part * shares.ticket
+        self._of_owner = part * shares.all
+        self._owned: Counter[bytes] = Counter()
+        self._tickets: dict[int, _Ticket] = {}
+        self._ends: Deadlines[int] = Deadlines()
+        self.bytes = 0
+
+    def open(self, ticket: int, deadline: float) -> None:
+        """A new ticket, without claims; it ends by itself at ``deadline``."""
+        self._tickets[ticket] = _Ticket()
+        self._ends.set(ticket, deadline)
+
+    def stands(self, ticket: int) -> bool:
+        """Whether it has not ended."""
+        return ticket in self._tickets
+
+    def add(self, writing: Reservation[V]) -> None:
+        """Its ticket is the one writer of this claim from now on."""
+        claim, ticket = writing.claim, self._tickets[writing.ticket]
+        self[claim.name] = writing
+        ticket.names[claim.name] = None
+        ticket.bytes += claim.size
+        self._owned[prefix_of(claim.name)] += claim.size
+        self.bytes += claim.size
+
+    def is_full(self, ticket: int, size: int) -> bool:
+        """Whether so many bytes more exceed a ticket's share: the rest is for another ticket.
+
+        One block it may have, whatever its size.
+        """
+        has = self._tickets[ticket].bytes
+        return has > 0 and has + size > self._of_ticket
+
+    def allows(self, claim: Claim) -> bool:
+        """Whether it may be reserved beside the others of its owner; alone any block may."""
+        owned = self._owned[prefix_of(claim.name)]
+        return owned == 0 or owned + claim.size <= self._of_owner
+
+    def owner(self, ticket: int) -> bytes | None:
+        """The tenant's part of the keys of a ticket, which has claims while it stands."""
+        key = next(iter(self.names(ticket)), None)
+        return None if key is None else prefix_of(key)
+
+    def find(self, ticket: int, name: bytes) -> Reservation[V] | None:
+        """The claim of a ticket, while it stands."""
+        found = self.get(name)
+        return found if found is not None and found.ticket == ticket else None
+
+    def lend(self, ticket: int, name: bytes) -> Borrowed[V]:
+        """A claim and its place, once: whoever has it gives it back."""
+        found = self.find(ticket, name)
+        if found is None or (place := found.place) is None:
+            return None
+        found.place = None
+        return found.claim, place
+
+    def names(self, ticket: int) -> list[bytes]:
+        """What ``ticket`` has not committed yet."""
+        found = self._tickets.get(ticket)
+        return [] if found is None else list(found.names)
+
+    def take(self, ticket: int, name: bytes) -> Reservation[V] | None:
+        """End one claim; the ticket ends with its last one."""
+        if (found := self.find(ticket, name)) is None:
+            return None
+        size, of = found.claim.size, self._tickets[ticket]
+        del self[name], of.names[name]
+        of.bytes -= size
+        self._owned[prefix_of(name)] -= size
+        self.bytes -= size
+        if not of.names:
+            self.close_if_empty(ticket)
+        return found
+
+    def close_if_empty(self, ticket: int) -> bool:
+        """End a ticket without claims; whether it has ended."""
+        found = self._tickets.get(ticket)
+        if found is not None and found.names:
+            return False
+        self._tickets.pop(ticket, None)
+        self._ends.drop(ticket)
+        return True
+
+    def prolong(self, ticket: int, deadline: float) -> None:
+        """Move the end of a ticket that still stands."""
+        if ticket in self._tickets:
+            self._ends.set(ticket, deadline)
+
+    def quiet(self, now: float) -> bool:
+        """Whether certainly no ticket's time is over."""
+        return self._ends.quiet(now)
+
+    def due(self, now: float) -> Iterator[int]:
+        """Tickets whose time is over."""
+        return self._ends.due(now)

@@ -1,0 +1,85 @@
+"""What several stores have together: block by block, the first one that has it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from kvrelay.usage import Miss
+from kvstore.base import Lease, LookupResult, SurveyResult
+from kvstore.claims import Tail
+
+Answers = Mapping[str, SurveyResult]
+"""By store, the one to be preferred first."""
+
+
+def owners(answers: Answers, count: int) -> list[str | None]:
+    """Of each of ``count`` blocks the store to get it from."""
+    found: list[str | None] = [None] * count
+    for name, seen in reversed(list(answers.items())):
+        pairs = zip(seen.sizes, found, strict=True)
+        found = [owner if size is None else name for size, owner in pairs]
+    return found
+
+
+def united(answers: Answers, leading: int, tails: Sequence[Tail]) -> LookupResult:
+    """The lead of the first ``leading`` blocks asked about, and a tail of the others."""
+    having = owners(answers, leading + len(tails))
+    lead = next((i for i in range(leading) if having[i] is None), leading)
+    tail = next((i for i, t in enumerate(tails) if t.after == lead and having[leading + i]), None)
+    found = [*range(lead), *([] if tail is None else [leading + tail])]
+    sources = tuple(owner for i in found if (owner := having[i]) is not None)
+    sizes = tuple(answers[owner].sizes[i] or 0 for i, owner in zip(found, sources, strict=True))
+    lease = lease_of(answers, set(sources))
+    wanted = [i for i, t in enumerate(tails, leading) if t.after == lead]
+    if tail is not None or (lead == leading and not wanted):
+        return LookupResult(lead, tail, sizes, lease, sources, None)
+    wanted += [lead] if lead < leading else []
+    return LookupResult(lead, tail, sizes, lease, sources, _why(answers, wanted, lead == 0))
+
+
+def _why(answers: Answers, wanted: Sequence[int], first: bool) -> Miss:
+    """Why none of the blocks ``wanted``, each a way to have the same positions, is anywhere.
+
+    What one store knows counts more than that another one never had it.
+    """
+    told = [
+        seen.misses[i] or Miss.UNKNOWN if seen.misses else Miss.UNKNOWN
+        for seen in answers.values()
+        for i in wanted
+    ]
+    known = (miss for miss in told if miss not in (Miss.NEVER_STORED, Miss.UNKNOWN))
+    if (reason := next(known, None)) is not None:
+        return reason
+    if first and any(seen.opening for seen in answers.values()):
+        return Miss.OTHER_NAMESPACE
+    return Miss.UNKNOWN if Miss.UNKNOWN in told else Miss.NEVER_STORED
+
+
+def surveyed(answers: Answers, count: int) -> SurveyResult:
+    """Which of ``count`` blocks are anywhere."""
+    having = owners(answers, count)
+    sizes = tuple(
+        None if owner is None else answers[owner].sizes[i] for i, owner in enumerate(having)
+    )
+    lease = lease_of(answers, {owner for owner in having if owner is not None})
+    misses = tuple(
+        _why(answers, [i], False) if owner is None else None for i, owner in enumerate(having)
+    )
+    return SurveyResult(sizes, lease, misses, any(seen.opening for seen in answers.values()))
+
+
+def lease_of(answers: Answers, used: set[str]) -> Lease | None:
+    """The leases of the stores that are ``used``, as one that ends with the first of them."""
+    parts = tuple(
+        (name, seen.lease)
+        for name, seen in answers.items()
+        if name in used and seen.lease is not None
+    )
+    if not parts:
+        return None
+    return Lease(0, boot_of(parts), min(lease.deadline for _, lease in parts), parts)
+
+
+def boot_of(parts: Sequence[tuple[str, Lease]]) -> bytes:
+    """Stands for the starts of all the stores of a lease."""
+    return b"".join(lease.boot for _, lease in parts)

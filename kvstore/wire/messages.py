@@ -1,0 +1,174 @@
+"""Between the store's protobuf messages and its own values: one table, both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+
+from google.protobuf.message import Message
+
+from kvrelay.block.header import header_bytes
+from kvrelay.block.name import NAME_BYTES
+from kvrelay.errors import Corrupt, Rejected
+from kvrelay.usage import Miss
+from kvrelay.v1 import store_pb2 as pb
+from kvrelay.v1 import types_pb2
+from kvstore.base import Offer, Outcome, PutStatus
+from kvstore.claims import Claim, ClaimStatus, Tail
+from kvstore.disk_stats import DiskCounters, DiskStats
+from kvstore.stats import StoreCounters, StoreStats, TenantStats
+
+MAX_NAMES = 1 << 16
+MAX_TAILS = 16
+MAX_LEASE_MS = 600_000
+MAX_SMALL = 1 << 20
+
+VERDICTS: dict[ClaimStatus, pb.Verdict.ValueType] = {
+    ClaimStatus.RESERVED: pb.VERDICT_RESERVED,
+    ClaimStatus.EXISTS: pb.VERDICT_EXISTS,
+    ClaimStatus.PENDING: pb.VERDICT_PENDING,
+    ClaimStatus.NO_ROOM: pb.VERDICT_NO_ROOM,
+}
+KEPT: dict[PutStatus, pb.Verdict.ValueType] = {
+    PutStatus.STORED: pb.VERDICT_STORED,
+    PutStatus.EXISTED: pb.VERDICT_EXISTS,
+    PutStatus.PENDING: pb.VERDICT_PENDING,
+    PutStatus.NO_ROOM: pb.VERDICT_NO_ROOM,
+    PutStatus.CORRUPT: pb.VERDICT_CORRUPT,
+    PutStatus.EXPIRED: pb.VERDICT_EXPIRED,
+}
+_PLAIN = {wire: Outcome(kept) for kept, wire in KEPT.items()}
+_UNKNOWN = Outcome(PutStatus.CORRUPT)
+MAX_OPENINGS = 16
+
+
+def checked_names(field: str, names: Collection[bytes], limit: int) -> list[bytes]:
+    """The names; ``Rejected`` unless there are at most ``limit``, all of the right length."""
+    if len(names) > limit:
+        raise Rejected(field, f"{len(names)} are more than {limit}: split the call")
+    found = list(names)
+    if not {NAME_BYTES}.issuperset(map(len, found)):
+        index, name = next((i, name) for i, name in enumerate(found) if len(name) != NAME_BYTES)
+        raise Rejected(f"{field}[{index}]", f"{len(name)} bytes are not {NAME_BYTES}")
+    return found
+
+
+def tails_of(request: pb.LookupRequest) -> list[Tail]:
+    """The request's tails, checked."""
+    checked_names("tails", [tail.name for tail in request.tails[: MAX_TAILS + 1]], MAX_TAILS)
+    return [Tail(tail.after, tail.name) for tail in request.tails]
+
+
+def claims_of(claims: Iterable[pb.Claim], count: int, max_block: int) -> list[Claim]:
+    """Claims, checked: number, names (none twice) and lengths."""
+    if count > MAX_NAMES:
+        raise Rejected("claims", f"{count} are more than {MAX_NAMES}: split the call")
+    values, least = [], header_bytes(0)
+    for index, claim in enumerate(claims):
+        name, size = claim.name, claim.length
+        if len(name) != NAME_BYTES:
+            raise Rejected(f"claims.name[{index}]", f"{len(name)} bytes are not {NAME_BYTES}")
+        if not least <= size <= max_block:
+            raise Rejected(
+                f"claims[{index}].length",
+                f"{size} is not in {least} .. {max_block};"
+                " raise the store's --max-block if your blocks are larger",
+            )
+        opening = claim.opening if claim.HasField("opening") else None
+        values.append(Claim(name, size, claim.partial, opening))
+    if len({claim.name for claim in values}) != count:
+        raise Rejected("claims", "a name stands there twice: send each block once")
+    return values
+
+
+def claim_message(offer: Offer) -> pb.Claim:
+    """For the wire."""
+    return pb.Claim(
+        name=offer.name, length=offer.size, partial=offer.partial, opening=offer.opening
+    )
+
+
+def miss_message(missing: Miss | None) -> types_pb2.Miss.ValueType:
+    """For the wire; unspecified when nothing is missing."""
+    return types_pb2.MISS_UNSPECIFIED if missing is None else types_pb2.Miss.Value(_label(missing))
+
+
+def miss_of(wire: types_pb2.Miss.ValueType) -> Miss | None:
+    """From the wire; ``UNKNOWN`` for one this version does not know."""
+    return None if wire == types_pb2.MISS_UNSPECIFIED else _MISSES.get(wire, Miss.UNKNOWN)
+
+
+def _label(missing: Miss) -> str:
+    return f"MISS_{missing.name}"
+
+
+_MISSES = {types_pb2.Miss.Value(_label(missing)): missing for missing in Miss}
+
+
+def put_message(boot: bytes, outcomes: Sequence[Outcome]) -> pb.PutResponse:
+    """For the wire."""
+    reasons = {i: outcome.reason for i, outcome in enumerate(outcomes) if outcome.reason}
+    verdicts = [KEPT[outcome.kept] for outcome in outcomes]
+    return pb.PutResponse(boot=boot, verdicts=verdicts, reasons=reasons)
+
+
+def outcomes_of(message: pb.PutResponse, count: int) -> list[Outcome]:
+    """From the wire, for ``count`` blocks; ``CORRUPT`` for a verdict this version does not know."""
+    if len(message.verdicts) != count:
+        raise Corrupt("verdicts", f"{len(message.verdicts)} came for {count} blocks")
+    outcomes = [_PLAIN.get(verdict, _UNKNOWN) for verdict in message.verdicts]
+    for index, reason in message.reasons.items():
+        if index < count:
+            outcomes[index] = Outcome(outcomes[index].kept, reason)
+    return outcomes
+
+
+def stats_message(stats: StoreStats) -> pb.StatsResponse:
+    """For the wire; the fields have the same names there."""
+    message = pb.StatsResponse()
+    for source in (stats, stats.tally):
+        _fill(message, source)
+    if stats.disk is not None:
+        for part in (stats.disk, stats.disk.tally):
+            _fill(message.disk, part)
+    return message
+
+
+def _fill(message: Message, source: StoreStats | StoreCounters | DiskStats | DiskCounters) -> None:
+    for field in dataclasses.fields(source):
+        if field.name not in ("tally", "disk", "tenants"):
+            setattr(message, field.name, getattr(source, field.name))
+
+
+def stats_of(message: pb.StatsResponse) -> StoreStats:
+    """From the wire."""
+    tally = {
+        field.name: getattr(message, field.name) for field in dataclasses.fields(StoreCounters)
+    }
+    return StoreStats(
+        boot=message.boot,
+        budget=message.budget,
+        entries=message.entries,
+        bytes=message.bytes,
+        reserved_bytes=message.reserved_bytes,
+        leased_bytes=message.leased_bytes,
+        leases=message.leases,
+        reservations=message.reservations,
+        tally=StoreCounters(**tally),
+        disk=_disk_of(message.disk) if message.HasField("disk") else None,
+        eviction=message.eviction,
+        tenants=tuple(
+            TenantStats(one.name, one.quota, one.entries, one.bytes) for one in message.tenants
+        ),
+    )
+
+
+def _disk_of(message: pb.DiskStats) -> DiskStats:
+    tally = {field.name: getattr(message, field.name) for field in dataclasses.fields(DiskCounters)}
+    return DiskStats(
+        budget=message.budget,
+        bytes=message.bytes,
+        entries=message.entries,
+        unsaved=message.unsaved,
+        tally=DiskCounters(**tally),
+    )

@@ -1,0 +1,200 @@
+"""A socket that carries whole pieces: every operation ends with all its bytes, or by its deadline.
+
+Blocking, with the system's own timeouts: one call for a megabyte instead of one for every packet.
+The errors of sockets become ours here.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
+
+PIECES = 256
+"""Buffers handed to the system at once; it takes 1,024 at most."""
+
+BUFFER = 1 << 20
+_CLOSE_ON_EXEC = socket.MSG_CMSG_CLOEXEC if sys.platform == "linux" else 0
+_TIMEVAL = struct.Struct("ll")
+
+
+class DeadlineSocket:
+    """One connection, used and closed by one thread; any other may ``cut`` it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._until: float | None = None
+        self._wait: float | None = None  # what the system was told
+        sock.settimeout(None)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        else:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+
+    def limit(self, seconds: float | None, stall: float | None = None) -> None:
+        """All operations from now on end within so long, the last a little later; ``None``: never.
+
+        An operation is begun in this time, and takes no longer than it. With ``stall`` it is over
+        earlier when not a byte moves for so many seconds.
+        """
+        self._until = None if seconds is None else time.monotonic() + seconds
+        if seconds is not None and seconds <= 0:
+            raise DeadlineExceeded("no time is left for this connection")
+        wait = seconds if stall is None or seconds is None else min(seconds, stall)
+        if wait != self._wait:
+            with _mapped():
+                self._wait_at_most(wait)
+            self._wait = wait
+
+    def _wait_at_most(self, seconds: float | None) -> None:
+        value = max(round((seconds or 0.0) * 1e6), 1 if seconds else 0)
+        packed = _TIMEVAL.pack(value // 1_000_000, value % 1_000_000)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, packed)
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
+
+    def send(self, buffers: Sequence[bytes | memoryview]) -> None:
+        """All the bytes of ``buffers``."""
+        views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        first = 0
+        try:
+            while first < len(views):
+                self._check()
+                group = views[first : first + PIECES]
+                first += _advance(views, first, len(group), self._send_some(group))
+        except OSError as error:
+            raise _ours(error) from error
+
+    def receive_into(self, buffers: Sequence[memoryview]) -> None:
+        """Fill all of ``buffers``."""
+        views = [buffer for buffer in buffers if len(buffer)]
+        first = 0
+        try:
+            while first < len(views):
+                self._check()
+                group = views[first : first + PIECES]
+                first += _advance(views, first, len(group), _some(self._fill(group)))
+        except OSError as error:
+            raise _ours(error) from error
+
+    def receive_some(self, buffer: memoryview) -> int:
+        """As much as there is, at least a byte and at most all of ``buffer``; how much."""
+        try:
+            self._check()
+            return _some(self._sock.recv_into(buffer))
+        except OSError as error:
+            raise _ours(error) from error
+
+    def _send_some(self, group: list[memoryview]) -> int:
+        return self._sock.sendmsg(group)
+
+    def _fill(self, group: list[memoryview]) -> int:
+        return self._sock.recvmsg_into(group, 0, socket.MSG_WAITALL)[0]
+
+    def _take(self, count: int) -> bytes:
+        return self._sock.recv(count, socket.MSG_WAITALL)
+
+    def receive(self, count: int) -> bytes:
+        """``count`` bytes, which the caller has found to be few."""
+        data = b""
+        try:
+            while len(data) < count:
+                self._check()
+                more = self._take(count - len(data))
+                _some(len(more))
+                data += more
+        except OSError as error:
+            raise _ours(error) from error
+        return data
+
+    def begun(self, rests: bool = False) -> bool:
+        """Wait for the first byte of what comes next; false when the other side has closed.
+
+        A connection that ``rests`` may do so for as long as it likes.
+        """
+        while True:
+            try:
+                return bool(self._sock.recv(1, socket.MSG_PEEK))
+            except BlockingIOError as error:
+                if not rests:
+                    raise _ours(error) from error
+            except OSError as error:
+                raise _ours(error) from error
+
+    def send_descriptor(self, data: bytes, fd: int) -> None:
+        """``data``, and with it a descriptor."""
+        rights = array.array("i", [fd]).tobytes()
+        with _mapped():
+            sent = self._sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+            if sent < len(data):
+                self._sock.sendall(data[sent:])
+
+    def receive_descriptor(self, count: int) -> tuple[bytes, int | None]:
+        """``count`` bytes and the descriptor that came with them; the caller closes it."""
+        with _mapped():
+            fds = array.array("i")
+            room = socket.CMSG_SPACE(fds.itemsize)
+            data, ancillary, _, _ = self._sock.recvmsg(count, room, _CLOSE_ON_EXEC)
+        _some(len(data))
+        for level, kind, payload in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+        try:
+            rest = b"" if len(data) == count else self.receive(count - len(data))
+        except KvrelayError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        return data + rest, fds[0] if fds else None
+
+    def _check(self) -> None:
+        if self._until is not None and time.monotonic() > self._until:
+            raise DeadlineExceeded("the other side of the connection was too slow")
+
+    def cut(self) -> None:
+        """The operation under way fails at once, and so does every later one."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """End it."""
+        self._sock.close()
+
+
+@contextlib.contextmanager
+def _mapped() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise _ours(error) from error
+
+
+def _ours(error: OSError) -> KvrelayError:
+    if isinstance(error, BlockingIOError | TimeoutError):
+        return DeadlineExceeded("the other side of the connection was too slow")
+    return Unavailable(f"the connection broke: {error}")
+
+
+def _some(count: int) -> int:
+    if not count:
+        raise Unavailable("the connection was closed by the other side")
+    return count
+
+
+def _advance(views: list[memoryview], first: int, count: int, done: int) -> int:
+    """Buffers finished by ``done`` bytes; the next one is cut to what is left of it."""
+    if done == sum(map(len, views[first : first + count])):
+        return count  # as nearly always
+    for index in range(count):
+        if done < len(views[first + index]):
+            views[first + index] = views[first + index][done:]
+            return index
+        done -= len(views[first + index])
+    return count

@@ -1,0 +1,151 @@
+"""A request that passed every check, and the checks: at the edge, before any work, field named."""
+
+from __future__ import annotations
+
+import secrets
+from array import array
+from dataclasses import dataclass
+
+import xxhash
+
+from kvrelay.errors import Mismatch, NotFound, Rejected
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.sampling import check_ids, sampling_of
+from kvrelay.rpc.security.identity import Tenant
+from kvrelay.v1 import router_pb2, types_pb2, worker_pb2
+from router.queue.fair import HIGHEST, LOWEST
+
+DEFAULT_MAX_TOKENS = 16
+MAX_REQUEST_ID_CHARS = 128
+NOBODY = Tenant()
+MAX_MESSAGES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedRequest:
+    """What the legs are made of. ``sampling`` carries the seed; ``outputs`` are tokens so far.
+
+    ``weights`` are those that serve it, as its client is told, and ``prompt_hash``.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    outputs: tuple[int, ...]
+    max_tokens: int
+    sampling: types_pb2.Sampling
+    deadline: Deadline
+    explain: bool = False  # each leg says why blocks were missed
+    tenant: Tenant = NOBODY
+    weights: str = ""
+    prompt_hash: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and output at most, those so far left out."""
+        return len(self.prompt) + self.max_tokens - len(self.outputs)
+
+    @property
+    def positions(self) -> int:
+        """All it can ever need: the last sampled token is never stored (D5)."""
+        return len(self.prompt) + self.max_tokens - 1
+
+
+def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:
+    """Raise for what is wrong whatever the model and the workers are."""
+    if len(message.request_id) > MAX_REQUEST_ID_CHARS:
+        raise Rejected("request_id", f"at most {MAX_REQUEST_ID_CHARS} characters")
+    if message.model and message.model != model:
+        raise NotFound(f"model: {message.model!r} is not served here, {model!r} is")
+    if not LOWEST <= message.priority <= HIGHEST:
+        raise Rejected("priority", f"must be {LOWEST} to {HIGHEST}, got {message.priority}")
+    _check_input(message)
+    max_tokens, so_far = max_tokens_of(message), len(message.output_token_ids)
+    if max_tokens < 1:
+        raise Rejected("max_tokens", f"must be at least 1, got {max_tokens}")
+    if so_far > max_tokens:
+        raise Rejected("output_token_ids", f"{so_far} tokens so far, but max_tokens {max_tokens}")
+    sampling = message.sampling
+    if sampling.min_tokens > max_tokens:
+        raise Rejected(
+            "sampling.min_tokens", f"{sampling.min_tokens} is more than max_tokens {max_tokens}"
+        )
+    random = not sampling.HasField("temperature") or sampling.temperature > 0
+    if so_far and random and not sampling.HasField("seed"):
+        raise Rejected("sampling.seed", "missing: to continue, give the seed that was told")
+
+
+def max_tokens_of(message: router_pb2.GenerateRequest) -> int:
+    """As asked for, or the default."""
+    return message.max_tokens if message.HasField("max_tokens") else DEFAULT_MAX_TOKENS
+
+
+def _check_input(message: router_pb2.GenerateRequest) -> None:
+    match message.WhichOneof("input"):
+        case "prompt" if not message.prompt:
+            raise Rejected("prompt", "is empty")
+        case "token_ids" if not message.token_ids.ids:
+            raise Rejected("token_ids", "is empty")
+        case "chat" if len(message.chat.messages) > MAX_MESSAGES:
+            raise Rejected("chat.messages", f"at most {MAX_MESSAGES}")
+        case None:
+            raise Rejected("prompt", "missing: give a prompt, token_ids or chat messages")
+
+
+def check_length(message: router_pb2.GenerateRequest, longest: int) -> None:
+    """Refuse more ids than any model position, before they are looked at one by one."""
+    for field, count in (
+        ("token_ids.ids", len(message.token_ids.ids)),
+        ("output_token_ids", len(message.output_token_ids)),
+    ):
+        if count > longest:
+            raise Rejected(field, f"{count} ids, and the model has {longest} positions")
+
+
+def build(
+    message: router_pb2.GenerateRequest,
+    prompt: tuple[int, ...],
+    info: worker_pb2.WorkerInfo,
+    deadline: Deadline,
+    tenant: Tenant,
+) -> AcceptedRequest:
+    """The request, after the checks that need to know what the fleet serves."""
+    vocab_size, weights = info.vocab_size, weights_of(info)
+    if message.weights not in ("", weights):  # its other tokens would be those of another model
+        raise Mismatch(
+            "weights",
+            f"this answer was begun with {message.weights[:80]!r}, and {weights!r} are served now:"
+            " ask anew, or resume it where those are",
+        )
+    if not prompt:
+        raise Rejected("prompt", "has no tokens")
+    check_ids("token_ids.ids", prompt, vocab_size)
+    prompt_hash = xxhash.xxh3_64_intdigest(array("I", prompt).tobytes())
+    if message.prompt_hash not in (0, prompt_hash):
+        raise Mismatch(
+            "prompt_hash",
+            "this answer was begun with other tokens of its prompt: the tokenizer, the chat"
+            " template or what that says of the day is another one now: ask anew",
+        )
+    check_ids("output_token_ids", message.output_token_ids, vocab_size)
+    sampling = types_pb2.Sampling()
+    sampling.CopyFrom(message.sampling)
+    if not sampling.HasField("seed"):
+        sampling.seed = secrets.randbits(64)
+    sampling_of(sampling).check(vocab_size)
+    return AcceptedRequest(
+        id=message.request_id or secrets.token_hex(8),
+        prompt=prompt,
+        outputs=tuple(message.output_token_ids),
+        max_tokens=max_tokens_of(message),
+        sampling=sampling,
+        deadline=deadline,
+        explain=message.explain,
+        tenant=tenant,
+        weights=weights,
+        prompt_hash=prompt_hash,
+    )
+
+
+def weights_of(info: worker_pb2.WorkerInfo) -> str:
+    """What tokens depend on beside the request: two fleets that say the same give the same."""
+    return f"{info.namespace.revision}/{info.namespace.dtype}"

@@ -1,0 +1,98 @@
+"""Workers behind a name: ``dns:///NAME:PORT`` stands for every A and AAAA address of the name.
+
+Names are looked up again on an interval, in threads of their own. While one cannot be resolved its
+addresses of before stay: a name server that is down takes no worker away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvrelay.errors import Rejected
+from kvrelay.rpc.address import Address
+
+log = logging.getLogger("kvrelay.router")
+SCHEME = "dns:///"
+LOOKUP_SECONDS = 3.0
+THREADS = 4  # a resolver that hangs blocks so many and no more
+
+Resolve = Callable[[str, int], Sequence[str]]
+
+
+def resolve(host: str, port: int) -> Sequence[str]:
+    """The addresses of a name; ``OSError`` if it has none."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(Address(str(item[4][0]), port)) for item in found]
+
+
+def check_name(field: str, text: str) -> None:
+    """Raise ``Rejected`` for ``field`` unless it is an address, or a name to look up."""
+    _parsed(field, text)
+
+
+def _parsed(field: str, text: str) -> Address:
+    try:
+        return Address.parse(text.removeprefix(SCHEME))
+    except Rejected as error:
+        wanted = f"{SCHEME}NAME:PORT" if text.startswith(SCHEME) else "HOST:PORT, unix:PATH"
+        raise Rejected(field, f"{text!r} is not {wanted}") from error
+
+
+@dataclass(slots=True)
+class _Known:
+    addresses: tuple[str, ...] = ()
+    due: float = float("-inf")
+    problem: str = ""
+
+
+class DnsNames:
+    """What names stood for when they were looked up last. Not for several tasks at once."""
+
+    def __init__(self, interval: float, resolve: Resolve = resolve) -> None:
+        self._interval = interval
+        self._resolve = resolve
+        self._known: dict[str, _Known] = {}
+        self._threads = ThreadPoolExecutor(THREADS, "dns")
+
+    async def expand(self, entries: Sequence[str], now: float) -> tuple[str, ...]:
+        """The entries with every name replaced by its addresses; names that are due are asked."""
+        names = dict.fromkeys(entry for entry in entries if entry.startswith(SCHEME))
+        for name in names:
+            self._known.setdefault(name, _Known())
+        await asyncio.gather(*(self._ask(name, now) for name in names))
+        found: list[str] = []
+        for entry in entries:
+            found += self._known[entry].addresses if entry in self._known else (entry,)
+        return tuple(dict.fromkeys(found))
+
+    def keep(self, entries: Sequence[str]) -> None:
+        """Forget every name that is not among them."""
+        self._known = {name: known for name, known in self._known.items() if name in entries}
+
+    async def _ask(self, name: str, now: float) -> None:
+        known = self._known[name]
+        if now < known.due:
+            return
+        known.due = now + self._interval
+        target, loop = _parsed("dns", name), asyncio.get_running_loop()
+        try:
+            asked = loop.run_in_executor(
+                self._threads, self._resolve, target.host, target.port or 0
+            )
+            async with asyncio.timeout(LOOKUP_SECONDS):
+                known.addresses = tuple(sorted(set(await asked)))
+            known.problem = ""
+        except (OSError, UnicodeError) as error:  # TimeoutError among them
+            problem = str(error) or "no answer in time"
+            if problem != known.problem:
+                log.warning("%s: %s; its %d addresses stay", name, problem, len(known.addresses))
+            known.problem = problem
+
+    def close(self) -> None:
+        """Ask nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,55 @@
+"""The store's side of a lane: whom it takes, how much of an answer is sent ahead of its reader."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from kvrelay.rpc.deadline import Deadline
+from kvstore.client.transports.connection import dial_unix
+from kvstore.limits import StoreLimits
+from kvstore.server import listener as lanes
+from kvstore.server.block_store import BlockStore
+from kvstore.wire.frames import Op, RequestFrame
+
+
+@pytest.mark.parametrize(("client", "short"), [("127.0.0.1", True), ("127.0.0.2", False)])
+def test_only_a_line_within_one_host_is_kept_short(client: str, short: bool) -> None:
+    """What another host needs in flight is for the system to find out."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname(), 10.0, (client, 0)),
+        listener.accept()[0] as accepted,
+    ):
+        before = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        lanes._keep_short(accepted)
+        after = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    assert before > 2 * lanes.NEAR_BUFFER  # the system counts its own bytes too, as many again
+    assert after == (2 * lanes.NEAR_BUFFER if short else before)
+
+
+def test_strangers_keep_nobody_on_this_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "MAX_CONNECTIONS", 2)
+    vault = BlockStore(StoreLimits(1 << 20))
+    made = lanes.TransportListener(vault, lanes.ListenerOptions())
+    made.start()
+    address = ("127.0.0.1", made.ways.lane_port)
+    with ExitStack() as held:
+        held.callback(made.stop)
+        for _ in range(2):
+            held.enter_context(socket.create_connection(address, 30.0))
+        while len(made._pipes[False]) < 2:
+            time.sleep(0.01)
+        third = held.enter_context(socket.create_connection(address, 30.0))
+        assert third.recv(1) == b""
+        line = dial_unix(made.ways.socket, Deadline.after(30.0), vault.boot)
+        held.callback(line.pipe.close)
+        line.pipe.limit(30.0)
+        line.ask(RequestFrame(Op.ATTACH))
+        fd, size = line.descriptor()
+        os.close(fd)
+        assert size == vault.arena.size

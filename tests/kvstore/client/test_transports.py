@@ -1,0 +1,628 @@
+"""The three ways to the bytes: how one is chosen, and what happens when it is cut or lies."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from kvrelay.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Unavailable
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.v1 import store_pb2 as pb
+from kvstore import PutStatus, Want, connect
+from kvstore.client.calls import StoreCalls
+from kvstore.client.remote import RemoteStore
+from kvstore.client.transports import shared_memory, socket_transport
+from kvstore.client.transports.connection import (
+    ConnectionPool,
+    StoreConnection,
+    dial_tcp,
+    dial_unix,
+)
+from kvstore.client.transports.selector import TRANSPORTS, TransportSelector
+from kvstore.wire.frames import ANSWER_BYTES, BlockRow, Op, RequestFrame, Status
+from tests.failures.proxy import Faults
+from tests.failures.proxy import Proxy as SlowProxy
+from tests.kvstore.client.proxy import Fault, Proxy
+from tests.kvstore.conftest import start_service, stop
+from tests.kvstore.reading import accepted
+from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, put
+
+Proxied = Callable[[str], tuple[RemoteStore, Proxy]]
+
+
+def seeded() -> random.Random:
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    return random.Random(seed)
+
+
+def address_of(url: str) -> str:
+    return url.removeprefix("kvrelay://")
+
+
+@pytest.fixture
+def proxied(service_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxied]:
+    """A client that goes one way, with a proxy on it. The others are as they are."""
+    host, _, port = address_of(service_url).partition(":")
+    stores: list[RemoteStore] = []
+    proxies: list[Proxy] = []
+
+    def through(way: str) -> tuple[RemoteStore, Proxy]:
+        direct = RemoteStore(f"{host}:{port}")
+        stores.append(direct)
+        ways = direct._calls.ways(Deadline.after(TIMEOUT))
+        if way == "shm":
+            proxy = Proxy(socket.AF_UNIX, "\0" + ways.socket)
+            monkeypatch.setattr(
+                shared_memory,
+                "dial_unix",
+                lambda _, limit, boot: dial_unix(proxy.name, limit, boot),
+            )
+        elif way == "lane":
+            proxy = Proxy(socket.AF_INET, (host, ways.lane_port))
+            monkeypatch.setattr(
+                socket_transport,
+                "dial_tcp",
+                lambda h, _, limit, boot: dial_tcp(h, proxy.port, limit, boot),
+            )
+        else:
+            proxy = Proxy(socket.AF_INET, (host, int(port)))
+        proxies.append(proxy)
+        stores.append(RemoteStore(f"{host}:{proxy.port if way == 'grpc' else port}", way))
+        stores[-1].clear(TIMEOUT)
+        return stores[-1], proxy
+
+    yield through
+    for store in stores:
+        store.close()
+    for proxy in proxies:
+        proxy.close()
+
+
+@pytest.fixture
+def plain(service_url: str) -> Iterator[RemoteStore]:
+    store = RemoteStore(address_of(service_url), "grpc")
+    yield store
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("flags", "way"),
+    [((), "shm"), (("--no-shared",), "lane"), (("--no-shared", "--no-lane"), "grpc")],
+)
+def test_the_fastest_way_there_is_is_chosen_and_said_once(
+    flags: tuple[str, ...], way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    process, url = start_service("--budget=4MiB", *flags)
+    store = RemoteStore(address_of(url))
+    try:
+        with caplog.at_level(logging.INFO, "kvrelay.store"):
+            for _ in range(3):
+                block = make(300_000)
+                assert put(store, block) == [PutStatus.STORED]
+                assert get(store, block)[0].header is not None
+        assert store.used == {way: 6}
+        assert len([r for r in caplog.records if "blocks go by" in r.message]) == 1
+    finally:
+        store.close()
+        stop(process)
+
+
+def test_a_way_can_be_forced_and_fails_loudly_where_it_cannot_be_gone(service_url: str) -> None:
+    for way in TRANSPORTS:
+        store = RemoteStore(address_of(service_url), way)
+        block = make(300_000)
+        assert put(store, block) == [PutStatus.STORED]
+        get(store, block)
+        assert set(store.used) == {way}
+        store.close()
+    process, url = start_service("--budget=1MiB", "--no-shared", "--no-lane")
+    try:
+        for way in ("shm", "lane"):
+            store = RemoteStore(address_of(url), way)
+            with pytest.raises(Unavailable, match=f"way={way} cannot be gone"):
+                get(store, make())
+            store.close()
+    finally:
+        stop(process)
+
+
+@pytest.mark.parametrize("query", ["way=pigeon", "way", "fast=1"])
+def test_an_unknown_way_is_refused(query: str) -> None:
+    with pytest.raises(Rejected, match=r"way|fast"):
+        connect(f"kvrelay://localhost:1?{query}")
+
+
+@pytest.mark.parametrize("way", ["shm", "lane"])
+def test_a_way_that_is_cut_is_left_for_the_next_with_the_same_result(
+    proxied: Proxied, plain: RemoteStore, way: str
+) -> None:
+    source = seeded()
+    store, proxy = proxied(way)
+    blocks = [make(200_000) for _ in range(6)]
+    assert set(put(plain, *blocks)) == {PutStatus.STORED}
+    breaks = 0
+    for _ in range(12):
+        # After the 40 bytes with which shared memory is attached.
+        proxy.fault = Fault(cut_down=source.randrange(41, 250 if way == "shm" else 1_200_000))
+        store._ways.close()  # new connections, which meet the fault
+        assert all(got.header is not None for got in get(store, *blocks))
+        breaks += proxy.fault.hit.is_set()
+    assert breaks > 3
+    assert store.breaks[way] > 0
+
+
+def test_what_was_reserved_for_a_lane_that_breaks_is_given_up(
+    service_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store has not heard of the ticket on that lane, so its end says nothing to it."""
+
+    def cut(*_: object, **__: object) -> None:
+        raise Unavailable("the lane is cut")
+
+    monkeypatch.setattr(socket_transport, "send", cut)
+    store = RemoteStore(address_of(service_url), "lane")
+    offers = [offer(make(300_000)) for _ in range(3)]
+    before = store.stats(TIMEOUT).tally.abandoned
+    for wait in (0.0, 1.0):  # reserved by the way itself, or before one was chosen
+        found = store._put_asked(offers, wait, Deadline.after(TIMEOUT), set())
+        assert [outcome.kept for outcome in found] == [PutStatus.PENDING] * 3
+        stats = store.stats(TIMEOUT)
+        assert (stats.reservations, stats.tally.abandoned - before) == (0, 3)
+        before += 3
+    assert [outcome.kept for outcome in store.put(offers, TIMEOUT)] == [PutStatus.STORED] * 3
+    store.close()
+
+
+@pytest.mark.parametrize("way", ["shm", "lane"])
+def test_a_put_that_is_cut_is_finished_on_the_next_way(
+    proxied: Proxied, plain: RemoteStore, way: str
+) -> None:
+    source = seeded()
+    store, proxy = proxied(way)
+    for _ in range(8):
+        blocks = [make(200_000) for _ in range(6)]
+        proxy.fault = Fault(cut_up=source.randrange(49, 900 if way == "shm" else 1_200_000))
+        store._ways.close()
+        assert set(put(store, *blocks)) <= {PutStatus.STORED, PutStatus.EXISTED}
+        assert all(got.header is not None for got in get(plain, *blocks))
+    proxy.fault = Fault()
+    stats = plain.stats(TIMEOUT)
+    assert (stats.reservations, stats.reserved_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("way", TRANSPORTS)
+def test_a_way_that_crawls_costs_its_deadline_and_no_more(
+    proxied: Proxied, plain: RemoteStore, way: str
+) -> None:
+    store, proxy = proxied(way)
+    block = make(4 << 20)
+    put(plain, block)
+    proxy.fault = Fault(delay=0.3)
+    with RemoteAgain(store, way, proxy) as fresh:
+        began = time.monotonic()
+        with pytest.raises((DeadlineExceeded, Unavailable)):
+            list(fresh.get([Want(name_of(block), memoryview(bytearray(4 << 20)))], 0.5))
+        assert time.monotonic() - began < 3
+
+
+@pytest.mark.slow
+def test_a_network_that_is_slow_is_not_a_silent_one() -> None:
+    """Megabytes are on their way before the answer to a ping."""
+    blocks = [make(2 << 20) for _ in range(8)]
+    process, url = start_service("--budget=64MiB")
+    try:
+        with SlowProxy(address_of(url)) as proxy:
+            store = connect(f"kvrelay://{proxy.address}?way=grpc")
+            put(store, *blocks)
+            proxy.down.faults = Faults(rate=1e6)
+            assert accepted(store, blocks, 60.0) == (8, 0)
+            store.close()
+    finally:
+        stop(process)
+
+
+@pytest.mark.parametrize("way", ["lane", "grpc"])
+def test_a_flipped_byte_on_the_way_out_is_found(
+    proxied: Proxied, plain: RemoteStore, way: str
+) -> None:
+    source = seeded()
+    store, proxy = proxied(way)
+    blocks = [make(30_000) for _ in range(3)]
+    put(plain, *blocks)
+    sums = [0, 0, 0]
+    for _ in range(25):
+        proxy.fault = Fault(flip_down=source.randrange(100, 90_000))
+        with RemoteAgain(store, way, proxy) as fresh:
+            try:
+                taken, refused = accepted(fresh, blocks)
+            except KvrelayError:
+                taken, refused = 0, 0
+                sums[2] += 1
+            sums[0] += taken
+            sums[1] += refused
+    print(f"{sums[0]} right, {sums[1]} refused, {sums[2]} calls failed")
+    assert sums[0] > 10
+    assert sums[1] > 10
+
+
+class RemoteAgain:
+    """The client anew, so that its connections are made while the fault is set."""
+
+    def __init__(self, store: RemoteStore, way: str, proxy: Proxy) -> None:
+        host, _, port = address_of(store.url).partition("?")[0].partition(":")
+        self._store = RemoteStore(f"{host}:{proxy.port if way == 'grpc' else port}", way)
+
+    def __enter__(self) -> RemoteStore:
+        return self._store
+
+    def __exit__(self, *_: object) -> None:
+        self._store.close()
+
+
+@pytest.mark.parametrize("way", ["lane", "grpc"])
+def test_a_flipped_byte_on_the_way_in_is_refused_or_another_way_taken(
+    proxied: Proxied, plain: RemoteStore, way: str
+) -> None:
+    source = seeded()
+    store, proxy = proxied(way)
+    refused = 0
+    for _ in range(15):
+        block = make(300_000)
+        proxy.fault = Fault(flip_up=source.randrange(20, 250_000))
+        with RemoteAgain(store, way, proxy) as fresh:
+            try:
+                (outcome,) = fresh.put([offer(block)], 3.0)
+            except KvrelayError:
+                continue
+        refused += outcome.kept is PutStatus.CORRUPT
+        taken, wrong = accepted(plain, [block])
+        assert (taken, wrong) == (int(outcome.present), 0)
+    assert refused > 3
+    assert plain.stats(TIMEOUT).tally.corrupt >= refused
+
+
+def arena_in(process: subprocess.Popen[str]) -> int:
+    """Address of the arena in the store's process."""
+    with open(f"/proc/{process.pid}/maps", encoding="ascii") as maps:
+        line = next(line for line in maps if "kvrelay-arena" in line)
+    return int(re.split("[- ]", line)[0], 16)
+
+
+def test_a_flipped_byte_in_shared_memory_is_found() -> None:
+    source = seeded()
+    process, url = start_service("--budget=4MiB")
+    store = RemoteStore(address_of(url), "shm")
+    try:
+        blocks = [make(30_000) for _ in range(3)]
+        put(store, *blocks)
+        found = store._calls.locate([name_of(b) for b in blocks], 60_000, Deadline.after(TIMEOUT))
+        address = arena_in(process)
+        with open(f"/proc/{process.pid}/mem", "r+b", buffering=0) as memory:
+            for number in range(200):
+                which = source.randrange(3)
+                at = (
+                    address
+                    + found.offsets[which]
+                    + (
+                        source.randrange(256)
+                        if number % 2
+                        else source.randrange(blocks[which].size)
+                    )
+                )
+                memory.seek(at)
+                byte = memory.read(1)
+                memory.seek(at)
+                memory.write(bytes([byte[0] ^ 1]))
+                assert accepted(store, blocks) == (2, 1)
+                memory.seek(at)
+                memory.write(byte)
+        assert accepted(store, blocks) == (3, 0)
+        assert store.breaks == {}
+    finally:
+        store.close()
+        stop(process)
+
+
+def test_the_memory_of_a_killed_store_is_let_go() -> None:
+    """By a client that only looks up, too: or it would be taken twice."""
+    process, url = start_service("--budget=1MiB")
+    store = RemoteStore(address_of(url))
+    maps = Path("/proc/self/maps")
+    block = make(500_000)
+    try:
+        assert put(store, block) == [PutStatus.STORED]
+        arenas = maps.read_text().count("kvrelay-arena")
+        assert arenas
+        stop(process)
+        process, _ = start_service("--budget=1MiB", f"--port={url.rpartition(':')[2]}")
+        deadline = Deadline.after(TIMEOUT)
+        while maps.read_text().count("kvrelay-arena") == arenas:
+            assert not deadline.expired, "it is mapped still"
+            with contextlib.suppress(Unavailable):
+                assert store.lookup([name_of(block)], [], 0.0, TIMEOUT).lead == 0
+        assert put(store, block) == [PutStatus.STORED]
+        assert set(store.used) == {"shm"}  # and it is the new one's at once
+    finally:
+        store.close()
+        stop(process)
+
+
+def test_nobody_waits_for_another_s_search_longer_than_he_has_time() -> None:
+    """The store stands still while one call, that has time, asks it for its ways."""
+    asked, answered = threading.Event(), threading.Event()
+
+    class Silent:
+        def ways(self, deadline: Deadline) -> pb.WaysResponse:
+            asked.set()
+            answered.wait(TIMEOUT)
+            raise Unavailable("it is gone")
+
+    ways = TransportSelector("127.0.0.1:1", cast(StoreCalls, Silent()), None)
+    with ThreadPoolExecutor(1) as pool:
+        patient = pool.submit(ways.best, (), Deadline.after(TIMEOUT))
+        try:
+            assert asked.wait(TIMEOUT)
+            with pytest.raises(DeadlineExceeded, match="another call"):
+                ways.best((), Deadline.after(0.05))
+            ways.started(b"another start")
+            assert not patient.done()
+        finally:
+            answered.set()
+        with pytest.raises(Unavailable, match="it is gone"):
+            patient.result()
+    assert not ways.breaks
+
+
+def test_a_call_without_time_to_connect_blames_no_way(service_url: str) -> None:
+    line, store = tcp_line(service_url)
+    port = store._calls.ways(Deadline.after(TIMEOUT)).lane_port
+    lines = ConnectionPool(lambda deadline: dial_tcp("127.0.0.1", port, deadline, line.boot))
+    with pytest.raises(DeadlineExceeded):
+        lines.take(Deadline.after(0.0))
+    line.pipe.close()
+    store.close()
+
+
+@pytest.mark.parametrize("way", TRANSPORTS)
+def test_a_killed_store_is_not_answered_from_stale_places(way: str) -> None:
+    process, url = start_service("--budget=4MiB")
+    store = RemoteStore(address_of(url), way)
+    try:
+        old = [make(50_000) for _ in range(4)]
+        put(store, *old)
+        assert accepted(store, old) == (4, 0)
+        process.send_signal(signal.SIGKILL)
+        stop(process)
+        with pytest.raises(Unavailable):
+            accepted(store, old)
+        process, _ = start_service("--budget=4MiB", f"--port={url.rpartition(':')[2]}")
+        deadline = time.monotonic() + TIMEOUT
+        while True:
+            try:
+                assert accepted(store, old) == (0, 0)
+                break
+            except Unavailable:
+                assert time.monotonic() < deadline
+        new = [make(50_000) for _ in range(4)]
+        put(store, *new)
+        assert accepted(store, [*old, *new]) == (4, 0)
+        put(store, *old)
+        assert accepted(store, [*old, *new]) == (8, 0)
+        assert store.stats(TIMEOUT).leases == 0
+    finally:
+        store.close()
+        stop(process)
+
+
+def test_a_lease_that_ended_during_the_copy_makes_it_a_miss(
+    plain: RemoteStore, service_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = make(30_000)
+    put(plain, block)
+    for way in ("shm", "lane"):
+        store = RemoteStore(address_of(service_url), way)
+        get(store, block)
+        module = shared_memory if way == "shm" else socket_transport
+        monkeypatch.setattr(module, "lease_ms", lambda _: 1)
+        want = Want(name_of(block), memoryview(bytearray(30_000)))
+        late = [
+            got.header
+            for _ in range(30)
+            for got in store.get([Slow(want.name, want.buffer)], TIMEOUT)
+        ]
+        assert late == [None] * 30
+        store.close()
+
+
+class Slow(Want):
+    """A want whose buffer takes a while to be looked at."""
+
+    def __getattribute__(self, name: str) -> object:
+        if name == "buffer":
+            time.sleep(0.001)
+        return object.__getattribute__(self, name)
+
+
+def test_nobody_but_the_store_writes_to_the_arena(service_url: str) -> None:
+    import mmap
+
+    store = RemoteStore(address_of(service_url))
+    ways = store._calls.ways(Deadline.after(TIMEOUT))
+    line = dial_unix(ways.socket, Deadline.after(TIMEOUT), ways.boot)
+    line.ask(RequestFrame(Op.ATTACH))
+    fd, size = line.descriptor()
+    assert size == ways.arena_bytes
+    again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
+    for descriptor in (fd, again):
+        with pytest.raises(PermissionError):
+            mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        with pytest.raises(PermissionError):
+            os.pwrite(descriptor, b"x", 0)
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, 0)
+        mapped = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ)
+        assert mapped[:8] == b"KVRARENA"
+        mapped.close()
+        os.close(descriptor)
+    line.pipe.close()
+    store.close()
+
+
+def test_another_user_is_not_let_in(service_url: str) -> None:
+    store = RemoteStore(address_of(service_url))
+    ways = store._calls.ways(Deadline.after(TIMEOUT))
+    store.close()
+    script = f"""
+import os, socket
+os.setuid(65534)
+sock = socket.socket(socket.AF_UNIX)
+sock.connect("\\0{ways.socket}")
+sock.settimeout(10)
+print(sock.recv(1))
+"""
+    if os.getuid() != 0:
+        pytest.skip("only root can become another user")
+    done = subprocess.run(
+        ["python3", "-c", script], capture_output=True, text=True, check=False, timeout=TIMEOUT
+    )
+    assert "b''" in done.stdout or "reset" in done.stderr
+
+
+def tcp_line(url: str) -> tuple[StoreConnection, RemoteStore]:
+    store = RemoteStore(address_of(url), "grpc")
+    ways = store._calls.ways(Deadline.after(TIMEOUT))
+    line = dial_tcp("127.0.0.1", ways.lane_port, Deadline.after(TIMEOUT), ways.boot)
+    line.pipe.limit(TIMEOUT)
+    return line, store
+
+
+def test_nothing_is_read_from_a_lane_without_a_lookup(service_url: str) -> None:
+    line, store = tcp_line(service_url)
+    mine, theirs = make(1000), make(1000)
+    put(store, mine, theirs)
+    deadline = Deadline.after(TIMEOUT)
+    one = store._calls.locate([name_of(mine)], 60_000, deadline)
+    two = store._calls.locate([name_of(theirs)], 60_000, deadline)
+    for serial, token in (
+        (two.lease, one.token),
+        (two.lease, bytes(16)),
+        (one.lease + 10_000, one.token),
+        (0, bytes(16)),
+    ):
+        stranger, unused = tcp_line(service_url)
+        stranger.ask(RequestFrame(Op.GET, serial, token, 0, 1))
+        with pytest.raises(Corrupt, match="refused: token"):
+            stranger.answer()
+        stranger.pipe.close()
+        unused.close()
+    line.ask(RequestFrame(Op.GET, one.lease, one.token, 0, 1, last=True))
+    assert line.answer().length == mine.size
+    assert line.pipe.receive(mine.size) == mine.header + bytes(mine.payload)
+    assert line.body() == b""
+    line.ask(RequestFrame(Op.GET, one.lease, one.token, 0, 1))
+    assert line.answer().status is Status.GONE
+    store._calls.let_go(two.boot, two.lease, TIMEOUT)
+    line.pipe.close()
+    store.close()
+
+
+def test_a_bad_request_on_a_lane_is_refused_and_ends_the_connection(service_url: str) -> None:
+    row = BlockRow(b"n" * 32, 1 << 40).encode()
+    line, store = tcp_line(service_url)
+    block = make(300 << 10)
+    found = store._calls.claim(
+        pb.ReserveRequest(claims=[pb.Claim(name=name_of(block), length=block.size)]),
+        Deadline.after(TIMEOUT),
+    )
+    shown = RequestFrame(Op.PUT, found.ticket, found.token, count=2, body=len(row))
+    line.pipe.close()
+    store.close()
+    local = [Op.ATTACH, Op.WINDOW, Op.LOCATE, Op.STAGE, Op.RESERVE]
+    cases: list[tuple[bytes, str]] = [
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\n".ljust(48), "magic"),
+        (RequestFrame(Op.GET).encode()[:5] + b"\x63" + RequestFrame(Op.GET).encode()[6:], "op"),
+        (RequestFrame(Op.GET, body=1 << 40).encode(), "body"),
+        (RequestFrame(Op.GET, count=1 << 20).encode(), "count"),
+        (RequestFrame(Op.PUT, count=2, body=len(row)).encode() + row, "token"),
+        (shown.encode() + row, "body"),
+        (replace(shown, count=1).encode() + row, r"rows\[0\].size"),
+        *((RequestFrame(op).encode(), "op") for op in local),
+    ]
+    for data, field in cases:
+        line, store = tcp_line(service_url)
+        line.pipe.send([data])
+        with pytest.raises(Corrupt, match=f"refused: {field}"):
+            line.answer()
+        with pytest.raises(Unavailable):
+            line.pipe.receive(1)
+        line.pipe.close()
+        store.close()
+
+
+def test_what_is_being_sent_stays_what_it_is_after_its_lease() -> None:
+    """A reader that stalls until its lease is over must not be sent what came to that place."""
+    process, url = start_service("--budget=16MiB", "--eviction=lru")
+    store = RemoteStore(address_of(url), "grpc")
+    block = make(7 << 20)
+    try:
+        assert put(store, block) == [PutStatus.STORED]
+        found = store._calls.locate([name_of(block)], 60_000, Deadline.after(TIMEOUT))
+        port = store._calls.ways(Deadline.after(TIMEOUT)).lane_port
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that most of it waits
+            sock.settimeout(TIMEOUT)
+            sock.connect(("127.0.0.1", port))
+            sock.sendall(RequestFrame(Op.GET, found.lease, found.token, 0, 1).encode())
+            assert sock.recv(1, socket.MSG_PEEK)
+            store._calls.let_go(found.boot, found.lease, TIMEOUT)
+            for _ in range(16):
+                assert put(store, make(1 << 20)) == [PutStatus.STORED]
+            sent = bytearray()
+            while len(sent) < ANSWER_BYTES + block.size:
+                sent += (part := sock.recv(1 << 20))
+                assert part, "the store has cut the connection"
+        assert sent[ANSWER_BYTES:] == block.header + bytes(block.payload)
+        deadline = Deadline.after(TIMEOUT)
+        while store.stats(TIMEOUT).leases:
+            assert not deadline.expired, "it is held still"
+            time.sleep(0.01)
+    finally:
+        store.close()
+        stop(process)
+
+
+def test_a_window_is_gone_with_its_connection() -> None:
+    process, url = start_service("--budget=1MiB")
+    store = RemoteStore(address_of(url), "grpc")
+    ways = store._calls.ways(Deadline.after(TIMEOUT))
+    maps = Path(f"/proc/{process.pid}/maps")
+    try:
+        for _ in range(8):
+            line = dial_unix(ways.socket, Deadline.after(TIMEOUT), ways.boot)
+            line.ask(RequestFrame(Op.WINDOW))
+            os.close(line.descriptor()[0])
+            assert "kvrelay-window" in maps.read_text()
+            line.pipe.close()
+        deadline = Deadline.after(TIMEOUT)
+        while "kvrelay-window" in maps.read_text():
+            assert not deadline.expired, "windows of closed connections are mapped still"
+            time.sleep(0.01)
+    finally:
+        store.close()
+        stop(process)

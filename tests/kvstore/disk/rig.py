@@ -1,0 +1,115 @@
+"""A store with a disk in this process, without gRPC: as quick as its files."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvstore import Block, PutStatus
+from kvstore.claims import Claim, ClaimStatus
+from kvstore.disk.tier import DiskOptions, DiskTier
+from kvstore.disk_stats import DiskStats
+from kvstore.limits import StoreLimits
+from kvstore.server.block_store import BlockStore
+from tests.kvstore.test_conformance import name_of
+
+SLOW = 60.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for something to hold."""
+    deadline = time.monotonic() + SLOW
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.002)
+
+
+def files(path: Path) -> list[Path]:
+    """The segments in a directory."""
+    return sorted(path.glob("segment-*"))
+
+
+def size_of(path: Path) -> int:
+    """The bytes of all of them."""
+    return sum(file.stat().st_size for file in files(path))
+
+
+class Inside:
+    """Puts and gets whole blocks."""
+
+    def __init__(self, vault: BlockStore, tier: DiskTier) -> None:
+        self.vault = vault
+        self.tier = tier
+
+    @property
+    def disk(self) -> DiskStats:
+        """Its figures."""
+        stats = self.vault.stats().disk
+        assert stats is not None
+        return stats
+
+    def put(self, block: Block) -> PutStatus:
+        """As a writer does."""
+        grant = self.vault.reserve([Claim(name_of(block), block.size, partial=False)])
+        if grant.ticket is None:
+            assert grant.verdicts == (ClaimStatus.EXISTS,)
+            return PutStatus.EXISTED
+        (slot,) = self.vault.slots(grant.ticket, [name_of(block)])
+        assert slot is not None
+        slot.take(memoryview(block.header + bytes(block.payload)))
+        return self.vault.settle([slot])[0].kept
+
+    def fill(self, *blocks: Block) -> None:
+        """So that each is on disk before memory is short."""
+        for block in blocks:
+            assert self.put(block) is PutStatus.STORED
+            self.saved()
+
+    def saved(self) -> None:
+        """Returns when all is on disk."""
+        until(lambda: self.disk.unsaved == 0)
+
+    def get(self, block: Block) -> bytes | None:
+        """As a reader does."""
+        name, books = name_of(block), self.vault.books
+        assert books is not None
+        if books.bring([name]):
+            books.wait_for([name], SLOW)
+        found = self.vault.locate([name], SLOW)
+        if found.lease is None or found.blocks[0] is None:
+            return None
+        size, place = found.blocks[0]
+        data = bytes(self.vault.arena.view(place, size))
+        self.vault.release([found.lease])
+        return data
+
+    def has(self, *blocks: Block) -> list[bool]:
+        """Whether they are there, in memory or below."""
+        sizes = self.vault.survey([name_of(block) for block in blocks], 0.0).sizes
+        return [size is not None for size in sizes]
+
+    def right(self, *blocks: Block) -> list[bool]:
+        """Whether they come, byte for byte; wrong bytes fail at once."""
+        came = [self.get(block) for block in blocks]
+        for data, block in zip(came, blocks, strict=True):
+            assert data is None or data == block.header + bytes(block.payload)
+        return [data is not None for data in came]
+
+
+@contextmanager
+def inside(
+    path: Path, budget: int = 1 << 20, disk_budget: int = 64 << 20, restore: bool = False
+) -> Iterator[Inside]:
+    """Opened, restored, and closed as a store is that gets SIGTERM."""
+    vault = BlockStore(StoreLimits(budget, disk_budget=disk_budget))
+    assert vault.books is not None
+    tier = DiskTier(DiskOptions(str(path), disk_budget, restore), vault.books, vault.arena)
+    tier.start()
+    try:
+        assert tier.wait_restored(SLOW)
+        yield Inside(vault, tier)
+        tier.flush(SLOW)
+    finally:
+        tier.close()

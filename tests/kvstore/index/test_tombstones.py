@@ -1,0 +1,91 @@
+"""Why blocks went, as far back as is remembered."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tracemalloc
+
+import pytest
+
+from kvrelay.usage import Miss
+from kvstore.base import SurveyResult
+from kvstore.claims import Claim, Tail
+from kvstore.index.block_index import BlockIndex
+from kvstore.index.eviction.policy import LeastRecentlyUsed
+from kvstore.index.tombstones import MAX_TOMBSTONES, Tombstones
+from kvstore.multi.union import united
+
+A, B, C = (hashlib.sha256(word).digest() for word in (b"a", b"b", b"c"))
+
+
+def test_the_newest_are_remembered_with_their_last_reason() -> None:
+    gone = Tombstones(remembered=2)
+    for name, why in ((A, Miss.EVICTED), (B, Miss.EXPIRED), (A, Miss.CLEARED), (C, Miss.EVICTED)):
+        gone.went(name, None, why)
+    assert [gone.why([name], []) for name in (A, B, C)] == [
+        Miss.CLEARED,
+        Miss.NEVER_STORED,
+        Miss.EVICTED,
+    ]
+    assert len(gone) == 2
+
+
+def test_an_opening_counts_while_one_block_of_it_is_there() -> None:
+    gone = Tombstones()
+    gone.came(5)
+    gone.came(5)
+    gone.went(A, 5, Miss.EVICTED)
+    assert gone.why([B], [5]) is Miss.OTHER_NAMESPACE
+    gone.went(C, 5, Miss.EVICTED)
+    assert gone.why([B], [5]) is Miss.NEVER_STORED
+    assert gone.why([A], [5]) is Miss.EVICTED
+
+
+def test_a_full_memory_takes_what_is_said_of_it() -> None:
+    tracemalloc.start()
+    try:
+        gone = Tombstones()
+        for _ in range(MAX_TOMBSTONES + 1000):
+            gone.went(os.urandom(32), None, Miss.EVICTED)
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    print(f"{taken / 2**20:.1f} MiB")
+    assert MAX_TOMBSTONES * 0.99 < len(gone) <= MAX_TOMBSTONES
+    assert taken < 6 << 20
+
+
+def test_a_partial_block_whose_life_is_over_has_expired() -> None:
+    catalog: BlockIndex[str] = BlockIndex(100, LeastRecentlyUsed(), 10.0, b"boot")
+    grant = catalog.reserve([Claim(A, 10, True)], 5.0, 0.0)
+    assert catalog.lookup([], [Tail(0, A)], 0.0, 0.0).missing is Miss.TOO_LATE
+    assert grant.ticket is not None
+    catalog.commit(grant.ticket, A, "A", 0.0)
+    assert catalog.lookup([], [Tail(0, A)], 0.0, 5.0).missing is None
+    assert catalog.lookup([], [Tail(0, A)], 0.0, 11.0).missing is Miss.EXPIRED
+    assert catalog.lookup([B], [Tail(0, A)], 0.0, 11.0).missing is Miss.EXPIRED
+    assert catalog.lookup([B], [], 0.0, 11.0).missing is Miss.NEVER_STORED
+
+
+@pytest.mark.parametrize(
+    ("near", "far", "opening", "told"),
+    [
+        ((Miss.NEVER_STORED,), (Miss.EVICTED,), False, Miss.EVICTED),
+        ((Miss.EXPIRED,), (Miss.EVICTED,), True, Miss.EXPIRED),
+        ((Miss.NEVER_STORED,), (Miss.NEVER_STORED,), False, Miss.NEVER_STORED),
+        ((Miss.NEVER_STORED,), (Miss.NEVER_STORED,), True, Miss.OTHER_NAMESPACE),
+        ((Miss.NEVER_STORED,), (), False, Miss.UNKNOWN),
+    ],
+)
+def test_of_several_stores_the_one_that_knows_is_believed(
+    near: tuple[Miss, ...], far: tuple[Miss, ...], opening: bool, told: Miss
+) -> None:
+    answers = {
+        "near": SurveyResult((None,), None, near),
+        "far": SurveyResult((None,), None, far, opening),
+    }
+    assert united(answers, 1, []).missing is told
+    assert united(answers, 0, [Tail(0, A)]).missing is told
+    there = {**answers, "third": SurveyResult((5,), None)}
+    assert united(there, 1, []).missing is None

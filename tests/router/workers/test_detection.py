@@ -1,0 +1,527 @@
+"""Who is silent, restarted or leaving is noticed, and its streams go on elsewhere at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import ExitStack
+from typing import Literal, TypedDict
+
+import pytest
+
+from kvrelay.errors import DeadlineExceeded, Draining, KvrelayError, Mismatch, Rejected, Unavailable
+from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
+from router.generate.retry import WELL_SERVED, Attempts, PoisonRequest, RetryKind, RetryLimits
+from router.generate.token_bucket import TokenBucket
+from router.workers.health import READY, HealthState, of_answer, of_failure
+from router.workers.loss import WorkerLost, WorkerSilent
+from tests.failures.proxy import Faults, Proxy
+from tests.router.fakes import (
+    Behaviour,
+    FakeWorker,
+    Running,
+    answer,
+    decode_worker,
+    ids,
+    namespace,
+    prefill_worker,
+    running,
+)
+from tests.router.generate.test_generate import PROMPT, failing, request
+
+
+class Pace(TypedDict):
+    """Flags of the router."""
+
+    health_interval: float
+    health_timeout: float
+
+
+FAST = Pace(health_interval=0.05, health_timeout=0.15)
+DEFAULT = Pace(health_interval=0.15, health_timeout=0.35)
+SLACK = 1.0  # a busy machine's; the bar is in docs/failures.md
+
+
+def awake() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+def sleeper(boot: str, tokens: int = 3) -> tuple[FakeWorker, asyncio.Event]:
+    """A decode worker that makes so many tokens and falls silent when its event is cleared."""
+    event = awake()
+    behaviour = Behaviour(step=asyncio.Semaphore(tokens), checks=event, tokens=event)
+    return decode_worker(boot, behaviour=behaviour), event
+
+
+async def states(router: Running) -> dict[str, str]:
+    stub = router_pb2_grpc.RouterStub(router.channel)
+    listed = await stub.ListWorkers(router_pb2.ListWorkersRequest())
+    return {w.address: router_pb2.WorkerState.Name(w.state) for w in listed.workers}
+
+
+async def first(call: AsyncIterator[router_pb2.GenerateResponse], count: int) -> list[int]:
+    """So many tokens of a stream."""
+    seen: list[int] = []
+    while len(seen) < count:
+        seen += ids([await anext(call)])
+    return seen
+
+
+async def rest(call: AsyncIterator[router_pb2.GenerateResponse]) -> list[int]:
+    return ids([response async for response in call])
+
+
+@pytest.mark.parametrize("pace", [DEFAULT, FAST], ids=["default", "fast"])
+async def test_streams_leave_a_silent_worker(pace: Pace) -> None:
+    sleeping, event = sleeper("d0")
+    async with running([sleeping], **pace) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        await stand_by(router, sleeping, other := decode_worker("d1"))
+        event.clear()
+        begun = time.monotonic()
+        seen += await first(call, 1)
+        pause = time.monotonic() - begun
+        print(f"pause {pause:.3f} s")
+        assert pause < pace["health_interval"] + pace["health_timeout"] + SLACK
+        assert (await states(router))[sleeping.address] == "WORKER_STATE_SUSPECT"
+        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+        await asyncio.wait_for(sleeping.cancelled.wait(), 2)  # the ghost's leg has ended
+        event.set()
+        await router.settled(used=2)
+        assert set((await states(router)).values()) == {"WORKER_STATE_READY"}
+        await other.stop()
+
+
+async def stand_by(router: Running, *workers: FakeWorker) -> None:
+    """List exactly these, and wait until all are used."""
+    from tests.router.workers.test_registry import join
+
+    await join(router, *workers)
+    await router.settled(used=len(workers), listed=len(workers))
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["drains", "dies"])
+async def test_a_stream_waits_for_a_worker_that_is_large_enough(dies: bool) -> None:
+    step = asyncio.Semaphore(3)
+    large = decode_worker("d0", behaviour=Behaviour(step=step))
+    small = decode_worker("d1", num_blocks=4)
+    async with running([large], **FAST) as router:
+        call = aiter(router.call(request(40)))
+        seen = await first(call, 3)
+        await stand_by(router, large, small)
+        if dies:
+            await large.stop()
+        else:
+            large.behaviour.draining = True
+        await router.settled(used=1)
+        error = await failing(router.generate(request(40)))  # it may fit again, so no Rejected
+        assert isinstance(error, Unavailable)
+        again = decode_worker("d2")
+        if dies:
+            await again.start(large.address)
+        else:  # it ends where it is
+            for _ in range(40):
+                step.release()
+        assert seen + await rest(call) == answer(PROMPT, 40, 5)
+        assert not small.legs
+        assert large.cancelled.is_set() == dies
+        await again.stop()
+        await small.stop()
+
+
+async def test_a_worker_that_only_makes_tokens_is_not_silent() -> None:
+    checks, step = awake(), asyncio.Semaphore(0)
+    busy = decode_worker("d0", behaviour=Behaviour(checks=checks, step=step))
+    async with running([busy, decode_worker("d1", max_model_len=20)], **FAST) as router:
+        call = aiter(router.call(request(40)))
+        checks.clear()
+        seen: list[int] = []
+        for _ in range(40):
+            step.release()
+            seen += await first(call, 1)
+            await asyncio.sleep(0.02)  # the pace of its tokens: faster than the silence allowed
+        assert seen == answer(PROMPT, 40, 5)
+        assert len(busy.legs) == 1
+
+
+async def test_who_was_silent_for_a_while_may_go_on_when_nobody_else_can() -> None:
+    sleeping, event = sleeper("d0")
+    async with running([sleeping], **FAST) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        for _ in range(3):
+            event.clear()
+            await router.settled(used=0)
+            event.set()
+            await router.settled(used=1)
+        sleeping.behaviour.step = None
+        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+        assert len(sleeping.legs) == 4
+
+
+async def test_a_busy_worker_is_given_time() -> None:
+    step = asyncio.Semaphore(3)
+    slow = decode_worker("d0", behaviour=Behaviour(step=step))
+    async with running([slow], **FAST) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        await stand_by(router, slow, other := decode_worker("d1"))
+        for seconds in (0.1, 0.2, 0.4):  # the last far beyond the silence configured
+            slow.behaviour.slow = seconds
+            await asyncio.sleep(4 * seconds)
+        assert (await states(router))[slow.address] == "WORKER_STATE_READY"
+        assert not slow.cancelled.is_set()
+        for _ in range(5):
+            step.release()
+        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+        assert not other.legs
+        await other.stop()
+
+
+async def test_a_restart_between_two_checks_moves_its_streams() -> None:
+    restarted, _ = sleeper("d0")
+    async with running([restarted], **FAST) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        await stand_by(router, restarted, other := decode_worker("d1"))
+        restarted.boot = "d0-again"  # on the same connection, as behind a proxy
+        restarted.behaviour = Behaviour()
+        responses = [response async for response in call]
+        assert seen + ids(responses) == answer(PROMPT, 8, 5)
+        assert responses[-1].usage.legs[0].worker == "d0"  # not the one that took its place
+        await asyncio.wait_for(restarted.cancelled.wait(), 2)
+        await other.stop()
+
+
+async def test_streams_leave_a_draining_worker_if_they_can() -> None:
+    leaving, _ = sleeper("d0")
+    async with running([leaving], **FAST) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        leaving.behaviour.draining = True
+        await router.settled(used=0)
+        assert (await states(router))[leaving.address] == "WORKER_STATE_DRAINING"
+        assert not leaving.cancelled.is_set()  # nobody else could go on
+        await stand_by_draining(router, leaving, other := decode_worker("d1"))
+        responses = [response async for response in call]
+        assert seen + ids(responses) == answer(PROMPT, 8, 5)
+        assert [leg.generated for leg in responses[-1].usage.legs] == [3, 5]
+        await other.stop()
+
+
+class Asked(asyncio.Event):
+    """Set always; counts who asks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set()
+        self.times = 0
+
+    async def wait(self) -> Literal[True]:
+        self.times += 1
+        return await super().wait()
+
+
+async def test_a_silent_worker_does_not_lose_its_fleet_to_another_one() -> None:
+    from tests.router.workers.test_registry import join
+
+    sleeping, event = sleeper("d0")
+    async with running([sleeping], **FAST) as router:
+        other = decode_worker(
+            "d1", namespace=namespace(revision="s"), behaviour=Behaviour(checks=(asked := Asked()))
+        )
+        await join(router, sleeping, other)
+        await router.settled(used=1, listed=2)
+        event.clear()
+        await router.settled(used=0)
+        async with asyncio.timeout(10):
+            before = asked.times
+            while asked.times < before + 3:  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0.01)
+        assert [w.usable for w in router.registry.workers] == [False, False]
+        event.set()
+        await router.settled(used=1)
+        assert router.registry.workers[0].usable
+        await other.stop()
+
+
+async def test_streams_are_not_moved_to_one_that_leaves_as_well() -> None:
+    leaving, _ = sleeper("d0")
+    async with running([leaving], resume_wait=0.5, **FAST) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        asked = asyncio.Event()
+        asked.set()
+        other = decode_worker("d1", behaviour=Behaviour(checks=asked))
+        await stand_by(router, leaving, other)
+        asked.clear()  # what it says to the next check is not known yet
+        other.behaviour.draining = True
+        other.behaviour.fail = Draining("leaving too")
+        leaving.behaviour.draining = True
+        await router.settled(used=1)
+        asked.set()
+        await router.settled(used=0)
+        assert leaving.behaviour.step is not None
+        for _ in range(5):
+            leaving.behaviour.step.release()
+        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+        assert not other.legs
+        await other.stop()
+
+
+async def test_a_worker_that_stays_after_all_gets_its_stream_back() -> None:
+    """As after a change of role that did not come off in time."""
+    only, _ = sleeper("d0")
+    async with running([only], resume_wait=5.0, **FAST) as router:
+        only.behaviour = Behaviour(fail=Draining("leaving"), fail_after=3)
+        call = aiter(router.call(request()))
+        seen = await first(call, 3)
+        only.behaviour = Behaviour()
+        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+
+
+async def stand_by_draining(router: Running, leaving: FakeWorker, other: FakeWorker) -> None:
+    from tests.router.workers.test_registry import join
+
+    await join(router, leaving, other)
+    await router.settled(used=1, listed=2)
+
+
+async def test_a_worker_that_says_draining_is_no_failure() -> None:
+    gone = [
+        decode_worker(f"d{i}", behaviour=Behaviour(fail=Draining("leaving"), fail_after=i))
+        for i in range(4)
+    ]
+    async with running([*gone, decode_worker("d9")], max_failures=0) as router:
+        assert ids(await router.generate(request(12))) == answer(PROMPT, 12, 5)
+
+
+def test_a_connection_that_breaks_twice_is_one_death() -> None:
+    attempts = Attempts(RetryLimits(failures=3, deaths=2))
+    for _ in range(3):
+        assert attempts.failed("a", WorkerLost("x"), 0, False) is RetryKind.SUSPECT
+    with pytest.raises(WorkerLost):
+        attempts.failed("a", WorkerLost("x"), 0, False)
+
+
+class Life(asyncio.Event):
+    """Set: checks are answered; else they fail at once."""
+
+    async def wait(self) -> Literal[True]:
+        if not self.is_set():
+            raise Unavailable("dead")
+        return True
+
+
+async def test_who_died_at_the_same_moment_did_not_die_of_the_request() -> None:
+    step = asyncio.Semaphore(2)
+    first_one = decode_worker("d0", behaviour=Behaviour(step=step, die_after=3))
+    async with running([first_one], **FAST) as router:
+        call = aiter(router.call(request()))
+        seen = await first(call, 2)
+        (alive := Life()).set()
+        second = decode_worker("d1", behaviour=Behaviour(checks=alive, die_after=0))
+        await stand_by(router, first_one, second)
+        alive.clear()  # it is dead, and the router has not seen it yet
+        step.release()
+        await router.settled(used=0)
+        await stand_by_draining(router, second, third := decode_worker("d2"))
+        assert seen + await rest(call) == answer(PROMPT, 8, 5)
+        assert not second.legs
+        await second.stop()
+        await third.stop()
+
+
+async def test_a_request_that_kills_is_refused() -> None:
+    workers = [decode_worker(f"d{i}", behaviour=Behaviour(die_after=0)) for i in range(4)]
+    async with running(workers) as router:
+        error = await failing(router.generate(request()))
+        assert type(error) is KvrelayError
+        assert "2 workers died while they served this request" in str(error)
+        assert sum(len(worker.legs) for worker in workers) == 2
+
+
+async def test_an_internal_error_is_retried_elsewhere_once() -> None:
+    bad = [decode_worker(f"d{i}", behaviour=Behaviour(fail=KvrelayError("bug"))) for i in range(3)]
+    async with running(bad) as router:
+        assert type(await failing(router.generate(request()))) is KvrelayError
+        assert sum(len(worker.legs) for worker in bad) == 2
+        for worker in bad[1:]:
+            worker.behaviour.fail = None
+        for seed in range(6):
+            assert ids(await router.generate(request(seed=seed))) == answer(PROMPT, 8, seed)
+
+
+async def test_the_wait_for_a_handoff_has_an_end() -> None:
+    prefill = prefill_worker(behaviour=Behaviour(handoff_gate=asyncio.Event()))
+    decode = decode_worker()
+    async with running([prefill, decode], handoff_wait=0.1, max_failures=0) as router:
+        responses = await router.generate(request())
+        assert prefill.legs
+        assert router.registry.workers[0].usable  # late is no fault
+    assert ids(responses) == answer(PROMPT, 8, 5)
+    assert decode.handoffs == [(0, b"")]
+    assert [leg.role for leg in responses[-1].usage.legs] == [
+        types_pb2.ROLE_PREFILL,
+        types_pb2.ROLE_DECODE,
+    ]
+
+
+def test_states() -> None:
+    silent, refused = DeadlineExceeded("s"), Unavailable("r")
+    assert of_answer(serving=True, draining=False) is READY
+    assert of_answer(serving=False, draining=False).state is HealthState.DRAINING
+    assert of_answer(serving=True, draining=True).state is HealthState.DRAINING
+    assert of_failure(silent, False, 0.4, 10).state is HealthState.STARTING
+    assert of_failure(silent, True, 0.4, 10).state is HealthState.SUSPECT
+    assert of_failure(silent, True, 10.4, 10).state is HealthState.GONE
+    assert of_failure(refused, True, 0.4, 10).state is HealthState.GONE
+    assert of_failure(Mismatch("role", "m"), True, 0.4, 10).state is HealthState.STARTING
+
+
+def test_what_follows_a_failure() -> None:
+    attempts = Attempts(RetryLimits(failures=3, deaths=2))
+    assert attempts.failed("a", WorkerLost("x"), WELL_SERVED, True) is RetryKind.SUSPECT
+    assert attempts.failed("b", WorkerSilent("x"), 0, True) is RetryKind.SUSPECT
+    assert attempts.failed("c", Draining("x"), 0, True) is RetryKind.SUSPECT
+    assert attempts.excluded == set()
+    assert attempts.failed("c", Draining("x"), 0, True) is RetryKind.SUSPECT
+    assert attempts.failed("d", WorkerLost("x"), WELL_SERVED - 1, True) is RetryKind.SUSPECT
+    with pytest.raises(PoisonRequest, match="2 workers died"):
+        attempts.failed("e", WorkerLost("x"), 0, True)
+    assert attempts.excluded == {"c"}
+    assert attempts.avoided == set("abcde")
+
+
+def test_a_lost_connection_to_a_worker_that_lives_is_no_death() -> None:
+    attempts = Attempts(RetryLimits(failures=9, deaths=2))
+    answered: dict[str, float] = {}
+    for at, key in enumerate("abcde"):  # each answers after it was lost, and never again
+        assert attempts.failed(key, WorkerLost("x"), 0, False, at, answered) is RetryKind.SUSPECT
+        answered[key] = at + 0.5
+    answered["e"] = 3.9
+    with pytest.raises(PoisonRequest, match="2 workers died"):
+        attempts.failed("f", WorkerLost("x"), 0, False, 5.0, answered)
+
+
+@pytest.mark.parametrize("error", [Rejected("a", "b"), DeadlineExceeded("x"), Mismatch("a", "b")])
+def test_what_no_other_worker_can_mend_is_told(error: KvrelayError) -> None:
+    with pytest.raises(type(error)):
+        Attempts().failed("a", error, 0, False)
+
+
+def test_moves_are_paced() -> None:
+    bucket = TokenBucket(rate=10.0, burst=5)
+    waits = [bucket.take(100.0) for _ in range(8)]
+    assert waits == pytest.approx([0, 0, 0, 0, 0, 0.1, 0.2, 0.3], abs=1e-9)
+    assert bucket.take(101.0) == 0.0
+    later: Sequence[float] = [bucket.take(200.0) for _ in range(6)]
+    assert later == pytest.approx([0, 0, 0, 0, 0, 0.1], abs=1e-9)
+
+
+class Spoilt:
+    """The control stub of a worker; its answers are lost on the way while ``how`` says so."""
+
+    def __init__(self, control: worker_pb2_grpc.WorkerAsyncStub, how: str) -> None:
+        self._control = control
+        self.how = how
+
+    def GetInfo(
+        self, request: worker_pb2.GetInfoRequest, timeout: float
+    ) -> Awaitable[worker_pb2.WorkerInfo]:
+        return self._control.GetInfo(request, timeout=timeout)
+
+    async def GetLoad(
+        self,
+        request: worker_pb2.GetLoadRequest,
+        timeout: float,  # noqa: ASYNC109 - as the stub has it
+    ) -> worker_pb2.WorkerLoad | None:
+        load = await self._control.GetLoad(request, timeout=timeout)
+        if self.how == "cancelled":
+            raise asyncio.CancelledError
+        return None if self.how == "no message" else load
+
+
+@pytest.mark.parametrize("how", ["no message", "cancelled"])
+async def test_a_check_that_goes_wrong_in_a_strange_way_is_not_the_last_one(how: str) -> None:
+    async with running([decode_worker()]) as router:
+        (known,) = router.registry.workers
+        spoilt = Spoilt(known.control, how)
+        known.control = spoilt  # type: ignore[assignment]
+        await router.settled(used=0)
+        spoilt.how = ""
+        await router.settled(used=1)
+
+
+async def test_a_long_leg_on_a_slow_way_is_no_silence() -> None:
+    """Checks wait behind it, until it has arrived."""
+    prompt, step = [10 + index % 300 for index in range(80_000)], asyncio.Semaphore(2)
+    ask = request(4)
+    ask.token_ids.ids[:] = prompt
+    does, large = Behaviour(step=step), {"max_model_len": 1 << 20, "num_blocks": 1 << 20}
+    workers = [decode_worker(boot, behaviour=does, **large) for boot in ("d0", "d1")]
+    with ExitStack() as stack:
+        for worker in workers:
+            proxy = stack.enter_context(Proxy(await worker.start()))
+            proxy.up.faults = Faults(rate=100_000)
+            worker.address = proxy.address
+        async with running(workers, disaggregate="never", **FAST) as router:
+            call = aiter(router.call(ask, 60))
+            seen = await first(call, 2)
+            assert all(worker.transit == 0 for worker in router.registry.workers)
+            step.release()
+            step.release()
+            seen += await rest(call)
+    assert sum(len(worker.legs) for worker in workers) == 1
+    assert seen == answer(prompt, 4, 5)
+
+
+async def test_a_way_that_is_fast_needs_no_patience() -> None:
+    """A long leg under way to a worker that stops keeps its other streams waiting no longer."""
+    prompt, step = [10 + index % 300 for index in range(80_000)], asyncio.Semaphore(2)
+    does, large = Behaviour(step=step), {"max_model_len": 1 << 20, "num_blocks": 1 << 20}
+    long = request(2)
+    long.token_ids.ids[:] = prompt
+    fake = decode_worker("d0", behaviour=does, **large)
+    async with running([fake], disaggregate="never") as router:
+        (worker,) = router.registry.workers
+        with worker.sending(1_000_000):
+            assert worker.transit == pytest.approx(20.0)
+            worker.arrived(100, 0.0)
+            assert worker.transit == pytest.approx(20.0)  # so little says nothing
+        assert ids(await router.generate(long)) == answer(prompt, 2, 5)
+        with worker.sending(1_000_000):
+            assert worker.transit < 20.0
+            worker.arrived(1_000_000, 0.01)
+            assert worker.transit == pytest.approx(0.08)
+            worker.evict(Unavailable("silent"))
+            assert worker.transit == pytest.approx(20.0)
+
+
+async def test_a_leg_that_was_ended_on_its_way_says_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[int] = []
+    prompt = [10 + index % 300 for index in range(80_000)]
+    ask = request(2)
+    ask.token_ids.ids[:] = prompt
+    worker = decode_worker(max_model_len=1 << 20, num_blocks=1 << 20)
+    with Proxy(await worker.start()) as proxy:
+        worker.address = proxy.address
+        async with running([worker], disaggregate="never") as router:
+            proxy.up.hold()
+            (known,) = router.registry.workers
+            monkeypatch.setattr(known, "arrived", lambda size, seconds: told.append(size))
+            asked = asyncio.ensure_future(router.generate(ask))
+            for _ in range(1000):
+                await asyncio.sleep(0.01)
+                if known.transit:
+                    break
+            known.evict(Unavailable("silent"))
+            proxy.heal()
+            assert ids(await asked) == answer(prompt, 2, 5)
+    assert len(told) == 1  # of the other one
