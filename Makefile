@@ -14,8 +14,10 @@ PIP_ARGS ?=
 ARGS ?=
 
 PROTOS := $(wildcard protos/kvrelay/v1/*.proto)
+BUF := $(VENV)/buf/node_modules/.bin/buf
+BUF_PACKAGE := @bufbuild/buf@1.75.0
 
-.PHONY: help venv demo up test cover test-slow test-fast check format protos chaos soak fuzz prove bench clean
+.PHONY: help venv demo up test cover test-slow test-fast check buf format protos chaos soak fuzz prove bench clean
 
 help: ## show this list
 	@echo "kvrelay: LLM serving with prefill and decode on separate workers"
@@ -42,11 +44,27 @@ test-slow: $(READY) ## run the tests that wait for parties that are silent (some
 test-fast: $(READY) ## run the tests that start no processes
 	@$(BIN)/python -m pytest -m 'not cluster and not slow' $(ARGS)
 
-check: $(READY) ## lint, format, strict types, house rules (imports, generated code)
+check: $(READY) buf ## lint, format, strict types, the contract, house rules (imports, generated code)
 	@echo "ruff check" && $(BIN)/ruff check --quiet --output-format concise .
 	@echo "ruff format --check" && $(BIN)/ruff format --quiet --check .
 	@echo "mypy --strict" && $(BIN)/mypy
 	@echo "house rules" && $(BIN)/python -m pytest -q tests/house
+
+# Installs buf on first use; later runs need no network. Without npm the house rules still check
+# the contract: tests/house/proto_lint.py has the rules of STANDARD.
+buf: $(READY) ## lint the .proto files with buf, which npm installs into .venv/buf
+	@if [ ! -x $(BUF) ] && ! command -v npm >/dev/null; then \
+		echo "buf lint: skipped, npm is missing (install Node.js to run it);" \
+			"tests/house/test_protos.py checks the same rules"; \
+		exit 0; \
+	fi; \
+	if [ ! -x $(BUF) ] && ! npm install --silent --no-fund --no-audit --ignore-scripts \
+		--prefix $(VENV)/buf $(BUF_PACKAGE); then \
+		echo "buf lint: skipped, npm cannot install $(BUF_PACKAGE);" \
+			"tests/house/test_protos.py checks the same rules"; \
+		exit 0; \
+	fi; \
+	echo "buf lint" && $(BUF) lint
 
 format: $(READY) ## format the sources and fix what can be fixed
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .

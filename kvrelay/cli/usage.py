@@ -32,7 +32,7 @@ def usage_lines(usage: types_pb2.Usage) -> str:
 
 def _leg(leg: types_pb2.LegUsage) -> Iterator[str]:
     yield (
-        f"  {role_name(leg.role):<8} {leg.address or leg.worker:<16} {leg.length} ="
+        f"  {role_name(leg.role):<8} {leg.address or leg.worker_id:<16} {leg.length} ="
         f" {leg.local} local + {leg.external} external + {leg.computed} computed"
         + _stores(leg)
         + (f", {leg.recomputed} recomputed" if leg.recomputed else "")

@@ -100,7 +100,7 @@ class AsyncClient:
         """
         chosen = secured(options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES), access)
         self._channel = open_channel(address, chosen)
-        self._stub = router_pb2_grpc.RouterStub(self._channel)
+        self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
         self._pulse = Liveness()
         self._watching: asyncio.Task[None] | None = None
         self._closed = False

@@ -96,7 +96,7 @@ class Client:
         """
         chosen = secured(options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES), access)
         self._channel = open_sync_channel(address, chosen)
-        self._stub = router_pb2_grpc.RouterStub(self._channel)
+        self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
         self._pulse = Liveness()
         self._left = threading.Event()
 

@@ -116,7 +116,7 @@ def leg_usage(
     tokens, timing = ended.tokens, ended.timing
     missed = ended.missed if explain else None
     return types_pb2.LegUsage(
-        worker=worker,
+        worker_id=worker,
         role=role,
         length=tokens.length,
         local=tokens.local,

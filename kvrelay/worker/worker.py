@@ -27,7 +27,7 @@ from kvrelay.version import VERSION
 from kvrelay.worker import convert, journal_file
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.external_kv import connector
-from kvrelay.worker.handoff import Handoff, check_signature, check_tokens, sign
+from kvrelay.worker.handoff import check_signature, check_tokens, sign
 from kvrelay.worker.identity import WorkerIdentity
 from kvrelay.worker.stop_strings import StopCheckers
 from kvrelay.worker.streams import LegStreams, LegUpdates
@@ -99,7 +99,7 @@ class Worker:
         self.engine.start()
 
     def run(
-        self, role: Role, leg: types_pb2.Leg, handoff: Handoff | None = None
+        self, role: Role, leg: types_pb2.Leg, handoff: types_pb2.Handoff | None = None
     ) -> AbstractAsyncContextManager[AsyncGenerator[LegUpdates]]:
         """Check a leg for a worker of that role and submit it; see ``LegStreams.run``."""
         if role != self.identity.role:
@@ -115,12 +115,12 @@ class Worker:
         order = convert.order(leg, engine_id, rules, prefills, save, space)
         return self.streams.run(self.engine, order, rules, self.stop_texts.of(order, rules))
 
-    def handoff(self, leg: types_pb2.Leg, ended: Ended) -> Handoff:
+    def handoff(self, leg: types_pb2.Leg, ended: Ended) -> types_pb2.Handoff:
         """What a prefill leg leaves for the next one, signed."""
         space = self.namespace.of_tenant(leg.tenant_salt).digest
         return sign(self.credentials.fleet_key, leg, space, ended.saved, ended.last_name or b"")
 
-    def _check_handoff(self, leg: types_pb2.Leg, handoff: Handoff) -> None:
+    def _check_handoff(self, leg: types_pb2.Leg, handoff: types_pb2.Handoff) -> None:
         namespace = self.namespace.of_tenant(leg.tenant_salt)
         check_signature(self.credentials.fleet_key, leg, namespace.digest, handoff)
         tokens = (*leg.prompt_token_ids, *leg.output_token_ids)
@@ -134,7 +134,7 @@ class Worker:
     def info(self) -> worker_pb2.WorkerInfo:
         """What ``GetInfo`` answers."""
         return worker_pb2.WorkerInfo(
-            worker=self.identity.boot,
+            worker_id=self.identity.boot,
             role=self.identity.role,
             started_as=self.identity.started_as,
             protocol=PROTOCOL,

@@ -26,7 +26,7 @@ from kvstore.wire.buffers import cut
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, put
 
-PATH = "/kvrelay.v1.KVStore/"
+PATH = "/kvrelay.v1.StoreService/"
 
 
 @pytest.fixture
