@@ -91,6 +91,11 @@ class Sampling:
                 )
 
 
+def stored_positions(prompt_tokens: int, max_tokens: int) -> int:
+    """Positions whose KV a request stores at most (D5): that of its last token is never stored."""
+    return prompt_tokens + max_tokens - 1
+
+
 def _within(
     field: str, value: float, low: float, high: float, *, low_included: bool = True
 ) -> None:

@@ -10,11 +10,11 @@ from functools import lru_cache
 
 from kvrelay.block.name import Namer
 from kvrelay.block.namespace import Namespace
+from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Connector
 from kvrelay.engine.core.plan import EngineLimits
-from kvrelay.engine.core.request import Naming
 from kvrelay.engine.core.updates import Ended
-from kvrelay.engine.engine import Engine
+from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.runner import Runner
 from kvrelay.errors import Mismatch
@@ -72,11 +72,13 @@ class Worker:
             naming_of(namer),
             outside,
             streams.deliver,
-            config.max_waiting,
-            config.audit,
-            lambda: os._exit(os.EX_SOFTWARE),
-            None if config.journal is None else journal_file.writer(config.journal),
-            config.step_seconds,
+            EngineOptions(
+                max_waiting=config.max_waiting,
+                audit_steps=config.audit,
+                step_seconds=config.step_seconds,
+                on_fatal=lambda: os._exit(os.EX_SOFTWARE),
+                journal=None if config.journal is None else journal_file.writer(config.journal),
+            ),
         )
         return cls(
             config,

@@ -48,7 +48,7 @@ class Live:
 
     def between_steps(self, change: Callable[[Scheduler], None]) -> None:
         """On the engine's own thread."""
-        scheduler = self.worker.engine._steps._scheduler
+        scheduler = self.worker.engine._scheduler
         self.worker.engine._call(lambda: change(scheduler)).result(WAIT)
 
     def until(self, true: Callable[[], bool]) -> None:
