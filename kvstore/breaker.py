@@ -10,9 +10,18 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
-from kvstore.base import GetResult, Lease, LookupResult, Offer, Outcome, Store, SurveyResult, Want
+from kvstore.base import (
+    GetResult,
+    Lease,
+    LookupResult,
+    Offer,
+    Outcome,
+    Store,
+    SurveyResult,
+    Tail,
+    Want,
+)
 from kvstore.circuit import CircuitBreaker
-from kvstore.claims import Tail
 from kvstore.stats import StoreStats
 from kvstore.urls import public_url
 

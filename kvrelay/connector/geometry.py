@@ -15,7 +15,7 @@ from typing import Protocol
 from kvrelay.block import ExpectedBlock, Namer, Namespace
 from kvrelay.engine.core.external import BlockContent
 from kvstore import Tail
-from kvstore.wire.messages import MAX_NAMES
+from kvstore.limits import MAX_NAMES
 
 
 class PayloadShape(Protocol):

@@ -19,8 +19,8 @@ from kvrelay.engine.core.external import Load, Loaded, TransferEvent
 from kvrelay.errors import Corrupt, DeadlineExceeded, KvrelayError
 from kvrelay.usage import Miss
 from kvstore import GetResult, Store, Want
+from kvstore.limits import MAX_NAMES
 from kvstore.urls import public_url
-from kvstore.wire.messages import MAX_NAMES
 
 
 class Pool(Protocol):

@@ -82,7 +82,7 @@ class SaveJob:
 
     def _count(self, outcomes: list[Outcome]) -> None:
         self._stored = sum(1 for _ in takewhile(lambda outcome: outcome.present, outcomes))
-        kept = [outcome.kept for outcome in outcomes]
+        kept = [outcome.status for outcome in outcomes]
         sizes = (self._pool.nbytes(len(piece.tokens)) for piece in self._save.contents)
         self._meter.add(
             saved_blocks=kept.count(PutStatus.STORED),

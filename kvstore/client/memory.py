@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from kvrelay.block.name import Digest, sha256
 from kvrelay.errors import Corrupt
 from kvstore.base import (
-    NOT_SENT,
     Block,
     GetResult,
     Lease,
@@ -23,14 +22,13 @@ from kvstore.base import (
     Outcome,
     PutStatus,
     SurveyResult,
+    Tail,
     Want,
-    claim_of,
 )
-from kvstore.check import check_block
-from kvstore.claims import Claim, ClaimStatus, Tail
-from kvstore.index.block_index import BlockIndex
-from kvstore.index.eviction.policies import EVICTIONS, make_policy
-from kvstore.limits import BUDGET, PARTIAL_LIFE, TICKET_LIFE
+from kvstore.claims import Claim, check_block, claim_of
+from kvstore.index.block_index import BlockIndex, IndexOptions
+from kvstore.index.eviction.policies import make_policy
+from kvstore.limits import BUDGET, EVICTIONS, PARTIAL_LIFE, TICKET_LIFE
 from kvstore.stats import StoreStats
 
 
@@ -39,7 +37,7 @@ class _Shelf:
     """What the stores of one name share; ``changed`` guards it."""
 
     boot: bytes
-    catalog: BlockIndex[bytes]
+    index: BlockIndex[bytes]
     changed: threading.Condition = field(default_factory=threading.Condition)
 
 
@@ -51,10 +49,10 @@ def _shelf(name: str, budget: int) -> _Shelf:
     with _SHELVES_LOCK:
         if name not in _SHELVES:
             boot = os.urandom(16)
-            catalog: BlockIndex[bytes] = BlockIndex(
-                budget, make_policy(EVICTIONS[0]), PARTIAL_LIFE, boot
+            index: BlockIndex[bytes] = BlockIndex(
+                IndexOptions(budget, PARTIAL_LIFE, boot), make_policy(EVICTIONS[0])
             )
-            _SHELVES[name] = _Shelf(boot, catalog)
+            _SHELVES[name] = _Shelf(boot, index)
         return _SHELVES[name]
 
 
@@ -85,26 +83,20 @@ class MemoryStore:
     ) -> LookupResult:
         """As the protocol says."""
         with self._shelf.changed:
-            held = self._shelf.catalog.lookup(names, tails, ttl, time.monotonic(), openings)
-        lease = self._lease(held.lease, held.deadline)
-        return LookupResult(
-            held.lead, held.tail, held.sizes, lease, missing=held.missing, boot=self._shelf.boot
-        )
+            return self._shelf.index.lookup(names, tails, ttl, time.monotonic(), openings)
 
     def survey(
         self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
     ) -> SurveyResult:
         """As the protocol says."""
         with self._shelf.changed:
-            seen = self._shelf.catalog.survey(names, ttl, time.monotonic(), openings)
-        lease = self._lease(seen.lease, seen.deadline)
-        return SurveyResult(seen.sizes, lease, seen.misses, seen.opening)
+            return self._shelf.index.survey(names, ttl, time.monotonic(), openings)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         """As the protocol says."""
         for index, want in enumerate(wants):
             with self._shelf.changed:
-                data = self._shelf.catalog.get(want.name, time.monotonic())
+                data = self._shelf.index.get(want.name, time.monotonic())
             if data is None or len(data) < len(want.buffer):
                 yield GetResult(index, None)
                 continue
@@ -121,14 +113,14 @@ class MemoryStore:
         deadline = time.monotonic() + timeout
         claims = [claim_of(offer) for offer in offers]
         with self._shelf.changed:
-            grant = self._shelf.catalog.reserve(claims, TICKET_LIFE, time.monotonic())
+            grant = self._shelf.index.reserve(claims, TICKET_LIFE, time.monotonic())
         outcomes: list[Outcome] = []
         try:
             for claim, offer, verdict in zip(claims, offers, grant.verdicts, strict=True):
-                if verdict is ClaimStatus.RESERVED and grant.ticket is not None:
+                if verdict is PutStatus.RESERVED and grant.ticket is not None:
                     outcomes.append(self._write(grant.ticket, claim, offer.read().seal()))
                 else:
-                    outcomes.append(Outcome(NOT_SENT[verdict]))
+                    outcomes.append(Outcome(verdict))
         finally:
             self._abandon(grant.ticket)
         return self._wait_for_others(offers, outcomes, deadline)
@@ -138,24 +130,21 @@ class MemoryStore:
         with self._shelf.changed:
             for lease in leases:
                 if lease.boot == self._shelf.boot:
-                    self._shelf.catalog.release(lease.id)
+                    self._shelf.index.release(lease.id)
 
     def stats(self, timeout: float) -> StoreStats:
         """As the protocol says."""
         with self._shelf.changed:
-            self._shelf.catalog.expire(time.monotonic())
-            return self._shelf.catalog.stats()
+            self._shelf.index.expire(time.monotonic())
+            return self._shelf.index.stats()
 
     def clear(self, timeout: float) -> int:
         """As the protocol says."""
         with self._shelf.changed:
-            return self._shelf.catalog.clear(time.monotonic())
+            return self._shelf.index.clear(time.monotonic())
 
     def close(self) -> None:
         """As the protocol says."""
-
-    def _lease(self, serial: int | None, deadline: float) -> Lease | None:
-        return None if serial is None else Lease(serial, self._shelf.boot, deadline)
 
     def _write(self, ticket: int, claim: Claim, block: Block) -> Outcome:
         data = b"".join((block.header, block.payload))
@@ -163,10 +152,10 @@ class MemoryStore:
             header = check_block(claim, data, self._digest)
         except Corrupt as error:
             with self._shelf.changed:
-                self._shelf.catalog.tally.corrupt += 1
+                self._shelf.index.counters.corrupt += 1
             return Outcome(PutStatus.CORRUPT, str(error))
         with self._shelf.changed:
-            stored = self._shelf.catalog.commit(
+            stored = self._shelf.index.commit(
                 ticket, claim.name, data, time.monotonic(), header.parent, header.positions
             )
         return Outcome(PutStatus.STORED if stored else PutStatus.EXPIRED)
@@ -174,26 +163,26 @@ class MemoryStore:
     def _recheck(self, name: bytes) -> None:
         """A reader left at this block. If it is wrong it goes, and may be put anew."""
         with self._shelf.changed:
-            entry = self._shelf.catalog.find(name, time.monotonic())
+            entry = self._shelf.index.find(name, time.monotonic())
         if entry is None:
             return
         try:
             check_block(Claim(name, entry.size, entry.partial), entry.value, self._digest)
         except Corrupt:
             with self._shelf.changed:
-                self._shelf.catalog.condemn(entry)
+                self._shelf.index.condemn(entry)
 
     def _abandon(self, ticket: int | None) -> None:
         with self._shelf.changed:
             if ticket is not None:
-                self._shelf.catalog.abandon(ticket)
+                self._shelf.index.abandon(ticket)
             self._shelf.changed.notify_all()
 
     def _wait_for_others(
         self, offers: Sequence[Offer], outcomes: list[Outcome], deadline: float
     ) -> list[Outcome]:
         """Put again what another writer was at, once something has changed."""
-        late = [i for i, outcome in enumerate(outcomes) if outcome.kept is PutStatus.PENDING]
+        late = [i for i, outcome in enumerate(outcomes) if outcome.status is PutStatus.PENDING]
         remaining = deadline - time.monotonic()
         if not late or remaining <= 0:
             return outcomes
@@ -205,5 +194,5 @@ class MemoryStore:
         return outcomes
 
     def _settled(self, name: bytes) -> bool:
-        self._shelf.catalog.expire(time.monotonic())
-        return not self._shelf.catalog.is_being_written(name)
+        self._shelf.index.expire(time.monotonic())
+        return not self._shelf.index.is_being_written(name)

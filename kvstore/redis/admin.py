@@ -12,8 +12,7 @@ import redis
 from kvrelay.errors import Corrupt, KvrelayError, Unavailable
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.deadline import Deadline
-from kvstore.check import check_block
-from kvstore.claims import Claim
+from kvstore.claims import Claim, check_block
 from kvstore.redis.call import NO_VALUE
 from kvstore.redis.dialling import library_client
 from kvstore.redis.replies import LONGEST_BULK
@@ -97,10 +96,10 @@ def reports_of(
     return found
 
 
-def stats_of(found: Sequence[ServerReport], tally: StoreCounters) -> StoreStats:
+def stats_of(found: Sequence[ServerReport], counters: StoreCounters) -> StoreStats:
     """The servers' figures added up. Leases and reservations are nothing that Redis has."""
-    tally.evicted = sum(one.evicted for one in found)
-    tally.expired = sum(one.expired for one in found)
+    counters.evicted = sum(one.evicted for one in found)
+    counters.expired = sum(one.expired for one in found)
     return StoreStats(
         boot="".join(one.run_id for one in found).encode(),
         budget=sum(one.maxmemory for one in found),
@@ -110,7 +109,7 @@ def stats_of(found: Sequence[ServerReport], tally: StoreCounters) -> StoreStats:
         leased_bytes=0,
         leases=0,
         reservations=0,
-        tally=tally,
+        counters=counters,
     )
 
 

@@ -13,15 +13,15 @@ class ClientCounters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._tally = StoreCounters()
+        self._counters = StoreCounters()
 
     def add(self, **counts: int) -> None:
         """To the fields of a ``StoreCounters``."""
         with self._lock:
             for name, count in counts.items():
-                setattr(self._tally, name, getattr(self._tally, name) + count)
+                setattr(self._counters, name, getattr(self._counters, name) + count)
 
-    def tally(self) -> StoreCounters:
+    def counters(self) -> StoreCounters:
         """A copy."""
         with self._lock:
-            return replace(self._tally)
+            return replace(self._counters)

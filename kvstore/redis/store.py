@@ -19,9 +19,9 @@ from kvstore.base import (
     Outcome,
     PutStatus,
     SurveyResult,
+    Tail,
     Want,
 )
-from kvstore.claims import Tail
 from kvstore.redis.admin import clear_all, remove_if_wrong, reports_of, stats_of
 from kvstore.redis.call import RedisCall
 from kvstore.redis.counters import ClientCounters
@@ -106,7 +106,7 @@ class RedisStore:
         """As the protocol says, but that a block another writer is putting is put once more."""
         with self._call(timeout) as call:
             outcomes = PutOperation(call, offers, self._settings).run()
-        kept = [outcome.kept for outcome in outcomes]
+        kept = [outcome.status for outcome in outcomes]
         self._counting.add(
             stored=kept.count(PutStatus.STORED),
             existed=kept.count(PutStatus.EXISTED),
@@ -126,7 +126,7 @@ class RedisStore:
         deadline = Deadline.after(timeout)
         self._topology.prepare(deadline)
         return stats_of(
-            reports_of(self._topology, self._settings, deadline), self._counting.tally()
+            reports_of(self._topology, self._settings, deadline), self._counting.counters()
         )
 
     def clear(self, timeout: float) -> int:

@@ -25,7 +25,7 @@ _NUMBERS = itertools.count()
 
 CLEAR_SECONDS = 30.0
 OURS = ("memory", "shm", "lane", "grpc", "several")
-"""Stores that keep the books of their blocks themselves."""
+"""Stores that keep the index of their blocks themselves."""
 
 REDIS = ("redis", "unix", "rediss", "cluster")
 """Stores that leave them to Redis, which knows of no leases and evicts by itself."""
