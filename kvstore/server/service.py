@@ -18,7 +18,7 @@ from kvrelay.block.name import NAME_BYTES
 from kvrelay.errors import Corrupt, DeadlineExceeded, Rejected
 from kvrelay.rpc.security.identity import caller
 from kvrelay.v1 import store_pb2 as pb
-from kvstore.base import Outcome
+from kvstore.base import Lease, Outcome
 from kvstore.claims import Claim
 from kvstore.disk.tier import DiskTier
 from kvstore.limits import MAX_LEASE_MS, MAX_NAMES, MAX_OPENINGS, MAX_SMALL
