@@ -5,7 +5,6 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvrelay.errors import DeadlineExceeded
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.status import from_rpc_error
 
@@ -31,26 +30,6 @@ class HealthService:
     async def leave(self) -> None:
         """Answer NOT_SERVING for everything, for good."""
         await self._servicer.enter_graceful_shutdown()
-
-
-async def answers(channel: grpc.aio.Channel, seconds: float) -> bool:
-    """Whether anything came of asking in so many seconds, be it an error."""
-    ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_CHECK)
-    try:
-        await ask(b"", timeout=seconds)
-    except grpc.RpcError as error:
-        return not isinstance(from_rpc_error(error), DeadlineExceeded)
-    return True
-
-
-def responds_sync(channel: grpc.Channel, seconds: float) -> bool:
-    """The same for code without an event loop."""
-    ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_CHECK)
-    try:
-        ask(b"", timeout=seconds)
-    except grpc.RpcError as error:
-        return not isinstance(from_rpc_error(error), DeadlineExceeded)
-    return True
 
 
 async def is_serving(

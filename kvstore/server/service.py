@@ -34,7 +34,7 @@ from kvstore.server.responses import (
 )
 from kvstore.server.tenants import TenantScope
 from kvstore.server.watching import WatchOptions, WatchServer, WatchStream
-from kvstore.wire.buffers import cut, data_message
+from kvstore.wire.buffers import data_message, data_messages
 from kvstore.wire.messages import checked_names, claims_of, miss_message, put_message, tails_of
 
 log = logging.getLogger("kvrelay.store")
@@ -130,7 +130,8 @@ class StoreService:
             head = pb.GetHead(boot=self._store.boot, lengths=lengths)
             yield pb.GetResponse(head=head).SerializeToString()
             there = (block for block in found.blocks if block is not None)
-            for message in cut(self._store.arena.view(place, size) for size, place in there):
+            views = (self._store.arena.view(place, size) for size, place in there)
+            for message in data_messages(views):
                 self._still(found.lease)
                 yield message
         finally:
