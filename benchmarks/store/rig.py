@@ -12,7 +12,7 @@ from types import TracebackType
 import numpy as np
 
 from benchmarks.store.child import start_child
-from kvrelay.block.header import Header, encoded, header_bytes
+from kvrelay.block.header import Header, encode_fields, header_bytes
 from kvrelay.block.name import child_name
 from kvrelay.block.verify import ExpectedBlock, verify_block
 from kvrelay.errors import Corrupt, Unavailable
@@ -114,7 +114,7 @@ class StoreRig:
         payload = self.buffer(index)
 
         def read() -> Block:
-            header = encoded(
+            header = encode_fields(
                 SPACE, wanted.parent, wanted.name, TOKENS, "uint8", (self.size,), self.size, 0
             )
             return Block(header, payload, sealed=False)

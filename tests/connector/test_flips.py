@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.block.header import header_bytes
-from kvrelay.connector.options import ConnectorOptions
+from kvrelay.connector.context import ConnectorOptions
 from kvrelay.engine.core.external import Loaded
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import store_pb2 as pb
