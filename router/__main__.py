@@ -7,9 +7,9 @@ import sys
 from kvrelay.process import sigint
 
 if __name__ == "__main__":
-    sigint.ends()
+    sigint.exit_on_sigint()
     from router.main import main  # imports much: not before the line above
 
     status = main(sys.argv[1:])
-    sigint.ends()
+    sigint.exit_on_sigint()
     sys.exit(status)

@@ -17,7 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvrelay.rpc.roles import role_name
+from kvrelay.rpc.protocol import role_name
 from kvrelay.v1 import router_pb2
 from router.service import RouterService
 

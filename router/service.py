@@ -13,7 +13,7 @@ import grpc
 
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.sampling import sampling_of
+from kvrelay.rpc.protocol import sampling_of
 from kvrelay.rpc.security.identity import Tenant, caller
 from kvrelay.rpc.status import code_of
 from kvrelay.text.tokenizer import Tokenizer, eos_token_ids

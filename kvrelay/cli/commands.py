@@ -21,7 +21,7 @@ class Command:
 
     def load(self) -> Callable[[Sequence[str]], int]:
         """Its ``main``."""
-        with sigint.ending():
+        with sigint.sigint_exits():
             main: Callable[[Sequence[str]], int] = import_module(self.module).main
         return main
 

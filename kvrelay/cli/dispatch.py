@@ -67,13 +67,13 @@ def guarded(command: Command, argv: Sequence[str]) -> int:
     """Runs a command; every error is one line, none a traceback."""
     try:
         run = command.load()
-        with sigint.raised():
+        with sigint.sigint_raises():
             status = run(argv)
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print_err("")
-        return sigint.STATUS
+        return sigint.INTERRUPTED_STATUS
     except BrokenPipeError:
         # Nobody reads any more: let the flush at exit have somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

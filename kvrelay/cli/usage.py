@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from google.protobuf.json_format import MessageToDict
 
 from kvrelay.cli.screen import paint
-from kvrelay.rpc.roles import role_name
+from kvrelay.rpc.protocol import role_name
 from kvrelay.v1 import types_pb2
 
 

@@ -18,8 +18,7 @@ from kvrelay.errors import Unavailable
 from kvrelay.rpc.address import DEFAULT_ROUTER
 from kvrelay.rpc.channel import ChannelOptions, open_channel
 from kvrelay.rpc.health import answers
-from kvrelay.rpc.message import received
-from kvrelay.rpc.status import from_rpc_error
+from kvrelay.rpc.status import checked_response, from_rpc_error
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 MAX_MESSAGE_BYTES = 32 << 20
@@ -40,7 +39,7 @@ class AsyncStream(BaseStream["Call"], AsyncIterator[Chunk]):
         if self._closed:
             raise StopAsyncIteration
         try:
-            message = received(await anext(self._messages), "the router")
+            message = checked_response(await anext(self._messages), "the router")
         except grpc.RpcError as error:
             if self._received.ended:
                 raise StopAsyncIteration from None

@@ -14,7 +14,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from kvrelay.errors import Unavailable
-from kvrelay.rpc.keepalive import SLOWEST
+from kvrelay.rpc.keepalive import MIN_BYTES_PER_SECOND
 
 QUIET_SECONDS = 5.0
 ANSWER_SECONDS = 5.0
@@ -96,7 +96,7 @@ class Liveness:
 
     def _transit(self) -> float:
         with self._lock:
-            return sum(stream.transit for stream in self._open()) / SLOWEST
+            return sum(stream.transit for stream in self._open()) / MIN_BYTES_PER_SECOND
 
     def _give_up(self, seconds: float) -> None:
         silent = f"the router was silent for {seconds:.0f} s"

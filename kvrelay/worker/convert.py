@@ -9,7 +9,7 @@ from kvrelay.engine.core.request import Admission, Finish, Order
 from kvrelay.engine.core.updates import Ended, Missed
 from kvrelay.engine.core.work import Logprob, Sampled
 from kvrelay.errors import Rejected
-from kvrelay.rpc.sampling import check_ids, sampling_of
+from kvrelay.rpc.protocol import check_ids, sampling_of
 from kvrelay.sampling import Sampling
 from kvrelay.usage import Miss
 from kvrelay.v1 import types_pb2

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from kvrelay.errors import Exhausted, KvrelayError, Rejected, Unavailable
-from kvrelay.rpc.roles import Role
+from kvrelay.rpc.protocol import Role
 from kvrelay.text.output import OutputText
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2, types_pb2

@@ -13,8 +13,7 @@ import grpc
 
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.message import received
-from kvrelay.rpc.status import from_rpc_error, sent_by_server
+from kvrelay.rpc.status import checked_response, from_rpc_error, sent_by_server
 from kvrelay.v1 import decode_pb2, prefill_pb2, types_pb2
 from router.workers.leg_call import LegCall
 from router.workers.loss import WorkerLost
@@ -146,7 +145,7 @@ async def _next(
     with stay.reading():
         async for message in messages:
             worker.hear()
-            return received(message, worker.address)
+            return checked_response(message, worker.address)
     return None
 
 
@@ -170,7 +169,7 @@ async def _decode(
         with stay.reading():
             async for message in call:
                 worker.hear()
-                response = received(message, worker.address)
+                response = checked_response(message, worker.address)
                 usage = response.usage if response.HasField("usage") else None
                 begun = response.begun if response.HasField("begun") else None
                 yield LegEvent(response.tokens, response.finish_reason, usage, begun=begun)

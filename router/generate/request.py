@@ -10,7 +10,7 @@ import xxhash
 
 from kvrelay.errors import Mismatch, NotFound, Rejected
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.sampling import check_ids, sampling_of
+from kvrelay.rpc.protocol import check_ids, sampling_of
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.v1 import router_pb2, types_pb2, worker_pb2
 from router.queue.fair import HIGHEST, LOWEST

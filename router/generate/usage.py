@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.rpc.roles import Role
+from kvrelay.rpc.protocol import Role
 from kvrelay.v1 import types_pb2
 
 

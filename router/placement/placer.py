@@ -12,7 +12,7 @@ from kvrelay.block.name import Namer
 from kvrelay.block.namespace import Namespace
 from kvrelay.errors import DeadlineExceeded, Exhausted, KvrelayError, Mismatch, Unavailable
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.roles import Role, role_name
+from kvrelay.rpc.protocol import Role, role_name
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.v1 import types_pb2, worker_pb2
 from router.config import RouterConfig

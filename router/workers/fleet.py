@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from kvrelay.errors import Mismatch
-from kvrelay.rpc.protocol import PROTOCOL
-from kvrelay.rpc.roles import NAMES, Role, role_name
+from kvrelay.rpc.protocol import NAMES, PROTOCOL, Role, role_name
 from kvrelay.v1 import types_pb2, worker_pb2
 
 _FIELDS = ("model", "revision", "dtype", "layout", "block_size", "format_version", "digest")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from kvrelay.errors import Draining, Exhausted, KvrelayError, Mismatch, Rejected, Unavailable
 from kvrelay.rpc.channel import ChannelOptions
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.roles import Role, role_name
+from kvrelay.rpc.protocol import Role, role_name
 from kvrelay.rpc.security.policy import installed
 from kvrelay.v1 import types_pb2, worker_pb2
 from router.config import RouterConfig

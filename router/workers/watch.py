@@ -21,9 +21,8 @@ import grpc
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Mismatch, Unavailable
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.health import is_serving
-from kvrelay.rpc.message import received
-from kvrelay.rpc.roles import SERVICES
-from kvrelay.rpc.status import from_rpc_error
+from kvrelay.rpc.protocol import SERVICES
+from kvrelay.rpc.status import checked_response, from_rpc_error
 from kvrelay.v1 import worker_pb2
 from router.workers.health import WorkerHealth, of_answer, of_failure
 from router.workers.worker import KnownWorker
@@ -130,7 +129,7 @@ class Watcher:
             answer = await worker.control.GetLoad(
                 worker_pb2.GetLoadRequest(), timeout=deadline.remaining()
             )
-            load = received(answer, worker.address)
+            load = checked_response(answer, worker.address)
             if whole or load.worker != worker.key:
                 await self._meet(deadline)
         except grpc.RpcError as error:
@@ -146,7 +145,7 @@ class Watcher:
         worker = self._worker
         request = worker_pb2.GetInfoRequest()
         answer = await worker.control.GetInfo(request, timeout=deadline.remaining())
-        info = received(answer, worker.address)
+        info = checked_response(answer, worker.address)
         before = worker.info
         worker.info = info
         if before is not None and before.worker != info.worker:

@@ -11,8 +11,8 @@ import grpc
 
 from kvrelay.errors import KvrelayError
 from kvrelay.rpc.channel import ChannelOptions, open_channel
-from kvrelay.rpc.keepalive import SLOWEST
-from kvrelay.rpc.roles import Role
+from kvrelay.rpc.keepalive import MIN_BYTES_PER_SECOND
+from kvrelay.rpc.protocol import Role
 from kvrelay.v1 import (
     decode_pb2_grpc,
     prefill_pb2_grpc,
@@ -50,7 +50,7 @@ class KnownWorker:
         self._stays: set[LegCall] = set()
         self._tokens = 0  # of all stays
         self._under_way = 0  # bytes of legs that have not arrived there yet
-        self._slowness = 1 / SLOWEST  # seconds that one of them may take
+        self._slowness = 1 / MIN_BYTES_PER_SECOND  # seconds that one of them may take
         self.info = None
         self.load = worker_pb2.WorkerLoad()
 
@@ -120,7 +120,7 @@ class KnownWorker:
     def arrived(self, size: int, seconds: float) -> None:
         """A leg of so many bytes is there, after so long."""
         if size >= TELLING:
-            self._slowness = min(1 / SLOWEST, MARGIN * seconds / size)
+            self._slowness = min(1 / MIN_BYTES_PER_SECOND, MARGIN * seconds / size)
 
     def hear(self) -> None:
         """A message came: it is alive, whatever a check says."""
@@ -147,7 +147,7 @@ class KnownWorker:
 
     def evict(self, error: KvrelayError) -> int:
         """End every leg there, so that each goes on elsewhere; how many there were."""
-        self._slowness = 1 / SLOWEST  # the way to it may have become slow
+        self._slowness = 1 / MIN_BYTES_PER_SECOND  # the way to it may have become slow
         for stay in self._stays:
             stay.evict(error)
         return len(self._stays)

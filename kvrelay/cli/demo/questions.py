@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvrelay.client.client import Client
 from kvrelay.recall.facts import Document, FactQuestion, document, question
 from kvrelay.recall.prompt import prompt
-from kvrelay.rpc.roles import role_name
+from kvrelay.rpc.protocol import role_name
 from kvrelay.v1 import types_pb2
 
 MAX_TOKENS = 16

@@ -181,7 +181,7 @@ def test_who_looks_after_the_store_needs_another_credential(
             store.clear(TIMEOUT)
     with pytest.raises(KvrelayError, match="may not call"):
         present(connect(CAROL), block)  # she has no place in this store
-    with pytest.raises(KvrelayError, match="no token that is known"):
+    with pytest.raises(KvrelayError, match="no token that this server knows"):
         present(connect("somebody-elses-token"), block)
     looking = channel(address, ADMIN, monkeypatch)
     listed = {(one.tenant, one.name) for one in looking.list(TIMEOUT)}
