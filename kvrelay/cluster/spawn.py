@@ -179,6 +179,7 @@ class ForkServerClient:
             self._popen = subprocess.Popen(
                 [
                     sys.executable,
+                    "-P",
                     "-m",
                     "kvrelay.cluster.forkserver",
                     str(theirs.fileno()),
