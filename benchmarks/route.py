@@ -113,7 +113,7 @@ class _Ready(Registry):
         role = ROLE_DECODE if number % 2 else ROLE_PREFILL
         worker = KnownWorker(f"127.0.0.1:{number + 1}", role, ChannelOptions())
         worker.info = WorkerInfo(
-            worker=f"worker-{number}",
+            worker_id=f"worker-{number}",
             role=role,
             started_as=role,
             store="kvrelay://",

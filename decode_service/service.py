@@ -11,15 +11,14 @@ from kvrelay.engine.core.updates import Ended
 from kvrelay.rpc.server.server import Server
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from kvrelay.worker import convert
-from kvrelay.worker.handoff import Handoff
 from kvrelay.worker.streams import LegUpdates
 from kvrelay.worker.worker import Worker
 
 Context: TypeAlias = "grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]"
-SERVICE = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
+SERVICE = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 
 
-class DecodeService(decode_pb2_grpc.DecodeServicer):
+class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
     """Pulls what was computed elsewhere, and makes the rest of the answer."""
 
     def __init__(self, worker: Worker) -> None:
@@ -28,11 +27,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
     async def Decode(
         self, request: decode_pb2.DecodeRequest, context: Context
     ) -> AsyncGenerator[decode_pb2.DecodeResponse]:
-        handoff = Handoff(
-            request.handoff_tokens, request.handoff_last_name, request.handoff_signature
-        )
         await context.send_initial_metadata(())  # the leg has arrived
-        async with self._worker.run(types_pb2.ROLE_DECODE, request.leg, handoff) as batches:
+        async with self._worker.run(types_pb2.ROLE_DECODE, request.leg, request.handoff) as batches:
             async for batch in batches:
                 yield self._response(batch, request.leg)
 
@@ -45,7 +41,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 response.tokens.append(convert.token(update.sampled))
                 response.finish_reason = convert.finish(update.finish)
                 if update.begun is not None:
-                    response.begun.CopyFrom(convert.admitted(update.begun))
+                    response.admission.CopyFrom(convert.admitted(update.begun))
         return response
 
 
@@ -54,6 +50,6 @@ def register(server: Server, worker: Worker) -> None:
     service = DecodeService(worker)
     server.add(
         SERVICE,
-        lambda made: decode_pb2_grpc.add_DecodeServicer_to_server(service, made),
+        lambda made: decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, made),
         serving=worker.identity.role == types_pb2.ROLE_DECODE,
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvrelay.errors import Rejected
 
+DEFAULT_MAX_TOKENS = 16  # of a request that names none; as vLLM's
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -89,6 +90,11 @@ class Sampling:
                     f"sampling.stop[{index}]",
                     f"must have 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}",
                 )
+
+
+def stored_positions(prompt_tokens: int, max_tokens: int) -> int:
+    """Positions whose KV a request stores at most (D5): that of its last token is never stored."""
+    return prompt_tokens + max_tokens - 1
 
 
 def _within(

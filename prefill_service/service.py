@@ -16,10 +16,10 @@ from kvrelay.worker.worker import Worker
 Context: TypeAlias = (
     "grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]"
 )
-SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["Prefill"].full_name
+SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 
 
-class PrefillService(prefill_pb2_grpc.PrefillServicer):
+class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
     """Computes prompts, saves their blocks, samples one token each."""
 
     def __init__(self, worker: Worker) -> None:
@@ -40,16 +40,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 token=convert.token(update.sampled), finish_reason=convert.finish(update.finish)
             )
             if update.begun is not None:
-                first.begun.CopyFrom(convert.admitted(update.begun))
+                first.admission.CopyFrom(convert.admitted(update.begun))
             return prefill_pb2.PrefillResponse(first_token=first)
-        made = self._worker.handoff(leg, update)
-        handoff = prefill_pb2.Handoff(
-            tokens=made.tokens,
-            last_name=made.last_name,
-            signature=made.signature,
-            usage=self._worker.usage(update, leg),
+        return prefill_pb2.PrefillResponse(
+            handoff=self._worker.handoff(leg, update), usage=self._worker.usage(update, leg)
         )
-        return prefill_pb2.PrefillResponse(handoff=handoff)
 
 
 def register(server: Server, worker: Worker) -> None:
@@ -57,6 +52,6 @@ def register(server: Server, worker: Worker) -> None:
     service = PrefillService(worker)
     server.add(
         SERVICE,
-        lambda made: prefill_pb2_grpc.add_PrefillServicer_to_server(service, made),
+        lambda made: prefill_pb2_grpc.add_PrefillServiceServicer_to_server(service, made),
         serving=worker.identity.role == types_pb2.ROLE_PREFILL,
     )

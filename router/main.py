@@ -53,5 +53,7 @@ def make_server(config: RouterConfig, service: RouterService) -> Server:
         max_calls=max(MAX_CALLS, CALL_SHARES * config.max_requests),  # each tenant may have a share
     )
     server = Server(options)
-    server.add(SERVICE, lambda made: router_pb2_grpc.add_RouterServicer_to_server(service, made))
+    server.add(
+        SERVICE, lambda made: router_pb2_grpc.add_RouterServiceServicer_to_server(service, made)
+    )
     return server

@@ -27,7 +27,7 @@ from router.queue.quotas import QuotaHold, Quotas
 from router.queue.tokenize import PromptTokenizer
 from router.workers.registry import Registry
 
-SERVICE = router_pb2.DESCRIPTOR.services_by_name["Router"].full_name
+SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
 MANY_TOKENS = 4096  # so many make text for some milliseconds: not on the event loop
 
 Q = TypeVar("Q")
@@ -35,7 +35,7 @@ R = TypeVar("R")
 Context: TypeAlias = "grpc.aio.ServicerContext[Q, R]"  # generic in the type stubs only
 
 
-class RouterService(router_pb2_grpc.RouterServicer):
+class RouterService(router_pb2_grpc.RouterServiceServicer):
     """All state of requests is in their ``Generation``; the rest is counted here."""
 
     def __init__(self, config: RouterConfig, registry: Registry, tokenizer: Tokenizer) -> None:

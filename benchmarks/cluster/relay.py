@@ -23,7 +23,7 @@ from kvrelay.cluster.layout import import_path
 from kvrelay.errors import Unavailable
 from kvrelay.rpc.channel import open_channel
 
-UNARY = "/kvrelay.v1.Worker/"
+UNARY = "/kvrelay.v1.WorkerService/"
 START_SECONDS = 30.0
 Once: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]"
 Many: TypeAlias = "grpc.aio.UnaryStreamMultiCallable[bytes, bytes]"

@@ -90,9 +90,9 @@ async def _connect(door: Endpoint, channel: grpc.aio.Channel) -> bytes:
         await channel.channel_ready()
     if door == "router":
         return b""
-    stub = worker_pb2_grpc.WorkerStub(channel)
-    info = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=30)
-    return info.namespace.digest
+    stub = worker_pb2_grpc.WorkerServiceStub(channel)
+    answer = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=30)
+    return answer.info.namespace.digest
 
 
 async def _one(
@@ -134,7 +134,9 @@ async def _through_router(
 ) -> AsyncIterator[tuple[list[int], Legs]]:
     ids = router_pb2.TokenIds(ids=prompt)
     request = router_pb2.GenerateRequest(token_ids=ids, max_tokens=count, sampling=SAMPLING)
-    async for answer in router_pb2_grpc.RouterStub(channel).Generate(request, timeout=SECONDS):
+    async for answer in router_pb2_grpc.RouterServiceStub(channel).Generate(
+        request, timeout=SECONDS
+    ):
         yield [token.id for token in answer.tokens], tuple(answer.usage.legs)
 
 
@@ -142,7 +144,7 @@ async def _at_decode(
     channel: grpc.aio.Channel, leg: types_pb2.Leg
 ) -> AsyncIterator[tuple[list[int], Legs]]:
     request = decode_pb2.DecodeRequest(leg=leg)
-    async for answer in decode_pb2_grpc.DecodeStub(channel).Decode(request, timeout=SECONDS):
+    async for answer in decode_pb2_grpc.DecodeServiceStub(channel).Decode(request, timeout=SECONDS):
         legs = (answer.usage,) if answer.HasField("usage") else ()
         yield [token.id for token in answer.tokens], legs
 
@@ -151,8 +153,10 @@ async def _at_prefill(
     channel: grpc.aio.Channel, leg: types_pb2.Leg
 ) -> AsyncIterator[tuple[list[int], Legs]]:
     request = prefill_pb2.PrefillRequest(leg=leg)
-    async for answer in prefill_pb2_grpc.PrefillStub(channel).Prefill(request, timeout=SECONDS):
+    async for answer in prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(
+        request, timeout=SECONDS
+    ):
         if answer.HasField("first_token"):
             yield [answer.first_token.token.id], ()
         else:
-            yield [], (answer.handoff.usage,)
+            yield [], (answer.usage,)

@@ -40,11 +40,11 @@ def main(argv: Sequence[str]) -> int:
     config = load(RoleConfig, argv, "kvrelay role", DESCRIPTION)
     router, role = config.address(), ROLES[config.role]
     with open_sync_channel(config.worker) as channel:
-        stub = worker_pb2_grpc.WorkerStub(channel)
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
-            info = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=ASK_SECONDS)
+            info = stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=ASK_SECONDS).info
             if role == types_pb2.ROLE_PREFILL != info.role and not config.force:
-                check_left(config.worker, info.worker, router, _known_by(router))
+                check_left(config.worker, info.worker_id, router, _known_by(router))
             stub.SetRole(worker_pb2.SetRoleRequest(role=role), timeout=config.timeout)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
@@ -56,12 +56,12 @@ def check_left(
     worker: str, boot: str, router: str, known: Sequence[router_pb2.WorkerStatus]
 ) -> None:
     """``Rejected`` unless ``known`` has the worker, and another one that can decode."""
-    if all(one.info.worker != boot for one in known):
+    if all(one.info.worker_id != boot for one in known):
         raise Rejected(
             "router", f"the one at {router} does not know {worker}: name its own, or say --force"
         )
     others = [one for one in known if one.healthy and one.role == types_pb2.ROLE_DECODE]
-    if all(one.info.worker == boot for one in others):
+    if all(one.info.worker_id == boot for one in others):
         raise Rejected(
             "role",
             f"{worker} is the only worker that the router at {router} can use to decode, without"

@@ -28,7 +28,7 @@ STATES = {
     router_pb2.WORKER_STATE_READY: ("ready", "green"),
     router_pb2.WORKER_STATE_DRAINING: ("draining", "yellow"),
     router_pb2.WORKER_STATE_SUSPECT: ("suspect", "yellow"),
-    router_pb2.WORKER_STATE_GONE: ("gone", "red"),
+    router_pb2.WORKER_STATE_UNREACHABLE: ("unreachable", "red"),
 }
 HEAD = ("worker", "role", "state", "legs", "run", "load", "wait", "free blocks", "pos/s", "why")
 RIGHT = frozenset({3, 4, 5, 6, 7, 8})

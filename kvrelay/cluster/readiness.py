@@ -87,7 +87,7 @@ class ReadinessProbe:
         return check.future(health_pb2.HealthCheckRequest(), timeout=seconds, wait_for_ready=True)
 
     def _look(self) -> None:
-        stub = router_pb2_grpc.RouterStub(self._channels[self._routers[0].name])
+        stub = router_pb2_grpc.RouterServiceStub(self._channels[self._routers[0].name])
         try:
             self._view = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=ASK_SECONDS)
         except grpc.RpcError:

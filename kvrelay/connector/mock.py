@@ -118,7 +118,7 @@ class MockConnector:
             self._asked[save.request_id, save.epoch, save.serial] = verdict
             self.inner.save(save)
             return
-        stored = len(save.pieces) if verdict.amount is None else verdict.amount
+        stored = len(save.contents) if verdict.amount is None else verdict.amount
         self._enqueue(Saved(save.request_id, save.epoch, save.serial, stored), verdict)
 
     def release(self, request_id: str) -> None:

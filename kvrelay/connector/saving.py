@@ -36,12 +36,12 @@ class SaveJob:
         self._meter = meter
         self._end = end
         self._stored = 0
-        self.nbytes = sum(pool.nbytes(len(piece.tokens)) for piece in save.pieces)
+        self.nbytes = sum(pool.nbytes(len(piece.tokens)) for piece in save.contents)
 
     def run(self) -> None:
         """Offer every piece; those wanted are read from the pool as they are sent."""
         try:
-            offers = [self._offer(piece) for piece in self._save.pieces]
+            offers = [self._offer(piece) for piece in self._save.contents]
             self._count(self._store.put(offers, self._options.save_timeout(self.nbytes)))
         except KvrelayError:
             self._meter.add(save_failures=1)
@@ -83,7 +83,7 @@ class SaveJob:
     def _count(self, outcomes: list[Outcome]) -> None:
         self._stored = sum(1 for _ in takewhile(lambda outcome: outcome.present, outcomes))
         kept = [outcome.kept for outcome in outcomes]
-        sizes = (self._pool.nbytes(len(piece.tokens)) for piece in self._save.pieces)
+        sizes = (self._pool.nbytes(len(piece.tokens)) for piece in self._save.contents)
         self._meter.add(
             saved_blocks=kept.count(PutStatus.STORED),
             existing_blocks=kept.count(PutStatus.EXISTED),

@@ -1,42 +1,87 @@
-"""The engine of a worker: one thread that takes step after step and tells what happened.
+"""The engine of a worker: one thread that takes step after step.
 
-All accounting is touched by this thread alone. Other threads hand it orders and get updates
-through ``deliver``, called once a step on the engine's thread with everything that is new.
+A step joins the scheduler (which positions, which blocks), the model runner, the connector
+(external KV) and the legs (text, times, accounts). All of these are touched by this thread alone:
+other threads post commands, and get the updates of a step through ``deliver``.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
-from kvrelay.engine.core.audit import Finding
-from kvrelay.engine.core.external import Connector
-from kvrelay.engine.core.plan import EngineLimits
-from kvrelay.engine.core.request import Naming, Order
-from kvrelay.engine.core.task import StopChecker
-from kvrelay.engine.core.updates import Update
-from kvrelay.engine.steps import EngineLoad, ModelRunner, Steps
+from kvrelay.engine.core.audit import Finding, audit
+from kvrelay.engine.core.blocks import Naming
+from kvrelay.engine.core.external import Connector, Loaded, Save, TransferEvent
+from kvrelay.engine.core.journal import Journal
+from kvrelay.engine.core.legs import Leg, Legs, StopChecker
+from kvrelay.engine.core.plan import Committed, EngineLimits, Plan
+from kvrelay.engine.core.request import Finish, Order
+from kvrelay.engine.core.scheduler import Scheduler
+from kvrelay.engine.core.totals import Totals
+from kvrelay.engine.core.updates import Sampled, Token, Update, Work
+from kvrelay.engine.safe_connector import SafeConnector
 from kvrelay.engine.watchdog import Watchdog, stack_of
-from kvrelay.errors import Unavailable
+from kvrelay.errors import Exhausted, KvrelayError, Unavailable
 from kvrelay.sampling import Sampling
 
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[Sequence[tuple[str, Update]]], None]
 T = TypeVar("T")
-IDLE_SECONDS = 1.0  # everything that is new wakes the thread; this is for what nobody told
+IDLE_SECONDS = 1.0  # commands and events wake the thread; this covers a missed wake-up
+
+
+class ModelRunner(Protocol):
+    """The model as the engine runs it."""
+
+    @property
+    def executed_positions(self) -> int: ...
+
+    def execute(self, works: Sequence[Work]) -> Sequence[Sampled | None]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """``max_waiting`` bounds the queue, in requests. With ``audit_steps`` every step is audited.
+
+    ``on_fatal`` is called when the engine is lost, which it also is when a step takes longer than
+    ``step_seconds``: the process should end and be started again. ``journal`` gets a line for every
+    call of the scheduler (see ``core.journal``).
+    """
+
+    max_waiting: int = 1024
+    audit_steps: bool = False
+    step_seconds: float = 120.0
+    on_fatal: Callable[[], None] = lambda: None
+    journal: Callable[[str], object] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is and what it has done."""
+
+    waiting: int
+    waiting_tokens: int
+    loading: int
+    running: int
+    saving: int
+    free_blocks: int
+    held_blocks: int
+    steps: int
+    executed: int
+    late_events: int
+    totals: Totals
 
 
 class Engine:
-    """Serves requests until closed. With ``audit_steps`` a step that breaks an invariant fails.
-
-    ``on_fatal`` is called when the engine is lost, which it is too when a step does not end within
-    ``step_seconds``: the process should end and be started again.
-    """
+    """Serves requests until closed."""
 
     def __init__(
         self,
@@ -45,51 +90,55 @@ class Engine:
         naming: Naming,
         connector: Connector,
         deliver: Deliver,
-        max_waiting: int = 1024,
-        audit_steps: bool = False,
-        on_fatal: Callable[[], None] = lambda: None,
-        journal: Callable[[str], object] | None = None,
-        step_seconds: float = 120.0,
+        options: EngineOptions | None = None,
     ) -> None:
-        self._steps = Steps(runner, limits, naming, connector, max_waiting, journal)
-        self._load = self._steps.measure()
-        self._connector = connector
+        self._limits = limits
+        self._runner = runner
+        self._transfers = connector
         self._deliver = deliver
-        self._audit_steps = audit_steps
-        self._on_fatal = on_fatal
+        self._options = options = options or EngineOptions()
+        self._connector = safe = SafeConnector(connector)
+        self._scheduler = (
+            Scheduler(limits, naming, safe.lookup)
+            if options.journal is None
+            else Journal(limits, naming, safe.lookup, options.journal)
+        )
+        self._legs = Legs(limits.block_size)
+        self._steps = 0
+        self._load = self._measure()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._wake = threading.Event()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._turns = 0
-        self._busy = False
-        self._watchdog = Watchdog(step_seconds, self._at, self._hangs)
+        self._in_turn = False
+        self._watchdog = Watchdog(options.step_seconds, self._turn_under_way, self._hangs)
 
     def start(self) -> None:
         """Start the engine's thread and the connector's."""
-        self._connector.start(self._wake.set)
+        self._transfers.start(self._wake.set)
         self._thread.start()
         self._watchdog.start()
 
     def submit(
-        self, order: Order, sampling: Sampling, stop_text: StopChecker | None = None
+        self, order: Order, sampling: Sampling, stop_checker: StopChecker | None = None
     ) -> None:
-        """Queue a request; what becomes of it is told through ``deliver``, under its id."""
+        """Queue a request; its updates, a refusal included, go to ``deliver`` under its id."""
         if self._closing.is_set():
             raise Unavailable("the worker is stopping")
-        self._post(lambda: self._steps.submit(order, sampling, stop_text))
+        self._post(lambda: self._submit(order, sampling, stop_checker))
 
     def abort(self, request_id: str) -> None:
-        """End a request; nothing more is told about it. Unknown ones are no error."""
-        self._post(lambda: self._steps.abort(request_id))
+        """End a request without further updates. An unknown id is no error."""
+        self._post(lambda: self._abort(request_id))
 
     def load(self) -> EngineLoad:
-        """The load as it was after the last step, without waiting for the thread."""
+        """The load after the last step; does not wait for the thread."""
         return self._load
 
     def audit(self) -> Future[list[Finding]]:
         """Check the invariants between two steps."""
-        return self._call(self._steps.audit)
+        return self._call(self._audit)
 
     def close(self, timeout: float = 10.0) -> None:
         """Stop; open requests fail as unavailable."""
@@ -98,7 +147,58 @@ class Engine:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(timeout)
-        self._connector.close()
+        self._transfers.close()
+
+    def turn(self) -> bool:
+        """Run the posted commands and one step, and deliver its updates.
+
+        The engine's thread calls it until the engine is closed; without that thread, a caller may.
+        Returns whether there was anything to compute. Raises if the accounting is lost.
+        """
+        self._turns += 1
+        self._in_turn = True
+        try:
+            busy = self._step()
+        except Exception as error:  # noqa: BLE001 - the edge: it ends the requests of the step
+            self._fail_step(error)
+            busy = True
+        self._publish()
+        self._in_turn = False
+        return busy
+
+    # --- the thread -----------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while not self._closing.is_set():
+                if not self.turn():
+                    self._wake.wait(IDLE_SECONDS)
+                self._wake.clear()
+            self._run_commands()
+        except Exception as error:  # noqa: BLE001 - the edge: nothing here can be trusted now
+            self._give_up(error)
+        finally:
+            self._fail(self._legs.ids, "the worker is stopping")
+            self._publish()
+
+    def _give_up(self, error: Exception) -> None:
+        log.critical("the engine cannot continue", exc_info=error)
+        self._lose()
+
+    def _turn_under_way(self) -> int | None:
+        return self._turns if self._in_turn else None
+
+    def _hangs(self) -> None:
+        log.critical("the engine hangs in a step:\n%s", stack_of(self._thread))
+        self._lose()
+
+    def _lose(self) -> None:
+        self._closing.set()
+        self._options.on_fatal()
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._commands.put(command)
+        self._wake.set()
 
     def _call(self, function: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
@@ -108,60 +208,11 @@ class Engine:
                 return
             try:
                 future.set_result(function())
-            except Exception as error:  # noqa: BLE001 - it goes to the caller, who waits for it
+            except Exception as error:  # noqa: BLE001 - the future hands it to the caller
                 future.set_exception(error)
 
         self._post(command)
         return future
-
-    def _post(self, command: Callable[[], None]) -> None:
-        self._commands.put(command)
-        self._wake.set()
-
-    def _run(self) -> None:
-        try:
-            while not self._closing.is_set():
-                self._turn()
-            self._run_commands()
-        except Exception as error:  # noqa: BLE001 - the edge: nothing here can be trusted now
-            self._give_up(error)
-        finally:
-            self._steps.fail_all("the worker is stopping")
-            self._publish()
-
-    def _turn(self) -> None:
-        self._turns = self._turns + 1
-        self._busy = True
-        try:
-            busy = self._step()
-        except Exception as error:  # noqa: BLE001 - the edge: it ends the requests of the step
-            self._steps.fail_step(error)  # if not even that goes, the accounting is lost
-            busy = True
-        self._publish()
-        self._busy = False
-        if not busy:
-            self._wake.wait(IDLE_SECONDS)
-        self._wake.clear()
-
-    def _step(self) -> bool:
-        self._run_commands()
-        busy = self._steps.step()
-        if self._audit_steps and (findings := self._steps.audit()):
-            raise RuntimeError(f"the accounting is broken: {findings}")
-        return busy
-
-    def _give_up(self, error: Exception) -> None:
-        log.critical("the engine cannot go on", exc_info=error)
-        self._closing.set()
-        self._on_fatal()
-
-    def _at(self) -> int | None:
-        return self._turns if self._busy else None
-
-    def _hangs(self) -> None:
-        log.critical("the engine hangs in a step:\n%s", stack_of(self._thread))
-        self._closing.set()
-        self._on_fatal()
 
     def _run_commands(self) -> None:
         while True:
@@ -172,7 +223,175 @@ class Engine:
             command()
 
     def _publish(self) -> None:
-        self._load = self._steps.measure()
-        updates = self._steps.take_updates()
+        self._load = self._measure()
+        updates = self._legs.take_updates()
         if updates:
             self._deliver(updates)
+
+    # --- one step -------------------------------------------------------------------------------
+
+    def _step(self) -> bool:
+        self._run_commands()
+        for event in self._connector.poll():
+            self._take_event(event)
+        plan = self._scheduler.schedule()
+        self._begin(plan)
+        sampled = self._execute(plan)
+        tokens = [None if item is None else item.token for item in sampled]
+        committed = self._scheduler.commit(plan, tokens)
+        self._start_saves(committed.saves)
+        self._report(committed, [item for item in sampled if item is not None])
+        if self._options.audit_steps and (findings := self._audit()):
+            raise RuntimeError(f"the accounting is broken: {findings}")
+        return bool(plan.entries)
+
+    def _take_event(self, event: TransferEvent) -> None:
+        if isinstance(event, Loaded):
+            request = self._scheduler.loaded(event.request_id, event.epoch, event.valid)
+            self._legs.end_load(event, request)
+            return
+        self._scheduler.saved(event.request_id, event.epoch, event.serial)
+        leg = self._legs.end_save(event)
+        if leg is not None:
+            self._end(leg)
+
+    def _begin(self, plan: Plan) -> None:
+        now = time.monotonic()
+        for request in plan.preempted:
+            self._legs[request.id].preemptions += 1
+        for load in plan.loads:
+            self._note_admitted(self._legs[load.request_id], load.epoch, now)
+            self._legs.start_load(load)
+            self._connector.load(load)
+        for entry in plan.entries:
+            leg = self._legs[entry.request.id]
+            self._note_admitted(leg, entry.epoch, now)
+            leg.note_running(now)
+        self._start_saves(plan.saves)
+
+    def _note_admitted(self, leg: Leg, epoch: int, now: float) -> None:
+        if leg.epoch != epoch:
+            leg.note_admitted(epoch, self._connector.why(leg.request.id), now)
+
+    def _start_saves(self, saves: Sequence[Save]) -> None:
+        for save in saves:
+            self._legs.start_save(save)
+            self._connector.save(save)
+
+    def _execute(self, plan: Plan) -> Sequence[Sampled | None]:
+        if not plan.entries:
+            return []
+        self._steps += 1
+        return self._runner.execute(
+            [
+                Work(
+                    tokens=entry.request.tokens,
+                    start=entry.start,
+                    count=entry.count,
+                    blocks=entry.request.resident.blocks,
+                    prompt_len=entry.request.order.prompt_len,
+                    sampling=self._legs[entry.request.id].sampling if entry.samples else None,
+                )
+                for entry in plan.entries
+            ]
+        )
+
+    def _report(self, committed: Committed, sampled: Sequence[Sampled]) -> None:
+        now = time.monotonic()
+        for output, item in zip(committed.outputs, sampled, strict=True):
+            request_id = output.request.id
+            leg = self._legs[request_id]
+            begun = self._legs.note_token(leg, now)
+            finish = output.finish
+            try:
+                stops = leg.stop_checker is not None and leg.stop_checker.stops_at(item.token)
+            except Exception as error:  # noqa: BLE001 - the edge of one request: it ends that one
+                self._fail_text(request_id, item.token, error)
+                continue
+            if stops:
+                finish = finish or Finish.STOP
+                self._scheduler.abort(request_id, finish)
+            self._legs.tell(request_id, Token(item, finish, begun))
+            self._end(leg)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def _submit(self, order: Order, sampling: Sampling, stop_checker: StopChecker | None) -> None:
+        limit = self._options.max_waiting
+        try:
+            if len(self._scheduler.waiting) >= limit:
+                raise Exhausted(f"{limit} requests are waiting here", retry_after=1.0)
+            if order.request_id in self._legs:
+                raise Unavailable(f"request {order.request_id!r} is still being saved here")
+            request = self._scheduler.submit(order)
+        except KvrelayError as error:
+            self._legs.fail(order.request_id, error)
+        else:
+            self._legs.add(Leg(request, sampling, stop_checker, time.monotonic()))
+
+    def _abort(self, request_id: str) -> None:
+        self._scheduler.abort(request_id)
+        if self._legs.drop(request_id):
+            self._connector.release(request_id)
+
+    def _end(self, leg: Leg) -> None:
+        """Send the account of a leg if it is complete."""
+        if self._legs.end(leg):
+            self._connector.release(leg.request.id)
+
+    def _fail(self, request_ids: Sequence[str], reason: str) -> None:
+        for request_id in request_ids:
+            self._legs.fail(request_id, Unavailable(reason))
+            self._abort(request_id)
+
+    def _fail_text(self, request_id: str, token: int, error: Exception) -> None:
+        log.error("no text for token %d of %s", token, request_id, exc_info=error)
+        self._fail([request_id], "the output has no text to look for stop strings in")
+
+    def _fail_step(self, error: Exception) -> None:
+        """End the requests of the step that failed; all requests, if it failed outside a plan.
+
+        Raises if the scheduler still has requests after all legs were ended: then every further
+        step would fail.
+        """
+        log.error("a step failed; its requests are ended", exc_info=error)
+        plan = self._scheduler.discard()
+        failed = self._legs.ids
+        if plan is not None and plan.entries:
+            failed = [entry.request.id for entry in plan.entries]
+            failed += [load.request_id for load in plan.loads]
+        self._fail(failed, "a step failed")
+        if not self._legs.ids and (self._scheduler.running or self._scheduler.waiting):
+            raise RuntimeError("a request that has ended is still queued in the scheduler")
+
+    # --- measures -------------------------------------------------------------------------------
+
+    def _audit(self) -> list[Finding]:
+        """The scheduler's invariants; I5: the runner's count against the legs'; I9: the totals."""
+        findings = audit(self._scheduler)
+        counted = self._legs.executed
+        executed = self._runner.executed_positions
+        if counted != executed:
+            message = f"{executed} positions executed, {counted} accounted"
+            findings.append(Finding("I5", None, message))
+        totals = self._legs.totals
+        if not totals.adds_up:
+            findings.append(Finding("I9", None, f"sums by source do not add up: {totals}"))
+        return findings
+
+    def _measure(self) -> EngineLoad:
+        scheduler = self._scheduler
+        free = len(scheduler.pool.free)
+        return EngineLoad(
+            waiting=len(scheduler.waiting),
+            waiting_tokens=sum(request.length for request in scheduler.waiting),
+            loading=scheduler.loading,
+            running=len(scheduler.running),
+            saving=len(scheduler.saves),
+            free_blocks=free,
+            held_blocks=self._limits.num_blocks - free,
+            steps=self._steps,
+            executed=self._runner.executed_positions,
+            late_events=scheduler.late_events,
+            totals=self._legs.totals,
+        )

@@ -10,7 +10,7 @@ from kvrelay.engine.attention.backend import AttentionBackend
 from kvrelay.engine.attention.batch import pack
 from kvrelay.engine.attention.pool import KVPool
 from kvrelay.engine.attention.sdpa import SdpaBackend
-from kvrelay.engine.core.work import Sampled, Work
+from kvrelay.engine.core.updates import Sampled, Work
 from kvrelay.engine.model.loading import LoadedModel
 from kvrelay.engine.sampling.sampler import sample
 from kvrelay.errors import Rejected

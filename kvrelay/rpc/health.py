@@ -5,32 +5,11 @@ from __future__ import annotations
 import grpc
 from grpc_health.v1 import health_pb2
 
-from kvrelay.errors import DeadlineExceeded
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.status import from_rpc_error
 
 _CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = health_pb2.HealthCheckResponse.SERVING
-
-
-async def answers(channel: grpc.aio.Channel, seconds: float) -> bool:
-    """Whether anything came of asking in so many seconds, be it an error."""
-    ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_CHECK)
-    try:
-        await ask(b"", timeout=seconds)
-    except grpc.RpcError as error:
-        return not isinstance(from_rpc_error(error), DeadlineExceeded)
-    return True
-
-
-def responds_sync(channel: grpc.Channel, seconds: float) -> bool:
-    """The same for code without an event loop."""
-    ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_CHECK)
-    try:
-        ask(b"", timeout=seconds)
-    except grpc.RpcError as error:
-        return not isinstance(from_rpc_error(error), DeadlineExceeded)
-    return True
 
 
 async def is_serving(

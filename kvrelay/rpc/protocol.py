@@ -20,8 +20,8 @@ Role: TypeAlias = "types_pb2.Role.ValueType"  # quoted: it is in the type stubs 
 NAMES: dict[Role, str] = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode"}
 ROLES: dict[str, Role] = {name: role for role, name in NAMES.items()}
 SERVICES: dict[Role, str] = {
-    types_pb2.ROLE_PREFILL: "kvrelay.v1.Prefill",
-    types_pb2.ROLE_DECODE: "kvrelay.v1.Decode",
+    types_pb2.ROLE_PREFILL: "kvrelay.v1.PrefillService",
+    types_pb2.ROLE_DECODE: "kvrelay.v1.DecodeService",
 }
 
 

@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class DecodeStub:
+class DecodeServiceStub:
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -35,25 +35,25 @@ class DecodeStub:
             channel: A grpc.Channel.
         """
         self.Decode = channel.unary_stream(
-                '/kvrelay.v1.Decode/Decode',
+                '/kvrelay.v1.DecodeService/Decode',
                 request_serializer=kvrelay_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
                 _registered_method=True)
 
 
-class DecodeServicer:
+class DecodeServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Decode(self, request, context):
-        """Streams tokens; the last response carries the finish reason and the usage of this leg.
-        Serves a leg without any token so far too: it then computes the prompt itself.
+        """Streams tokens; the last response carries the finish reason and the leg's usage. A leg without
+        output tokens so far is served too: the worker then computes the prompt itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
 
-def add_DecodeServicer_to_server(servicer, server):
+def add_DecodeServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Decode': grpc.unary_stream_rpc_method_handler(
                     servicer.Decode,
@@ -62,13 +62,13 @@ def add_DecodeServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'kvrelay.v1.Decode', rpc_method_handlers)
+            'kvrelay.v1.DecodeService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('kvrelay.v1.Decode', rpc_method_handlers)
+    server.add_registered_method_handlers('kvrelay.v1.DecodeService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Decode:
+class DecodeService:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
@@ -85,7 +85,7 @@ class Decode:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/kvrelay.v1.Decode/Decode',
+            '/kvrelay.v1.DecodeService/Decode',
             kvrelay_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
             kvrelay_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
             options,

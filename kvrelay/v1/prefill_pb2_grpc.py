@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class PrefillStub:
+class PrefillServiceStub:
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -35,24 +35,25 @@ class PrefillStub:
             channel: A grpc.Channel.
         """
         self.Prefill = channel.unary_stream(
-                '/kvrelay.v1.Prefill/Prefill',
+                '/kvrelay.v1.PrefillService/Prefill',
                 request_serializer=kvrelay_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
                 _registered_method=True)
 
 
-class PrefillServicer:
+class PrefillServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Prefill(self, request, context):
-        """Streams: the first token as soon as it is sampled, then the handoff once the blocks are saved.
+        """The first response carries the first token and is sent as soon as it is sampled. The last one
+        carries the handoff and the usage and is sent when the blocks are saved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
 
-def add_PrefillServicer_to_server(servicer, server):
+def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Prefill': grpc.unary_stream_rpc_method_handler(
                     servicer.Prefill,
@@ -61,13 +62,13 @@ def add_PrefillServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'kvrelay.v1.Prefill', rpc_method_handlers)
+            'kvrelay.v1.PrefillService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('kvrelay.v1.Prefill', rpc_method_handlers)
+    server.add_registered_method_handlers('kvrelay.v1.PrefillService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Prefill:
+class PrefillService:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
@@ -84,7 +85,7 @@ class Prefill:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/kvrelay.v1.Prefill/Prefill',
+            '/kvrelay.v1.PrefillService/Prefill',
             kvrelay_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
             kvrelay_dot_v1_dot_prefill__pb2.PrefillResponse.FromString,
             options,

@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class RouterStub:
+class RouterServiceStub:
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -35,53 +35,53 @@ class RouterStub:
             channel: A grpc.Channel.
         """
         self.Generate = channel.unary_stream(
-                '/kvrelay.v1.Router/Generate',
+                '/kvrelay.v1.RouterService/Generate',
                 request_serializer=kvrelay_dot_v1_dot_router__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_router__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.Announce = channel.unary_unary(
-                '/kvrelay.v1.Router/Announce',
+                '/kvrelay.v1.RouterService/Announce',
                 request_serializer=kvrelay_dot_v1_dot_router__pb2.AnnounceRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_router__pb2.AnnounceResponse.FromString,
                 _registered_method=True)
         self.ListWorkers = channel.unary_unary(
-                '/kvrelay.v1.Router/ListWorkers',
+                '/kvrelay.v1.RouterService/ListWorkers',
                 request_serializer=kvrelay_dot_v1_dot_router__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_router__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
 
 
-class RouterServicer:
+class RouterServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Answers one prompt as a stream: every response carries the new tokens, the last one the finish
-        reason and the usage. Cancelling the call cancels the work. A call that ended UNAVAILABLE can be
-        continued with the same request, `output_token_ids` set to the tokens received, and the seed, the
-        weights and the prompt's hash told.
+        """Generates the output for one prompt. Every response carries new tokens; the last one carries
+        the finish reason and the usage. Cancelling the call cancels the work on the workers. To resume
+        a stream that ended UNAVAILABLE, send the same request with `output_token_ids` set to the
+        tokens received and with the seed, `weights` and `prompt_hash` of its first response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Announce(self, request, context):
-        """A worker says where it serves. It is asked back at that address before it is used and as long as
-        it is, and forgotten when it does not say so again in time. INVALID_ARGUMENT for the field
-        `announce` where the router takes no announcements.
+        """A worker announces its address. The router checks the worker at that address before it is used
+        and while it is used, and forgets it when no further announcement comes within the TTL.
+        INVALID_ARGUMENT for the field `announce` if the router takes no announcements.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListWorkers(self, request, context):
-        """The workers this router knows and what it thinks of them.
+        """The workers that this router knows, with their states, and its queue.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
 
-def add_RouterServicer_to_server(servicer, server):
+def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_stream_rpc_method_handler(
                     servicer.Generate,
@@ -100,13 +100,13 @@ def add_RouterServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'kvrelay.v1.Router', rpc_method_handlers)
+            'kvrelay.v1.RouterService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('kvrelay.v1.Router', rpc_method_handlers)
+    server.add_registered_method_handlers('kvrelay.v1.RouterService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Router:
+class RouterService:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
@@ -123,7 +123,7 @@ class Router:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/kvrelay.v1.Router/Generate',
+            '/kvrelay.v1.RouterService/Generate',
             kvrelay_dot_v1_dot_router__pb2.GenerateRequest.SerializeToString,
             kvrelay_dot_v1_dot_router__pb2.GenerateResponse.FromString,
             options,
@@ -150,7 +150,7 @@ class Router:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.Router/Announce',
+            '/kvrelay.v1.RouterService/Announce',
             kvrelay_dot_v1_dot_router__pb2.AnnounceRequest.SerializeToString,
             kvrelay_dot_v1_dot_router__pb2.AnnounceResponse.FromString,
             options,
@@ -177,7 +177,7 @@ class Router:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.Router/ListWorkers',
+            '/kvrelay.v1.RouterService/ListWorkers',
             kvrelay_dot_v1_dot_router__pb2.ListWorkersRequest.SerializeToString,
             kvrelay_dot_v1_dot_router__pb2.ListWorkersResponse.FromString,
             options,

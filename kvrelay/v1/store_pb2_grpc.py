@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class KVStoreStub:
+class StoreServiceStub:
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -35,147 +35,147 @@ class KVStoreStub:
             channel: A grpc.Channel.
         """
         self.Lookup = channel.unary_unary(
-                '/kvrelay.v1.KVStore/Lookup',
+                '/kvrelay.v1.StoreService/Lookup',
                 request_serializer=kvrelay_dot_v1_dot_store__pb2.LookupRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_store__pb2.LookupResponse.FromString,
                 _registered_method=True)
         self.Get = channel.unary_stream(
-                '/kvrelay.v1.KVStore/Get',
+                '/kvrelay.v1.StoreService/Get',
                 request_serializer=kvrelay_dot_v1_dot_store__pb2.GetRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_store__pb2.GetResponse.FromString,
                 _registered_method=True)
         self.Reserve = channel.unary_unary(
-                '/kvrelay.v1.KVStore/Reserve',
+                '/kvrelay.v1.StoreService/Reserve',
                 request_serializer=kvrelay_dot_v1_dot_store__pb2.ReserveRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_store__pb2.ReserveResponse.FromString,
                 _registered_method=True)
         self.Put = channel.stream_unary(
-                '/kvrelay.v1.KVStore/Put',
+                '/kvrelay.v1.StoreService/Put',
                 request_serializer=kvrelay_dot_v1_dot_store__pb2.PutRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_store__pb2.PutResponse.FromString,
                 _registered_method=True)
         self.PutSmall = channel.unary_unary(
-                '/kvrelay.v1.KVStore/PutSmall',
-                request_serializer=kvrelay_dot_v1_dot_store__pb2.PutRequest.SerializeToString,
-                response_deserializer=kvrelay_dot_v1_dot_store__pb2.PutResponse.FromString,
+                '/kvrelay.v1.StoreService/PutSmall',
+                request_serializer=kvrelay_dot_v1_dot_store__pb2.PutSmallRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_store__pb2.PutSmallResponse.FromString,
                 _registered_method=True)
         self.Recheck = channel.unary_unary(
-                '/kvrelay.v1.KVStore/Recheck',
+                '/kvrelay.v1.StoreService/Recheck',
                 request_serializer=kvrelay_dot_v1_dot_store__pb2.RecheckRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_store__pb2.RecheckResponse.FromString,
                 _registered_method=True)
         self.Release = channel.unary_unary(
-                '/kvrelay.v1.KVStore/Release',
+                '/kvrelay.v1.StoreService/Release',
                 request_serializer=kvrelay_dot_v1_dot_store__pb2.ReleaseRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_store__pb2.ReleaseResponse.FromString,
                 _registered_method=True)
-        self.Ways = channel.unary_unary(
-                '/kvrelay.v1.KVStore/Ways',
-                request_serializer=kvrelay_dot_v1_dot_store__pb2.WaysRequest.SerializeToString,
-                response_deserializer=kvrelay_dot_v1_dot_store__pb2.WaysResponse.FromString,
+        self.GetTransports = channel.unary_unary(
+                '/kvrelay.v1.StoreService/GetTransports',
+                request_serializer=kvrelay_dot_v1_dot_store__pb2.GetTransportsRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_store__pb2.GetTransportsResponse.FromString,
                 _registered_method=True)
         self.Locate = channel.unary_unary(
-                '/kvrelay.v1.KVStore/Locate',
+                '/kvrelay.v1.StoreService/Locate',
                 request_serializer=kvrelay_dot_v1_dot_store__pb2.LocateRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_store__pb2.LocateResponse.FromString,
                 _registered_method=True)
-        self.Stats = channel.unary_unary(
-                '/kvrelay.v1.KVStore/Stats',
-                request_serializer=kvrelay_dot_v1_dot_store__pb2.StatsRequest.SerializeToString,
-                response_deserializer=kvrelay_dot_v1_dot_store__pb2.StatsResponse.FromString,
+        self.GetStats = channel.unary_unary(
+                '/kvrelay.v1.StoreService/GetStats',
+                request_serializer=kvrelay_dot_v1_dot_store__pb2.GetStatsRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_store__pb2.GetStatsResponse.FromString,
                 _registered_method=True)
         self.Clear = channel.unary_unary(
-                '/kvrelay.v1.KVStore/Clear',
+                '/kvrelay.v1.StoreService/Clear',
                 request_serializer=kvrelay_dot_v1_dot_store__pb2.ClearRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_store__pb2.ClearResponse.FromString,
                 _registered_method=True)
         self.List = channel.unary_stream(
-                '/kvrelay.v1.KVStore/List',
+                '/kvrelay.v1.StoreService/List',
                 request_serializer=kvrelay_dot_v1_dot_store__pb2.ListRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_store__pb2.ListResponse.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
-                '/kvrelay.v1.KVStore/Watch',
+                '/kvrelay.v1.StoreService/Watch',
                 request_serializer=kvrelay_dot_v1_dot_store__pb2.WatchRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_store__pb2.WatchResponse.FromString,
                 _registered_method=True)
         self.Inspect = channel.unary_unary(
-                '/kvrelay.v1.KVStore/Inspect',
+                '/kvrelay.v1.StoreService/Inspect',
                 request_serializer=kvrelay_dot_v1_dot_store__pb2.InspectRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_store__pb2.InspectResponse.FromString,
                 _registered_method=True)
 
 
-class KVStoreServicer:
+class StoreServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Lookup(self, request, context):
-        """How many of these names lead without a gap, and a lease on what was found.
+        """How many of the names are in the store without a gap, with a lease on the blocks found.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """The bytes of blocks, those that are absent left out.
+        """The bytes of blocks; absent blocks are left out.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Room for blocks about to be put: each is wanted, there already, or being put by another.
+        """Reserves room for blocks to be put. Each is reserved, present already, or being put by another.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Put(self, request_iterator, context):
-        """The bytes of blocks. Each becomes visible when it is whole and its checksums are right; what
-        was reserved and not made visible when the call ends is given up.
+        """The bytes of blocks. Each becomes visible when it is complete and its checksums match; a
+        reservation that was not filled when the call ends is given up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PutSmall(self, request, context):
-        """The same for a few bytes, at most 1 MiB: head and data in one message, one answer.
+        """The same for at most 1 MiB, head and data in one message.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Recheck(self, request, context):
-        """Looks once more at a block that a reader found wrong, and takes it out if it is, so that the
-        right one can be put. A copy on disk counts on.
+        """Verifies a block that a reader found corrupt, and removes it if it is, so that the right one
+        can be put. A copy on disk counts too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives leases back before their time.
+        """Gives leases back before they end.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Ways(self, request, context):
-        """Which faster ways there are, for those who can go them.
+    def GetTransports(self, request, context):
+        """The transports that this store offers besides gRPC.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Locate(self, request, context):
-        """Where blocks lie, those that are absent left out, and a lease on them: what Get is for those
-        who fetch the bytes another way.
+        """Where blocks lie, with a lease on them; absent blocks are left out. Takes the place of Get for
+        clients of the other transports.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Stats(self, request, context):
+    def GetStats(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -189,28 +189,28 @@ class KVStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """What is there, as of one moment, in pages.
+        """The blocks in the store as of one moment, in pages.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """What comes and what leaves, from now on or from where the caller was.
+        """Blocks stored and removed, from now on or from the last event that the caller has read.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Inspect(self, request, context):
-        """One block: its header, and who holds it. It does not count as used.
+        """One block: its header and its leases. Does not count as a use of the block.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
 
-def add_KVStoreServicer_to_server(servicer, server):
+def add_StoreServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Lookup': grpc.unary_unary_rpc_method_handler(
                     servicer.Lookup,
@@ -234,8 +234,8 @@ def add_KVStoreServicer_to_server(servicer, server):
             ),
             'PutSmall': grpc.unary_unary_rpc_method_handler(
                     servicer.PutSmall,
-                    request_deserializer=kvrelay_dot_v1_dot_store__pb2.PutRequest.FromString,
-                    response_serializer=kvrelay_dot_v1_dot_store__pb2.PutResponse.SerializeToString,
+                    request_deserializer=kvrelay_dot_v1_dot_store__pb2.PutSmallRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_store__pb2.PutSmallResponse.SerializeToString,
             ),
             'Recheck': grpc.unary_unary_rpc_method_handler(
                     servicer.Recheck,
@@ -247,20 +247,20 @@ def add_KVStoreServicer_to_server(servicer, server):
                     request_deserializer=kvrelay_dot_v1_dot_store__pb2.ReleaseRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_store__pb2.ReleaseResponse.SerializeToString,
             ),
-            'Ways': grpc.unary_unary_rpc_method_handler(
-                    servicer.Ways,
-                    request_deserializer=kvrelay_dot_v1_dot_store__pb2.WaysRequest.FromString,
-                    response_serializer=kvrelay_dot_v1_dot_store__pb2.WaysResponse.SerializeToString,
+            'GetTransports': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetTransports,
+                    request_deserializer=kvrelay_dot_v1_dot_store__pb2.GetTransportsRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_store__pb2.GetTransportsResponse.SerializeToString,
             ),
             'Locate': grpc.unary_unary_rpc_method_handler(
                     servicer.Locate,
                     request_deserializer=kvrelay_dot_v1_dot_store__pb2.LocateRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_store__pb2.LocateResponse.SerializeToString,
             ),
-            'Stats': grpc.unary_unary_rpc_method_handler(
-                    servicer.Stats,
-                    request_deserializer=kvrelay_dot_v1_dot_store__pb2.StatsRequest.FromString,
-                    response_serializer=kvrelay_dot_v1_dot_store__pb2.StatsResponse.SerializeToString,
+            'GetStats': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStats,
+                    request_deserializer=kvrelay_dot_v1_dot_store__pb2.GetStatsRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_store__pb2.GetStatsResponse.SerializeToString,
             ),
             'Clear': grpc.unary_unary_rpc_method_handler(
                     servicer.Clear,
@@ -284,13 +284,13 @@ def add_KVStoreServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'kvrelay.v1.KVStore', rpc_method_handlers)
+            'kvrelay.v1.StoreService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('kvrelay.v1.KVStore', rpc_method_handlers)
+    server.add_registered_method_handlers('kvrelay.v1.StoreService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class KVStore:
+class StoreService:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
@@ -307,7 +307,7 @@ class KVStore:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.KVStore/Lookup',
+            '/kvrelay.v1.StoreService/Lookup',
             kvrelay_dot_v1_dot_store__pb2.LookupRequest.SerializeToString,
             kvrelay_dot_v1_dot_store__pb2.LookupResponse.FromString,
             options,
@@ -334,7 +334,7 @@ class KVStore:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/kvrelay.v1.KVStore/Get',
+            '/kvrelay.v1.StoreService/Get',
             kvrelay_dot_v1_dot_store__pb2.GetRequest.SerializeToString,
             kvrelay_dot_v1_dot_store__pb2.GetResponse.FromString,
             options,
@@ -361,7 +361,7 @@ class KVStore:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.KVStore/Reserve',
+            '/kvrelay.v1.StoreService/Reserve',
             kvrelay_dot_v1_dot_store__pb2.ReserveRequest.SerializeToString,
             kvrelay_dot_v1_dot_store__pb2.ReserveResponse.FromString,
             options,
@@ -388,7 +388,7 @@ class KVStore:
         return grpc.experimental.stream_unary(
             request_iterator,
             target,
-            '/kvrelay.v1.KVStore/Put',
+            '/kvrelay.v1.StoreService/Put',
             kvrelay_dot_v1_dot_store__pb2.PutRequest.SerializeToString,
             kvrelay_dot_v1_dot_store__pb2.PutResponse.FromString,
             options,
@@ -415,9 +415,9 @@ class KVStore:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.KVStore/PutSmall',
-            kvrelay_dot_v1_dot_store__pb2.PutRequest.SerializeToString,
-            kvrelay_dot_v1_dot_store__pb2.PutResponse.FromString,
+            '/kvrelay.v1.StoreService/PutSmall',
+            kvrelay_dot_v1_dot_store__pb2.PutSmallRequest.SerializeToString,
+            kvrelay_dot_v1_dot_store__pb2.PutSmallResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -442,7 +442,7 @@ class KVStore:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.KVStore/Recheck',
+            '/kvrelay.v1.StoreService/Recheck',
             kvrelay_dot_v1_dot_store__pb2.RecheckRequest.SerializeToString,
             kvrelay_dot_v1_dot_store__pb2.RecheckResponse.FromString,
             options,
@@ -469,7 +469,7 @@ class KVStore:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.KVStore/Release',
+            '/kvrelay.v1.StoreService/Release',
             kvrelay_dot_v1_dot_store__pb2.ReleaseRequest.SerializeToString,
             kvrelay_dot_v1_dot_store__pb2.ReleaseResponse.FromString,
             options,
@@ -483,7 +483,7 @@ class KVStore:
             _registered_method=True)
 
     @staticmethod
-    def Ways(request,
+    def GetTransports(request,
             target,
             options=(),
             channel_credentials=None,
@@ -496,9 +496,9 @@ class KVStore:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.KVStore/Ways',
-            kvrelay_dot_v1_dot_store__pb2.WaysRequest.SerializeToString,
-            kvrelay_dot_v1_dot_store__pb2.WaysResponse.FromString,
+            '/kvrelay.v1.StoreService/GetTransports',
+            kvrelay_dot_v1_dot_store__pb2.GetTransportsRequest.SerializeToString,
+            kvrelay_dot_v1_dot_store__pb2.GetTransportsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -523,7 +523,7 @@ class KVStore:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.KVStore/Locate',
+            '/kvrelay.v1.StoreService/Locate',
             kvrelay_dot_v1_dot_store__pb2.LocateRequest.SerializeToString,
             kvrelay_dot_v1_dot_store__pb2.LocateResponse.FromString,
             options,
@@ -537,7 +537,7 @@ class KVStore:
             _registered_method=True)
 
     @staticmethod
-    def Stats(request,
+    def GetStats(request,
             target,
             options=(),
             channel_credentials=None,
@@ -550,9 +550,9 @@ class KVStore:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.KVStore/Stats',
-            kvrelay_dot_v1_dot_store__pb2.StatsRequest.SerializeToString,
-            kvrelay_dot_v1_dot_store__pb2.StatsResponse.FromString,
+            '/kvrelay.v1.StoreService/GetStats',
+            kvrelay_dot_v1_dot_store__pb2.GetStatsRequest.SerializeToString,
+            kvrelay_dot_v1_dot_store__pb2.GetStatsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -577,7 +577,7 @@ class KVStore:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.KVStore/Clear',
+            '/kvrelay.v1.StoreService/Clear',
             kvrelay_dot_v1_dot_store__pb2.ClearRequest.SerializeToString,
             kvrelay_dot_v1_dot_store__pb2.ClearResponse.FromString,
             options,
@@ -604,7 +604,7 @@ class KVStore:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/kvrelay.v1.KVStore/List',
+            '/kvrelay.v1.StoreService/List',
             kvrelay_dot_v1_dot_store__pb2.ListRequest.SerializeToString,
             kvrelay_dot_v1_dot_store__pb2.ListResponse.FromString,
             options,
@@ -631,7 +631,7 @@ class KVStore:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/kvrelay.v1.KVStore/Watch',
+            '/kvrelay.v1.StoreService/Watch',
             kvrelay_dot_v1_dot_store__pb2.WatchRequest.SerializeToString,
             kvrelay_dot_v1_dot_store__pb2.WatchResponse.FromString,
             options,
@@ -658,7 +658,7 @@ class KVStore:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.KVStore/Inspect',
+            '/kvrelay.v1.StoreService/Inspect',
             kvrelay_dot_v1_dot_store__pb2.InspectRequest.SerializeToString,
             kvrelay_dot_v1_dot_store__pb2.InspectResponse.FromString,
             options,

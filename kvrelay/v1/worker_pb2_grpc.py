@@ -25,7 +25,7 @@ if _version_not_supported:
     )
 
 
-class WorkerStub:
+class WorkerServiceStub:
     """Missing associated documentation comment in .proto file."""
 
     def __init__(self, channel):
@@ -35,33 +35,33 @@ class WorkerStub:
             channel: A grpc.Channel.
         """
         self.GetInfo = channel.unary_unary(
-                '/kvrelay.v1.Worker/GetInfo',
+                '/kvrelay.v1.WorkerService/GetInfo',
                 request_serializer=kvrelay_dot_v1_dot_worker__pb2.GetInfoRequest.SerializeToString,
-                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.WorkerInfo.FromString,
+                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.GetInfoResponse.FromString,
                 _registered_method=True)
         self.GetLoad = channel.unary_unary(
-                '/kvrelay.v1.Worker/GetLoad',
+                '/kvrelay.v1.WorkerService/GetLoad',
                 request_serializer=kvrelay_dot_v1_dot_worker__pb2.GetLoadRequest.SerializeToString,
-                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.WorkerLoad.FromString,
+                response_deserializer=kvrelay_dot_v1_dot_worker__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
-                '/kvrelay.v1.Worker/Drain',
+                '/kvrelay.v1.WorkerService/Drain',
                 request_serializer=kvrelay_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
         self.SetRole = channel.unary_unary(
-                '/kvrelay.v1.Worker/SetRole',
+                '/kvrelay.v1.WorkerService/SetRole',
                 request_serializer=kvrelay_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
                 _registered_method=True)
         self.Audit = channel.unary_unary(
-                '/kvrelay.v1.Worker/Audit',
+                '/kvrelay.v1.WorkerService/Audit',
                 request_serializer=kvrelay_dot_v1_dot_worker__pb2.AuditRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_worker__pb2.AuditResponse.FromString,
                 _registered_method=True)
 
 
-class WorkerServicer:
+class WorkerServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def GetInfo(self, request, context):
@@ -77,42 +77,43 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Takes no new legs from now on; answers when the last one has ended or was moved elsewhere. Legs
-        left at the call's deadline end UNAVAILABLE with the reason DRAINING, to be resumed elsewhere.
+        """Stops taking new legs; answers when the last leg has ended or moved to another worker. Legs
+        that remain at the call's deadline end UNAVAILABLE with the reason DRAINING, to continue
+        elsewhere.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """Makes a prefill worker of a decode worker, or the other way round: it takes no new legs until the
-        last one has ended or was moved elsewhere, and then has a new boot token. No leg is cut off: what
-        is left shortly before the call's deadline goes on, the role is as before, DEADLINE_EXCEEDED.
-        Without effect on one that has the role. FAILED_PRECONDITION while it is leaving.
+        """Turns a prefill worker into a decode worker or the reverse. The worker takes no new legs until
+        the last one has ended or moved, then has a new `worker_id`. No leg is cut off: if legs remain
+        shortly before the call's deadline, the role stays and the call ends DEADLINE_EXCEEDED. Without
+        effect if the worker has the role already. FAILED_PRECONDITION while it is draining.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Audit(self, request, context):
-        """Checks every invariant of the accounting between two steps and names what breaks one.
+        """Checks every accounting invariant between two engine steps and reports the violations.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
 
-def add_WorkerServicer_to_server(servicer, server):
+def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'GetInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetInfo,
                     request_deserializer=kvrelay_dot_v1_dot_worker__pb2.GetInfoRequest.FromString,
-                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.WorkerInfo.SerializeToString,
+                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.GetInfoResponse.SerializeToString,
             ),
             'GetLoad': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLoad,
                     request_deserializer=kvrelay_dot_v1_dot_worker__pb2.GetLoadRequest.FromString,
-                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.WorkerLoad.SerializeToString,
+                    response_serializer=kvrelay_dot_v1_dot_worker__pb2.GetLoadResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -131,13 +132,13 @@ def add_WorkerServicer_to_server(servicer, server):
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'kvrelay.v1.Worker', rpc_method_handlers)
+            'kvrelay.v1.WorkerService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('kvrelay.v1.Worker', rpc_method_handlers)
+    server.add_registered_method_handlers('kvrelay.v1.WorkerService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Worker:
+class WorkerService:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
@@ -154,9 +155,9 @@ class Worker:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.Worker/GetInfo',
+            '/kvrelay.v1.WorkerService/GetInfo',
             kvrelay_dot_v1_dot_worker__pb2.GetInfoRequest.SerializeToString,
-            kvrelay_dot_v1_dot_worker__pb2.WorkerInfo.FromString,
+            kvrelay_dot_v1_dot_worker__pb2.GetInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -181,9 +182,9 @@ class Worker:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.Worker/GetLoad',
+            '/kvrelay.v1.WorkerService/GetLoad',
             kvrelay_dot_v1_dot_worker__pb2.GetLoadRequest.SerializeToString,
-            kvrelay_dot_v1_dot_worker__pb2.WorkerLoad.FromString,
+            kvrelay_dot_v1_dot_worker__pb2.GetLoadResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -208,7 +209,7 @@ class Worker:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.Worker/Drain',
+            '/kvrelay.v1.WorkerService/Drain',
             kvrelay_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             kvrelay_dot_v1_dot_worker__pb2.DrainResponse.FromString,
             options,
@@ -235,7 +236,7 @@ class Worker:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.Worker/SetRole',
+            '/kvrelay.v1.WorkerService/SetRole',
             kvrelay_dot_v1_dot_worker__pb2.SetRoleRequest.SerializeToString,
             kvrelay_dot_v1_dot_worker__pb2.SetRoleResponse.FromString,
             options,
@@ -262,7 +263,7 @@ class Worker:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvrelay.v1.Worker/Audit',
+            '/kvrelay.v1.WorkerService/Audit',
             kvrelay_dot_v1_dot_worker__pb2.AuditRequest.SerializeToString,
             kvrelay_dot_v1_dot_worker__pb2.AuditResponse.FromString,
             options,

@@ -62,7 +62,7 @@ async def _announce(router: str, address: str) -> None:
     request = router_pb2.AnnounceRequest(address=address, ttl_seconds=TTL_SECONDS)
     told = None
     async with open_channel(router) as channel:
-        stub = router_pb2_grpc.RouterStub(channel)
+        stub = router_pb2_grpc.RouterServiceStub(channel)
         while True:
             try:
                 answer = await stub.Announce(request, timeout=EVERY_SECONDS)

@@ -6,8 +6,7 @@ import secrets
 from dataclasses import replace
 
 from kvrelay.engine.core.request import Admission, Finish, Order
-from kvrelay.engine.core.updates import Ended, Missed
-from kvrelay.engine.core.work import Logprob, Sampled
+from kvrelay.engine.core.updates import Ended, Logprob, Missed, Sampled
 from kvrelay.errors import Rejected
 from kvrelay.rpc.protocol import check_ids, sampling_of
 from kvrelay.sampling import Sampling
@@ -116,7 +115,7 @@ def leg_usage(
     tokens, timing = ended.tokens, ended.timing
     missed = ended.missed if explain else None
     return types_pb2.LegUsage(
-        worker=worker,
+        worker_id=worker,
         role=role,
         length=tokens.length,
         local=tokens.local,

@@ -44,7 +44,9 @@ async def _serve(worker: Worker, faces: Sequence[Register]) -> int:
         policy.installed().check_signed()
     server = Server(ServerOptions(f"{config.host}:{config.port}"))
     service = WorkerService(worker, RoleSwitch(worker, server.health))
-    server.add(SERVICE, lambda made: worker_pb2_grpc.add_WorkerServicer_to_server(service, made))
+    server.add(
+        SERVICE, lambda made: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, made)
+    )
     for register in faces:
         register(server, worker)
     announcer = Announcer(config.routers, config.advertise)

@@ -13,8 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvrelay.connector.counters import ConnectorCounters
-from kvrelay.engine.engine import Engine
-from kvrelay.engine.steps import EngineLoad
+from kvrelay.engine.engine import Engine, EngineLoad
 from kvrelay.usage import Miss
 from kvrelay.worker.store_metrics import StoreCollector
 

@@ -15,7 +15,7 @@ from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 from kvrelay.worker.roles import RoleSwitch
 from kvrelay.worker.worker import Worker
 
-SERVICE = worker_pb2.DESCRIPTOR.services_by_name["Worker"].full_name
+SERVICE = worker_pb2.DESCRIPTOR.services_by_name["WorkerService"].full_name
 DRAIN_SECONDS = 600.0
 AUDIT_SECONDS = 60.0
 
@@ -33,7 +33,7 @@ def _in_time(doing: str) -> Iterator[None]:
         raise DeadlineExceeded(f"no time left {doing}") from None
 
 
-class WorkerService(worker_pb2_grpc.WorkerServicer):
+class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     """See protos/kvrelay/v1/worker.proto."""
 
     def __init__(self, worker: Worker, roles: RoleSwitch) -> None:
@@ -43,17 +43,17 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def GetInfo(
         self,
         request: worker_pb2.GetInfoRequest,
-        context: Context[worker_pb2.GetInfoRequest, worker_pb2.WorkerInfo],
-    ) -> worker_pb2.WorkerInfo:
-        return self._worker.info()
+        context: Context[worker_pb2.GetInfoRequest, worker_pb2.GetInfoResponse],
+    ) -> worker_pb2.GetInfoResponse:
+        return worker_pb2.GetInfoResponse(info=self._worker.info())
 
     async def GetLoad(
         self,
         request: worker_pb2.GetLoadRequest,
-        context: Context[worker_pb2.GetLoadRequest, worker_pb2.WorkerLoad],
-    ) -> worker_pb2.WorkerLoad:
+        context: Context[worker_pb2.GetLoadRequest, worker_pb2.GetLoadResponse],
+    ) -> worker_pb2.GetLoadResponse:
         load = self._worker.engine.load()
-        return worker_pb2.WorkerLoad(
+        message = worker_pb2.WorkerLoad(
             waiting=load.waiting,
             loading=load.loading,
             running=load.running,
@@ -65,8 +65,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             executed=load.executed,
             preemptions=load.totals.preemptions,
             draining=self._worker.streams.draining,
-            worker=self._worker.identity.boot,
+            worker_id=self._worker.identity.boot,
         )
+        return worker_pb2.GetLoadResponse(load=message)
 
     async def Drain(
         self,
@@ -99,7 +100,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 findings = await future
         return worker_pb2.AuditResponse(
             findings=[
-                worker_pb2.Finding(
+                worker_pb2.AuditFinding(
                     invariant=finding.invariant,
                     request_id=finding.request_id or "",
                     message=finding.message,

@@ -12,7 +12,7 @@ from kvrelay.text.tokenizer import Tokenizer
 
 
 class StopStringChecker:
-    """Watches one output for its stop strings (``kvrelay.engine.core.task.StopText``)."""
+    """Watches one output for its stop strings (``kvrelay.engine.core.legs.StopText``)."""
 
     def __init__(self, text: OutputText) -> None:
         self._text = text

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 
+from kvrelay.engine.core.legs import StopChecker
 from kvrelay.engine.core.request import Order
-from kvrelay.engine.core.task import StopChecker
 from kvrelay.engine.core.updates import Ended, Failed, Token, Update
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import Draining

@@ -10,11 +10,11 @@ from functools import lru_cache
 
 from kvrelay.block.name import Namer
 from kvrelay.block.namespace import Namespace
+from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Connector
 from kvrelay.engine.core.plan import EngineLimits
-from kvrelay.engine.core.request import Naming
 from kvrelay.engine.core.updates import Ended
-from kvrelay.engine.engine import Engine
+from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.runner import Runner
 from kvrelay.errors import Mismatch
@@ -26,7 +26,7 @@ from kvrelay.version import VERSION
 from kvrelay.worker import convert, journal_file
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.external_kv import connector
-from kvrelay.worker.handoff import Handoff, check_signature, check_tokens, sign
+from kvrelay.worker.handoff import check_signature, check_tokens, sign
 from kvrelay.worker.identity import WorkerIdentity
 from kvrelay.worker.stop_strings import StopCheckers
 from kvrelay.worker.streams import LegStreams, LegUpdates
@@ -71,11 +71,13 @@ class Worker:
             naming_of(namer),
             outside,
             streams.deliver,
-            config.max_waiting,
-            config.audit,
-            lambda: os._exit(os.EX_SOFTWARE),
-            None if config.journal is None else journal_file.writer(config.journal),
-            config.step_seconds,
+            EngineOptions(
+                max_waiting=config.max_waiting,
+                audit_steps=config.audit,
+                step_seconds=config.step_seconds,
+                on_fatal=lambda: os._exit(os.EX_SOFTWARE),
+                journal=None if config.journal is None else journal_file.writer(config.journal),
+            ),
         )
         return cls(
             config,
@@ -98,7 +100,7 @@ class Worker:
         self.engine.start()
 
     def run(
-        self, role: Role, leg: types_pb2.Leg, handoff: Handoff | None = None
+        self, role: Role, leg: types_pb2.Leg, handoff: types_pb2.Handoff | None = None
     ) -> AbstractAsyncContextManager[AsyncGenerator[LegUpdates]]:
         """Check a leg for a worker of that role and submit it; see ``LegStreams.run``."""
         if role != self.identity.role:
@@ -114,12 +116,12 @@ class Worker:
         order = convert.order(leg, engine_id, rules, prefills, save, space)
         return self.streams.run(self.engine, order, rules, self.stop_texts.of(order, rules))
 
-    def handoff(self, leg: types_pb2.Leg, ended: Ended) -> Handoff:
+    def handoff(self, leg: types_pb2.Leg, ended: Ended) -> types_pb2.Handoff:
         """What a prefill leg leaves for the next one, signed."""
         space = self.namespace.of_tenant(leg.tenant_salt).digest
         return sign(self.credentials.fleet_key, leg, space, ended.saved, ended.last_name or b"")
 
-    def _check_handoff(self, leg: types_pb2.Leg, handoff: Handoff) -> None:
+    def _check_handoff(self, leg: types_pb2.Leg, handoff: types_pb2.Handoff) -> None:
         namespace = self.namespace.of_tenant(leg.tenant_salt)
         check_signature(self.credentials.fleet_key, leg, namespace.digest, handoff)
         tokens = (*leg.prompt_token_ids, *leg.output_token_ids)
@@ -133,7 +135,7 @@ class Worker:
     def info(self) -> worker_pb2.WorkerInfo:
         """What ``GetInfo`` answers."""
         return worker_pb2.WorkerInfo(
-            worker=self.identity.boot,
+            worker_id=self.identity.boot,
             role=self.identity.role,
             started_as=self.identity.started_as,
             protocol=PROTOCOL,

@@ -1,4 +1,4 @@
-"""The calls of ``kvrelay.v1.KVStore`` as functions, and where their errors become ours.
+"""The calls of ``kvrelay.v1.StoreService`` as functions, and where their errors become ours.
 
 ``Get`` and ``Put`` carry messages as bytes, see ``kvstore.wire.buffers``.
 """
@@ -20,7 +20,7 @@ from kvrelay.v1 import store_pb2 as pb
 _READ_IN_PLACE = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
 """Whoever reads a stream waits for it himself: a third less time for a small block."""
 
-PATH = "/kvrelay.v1.KVStore/"
+PATH = "/kvrelay.v1.StoreService/"
 
 
 class _Options(ChannelOptions):
@@ -57,7 +57,7 @@ class StoreCalls:
             PATH + "Release", pb.ReleaseRequest.SerializeToString, pb.ReleaseResponse.FromString
         )
         self.stats = unary(
-            PATH + "Stats", pb.StatsRequest.SerializeToString, pb.StatsResponse.FromString
+            PATH + "GetStats", pb.GetStatsRequest.SerializeToString, pb.GetStatsResponse.FromString
         )
         self.clear = unary(
             PATH + "Clear", pb.ClearRequest.SerializeToString, pb.ClearResponse.FromString
@@ -66,10 +66,14 @@ class StoreCalls:
             PATH + "Recheck", pb.RecheckRequest.SerializeToString, pb.RecheckResponse.FromString
         )
         self.put_small = unary(
-            PATH + "PutSmall", pb.PutRequest.SerializeToString, pb.PutResponse.FromString
+            PATH + "PutSmall",
+            pb.PutSmallRequest.SerializeToString,
+            pb.PutSmallResponse.FromString,
         )
         self._ways = unary(
-            PATH + "Ways", pb.WaysRequest.SerializeToString, pb.WaysResponse.FromString
+            PATH + "GetTransports",
+            pb.GetTransportsRequest.SerializeToString,
+            pb.GetTransportsResponse.FromString,
         )
         self._locate = unary(
             PATH + "Locate", pb.LocateRequest.SerializeToString, pb.LocateResponse.FromString
@@ -81,10 +85,10 @@ class StoreCalls:
             PATH + "Put", None, pb.PutResponse.FromString
         )
 
-    def ways(self, deadline: Deadline) -> pb.WaysResponse:
-        """``Ways``."""
+    def ways(self, deadline: Deadline) -> pb.GetTransportsResponse:
+        """``GetTransports``."""
         with mapped_errors():
-            return self._ways(pb.WaysRequest(), timeout=deadline.remaining())
+            return self._ways(pb.GetTransportsRequest(), timeout=deadline.remaining())
 
     def locate(
         self, names: Sequence[bytes], lease_ms: int, deadline: Deadline
@@ -103,7 +107,7 @@ class StoreCalls:
     def forgo(self, ticket: int, timeout: float) -> None:
         """Give up what is left of a reservation: a put under its ticket that brings nothing."""
         with mapped_errors():
-            self.put_small(pb.PutRequest(head=pb.PutHead(ticket=ticket)), timeout=timeout)
+            self.put_small(pb.PutSmallRequest(head=pb.PutHead(ticket=ticket)), timeout=timeout)
 
     def let_go(self, boot: bytes, lease: int, timeout: float) -> None:
         """``Release`` of one lease."""

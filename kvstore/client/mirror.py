@@ -28,7 +28,7 @@ class StoreMirror:
             raise Corrupt("sequence", f"{count} events up to {message.sequence} do not follow")
         for event in message.events.events:
             key = (event.block.tenant, event.block.name)
-            if event.removed:
+            if event.removal:
                 self.blocks.pop(key, None)
             else:
                 self.blocks[key] = event.block

@@ -80,15 +80,15 @@ class RemoteStore:
             names=names,
             tails=[pb.Tail(after=tail.after, name=tail.name) for tail in tails],
             lease_ms=round(ttl * 1000),
-            openings=openings,
+            first_block_hashes=openings,
         )
         answer, lease = self._ask(request, timeout)
         return LookupResult(
             lead=answer.lead,
             tail=answer.tail if answer.HasField("tail") else None,
-            sizes=tuple(answer.places.lengths),
+            sizes=tuple(answer.lengths),
             lease=lease,
-            missing=miss_of(answer.missing),
+            missing=miss_of(answer.first_miss),
             boot=answer.boot,
         )
 
@@ -97,16 +97,15 @@ class RemoteStore:
     ) -> SurveyResult:
         """As the protocol says."""
         request = pb.LookupRequest(
-            names=names, lease_ms=round(ttl * 1000), each=True, openings=openings
+            names=names, lease_ms=round(ttl * 1000), each=True, first_block_hashes=openings
         )
         answer, lease = self._ask(request, timeout)
-        lengths = answer.places.lengths
+        lengths = answer.lengths
         if len(lengths) != len(names):
             raise Corrupt("lengths", f"{len(lengths)} came for {len(names)} names")
         misses = tuple(map(miss_of, answer.misses))
-        return SurveyResult(
-            tuple(length or None for length in lengths), lease, misses, answer.opening
-        )
+        sizes = tuple(length or None for length in lengths)
+        return SurveyResult(sizes, lease, misses, answer.first_block_known)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         """As the protocol says. The store looks again at a block where its reader leaves."""
@@ -151,7 +150,7 @@ class RemoteStore:
     def stats(self, timeout: float) -> StoreStats:
         """As the protocol says."""
         with mapped_errors():
-            return stats_of(self._calls.stats(pb.StatsRequest(), timeout=timeout))
+            return stats_of(self._calls.stats(pb.GetStatsRequest(), timeout=timeout))
 
     def clear(self, timeout: float) -> int:
         """As the protocol says."""
@@ -235,7 +234,7 @@ class RemoteStore:
         if not offers:
             return []
         head = pb.PutHead(claims=[claim_message(offer) for offer in offers])
-        request = pb.PutRequest(head=head, data=b"".join(buffers_of(offers)))
+        request = pb.PutSmallRequest(head=head, data=b"".join(buffers_of(offers)))
         with mapped_errors():
             answer = self._calls.put_small(request, timeout=deadline.remaining())
         return outcomes_of(answer, len(offers))

@@ -53,21 +53,21 @@ class TransportListener:
             False: set(),
         }  # by whether local
         self._stopping = threading.Event()
-        self.ways = pb.WaysResponse(boot=vault.boot)
+        self.ways = pb.GetTransportsResponse(boot=vault.boot)
         self._listeners: list[socket.socket] = []
         if options.lane:
             self._listeners.append(_listen_tcp(options))
-            self.ways.lane_port = self._listeners[-1].getsockname()[1]
+            self.ways.socket_port = self._listeners[-1].getsockname()[1]
         if options.shared and sys.platform == "linux":
             self._listeners.append(_listen_unix(abstract_name(vault.boot)))
-            self.ways.socket = abstract_name(vault.boot)
+            self.ways.unix_socket = abstract_name(vault.boot)
             self.ways.arena_bytes = vault.arena.size if vault.arena.fd is not None else 0
 
     @property
     def titles(self) -> list[str]:
         """The ways there are, for people; gRPC is always one."""
         shared = ["shared memory"] if self.ways.arena_bytes else []
-        lane = [f"a socket lane on port {self.ways.lane_port}"] if self.ways.lane_port else []
+        lane = [f"a socket lane on port {self.ways.socket_port}"] if self.ways.socket_port else []
         return [*shared, *lane, "gRPC streams"]
 
     def start(self) -> None:

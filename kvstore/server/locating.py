@@ -27,7 +27,7 @@ def locate_response(
         offsets=[0 if block is None else block[1] for block in found.blocks],
         lease=found.lease or 0,
         lease_ms=request.lease_ms if found.lease else 0,
-        token=b"" if found.lease is None else vault.token(found.lease),
+        proof=b"" if found.lease is None else vault.token(found.lease),
     )
 
 
@@ -38,5 +38,5 @@ def reserve_response(vault: BlockStore, grant: Grant) -> pb.ReserveResponse:
         ticket=grant.ticket or 0,
         verdicts=[VERDICTS[verdict] for verdict in grant.verdicts],
         ticket_ms=round(vault.limits.ticket_life * 1000),
-        token=b"" if grant.ticket is None else vault.token(grant.ticket),
+        proof=b"" if grant.ticket is None else vault.token(grant.ticket),
     )

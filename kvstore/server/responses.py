@@ -56,7 +56,7 @@ def inspect_response(vault: BlockStore, disk: DiskTier | None, name: bytes) -> p
     return pb.InspectResponse(boot=vault.boot, block=block_info(vault, entry), header=header)
 
 
-def stats_response(vault: BlockStore, caller: Caller) -> pb.StatsResponse:
+def stats_response(vault: BlockStore, caller: Caller) -> pb.GetStatsResponse:
     """Of the whole store, and of each tenant for admins; of itself alone for a tenant."""
     rows = [
         pb.TenantStats(name=owner.name, quota=owner.quota, entries=entries, bytes=size)
@@ -64,7 +64,7 @@ def stats_response(vault: BlockStore, caller: Caller) -> pb.StatsResponse:
     ]
     if caller.tenant.name:
         mine = [row for row in rows if row.name == caller.tenant.name]
-        return pb.StatsResponse(boot=vault.boot, tenants=mine)
+        return pb.GetStatsResponse(boot=vault.boot, tenants=mine)
     message = stats_message(vault.stats())
     if caller.kind is CallerKind.ADMIN:
         message.tenants.extend(rows)

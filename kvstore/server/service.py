@@ -18,6 +18,7 @@ from kvrelay.block.name import NAME_BYTES
 from kvrelay.errors import Corrupt, DeadlineExceeded, Rejected
 from kvrelay.rpc.security.identity import caller
 from kvrelay.v1 import store_pb2 as pb
+from kvstore.base import Outcome
 from kvstore.claims import Claim
 from kvstore.disk.tier import DiskTier
 from kvstore.server.block_store import BlockStore
@@ -47,25 +48,25 @@ from kvstore.wire.messages import (
 
 log = logging.getLogger("kvrelay.store")
 
-SERVICE_NAME = "kvrelay.v1.KVStore"
+SERVICE_NAME = "kvrelay.v1.StoreService"
 MAX_LISTED = 1 << 31
 STREAM_SECONDS = 60.0
 """A reader of ``Get`` that takes no message for so long loses the rest."""
 
 
 class StoreService:
-    """Handlers of ``kvrelay.v1.KVStore``; ``ways`` is what ``Ways`` answers."""
+    """Handlers of ``kvrelay.v1.StoreService``; ``ways`` is what ``GetTransports`` answers."""
 
     def __init__(
         self,
         vault: BlockStore,
-        ways: pb.WaysResponse | None = None,
+        ways: pb.GetTransportsResponse | None = None,
         pace: WatchOptions | None = None,
         disk: DiskTier | None = None,
     ) -> None:
         self._disk = disk
         self._vault = vault
-        self._ways = ways or pb.WaysResponse(boot=vault.boot)
+        self._ways = ways or pb.GetTransportsResponse(boot=vault.boot)
         self._changed = ChangeSignal()
         self._rechecking = asyncio.Lock()
         self._watching = WatchServer(vault, pace)
@@ -76,8 +77,10 @@ class StoreService:
         """How many calls of ``Watch`` there are."""
         return self._watching.count
 
-    async def ways(self, request: pb.WaysRequest, context: object) -> pb.WaysResponse:
-        """``Ways``."""
+    async def ways(
+        self, request: pb.GetTransportsRequest, context: object
+    ) -> pb.GetTransportsResponse:
+        """``GetTransports``."""
         return self._ways
 
     async def lookup(self, request: pb.LookupRequest, context: object) -> pb.LookupResponse:
@@ -85,36 +88,37 @@ class StoreService:
         asked = checked_names("names", request.names, MAX_NAMES)
         if request.lease_ms > MAX_LEASE_MS:
             raise Rejected("lease_ms", f"{request.lease_ms} is more than {MAX_LEASE_MS}")
-        if len(request.openings) > MAX_OPENINGS:
-            raise Rejected("openings", f"{len(request.openings)} are more than {MAX_OPENINGS}")
+        if (count := len(request.first_block_hashes)) > MAX_OPENINGS:
+            raise Rejected("first_block_hashes", f"{count} are more than {MAX_OPENINGS}")
         if request.each:
             return self._surveyed(request, asked)
         scope, seconds = self._scope(), request.lease_ms / 1000
         names, tails = scope.keys(asked), scope.tails(tails_of(request))
-        held = self._vault.lookup(names, tails, seconds, scope.openings(request.openings))
+        openings = scope.openings(request.first_block_hashes)
+        held = self._vault.lookup(names, tails, seconds, openings)
         return pb.LookupResponse(
             boot=self._vault.boot,
             lead=held.lead,
             tail=held.tail,
-            places=pb.Places(lengths=held.sizes),
+            lengths=held.sizes,
             lease=held.lease or 0,
             lease_ms=request.lease_ms if held.lease else 0,
-            missing=miss_message(held.missing),
+            first_miss=miss_message(held.missing),
         )
 
     def _surveyed(self, request: pb.LookupRequest, asked: Sequence[bytes]) -> pb.LookupResponse:
         if request.tails:
             raise Rejected("tails", "must be empty with each: ask for them as names")
         scope, seconds = self._scope(), request.lease_ms / 1000
-        openings = scope.openings(request.openings)
+        openings = scope.openings(request.first_block_hashes)
         seen = self._vault.survey(scope.keys(asked), seconds, openings)
         return pb.LookupResponse(
             boot=self._vault.boot,
-            places=pb.Places(lengths=[size or 0 for size in seen.sizes]),
+            lengths=[size or 0 for size in seen.sizes],
             lease=seen.lease or 0,
             lease_ms=request.lease_ms if seen.lease else 0,
             misses=map(miss_message, seen.misses),
-            opening=seen.opening,
+            first_block_known=seen.opening,
         )
 
     async def locate(self, request: pb.LocateRequest, context: object) -> pb.LocateResponse:
@@ -153,9 +157,9 @@ class StoreService:
     async def put(self, requests: AsyncIterator[bytes], context: object) -> pb.PutResponse:
         """``Put``."""
         head = await first_head(requests)
-        return await self._put(head, requests)
+        return put_message(pb.PutResponse, self._vault.boot, await self._put(head, requests))
 
-    async def put_small(self, request: pb.PutRequest, context: object) -> pb.PutResponse:
+    async def put_small(self, request: pb.PutSmallRequest, context: object) -> pb.PutSmallResponse:
         """``PutSmall``."""
         if len(request.data) > MAX_SMALL:
             raise Rejected("data", f"{len(request.data)} bytes are more than {MAX_SMALL}: use Put")
@@ -163,7 +167,8 @@ class StoreService:
         async def data() -> AsyncIterator[bytes]:
             yield data_message([memoryview(request.data)])
 
-        return await self._put(request.head, data())
+        outcomes = await self._put(request.head, data())
+        return put_message(pb.PutSmallResponse, self._vault.boot, outcomes)
 
     async def release(self, request: pb.ReleaseRequest, context: object) -> pb.ReleaseResponse:
         """``Release``."""
@@ -183,8 +188,8 @@ class StoreService:
             log.warning("block %s was taken out: %s", request.name.hex(), error)
         return pb.RecheckResponse(boot=self._vault.boot, removed=error is not None)
 
-    async def stats(self, request: pb.StatsRequest, context: object) -> pb.StatsResponse:
-        """``Stats``."""
+    async def stats(self, request: pb.GetStatsRequest, context: object) -> pb.GetStatsResponse:
+        """``GetStats``."""
         return stats_response(self._vault, caller())
 
     async def clear(self, request: pb.ClearRequest, context: object) -> pb.ClearResponse:
@@ -216,18 +221,17 @@ class StoreService:
         key = self._vault.tenants.named(request.tenant).key(request.name)
         return await asyncio.to_thread(inspect_response, self._vault, self._disk, key)
 
-    async def _put(self, head: pb.PutHead, data: AsyncIterator[bytes]) -> pb.PutResponse:
+    async def _put(self, head: pb.PutHead, data: AsyncIterator[bytes]) -> Sequence[Outcome]:
         scope, most = self._scope(), self._vault.limits.max_block
         claims = scope.claims(claims_of(head.claims, len(head.claims), most))
         grant = grant_for(self._vault, head.ticket, claims, scope.prefix)
         try:
-            outcomes = await receive_stream(self._vault, data, claims, grant)
+            return await receive_stream(self._vault, data, claims, grant)
         except Corrupt as error:
             raise Rejected("data", str(error)) from error
         finally:
             if grant.ticket is not None:
                 self._vault.abandon(grant.ticket)
-        return put_message(self._vault.boot, outcomes)
 
     def _scope(self) -> TenantScope:
         """Whose blocks this call is about; only its credential says so."""
@@ -262,15 +266,15 @@ def register(service: StoreService, server: grpc.aio.Server) -> None:
     bytes_out = grpc.unary_stream_rpc_method_handler
     bytes_in = grpc.stream_unary_rpc_method_handler
     table = {
-        "Ways": unary(service.ways, pb.WaysRequest.FromString, _serialized),
+        "GetTransports": unary(service.ways, pb.GetTransportsRequest.FromString, _serialized),
         "Lookup": unary(service.lookup, pb.LookupRequest.FromString, _serialized),
         "Locate": unary(service.locate, pb.LocateRequest.FromString, _serialized),
         "Reserve": unary(service.reserve, pb.ReserveRequest.FromString, _serialized),
         "Release": unary(service.release, pb.ReleaseRequest.FromString, _serialized),
         "Recheck": unary(service.recheck, pb.RecheckRequest.FromString, _serialized),
-        "Stats": unary(service.stats, pb.StatsRequest.FromString, _serialized),
+        "GetStats": unary(service.stats, pb.GetStatsRequest.FromString, _serialized),
         "Clear": unary(service.clear, pb.ClearRequest.FromString, _serialized),
-        "PutSmall": unary(service.put_small, pb.PutRequest.FromString, _serialized),
+        "PutSmall": unary(service.put_small, pb.PutSmallRequest.FromString, _serialized),
         "Inspect": unary(service.inspect, pb.InspectRequest.FromString, _serialized),
         "List": bytes_out(service.list, pb.ListRequest.FromString, _serialized),
         "Watch": bytes_out(service.watch, pb.WatchRequest.FromString, _serialized),

@@ -190,7 +190,7 @@ class Session:
         outcomes = place_rows(self._vault, ticket, prefix, rows, bring)
         if request.last and self._tickets.pop(ticket, None) is not None:
             self._vault.abandon(ticket)
-        answer = put_message(self._vault.boot, outcomes)
+        answer = put_message(pb.PutResponse, self._vault.boot, outcomes)
         self._answer(Status.OK, answer.SerializeToString())
 
     def _owner_of(self, request: RequestFrame) -> bytes | None:

@@ -74,7 +74,7 @@ class WatchServer:
         last, entries = await asyncio.to_thread(self._vault.snapshot)
         first = True
         for blocks in info_pages(self._vault, iter(entries)):
-            page = pb.Page(first=first, last=len(blocks) < PAGE, blocks=blocks)
+            page = pb.SnapshotPage(first=first, last=len(blocks) < PAGE, blocks=blocks)
             await self._write(context, pb.WatchResponse(sequence=last, page=page))
             first = False
             if self._vault.events(last, 0) is None:  # nor would the list be let go for hours
@@ -90,7 +90,7 @@ class WatchServer:
             now = time.monotonic()
             if told or now - said >= self._pace.silence:
                 at, said = at + len(told), now
-                events = pb.Events(events=(self._event(*one) for one in told))
+                events = pb.BlockEvents(events=(self._event(*one) for one in told))
                 await self._write(context, pb.WatchResponse(sequence=at, events=events))
             if len(told) < MOST_EVENTS:
                 await asyncio.sleep(self._pace.interval)
@@ -104,12 +104,12 @@ class WatchServer:
             reason = f"nothing was read from this watch for {self._pace.stuck} s: watch anew"
             raise Exhausted(reason, 1.0) from error
 
-    def _event(self, entry: IndexEntry[int], reason: RemovalReason | None) -> pb.Event:
+    def _event(self, entry: IndexEntry[int], reason: RemovalReason | None) -> pb.BlockEvent:
         if reason is None:
-            return pb.Event(block=block_info(self._vault, entry))
+            return pb.BlockEvent(block=block_info(self._vault, entry))
         gone = pb.BlockInfo(
             name=name_of(entry.name),
             tenant=self._vault.tenants.title(entry.name),
             length=entry.size,
         )
-        return pb.Event(removed=REASONS[reason], block=gone)
+        return pb.BlockEvent(removal=REASONS[reason], block=gone)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
+from typing import TypeVar
 
 from google.protobuf.message import Message
 
@@ -17,6 +18,8 @@ from kvstore.base import Offer, Outcome, PutStatus
 from kvstore.claims import Claim, ClaimStatus, Tail
 from kvstore.disk_stats import DiskCounters, DiskStats
 from kvstore.stats import StoreCounters, StoreStats, TenantStats
+
+P = TypeVar("P", pb.PutResponse, pb.PutSmallResponse)
 
 MAX_NAMES = 1 << 16
 MAX_TAILS = 16
@@ -74,7 +77,7 @@ def claims_of(claims: Iterable[pb.Claim], count: int, max_block: int) -> list[Cl
                 f"{size} is not in {least} .. {max_block};"
                 " raise the store's --max-block if your blocks are larger",
             )
-        opening = claim.opening if claim.HasField("opening") else None
+        opening = claim.first_block_hash if claim.HasField("first_block_hash") else None
         values.append(Claim(name, size, claim.partial, opening))
     if len({claim.name for claim in values}) != count:
         raise Rejected("claims", "a name stands there twice: send each block once")
@@ -84,7 +87,7 @@ def claims_of(claims: Iterable[pb.Claim], count: int, max_block: int) -> list[Cl
 def claim_message(offer: Offer) -> pb.Claim:
     """For the wire."""
     return pb.Claim(
-        name=offer.name, length=offer.size, partial=offer.partial, opening=offer.opening
+        name=offer.name, length=offer.size, partial=offer.partial, first_block_hash=offer.opening
     )
 
 
@@ -105,14 +108,14 @@ def _label(missing: Miss) -> str:
 _MISSES = {types_pb2.Miss.Value(_label(missing)): missing for missing in Miss}
 
 
-def put_message(boot: bytes, outcomes: Sequence[Outcome]) -> pb.PutResponse:
+def put_message(kind: type[P], boot: bytes, outcomes: Sequence[Outcome]) -> P:
     """For the wire."""
     reasons = {i: outcome.reason for i, outcome in enumerate(outcomes) if outcome.reason}
     verdicts = [KEPT[outcome.kept] for outcome in outcomes]
-    return pb.PutResponse(boot=boot, verdicts=verdicts, reasons=reasons)
+    return kind(boot=boot, verdicts=verdicts, reasons=reasons)
 
 
-def outcomes_of(message: pb.PutResponse, count: int) -> list[Outcome]:
+def outcomes_of(message: pb.PutResponse | pb.PutSmallResponse, count: int) -> list[Outcome]:
     """From the wire, for ``count`` blocks; ``CORRUPT`` for a verdict this version does not know."""
     if len(message.verdicts) != count:
         raise Corrupt("verdicts", f"{len(message.verdicts)} came for {count} blocks")
@@ -123,9 +126,9 @@ def outcomes_of(message: pb.PutResponse, count: int) -> list[Outcome]:
     return outcomes
 
 
-def stats_message(stats: StoreStats) -> pb.StatsResponse:
+def stats_message(stats: StoreStats) -> pb.GetStatsResponse:
     """For the wire; the fields have the same names there."""
-    message = pb.StatsResponse()
+    message = pb.GetStatsResponse()
     for source in (stats, stats.tally):
         _fill(message, source)
     if stats.disk is not None:
@@ -140,7 +143,7 @@ def _fill(message: Message, source: StoreStats | StoreCounters | DiskStats | Dis
             setattr(message, field.name, getattr(source, field.name))
 
 
-def stats_of(message: pb.StatsResponse) -> StoreStats:
+def stats_of(message: pb.GetStatsResponse) -> StoreStats:
     """From the wire."""
     tally = {
         field.name: getattr(message, field.name) for field in dataclasses.fields(StoreCounters)

@@ -19,7 +19,7 @@ from kvrelay.text.output import OutputText
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2, types_pb2
 from router.config import RouterConfig
-from router.generate.legs import UNFINISHED, LegEvent, LegHandoff, run_leg
+from router.generate.legs import UNFINISHED, LegEvent, run_leg
 from router.generate.request import AcceptedRequest
 from router.generate.retry import WELL_SERVED, Attempts, PoisonRequest, RetryKind, RetryLimits
 from router.generate.usage import lost, usage
@@ -53,7 +53,7 @@ class Generation:
         self._text = OutputText(tokenizer, request.sampling.stop, request.sampling.min_tokens)
         self._outputs = list(request.outputs)
         self._accounts: list[types_pb2.LegUsage] = []
-        self._handoff = LegHandoff()
+        self._handoff = types_pb2.Handoff()
         self._begun: types_pb2.Admission | None = None  # of the leg under way
         self._finish: types_pb2.FinishReason.ValueType = UNFINISHED
         self._stopped = False
@@ -135,7 +135,7 @@ class Generation:
                 self._request.deadline,
                 self._config.handoff_wait,
             )
-            self._handoff = LegHandoff()
+            self._handoff = types_pb2.Handoff()
             async with aclosing(events):
                 async for event in events:
                     response = self._take(event, found)
@@ -165,8 +165,8 @@ class Generation:
             namespace_digest=self._digest,
             explain=request.explain,
             tenant_salt=request.tenant.salt,
-            generation=self._generation,
-            number=self._legs,
+            generation_id=self._generation,
+            leg_index=self._legs,
         )
 
     def _take(self, event: LegEvent, found: Placed) -> router_pb2.GenerateResponse | None:

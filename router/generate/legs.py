@@ -28,22 +28,13 @@ UNFINISHED = types_pb2.FINISH_REASON_UNSPECIFIED
 
 
 @dataclass(frozen=True, slots=True)
-class LegHandoff:
-    """What the prefill leg leaves for the next one."""
-
-    tokens: int = 0
-    last_name: bytes = b""
-    signature: bytes = b""
-
-
-@dataclass(frozen=True, slots=True)
 class LegEvent:
     """News of a leg; whatever is absent did not happen."""
 
     tokens: Sequence[types_pb2.Token] = ()
     finish: types_pb2.FinishReason.ValueType = UNFINISHED
     usage: types_pb2.LegUsage | None = None
-    handoff: LegHandoff | None = None
+    handoff: types_pb2.Handoff | None = None
     begun: types_pb2.Admission | None = None  # with the first token
 
 
@@ -51,7 +42,7 @@ async def run_leg(
     worker: KnownWorker,
     work: int,
     leg: types_pb2.Leg,
-    handoff: LegHandoff,
+    handoff: types_pb2.Handoff,
     deadline: Deadline,
     handoff_wait: float,
 ) -> AsyncGenerator[LegEvent]:
@@ -108,7 +99,7 @@ async def _prefill(
         response = await _next(worker, stay, messages)
         if response is not None and response.HasField("first_token"):
             first = response.first_token
-            begun = first.begun if first.HasField("begun") else None
+            begun = first.admission if first.HasField("admission") else None
             yield LegEvent(tokens=(first.token,), finish=first.finish_reason, begun=begun)
             yield await _handoff(worker, stay, messages, handoff_wait)
     finally:
@@ -123,11 +114,10 @@ async def _handoff(
         async with asyncio.timeout(seconds):
             response = await _next(worker, stay, messages)
     except TimeoutError:
-        return LegEvent(handoff=LegHandoff())
+        return LegEvent(handoff=types_pb2.Handoff())
     if response is None or not response.HasField("handoff"):
         return LegEvent()
-    end = response.handoff
-    return LegEvent(usage=end.usage, handoff=LegHandoff(end.tokens, end.last_name, end.signature))
+    return LegEvent(usage=response.usage, handoff=response.handoff)
 
 
 async def _arrival(worker: KnownWorker, stay: LegCall, call: Sent, size: int) -> None:
@@ -153,15 +143,10 @@ async def _decode(
     worker: KnownWorker,
     stay: LegCall,
     leg: types_pb2.Leg,
-    handoff: LegHandoff,
+    handoff: types_pb2.Handoff,
     deadline: Deadline,
 ) -> AsyncGenerator[LegEvent]:
-    request = decode_pb2.DecodeRequest(
-        leg=leg,
-        handoff_tokens=handoff.tokens,
-        handoff_last_name=handoff.last_name,
-        handoff_signature=handoff.signature,
-    )
+    request = decode_pb2.DecodeRequest(leg=leg, handoff=handoff)
     call = worker.decode.Decode(request, timeout=deadline.remaining())
     stay.begin(call)
     try:
@@ -171,7 +156,7 @@ async def _decode(
                 worker.hear()
                 response = checked_response(message, worker.address)
                 usage = response.usage if response.HasField("usage") else None
-                begun = response.begun if response.HasField("begun") else None
+                begun = response.admission if response.HasField("admission") else None
                 yield LegEvent(response.tokens, response.finish_reason, usage, begun=begun)
     finally:
         call.cancel()

@@ -12,10 +12,10 @@ from kvrelay.errors import Mismatch, NotFound, Rejected
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.protocol import check_ids, sampling_of
 from kvrelay.rpc.security.identity import Tenant
+from kvrelay.sampling import DEFAULT_MAX_TOKENS
 from kvrelay.v1 import router_pb2, types_pb2, worker_pb2
 from router.queue.fair import HIGHEST, LOWEST
 
-DEFAULT_MAX_TOKENS = 16
 MAX_REQUEST_ID_CHARS = 128
 NOBODY = Tenant()
 MAX_MESSAGES = 4096

@@ -17,7 +17,7 @@ def lost(
 ) -> types_pb2.LegUsage:
     """The account of a leg whose worker did not tell it: as of its first token."""
     leg = types_pb2.LegUsage(
-        worker=worker, address=address, role=role, generated=generated, lost=True
+        worker_id=worker, address=address, role=role, generated=generated, lost=True
     )
     if begun is not None:
         leg.length = begun.length

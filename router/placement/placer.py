@@ -193,7 +193,7 @@ class Placer:
             self.costs.learn(account)
         size = prefix.block_size
         if leg.local + size < found.hit:
-            self._affinity[found.role].mistaken(leg.worker)
+            self._affinity[found.role].mistaken(leg.worker_id)
         if leg.local + leg.external + size < found.stored:
             self._stored.mistaken(STORE)
         self._stored.record(prefix.names[: leg.saved // size], STORE, STORED)

@@ -20,7 +20,7 @@ class HealthState(Enum):
     READY = router_pb2.WORKER_STATE_READY
     DRAINING = router_pb2.WORKER_STATE_DRAINING
     SUSPECT = router_pb2.WORKER_STATE_SUSPECT
-    GONE = router_pb2.WORKER_STATE_GONE
+    GONE = router_pb2.WORKER_STATE_UNREACHABLE
 
 
 @dataclass(frozen=True, slots=True)

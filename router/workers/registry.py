@@ -235,7 +235,7 @@ class Registry:
         check_key(info, installed().credentials.fleet_key_id)
         check_worker(info, worker.listed, self._config.model_name, self._fleet(worker))
         for other in self.workers:
-            if other is not worker and other.usable and other.key == info.worker:
+            if other is not worker and other.usable and other.key == info.worker_id:
                 raise Mismatch("address", f"this is the worker at {other.address}, listed twice")
 
     def _fleet(self, asking: KnownWorker) -> worker_pb2.Namespace | None:

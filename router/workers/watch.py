@@ -129,8 +129,8 @@ class Watcher:
             answer = await worker.control.GetLoad(
                 worker_pb2.GetLoadRequest(), timeout=deadline.remaining()
             )
-            load = checked_response(answer, worker.address)
-            if whole or load.worker != worker.key:
+            load = checked_response(answer, worker.address).load
+            if whole or load.worker_id != worker.key:
                 await self._meet(deadline)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
@@ -145,9 +145,9 @@ class Watcher:
         worker = self._worker
         request = worker_pb2.GetInfoRequest()
         answer = await worker.control.GetInfo(request, timeout=deadline.remaining())
-        info = checked_response(answer, worker.address)
+        info = checked_response(answer, worker.address).info
         before = worker.info
         worker.info = info
-        if before is not None and before.worker != info.worker:
+        if before is not None and before.worker_id != info.worker_id:
             self._restarted(worker, before)
         self._accept(worker, info)

@@ -37,9 +37,9 @@ class KnownWorker:
         self.address = address
         self.listed = listed  # unspecified for one that announced itself
         self.channel = open_channel(address, options)
-        self.control = worker_pb2_grpc.WorkerStub(self.channel)
-        self.prefill = prefill_pb2_grpc.PrefillStub(self.channel)
-        self.decode = decode_pb2_grpc.DecodeStub(self.channel)
+        self.control = worker_pb2_grpc.WorkerServiceStub(self.channel)
+        self.prefill = prefill_pb2_grpc.PrefillServiceStub(self.channel)
+        self.decode = decode_pb2_grpc.DecodeServiceStub(self.channel)
         self.verdict: WorkerHealth = UNASKED
         self.since = 0.0  # when that began, and
         self.asked = 0.0  # when the last check that it answered did, in the same seconds
@@ -67,7 +67,7 @@ class KnownWorker:
         self._candidate: Candidate | None = None
         if info is not None:
             self.role = info.role if belongs(info, self.listed) else self.listed
-            self.key = info.worker
+            self.key = info.worker_id
 
     @property
     def load(self) -> worker_pb2.WorkerLoad:

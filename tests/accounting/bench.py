@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kvrelay.engine.core.audit import audit
+from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Load, Query, Save
 from kvrelay.engine.core.plan import EngineLimits, Plan
-from kvrelay.engine.core.request import Finish, Naming, Order, Request, RequestState
+from kvrelay.engine.core.request import Finish, Order, Request, RequestState
 from kvrelay.engine.core.scheduler import Lookup, Scheduler
 from kvrelay.engine.core.usage import leg_tokens
 from tests.engine.fakes import VOCABULARY, ChainRunner, answer, naming

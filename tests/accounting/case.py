@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.plan import EngineLimits
-from kvrelay.engine.core.request import Naming, Order
+from kvrelay.engine.core.request import Order
 from tests.engine.fakes import answer
 
 RUBBISH = b"rubbish"

@@ -117,7 +117,7 @@ MUTATIONS = (
     _request(
         "the last token is never a stop",
         "if token in self.order.ending:",
-        "if token in self.order.ending and self.length < self.ceiling:",
+        "if token in self.order.ending and self.length < self.stored_positions:",
     ),
     # --- the pool ---
     _blocks(
@@ -284,7 +284,7 @@ MUTATIONS = (
     ),
     _scheduler(
         "preempted requests come back too early",
-        "length = request.ceiling if stays else request.length",
+        "length = request.stored_positions if stays else request.length",
         "length = request.length",
     ),
     _scheduler(
@@ -364,13 +364,13 @@ MUTATIONS = (
     # --- a step and its commit ---
     _scheduler(
         "a step starts where the admission did",
-        "residency.computed, count, count == request.work",
-        "residency.admission.hit, count, count == request.work",
+        "resident.admission.epoch, resident.computed, count, samples)",
+        "resident.admission.epoch, resident.admission.hit, count, samples)",
     ),
     _scheduler(
         "every entry samples",
-        "residency.computed, count, count == request.work",
-        "residency.computed, count, True",
+        "samples = count == request.work",
+        "samples = True",
     ),
     _scheduler(
         "named before the commit",
@@ -389,7 +389,7 @@ MUTATIONS = (
     ),
     _scheduler(
         "committed to whoever has the id now",
-        "            if self._stands(entry):\n",
+        "            if _resides(entry.request, entry.epoch, RequestState.RUNNING):\n",
         "            if entry.request.residency is not None or not self.requests:\n",
     ),
     _scheduler("a commit of any plan", "if plan is not self._plan or len(", "if len("),
@@ -497,7 +497,7 @@ MUTATIONS = (
     ),
     _plan(
         "what just fits is refused",
-        "positions = order.prompt_len + order.max_tokens - 1",
+        "positions = stored_positions(order.prompt_len, order.max_tokens)",
         "positions = order.prompt_len + order.max_tokens",
     ),
     _scheduler("one id twice", "if order.request_id in self.requests:", "if False:"),
@@ -516,7 +516,7 @@ MUTATIONS = (
         "            blocks,\n            request.order.space,\n",
         "            blocks,\n",
     ),
-    _scheduler("a save is nobody's", "self._serial, pieces, space)", "self._serial, pieces)"),
+    _scheduler("a save is nobody's", "self._serial, contents, space)", "self._serial, contents)"),
     _scheduler(
         "a tenant's partial block is named like anybody's",
         "else naming.child(parent, tokens)",

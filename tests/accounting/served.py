@@ -5,17 +5,19 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from kvrelay.connector.mock import MockConnector, Script
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.core.request import Order
 from kvrelay.engine.core.updates import Ended, Failed, Token, Update
-from kvrelay.engine.engine import Engine
+from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.sampling import Sampling
 from tests.engine.fakes import ChainRunner, answer, naming
 
 DEADLINE = 60.0
+AUDITED = EngineOptions(audit_steps=True)
 
 
 class Served:
@@ -25,7 +27,11 @@ class Served:
     """
 
     def __init__(
-        self, bounds: EngineLimits, script: Script, journal: list[str] | None = None
+        self,
+        bounds: EngineLimits,
+        script: Script,
+        journal: list[str] | None = None,
+        options: EngineOptions = AUDITED,
     ) -> None:
         self.bounds = bounds
         self.runner = ChainRunner(bounds.num_blocks, bounds.block_size)
@@ -33,15 +39,9 @@ class Served:
         self.orders: dict[str, Order] = {}
         self.told: defaultdict[str, list[Update]] = defaultdict(list)
         self._news = threading.Condition()
-        self.engine = Engine(
-            self.runner,
-            bounds,
-            naming(),
-            self.connector,
-            self._deliver,
-            audit_steps=True,
-            journal=None if journal is None else journal.append,
-        )
+        if journal is not None:
+            options = replace(options, journal=journal.append)
+        self.engine = Engine(self.runner, bounds, naming(), self.connector, self._deliver, options)
 
     def __enter__(self) -> Served:
         self.engine.start()

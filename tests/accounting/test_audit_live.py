@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,20 +11,21 @@ import pytest
 from kvrelay.connector.mock import MockEnd, Script
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.core.request import Order, Request
+from kvrelay.engine.engine import EngineOptions
 from tests.accounting.served import Served
 from tests.engine.fakes import answer
 
 LIMITS = EngineLimits(
     num_blocks=8, block_size=4, max_model_len=32, max_num_seqs=4, max_num_batched_tokens=16
 )
+UNAUDITED = EngineOptions()  # as in production: the audit is asked for
 BLOCK = 7
 ORDER = Order("nobody's", (1, 2, 3), 3, 8)
 
 
 def test_a_broken_book_is_named_and_the_worker_goes_on() -> None:
-    served = Served(LIMITS, Script())
-    served.engine._audit_steps = False  # as in production: the audit is asked for
-    pool = served.engine._steps._scheduler.pool
+    served = Served(LIMITS, Script(), options=UNAUDITED)
+    pool = served.engine._scheduler.pool
 
     def forget_a_holder() -> None:
         pool.references[BLOCK] += 1
@@ -42,12 +44,14 @@ def test_a_broken_book_is_named_and_the_worker_goes_on() -> None:
         assert len(served.engine.audit().result(10)) == 1
 
 
-def stuck() -> Served:
+def stuck(on_fatal: Callable[[], None]) -> Served:
     """Its request ``stuck`` waits for a load that never ends."""
     bounds = replace(LIMITS, num_blocks=16)
-    served = Served(bounds, Script(lookups={"stuck": [4]}, loads={"stuck": [MockEnd(times=0)]}))
-    served.engine._audit_steps = False
-    return served
+    return Served(
+        bounds,
+        Script(lookups={"stuck": [4]}, loads={"stuck": [MockEnd(times=0)]}),
+        options=EngineOptions(on_fatal=on_fatal),
+    )
 
 
 def until_it_loads(served: Served) -> None:
@@ -60,9 +64,9 @@ def until_it_loads(served: Served) -> None:
 
 def test_a_request_whose_book_is_broken_ends_and_the_worker_goes_on() -> None:
     """A reference too few: giving the block back fails, once, and not for ever after."""
-    served, lost = stuck(), threading.Event()
-    served.engine._on_fatal = lost.set
-    scheduler = served.engine._steps._scheduler
+    lost = threading.Event()
+    served = stuck(lost.set)
+    scheduler = served.engine._scheduler
 
     def lose_a_holder() -> None:
         request = scheduler.requests["stuck"]
@@ -84,9 +88,9 @@ def test_a_request_whose_book_is_broken_ends_and_the_worker_goes_on() -> None:
 
 def test_a_worker_that_could_only_fail_is_given_up() -> None:
     """Who stands in a queue and is not there any more would fail every step from now on."""
-    served, lost = stuck(), threading.Event()
-    served.engine._on_fatal = lost.set
-    scheduler = served.engine._steps._scheduler
+    lost = threading.Event()
+    served = stuck(lost.set)
+    scheduler = served.engine._scheduler
     with served:
         served.submit("stuck", range(9), 8)
         until_it_loads(served)
@@ -97,13 +101,12 @@ def test_a_worker_that_could_only_fail_is_given_up() -> None:
 
 @pytest.mark.parametrize("field", ["local", "external", "prompt", "sources"])
 def test_sums_by_source_that_do_not_add_up_are_named(field: str) -> None:
-    served = Served(LIMITS, Script(lookups={"*": [4]}))
-    served.engine._audit_steps = False
-    steps = served.engine._steps
+    served = Served(LIMITS, Script(lookups={"*": [4]}), options=UNAUDITED)
+    legs = served.engine._legs
 
     def lose_count() -> None:
-        wrong = {"sources": {}, "prompt": 0}.get(field, steps._totals.prompt + 1)
-        steps._totals = replace(steps._totals, **{field: wrong})  # type: ignore[arg-type]
+        wrong = {"sources": {}, "prompt": 0}.get(field, legs.totals.prompt + 1)
+        legs.totals = replace(legs.totals, **{field: wrong})  # type: ignore[arg-type]
 
     with served:
         served.submit("a", [1, 2, 3, 4, 5, 6], 2)

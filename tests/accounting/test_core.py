@@ -6,17 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.engine.core.blocks import BlockPool
+from kvrelay.engine.core.blocks import BlockPool, Naming
 from kvrelay.engine.core.external import Query
-from kvrelay.engine.core.request import (
-    TRANSITIONS,
-    Admission,
-    Finish,
-    Naming,
-    Order,
-    Request,
-    RequestState,
-)
+from kvrelay.engine.core.request import TRANSITIONS, Admission, Finish, Order, Request, RequestState
 from kvrelay.engine.core.scheduler import Scheduler
 from kvrelay.engine.core.usage import leg_tokens
 from kvrelay.errors import Rejected
@@ -91,7 +83,7 @@ def test_a_pool_refuses_what_its_books_do_not_allow() -> None:
     pool = BlockPool(2)
     with pytest.raises(RuntimeError, match="free"):
         pool.take(3)
-    with pytest.raises(RuntimeError, match="nobody holds"):
+    with pytest.raises(RuntimeError, match="has no references"):
         pool.drop([0])
 
 
@@ -251,15 +243,15 @@ def test_the_names_of_a_tenant_are_nobody_elses() -> None:
     saves = one.commit(plan, [1, 1, 1]).saves
     assert [save.space for save in saves] == list(roots)
     for save in saves:
-        first, last = save.pieces
+        first, last = save.contents
         assert first.parent == roots[save.space]
         assert last.name == names.of(save.space).child(first.name, (4, 5, 6))
         assert first.name == names.of(save.space).child(first.parent, (0, 1, 2, 3))
-    assert len({piece.name for save in saves for piece in save.pieces}) == 6
+    assert len({piece.name for save in saves for piece in save.contents}) == 6
     again = one.submit(Order("again", tuple(range(7)), 7, 1, space=b"t2"))
     one.schedule()
     assert again.resident.admission.local == 4
-    assert again.resident.blocks[0] == saves[1].pieces[0].block
+    assert again.resident.blocks[0] == saves[1].contents[0].block
 
 
 def test_late_repeated_and_unknown_events_are_counted() -> None:

@@ -10,7 +10,7 @@ from kvrelay.connector.mock import MockConnector, MockEnd, Script
 from kvrelay.engine.core.request import Admission, Order
 from kvrelay.engine.core.updates import Missed
 from kvrelay.engine.core.usage import missed_blocks
-from kvrelay.engine.steps import Steps
+from kvrelay.engine.engine import Engine
 from kvrelay.sampling import Sampling
 from kvrelay.usage import Miss
 from tests.accounting.bench import limits
@@ -137,18 +137,21 @@ def test_tokens_that_come_after_their_request_has_left_are_counted_once() -> Non
     )
     bounds = limits(20, SIZE)
     runner = ChainRunner(bounds.num_blocks, SIZE)
-    steps = Steps(runner, bounds, naming(), MockConnector(script, fill=runner.fill), 9)
+    connector = MockConnector(script, fill=runner.fill)
+    engine = Engine(runner, bounds, naming(), connector, lambda updates: None)
     for name in ("left", "liar", "short"):
-        steps.submit(Order(name, tuple(range(LENGTH)), LENGTH, 6), Sampling(), None)
-    steps.step()
-    assert steps.measure().loading == 3
-    steps.abort("left")
-    steps.abort("liar")
-    assert steps.measure().totals.late == 0
-    while steps.measure().loading or steps.measure().running:
-        steps.step()
-    load = steps.measure()
+        engine.submit(Order(name, tuple(range(LENGTH)), LENGTH, 6), Sampling())
+    engine.turn()
+    assert engine.load().loading == 3
+    engine.abort("left")
+    engine.abort("liar")
+    assert engine.load().totals.late == 0
+    while engine.load().loading or engine.load().running:
+        engine.turn()
+    load = engine.load()
     assert load.totals.late == 5 + 8
     assert load.late_events == 3 + 1 + 1
     assert (load.totals.external, load.totals.failed) == (3, 5)
-    assert steps.audit() == []
+    findings = engine.audit()
+    engine.turn()
+    assert findings.result() == []

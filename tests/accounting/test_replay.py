@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from kvrelay.cli.dispatch import main as command
+from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Query
 from kvrelay.engine.core.journal import VERSION, Journal
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.core.replay import LONGEST_LINE, main, replay
-from kvrelay.engine.core.request import Naming
 from kvrelay.engine.core.scheduler import Lookup, Scheduler
 from kvrelay.errors import Rejected
 from tests.accounting.bench import Bench, limits

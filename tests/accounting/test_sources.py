@@ -9,8 +9,13 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvrelay.connector.mock import MockEnd, Script
-from kvrelay.engine.core.external import Loaded, TransferEvent
-from kvrelay.engine.core.sources import UNKNOWN, add_by_store, apportion
+from kvrelay.engine.core.external import (
+    UNKNOWN_STORE,
+    Loaded,
+    TransferEvent,
+    add_counts,
+    apportion,
+)
 from kvrelay.worker.metrics import EngineCollector
 from tests.accounting.bench import limits
 from tests.accounting.served import Served
@@ -24,13 +29,13 @@ def test_the_sum_by_store_is_the_admissions(told: list[tuple[str, int]], externa
     assert sum(found.values()) == external
     assert min(found.values(), default=1) > 0
     claimed = sum(max(tokens, 0) for _, tokens in told)
-    assert found.get(UNKNOWN, 0) == max(external - claimed, 0)
+    assert found.get(UNKNOWN_STORE, 0) == max(external - claimed, 0)
 
 
 @given(TOLD, TOLD)
 def test_sums_are_added_by_store(one: list[tuple[str, int]], other: list[tuple[str, int]]) -> None:
     first, second = apportion(one, 100), apportion(other, 70)
-    both = add_by_store(first, second)
+    both = add_counts(first, second)
     assert sum(both.values()) == 170
     assert all(both[name] == first.get(name, 0) + second.get(name, 0) for name in both)
 
@@ -63,7 +68,7 @@ def test_usage_and_metrics_tell_tokens_by_store() -> None:
             "shared": {"a": 5, "b": 3},
             "one": {"a": 8},
             "lied": {"b": 5},
-            "silent": {UNKNOWN: 8},
+            "silent": {UNKNOWN_STORE: 8},
         }
         served.settle()
         registry = CollectorRegistry()

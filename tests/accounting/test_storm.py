@@ -89,7 +89,7 @@ class Storm:
 
     def _end(self, job: Load | Save) -> None:
         if isinstance(job, Save):
-            event: TransferEvent = Saved(job.request_id, job.epoch, job.serial, len(job.pieces))
+            event: TransferEvent = Saved(job.request_id, job.epoch, job.serial, len(job.contents))
         else:
             valid = self.random.choice([-1, 0, 1, self.size, job.external, job.external, 10_000])
             self.runner.fill(job, min(max(valid, 0), job.external))

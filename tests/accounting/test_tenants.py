@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import pytest
 
 from kvrelay.block import Namer, Namespace
+from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Query
 from kvrelay.engine.core.plan import EngineLimits
-from kvrelay.engine.core.request import Naming, Order
+from kvrelay.engine.core.request import Order
 from kvrelay.engine.core.scheduler import Scheduler
 from kvrelay.worker.worker import naming_of
 from kvstore import connect

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.engine.core.work import Work
+from kvrelay.engine.core.updates import Work
 from kvrelay.sampling import Sampling
 from tests.engine.fakes import ChainRunner, chain
 

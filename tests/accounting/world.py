@@ -87,7 +87,7 @@ class World:
     def note_saves(self, saves: tuple[Save, ...]) -> None:
         for save in saves:
             self.pieces[save.request_id, save.epoch, save.serial] = tuple(
-                (piece.block, piece.name, len(piece.tokens)) for piece in save.pieces
+                (piece.block, piece.name, len(piece.tokens)) for piece in save.contents
             )
 
     # --- copies ---------------------------------------------------------------------------------

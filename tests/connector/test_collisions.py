@@ -20,9 +20,10 @@ from kvrelay.block import Namer, Namespace
 from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.connector.options import ConnectorOptions
 from kvrelay.connector.store import StoreConnector
-from kvrelay.engine.core.request import Naming, Order
+from kvrelay.engine.core.blocks import Naming
+from kvrelay.engine.core.request import Order
 from kvrelay.engine.core.updates import Ended, Failed, Token, Update
-from kvrelay.engine.engine import Engine
+from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.sampling import Sampling
 from kvstore import Store, connect
 from kvstore.client.memory import MemoryStore, forget
@@ -122,7 +123,7 @@ def served(
         Naming(namer.root, namer.child),
         connector,
         deliver,
-        audit_steps=True,
+        EngineOptions(audit_steps=True),
     )
     engine.start()
     try:

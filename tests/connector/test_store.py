@@ -330,7 +330,7 @@ def test_saves_of_one_request_keep_their_order(making: Making, stage: Stage) -> 
     stage.go.set()
     events = [worker.event() for _ in saves]
     assert [event.epoch for event in events] == [save.epoch for save in saves]
-    assert stage.puts == [[save.pieces[0].name] for save in saves]
+    assert stage.puts == [[save.contents[0].name] for save in saves]
 
 
 def test_saves_that_fail_and_blocks_that_exist(making: Making, stage: Stage) -> None:

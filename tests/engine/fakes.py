@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 
+from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Load
 from kvrelay.engine.core.plan import Entry, Plan
-from kvrelay.engine.core.request import Naming
-from kvrelay.engine.core.work import Sampled, Work
+from kvrelay.engine.core.updates import Sampled, Work
 
 VOCABULARY = 97
 

@@ -10,9 +10,8 @@ from kvrelay.connector.none import NoConnector
 from kvrelay.engine.core.external import Connector, Load, Query, Save, TransferEvent
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.core.request import Order
-from kvrelay.engine.core.updates import Ended, Failed, Token
-from kvrelay.engine.core.work import Sampled, Work
-from kvrelay.engine.steps import Steps
+from kvrelay.engine.core.updates import Failed, Sampled, Token, Update, Work
+from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.sampling import Sampling
 from tests.engine.fakes import ChainRunner, answer, naming
 
@@ -79,62 +78,65 @@ class Raising(NoConnector):
                 raise RuntimeError(f"{call} broke")
 
 
-def steps(runner: ChainRunner, connector: Connector | None = None) -> Steps:
-    return Steps(runner, LIMITS, naming(), connector or NoConnector(), max_waiting=8)
+class Turned:
+    """An engine without its thread: the test takes its turns. ``updates`` are all, by request."""
 
+    def __init__(self, runner: ChainRunner, connector: Connector | None = None) -> None:
+        self.updates: dict[str, list[Update]] = {}
+        outside = connector or NoConnector()
+        options = EngineOptions(max_waiting=8)
+        self.engine = Engine(runner, LIMITS, naming(), outside, self._deliver, options)
 
-def run(engine: Steps) -> dict[str, list[Token | Ended | Failed]]:
-    """Step until nothing is left to compute; everything that was told, by request."""
-    told: dict[str, list[Token | Ended | Failed]] = {}
-    for _ in range(100):
-        try:
-            engine.step()
-        except RuntimeError as error:
-            engine.fail_step(error)
-        for request_id, update in engine.take_updates():
-            told.setdefault(request_id, []).append(update)
-    assert engine.audit() == []
-    load = engine.measure()
-    assert (load.running, load.waiting, load.held_blocks) == (0, 0, 0)
-    return told
+    def submit(self, name: str, prompt: list[int], text: NoText | None = None) -> None:
+        self.engine.submit(Order(name, tuple(prompt), len(prompt), 6), Sampling(), text)
+
+    def run(self) -> None:
+        """Take turns until nothing is left to compute."""
+        for _ in range(100):
+            self.engine.turn()
+        findings = self.engine.audit()
+        self.engine.turn()
+        assert findings.result() == []
+        load = self.engine.load()
+        assert (load.running, load.waiting, load.held_blocks) == (0, 0, 0)
+
+    def tokens(self, name: str) -> list[int]:
+        updates = self.updates[name]
+        return [update.sampled.token for update in updates if isinstance(update, Token)]
+
+    def _deliver(self, updates: Sequence[tuple[str, Update]]) -> None:
+        for request_id, update in updates:
+            self.updates.setdefault(request_id, []).append(update)
 
 
 @pytest.mark.parametrize("call", ["lookup", "why", "load", "save", "release", "poll"])
 def test_a_connector_that_breaks_is_a_miss(call: str) -> None:
     """In the middle of an admission too: every request has its answer, no block stays held."""
     connector = Raising(call)
-    engine = steps(ChainRunner(LIMITS.num_blocks, LIMITS.block_size), connector)
+    turned = Turned(ChainRunner(LIMITS.num_blocks, LIMITS.block_size), connector)
     prompts = {f"r{n}": [n, *range(20 + n, 28 + n)] for n in range(4)}
     for name, prompt in prompts.items():
-        submit(engine, name, prompt)
-    told = run(engine)
+        turned.submit(name, prompt)
+    turned.run()
     assert connector.broken > 1
     for name, prompt in prompts.items():
-        assert tokens(told[name]) == answer(prompt, 6)
-
-
-def submit(engine: Steps, name: str, prompt: list[int], text: NoText | None = None) -> None:
-    engine.submit(Order(name, tuple(prompt), len(prompt), 6), Sampling(), text)
-
-
-def tokens(told: list[Token | Ended | Failed]) -> list[int]:
-    return [update.sampled.token for update in told if isinstance(update, Token)]
+        assert turned.tokens(name) == answer(prompt, 6)
 
 
 def test_a_token_without_text_ends_its_request_alone() -> None:
-    engine = steps(ChainRunner(LIMITS.num_blocks, LIMITS.block_size))
-    submit(engine, "good", [1, 2, 3])
-    submit(engine, "bad", [4, 5, 6], NoText())
-    told = run(engine)
-    assert tokens(told["good"]) == answer([1, 2, 3], 6)
-    assert [type(update) for update in told["bad"]] == [Failed]
+    turned = Turned(ChainRunner(LIMITS.num_blocks, LIMITS.block_size))
+    turned.submit("good", [1, 2, 3])
+    turned.submit("bad", [4, 5, 6], NoText())
+    turned.run()
+    assert turned.tokens("good") == answer([1, 2, 3], 6)
+    assert [type(update) for update in turned.updates["bad"]] == [Failed]
 
 
 def test_a_model_that_breaks_ends_the_requests_of_its_step() -> None:
-    engine = steps(Breaking(5))
-    submit(engine, "in the step", [1, 2, 3, 4, 5])
-    told = run(engine)
-    submit(engine, "after it", [7, 8])
-    told |= run(engine)
-    assert [type(update) for update in told["in the step"]] == [Failed]
-    assert tokens(told["after it"]) == answer([7, 8], 6)
+    turned = Turned(Breaking(5))
+    turned.submit("in the step", [1, 2, 3, 4, 5])
+    turned.run()
+    turned.submit("after it", [7, 8])
+    turned.run()
+    assert [type(update) for update in turned.updates["in the step"]] == [Failed]
+    assert turned.tokens("after it") == answer([7, 8], 6)

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 
 from kvrelay.connector.none import NoConnector
 from kvrelay.engine.core.request import Order
-from kvrelay.engine.core.updates import Ended, Failed, Update
-from kvrelay.engine.core.work import Sampled, Work
-from kvrelay.engine.engine import Engine
+from kvrelay.engine.core.updates import Ended, Failed, Sampled, Update, Work
+from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.engine.watchdog import TURNS, Watchdog
 from kvrelay.sampling import Sampling
 from tests.engine.fakes import ChainRunner, naming
@@ -40,9 +39,8 @@ def engine(
     on_fatal: Callable[[], None],
     seconds: float,
 ) -> Iterator[Engine]:
-    made = Engine(
-        runner, LIMITS, naming(), NoConnector(), deliver, on_fatal=on_fatal, step_seconds=seconds
-    )
+    options = EngineOptions(on_fatal=on_fatal, step_seconds=seconds)
+    made = Engine(runner, LIMITS, naming(), NoConnector(), deliver, options)
     made.start()
     try:
         yield made

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 from kvrelay import AsyncClient, Completion
-from kvrelay.v1 import types_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,5 +108,5 @@ def check_usage(ask: Ask, completion: Completion) -> None:
     assert first.length == prompt + len(ask.so_far)
     assert usage.cached_prompt_tokens == min(first.local + first.external, prompt)
     for leg in usage.legs[1:]:
-        assert leg.role == types_pb2.ROLE_DECODE
+        assert leg.role == "decode"
         assert leg.length == prompt + 1

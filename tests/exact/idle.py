@@ -15,7 +15,9 @@ PATIENCE = 10.0
 def loads(up: Cluster) -> list[worker_pb2.WorkerLoad]:
     """The load of every worker."""
     return [
-        worker_pb2_grpc.WorkerStub(channel).GetLoad(worker_pb2.GetLoadRequest(), timeout=10.0)
+        worker_pb2_grpc.WorkerServiceStub(channel)
+        .GetLoad(worker_pb2.GetLoadRequest(), timeout=10.0)
+        .load
         for channel in _channels(up)
     ]
 
@@ -31,7 +33,9 @@ def check_idle(up: Cluster, within: float = PATIENCE) -> float:
             break
         assert waited < within, busy
     for channel in _channels(up):
-        audit = worker_pb2_grpc.WorkerStub(channel).Audit(worker_pb2.AuditRequest(), timeout=10.0)
+        audit = worker_pb2_grpc.WorkerServiceStub(channel).Audit(
+            worker_pb2.AuditRequest(), timeout=10.0
+        )
         assert not audit.findings, audit
     return waited
 

@@ -61,7 +61,7 @@ def refused(up: Cluster, request: Request | bytes, timeout: float = 30.0) -> grp
     options = [("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(up.router, options=options) as channel:
         call: grpc.UnaryStreamMultiCallable[bytes, bytes]
-        call = channel.unary_stream("/kvrelay.v1.Router/Generate")
+        call = channel.unary_stream("/kvrelay.v1.RouterService/Generate")
         with pytest.raises(grpc.RpcError) as caught:
             list(call(raw, timeout=timeout))
     return caught.value
@@ -193,7 +193,7 @@ def test_full_queue(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVRELAY_MAX_WAITING", "2")
     monkeypatch.setenv("KVRELAY_MAX_NUM_SEQS", "1")
     with cluster(models("llama"), prefill=0, block_size=4, num_blocks=64) as busy:
-        stub = router_pb2_grpc.RouterStub(grpc.insecure_channel(busy.router))
+        stub = router_pb2_grpc.RouterServiceStub(grpc.insecure_channel(busy.router))
         request = Request(
             token_ids=IDS, max_tokens=200, sampling=types_pb2.Sampling(ignore_eos=True)
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.cluster.supervisor import Cluster
-from kvrelay.v1 import types_pb2
+from kvrelay.usage import LegUsage
 from tests.exact.asks import Ask, ask_all, check_usage, prompts
 from tests.exact.conftest import Models, cluster
 from tests.exact.idle import check_idle
@@ -74,7 +74,7 @@ def fallen(before: Scrape, after: Scrape) -> list[str]:
     return [metric for metric in GROWS if after(metric) < before(metric)]
 
 
-def check_sums(seen: Scrape, legs: Sequence[types_pb2.LegUsage]) -> None:
+def check_sums(seen: Scrape, legs: Sequence[LegUsage]) -> None:
     """A worker's counters are the sums of what its legs said of themselves."""
     assert seen("prompt_tokens") == sum(leg.length for leg in legs)
     assert seen("prefix_cache_hits") == sum(leg.local for leg in legs)

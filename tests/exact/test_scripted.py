@@ -18,7 +18,6 @@ from kvrelay import Client, Completion
 from kvrelay.cli.dispatch import main
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.usage import Miss
-from kvrelay.v1 import types_pb2
 from tests.exact.conftest import Models, cluster
 from tests.exact.idle import check_idle
 from tests.exact.oracle import Oracle
@@ -163,9 +162,9 @@ def test_the_tokens_and_the_account_are_exact(name: str, asked: Asked) -> None:
         assert leg.computed == length - wanted.external
         assert leg.recomputed == 0
         assert leg.executed == leg.computed + max(leg.generated - 1, 0)
-        missed = [(types_pb2.Miss.Name(m.reason), m.blocks) for m in leg.missed]
+        missed = [(m.reason.value, m.blocks) for m in leg.missed]
         told = wanted.missed
-        assert missed == ([] if told is None else [(f"MISS_{told[0].upper()}", told[1])])
+        assert missed == ([] if told is None else [(told[0], told[1])])
     assert answer.usage.cached_prompt_tokens == case.prefill.external == 0
 
 

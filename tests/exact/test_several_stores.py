@@ -13,7 +13,6 @@ import pytest
 from kvrelay import Completion
 from kvrelay.block.name import NAME_BYTES
 from kvrelay.cluster.supervisor import Cluster
-from kvrelay.v1 import types_pb2
 from kvstore import connect
 from kvstore.client.admin import StoreAdmin
 from kvstore.urls import public_url
@@ -74,7 +73,7 @@ def from_stores(done: Sequence[Completion]) -> dict[str, int]:
     found: dict[str, int] = {}
     for completion in done:
         leg = completion.usage.legs[0]
-        assert leg.role == types_pb2.ROLE_PREFILL
+        assert leg.role == "prefill"
         for one in leg.external_by_store:
             found[one.store] = found.get(one.store, 0) + one.tokens
     return found

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 
 from kvrelay import Client
-from kvrelay.v1 import types_pb2
+from kvrelay.usage import LegUsage
 from tests.exact.idle import check_idle
 from tests.exact.oracle import Oracle
 from tests.failures.moments import BEFORE, LAST, LOADING, MIDDLE, Moment, Scene
@@ -207,7 +207,7 @@ class Cell:
             assert tokens == self._oracle.greedy(asked.prompt, asked.max_tokens)
 
 
-def _resumed(stream: Stream) -> list[tuple[types_pb2.LegUsage, types_pb2.LegUsage]]:
+def _resumed(stream: Stream) -> list[tuple[LegUsage, LegUsage]]:
     """Legs that were lost, each with the one that went on."""
     legs = stream.usage.legs if stream.usage is not None else ()
     return [(lost, leg) for lost, leg in pairwise(legs) if lost.lost and not leg.lost]

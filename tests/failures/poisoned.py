@@ -11,7 +11,6 @@ from contextlib import AbstractAsyncContextManager
 from decode_service.service import register as decode
 from kvrelay.rpc.protocol import ROLES, Role
 from kvrelay.v1 import types_pb2
-from kvrelay.worker.handoff import Handoff
 from kvrelay.worker.main import main
 from kvrelay.worker.streams import LegUpdates
 from kvrelay.worker.worker import Worker
@@ -22,7 +21,7 @@ _run = Worker.run
 
 
 def deadly(
-    self: Worker, role: Role, leg: types_pb2.Leg, handoff: Handoff | None = None
+    self: Worker, role: Role, leg: types_pb2.Leg, handoff: types_pb2.Handoff | None = None
 ) -> AbstractAsyncContextManager[AsyncGenerator[LegUpdates]]:
     """Like ``Worker.run``, for those who have a strong stomach."""
     if tuple(leg.prompt_token_ids[: len(POISON)]) == POISON:

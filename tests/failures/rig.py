@@ -62,12 +62,12 @@ class Rig:
         """Everything that was killed is back."""
         self.cluster.wait()
 
-    def store_stats(self) -> store_pb2.StatsResponse:
+    def store_stats(self) -> store_pb2.GetStatsResponse:
         """What the store counts."""
         address = self.cluster.addresses("store")[0]
         with grpc.insecure_channel(address) as channel:
-            stub = store_pb2_grpc.KVStoreStub(channel)
-            return stub.Stats(store_pb2.StatsRequest(), timeout=10.0)
+            stub = store_pb2_grpc.StoreServiceStub(channel)
+            return stub.GetStats(store_pb2.GetStatsRequest(), timeout=10.0)
 
 
 class Observer:
@@ -86,9 +86,10 @@ class Observer:
         return [seen for seen in found if seen is not None]
 
     async def _ask(self, role: str, index: int) -> Seen | None:
-        stub = worker_pb2_grpc.WorkerStub(self._channels[role, index])
+        stub = worker_pb2_grpc.WorkerServiceStub(self._channels[role, index])
         try:
-            return Seen(role, index, await stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=2.0))
+            answer = await stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=2.0)
+            return Seen(role, index, answer.load)
         except grpc.RpcError:
             return None
 

@@ -7,16 +7,27 @@ import random
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypedDict
 
 from kvrelay import AsyncClient
-from kvrelay.client.parameters import Parameters
 from kvrelay.errors import KvrelayError, Unavailable
-from kvrelay.v1 import types_pb2
+from kvrelay.usage import Usage
 
 PATIENCE = 100.0
 RETRY_SECONDS = 0.05
 REFUSAL = "workers died while they served this request"
 VOCAB = 256  # no special token in prompts
+
+
+class Parameters(TypedDict, total=False):
+    """How an answer is asked for."""
+
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    ignore_eos: bool
+    temperature: float
+    top_p: float
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +67,7 @@ class Stream:
     asked: Asked
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    usage: types_pb2.Usage | None = None
+    usage: Usage | None = None
     broken: int = 0
     refused: int = 0
 

@@ -78,7 +78,7 @@ def _restart_store(rig: Rig) -> None:
 
 async def _boot(observer: Observer, role: str, index: int) -> str | None:
     seen = await observer.look()
-    return next((s.load.worker for s in seen if (s.role, s.index) == (role, index)), None)
+    return next((s.load.worker_id for s in seen if (s.role, s.index) == (role, index)), None)
 
 
 async def _roll(rig: Rig, load: Load) -> list[float]:
@@ -141,7 +141,7 @@ async def _drain(rig: Rig, streams: list[Stream]) -> float:
                 if any(s.load.running for s in seen if (s.role, s.index) == ("decode", 0)):
                     break
             begun = time.monotonic()
-            stub = worker_pb2_grpc.WorkerStub(channel)
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
             await stub.Drain(worker_pb2.DrainRequest(), timeout=30.0)
         drained = time.monotonic() - begun
         await running

@@ -33,7 +33,7 @@ def fleet(model: Path) -> Iterator[Rig]:
 
 async def _set_role(address: str, role: types_pb2.Role.ValueType) -> worker_pb2.WorkerInfo:
     async with grpc.aio.insecure_channel(address) as channel:
-        stub = worker_pb2_grpc.WorkerStub(channel)
+        stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:
             answer = await stub.SetRole(worker_pb2.SetRoleRequest(role=role), timeout=60.0)
         except grpc.RpcError as error:
@@ -59,7 +59,7 @@ async def _change(rig: Rig, load: Load) -> tuple[worker_pb2.WorkerInfo, int]:
         info = await _set_role(address, PREFILL)
         changed = len(load.done)
         again = await _set_role(address, PREFILL)
-        assert again.worker == info.worker  # nothing happens twice
+        assert again.worker_id == info.worker_id  # nothing happens twice
         await _more(load, running, 20)
         load.stop = True
         await running
@@ -76,8 +76,8 @@ def test_a_decode_worker_becomes_a_prefill_worker(
     info, changed = asyncio.run(_change(fleet, load))
     assert (info.role, info.started_as) == (PREFILL, DECODE)
     legs = [leg for s in load.done[changed:] if s.usage is not None for leg in s.usage.legs]
-    mine = {leg.role for leg in legs if leg.worker == info.worker}
-    assert mine == {PREFILL}, "it prefills, and does nothing else"
+    mine = {leg.role for leg in legs if leg.worker_id == info.worker_id}
+    assert mine == {"prefill"}, "it prefills, and does nothing else"
     load.check()
     check_idle(fleet.cluster)
     roles, states = _top(fleet, capsys)
@@ -107,7 +107,9 @@ def test_what_is_refused(fleet: Rig) -> None:
 async def _leaving(address: str) -> KvrelayError:
     """What a worker that drains for good says."""
     async with grpc.aio.insecure_channel(address) as channel:
-        await worker_pb2_grpc.WorkerStub(channel).Drain(worker_pb2.DrainRequest(), timeout=30.0)
+        await worker_pb2_grpc.WorkerServiceStub(channel).Drain(
+            worker_pb2.DrainRequest(), timeout=30.0
+        )
     try:
         await _set_role(address, PREFILL)
     except KvrelayError as error:

@@ -14,11 +14,11 @@ from kvrelay.v1 import decode_pb2, prefill_pb2, router_pb2, store_pb2, types_pb2
 from tests.secured import ADMIN, ALICE, SERVICE
 
 KINDS = {
-    "router": (router_pb2, "Router"),
-    "prefill": (prefill_pb2, "Prefill"),
-    "decode": (decode_pb2, "Decode"),
-    "worker": (worker_pb2, "Worker"),
-    "store": (store_pb2, "KVStore"),
+    "router": (router_pb2, "RouterService"),
+    "prefill": (prefill_pb2, "PrefillService"),
+    "decode": (decode_pb2, "DecodeService"),
+    "worker": (worker_pb2, "WorkerService"),
+    "store": (store_pb2, "StoreService"),
 }
 SERVED = {
     "router": ("router",),
@@ -26,7 +26,7 @@ SERVED = {
     "decode": ("decode", "worker"),
     "store": ("store",),
 }
-LEFT_ALONE = frozenset({"/kvrelay.v1.Worker/Drain", "/kvrelay.v1.Worker/SetRole"})
+LEFT_ALONE = frozenset({"/kvrelay.v1.WorkerService/Drain", "/kvrelay.v1.WorkerService/SetRole"})
 """An admin who drains a worker gets what was asked for; services try these and are refused."""
 
 PROMPT = tuple(range(7, 47))
@@ -55,7 +55,7 @@ def methods(role: str) -> Iterator[Method]:
 
 def token_for(path: str) -> str:
     """Of somebody who gets past the gate, so that what is behind it is tried."""
-    if path == "/kvrelay.v1.Router/Generate":
+    if path == "/kvrelay.v1.RouterService/Generate":
         return ALICE
     return ADMIN if path in ADMINS - LEFT_ALONE else SERVICE
 
@@ -72,9 +72,9 @@ def seeds(path: str) -> tuple[Message, ...]:
             decode_pb2.DecodeRequest(leg=leg()),
             decode_pb2.DecodeRequest(
                 leg=leg(number=1),
-                handoff_tokens=40,
-                handoff_last_name=bytes(32),
-                handoff_signature=bytes(32),
+                handoff=types_pb2.Handoff(
+                    saved_tokens=40, last_block_name=bytes(32), signature=bytes(32)
+                ),
             ),
         )
     return store_seeds(name)
@@ -85,7 +85,7 @@ def leg(number: int = 0) -> types_pb2.Leg:
         request_id="fuzz",
         prompt_token_ids=PROMPT,
         max_tokens=3,
-        number=number,
+        leg_index=number,
         sampling=types_pb2.Sampling(temperature=0.5, seed=1, stop_token_ids=[3]),
     )
 
@@ -116,7 +116,7 @@ def store_seeds(name: str) -> tuple[Message, ...]:
         "Locate": (store_pb2.LocateRequest(names=names, lease_ms=50),),
         "Reserve": (store_pb2.ReserveRequest(claims=claims, wait_ms=20),),
         "Put": (store_pb2.PutRequest(head=head), store_pb2.PutRequest(data=bytes(8192))),
-        "PutSmall": (store_pb2.PutRequest(head=head, data=bytes(8192)),),
+        "PutSmall": (store_pb2.PutSmallRequest(head=head, data=bytes(8192)),),
         "Release": (store_pb2.ReleaseRequest(boot=bytes(16), leases=[1, 2, 3]),),
         "Recheck": (store_pb2.RecheckRequest(name=names[0]),),
         "Inspect": (store_pb2.InspectRequest(name=names[0]),),

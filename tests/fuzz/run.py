@@ -93,8 +93,8 @@ async def _ports(stand: Stand, stack: AsyncExitStack, seed: int) -> list[Port]:
     grant = await asyncio.to_thread(stand.grant, b"f" * 32)
     lane = LaneBytes(random.Random(seed), [claimed(grant)])
     for name, where in (
-        ("lane", ways.lane_port and f"127.0.0.1:{ways.lane_port}"),  # none with TLS
-        ("Unix socket", ways.socket and f"@{ways.socket}"),
+        ("lane", ways.socket_port and f"127.0.0.1:{ways.socket_port}"),  # none with TLS
+        ("Unix socket", ways.unix_socket and f"@{ways.unix_socket}"),
     ):
         if where:
             ports.append(Bytes(name, where, _either(lambda _: lane.connection(), noise, seed)))

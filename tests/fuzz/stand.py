@@ -51,18 +51,18 @@ class Stand:
         context.set_alpn_protocols(["h2"])
         return context
 
-    def ways(self) -> store_pb2.WaysResponse:
+    def ways(self) -> store_pb2.GetTransportsResponse:
         """Where the store's lanes are."""
         with open_sync_channel(self.address("store"), self.options(SERVICE)) as channel:
-            return store_pb2_grpc.KVStoreStub(channel).Ways(
-                store_pb2.WaysRequest(), timeout=SECONDS
+            return store_pb2_grpc.StoreServiceStub(channel).GetTransports(
+                store_pb2.GetTransportsRequest(), timeout=SECONDS
             )
 
     def grant(self, name: bytes) -> store_pb2.ReserveResponse:
         """Room for a block, and the token that shows it on a lane."""
         request = store_pb2.ReserveRequest(claims=[store_pb2.Claim(name=name, length=4096)])
         with open_sync_channel(self.address("store"), self.options(SERVICE)) as channel:
-            return store_pb2_grpc.KVStoreStub(channel).Reserve(request, timeout=SECONDS)
+            return store_pb2_grpc.StoreServiceStub(channel).Reserve(request, timeout=SECONDS)
 
     def address(self, role: str) -> str:
         return self.cluster.addresses(role)[0]
@@ -85,9 +85,9 @@ class Stand:
         found = []
         for role in ("prefill", "decode"):
             with open_sync_channel(self.address(role), self.options(ADMIN)) as channel:
-                stub = worker_pb2_grpc.WorkerStub(channel)
+                stub = worker_pb2_grpc.WorkerServiceStub(channel)
                 audit = stub.Audit(worker_pb2.AuditRequest(), timeout=SECONDS)
-                load = stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=SECONDS)
+                load = stub.GetLoad(worker_pb2.GetLoadRequest(), timeout=SECONDS).load
             found += [f"{role}: {one.invariant} {one.message}" for one in audit.findings]
             if held := (load.running, load.waiting, load.loading, load.held_blocks, load.saving):
                 found += [f"{role}: still holds {held}"] if any(held) else []

@@ -146,4 +146,4 @@ class LaneBytes:
 
 def claimed(response: store_pb2.ReserveResponse) -> tuple[int, bytes]:
     """What a lane is shown."""
-    return response.ticket, response.token
+    return response.ticket, response.proof

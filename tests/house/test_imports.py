@@ -55,7 +55,7 @@ BENCHES = {"kvrelay/cli/demo/command.py", "kvrelay/cli/store/bench.py"}
 LAZY = {"kvrelay/__init__.py", "kvrelay/__main__.py"}  # they name what is above them, on first use
 FACES = {"prefill_service", "decode_service"}  # put together where a process begins
 CORE = ("blocks", "plan", "request", "scheduler", "totals", "usage")
-CORE_LINES = 620
+CORE_LINES = 600
 NOT_CODE = {
     tokenize.ENCODING,
     tokenize.COMMENT,

@@ -119,9 +119,9 @@ class Behaviour:
 
 @dataclass(slots=True)
 class FakeWorker(
-    prefill_pb2_grpc.PrefillServicer,
-    decode_pb2_grpc.DecodeServicer,
-    worker_pb2_grpc.WorkerServicer,
+    prefill_pb2_grpc.PrefillServiceServicer,
+    decode_pb2_grpc.DecodeServiceServicer,
+    worker_pb2_grpc.WorkerServiceServicer,
 ):
     role: types_pb2.Role.ValueType
     boot: str
@@ -143,15 +143,16 @@ class FakeWorker(
     async def start(self, address: str = "127.0.0.1:0") -> str:
         self.server = server = Server(ServerOptions(address))
         server.add(
-            "kvrelay.v1.Worker", lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(self, s)
+            "kvrelay.v1.WorkerService",
+            lambda s: worker_pb2_grpc.add_WorkerServiceServicer_to_server(self, s),
         )
         if self.role == types_pb2.ROLE_PREFILL:
             server.add(
-                "kvrelay.v1.Prefill",
-                lambda s: prefill_pb2_grpc.add_PrefillServicer_to_server(self, s),
+                "kvrelay.v1.PrefillService",
+                lambda s: prefill_pb2_grpc.add_PrefillServiceServicer_to_server(self, s),
             )
         else:
-            server.add("kvrelay.v1.Decode", self._register_decode)
+            server.add("kvrelay.v1.DecodeService", self._register_decode)
         self.address = await server.start()
         return self.address
 
@@ -162,7 +163,9 @@ class FakeWorker(
             request_deserializer=decode_pb2.DecodeRequest.FromString,
             response_serializer=serialised,
         )
-        service = grpc.method_handlers_generic_handler("kvrelay.v1.Decode", {"Decode": handler})
+        service = grpc.method_handlers_generic_handler(
+            "kvrelay.v1.DecodeService", {"Decode": handler}
+        )
         server.add_generic_rpc_handlers((service,))
 
     async def stop(self) -> None:
@@ -212,7 +215,7 @@ class FakeWorker(
         length = len(leg.prompt_token_ids) + len(leg.output_token_ids)
         pace = self.behaviour.pace
         return types_pb2.LegUsage(
-            worker=self.boot,
+            worker_id=self.boot,
             role=self.role,
             length=length,
             external=external,
@@ -242,9 +245,8 @@ class FakeWorker(
             return
         prompt = len(leg.prompt_token_ids)
         yield prefill_pb2.PrefillResponse(
-            handoff=prefill_pb2.Handoff(
-                tokens=prompt, last_name=b"n" * 32, usage=self._usage(leg, 1, min(4, prompt - 1))
-            )
+            handoff=types_pb2.Handoff(saved_tokens=prompt, last_block_name=b"n" * 32),
+            usage=self._usage(leg, 1, min(4, prompt - 1)),
         )
 
     async def Decode(
@@ -255,21 +257,21 @@ class FakeWorker(
         await context.send_initial_metadata(())  # as the real ones
         leg, made = request.leg, 0
         self.time_left.append(context.time_remaining())
-        self.handoffs.append((request.handoff_tokens, request.handoff_last_name))
+        self.handoffs.append((request.handoff.saved_tokens, request.handoff.last_block_name))
         async for token, finish in self._tokens(leg, 1 << 30):
             if made == self.behaviour.garbage_after:
                 yield Garbage()  # type: ignore[misc]
             made += 1
             yield decode_pb2.DecodeResponse(tokens=[token], finish_reason=finish)
-        yield decode_pb2.DecodeResponse(usage=self._usage(leg, made, request.handoff_tokens))
+        yield decode_pb2.DecodeResponse(usage=self._usage(leg, made, request.handoff.saved_tokens))
 
     async def GetInfo(
         self,
         request: worker_pb2.GetInfoRequest,
-        context: Context[worker_pb2.GetInfoRequest, worker_pb2.WorkerInfo],
-    ) -> worker_pb2.WorkerInfo:
-        return worker_pb2.WorkerInfo(
-            worker=self.boot,
+        context: Context[worker_pb2.GetInfoRequest, worker_pb2.GetInfoResponse],
+    ) -> worker_pb2.GetInfoResponse:
+        info = worker_pb2.WorkerInfo(
+            worker_id=self.boot,
             role=self.role,
             started_as=self.started_as or self.role,
             protocol=self.protocol,
@@ -281,16 +283,18 @@ class FakeWorker(
             vocab_size=VOCAB,
             store="kvrelay://fake",
         )
+        return worker_pb2.GetInfoResponse(info=info)
 
     async def GetLoad(
         self,
         request: worker_pb2.GetLoadRequest,
-        context: Context[worker_pb2.GetLoadRequest, worker_pb2.WorkerLoad],
-    ) -> worker_pb2.WorkerLoad:
+        context: Context[worker_pb2.GetLoadRequest, worker_pb2.GetLoadResponse],
+    ) -> worker_pb2.GetLoadResponse:
         await asyncio.sleep(self.behaviour.slow)
         if self.behaviour.checks is not None:
             await self.behaviour.checks.wait()
-        return worker_pb2.WorkerLoad(worker=self.boot, draining=self.behaviour.draining)
+        load = worker_pb2.WorkerLoad(worker_id=self.boot, draining=self.behaviour.draining)
+        return worker_pb2.GetLoadResponse(load=load)
 
     async def SetRole(
         self,
@@ -334,7 +338,7 @@ class Running:
     def call(
         self, request: router_pb2.GenerateRequest, seconds: float = 20
     ) -> grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]:
-        return router_pb2_grpc.RouterStub(self.channel).Generate(request, timeout=seconds)
+        return router_pb2_grpc.RouterServiceStub(self.channel).Generate(request, timeout=seconds)
 
     async def generate(
         self, request: router_pb2.GenerateRequest, seconds: float = 20

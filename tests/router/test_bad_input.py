@@ -126,7 +126,7 @@ async def test_rejected_before_any_work(case: str) -> None:
             from kvrelay.v1 import router_pb2_grpc
 
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await anext(aiter(router_pb2_grpc.RouterStub(channel).Generate(request)))
+                await anext(aiter(router_pb2_grpc.RouterServiceStub(channel).Generate(request)))
         error = from_rpc_error(caught.value)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, error
         assert isinstance(error, Rejected)
@@ -162,7 +162,7 @@ async def test_a_stop_string_that_is_no_text() -> None:
     raw = request.SerializeToString().replace(b"@@", b"\xc3\x28")
     async with running([decode_worker()]) as router:
         call = router.channel.unary_stream(
-            "/kvrelay.v1.Router/Generate",
+            "/kvrelay.v1.RouterService/Generate",
             request_serializer=lambda raw: raw,
             response_deserializer=router_pb2.GenerateResponse.FromString,
         )

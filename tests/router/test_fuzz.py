@@ -58,7 +58,7 @@ async def test_mutated_requests() -> None:
     codes: Counter[grpc.StatusCode] = Counter()
     async with running([prefill_worker(), decode_worker()]) as router:
         call = router.channel.unary_stream(
-            "/kvrelay.v1.Router/Generate",
+            "/kvrelay.v1.RouterService/Generate",
             request_serializer=lambda raw: raw,
             response_deserializer=router_pb2.GenerateResponse.FromString,
         )

@@ -18,7 +18,7 @@ from kvrelay.rpc.server import workarounds
 from tests.fuzz.wire import END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, frame, headers
 from tests.rpc.test_server import echo_server
 
-NAME, SPOILT = "/kvrelay.v1.Decode/XX", b"/kvrelay.v1.Decode/\xff\xfe"
+NAME, SPOILT = "/kvrelay.v1.DecodeService/XX", b"/kvrelay.v1.DecodeService/\xff\xfe"
 SECRET = "spoilt-secret-of-a-client-XX"
 
 

@@ -44,7 +44,7 @@ SECONDS = 20.0
 NEW = "new-secret-of-the-test"
 
 
-class Router(router_pb2_grpc.RouterServicer):
+class Router(router_pb2_grpc.RouterServiceServicer):
     """Answers who has called."""
 
     async def Generate(
@@ -73,8 +73,8 @@ async def stats(request: bytes, context: object) -> bytes:
 @asynccontextmanager
 async def serving(protection: Security, calls: int = 4096) -> AsyncIterator[str]:
     server = Server(ServerOptions(security=protection, max_calls=calls))
-    server.add("kvrelay.v1.Router", lambda s: _register_router(s))
-    server.add("kvrelay.v1.KVStore", lambda s: _register_store(s))
+    server.add("kvrelay.v1.RouterService", lambda s: _register_router(s))
+    server.add("kvrelay.v1.StoreService", lambda s: _register_store(s))
     try:
         yield await server.start()
     finally:
@@ -82,19 +82,19 @@ async def serving(protection: Security, calls: int = 4096) -> AsyncIterator[str]
 
 
 def _register_router(server: grpc.aio.Server) -> None:
-    router_pb2_grpc.add_RouterServicer_to_server(Router(), server)
+    router_pb2_grpc.add_RouterServiceServicer_to_server(Router(), server)
 
 
 def _register_store(server: grpc.aio.Server) -> None:
     table: dict[str, grpc.RpcMethodHandler[bytes, bytes]]
-    table = {name: grpc.unary_unary_rpc_method_handler(stats) for name in ("Stats", "Clear")}
-    made = grpc.method_handlers_generic_handler("kvrelay.v1.KVStore", table)
+    table = {name: grpc.unary_unary_rpc_method_handler(stats) for name in ("GetStats", "Clear")}
+    made = grpc.method_handlers_generic_handler("kvrelay.v1.StoreService", table)
     server.add_generic_rpc_handlers((made,))
 
 
 async def generate(address: str, protection: Security) -> str:
     async with open_channel(address, ChannelOptions(security=protection)) as channel:
-        stub = router_pb2_grpc.RouterStub(channel)
+        stub = router_pb2_grpc.RouterServiceStub(channel)
         try:
             call = stub.Generate(router_pb2.GenerateRequest(), timeout=SECONDS)
             return "".join([answer.text async for answer in call])
@@ -133,7 +133,7 @@ async def test_mutual_tls(party: Callable[..., Files]) -> None:
     server, client = (policy.load(party(name).options()) for name in ("server", "client"))
     async with serving(server) as address:
         assert await generate(address, client) == f"{CallerKind.ADMIN.value} "
-        assert await asyncio.to_thread(_called, address, client) == {"Stats", "Clear"}
+        assert await asyncio.to_thread(_called, address, client) == {"GetStats", "Clear"}
 
 
 @pytest.mark.parametrize("case", ["plain", "no certificate", "wrong authority", "expired"])
@@ -216,7 +216,7 @@ async def test_a_wrong_token(token: str | None, tokens: str) -> None:
 async def test_headers_that_are_no_bearer_token(value: str, tokens: str) -> None:
     server = policy.load(SecurityOptions(credentials=tokens))
     async with serving(server) as address, open_channel(address) as channel:
-        stub = router_pb2_grpc.RouterStub(channel)
+        stub = router_pb2_grpc.RouterServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ListWorkers(
                 router_pb2.ListWorkersRequest(),
@@ -227,7 +227,7 @@ async def test_headers_that_are_no_bearer_token(value: str, tokens: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("token", "allowed"), [(ALICE, ""), (SERVICE, "Stats"), (ADMIN, "Stats Clear")]
+    ("token", "allowed"), [(ALICE, ""), (SERVICE, "GetStats"), (ADMIN, "GetStats Clear")]
 )
 async def test_methods_of_others(token: str, allowed: str, tokens: str) -> None:
     async with serving(policy.load(SecurityOptions(credentials=tokens))) as address:
@@ -239,9 +239,9 @@ def _called(address: str, protection: Security) -> set[str]:
     """The methods of the store that may be called, by a channel without an event loop."""
     done = set()
     with open_sync_channel(address, ChannelOptions(security=protection)) as channel:
-        for name in ("Stats", "Clear"):
+        for name in ("GetStats", "Clear"):
             method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
-            method = channel.unary_unary(f"/kvrelay.v1.KVStore/{name}")
+            method = channel.unary_unary(f"/kvrelay.v1.StoreService/{name}")
             call = method.future(b"", timeout=SECONDS)
             if call.code() is not grpc.StatusCode.PERMISSION_DENIED:
                 done.add(name)
@@ -251,12 +251,23 @@ def _called(address: str, protection: Security) -> set[str]:
 
 def test_methods_that_are_for_nobody_else() -> None:
     client, service = Caller(CallerKind.CLIENT), Caller(CallerKind.SERVICE)
-    assert is_allowed(client, "/kvrelay.v1.Router/Generate")
-    for method in ("Decode/Decode", "Prefill/Prefill", "Worker/GetInfo", "KVStore/Get", "New/Any"):
+    assert is_allowed(client, "/kvrelay.v1.RouterService/Generate")
+    for method in (
+        "DecodeService/Decode",
+        "PrefillService/Prefill",
+        "WorkerService/GetInfo",
+        "StoreService/Get",
+        "New/Any",
+    ):
         assert not is_allowed(client, f"/kvrelay.v1.{method}")
         assert is_allowed(service, f"/kvrelay.v1.{method}")
     assert not is_allowed(client, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
-    for method in ("Worker/Drain", "Worker/Audit", "KVStore/Clear", "KVStore/Inspect"):
+    for method in (
+        "WorkerService/Drain",
+        "WorkerService/Audit",
+        "StoreService/Clear",
+        "StoreService/Inspect",
+    ):
         assert not is_allowed(service, f"/kvrelay.v1.{method}")
 
 
@@ -277,7 +288,7 @@ async def test_a_stranger_has_no_message_read(tokens: str) -> None:
     server = policy.load(SecurityOptions(credentials=tokens))
     async with serving(server) as address, open_channel(address) as channel:
         call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(
-            "/kvrelay.v1.Router/Generate"
+            "/kvrelay.v1.RouterService/Generate"
         )
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             _ = [answer async for answer in call(b"\xff" * 1024, timeout=SECONDS)]
@@ -289,7 +300,7 @@ async def test_calls_that_never_say_anything_take_a_part_of_the_places(
     token: str | None, tokens: str
 ) -> None:
     """With headers alone a call is open; so strangers and tenants could fill the server."""
-    path = "/grpc.health.v1.Health/Check" if token is None else "/kvrelay.v1.Router/Generate"
+    path = "/grpc.health.v1.Health/Check" if token is None else "/kvrelay.v1.RouterService/Generate"
     server = policy.load(SecurityOptions(credentials=tokens))
     options = ChannelOptions(security=shown(token))
     async with (
@@ -327,7 +338,9 @@ async def test_tenants_together_leave_places_to_services(tmp_path: Path) -> None
         for name in names:
             options = ChannelOptions(security=shown(name))
             channel = await stack.enter_async_context(open_channel(address, options))
-            opened += [await _begun(channel, "/kvrelay.v1.Router/Generate") for _ in range(2)]
+            opened += [
+                await _begun(channel, "/kvrelay.v1.RouterService/Generate") for _ in range(2)
+            ]
         left = {asyncio.ensure_future(call.code()) for call in opened}
         async with asyncio.timeout(SECONDS):
             while len(left) > CALL_SHARES * 2 - 2:  # one share is kept for services

@@ -25,10 +25,10 @@ from kvrelay.rpc.server.server import Server, ServerOptions
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 
-SERVICE = "kvrelay.v1.Decode"
+SERVICE = "kvrelay.v1.DecodeService"
 
 
-class Echo(decode_pb2_grpc.DecodeServicer):
+class Echo(decode_pb2_grpc.DecodeServiceServicer):
     async def Decode(
         self, request: decode_pb2.DecodeRequest, context: decode_pb2_grpc._ServicerContext
     ) -> AsyncIterator[decode_pb2.DecodeResponse]:
@@ -37,7 +37,7 @@ class Echo(decode_pb2_grpc.DecodeServicer):
 
 def echo_server(options: ServerOptions | None = None) -> Server:
     server = Server(options)
-    server.add(SERVICE, lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(Echo(), s))
+    server.add(SERVICE, lambda s: decode_pb2_grpc.add_DecodeServiceServicer_to_server(Echo(), s))
     return server
 
 
@@ -61,7 +61,10 @@ async def test_serves_with_health_and_reflection() -> None:
     async with open_channel(address) as channel:
         assert await is_serving(channel, Deadline.after(10), SERVICE)
         answers = [
-            a async for a in decode_pb2_grpc.DecodeStub(channel).Decode(decode_pb2.DecodeRequest())
+            a
+            async for a in decode_pb2_grpc.DecodeServiceStub(channel).Decode(
+                decode_pb2.DecodeRequest()
+            )
         ]
         assert len(answers) == 1
         assert await is_serving(channel, Deadline.after(5))
@@ -171,7 +174,7 @@ def test_signal_drains_and_exits_0(number: signal.Signals, drain_seconds: str) -
 async def test_stop_gives_running_calls_time() -> None:
     entered, leave = asyncio.Event(), asyncio.Event()
 
-    class Slow(decode_pb2_grpc.DecodeServicer):
+    class Slow(decode_pb2_grpc.DecodeServiceServicer):
         async def Decode(
             self, request: decode_pb2.DecodeRequest, context: decode_pb2_grpc._ServicerContext
         ) -> AsyncIterator[decode_pb2.DecodeResponse]:
@@ -180,9 +183,9 @@ async def test_stop_gives_running_calls_time() -> None:
             yield decode_pb2.DecodeResponse()
 
     server = Server()
-    server.add(SERVICE, lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(Slow(), s))
+    server.add(SERVICE, lambda s: decode_pb2_grpc.add_DecodeServiceServicer_to_server(Slow(), s))
     async with open_channel(await server.start()) as channel:
-        call = decode_pb2_grpc.DecodeStub(channel).Decode(decode_pb2.DecodeRequest())
+        call = decode_pb2_grpc.DecodeServiceStub(channel).Decode(decode_pb2.DecodeRequest())
         reading = asyncio.ensure_future(anext(aiter(call)))
         await entered.wait()
         stopping = asyncio.ensure_future(server.stop(10))

@@ -17,7 +17,14 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.server.parsing import malformed
 from kvrelay.rpc.server.server import Server
 from kvrelay.rpc.status import from_rpc_error
-from kvrelay.v1 import decode_pb2, decode_pb2_grpc, router_pb2, worker_pb2, worker_pb2_grpc
+from kvrelay.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    router_pb2,
+    types_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 
 ERRORS = [
     (errors.Rejected("sampling.top_p", "must lie in (0, 1], got 2"), "INVALID_ARGUMENT"),
@@ -33,7 +40,7 @@ ERRORS = [
 ]
 
 
-class Faulty(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer):
+class Faulty(decode_pb2_grpc.DecodeServiceServicer, worker_pb2_grpc.WorkerServiceServicer):
     def __init__(self, error: BaseException) -> None:
         self.error = error
         self.closed = asyncio.Event()
@@ -45,7 +52,7 @@ class Faulty(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer):
         try:
             yield decode_pb2.DecodeResponse()
             self.entered.set()
-            if request.handoff_tokens:
+            if request.handoff.saved_tokens:
                 await asyncio.sleep(60)
             raise self.error
         finally:
@@ -53,12 +60,12 @@ class Faulty(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer):
 
     async def GetInfo(
         self, request: worker_pb2.GetInfoRequest, context: worker_pb2_grpc._ServicerContext
-    ) -> worker_pb2.WorkerInfo:
+    ) -> worker_pb2.GetInfoResponse:
         raise self.error
 
     async def GetLoad(
         self, request: worker_pb2.GetLoadRequest, context: worker_pb2_grpc._ServicerContext
-    ) -> worker_pb2.WorkerLoad:
+    ) -> worker_pb2.GetLoadResponse:
         raise self.error
 
     async def SetRole(
@@ -79,7 +86,7 @@ class Faulty(decode_pb2_grpc.DecodeServicer, worker_pb2_grpc.WorkerServicer):
 
 async def exhaust(channel: grpc.aio.Channel) -> None:
     """One whole Decode call."""
-    async for _ in decode_pb2_grpc.DecodeStub(channel).Decode(decode_pb2.DecodeRequest()):
+    async for _ in decode_pb2_grpc.DecodeServiceStub(channel).Decode(decode_pb2.DecodeRequest()):
         pass
 
 
@@ -98,10 +105,12 @@ def raw_call(
 async def start(faulty: Faulty) -> tuple[Server, str]:
     server = Server()
     server.add(
-        "kvrelay.v1.Decode", lambda s: decode_pb2_grpc.add_DecodeServicer_to_server(faulty, s)
+        "kvrelay.v1.DecodeService",
+        lambda s: decode_pb2_grpc.add_DecodeServiceServicer_to_server(faulty, s),
     )
     server.add(
-        "kvrelay.v1.Worker", lambda s: worker_pb2_grpc.add_WorkerServicer_to_server(faulty, s)
+        "kvrelay.v1.WorkerService",
+        lambda s: worker_pb2_grpc.add_WorkerServiceServicer_to_server(faulty, s),
     )
     return server, await server.start()
 
@@ -110,7 +119,7 @@ async def raised(faulty: Faulty, kind: str) -> grpc.aio.AioRpcError:
     server, address = await start(faulty)
     try:
         async with open_channel(address) as channel:
-            info = worker_pb2_grpc.WorkerStub(channel).GetInfo
+            info = worker_pb2_grpc.WorkerServiceStub(channel).GetInfo
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await (info(worker_pb2.GetInfoRequest()) if kind == "unary" else exhaust(channel))
             return caught.value
@@ -138,7 +147,7 @@ async def test_foreign_errors_stay_inside(caplog: pytest.LogCaptureFixture) -> N
     assert caught.code() is grpc.StatusCode.INTERNAL
     assert "secret" not in (caught.details() or "")
     assert "secret" in caplog.text
-    assert "/kvrelay.v1.Decode/Decode" in caplog.text
+    assert "/kvrelay.v1.DecodeService/Decode" in caplog.text
     assert type(from_rpc_error(caught)) is errors.KvrelayError
 
 
@@ -146,8 +155,8 @@ async def test_a_client_that_leaves_closes_the_generator() -> None:
     faulty = Faulty(ValueError())
     server, address = await start(faulty)
     async with open_channel(address) as channel:
-        call = decode_pb2_grpc.DecodeStub(channel).Decode(
-            decode_pb2.DecodeRequest(handoff_tokens=1)
+        call = decode_pb2_grpc.DecodeServiceStub(channel).Decode(
+            decode_pb2.DecodeRequest(handoff=types_pb2.Handoff(saved_tokens=1))
         )
         await anext(aiter(call))
         await faulty.entered.wait()
@@ -159,12 +168,13 @@ async def test_a_client_that_leaves_closes_the_generator() -> None:
 async def test_what_grpc_says() -> None:
     server, address = await start(Faulty(ValueError()))
     async with open_channel(address, ChannelOptions(max_message_bytes=64 << 20)) as channel:
-        big = decode_pb2.DecodeRequest(handoff_last_name=bytes(9 << 20))
+        handoff = types_pb2.Handoff(last_block_name=bytes(9 << 20))
+        big = decode_pb2.DecodeRequest(handoff=handoff)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await anext(aiter(decode_pb2_grpc.DecodeStub(channel).Decode(big)))
+            await anext(aiter(decode_pb2_grpc.DecodeServiceStub(channel).Decode(big)))
         assert isinstance(from_rpc_error(caught.value), errors.Rejected)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await raw_call(channel, "/kvrelay.v1.Decode/Nothing", b"")
+            await raw_call(channel, "/kvrelay.v1.DecodeService/Nothing", b"")
         assert isinstance(from_rpc_error(caught.value), errors.Mismatch)
     await server.stop()
     async with open_channel(address) as channel:
@@ -195,7 +205,9 @@ def test_the_field_of_malformed_bytes(raw: bytes, field: str) -> None:
     assert error.field == field
 
 
-@pytest.mark.parametrize("method", ["/kvrelay.v1.Decode/Decode", "/kvrelay.v1.Worker/GetInfo"])
+@pytest.mark.parametrize(
+    "method", ["/kvrelay.v1.DecodeService/Decode", "/kvrelay.v1.WorkerService/GetInfo"]
+)
 async def test_malformed_bytes_over_the_wire(method: str) -> None:
     server, address = await start(Faulty(ValueError()))
     async with open_channel(address) as channel:

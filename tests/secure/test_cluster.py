@@ -45,7 +45,7 @@ def refused(secured: Secured, address: str, options: ChannelOptions) -> grpc.Sta
     """How a call to one door ends."""
     with open_sync_channel(address, options) as channel:
         method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
-        method = channel.unary_unary("/kvrelay.v1.Worker/GetInfo")
+        method = channel.unary_unary("/kvrelay.v1.WorkerService/GetInfo")
         code = method.future(b"", timeout=SECONDS).code()
     assert isinstance(code, grpc.StatusCode)
     return code
@@ -114,7 +114,7 @@ def test_what_only_admins_may(secured: Secured) -> None:
     address = secured.cluster.addresses("decode")[0]
     for token, allowed in ((SERVICE, False), (ADMIN, True)):
         with open_sync_channel(address, secured.options(token)) as channel:
-            stub = worker_pb2_grpc.WorkerStub(channel)
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
                 found = stub.Audit(worker_pb2.AuditRequest(), timeout=SECONDS)
             except grpc.RpcError as error:
@@ -125,38 +125,36 @@ def test_what_only_admins_may(secured: Secured) -> None:
         assert (meant is None) is allowed
 
 
-def handed_over(secured: Secured, number: int) -> tuple[types_pb2.Leg, prefill_pb2.Handoff]:
+def handed_over(secured: Secured, number: int) -> tuple[types_pb2.Leg, types_pb2.Handoff]:
     """A prefill leg of our own, as a router would ask for it."""
     leg = types_pb2.Leg(
         request_id=f"leg-{number}",
         prompt_token_ids=[number, *PROMPT],
         max_tokens=4,
         sampling=types_pb2.Sampling(temperature=0.0, ignore_eos=True),
-        generation=number,
+        generation_id=number,
     )
     address = secured.cluster.addresses("prefill")[0]
     with open_sync_channel(address, secured.options(SERVICE)) as channel:
-        call = prefill_pb2_grpc.PrefillStub(channel).Prefill(
+        call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(
             prefill_pb2.PrefillRequest(leg=leg), timeout=SECONDS
         )
         first, last = list(call)
     leg.output_token_ids.append(first.first_token.token.id)
-    leg.number = 1
+    leg.leg_index = 1
     return leg, last.handoff
 
 
-def decode(secured: Secured, leg: types_pb2.Leg, handoff: prefill_pb2.Handoff) -> int:
+def decode(secured: Secured, leg: types_pb2.Leg, handoff: types_pb2.Handoff) -> int:
     """Tokens that a decode worker makes of it."""
     request = decode_pb2.DecodeRequest(
         leg=leg,
-        handoff_tokens=handoff.tokens,
-        handoff_last_name=handoff.last_name,
-        handoff_signature=handoff.signature,
+        handoff=handoff,
     )
     address = secured.cluster.addresses("decode")[0]
     with open_sync_channel(address, secured.options(SERVICE)) as channel:
         try:
-            call = decode_pb2_grpc.DecodeStub(channel).Decode(request, timeout=SECONDS)
+            call = decode_pb2_grpc.DecodeServiceStub(channel).Decode(request, timeout=SECONDS)
             return sum(len(response.tokens) for response in call)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
@@ -166,17 +164,23 @@ def test_hand_offs_that_are_not_for_this_leg(secured: Secured) -> None:
     leg, handoff = handed_over(secured, 1)
     other, another = handed_over(secured, 2)
     assert len(handoff.signature) == 32
-    unsigned = prefill_pb2.Handoff(tokens=handoff.tokens, last_name=handoff.last_name)
-    cut = prefill_pb2.Handoff(
-        tokens=handoff.tokens - 1, last_name=handoff.last_name, signature=handoff.signature
+    unsigned = types_pb2.Handoff(
+        saved_tokens=handoff.saved_tokens, last_block_name=handoff.last_block_name
     )
-    huge = prefill_pb2.Handoff(
-        tokens=handoff.tokens, last_name=b"x" * (1 << 20), signature=handoff.signature
+    cut = types_pb2.Handoff(
+        saved_tokens=handoff.saved_tokens - 1,
+        last_block_name=handoff.last_block_name,
+        signature=handoff.signature,
+    )
+    huge = types_pb2.Handoff(
+        saved_tokens=handoff.saved_tokens,
+        last_block_name=b"x" * (1 << 20),
+        signature=handoff.signature,
     )
     for whose, forged in ((leg, another), (other, handoff), (leg, unsigned), (leg, cut)):
-        with pytest.raises(Mismatch, match="handoff_signature"):
+        with pytest.raises(Mismatch, match=r"handoff\.signature"):
             decode(secured, whose, forged)
-    with pytest.raises(Rejected, match="handoff_last_name"):
+    with pytest.raises(Rejected, match=r"handoff\.last_block_name"):
         decode(secured, leg, huge)
     assert decode(secured, leg, handoff) == 3
     assert decode(secured, other, another) == 3
@@ -191,7 +195,7 @@ def test_the_store_offers_no_lane_and_keeps_shared_memory(
     calls = StoreCalls(address)
     ways = calls.ways(Deadline.after(SECONDS))
     calls.close()
-    assert ways.lane_port == 0
+    assert ways.socket_port == 0
     assert ways.arena_bytes > 0
     store = RemoteStore(address, "lane")
     try:
@@ -241,8 +245,16 @@ def test_health_needs_a_certificate_and_no_token(secured: Secured) -> None:
 def test_messages_of_the_store_are_not_for_clients(secured: Secured) -> None:
     address = secured.cluster.addresses("store")[0]
     with open_sync_channel(address, secured.options(ALICE)) as channel:
-        for name in ("Lookup", "Reserve", "Locate", "Ways", "Stats", "Clear", "PutSmall"):
+        for name in (
+            "Lookup",
+            "Reserve",
+            "Locate",
+            "GetTransports",
+            "GetStats",
+            "Clear",
+            "PutSmall",
+        ):
             method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
-            method = channel.unary_unary(f"/kvrelay.v1.KVStore/{name}")
+            method = channel.unary_unary(f"/kvrelay.v1.StoreService/{name}")
             call = method.future(store_pb2.LookupRequest().SerializeToString(), timeout=SECONDS)
             assert call.code() is grpc.StatusCode.PERMISSION_DENIED

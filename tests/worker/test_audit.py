@@ -43,12 +43,12 @@ class Live:
         leg = types_pb2.Leg(
             request_id=request_id, prompt_token_ids=PROMPT, max_tokens=6, sampling=sampling
         )
-        stub = decode_pb2_grpc.DecodeStub(channel)
+        stub = decode_pb2_grpc.DecodeServiceStub(channel)
         return iter(stub.Decode(decode_pb2.DecodeRequest(leg=leg), timeout=WAIT))
 
     def between_steps(self, change: Callable[[Scheduler], None]) -> None:
         """On the engine's own thread."""
-        scheduler = self.worker.engine._steps._scheduler
+        scheduler = self.worker.engine._scheduler
         self.worker.engine._call(lambda: change(scheduler)).result(WAIT)
 
     def until(self, true: Callable[[], bool]) -> None:
@@ -76,7 +76,7 @@ def live(tmp_path: Path) -> Iterator[Live]:
     async def start() -> None:
         service = WorkerService(worker, RoleSwitch(worker, server.health))
         server.add(
-            SERVICE, lambda made: worker_pb2_grpc.add_WorkerServicer_to_server(service, made)
+            SERVICE, lambda made: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, made)
         )
         register(server, worker)
         worker.start()
@@ -155,7 +155,7 @@ def test_an_audit_whose_time_is_over_is_no_internal_error(
     live.worker.engine._call(lambda: go_on.wait(WAIT))
     try:
         with grpc.insecure_channel(live.address) as channel:
-            stub = worker_pb2_grpc.WorkerStub(channel)
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
             for _ in range(5):
                 with pytest.raises(grpc.RpcError) as caught:
                     stub.Audit(worker_pb2.AuditRequest(), timeout=0.2)

@@ -65,7 +65,7 @@ def audit(address: str) -> worker_pb2.AuditResponse:
     Address.parse(address)  # gRPC would take a name without a port, and a port modulo 65536
     with open_sync_channel(address, ChannelOptions()) as channel:
         try:
-            stub = worker_pb2_grpc.WorkerStub(channel)
+            stub = worker_pb2_grpc.WorkerServiceStub(channel)
             return stub.Audit(worker_pb2.AuditRequest(), timeout=AUDIT_SECONDS)
         except grpc.RpcError as error:
             if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:

@@ -3,7 +3,7 @@
 Decode entries (one position, with context) come first, longest first; prefill entries follow.
 The order inside a batch is this file's business: results are aligned with the caller's works again
 through ``samples``. On the CPU a row's KV and logits do not depend, to the bit, on where a prompt
-is cut or on what is beside it (dense models; see ``kvrelay.engine.attention.batch_invariance``).
+is cut or on what is beside it (dense models; see ``attention.index``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.attention.pool import PoolShape
-from kvrelay.engine.core.work import Work
+from kvrelay.engine.core.updates import Work
 
 _Ints = NDArray[np.int64]
 _Numbers = Sequence[int] | _Ints

@@ -1,7 +1,7 @@
 """The indices of one step of paged attention by gathering: built once, used in every layer.
 
-Runs are what ``KVPool.gather`` copies: a block's positions in one layer's K or V. The sizes of
-masks are those of ``kvrelay.engine.attention.batch_invariance``.
+A run is what ``KVPool.gather`` copies: a block's positions in one layer's K or V. Rows and keys are
+padded to sizes in which SDPA computes a row to the same bits whatever is computed beside it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,36 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.attention.batch import Batch
-from kvrelay.engine.attention.batch_invariance import keys_computed, queries_computed
 from kvrelay.engine.attention.pool import KVPool
 
 WORKSPACE_BYTES = 16 << 20  # of a group of decode entries: about what stays in a cache
 TILE = 256  # queries of one call: it reads no key after its last query
+
+# Batch invariance. A recomputation, after a preemption or on another worker, is cut into chunks
+# otherwise than the first time, so a row must not be rounded by how many rows or hidden keys are
+# beside it. Measured on the CPU with MKL (AVX2 and AVX-512, heads of 16 to 256, one and two
+# threads): a product of fewer than 4 rows is added up in another order than a larger one, and so
+# is one over 193 to 383 keys. SDPA takes queries in runs of 32 or a multiple and keys in runs of
+# 512, so the size of the last run matters; what a mask hides adds zero.
+_QUERY_RUN = 32
+_FEWEST_QUERIES = 4
+_KEY_RUN = 512
+_KEYS_ALIKE = 192
+_KEYS_ALIKE_AGAIN = 384
+_VECTOR = 16
+
+
+def queries_computed(count: int) -> int:
+    """The number of query rows to compute for ``count`` that are used."""
+    last = count % _QUERY_RUN
+    return count + _FEWEST_QUERIES - last if 0 < last < _FEWEST_QUERIES else count
+
+
+def keys_computed(count: int) -> int:
+    """The number of keys to compute with for ``count`` that are seen; the others are masked."""
+    whole = -(-count // _VECTOR) * _VECTOR
+    last = whole % _KEY_RUN
+    return whole + _KEYS_ALIKE_AGAIN - last if _KEYS_ALIKE < last < _KEYS_ALIKE_AGAIN else whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +118,8 @@ class IndexBuilder:
     def _runs(self, tables: Sequence[Sequence[int]], keys: int) -> torch.Tensor:
         """K runs, then V runs, of at least ``keys`` positions: padded with an entry's last block.
 
-        Padding is masked, and what it holds belongs to the same entry: no entry can disturb
-        another, not even with an infinity or a NaN.
+        Padding is masked, and its content belongs to the same entry: no entry can disturb another,
+        not even with an infinity or a NaN.
         """
         width = -(-keys // self._pool.shape.block_size)
         padded: list[int] = []
@@ -105,7 +130,7 @@ class IndexBuilder:
         return torch.from_numpy(np.concatenate((runs, runs + 1))).to(self._pool.device)
 
     def _mask(self, lengths: list[int]) -> torch.Tensor:
-        """Additive [entries, 1, 1, keys] of decode entries with so many positions."""
+        """The additive mask [entries, 1, 1, keys] of decode entries of these lengths."""
         hidden = np.arange(keys_computed(max(lengths))) >= np.array(lengths)[:, None]
         return self._additive(hidden)[:, None, None]
 

@@ -3,7 +3,7 @@
 Contexts are gathered into a workspace that is kept (the first touch of fresh pages costs more than
 the copy). Decode entries are attended in groups of similar length, prefill entries in tiles. KV
 heads are never repeated: grouped queries are rows of one query matrix, or heads over an expanded
-view. The sizes are those of ``kvrelay.engine.attention.batch_invariance``.
+view. The sizes are those of ``kvrelay.engine.attention.index``.
 """
 
 from __future__ import annotations
@@ -13,8 +13,13 @@ from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from kvrelay.engine.attention.batch import Batch
-from kvrelay.engine.attention.batch_invariance import queries_computed
-from kvrelay.engine.attention.index import DecodeGroup, IndexBuilder, PrefillEntry, PrefillTile
+from kvrelay.engine.attention.index import (
+    DecodeGroup,
+    IndexBuilder,
+    PrefillEntry,
+    PrefillTile,
+    queries_computed,
+)
 from kvrelay.engine.attention.pool import KVPool
 
 

@@ -1,13 +1,34 @@
-"""The pool's bookkeeping: who holds which block, which are free, which can be found by name.
+"""The pool's bookkeeping: references, free blocks, and names.
 
-A block is free when nobody holds it. A free block keeps its name, and can be found by it, until
-it is taken for something else: least recently freed first, nameless ones before all others.
+A block without references is free. A free block keeps its name, and can be found by it, until it
+is taken for other content: blocks without a name first, then the least recently freed.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Naming:
+    """The hash chain that names blocks: a root, and a child of (parent, tokens).
+
+    ``spaces`` gives the chain of a tenant's namespace; its names never equal another tenant's.
+    """
+
+    root: bytes
+    child: Callable[[bytes, Sequence[int]], bytes]
+    spaces: Callable[[bytes], Naming] | None = None
+
+    def of(self, space: bytes) -> Naming:
+        """The chain of a tenant; this one for the empty ``space``."""
+        if not space:
+            return self
+        if self.spaces is None:
+            raise RuntimeError("this engine serves no tenants")
+        return self.spaces(space)
 
 
 class BlockPool:
@@ -20,7 +41,7 @@ class BlockPool:
         self.by_name: dict[bytes, int] = {}
 
     def leading(self, names: Sequence[bytes], limit: int) -> list[int]:
-        """Blocks of the longest leading run of ``names[:limit]`` that is here. Changes nothing."""
+        """Blocks of the longest leading run of ``names[:limit]`` in the pool. Changes nothing."""
         found: list[int] = []
         for name in names[:limit]:
             block = self.by_name.get(name)
@@ -30,17 +51,17 @@ class BlockPool:
         return found
 
     def available(self, beside: Iterable[int] = ()) -> int:
-        """How many blocks can be taken if those ``beside`` are held first."""
+        """The number of blocks that can be taken if those ``beside`` are held first."""
         return len(self.free) - sum(block in self.free for block in beside)
 
     def hold(self, blocks: Iterable[int]) -> None:
-        """One more holder for each."""
+        """Add a reference to each."""
         for block in blocks:
             self.references[block] += 1
             self.free.pop(block, None)
 
     def take(self, count: int) -> list[int]:
-        """``count`` free blocks for new content, held once; their old names are forgotten."""
+        """Take ``count`` free blocks for new content, with one reference and without a name."""
         if count > len(self.free):
             raise RuntimeError(f"{count} blocks wanted, {len(self.free)} free")
         taken = [self.free.popitem(last=False)[0] for _ in range(count)]
@@ -50,17 +71,17 @@ class BlockPool:
         return taken
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """One holder less for each. The last of a sequence becomes reusable first."""
+        """Remove a reference from each. The last block of a sequence is reused first."""
         for block in reversed(blocks):
             if self.references[block] < 1:
-                raise RuntimeError(f"block {block} is dropped and nobody holds it")
+                raise RuntimeError(f"block {block} is dropped and has no references")
             self.references[block] -= 1
             if self.references[block] == 0:
                 self.free[block] = None
                 self.free.move_to_end(block, last=self.names[block] is not None)
 
     def name(self, block: int, name: bytes) -> None:
-        """What ``block`` holds is now what ``name`` says. The first block of a name keeps it."""
+        """Name the content of ``block``. If another block has the name already, it keeps it."""
         if name not in self.by_name:
             self._forget(block)
             self.by_name[name] = block

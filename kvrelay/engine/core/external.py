@@ -1,27 +1,30 @@
-"""What the engine asks of external KV: four calls, two events, and the frozen values they carry.
+"""External KV as the engine sees it: the connector's calls and events, and the values they carry.
 
-The protocol lives with the engine that makes the calls; implementations are in ``connector/``.
-Everything here is standard library only. A lookup writes nothing; a load and a save each hold
-references on their blocks until their event comes back, whatever became of the request.
+The protocol lives with the engine that makes the calls; ``kvrelay.connector`` implements it. A
+lookup writes nothing. A load and a save each hold references on their blocks until their event
+comes back, whatever became of the request.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvrelay.usage import Miss
+
+K = TypeVar("K")
+UNKNOWN_STORE = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A question about one waiting request: how many tokens after ``local`` are there outside?
+    """A lookup for one waiting request: how many tokens after ``local`` does the store have?
 
     ``tokens`` are the request's ``L`` token ids and ``names`` the names of its full blocks, in
     order; both are the request's own lists, to be read and never kept or changed. ``local`` is the
     number of leading tokens found in this worker's pool, a multiple of the block size. ``space`` is
-    as in ``kvrelay.engine.core.request.Order``.
+    as in ``Order``.
     """
 
     request_id: str
@@ -33,10 +36,10 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class BlockContent:
-    """One block of a transfer: the pool block it lies in, and what its content is.
+    """One block of a save: the pool block, and the content it holds.
 
-    The content is ``len(tokens)`` positions, at most the block size; ``name`` commits to them and
-    to ``parent``, the name of the block before (the namespace's root for the first).
+    The content is ``len(tokens)`` positions, at most the block size. ``name`` commits to them and
+    to ``parent``, the name of the block before (the namespace's root for the first block).
     """
 
     block: int
@@ -47,11 +50,11 @@ class BlockContent:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An order to fill positions ``[local, local + external)`` of a request from outside.
+    """An order to fill positions ``[local, local + external)`` of a request from the store.
 
     ``tokens`` are all ``L`` of the request and ``names`` those of its full blocks. ``blocks`` are
-    the pool blocks from position ``local`` on, one for each block of the range; whatever is
-    written into them past ``local + external`` is overwritten later and does no harm.
+    the pool blocks from position ``local`` on, one for each block of the range. Bytes written into
+    them past ``local + external`` are overwritten before they are read.
     """
 
     request_id: str
@@ -66,26 +69,26 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """An order to copy blocks out. ``serial`` tells the saves of one residency apart."""
+    """An order to copy blocks to the store. ``serial`` tells the saves of one residency apart."""
 
     request_id: str
     epoch: int
     serial: int
-    pieces: tuple[BlockContent, ...]
+    contents: tuple[BlockContent, ...]
     space: bytes = b""
 
     @property
     def blocks(self) -> tuple[int, ...]:
         """The pool blocks that are read."""
-        return tuple(piece.block for piece in self.pieces)
+        return tuple(content.block for content in self.contents)
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """A load has ended: the first ``valid`` of its ``external`` tokens are written and verified.
 
-    ``missed`` says why there are no more, if there should have been. ``sources`` are the stores
-    they came from, each with its number of tokens; two events are equal whoever gave the tokens.
+    ``missed`` is the reason of a load that ends short. ``sources`` are the stores that the tokens
+    came from, each with its number of tokens; the comparison of two events ignores them.
     """
 
     request_id: str
@@ -97,7 +100,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A save has ended: its first ``stored`` pieces are in the store (written now or before)."""
+    """A save has ended: its first ``stored`` blocks are in the store, written now or before."""
 
     request_id: str
     epoch: int
@@ -109,26 +112,26 @@ TransferEvent = Loaded | Saved
 
 
 class Connector(Protocol):
-    """External KV as one engine sees it. Every call returns at once; work is done elsewhere.
+    """External KV as one engine sees it. Every call returns at once; the work runs elsewhere.
 
-    The counterparts in vLLM's ``KVConnectorBase_V1`` are named with each method. Every ``load`` is
-    answered by exactly one ``Loaded`` and every ``save`` by exactly one ``Saved``, within a
-    deadline the connector keeps; the engine survives late, repeated, wrong and unknown ones.
+    Each method names its counterpart in vLLM's ``KVConnectorBase_V1``. Every ``load`` is answered
+    by exactly one ``Loaded`` and every ``save`` by exactly one ``Saved``, within a deadline that
+    the connector keeps. The engine survives late, repeated, wrong and unknown events.
     """
 
     def start(self, notify: Callable[[], None]) -> None:
-        """Begin work; ``notify`` (thread-safe) is called when ``poll`` or a lookup has news."""
+        """Begin work; ``notify`` (thread-safe) is called when an event or an answer is ready."""
 
     def lookup(self, query: Query) -> int | None:
-        """Tokens available after ``query.local``; ``None`` means ask again after a notify.
+        """Tokens available after ``query.local``; ``None``: look up again after a ``notify``.
 
         vLLM: ``get_num_new_matched_tokens``.
         """
 
     def why(self, request_id: str) -> Miss | None:
-        """Why the block after those that the last lookup found is not there.
+        """Why the first block after those that the last lookup found is missing.
 
-        Asked once an admission, between its lookup and its load; ``None``: nothing was asked.
+        Called once an admission, between its lookup and its load. ``None``: there was no lookup.
         """
 
     def load(self, load: Load) -> None:
@@ -138,10 +141,31 @@ class Connector(Protocol):
         """Start to copy blocks out. vLLM: ``save_kv_layer`` with ``wait_for_save``."""
 
     def release(self, request_id: str) -> None:
-        """The request left: give back what its lookups hold. vLLM: ``request_finished``."""
+        """The request has left: release the leases of its lookups. vLLM: ``request_finished``."""
 
     def poll(self) -> list[TransferEvent]:
         """The events since the last call. vLLM: ``get_finished``."""
 
     def close(self) -> None:
-        """Stop, and answer whatever is still open as failed."""
+        """Stop; loads and saves that are still open end as failed."""
+
+
+def apportion(sources: Iterable[tuple[str, int]], external: int) -> Mapping[str, int]:
+    """Tokens by store, ``external`` in all.
+
+    The scheduler counts tokens and knows of no store. What the connector reports is cut to
+    ``external`` or filled up with ``UNKNOWN_STORE``, so the sum by store is always ``external``.
+    """
+    by_store: dict[str, int] = {}
+    left = external
+    for store, tokens in (*sources, (UNKNOWN_STORE, external)):
+        count = min(max(tokens, 0), left)
+        if count:
+            by_store[store] = by_store.get(store, 0) + count
+            left -= count
+    return by_store
+
+
+def add_counts(one: Mapping[K, int], other: Mapping[K, int]) -> Mapping[K, int]:
+    """The sums by key."""
+    return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}

@@ -13,9 +13,10 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Load, Query, Save
 from kvrelay.engine.core.plan import Committed, EngineLimits, Plan
-from kvrelay.engine.core.request import Finish, Naming, Order, Request, RequestState
+from kvrelay.engine.core.request import Finish, Order, Request, RequestState
 from kvrelay.engine.core.scheduler import Lookup, Scheduler
 from kvrelay.engine.core.usage import leg_tokens
 from kvrelay.errors import Rejected
@@ -167,7 +168,7 @@ def _load(load: Load) -> Json:
 
 
 def _save(save: Save) -> Json:
-    counts = [len(piece.tokens) for piece in save.pieces]
+    counts = [len(piece.tokens) for piece in save.contents]
     return [save.request_id, save.epoch, save.serial, list(save.blocks), counts]
 
 

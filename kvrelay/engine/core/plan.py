@@ -1,4 +1,4 @@
-"""What one step is: the frozen values that pass between the scheduler and the engine's loop."""
+"""What one step is: the frozen values that pass between the scheduler and the engine."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from kvrelay.engine.core.external import Load, Save
 from kvrelay.engine.core.request import Finish, Order, Request
 from kvrelay.errors import Rejected
+from kvrelay.sampling import stored_positions
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """The bounds of one worker. ``headroom``: blocks kept free for each resident request."""
+    """The bounds of one worker. ``headroom`` blocks stay free for each resident request."""
 
     num_blocks: int
     block_size: int
@@ -22,7 +23,7 @@ class EngineLimits:
 
     def check(self, order: Order) -> None:
         """D5. Raises ``Rejected`` for an order that can never be served within these bounds."""
-        so_far, capacity = len(order.tokens) - order.prompt_len, self.num_blocks * self.block_size
+        so_far = len(order.tokens) - order.prompt_len
         if not 1 <= order.prompt_len <= len(order.tokens):
             raise Rejected("prompt", "must have at least one token")
         if order.max_tokens <= so_far:
@@ -30,7 +31,8 @@ class EngineLimits:
                 "max_tokens",
                 f"must be more than the {so_far} tokens so far, got {order.max_tokens}",
             )
-        positions = order.prompt_len + order.max_tokens - 1
+        positions = stored_positions(order.prompt_len, order.max_tokens)
+        capacity = self.num_blocks * self.block_size
         if positions > min(self.max_model_len, capacity):
             raise Rejected(
                 "max_tokens",
@@ -42,7 +44,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Compute positions ``[start, start + count)`` of a request; sample if that reaches its end."""
+    """Compute positions ``[start, start + count)`` of a request; ``samples`` at its end (D2)."""
 
     request: Request
     epoch: int
@@ -53,7 +55,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: what to compute, which loads to start, which saves, and who was preempted."""
+    """One step: the entries to compute, the loads and saves to start, the preempted requests."""
 
     entries: tuple[Entry, ...]
     loads: tuple[Load, ...]
@@ -63,7 +65,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What the commit of one sampling entry did: a token more, perhaps the last."""
+    """The result of one sampling entry: a token; with ``finish`` it is the request's last one."""
 
     request: Request
     token: int
@@ -72,7 +74,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The outcome of a step: new tokens, and the blocks it filled that are to be saved."""
+    """The outcome of a step: new tokens, and the saves of the blocks it filled."""
 
     outputs: tuple[Output, ...]
     saves: tuple[Save, ...]

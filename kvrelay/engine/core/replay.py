@@ -1,7 +1,7 @@
-"""Repeats a journal on a fresh core and compares every outcome.
+"""``kvrelay replay FILE``: repeat a journal on a fresh core, and compare every outcome.
 
-The core is pure, so equal calls and equal answers of the store must give equal plans, counters and
-accounts. The first event that differs is told, with both versions of what differs.
+The core is pure, so equal calls and equal lookup answers must give equal plans, counters and
+accounts. The first event that differs is reported, with both versions of what differs.
 """
 
 from __future__ import annotations
@@ -10,21 +10,26 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from types import UnionType
+from typing import TypeVar, get_args, get_origin, get_type_hints
 
+from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Query
 from kvrelay.engine.core.journal import VERSION, Journal, Json, Record, is_empty
 from kvrelay.engine.core.plan import EngineLimits, Plan
-from kvrelay.engine.core.request import Finish, Naming, Order
+from kvrelay.engine.core.request import Finish, Order
 from kvrelay.errors import Rejected
 
 LONGEST_LINE = 1 << 26  # characters
 MOST_BLOCKS = 1 << 24
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Line ``line`` of the journal (from 1) says ``recorded``; the core now does ``replayed``."""
+    """Line ``line`` of the journal (from 1) says ``recorded``; the core now gives ``replayed``."""
 
     line: int
     call: str
@@ -37,7 +42,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What was repeated; ``difference`` is ``None`` when all of it came out the same."""
+    """What was repeated; ``difference`` is ``None`` if every outcome was equal."""
 
     events: int
     steps: int
@@ -53,120 +58,172 @@ class Replayed:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class JournalEvent:
+    """A call of the scheduler, its arguments, the answers its lookups got, and its outcome."""
+
+    call: str
+    given: Record
+    answers: list[int | None]
+    result: Record
+
+
+def apply(function: Callable[..., T], given: Json, what: str) -> T:
+    """Call a function or dataclass with the fields of a JSON object, as its parameters are typed.
+
+    Raises ``Rejected`` if a field is missing or of another type. Other fields are ignored.
+    """
+    if not isinstance(given, dict):
+        raise Rejected("journal", f"{what} is not an object")
+    hints = get_type_hints(function)
+    hints.pop("return", None)
+    for name, hint in hints.items():
+        if name not in given:
+            raise Rejected("journal", f"{what} lacks {name!r}")
+        if not _fits(given[name], hint):
+            raise Rejected("journal", f"{name!r} of {what} is not of type {hint}")
+    return function(**{name: given[name] for name in hints})
+
+
+def _fits(value: Json, hint: type) -> bool:
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is UnionType:
+        return any(_fits(value, part) for part in arguments)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, arguments[0]) for item in value)
+    return isinstance(value, origin or hint) and (hint is bool or not isinstance(value, bool))
+
+
 class Replay:
     """A journal in, a journal out; the two are compared line by line."""
 
     def __init__(self, limits: EngineLimits) -> None:
-        self._told: list[str] = []
-        self._said: list[int | None] = []
+        self._written: list[str] = []
+        self._answers: list[int | None] = []
         self._plan: Plan | None = None
-        self.core = Journal(limits, _naming(), self._answer, self._told.append)
+        self.core = Journal(limits, _naming(), self._answer, self._written.append)
+        self._calls: dict[str, Callable[..., None]] = {
+            "submit": self._submit,
+            "abort": self._abort,
+            "schedule": self._schedule,
+            "commit": self._commit,
+            "discard": self._discard,
+            "loaded": self._loaded,
+            "saved": self._saved,
+        }
 
-    def repeat(self, record: Record) -> Record | None:
-        """Carry out one call; what the core writes about it now."""
-        self._told.clear()
-        given = _table(record, "given")
-        self._said = _answers(record)
-        call = _text(record, "call")
-        if call not in _CALLS:
-            raise Rejected("journal", f"no call is named {call!r}")
-        _CALLS[call](self, given)
-        if not self._told:
-            return None
-        return _parse(self._told[-1])
+    def repeat(self, event: JournalEvent) -> Record | None:
+        """Carry out one call; returns what the core writes about it now."""
+        call = self._calls.get(event.call)
+        if call is None:
+            raise Rejected("journal", f"no call is named {event.call!r}")
+        self._written.clear()
+        self._answers = list(event.answers)
+        apply(call, event.given, event.call)
+        return _parse(self._written[-1]) if self._written else None
 
     def _answer(self, query: Query) -> int | None:
-        """The recorded answers in their order; beyond them the core has gone another way."""
-        return self._said.pop(0) if self._said else None
+        """The recorded answers in their order; beyond them the core has taken another path."""
+        return self._answers.pop(0) if self._answers else None
 
-    def _submit(self, given: Record) -> None:
+    def _submit(
+        self,
+        id: str,
+        tokens: list[int],
+        prompt_len: int,
+        max_tokens: int,
+        ending: list[int],
+        prefill_only: bool,
+        save: bool,
+        space: str,
+    ) -> None:
         order = Order(
-            _text(given, "id"),
-            tuple(_ints(given, "tokens")),
-            _int(given, "prompt_len"),
-            _int(given, "max_tokens"),
-            frozenset(_ints(given, "ending")),
-            _flag(given, "prefill_only"),
-            _flag(given, "save"),
-            _text(given, "space").encode(),
+            id,
+            tuple(tokens),
+            prompt_len,
+            max_tokens,
+            frozenset(ending),
+            prefill_only,
+            save,
+            space.encode(),
         )
-        try:
+        with suppress(Rejected):  # it is in the core's record, and compared there
             self.core.submit(order)
-        except Rejected:
-            return  # as written in the journal, and compared there
 
-    def _abort(self, given: Record) -> None:
-        finish = {one.value: one for one in Finish}.get(_text(given, "finish"))
-        if finish is None:
-            raise Rejected("journal", f"{given['finish']!r} is no way to end")
-        self.core.abort(_text(given, "id"), finish)
+    def _abort(self, id: str, finish: str) -> None:
+        if finish not in (known.value for known in Finish):
+            raise Rejected("journal", f"no request ends with {finish!r}")
+        self.core.abort(id, Finish(finish))
 
-    def _schedule(self, given: Record) -> None:
-        self._leave()
+    def _schedule(self) -> None:
+        if self._plan is not None and is_empty(self._plan):
+            self.core.discard()  # the commit of an empty plan changes nothing and is not written
         self._plan = self.core.schedule()
 
-    def _commit(self, given: Record) -> None:
+    def _commit(self, sampled: list[int | None]) -> None:
         plan = self._plan
         self._plan = None
-        sampled = [item if isinstance(item, int) else None for item in _list(given, "sampled")]
         if plan is not None and len(plan.entries) == len(sampled):
             self.core.commit(plan, sampled)
 
-    def _discard(self, given: Record) -> None:
+    def _discard(self) -> None:
         self._plan = None
         self.core.discard()
 
-    def _loaded(self, given: Record) -> None:
-        self.core.loaded(_text(given, "id"), _int(given, "epoch"), _int(given, "valid"))
+    def _loaded(self, id: str, epoch: int, valid: int) -> None:
+        self.core.loaded(id, epoch, valid)
 
-    def _saved(self, given: Record) -> None:
-        self.core.saved(_text(given, "id"), _int(given, "epoch"), _int(given, "serial"))
-
-    def _leave(self) -> None:
-        """The commit of an empty plan is not written; it changes nothing."""
-        if self._plan is not None and is_empty(self._plan):
-            self.core.discard()
-
-
-_CALLS: dict[str, Callable[[Replay, Record], None]] = {
-    "submit": Replay._submit,
-    "abort": Replay._abort,
-    "schedule": Replay._schedule,
-    "commit": Replay._commit,
-    "discard": Replay._discard,
-    "loaded": Replay._loaded,
-    "saved": Replay._saved,
-}
+    def _saved(self, id: str, epoch: int, serial: int) -> None:
+        self.core.saved(id, epoch, serial)
 
 
 def replay(lines: Iterable[str]) -> Replayed:
-    """Repeat a journal up to its end or its first difference. ``Rejected``: it is not a journal."""
+    """Repeat a journal to its end or its first difference. ``Rejected`` if it is not a journal."""
     records = _records(lines)
     again = Replay(_limits(next(records, (1, {}))[1]))
     events = steps = ended = 0
     difference = None
     for number, record in records:
-        difference = _repeated(again, number, record)
+        try:
+            event = apply(JournalEvent, record, "the record")
+            finished = event.result.get("ended", {})
+            if not isinstance(finished, dict):
+                raise Rejected("journal", "'ended' of the result is not an object")
+            difference = _difference(again, number, event)
+        except Rejected as error:
+            raise Rejected("journal", f"line {number}: {error.message}") from error
         if difference is not None:
             break
         events += 1
-        steps += record["call"] == "commit"
-        ended += len(_table(_table(record, "result"), "ended", {}))
+        steps += event.call == "commit"
+        ended += len(finished)
     return Replayed(events, steps, again.core.preemptions, ended, difference)
 
 
-def _repeated(again: Replay, number: int, record: Record) -> Difference | None:
-    """One call on the core, and how it differs; a call that cannot follow there differs too."""
+def _difference(again: Replay, line: int, recorded: JournalEvent) -> Difference | None:
+    """Repeat one call: the answers it used, then each field of its result, are compared."""
+
+    def differs(before: object, after: object) -> Difference:
+        return Difference(line, recorded.call, str(before), str(after))
+
     try:
-        return _compare(number, record, again.repeat(record))
-    except Rejected as error:
-        raise Rejected("journal", f"line {number}: {error.message}") from error
+        written = again.repeat(recorded)
     except RuntimeError as error:
-        return Difference(number, _text(record, "call"), "an outcome", f"refused: {error}")
+        return differs("an outcome", f"refused: {error}")
+    if written is None:
+        return differs("an outcome", "nothing was to be done")
+    replayed = apply(JournalEvent, written, "the core's record")
+    if recorded.answers != replayed.answers:
+        return differs(f"answers {recorded.answers}", f"answers {replayed.answers}")
+    for name in {**recorded.result, **replayed.result}:
+        before, after = recorded.result.get(name), replayed.result.get(name)
+        if before != after:
+            return differs(f"{name} {before}", after)
+    return None
 
 
 def _records(lines: Iterable[str]) -> Iterator[tuple[int, Record]]:
-    """Numbered records. A last line that was cut off, the worker having died, is left out."""
+    """Numbered records, without a last line that the worker's death cut off."""
     for number, line in enumerate(lines, 1):
         if line.endswith("\n"):
             yield number, _parse(line, number)
@@ -176,43 +233,26 @@ def _records(lines: Iterable[str]) -> Iterator[tuple[int, Record]]:
 
 def _parse(line: str, number: int = 0) -> Record:
     try:
-        record = json.loads(line)
+        record: Json = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise Rejected("journal", f"line {number} is no JSON: {error}") from error
     if not isinstance(record, dict):
-        raise Rejected("journal", f"line {number} is no record")
+        raise Rejected("journal", f"line {number} is not an object")
     return record
 
 
 def _limits(record: Record) -> EngineLimits:
     if record.get("journal") != VERSION:
         raise Rejected("journal", f"its first line must say journal version {VERSION}")
-    given = _table(record, "limits")
-    limits = EngineLimits(**{field.name: _int(given, field.name) for field in fields(EngineLimits)})
+    limits = apply(EngineLimits, record.get("limits"), "'limits'")
     if limits.block_size < 1 or not 1 <= limits.num_blocks <= MOST_BLOCKS:
         pool = f"{limits.num_blocks} blocks of {limits.block_size}"
-        raise Rejected("journal", f"its first line tells of a pool of {pool}")
+        raise Rejected("journal", f"its first line has a pool of {pool}")
     return limits
 
 
-def _compare(line: int, recorded: Record, replayed: Record | None) -> Difference | None:
-    """The first part that is not the same: the answers used, then each field of the result."""
-    call = _text(recorded, "call")
-    if replayed is None:
-        return Difference(line, call, "an outcome", "nothing was to be done")
-    if recorded["answers"] != replayed["answers"]:
-        return Difference(
-            line, call, f"answers {recorded['answers']}", f"answers {replayed['answers']}"
-        )
-    before, after = _table(recorded, "result"), _table(replayed, "result")
-    for name in {**before, **after}:
-        if before.get(name) != after.get(name):
-            return Difference(line, call, f"{name} {before.get(name)}", f"{after.get(name)}")
-    return None
-
-
 def _naming() -> Naming:
-    """Any chain that tells blocks apart gives the same plans: names decide by equality only."""
+    """Any chain that tells blocks apart gives the same plans: only equality of names matters."""
 
     def child(parent: bytes, tokens: Sequence[int]) -> bytes:
         return hashlib.sha256(parent + repr(list(tokens)).encode()).digest()
@@ -220,65 +260,8 @@ def _naming() -> Naming:
     return Naming(b"replay", child, lambda space: Naming(b"replay" + space, child))
 
 
-def _value(record: Record, name: str) -> Json:
-    if name not in record:
-        raise Rejected("journal", f"a record lacks {name!r}")
-    return record[name]
-
-
-def _table(record: Record, name: str, default: Record | None = None) -> Record:
-    value = record.get(name, default) if default is not None else _value(record, name)
-    if not isinstance(value, dict):
-        raise Rejected("journal", f"{name!r} is no table")
-    return value
-
-
-def _list(record: Record, name: str) -> list[Json]:
-    value = _value(record, name)
-    if not isinstance(value, list):
-        raise Rejected("journal", f"{name!r} is no list")
-    return value
-
-
-def _answers(record: Record) -> list[int | None]:
-    values = _list(record, "answers")
-    found = [value for value in values if value is None or isinstance(value, int)]
-    if len(found) != len(values):
-        raise Rejected("journal", "'answers' holds more than whole numbers and null")
-    return found
-
-
-def _ints(record: Record, name: str) -> list[int]:
-    values = _list(record, name)
-    found = [value for value in values if isinstance(value, int)]
-    if len(found) != len(values):
-        raise Rejected("journal", f"{name!r} holds more than whole numbers")
-    return found
-
-
-def _flag(record: Record, name: str) -> bool:
-    value = _value(record, name)
-    if not isinstance(value, bool):
-        raise Rejected("journal", f"{name!r} is neither true nor false")
-    return value
-
-
-def _int(record: Record, name: str) -> int:
-    value = _value(record, name)
-    if not isinstance(value, int):
-        raise Rejected("journal", f"{name!r} is no whole number")
-    return value
-
-
-def _text(record: Record, name: str) -> str:
-    value = _value(record, name)
-    if not isinstance(value, str):
-        raise Rejected("journal", f"{name!r} is no text")
-    return value
-
-
 def main(argv: Sequence[str], as_json: bool = False) -> int:
-    """0 when every event came out the same, 1 when one differs, 2 when it is not a journal."""
+    """0 if every event was equal, 1 if one differs, 2 if the file is not a journal."""
     if len(argv) != 1:
         print("usage: python -m kvrelay.engine.core.replay FILE", file=sys.stderr)
         return 2

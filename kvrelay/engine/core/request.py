@@ -1,19 +1,22 @@
 """One request on one worker: its tokens, its state, and what it owns while it is resident.
 
-The words and formulas are those of docs/accounting.md. Every number here has one writer: tokens
-grow in ``Scheduler.commit``, a residency is born in ``admit`` and dropped whole, the log of runs
-is appended when a residency that ran ends.
+The terms and formulas are those of docs/accounting.md. Every number has one writer: tokens grow in
+``Scheduler.commit``, a residency begins with an admission and is dropped whole, the log of runs is
+appended when a residency that ran ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvrelay.engine.core.blocks import Naming
+from kvrelay.sampling import stored_positions
+
 
 class RequestState(Enum):
-    """Where a request stands; ``TRANSITIONS`` says where it may go."""
+    """The state of a request; ``TRANSITIONS`` has the changes that are allowed."""
 
     WAITING = "waiting"
     LOADING = "loading"
@@ -21,13 +24,11 @@ class RequestState(Enum):
     FINISHED = "finished"
 
 
-TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.WAITING: frozenset(
-        {RequestState.LOADING, RequestState.RUNNING, RequestState.FINISHED}
-    ),
-    RequestState.LOADING: frozenset({RequestState.RUNNING, RequestState.FINISHED}),
-    RequestState.RUNNING: frozenset({RequestState.WAITING, RequestState.FINISHED}),
-    RequestState.FINISHED: frozenset(),
+TRANSITIONS: Mapping[RequestState, Set[RequestState]] = {
+    RequestState.WAITING: {RequestState.LOADING, RequestState.RUNNING, RequestState.FINISHED},
+    RequestState.LOADING: {RequestState.RUNNING, RequestState.FINISHED},
+    RequestState.RUNNING: {RequestState.WAITING, RequestState.FINISHED},
+    RequestState.FINISHED: set(),
 }
 
 
@@ -53,7 +54,7 @@ class Admission:
 
     @property
     def hit(self) -> int:
-        """Tokens whose KV was there already."""
+        """Tokens whose KV was found in the pool or the store."""
         return self.local + self.external
 
     @property
@@ -157,30 +158,30 @@ class Request:
         return self.length - self.resident.computed
 
     @property
-    def ceiling(self) -> int:
-        """Positions whose KV is ever stored: the last sampled token's is not."""
+    def stored_positions(self) -> int:
+        """Positions whose KV the request stores at most (D5)."""
         if self.order.prefill_only:
             return len(self.order.tokens)
-        return self.order.prompt_len + self.order.max_tokens - 1
+        return stored_positions(self.order.prompt_len, self.order.max_tokens)
 
     def need(self, count: int, block_size: int) -> int:
-        """D1, the only formula for blocks: how many are missing to compute ``count`` more."""
+        """D1, the only formula for blocks: how many it lacks to compute ``count`` positions."""
         resident = self.resident
         return -((resident.computed + count) // -block_size) - len(resident.blocks)
 
     def move(self, state: RequestState) -> None:
         """The one way to change state."""
         if state not in TRANSITIONS[self.state]:
-            raise RuntimeError(f"request {self.id}: no way from {self.state} to {state}")
+            raise RuntimeError(f"request {self.id}: no transition from {self.state} to {state}")
         self.state = state
 
     def begin(self, residency: Residency) -> None:
-        """A residency begins, whole."""
+        """Begin a residency."""
         self.move(RequestState.LOADING if residency.admission.external else RequestState.RUNNING)
         self.residency = residency
 
     def end(self, state: RequestState) -> Residency | None:
-        """The residency ends, whole; what it computed goes into the log."""
+        """End the residency, if any, and log what it computed; returns it."""
         residency = self.residency
         self.residency = None
         if residency is not None and self.state is RequestState.RUNNING:
@@ -189,7 +190,7 @@ class Request:
         return residency
 
     def ends_with(self, token: int) -> Finish | None:
-        """Whether ``token``, just appended, ends the request, and why."""
+        """Why ``token``, just appended, ends the request; ``None`` if it does not."""
         if token in self.order.ending:
             return Finish.STOP
         if self.length >= self.order.prompt_len + self.order.max_tokens:
@@ -201,23 +202,3 @@ class Request:
         for start in range(len(self.names) * block_size, self.length - block_size + 1, block_size):
             parent = self.names[-1] if self.names else name.root
             self.names.append(name.child(parent, self.tokens[start : start + block_size]))
-
-
-@dataclass(frozen=True, slots=True)
-class Naming:
-    """The hash chain that names blocks: a root, and a child of (parent, tokens).
-
-    ``spaces`` gives that of a tenant's namespace, in which no name is one of another's.
-    """
-
-    root: bytes
-    child: Callable[[bytes, Sequence[int]], bytes]
-    spaces: Callable[[bytes], Naming] | None = None
-
-    def of(self, space: bytes) -> Naming:
-        """The chain of a tenant; this one for the empty ``space``."""
-        if not space:
-            return self
-        if self.spaces is None:
-            raise RuntimeError("this engine knows no tenants")
-        return self.spaces(space)

@@ -1,10 +1,10 @@
-"""Who computes what in the next step, and the accounting of blocks and tokens. No clock, no thread.
+"""Which positions the next step computes, and the accounting of blocks and tokens.
 
     submit -> schedule() -> Plan -> the runner -> commit(plan, sampled) -> schedule() ...
                   ^ loaded, saved, abort: at any moment between these calls
 
-Numbers about cached tokens are read at the instant of admission and frozen there; nothing is
-remembered from an attempt that was refused. See docs/accounting.md for the definitions D1 to D6.
+Pure: no clock, no thread. Numbers about cached tokens are read at the instant of admission and
+frozen there; an attempt that was refused leaves nothing. docs/accounting.md defines D1 to D6.
 """
 
 from __future__ import annotations
@@ -14,18 +14,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kvrelay.engine.core.blocks import BlockPool
+from kvrelay.engine.core.blocks import BlockPool, Naming
 from kvrelay.engine.core.external import BlockContent, Load, Query, Save
 from kvrelay.engine.core.plan import Committed, EngineLimits, Entry, Output, Plan
-from kvrelay.engine.core.request import (
-    Admission,
-    Finish,
-    Naming,
-    Order,
-    Request,
-    RequestState,
-    Residency,
-)
+from kvrelay.engine.core.request import Admission, Finish, Order, Request, RequestState, Residency
 from kvrelay.errors import Rejected
 
 Lookup = Callable[[Query], int | None]
@@ -53,11 +45,11 @@ class Scheduler:
 
     @property
     def loading(self) -> int:
-        """How many requests wait for a load."""
+        """The number of requests that wait for a load."""
         return len(self.requests) - len(self.waiting) - len(self.running)
 
     def submit(self, order: Order) -> Request:
-        """Queue a request. Raises ``Rejected`` for one that can never be served (D5)."""
+        """Queue a request. Raises ``Rejected`` if it can never be served (D5)."""
         if order.request_id in self.requests:
             raise Rejected("request_id", f"{order.request_id!r} is being served here already")
         self.limits.check(order)
@@ -68,7 +60,7 @@ class Scheduler:
         return request
 
     def abort(self, request_id: str, finish: Finish = Finish.ABORT) -> Request | None:
-        """End a request wherever it stands; unknown ones are no error."""
+        """End a request in any state. An unknown id is no error."""
         request = self.requests.get(request_id)
         if request is not None:
             self._finish(request, finish)
@@ -77,7 +69,7 @@ class Scheduler:
     def schedule(self) -> Plan:
         """The next step. Its ``commit`` comes before the next ``schedule``."""
         if self._plan is not None:
-            raise RuntimeError("schedule() before commit() of the plan before")
+            raise RuntimeError("schedule() before commit() of the last plan")
         preempted, ready = self._make_room()
         entries = self._share_budget(ready)
         budget = self.limits.max_num_batched_tokens - sum(entry.count for entry in entries)
@@ -86,25 +78,25 @@ class Scheduler:
         return self._plan
 
     def commit(self, plan: Plan, sampled: Sequence[int | None]) -> Committed:
-        """Enter the results of a step: one item an entry, the token of each that samples."""
+        """Enter the results of a step: for each entry its token, ``None`` if it does not sample."""
         if plan is not self._plan or len(sampled) != len(plan.entries):
             raise RuntimeError("commit() of a plan that is not the last one, or of another size")
         self._plan = None
         outputs: list[Output] = []
         saves: list[Save] = []
         for entry, token in zip(plan.entries, sampled, strict=True):
-            if self._stands(entry):
+            if _resides(entry.request, entry.epoch, RequestState.RUNNING):
                 self._advance(entry, token, outputs, saves)
         return Committed(tuple(outputs), tuple(saves))
 
     def discard(self) -> Plan | None:
-        """Give up the plan under way: nothing of it was computed."""
+        """Drop the current plan: nothing of it was computed."""
         plan = self._plan
         self._plan = None
         return plan
 
     def loaded(self, request_id: str, epoch: int, valid: int) -> Request | None:
-        """A load ended with ``valid`` leading tokens; the request it belongs to now runs."""
+        """A load ended with ``valid`` leading tokens; returns its request, which now runs."""
         blocks = self.loads.pop((request_id, epoch), None)
         if blocks is None:
             self.late_events += 1
@@ -128,10 +120,10 @@ class Scheduler:
     # --- schedule -------------------------------------------------------------------------------
 
     def _make_room(self) -> tuple[list[Request], list[Request]]:
-        """Every running request gets its blocks, first come first served; the last ones give way.
+        """Give every running request its blocks, oldest first, and preempt the newest for them.
 
-        The last one itself waits for the blocks of loads, saves and those before it: it is not
-        preempted for its own sake. Returns who was preempted and who can compute.
+        The newest is never preempted for its own blocks: it waits until loads, saves or older
+        requests release some. Returns the preempted requests and those that can compute.
         """
         preempted: list[Request] = []
         index = 0
@@ -155,7 +147,7 @@ class Scheduler:
         return request
 
     def _share_budget(self, ready: list[Request]) -> list[Entry]:
-        """Requests one position short of a token come first, so that prefills never starve them."""
+        """Requests that decode come first, so that prefills never starve them."""
         budget = self.limits.max_num_batched_tokens
         entries: list[Entry] = []
         for request in sorted(ready, key=lambda request: request.work > 1):
@@ -165,10 +157,11 @@ class Scheduler:
         return entries
 
     def _admit(self, budget: int) -> tuple[list[Entry], list[Load], list[Save]]:
-        """Waiting requests, in order, while there is room; who must ask later is passed over.
+        """Admit waiting requests, in order, while there is room.
 
-        Whoever passes the first of those leaves it its place and its room, for whatever those who
-        are here may still become: so nobody is passed over for ever.
+        A request whose lookup has no answer yet is passed over. Requests that pass the first such
+        one leave it a place and its blocks, counting all blocks that residents may still need: so
+        no request is passed over for ever.
         """
         entries: list[Entry] = []
         loads: list[Load] = []
@@ -181,7 +174,7 @@ class Scheduler:
             request.name_full_blocks(self._naming(request), self.limits.block_size)
             found = self.pool.leading(request.names, (request.length - 1) // self.limits.block_size)
             local = len(found) * self.limits.block_size
-            answer = self._ask(request, local)
+            answer = self._look_up(request, local)
             if answer is None:
                 if not passing:
                     owed, kept = self._missing(request, found, bool(request.runs)), found
@@ -202,26 +195,28 @@ class Scheduler:
                 budget -= entries[-1].count
         return entries, loads, saves
 
-    def _ask(self, request: Request, local: int) -> int | None:
+    def _look_up(self, request: Request, local: int) -> int | None:
         if request.lookups_left == 0:
             return 0
         order = request.order
         return self._lookup(Query(request.id, request.tokens, request.names, local, order.space))
 
     def _missing(self, request: Request, found: list[int], stays: bool) -> int:
-        """Blocks it takes beside those found. One that was preempted waits until it ``stays``: it
-        comes back with room for all it may still become, so as not to be computed again and again.
+        """Blocks to take beside those found: up to the request's length, or to its final length.
+
+        A preempted request ``stays`` once it is admitted again: it gets room for all positions it
+        can still need, so that it is not preempted again and again.
         """
-        length = request.ceiling if stays else request.length
+        length = request.stored_positions if stays else request.length
         return -(length // -self.limits.block_size) - len(found)
 
     def _growth(self) -> int:
-        """Blocks that those who are resident may still come to need."""
-        residents = [one for one in self.requests.values() if one.residency is not None]
-        return sum(self._missing(one, one.resident.blocks, True) for one in residents)
+        """Blocks that resident requests may still need."""
+        residents = [request for request in self.requests.values() if request.residency is not None]
+        return sum(self._missing(request, request.resident.blocks, True) for request in residents)
 
     def _begin(self, request: Request, found: list[int], local: int, external: int) -> None:
-        """The admission: one frozen record, and every block up to the request's length."""
+        """Admit: freeze the record, and take every block up to the request's length."""
         self.pool.hold(found)
         self._epoch += 1
         admission = Admission(self._epoch, request.length, local, external)
@@ -254,7 +249,7 @@ class Scheduler:
     # --- events and commit ----------------------------------------------------------------------
 
     def _settle(self, request: Request, valid: int) -> None:
-        """The load is over: what was verified counts, the rest is computed here."""
+        """Count the verified tokens of a load; the rest is computed here."""
         residency = request.resident
         admission = residency.admission
         valid = min(max(valid, 0), admission.external)
@@ -269,11 +264,8 @@ class Scheduler:
         self._run(request)
 
     def _run(self, request: Request) -> None:
-        """It runs now, before all that came later: they give way first, however it waited."""
+        """Queue by arrival among the running: requests that came later are preempted first."""
         insort(self.running, request, key=_arrival)
-
-    def _stands(self, entry: Entry) -> bool:
-        return _resides(entry.request, entry.epoch, RequestState.RUNNING)
 
     def _advance(
         self, entry: Entry, token: int | None, outputs: list[Output], saves: list[Save]
@@ -294,35 +286,37 @@ class Scheduler:
             self._finish(request, finish)
 
     def _naming(self, request: Request) -> Naming:
-        """Of the tenant whose request it is: what it finds and leaves behind is its own."""
+        """The hash chain of the request's tenant, so that tenants share no blocks."""
         return self.naming.of(request.order.space)
 
     def _name(self, request: Request, start: int, stop: int) -> None:
-        """D6: the blocks that became full between ``start`` and ``stop`` can now be found."""
+        """D6: name the blocks that became full between ``start`` and ``stop``."""
         size = self.limits.block_size
         request.name_full_blocks(self._naming(request), size)
         for index in range(start // size, stop // size):
             self.pool.name(request.resident.blocks[index], request.names[index])
 
     def _save(self, request: Request, start: int, stop: int, tail: bool = False) -> list[Save]:
-        """Offer the full blocks of ``[start, stop)`` to the store; with ``tail`` a partial one too,
-        so that a prompt of any length can be handed over."""
+        """Save the full blocks of ``[start, stop)`` to the store.
+
+        With ``tail`` a partial block too, so that a prompt of any length can be handed over.
+        """
         size = self.limits.block_size
         end = stop if tail else stop // size * size
-        pieces = tuple(
-            self._piece(request, first, min(first + size, end))
+        contents = tuple(
+            self._content(request, first, min(first + size, end))
             for first in range(start // size * size, end, size)
         )
-        if not request.order.save or not pieces:
+        if not request.order.save or not contents:
             return []
         self._serial += 1
         epoch, space = request.resident.admission.epoch, request.order.space
-        save = Save(request.id, epoch, self._serial, pieces, space)
+        save = Save(request.id, epoch, self._serial, contents, space)
         self.saves[save.request_id, save.epoch, save.serial] = save.blocks
         self.pool.hold(save.blocks)
         return [save]
 
-    def _piece(self, request: Request, start: int, stop: int) -> BlockContent:
+    def _content(self, request: Request, start: int, stop: int) -> BlockContent:
         index, tokens = start // self.limits.block_size, tuple(request.tokens[start:stop])
         naming = self._naming(request)
         parent = request.names[index - 1] if index else naming.root
@@ -331,7 +325,7 @@ class Scheduler:
         return BlockContent(request.resident.blocks[index], name, parent, tokens)
 
     def _finish(self, request: Request, finish: Finish | None) -> None:
-        """Forgotten first: should its book be broken, it breaks once and not at every abort."""
+        """End a request. It is forgotten first: if its accounting is broken, it fails only once."""
         del self.requests[request.id]
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
@@ -341,8 +335,7 @@ class Scheduler:
         self._release(request, RequestState.FINISHED)
 
     def _release(self, request: Request, state: RequestState) -> None:
-        residency = request.end(state)
-        if residency is not None:
+        if (residency := request.end(state)) is not None:
             self.pool.drop(residency.blocks)
 
 
@@ -358,7 +351,6 @@ def _resides(request: Request, epoch: int, state: RequestState) -> bool:
 
 def _entry(request: Request, budget: int) -> Entry:
     count = min(request.work, budget)
-    residency = request.resident
-    return Entry(
-        request, residency.admission.epoch, residency.computed, count, count == request.work
-    )
+    samples = count == request.work
+    resident = request.resident
+    return Entry(request, resident.admission.epoch, resident.computed, count, samples)

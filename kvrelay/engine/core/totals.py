@@ -1,7 +1,7 @@
-"""Sums over all legs of a worker since its start: one frozen record, replaced as legs go on.
+"""Sums over all legs of a worker since its start: one frozen record, replaced at each change.
 
-Each leg adds its prompt once, with its first token, by the admission that made it, so that the
-sums by source equal the prompt tokens at any moment, whatever was preempted or failed.
+Each leg adds its prompt once, with its first token, by the admission that made it: the sums by
+source equal the prompt tokens at any moment, whatever was preempted or failed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from kvrelay.engine.core.external import add_counts
 from kvrelay.engine.core.request import Admission, Finish
-from kvrelay.engine.core.sources import add_by_store
 from kvrelay.engine.core.updates import Missed
 from kvrelay.engine.core.usage import LegTokens
 from kvrelay.usage import Miss
@@ -18,10 +18,9 @@ from kvrelay.usage import Miss
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Tokens, but for ``finished`` (legs by how they ended) and ``preemptions``.
+    """Token counts, except ``finished`` (legs by finish reason), ``preemptions`` and ``missed``.
 
-    ``sources`` are the ``external`` ones by the store they came from. ``missed`` are blocks, by why
-    they were.
+    ``sources`` are the ``external`` tokens by store. ``missed`` are blocks by reason.
     """
 
     prompt: int = 0
@@ -39,12 +38,12 @@ class Totals:
 
     @property
     def computed(self) -> int:
-        """Prompt tokens that were computed here: the rest."""
+        """Prompt tokens that were computed here."""
         return self.prompt - self.local - self.external
 
     @property
     def adds_up(self) -> bool:
-        """I9: no source gave less than nothing or more than all, stores no more than they did."""
+        """I9: no source is negative or more than the prompt; the stores sum to ``external``."""
         by_store = sum(self.sources.values())
         return min(self.local, self.external, self.computed) >= 0 and by_store == self.external
 
@@ -53,26 +52,24 @@ class Totals:
     ) -> Totals:
         """A leg made its first token out of ``admission``.
 
-        ``sources`` are its external tokens, ``missed`` the blocks it could have had and had not.
+        ``sources`` are its external tokens by store, ``missed`` the blocks it did not load.
         """
-        by_reason = dict(self.missed)
-        if missed is not None:
-            by_reason[missed.reason] = by_reason.get(missed.reason, 0) + missed.blocks
+        by_reason = {} if missed is None else {missed.reason: missed.blocks}
         return replace(
             self,
-            missed=by_reason,
+            missed=add_counts(self.missed, by_reason),
             prompt=self.prompt + admission.length,
             local=self.local + admission.local,
             external=self.external + admission.external,
-            sources=add_by_store(self.sources, sources),
+            sources=add_counts(self.sources, sources),
         )
 
     def with_late(self, tokens: int) -> Totals:
-        """A load has brought so many, and who waited for it is gone."""
+        """A load ended with ``tokens`` after its request had left."""
         return replace(self, late=self.late + tokens)
 
     def with_leg(self, leg: LegTokens, preemptions: int, finish: Finish | None) -> Totals:
-        """A leg has left, finished, handed over (``None``) or aborted."""
+        """A leg has left: finished, aborted, or handed over (``None``)."""
         how = "handoff" if finish is None else finish.value
         return replace(
             self,
@@ -81,5 +78,5 @@ class Totals:
             failed=self.failed + leg.failed,
             executed=self.executed + leg.executed,
             preemptions=self.preemptions + preemptions,
-            finished={**self.finished, how: self.finished.get(how, 0) + 1},
+            finished=add_counts(self.finished, {how: 1}),
         )

@@ -1,15 +1,54 @@
-"""What the engine tells about a request under way: frozen values, in order, the last one final."""
+"""What one step gives the model runner and gets from it, and what a leg's stream is sent.
+
+Frozen values. The updates of a leg come in order; ``Ended`` or ``Failed`` is the last one.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.engine.core.request import Admission, Finish
 from kvrelay.engine.core.usage import LegTokens
-from kvrelay.engine.core.work import Sampled
 from kvrelay.errors import KvrelayError
+from kvrelay.sampling import Sampling
 from kvrelay.usage import Miss
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Compute positions ``[start, start + count)`` of one sequence.
+
+    ``tokens`` are all token ids of the sequence (prompt, then output) and ``blocks`` its block
+    table, covering ``start + count`` positions at least; both are live lists of the scheduler,
+    read during the step and never kept. The KV of ``[0, start)`` is valid in the table's blocks.
+    With ``sampling``, sample the token at position ``start + count``; for penalties and
+    ``min_tokens`` the output begins at ``prompt_len``.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    count: int
+    blocks: Sequence[int]
+    prompt_len: int
+    sampling: Sampling | None
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """A token and the natural logarithm of its probability, before temperature and filters."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """The sampled token and, if requested, its log probability and the most likely tokens."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[Logprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +62,10 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One more token; ``finish`` says that it is the last one, and why.
+    """One more token; ``finish`` marks the last one and says why.
 
-    The first one carries how the leg began: should the worker die, that is known all the same.
+    The first token carries the admission of the leg, so that a worker that dies later has already
+    reported it.
     """
 
     sampled: Sampled
@@ -35,7 +75,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Missed:
-    """So many blocks were looked for outside and not had; why the first of them was not."""
+    """``blocks`` were looked up in the store and not loaded; ``reason`` is that of the first."""
 
     reason: Miss
     blocks: int
@@ -43,7 +83,7 @@ class Missed:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The request has left the engine, after its last token and, if it was to, its last save.
+    """The request has left the engine, after its last token; a prefill leg after its last save.
 
     ``saved`` leading tokens are in the store, as far as this leg knows; ``last_name`` is the name
     of the last block among them, ``None`` without any. ``sources`` are the leg's external tokens by
@@ -61,7 +101,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The request has left the engine without an answer."""
+    """The request has left the engine with an error."""
 
     error: KvrelayError
 

@@ -16,15 +16,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrelay.engine.attention.backend import ATTENTION
 from kvrelay.engine.attention.pool import DTYPES, PoolShape
-from kvrelay.engine.model import kernel_cache
 from kvrelay.engine.model.capability import check_config, check_modules, longest
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.decoder_weights import weights
 from kvrelay.engine.model.forward import CausalModel, TransformersModel
-from kvrelay.engine.model.packed_linear import pack_linears
-from kvrelay.engine.model.pretrained import read_config, read_weights, skeleton
+from kvrelay.engine.model.packed_linear import bound_kernel_caches, pack_linears
+from kvrelay.engine.model.pretrained import read_config, read_weights, revision, skeleton
 from kvrelay.engine.model.probe import compare_logits, observe_model, reference_logits
-from kvrelay.engine.model.revision import revision
 from kvrelay.errors import Unservable
 
 # What reading a broken or unknown model raises inside `transformers`, before it serves anybody.
@@ -95,7 +93,7 @@ def load_model(
     "cuda" or "auto". Raises ``Unservable`` with the reason when it cannot be served exactly.
     """
     directory = Path(path)
-    kernel_cache.bound_kernel_caches()
+    bound_kernel_caches()
     try:
         with torch.inference_mode():
             return _load(directory, dtype, _device(device), max_model_len)

@@ -8,6 +8,7 @@ which is therefore computed as one of two.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -16,12 +17,28 @@ from transformers.pytorch_utils import Conv1D
 
 _PACKED = (torch.float32, torch.bfloat16)
 _ROWS_HINT = 16
+KERNELS = 256
+"""Rows of 50 numbers in a model whose layers have 5 shapes; a step adds a few at most."""
+
+_CACHES = ("LRU_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY")  # the latter yields to ONEDNN_...
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 _Reorder = Callable[[torch.Tensor, int], torch.Tensor]
 _Pointwise = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor | None, str, list[float], str], torch.Tensor
 ]
+
+
+def bound_kernel_caches() -> None:
+    """Bound the kernels that oneDNN keeps in this process; call it before the first product.
+
+    oneDNN makes a kernel for every layer and every number of rows, which takes 0.3 to 0.8 ms, and
+    keeps the last 1,024 twice: itself, and in PyTorch's interface to it. Each is a quarter to half
+    a MiB, so a worker that had met prompts of many lengths held half a GiB of them. A capacity that
+    the environment sets is kept.
+    """
+    for name in _CACHES:
+        os.environ.setdefault(name, str(KERNELS))
 
 
 class PackedLinear(torch.nn.Module):

@@ -1,12 +1,14 @@
-"""Reading a directory with `transformers`: local files, none of the model's code, no pickle."""
+"""Reads a model directory with `transformers`: local files, none of the model's code, no pickle."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypedDict, cast
 
 import torch
+import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -15,7 +17,7 @@ from kvrelay.errors import Unservable
 
 
 class _Report(TypedDict):
-    """The part read here of what `transformers` says about a loading."""
+    """The part of the loading report of `transformers` that is read here."""
 
     missing_keys: set[str]
 
@@ -33,7 +35,7 @@ def read_config(directory: Path) -> PreTrainedConfig:
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
-    """The modules without weights: enough to see what the model is."""
+    """The modules without weights, on the meta device."""
     build = cast(Callable[..., PreTrainedModel], AutoModelForCausalLM.from_config)
     with torch.device("meta"):
         return build(config, trust_remote_code=False)
@@ -42,7 +44,7 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 def read_weights(directory: Path, dtype: str, device: torch.device) -> PreTrainedModel:
     """The model in evaluation mode, every weight from the files.
 
-    Raises ``Unservable`` when one is missing: `transformers` would make it up.
+    Raises ``Unservable`` if one is missing: `transformers` would initialise it at random.
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]
     load = cast(
@@ -62,3 +64,23 @@ def read_weights(directory: Path, dtype: str, device: torch.device) -> PreTraine
     model.train(False)
     torch.nn.Module.to(model, device)  # in place
     return model
+
+
+def revision(directory: Path) -> str:
+    """The digest that names the weights: XXH3-128 over ``config.json`` and ``*.safetensors``.
+
+    It covers the names, sizes and bytes of these files, so workers with other weights never share
+    blocks; a renamed directory is the same model. Runs at the speed of the page cache (several
+    GB/s).
+    """
+    digest = xxhash.xxh3_128()
+    for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        if size:
+            with (
+                path.open("rb") as file,
+                mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+            ):
+                digest.update(data)
+    return digest.hexdigest()

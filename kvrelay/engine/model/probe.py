@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from kvrelay.engine.attention.batch import pack
 from kvrelay.engine.attention.pool import KVPool, PoolShape
 from kvrelay.engine.attention.sdpa import SdpaBackend
-from kvrelay.engine.core.work import Work
+from kvrelay.engine.core.updates import Work
 from kvrelay.engine.model.forward import CausalModel, TransformersModel
 from kvrelay.errors import Unservable
 from kvrelay.sampling import Sampling

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kvrelay.engine.core.work import Work
+from kvrelay.engine.core.updates import Work
 from kvrelay.sampling import Sampling
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvrelay.engine.core.work import Logprob, Sampled, Work
+from kvrelay.engine.core.updates import Logprob, Sampled, Work
 from kvrelay.engine.sampling.draw import draw
 from kvrelay.engine.sampling.penalties import forbid_endings, penalise, penalised, too_short
 from kvrelay.engine.sampling.philox import uniform

@@ -27,9 +27,9 @@ HEALTH_PREFIX = "/grpc.health.v1.Health/"
 RETRY_SECONDS = 1.0
 MAX_NAME = 200
 
-CLIENTS = frozenset({"/kvrelay.v1.Router/Generate"})
+CLIENTS = frozenset({"/kvrelay.v1.RouterService/Generate"})
 STORE_USERS = frozenset(
-    f"/kvrelay.v1.KVStore/{method}"
+    f"/kvrelay.v1.StoreService/{method}"
     for method in (
         "Lookup",
         "Get",
@@ -37,9 +37,9 @@ STORE_USERS = frozenset(
         "Put",
         "PutSmall",
         "Release",
-        "Ways",
+        "GetTransports",
         "Locate",
-        "Stats",
+        "GetStats",
         "Recheck",
     )
 )
@@ -47,13 +47,13 @@ STORE_USERS = frozenset(
 
 ADMINS = frozenset(
     {
-        "/kvrelay.v1.Worker/Drain",
-        "/kvrelay.v1.Worker/SetRole",
-        "/kvrelay.v1.Worker/Audit",
-        "/kvrelay.v1.KVStore/Clear",
-        "/kvrelay.v1.KVStore/List",
-        "/kvrelay.v1.KVStore/Inspect",
-        "/kvrelay.v1.KVStore/Watch",
+        "/kvrelay.v1.WorkerService/Drain",
+        "/kvrelay.v1.WorkerService/SetRole",
+        "/kvrelay.v1.WorkerService/Audit",
+        "/kvrelay.v1.StoreService/Clear",
+        "/kvrelay.v1.StoreService/List",
+        "/kvrelay.v1.StoreService/Inspect",
+        "/kvrelay.v1.StoreService/Watch",
     }
 )
 

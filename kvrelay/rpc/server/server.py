@@ -1,7 +1,7 @@
 """Life cycle of a gRPC server: bind, serve with health and reflection, stop.
 
     server = Server(ServerOptions("127.0.0.1:0"))
-    server.add("kvrelay.v1.Decode", lambda s: add_DecodeServicer_to_server(servicer, s))
+    server.add(SERVICE, lambda s: add_DecodeServiceServicer_to_server(servicer, s))
     address = await server.start()            # "127.0.0.1:41234"
     await serve_until_signal(server, ready=lambda address: f"decode worker ready at {address}")
 
@@ -101,7 +101,7 @@ class Server:
     def add(
         self, service: str, register: Callable[[grpc.aio.Server], None], serving: bool = True
     ) -> None:
-        """Serve ``service`` (full name: ``kvrelay.v1.Decode``); ``serving`` is its first health."""
+        """Serve ``service`` (``kvrelay.v1.DecodeService``); its health says ``serving``."""
         self._services[service] = register, serving
 
     async def start(self) -> str:

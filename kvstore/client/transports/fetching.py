@@ -56,7 +56,7 @@ def request_batch(
 ) -> None:
     batch, last = batches[number], number == len(batches) - 1
     line.ask(
-        RequestFrame(Op.GET, found.lease, found.token, batch.first, len(batch.wants), last=last)
+        RequestFrame(Op.GET, found.lease, found.proof, batch.first, len(batch.wants), last=last)
     )
 
 

@@ -46,7 +46,7 @@ class PutGrant:
     """The answer to ``Reserve``; ``Corrupt`` if it is not one for ``offers``."""
 
     def __init__(self, answer: pb.ReserveResponse, offers: Sequence[Offer]) -> None:
-        self.ticket = PutTicket(answer.ticket, answer.token, answer.boot)
+        self.ticket = PutTicket(answer.ticket, answer.proof, answer.boot)
         self._verdicts = list(answer.verdicts)
         if len(self._verdicts) != len(offers):
             raise Corrupt("verdicts", f"{len(self._verdicts)} came for {len(offers)} blocks")

@@ -39,7 +39,7 @@ class TransportSelector:
         self._stream = GrpcTransport(calls)
         self._lock = threading.Lock()
         self._making = threading.Lock()
-        self._offered: pb.WaysResponse | None = None
+        self._offered: pb.GetTransportsResponse | None = None
         self._boot = b""
         self._made: dict[str, Transport] = {}
         self._avoid: dict[str, float] = {}
@@ -122,7 +122,7 @@ class TransportSelector:
         finally:
             self._making.release()
 
-    def _offers(self, deadline: Deadline) -> pb.WaysResponse:
+    def _offers(self, deadline: Deadline) -> pb.GetTransportsResponse:
         if (offered := self._offered) is None:
             offered = self._calls.ways(deadline)
             with self._lock:
@@ -132,7 +132,9 @@ class TransportSelector:
                     self._avoid = {}
         return offered
 
-    def _attempt(self, name: str, offered: pb.WaysResponse, deadline: Deadline) -> Transport | None:
+    def _attempt(
+        self, name: str, offered: pb.GetTransportsResponse, deadline: Deadline
+    ) -> Transport | None:
         """``None`` for a way that cannot be gone. That the caller had no time tells nothing."""
         forced, emptied = name == self._forced, self._emptied
         limit = deadline if forced else deadline.earlier(CONNECT_SECONDS)

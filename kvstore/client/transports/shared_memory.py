@@ -38,11 +38,13 @@ class SharedMemoryTransport:
     name = "shm"
     title = "shared memory"
 
-    def __init__(self, ways: pb.WaysResponse, deadline: Deadline) -> None:
-        if not ways.socket or not ways.arena_bytes:
+    def __init__(self, ways: pb.GetTransportsResponse, deadline: Deadline) -> None:
+        if not ways.unix_socket or not ways.arena_bytes:
             raise Unavailable("the store shares no memory")
         self._boot = ways.boot
-        self._lines = ConnectionPool(lambda deadline: dial_unix(ways.socket, deadline, ways.boot))
+        self._lines = ConnectionPool(
+            lambda deadline: dial_unix(ways.unix_socket, deadline, ways.boot)
+        )
         self._windows: weakref.WeakKeyDictionary[StoreConnection, mmap.mmap] = (
             weakref.WeakKeyDictionary()
         )
@@ -72,7 +74,7 @@ class SharedMemoryTransport:
                     yield got
             finally:
                 if found.lease:
-                    line.release(found.lease, found.token)
+                    line.release(found.lease, found.proof)
 
     def put(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         """As the protocol says. The first batch is written while the rest is being reserved."""

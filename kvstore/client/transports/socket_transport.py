@@ -49,14 +49,14 @@ class SocketTransport:
     title = "socket lane"
 
     def __init__(
-        self, ways: pb.WaysResponse, host: str, finder: Finder, deadline: Deadline
+        self, ways: pb.GetTransportsResponse, host: str, finder: Finder, deadline: Deadline
     ) -> None:
-        if not ways.lane_port:
+        if not ways.socket_port:
             raise Unavailable("the store has no lane")
         self._boot = ways.boot
         self._finder = finder
         self._lines = ConnectionPool(
-            lambda deadline: dial_tcp(host, ways.lane_port, deadline, ways.boot)
+            lambda deadline: dial_tcp(host, ways.socket_port, deadline, ways.boot)
         )
         with borrowed(self._lines, deadline):
             """Its first connection is made here, so that a lane that cannot be reached is known."""

@@ -11,7 +11,7 @@ from typing import Protocol, cast
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvrelay.engine.core.work import Sampled, Work
+from kvrelay.engine.core.updates import Sampled, Work
 from kvrelay.engine.runner import Runner
 from kvrelay.sampling import Sampling
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrelay.engine.attention.batch_invariance import keys_computed, queries_computed
+from kvrelay.engine.attention.index import keys_computed, queries_computed
 from kvrelay.engine.attention.pool import DTYPES
-from kvrelay.engine.core.work import Logprob, Work
+from kvrelay.engine.core.updates import Logprob, Work
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.runner import Runner
 from kvrelay.sampling import Sampling

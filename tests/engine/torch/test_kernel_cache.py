@@ -17,9 +17,8 @@ pytestmark = [
 # MiB in use after 300 numbers of rows, and again after 500 more.
 SCRIPT = """
 import ctypes, torch
-from engine import kernel_cache
-from kvrelay.engine.model.packed_linear import PackedLinear
-kernel_cache.bound()
+from kvrelay.engine.model.packed_linear import PackedLinear, bound_kernel_caches
+bound_kernel_caches()
 class Info(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in names.split()]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvrelay.engine.core.work import Work
+from kvrelay.engine.core.updates import Work
 from kvrelay.engine.runner import Runner
 from kvrelay.errors import Rejected
 from tests.engine.torch.conftest import Pair

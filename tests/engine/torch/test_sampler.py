@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvrelay.engine.core.work import Work
+from kvrelay.engine.core.updates import Work
 from kvrelay.engine.sampling.philox import uniform
 from kvrelay.engine.sampling.sampler import sample
 from kvrelay.sampling import Sampling

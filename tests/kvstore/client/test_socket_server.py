@@ -37,7 +37,7 @@ def test_strangers_keep_nobody_on_this_host_out(monkeypatch: pytest.MonkeyPatch)
     vault = BlockStore(StoreLimits(1 << 20))
     made = lanes.TransportListener(vault, lanes.ListenerOptions())
     made.start()
-    address = ("127.0.0.1", made.ways.lane_port)
+    address = ("127.0.0.1", made.ways.socket_port)
     with ExitStack() as held:
         held.callback(made.stop)
         for _ in range(2):
@@ -46,7 +46,7 @@ def test_strangers_keep_nobody_on_this_host_out(monkeypatch: pytest.MonkeyPatch)
             time.sleep(0.01)
         third = held.enter_context(socket.create_connection(address, 30.0))
         assert third.recv(1) == b""
-        line = dial_unix(made.ways.socket, Deadline.after(30.0), vault.boot)
+        line = dial_unix(made.ways.unix_socket, Deadline.after(30.0), vault.boot)
         held.callback(line.pipe.close)
         line.pipe.limit(30.0)
         line.ask(RequestFrame(Op.ATTACH))

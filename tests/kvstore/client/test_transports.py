@@ -67,14 +67,14 @@ def proxied(service_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxi
         stores.append(direct)
         ways = direct._calls.ways(Deadline.after(TIMEOUT))
         if way == "shm":
-            proxy = Proxy(socket.AF_UNIX, "\0" + ways.socket)
+            proxy = Proxy(socket.AF_UNIX, "\0" + ways.unix_socket)
             monkeypatch.setattr(
                 shared_memory,
                 "dial_unix",
                 lambda _, limit, boot: dial_unix(proxy.name, limit, boot),
             )
         elif way == "lane":
-            proxy = Proxy(socket.AF_INET, (host, ways.lane_port))
+            proxy = Proxy(socket.AF_INET, (host, ways.socket_port))
             monkeypatch.setattr(
                 socket_transport,
                 "dial_tcp",
@@ -368,7 +368,7 @@ def test_nobody_waits_for_another_s_search_longer_than_he_has_time() -> None:
     asked, answered = threading.Event(), threading.Event()
 
     class Silent:
-        def ways(self, deadline: Deadline) -> pb.WaysResponse:
+        def ways(self, deadline: Deadline) -> pb.GetTransportsResponse:
             asked.set()
             answered.wait(TIMEOUT)
             raise Unavailable("it is gone")
@@ -391,7 +391,7 @@ def test_nobody_waits_for_another_s_search_longer_than_he_has_time() -> None:
 
 def test_a_call_without_time_to_connect_blames_no_way(service_url: str) -> None:
     line, store = tcp_line(service_url)
-    port = store._calls.ways(Deadline.after(TIMEOUT)).lane_port
+    port = store._calls.ways(Deadline.after(TIMEOUT)).socket_port
     lines = ConnectionPool(lambda deadline: dial_tcp("127.0.0.1", port, deadline, line.boot))
     with pytest.raises(DeadlineExceeded):
         lines.take(Deadline.after(0.0))
@@ -464,7 +464,7 @@ def test_nobody_but_the_store_writes_to_the_arena(service_url: str) -> None:
 
     store = RemoteStore(address_of(service_url))
     ways = store._calls.ways(Deadline.after(TIMEOUT))
-    line = dial_unix(ways.socket, Deadline.after(TIMEOUT), ways.boot)
+    line = dial_unix(ways.unix_socket, Deadline.after(TIMEOUT), ways.boot)
     line.ask(RequestFrame(Op.ATTACH))
     fd, size = line.descriptor()
     assert size == ways.arena_bytes
@@ -492,7 +492,7 @@ def test_another_user_is_not_let_in(service_url: str) -> None:
 import os, socket
 os.setuid(65534)
 sock = socket.socket(socket.AF_UNIX)
-sock.connect("\\0{ways.socket}")
+sock.connect("\\0{ways.unix_socket}")
 sock.settimeout(10)
 print(sock.recv(1))
 """
@@ -507,7 +507,7 @@ print(sock.recv(1))
 def tcp_line(url: str) -> tuple[StoreConnection, RemoteStore]:
     store = RemoteStore(address_of(url), "grpc")
     ways = store._calls.ways(Deadline.after(TIMEOUT))
-    line = dial_tcp("127.0.0.1", ways.lane_port, Deadline.after(TIMEOUT), ways.boot)
+    line = dial_tcp("127.0.0.1", ways.socket_port, Deadline.after(TIMEOUT), ways.boot)
     line.pipe.limit(TIMEOUT)
     return line, store
 
@@ -520,9 +520,9 @@ def test_nothing_is_read_from_a_lane_without_a_lookup(service_url: str) -> None:
     one = store._calls.locate([name_of(mine)], 60_000, deadline)
     two = store._calls.locate([name_of(theirs)], 60_000, deadline)
     for serial, token in (
-        (two.lease, one.token),
+        (two.lease, one.proof),
         (two.lease, bytes(16)),
-        (one.lease + 10_000, one.token),
+        (one.lease + 10_000, one.proof),
         (0, bytes(16)),
     ):
         stranger, unused = tcp_line(service_url)
@@ -531,11 +531,11 @@ def test_nothing_is_read_from_a_lane_without_a_lookup(service_url: str) -> None:
             stranger.answer()
         stranger.pipe.close()
         unused.close()
-    line.ask(RequestFrame(Op.GET, one.lease, one.token, 0, 1, last=True))
+    line.ask(RequestFrame(Op.GET, one.lease, one.proof, 0, 1, last=True))
     assert line.answer().length == mine.size
     assert line.pipe.receive(mine.size) == mine.header + bytes(mine.payload)
     assert line.body() == b""
-    line.ask(RequestFrame(Op.GET, one.lease, one.token, 0, 1))
+    line.ask(RequestFrame(Op.GET, one.lease, one.proof, 0, 1))
     assert line.answer().status is Status.GONE
     store._calls.let_go(two.boot, two.lease, TIMEOUT)
     line.pipe.close()
@@ -550,7 +550,7 @@ def test_a_bad_request_on_a_lane_is_refused_and_ends_the_connection(service_url:
         pb.ReserveRequest(claims=[pb.Claim(name=name_of(block), length=block.size)]),
         Deadline.after(TIMEOUT),
     )
-    shown = RequestFrame(Op.PUT, found.ticket, found.token, count=2, body=len(row))
+    shown = RequestFrame(Op.PUT, found.ticket, found.proof, count=2, body=len(row))
     line.pipe.close()
     store.close()
     local = [Op.ATTACH, Op.WINDOW, Op.LOCATE, Op.STAGE, Op.RESERVE]
@@ -583,12 +583,12 @@ def test_what_is_being_sent_stays_what_it_is_after_its_lease() -> None:
     try:
         assert put(store, block) == [PutStatus.STORED]
         found = store._calls.locate([name_of(block)], 60_000, Deadline.after(TIMEOUT))
-        port = store._calls.ways(Deadline.after(TIMEOUT)).lane_port
+        port = store._calls.ways(Deadline.after(TIMEOUT)).socket_port
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that most of it waits
             sock.settimeout(TIMEOUT)
             sock.connect(("127.0.0.1", port))
-            sock.sendall(RequestFrame(Op.GET, found.lease, found.token, 0, 1).encode())
+            sock.sendall(RequestFrame(Op.GET, found.lease, found.proof, 0, 1).encode())
             assert sock.recv(1, socket.MSG_PEEK)
             store._calls.let_go(found.boot, found.lease, TIMEOUT)
             for _ in range(16):
@@ -614,7 +614,7 @@ def test_a_window_is_gone_with_its_connection() -> None:
     maps = Path(f"/proc/{process.pid}/maps")
     try:
         for _ in range(8):
-            line = dial_unix(ways.socket, Deadline.after(TIMEOUT), ways.boot)
+            line = dial_unix(ways.unix_socket, Deadline.after(TIMEOUT), ways.boot)
             line.ask(RequestFrame(Op.WINDOW))
             os.close(line.descriptor()[0])
             assert "kvrelay-window" in maps.read_text()

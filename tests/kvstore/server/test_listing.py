@@ -76,7 +76,7 @@ def test_a_list_comes_in_pages_and_may_be_narrowed(
         list(admin.list(TIMEOUT, prefix=bytes(33)))
     with grpc.insecure_channel(address) as channel:
         call: grpc.UnaryStreamMultiCallable[pb.ListRequest, pb.ListResponse] = channel.unary_stream(
-            "/kvrelay.v1.KVStore/List",
+            "/kvrelay.v1.StoreService/List",
             pb.ListRequest.SerializeToString,
             pb.ListResponse.FromString,
         )

@@ -26,7 +26,7 @@ from kvstore.wire.buffers import cut
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, put
 
-PATH = "/kvrelay.v1.KVStore/"
+PATH = "/kvrelay.v1.StoreService/"
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_a_writer_that_dies_gives_up_its_reservation(service_url: str, store: Re
     claim = f"pb.Claim(name=bytes.fromhex('{name_of(block).hex()}'), length={block.size})"
     script = f"""
 import grpc, os, threading
-from protos import kvstore_pb2 as pb
+from kvrelay.v1 import store_pb2 as pb
 def messages():
     yield pb.PutRequest(head=pb.PutHead(claims=[{claim}])).SerializeToString()
     yield pb.PutRequest(data=bytes(1 << 20)).SerializeToString()

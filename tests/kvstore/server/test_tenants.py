@@ -110,7 +110,7 @@ def test_a_tenant_may_have_a_block_looked_at_again(connect: Connect) -> None:
 def test_why_a_block_is_missing_says_nothing_of_others(connect: Connect) -> None:
     alice, bob, admin = connect(ALICE), connect(BOB), connect(ADMIN)
     block, opening = make(), 7
-    offered = pb.Claim(name=name_of(block), length=block.size, opening=opening)
+    offered = pb.Claim(name=name_of(block), length=block.size, first_block_hash=opening)
     assert raw_put(alice, offered, block) == pb.VERDICT_STORED
     other = make()
     for tenant, reason in ((alice, Miss.OTHER_NAMESPACE), (bob, Miss.NEVER_STORED)):
@@ -154,9 +154,9 @@ def test_numbers_of_leases_and_tickets_are_of_no_use_to_others(connect: Connect)
 
 def test_memory_is_shared_with_nobody_where_there_are_tenants(connect: Connect) -> None:
     for token in (ALICE, SERVICE, ADMIN):
-        ways = connect(token)._calls._ways(pb.WaysRequest(), timeout=TIMEOUT)
-        assert (ways.socket, ways.arena_bytes) == ("", 0)
-        assert ways.lane_port
+        ways = connect(token)._calls._ways(pb.GetTransportsRequest(), timeout=TIMEOUT)
+        assert (ways.unix_socket, ways.arena_bytes) == ("", 0)
+        assert ways.socket_port
 
 
 def test_who_looks_after_the_store_needs_another_credential(
@@ -226,8 +226,8 @@ def test_who_looks_after_the_store_sees_what_each_tenant_has(
     assert "tenants: alice: quota" in capsys.readouterr().out
 
 
-def figures(store: RemoteStore) -> pb.StatsResponse:
-    return store._calls.stats(pb.StatsRequest(), timeout=TIMEOUT)
+def figures(store: RemoteStore) -> pb.GetStatsResponse:
+    return store._calls.stats(pb.GetStatsRequest(), timeout=TIMEOUT)
 
 
 def test_a_flood_takes_nothing_from_others_within_their_quotas(connect: Connect) -> None:

@@ -121,7 +121,7 @@ def test_the_lives_of_partial_blocks_end_with_nobody_asking(address: str) -> Non
     store.put([offer_of(part, True)], TIMEOUT)
     told = []
     for message in admin.watch(TIMEOUT, mirror.boot, mirror.sequence):
-        told += [(event.block.name, event.removed) for event in message.events.events]
+        told += [(event.block.name, event.removal) for event in message.events.events]
         if len(told) == 2:
             break
     name = name_of(part)
@@ -181,17 +181,17 @@ def follow_when_back(admin: StoreAdmin, mirror: StoreMirror) -> None:
 
 def test_a_gap_is_not_taken_for_the_truth() -> None:
     mirror, info = StoreMirror(), pb.BlockInfo(name=bytes(32))
-    one = pb.Events(events=[pb.Event(block=info)])
+    one = pb.BlockEvents(events=[pb.BlockEvent(block=info)])
     with pytest.raises(Corrupt):
         mirror.apply(pb.WatchResponse(boot=b"b", sequence=1, events=one))
-    page = pb.Page(first=True, last=True)
+    page = pb.SnapshotPage(first=True, last=True)
     mirror.apply(pb.WatchResponse(boot=b"b", sequence=3, page=page))
     mirror.apply(pb.WatchResponse(boot=b"b", sequence=4, events=one))
     for sequence, boot in ((6, b"b"), (4, b"b"), (5, b"c")):
         with pytest.raises(Corrupt, match="sequence"):
             mirror.apply(pb.WatchResponse(boot=boot, sequence=sequence, events=one))
     with pytest.raises(Corrupt, match="page"):
-        mirror.apply(pb.WatchResponse(boot=b"b", sequence=5, page=pb.Page(last=True)))
+        mirror.apply(pb.WatchResponse(boot=b"b", sequence=5, page=pb.SnapshotPage(last=True)))
 
 
 class Reader:

@@ -180,7 +180,7 @@ async def test_a_decode_worker_dies_in_the_stream(after: int) -> None:
     assert text(responses) == text_of(answer(PROMPT, 24, 5))
     legs = responses[-1].usage.legs
     assert sum(leg.generated for leg in legs) == 24
-    assert legs[-1].worker == "d2"
+    assert legs[-1].worker_id == "d2"
 
 
 async def test_a_worker_that_sends_garbage_is_replaced() -> None:
@@ -224,7 +224,7 @@ async def test_failures_are_bounded() -> None:
     "error",
     [
         Rejected("leg.sampling", "cannot"),
-        Mismatch("handoff_last_name", "other"),
+        Mismatch("handoff.last_block_name", "other"),
         KvrelayError("bug"),
     ],
 )

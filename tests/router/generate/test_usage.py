@@ -47,7 +47,7 @@ def test_a_lost_leg_is_accounted_for_as_of_its_first_token() -> None:
     begun = types_pb2.Admission(epoch=3, length=100, local=16, external=32, fresh=52)
     leg = lost("boot", "h:1", DECODE, 7, begun)
     assert (leg.length, leg.local, leg.external, leg.computed) == (100, 16, 32, 52)
-    assert (leg.generated, leg.lost, leg.worker, leg.address) == (7, True, "boot", "h:1")
+    assert (leg.generated, leg.lost, leg.worker_id, leg.address) == (7, True, "boot", "h:1")
     assert list(leg.admissions) == [begun]
     assert usage([leg], 90, 7, 0.1).cached_prompt_tokens == 48
     assert lost("boot", "h:1", DECODE, 0, None).length == 0

@@ -44,7 +44,7 @@ def held() -> FakeWorker:
 
 
 async def status(router: Running) -> router_pb2.QueueStatus:
-    stub = router_pb2_grpc.RouterStub(router.channel)
+    stub = router_pb2_grpc.RouterServiceStub(router.channel)
     return (await stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=10)).queue
 
 
@@ -456,7 +456,7 @@ async def test_who_reads_nothing_keeps_no_slot() -> None:
         _, writer = await asyncio.open_connection(host, int(port))
         writer.write(wire.PREFACE + wire.frame(wire.SETTINGS, 0, 0, window))
         for stream in (1, 3, 5):
-            block = wire.headers("/kvrelay.v1.Router/Generate", None)
+            block = wire.headers("/kvrelay.v1.RouterService/Generate", None)
             body = struct.pack(">BI", 0, len(raw)) + raw
             writer.write(wire.frame(wire.HEADERS, wire.END_HEADERS, stream, block))
             writer.write(wire.frame(wire.DATA, wire.END_STREAM, stream, body))

@@ -57,7 +57,7 @@ def sleeper(boot: str, tokens: int = 3) -> tuple[FakeWorker, asyncio.Event]:
 
 
 async def states(router: Running) -> dict[str, str]:
-    stub = router_pb2_grpc.RouterStub(router.channel)
+    stub = router_pb2_grpc.RouterServiceStub(router.channel)
     listed = await stub.ListWorkers(router_pb2.ListWorkersRequest())
     return {w.address: router_pb2.WorkerState.Name(w.state) for w in listed.workers}
 
@@ -192,7 +192,7 @@ async def test_a_restart_between_two_checks_moves_its_streams() -> None:
         restarted.behaviour = Behaviour()
         responses = [response async for response in call]
         assert seen + ids(responses) == answer(PROMPT, 8, 5)
-        assert responses[-1].usage.legs[0].worker == "d0"  # not the one that took its place
+        assert responses[-1].usage.legs[0].worker_id == "d0"  # not the one that took its place
         await asyncio.wait_for(restarted.cancelled.wait(), 2)
         await other.stop()
 
@@ -426,20 +426,20 @@ def test_moves_are_paced() -> None:
 class Spoilt:
     """The control stub of a worker; its answers are lost on the way while ``how`` says so."""
 
-    def __init__(self, control: worker_pb2_grpc.WorkerAsyncStub, how: str) -> None:
+    def __init__(self, control: worker_pb2_grpc.WorkerServiceAsyncStub, how: str) -> None:
         self._control = control
         self.how = how
 
     def GetInfo(
         self, request: worker_pb2.GetInfoRequest, timeout: float
-    ) -> Awaitable[worker_pb2.WorkerInfo]:
+    ) -> Awaitable[worker_pb2.GetInfoResponse]:
         return self._control.GetInfo(request, timeout=timeout)
 
     async def GetLoad(
         self,
         request: worker_pb2.GetLoadRequest,
         timeout: float,  # noqa: ASYNC109 - as the stub has it
-    ) -> worker_pb2.WorkerLoad | None:
+    ) -> worker_pb2.GetLoadResponse | None:
         load = await self._control.GetLoad(request, timeout=timeout)
         if self.how == "cancelled":
             raise asyncio.CancelledError

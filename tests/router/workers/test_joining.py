@@ -169,7 +169,7 @@ def test_what_is_no_announcement(address: str, ttl: float, field: str) -> None:
 
 
 async def announce(router: Running, address: str, ttl: float) -> router_pb2.AnnounceResponse:
-    stub = router_pb2_grpc.RouterStub(router.channel)
+    stub = router_pb2_grpc.RouterServiceStub(router.channel)
     message = router_pb2.AnnounceRequest(address=address, ttl_seconds=ttl)
     try:
         return await stub.Announce(message, timeout=10)

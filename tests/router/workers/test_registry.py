@@ -29,7 +29,7 @@ from tests.router.fakes import (
 
 
 async def listed(router: Running) -> dict[str, router_pb2.WorkerStatus]:
-    stub = router_pb2_grpc.RouterStub(router.channel)
+    stub = router_pb2_grpc.RouterServiceStub(router.channel)
     answer = await stub.ListWorkers(router_pb2.ListWorkersRequest())
     return {status.address: status for status in answer.workers}
 
@@ -61,7 +61,7 @@ async def test_another_namespace_is_refused(
     assert not refused.healthy
     assert f"namespace.{name}" in refused.reason
     assert f"namespace.{name}" in caplog.text
-    assert refused.info.worker == "d1"
+    assert refused.info.worker_id == "d1"
     assert all(statuses[worker.address].healthy for worker in good)
     assert all(statuses[worker.address].reason == "" for worker in good)
     await bad.stop()
@@ -91,12 +91,12 @@ async def test_a_wrong_role_is_refused() -> None:
 async def test_a_restart_is_noticed() -> None:
     worker = decode_worker()
     async with running([worker]) as router:
-        assert (await listed(router))[worker.address].info.worker == "d0"
+        assert (await listed(router))[worker.address].info.worker_id == "d0"
         worker.boot = "another"
         known = router.registry.workers[0]
         router.registry.suspect(known, Rejected("x", "look again"))
         await router.settled(used=1)
-        assert (await listed(router))[worker.address].info.worker == "another"
+        assert (await listed(router))[worker.address].info.worker_id == "another"
 
 
 async def test_a_worker_that_goes_and_comes_back() -> None:
@@ -118,7 +118,7 @@ async def test_not_serving_is_respected() -> None:
     worker = decode_worker()
     async with running([worker]) as router:
         assert worker.server is not None
-        await worker.server.health.set("kvrelay.v1.Decode", False)
+        await worker.server.health.set("kvrelay.v1.DecodeService", False)
         await router.settled(used=0)
         assert "NOT_SERVING" in (await listed(router))[worker.address].reason
 
