@@ -6,7 +6,10 @@ Made once at the edge, from the client's deadline bounded by the server's; every
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -53,3 +56,12 @@ class Deadline:
         """Raise ``DeadlineExceeded``, naming the action, if no time is left."""
         if self.expired:
             raise DeadlineExceeded(f"no time left {doing}")
+
+    @asynccontextmanager
+    async def limit(self, doing: str) -> AsyncIterator[None]:
+        """End the block at the deadline, with the error of ``check``."""
+        try:
+            async with asyncio.timeout(self.remaining()):
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded(f"no time left {doing}") from None
