@@ -8,7 +8,10 @@ from kvrelay.process import sigint
 
 if __name__ == "__main__":
     sigint.exit_on_sigint()
-    from decode_service.service import register as decode  # much: not before the line above
+    from kvrelay import installation  # no import before the line above
+
+    installation.require_service("decode_service", "worker")
+    from decode_service.service import register as decode
     from kvrelay.v1 import types_pb2
     from kvrelay.worker.main import main
     from prefill_service.service import register as prefill

@@ -8,7 +8,10 @@ from kvrelay.process import sigint
 
 if __name__ == "__main__":
     sigint.exit_on_sigint()
-    from kvstore.main import main  # imports much: not before the line above
+    from kvrelay import installation  # no import before the line above
+
+    installation.require_service("kvstore", "store")
+    from kvstore.main import main
 
     status = main(sys.argv[1:])
     sigint.exit_on_sigint()

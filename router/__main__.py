@@ -8,7 +8,10 @@ from kvrelay.process import sigint
 
 if __name__ == "__main__":
     sigint.exit_on_sigint()
-    from router.main import main  # imports much: not before the line above
+    from kvrelay import installation  # no import before the line above
+
+    installation.require_service("router", "router")
+    from router.main import main
 
     status = main(sys.argv[1:])
     sigint.exit_on_sigint()
