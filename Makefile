@@ -1,5 +1,5 @@
-# kvrelay: `make demo` to see it work, `make test` to see it hold.
-# Everything lives in .venv, made on first use; nothing else of the machine is touched.
+# kvrelay: `make demo` shows it working, `make test` tests it.
+# Everything is installed into .venv on first use; nothing else on the machine changes.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -26,25 +26,25 @@ help: ## show this list
 	@echo
 	@echo "Arguments go through ARGS: make up ARGS='--prefill 2 --decode 2 --port 50051'"
 
-demo: $(READY) ## bring up a small cluster, ask it questions, show what happened
+demo: $(READY) ## start a small cluster, ask it questions, kill workers, check the answers
 	@$(BIN)/kvrelay demo $(ARGS)
 
-up: $(READY) ## bring up a cluster and leave it serving until Ctrl-C
+up: $(READY) ## start a cluster that serves until Ctrl-C
 	@$(BIN)/kvrelay up $(ARGS)
 
 test: $(READY) ## run the tests (under ten minutes on two cores)
 	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
-cover: $(READY) ## the same and what they cover, which takes half as long again
+cover: $(READY) ## run the tests with coverage (half as long again)
 	@$(BIN)/python -m pytest -m 'not slow' --cov --cov-report=term $(ARGS)
 
-test-slow: $(READY) ## run the tests that wait for parties that are silent (some minutes more)
+test-slow: $(READY) ## run the tests that wait for silent peers (some minutes)
 	@$(BIN)/python -m pytest -m slow $(ARGS)
 
 test-fast: $(READY) ## run the tests that start no processes
 	@$(BIN)/python -m pytest -m 'not cluster and not slow' $(ARGS)
 
-check: $(READY) buf ## lint, format, strict types, the contract, house rules (imports, generated code)
+check: $(READY) buf ## lint, format, strict types, buf lint, house rules (imports, generated code)
 	@echo "ruff check" && $(BIN)/ruff check --quiet --output-format concise .
 	@echo "ruff format --check" && $(BIN)/ruff format --quiet --check .
 	@echo "mypy --strict" && $(BIN)/mypy
@@ -74,40 +74,40 @@ protos: $(READY) ## regenerate the modules in kvrelay/v1/ from the .proto files
 		--python_out=. --mypy_out=quiet:. --grpc_python_out=. --mypy_grpc_out=quiet:. $(PROTOS)
 	@git status --short kvrelay/v1 2>/dev/null || true
 
-chaos: $(READY) ## kill at random under load, every token compared: ARGS='--minutes 30 --seed 7'
+chaos: $(READY) ## kill processes at random under load, compare every token: ARGS='--minutes 30 --seed 7'
 	@$(BIN)/python -m tests.failures.chaos $(ARGS)
 
-fuzz: $(READY) ## mutated messages and raw bytes, so many to every port: ARGS='--messages 100000 --seed 7'
+fuzz: $(READY) ## send mutated messages and raw bytes to every port: ARGS='--messages 100000 --seed 7'
 	@$(BIN)/python -m tests.fuzz.run $(ARGS)
 
-soak: $(READY) ## readers and writers on a store at its limit, every byte compared: ARGS='--seconds 60 --disk'
+soak: $(READY) ## readers and writers on a full store, compare every byte: ARGS='--seconds 60 --disk'
 	@$(BIN)/python -m tests.kvstore.soak $(ARGS)
 
-prove: $(READY) ## explore the accounting's states and mutations at full size (a quarter of an hour)
+prove: $(READY) ## explore all accounting states and mutations at full size (a quarter of an hour)
 	@run=$$(mktemp) && $(BIN)/python -m tests.accounting.prove --save $$run $(ARGS) \
 		&& $(BIN)/python -m tests.accounting.page $$run && rm $$run
 
-bench: $(READY) ## measure the cluster beside plain transformers
+bench: $(READY) ## measure a cluster beside plain transformers
 	@$(BIN)/kvrelay bench $(ARGS)
 
-venv: $(READY) ## only make the virtual environment
+venv: $(READY) ## make the virtual environment only
 
 clean: ## remove the virtual environment and every cache
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# Installs only when the part of pyproject.toml that says what to install has changed, so that a
-# second run starts at once and needs no network.
+# Installs only when the dependencies in pyproject.toml have changed, so a second run starts at once
+# and needs no network.
 $(READY): pyproject.toml
 	@set -e; \
 	want=$$(sed '/^\[tool\.ruff\]/,$$d' pyproject.toml | cksum); \
 	if [ "$$(cat $@ 2>/dev/null)" = "$$want" ] && [ -x $(BIN)/kvrelay ]; then touch $@; exit 0; fi; \
-	for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
-		$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+	for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
+		$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' \
 			2>/dev/null && break; python=; \
 	done; \
 	if [ -z "$$python" ]; then \
-		echo "kvrelay needs Python 3.11, 3.12 or 3.13; python3 here is:" \
+		echo "kvrelay needs Python 3.11, 3.12, 3.13 or 3.14; python3 here is:" \
 			"$$(python3 --version 2>&1 || true). Install one, or say PYTHON=/path/to/python." >&2; \
 		exit 1; \
 	fi; \

@@ -1,7 +1,7 @@
 """kvrelay: LLM serving with prefill and decode on separate workers, exact to the token.
 
-``from kvrelay import Client, AsyncClient`` is the library; it is imported on first use, so
-that the package itself costs nothing.
+``from kvrelay import Client, AsyncClient`` is the library. Names are imported on first use, so
+that the package itself costs nothing; the base install has all that they need.
 """
 
 from __future__ import annotations
@@ -12,14 +12,75 @@ from typing import TYPE_CHECKING
 from kvrelay.version import VERSION
 
 if TYPE_CHECKING:
-    from kvrelay.client.client import AsyncClient, Chunk, Client, Completion
+    from kvrelay.client import (
+        AsyncClient,
+        AsyncStream,
+        Chunk,
+        Client,
+        Completion,
+        Logprobs,
+        Stream,
+        TokenLogprob,
+    )
+    from kvrelay.errors import (
+        Corrupt,
+        DeadlineExceeded,
+        Draining,
+        Exhausted,
+        KvrelayError,
+        Mismatch,
+        NotFound,
+        NotInstalled,
+        Rejected,
+        Unavailable,
+        Unservable,
+    )
+    from kvrelay.sampling import Sampling
+    from kvrelay.usage import LegAdmission, LegUsage, Miss, MissedBlocks, StoreTokens, Usage
 
-__all__ = ["AsyncClient", "Chunk", "Client", "Completion", "__version__"]
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "Chunk",
+    "Client",
+    "Completion",
+    "Corrupt",
+    "DeadlineExceeded",
+    "Draining",
+    "Exhausted",
+    "KvrelayError",
+    "LegAdmission",
+    "LegUsage",
+    "Logprobs",
+    "Mismatch",
+    "Miss",
+    "MissedBlocks",
+    "NotFound",
+    "NotInstalled",
+    "Rejected",
+    "Sampling",
+    "StoreTokens",
+    "Stream",
+    "TokenLogprob",
+    "Unavailable",
+    "Unservable",
+    "Usage",
+    "__version__",
+]
 __version__ = VERSION
+# Where the names are defined: the first of these modules that has one.
+_MODULES = ("kvrelay.errors", "kvrelay.usage", "kvrelay.sampling", "kvrelay.client")
 
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        value: object = getattr(import_module("kvrelay.client.client"), name)
-        return value
+        for module in map(import_module, _MODULES):
+            value: object = getattr(module, name, None)
+            if value is not None:
+                globals()[name] = value
+                return value
     raise AttributeError(f"module 'kvrelay' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

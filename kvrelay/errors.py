@@ -63,3 +63,7 @@ class Corrupt(KvrelayError):
 
 class Unservable(KvrelayError):
     """This model cannot be served exactly by this engine; the message says why."""
+
+
+class NotInstalled(KvrelayError):
+    """A command or service needs packages that are not installed; the message names them."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from kvrelay.errors import Rejected
 
+DEFAULT_MAX_TOKENS = 16  # of a request that names none; as vLLM's
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128

@@ -1,22 +1,108 @@
-"""Why a block of KV could not be had from outside: the same words everywhere."""
+"""The account of an answer: what each worker found, loaded and computed (docs/accounting.md).
+
+Plain values without protobuf, under the field names of ``protos/kvrelay/v1/types.proto``.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 
 
 class Miss(Enum):
-    """The reason, as it stands in usages and as a metric's label; docs/accounting.md has a table.
+    """Why a block of KV could not be had from the store, in usages and as a metric's label.
 
-    Of several blocks in a row the first one that was missed decides: those after it are of no use.
+    Of several missing blocks in a row the first one decides: those after it are of no use.
     """
 
     NEVER_STORED = "never_stored"  # since the store's start, as far back as it remembers
     EVICTED = "evicted"  # another block needed the room
-    EXPIRED = "expired"  # a partial block whose life was over
-    CLEARED = "cleared"  # somebody cleared the store
-    OTHER_NAMESPACE = "other_namespace"  # the same tokens are there, of another model, dtype, ...
-    FAILED_VERIFICATION = "failed_verification"  # it came, and was not what was wanted
-    TOO_LATE = "too_late"  # it was there or on its way, and not here in time
+    EXPIRED = "expired"  # the lease of a partial block ran out
+    CLEARED = "cleared"  # an operator cleared the store
+    OTHER_NAMESPACE = "other_namespace"  # stored for another model, dtype or layout
+    FAILED_VERIFICATION = "failed_verification"  # the bytes loaded were not those wanted
+    TOO_LATE = "too_late"  # stored or on its way, and not loaded in time
     UNREACHABLE = "unreachable"  # the store did not answer
-    UNKNOWN = "unknown"  # the store cannot tell, or was started anew
+    UNKNOWN = "unknown"  # the store cannot tell, for example after its restart
+
+
+@dataclass(frozen=True, slots=True)
+class MissedBlocks:
+    """Blocks that a leg looked for in the store and did not get, and why the first was missing."""
+
+    reason: Miss
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreTokens:
+    """Tokens loaded from one store; ``store`` is its URL without user, password and parameters."""
+
+    store: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class LegAdmission:
+    """How one residency of a leg began: ``length = local + external + fresh``.
+
+    ``frontier`` counts the positions with valid KV when the residency ended.
+    """
+
+    epoch: int
+    length: int
+    local: int
+    external: int
+    fresh: int
+    frontier: int
+
+
+@dataclass(frozen=True, slots=True)
+class LegUsage:
+    """What one stay of the request on one worker did.
+
+    ``length = local + external + computed``: the tokens the leg started from were found in the
+    worker's own pool, loaded from the store, or computed. ``recomputed`` positions were computed
+    again after preemptions; ``failed`` tokens were promised by the store and not delivered.
+    ``saved`` counts the leading tokens in the store at the end of the leg, ``None`` if the worker
+    did not report it. A ``lost`` leg's worker died: its figures are those of its first token.
+    """
+
+    worker_id: str
+    address: str
+    role: str  # "prefill" or "decode"
+    length: int
+    local: int
+    external: int
+    computed: int
+    recomputed: int
+    generated: int
+    failed: int
+    preemptions: int
+    executed: int
+    admissions: tuple[LegAdmission, ...]
+    queue_seconds: float
+    load_seconds: float
+    run_seconds: float
+    saved: int | None
+    external_by_store: tuple[StoreTokens, ...]
+    missed: tuple[MissedBlocks, ...]
+    lost: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """The account of a whole answer; ``legs`` are in order of time.
+
+    ``cached_prompt_tokens`` is the first leg's hit: a transfer between legs is no cache hit.
+    ``first_token_seconds`` runs in the router, from the request to the first token sent.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_prompt_tokens: int
+    legs: tuple[LegUsage, ...]
+    queue_seconds: float
+    prefill_seconds: float
+    transfer_seconds: float
+    first_token_seconds: float

@@ -8,12 +8,12 @@ reader compares header and payload with what it wanted (``kvrelay.block.verify``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from kvrelay.block.header import checksum, seal
+from kvrelay.block.header import MAX_COUNT, Header, checksum, header_bytes, seal
 from kvrelay.usage import Miss
 from kvstore.claims import Claim, ClaimStatus, Tail
 from kvstore.stats import StoreStats
@@ -76,6 +76,11 @@ class Want:
     buffer: memoryview
     source: str | None = None
     partial: bool = False
+
+    def header_length(self, length: int) -> int | None:
+        """Bytes of the header of a block of ``length``; ``None`` if the buffer does not fit it."""
+        split = length - len(self.buffer)
+        return split if header_bytes(0) <= split <= header_bytes(MAX_COUNT) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,3 +222,30 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Give up connections; the blocks stay."""
+
+
+@dataclass(frozen=True, slots=True)
+class ListedBlock:
+    """A block as operators see it: ``size`` bytes of header and payload, ``tokens`` positions."""
+
+    name: bytes
+    size: int
+    tokens: int
+    partial: bool
+    leases: int
+    tenant: str
+    memory: bool
+    disk: bool
+
+
+class StoreBrowser(Protocol):
+    """A look into one store, for operators. Timeouts are in seconds."""
+
+    def list(self, timeout: float, prefix: bytes = b"", limit: int = 0) -> Iterator[ListedBlock]:
+        """Every block whose name begins with ``prefix``; ``limit`` 0 is none."""
+
+    def inspect(self, name: bytes, timeout: float, tenant: str = "") -> tuple[ListedBlock, Header]:
+        """One block and its header; ``NotFound`` if it is absent."""
+
+    def close(self) -> None:
+        """Close every connection."""

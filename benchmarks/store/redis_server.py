@@ -15,7 +15,7 @@ from types import TracebackType
 from benchmarks.store.child import start_child
 from kvrelay.errors import KvrelayError, Unavailable
 from kvrelay.rpc.deadline import Deadline
-from kvstore.redis.dialling import library_client
+from kvstore.redis.connection import library_client
 from kvstore.redis.settings import RedisSettings, settings_for
 
 START_SECONDS = 20.0

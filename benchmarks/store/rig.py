@@ -44,7 +44,7 @@ class StoreRig:
         self.pool = np.random.default_rng(7).integers(0, 256, self.count * size, np.uint8)
         self.block_bytes = header_bytes(len(TOKENS)) + size
         budget = 2 * self.count * (self.block_bytes + ENTRY_BYTES) + (8 << 20)
-        command = [sys.executable, "-m", "kvstore", f"--budget={budget}", "--log-level=error"]
+        command = [sys.executable, "-P", "-m", "kvstore", f"--budget={budget}", "--log-level=error"]
         self._process = start_child(command, subprocess.PIPE)
         self._leases: list[Lease] = []
         self.others: list[int] = []  # processes of other stores that are measured beside ours

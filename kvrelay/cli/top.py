@@ -15,7 +15,7 @@ from kvrelay.cli.screen import coloured, paint, print_out, table
 from kvrelay.client.client import Client
 from kvrelay.config.reader import load, option
 from kvrelay.errors import DeadlineExceeded, Unavailable
-from kvrelay.rpc.roles import NAMES
+from kvrelay.rpc.protocol import NAMES
 from kvrelay.v1 import router_pb2
 
 DESCRIPTION = """\
@@ -28,7 +28,7 @@ STATES = {
     router_pb2.WORKER_STATE_READY: ("ready", "green"),
     router_pb2.WORKER_STATE_DRAINING: ("draining", "yellow"),
     router_pb2.WORKER_STATE_SUSPECT: ("suspect", "yellow"),
-    router_pb2.WORKER_STATE_UNREACHABLE: ("gone", "red"),
+    router_pb2.WORKER_STATE_UNREACHABLE: ("unreachable", "red"),
 }
 HEAD = ("worker", "role", "state", "legs", "run", "load", "wait", "free blocks", "pos/s", "why")
 RIGHT = frozenset({3, 4, 5, 6, 7, 8})

@@ -4,23 +4,34 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-
-from google.protobuf.json_format import MessageToDict
+from dataclasses import fields
 
 from kvrelay.cli.screen import paint
-from kvrelay.rpc.roles import role_name
-from kvrelay.v1 import types_pb2
+from kvrelay.usage import LegAdmission, LegUsage, Miss, MissedBlocks, StoreTokens, Usage
+
+WIDE = ("epoch", "executed")  # 64-bit numbers, which the JSON of protobuf has as text
 
 
-def usage_json(usage: types_pb2.Usage) -> dict[str, object]:
-    """Every field of a usage, zeros too."""
-    made: dict[str, object] = MessageToDict(
-        usage, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    return made
+def usage_json(usage: Usage) -> dict[str, object]:
+    """Every field of a usage, zeros too, as protobuf's JSON has it."""
+    return {field.name: _json(getattr(usage, field.name), field.name) for field in fields(usage)}
 
 
-def usage_lines(usage: types_pb2.Usage) -> str:
+def _json(value: object, name: str) -> object:
+    match value:
+        case Miss():
+            return f"MISS_{value.name}"
+        case tuple():
+            return [_json(item, name) for item in value]
+        case LegUsage() | LegAdmission() | MissedBlocks() | StoreTokens():
+            own = ((field.name, getattr(value, field.name)) for field in fields(value))
+            return {key: _json(item, key) for key, item in own if item is not None}
+    if name == "role":
+        return f"ROLE_{value}".upper()
+    return str(value) if name in WIDE else value
+
+
+def usage_lines(usage: Usage) -> str:
     """A usage as a person reads it."""
     head = (
         f"{usage.prompt_tokens} prompt tokens, {usage.cached_prompt_tokens} of them cached;"
@@ -30,9 +41,9 @@ def usage_lines(usage: types_pb2.Usage) -> str:
     return "\n".join((paint(head, "dim", sys.stderr), *legs))
 
 
-def _leg(leg: types_pb2.LegUsage) -> Iterator[str]:
+def _leg(leg: LegUsage) -> Iterator[str]:
     yield (
-        f"  {role_name(leg.role):<8} {leg.address or leg.worker_id:<16} {leg.length} ="
+        f"  {leg.role:<8} {leg.address or leg.worker_id:<16} {leg.length} ="
         f" {leg.local} local + {leg.external} external + {leg.computed} computed"
         + _stores(leg)
         + (f", {leg.recomputed} recomputed" if leg.recomputed else "")
@@ -41,17 +52,12 @@ def _leg(leg: types_pb2.LegUsage) -> Iterator[str]:
     )
     for missed in leg.missed:
         blocks = f"{missed.blocks} block{'' if missed.blocks == 1 else 's'}"
-        yield f"           {blocks} missed: {_reason(missed.reason)}"
+        yield f"           {blocks} missed: {missed.reason.value}"
 
 
-def _stores(leg: types_pb2.LegUsage) -> str:
+def _stores(leg: LegUsage) -> str:
     """Which of several stores the external tokens came from."""
     if len(leg.external_by_store) < 2:
         return ""
     parts = (f"{one.tokens} from {one.store}" for one in leg.external_by_store)
     return f" ({', '.join(parts)})"
-
-
-def _reason(miss: types_pb2.Miss.ValueType) -> str:
-    """As docs/accounting.md and the metrics call it."""
-    return types_pb2.Miss.Name(miss).removeprefix("MISS_").lower()

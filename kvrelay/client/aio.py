@@ -1,55 +1,55 @@
-"""The client library for asyncio: the same calls as ``kvrelay.client.client``, awaited."""
+"""The client library for asyncio: the same methods as ``kvrelay.client.client``, awaited."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import Self, TypeAlias, Unpack
+from typing import Self, TypeAlias
 
 import grpc
 
-from kvrelay.client.access import Access, secured
 from kvrelay.client.chunk import Chunk, Completion, completion_of
-from kvrelay.client.liveness import Liveness
-from kvrelay.client.parameters import Parameters, check_open, request_of, seconds_of
+from kvrelay.client.connection import channel_options, check_open
+from kvrelay.client.liveness import Liveness, responds
+from kvrelay.client.parameters import Parameters, seconds_of, takes_parameters
 from kvrelay.client.stream import BaseStream
 from kvrelay.errors import Unavailable
 from kvrelay.rpc.address import DEFAULT_ROUTER
 from kvrelay.rpc.channel import ChannelOptions, open_channel
-from kvrelay.rpc.health import answers
-from kvrelay.rpc.message import received
-from kvrelay.rpc.status import from_rpc_error
+from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.rpc.status import checked_response, from_rpc_error
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
-MAX_MESSAGE_BYTES = 32 << 20
-Call: TypeAlias = (
+GenerateCall: TypeAlias = (
     "grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]"
 )
 
 
-class AsyncStream(BaseStream["Call"], AsyncIterator[Chunk]):
-    """An answer under way. ``aclose``, ``async with``, or dropping it cancels the work."""
+class AsyncStream(BaseStream["GenerateCall"], AsyncIterator[Chunk]):
+    """An answer as it comes. ``aclose``, ``async with`` or dropping the stream cancels the work."""
 
-    def __init__(self, request: router_pb2.GenerateRequest, call: Call, pulse: Liveness) -> None:
-        super().__init__(request, call, pulse)
+    def __init__(
+        self, request: router_pb2.GenerateRequest, call: GenerateCall, liveness: Liveness
+    ) -> None:
+        super().__init__(request, call, liveness)
         self._messages = aiter(call)
 
     async def __anext__(self) -> Chunk:
-        """Raises a ``KvrelayError`` when the answer cannot be gone on with."""
-        if self._closed:
+        """Raises ``KvrelayError`` if the stream cannot continue."""
+        if self._cancelled:
             raise StopAsyncIteration
         try:
-            message = received(await anext(self._messages), "the router")
+            message = checked_response(await anext(self._messages), "the router")
         except grpc.RpcError as error:
             if self._received.ended:
                 raise StopAsyncIteration from None
             raise self._lost or from_rpc_error(error) from error
-        except asyncio.CancelledError:  # of this task, or only of the call under it
+        except asyncio.CancelledError:  # of this task, or of the call only
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            if self._closed or self._received.ended:
+            if self._cancelled or self._received.ended:
                 raise StopAsyncIteration from None
             raise self._lost or Unavailable(
                 "the client was closed while the answer was under way"
@@ -61,12 +61,8 @@ class AsyncStream(BaseStream["Call"], AsyncIterator[Chunk]):
         """Whether more may come."""
         return self._lost is None and not self._call.done()
 
-    def cancel(self) -> None:
-        """Cancel what is under way; without effect on an answer that has ended."""
-        self._cancel()
-
     async def aclose(self) -> None:
-        """As ``cancel``: for ``aclosing`` and those who expect it."""
+        """As ``cancel``: for ``contextlib.aclosing``."""
         self.cancel()
 
     async def __aenter__(self) -> Self:
@@ -81,58 +77,76 @@ class AsyncStream(BaseStream["Call"], AsyncIterator[Chunk]):
         await self.aclose()
 
     def __del__(self) -> None:
-        if not self._call.done():  # dropped: after a `break`, say
+        if not self._call.done():  # dropped, for example after `break`
             self._call.cancel()
 
 
 class AsyncClient:
-    """A connection to a router, for one event loop; make it there and close it there."""
+    """A connection to a router, for one event loop; make it and close it in that loop."""
 
     def __init__(
         self,
         address: str = DEFAULT_ROUTER,
         options: ChannelOptions | None = None,
-        **access: Unpack[Access],
+        *,
+        token: str | None = None,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        tls_name: str | None = None,
+        allow_insecure: bool = False,
     ) -> None:
-        """``token`` and ``tls_ca`` say who asks and whom to trust: see ``Access``.
-
-        Nothing is sent before the first request.
-        """
-        chosen = secured(options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES), access)
-        self._channel = open_channel(address, chosen)
+        """Connects with the first request. The arguments are those of ``Client``."""
+        access = SecurityOptions(
+            token=token,
+            tls_ca=tls_ca,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_name=tls_name,
+            allow_insecure=allow_insecure,
+        )
+        self._channel = open_channel(address, channel_options(options, access))
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
-        self._pulse = Liveness()
+        self._liveness = Liveness()
         self._watching: asyncio.Task[None] | None = None
         self._closed = False
 
-    def generate(self, timeout: float | None = None, **ask: Unpack[Parameters]) -> AsyncStream:
-        """Ask; ``async for`` the pieces. ``timeout`` in seconds is for the whole answer."""
-        return self._start(request_of(ask), timeout)
+    @takes_parameters(Parameters)
+    def generate(self, parameters: Parameters) -> AsyncStream:
+        """Generates an answer; ``async for`` takes its chunks as they are made.
 
-    async def complete(self, timeout: float | None = None, **ask: Unpack[Parameters]) -> Completion:  # noqa: ASYNC109 - the call's deadline
-        """Ask and wait for the whole answer."""
-        async with self.generate(timeout, **ask) as stream:
-            return completion_of([piece async for piece in stream])
+        Raises ``Rejected`` here for parameters that cannot be sent, other errors while reading.
+        """
+        return self._start(parameters.message(), parameters.timeout)
+
+    @takes_parameters(Parameters)
+    async def complete(self, parameters: Parameters) -> Completion:
+        """Generates an answer and waits for the whole of it."""
+        async with self._start(parameters.message(), parameters.timeout) as stream:
+            return completion_of([chunk async for chunk in stream])
 
     def resume(self, stream: AsyncStream, timeout: float | None = None) -> AsyncStream:
-        """Go on where ``stream`` was broken off: the same tokens follow, none twice.
+        """Continues a broken stream: the same tokens follow, none twice.
 
-        Raises ``Rejected`` for one whose answer has ended.
+        The stream may be of another client. Raises ``Rejected`` if its answer has ended.
         """
         stream.cancel()
         return self._start(stream.continued(), timeout)
 
     async def workers(self, timeout: float = 10.0) -> tuple[router_pb2.WorkerStatus, ...]:  # noqa: ASYNC109 - the call's deadline
-        """The workers this router knows."""
+        """The workers that this router knows."""
+        return tuple((await self.fleet(timeout)).workers)
+
+    async def fleet(self, timeout: float = 10.0) -> router_pb2.ListWorkersResponse:  # noqa: ASYNC109 - the call's deadline
+        """The workers that this router knows, and its queue."""
         check_open(self._closed)
         try:
-            answer = await self._stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=timeout)
+            return await self._stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=timeout)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
-        return tuple(answer.workers)
 
     async def close(self) -> None:
-        """Close the connection; streams under way are cancelled."""
+        """Close the connection; open streams are cancelled."""
         self._closed = True
         if self._watching is not None:
             self._watching.cancel()
@@ -152,16 +166,16 @@ class AsyncClient:
     def _start(self, request: router_pb2.GenerateRequest, timeout: float | None) -> AsyncStream:
         check_open(self._closed)
         call = self._stub.Generate(request, timeout=seconds_of(timeout))
-        stream = AsyncStream(request, call, self._pulse)
-        if self._pulse.begin(stream):
-            watching = _watch(self._pulse, self._channel)
+        stream = AsyncStream(request, call, self._liveness)
+        if self._liveness.begin(stream):
+            watching = _watch(self._liveness, self._channel)
             self._watching = asyncio.get_running_loop().create_task(watching)
         return stream
 
 
-async def _watch(pulse: Liveness, channel: grpc.aio.Channel) -> None:
+async def _watch(liveness: Liveness, channel: grpc.aio.Channel) -> None:
     answered = False
-    while (step := pulse.next(answered)) is not None:
-        answered = step.ask and await answers(channel, step.seconds)
-        if not step.ask:
+    while (step := liveness.next(answered)) is not None:
+        answered = step.probe and await responds(channel, step.seconds)
+        if not step.probe:
             await asyncio.sleep(step.seconds)

@@ -1,12 +1,12 @@
-"""The client library.
+"""The client library for threads.
 
     from kvrelay import Client
 
     with Client("127.0.0.1:50051") as client:
-        for piece in client.generate(prompt="Once", max_tokens=32, temperature=0.7):
-            print(piece.text, end="")
+        for chunk in client.generate(prompt="Once", max_tokens=32, temperature=0.7):
+            print(chunk.text, end="")
 
-Errors are those of ``kvrelay.errors``. ``kvrelay.client.aio`` is the same for asyncio.
+Errors are those of ``kvrelay.errors``. ``kvrelay.AsyncClient`` has the same methods for asyncio.
 """
 
 from __future__ import annotations
@@ -15,27 +15,24 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from types import TracebackType
-from typing import Protocol, Self, Unpack
+from typing import Protocol, Self
 
 import grpc
 
-from kvrelay.client.access import Access, secured
-from kvrelay.client.aio import MAX_MESSAGE_BYTES, AsyncClient, AsyncStream
 from kvrelay.client.chunk import Chunk, Completion, completion_of
-from kvrelay.client.liveness import Liveness
-from kvrelay.client.parameters import Parameters, check_open, request_of, seconds_of
+from kvrelay.client.connection import channel_options, check_open
+from kvrelay.client.liveness import Liveness, responds_sync
+from kvrelay.client.parameters import Parameters, seconds_of, takes_parameters
 from kvrelay.client.stream import BaseStream, Cancellable
 from kvrelay.rpc.address import DEFAULT_ROUTER
 from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
-from kvrelay.rpc.health import responds_sync
+from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
-__all__ = ["AsyncClient", "AsyncStream", "Chunk", "Client", "Completion", "Stream"]
-
 
 class _Call(Cancellable, Protocol):
-    """What a stream for threads needs of its call."""
+    """The gRPC call of a stream for threads."""
 
     def __next__(self) -> router_pb2.GenerateResponse: ...
 
@@ -43,16 +40,17 @@ class _Call(Cancellable, Protocol):
 
 
 class Stream(BaseStream[_Call], Iterator[Chunk]):
-    """An answer under way, for one thread. Closing it, or dropping it, cancels the work."""
+    """An answer as it comes, for one thread. Closing or dropping the stream cancels the work."""
 
     def __next__(self) -> Chunk:
-        """Raises a ``KvrelayError`` when the answer cannot be gone on with."""
-        if self._closed:
+        """Raises ``KvrelayError`` if the stream cannot continue."""
+        if self._cancelled:
             raise StopIteration
         try:
             message = next(self._call)
         except grpc.RpcError as error:
-            if self._closed or self._received.ended:  # by another thread, or a signal handler
+            # Cancelled meanwhile by another thread or a signal handler, or whole already.
+            if self._cancelled or self._received.ended:
                 raise StopIteration from None
             raise self._lost or from_rpc_error(error) from error
         return self._take(message)
@@ -63,8 +61,8 @@ class Stream(BaseStream[_Call], Iterator[Chunk]):
         return self._lost is None and self._call.is_active()
 
     def close(self) -> None:
-        """Cancel what is under way; without effect on an answer that has ended."""
-        self._cancel()
+        """As ``cancel``."""
+        self.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -88,53 +86,72 @@ class Client:
         self,
         address: str = DEFAULT_ROUTER,
         options: ChannelOptions | None = None,
-        **access: Unpack[Access],
+        *,
+        token: str | None = None,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        tls_name: str | None = None,
+        allow_insecure: bool = False,
     ) -> None:
-        """``token`` and ``tls_ca`` say who asks and whom to trust: see ``Access``.
+        """Connects with the first request.
 
-        Nothing is sent before the first request.
+        token: the bearer token that this client shows. It is sent in plain text to this machine
+            only, unless ``allow_insecure``.
+        tls_ca, tls_cert, tls_key: paths of PEM files: the authority to trust, this client's own
+            certificate and its key. tls_name: the name in the router's certificate if it is not its
+            address.
         """
-        chosen = secured(options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES), access)
-        self._channel = open_sync_channel(address, chosen)
+        access = SecurityOptions(
+            token=token,
+            tls_ca=tls_ca,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_name=tls_name,
+            allow_insecure=allow_insecure,
+        )
+        self._channel = open_sync_channel(address, channel_options(options, access))
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
-        self._pulse = Liveness()
-        self._left = threading.Event()
+        self._liveness = Liveness()
+        self._closed = threading.Event()
 
-    def generate(self, timeout: float | None = None, **ask: Unpack[Parameters]) -> Stream:
-        """Ask; the pieces come as they are made. ``timeout`` in seconds is for the whole answer.
+    @takes_parameters(Parameters)
+    def generate(self, parameters: Parameters) -> Stream:
+        """Generates an answer and streams its chunks as they are made.
 
-        Raises ``Rejected`` here for arguments that cannot be sent; other errors come while reading.
+        Raises ``Rejected`` here for parameters that cannot be sent, other errors while reading.
         """
-        return self._start(request_of(ask), timeout)
+        return self._start(parameters.message(), parameters.timeout)
 
-    def complete(self, timeout: float | None = None, **ask: Unpack[Parameters]) -> Completion:
-        """Ask and wait for the whole answer."""
-        with self.generate(timeout, **ask) as stream:
+    @takes_parameters(Parameters)
+    def complete(self, parameters: Parameters) -> Completion:
+        """Generates an answer and waits for the whole of it."""
+        with self._start(parameters.message(), parameters.timeout) as stream:
             return completion_of(list(stream))
 
     def resume(self, stream: Stream, timeout: float | None = None) -> Stream:
-        """Go on where ``stream`` was broken off: the same tokens follow, none twice.
+        """Continues a broken stream: the same tokens follow, none twice.
 
-        Raises ``Rejected`` for one whose answer has ended.
+        The stream may be of another client. Raises ``Rejected`` if its answer has ended.
         """
         stream.close()
         return self._start(stream.continued(), timeout)
 
     def workers(self, timeout: float = 10.0) -> tuple[router_pb2.WorkerStatus, ...]:
-        """The workers this router knows."""
+        """The workers that this router knows."""
         return tuple(self.fleet(timeout).workers)
 
     def fleet(self, timeout: float = 10.0) -> router_pb2.ListWorkersResponse:
-        """The workers and the requests that wait for them."""
-        check_open(self._left.is_set())
+        """The workers that this router knows, and its queue."""
+        check_open(self._closed.is_set())
         try:
             return self._stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=timeout)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
     def close(self) -> None:
-        """Close the connection; streams under way are cancelled."""
-        self._left.set()
+        """Close the connection; open streams are cancelled."""
+        self._closed.set()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -149,19 +166,19 @@ class Client:
         self.close()
 
     def _start(self, request: router_pb2.GenerateRequest, timeout: float | None) -> Stream:
-        check_open(self._left.is_set())
+        check_open(self._closed.is_set())
         call = self._stub.Generate(request, timeout=seconds_of(timeout))
-        stream = Stream(request, call, self._pulse)
-        if self._pulse.begin(stream):
-            watched = (self._pulse, self._channel, self._left)
-            threading.Thread(target=_watch, args=watched, name="pulse", daemon=True).start()
+        stream = Stream(request, call, self._liveness)
+        if self._liveness.begin(stream):
+            watched = (self._liveness, self._channel, self._closed)
+            threading.Thread(target=_watch, args=watched, name="liveness", daemon=True).start()
         return stream
 
 
-def _watch(pulse: Liveness, channel: grpc.Channel, left: threading.Event) -> None:
+def _watch(liveness: Liveness, channel: grpc.Channel, closed: threading.Event) -> None:
     answered = False
-    while (step := pulse.next(answered)) is not None and not left.is_set():
+    while (step := liveness.next(answered)) is not None and not closed.is_set():
         with suppress(ValueError):  # of a channel that was closed meanwhile
-            answered = step.ask and responds_sync(channel, step.seconds)
-        if not step.ask:
-            left.wait(step.seconds)
+            answered = step.probe and responds_sync(channel, step.seconds)
+        if not step.probe:
+            closed.wait(step.seconds)

@@ -1,8 +1,8 @@
-"""Whether the router still answers, as long as answers of it are under way.
+"""Whether the router still answers while streams from it are open.
 
-A router that is stopped keeps its connections: its machine confirms whatever is sent to it, and
-pings of gRPC get a minute (``kvrelay.rpc.keepalive``). So a client that has heard nothing for a
-while asks for the router's health, whatever it may say, and without an answer ends its streams.
+A stopped router keeps its connections: its kernel acknowledges what is sent to it, and gRPC's
+pings get a minute (``kvrelay.rpc.keepalive``). So a client that has heard nothing for a while asks
+for the router's health. Any response counts; without one the client ends its streams.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakSet
 
-from kvrelay.errors import Unavailable
-from kvrelay.rpc.keepalive import SLOWEST
+import grpc
+
+from kvrelay.errors import DeadlineExceeded, Unavailable
+from kvrelay.rpc.keepalive import MIN_BYTES_PER_SECOND
+from kvrelay.rpc.status import from_rpc_error
 
 QUIET_SECONDS = 5.0
 ANSWER_SECONDS = 5.0
-PROBES = 2  # in a row: in the time of one this very process may have stood still
+PROBES = 2  # in a row: during one of them this very process may have been stopped
+HEALTH = "/grpc.health.v1.Health/Check"
 
 
 class WatchedStream(Protocol):
-    """A stream: ``transit`` are bytes of its request that may not be there yet."""
+    """A stream; ``transit`` is the number of request bytes that may still be on their way."""
 
     @property
     def open(self) -> bool: ...
@@ -35,44 +39,45 @@ class WatchedStream(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LivenessStep:
-    """What to do for so many seconds at most: ask the router something, or sleep."""
+    """What to do for at most ``seconds``: probe the router if ``probe``, else sleep."""
 
     seconds: float
-    ask: bool
+    probe: bool
 
 
 class Liveness:
-    """For the streams of one client, of any thread. A stream that is dropped is forgotten."""
+    """For the streams of one client, from any thread. A stream that is dropped is forgotten."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._streams: WeakSet[WatchedStream] = WeakSet()
         self._watched = False
-        self._heard = self._asked = 0.0
+        self._heard = 0.0
+        self._probed = 0.0
         self._unanswered = 0
 
     def begin(self, stream: WatchedStream) -> bool:
-        """Another one is under way; whether somebody has to begin to do its steps."""
+        """Watch another stream. Returns whether the caller has to start carrying out the steps."""
         with self._lock:
             if not self._open():
                 self.hear()
             self._streams.add(stream)
-            begun = not self._watched
+            first = not self._watched
             self._watched = True
-            return begun
+            return first
 
     def hear(self) -> None:
-        """A message came."""
+        """The router sent something."""
         self._heard = time.monotonic()
 
     def next(self, answered: bool) -> LivenessStep | None:
-        """The next step, ``None`` when no stream is left; ``answered``: an answer came in the last.
+        """The next step, ``None`` once no stream is open; ``answered``: the last probe was.
 
-        For one thread or task, which has to do it.
+        For one thread or task, which carries the step out.
         """
         if answered:
             self.hear()
-        if self._heard > self._asked:
+        if self._heard > self._probed:
             self._unanswered = 0
         elif self._unanswered >= PROBES:
             self._give_up(time.monotonic() - self._heard)
@@ -81,10 +86,10 @@ class Liveness:
             return None
         now = time.monotonic()
         if now - self._heard < QUIET_SECONDS:
-            return LivenessStep(QUIET_SECONDS - (now - self._heard), ask=False)
-        self._asked = now
-        self._unanswered = self._unanswered + 1
-        return LivenessStep(ANSWER_SECONDS + self._transit(), ask=True)
+            return LivenessStep(QUIET_SECONDS - (now - self._heard), probe=False)
+        self._probed = now
+        self._unanswered += 1
+        return LivenessStep(ANSWER_SECONDS + self._transit(), probe=True)
 
     def _open(self) -> list[WatchedStream]:
         return [stream for stream in self._streams if stream.open]
@@ -96,11 +101,31 @@ class Liveness:
 
     def _transit(self) -> float:
         with self._lock:
-            return sum(stream.transit for stream in self._open()) / SLOWEST
+            return sum(stream.transit for stream in self._open()) / MIN_BYTES_PER_SECOND
 
     def _give_up(self, seconds: float) -> None:
         silent = f"the router was silent for {seconds:.0f} s"
         with self._lock:
             lost = self._open()
         for stream in lost:
-            stream.give_up(Unavailable(f"{silent}: resume the answer, there or at another one"))
+            stream.give_up(Unavailable(f"{silent}: resume the answer, there or at another router"))
+
+
+async def responds(channel: grpc.aio.Channel, seconds: float) -> bool:
+    """Whether the server responds to a health check within ``seconds``, be it with an error."""
+    check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH)
+    try:
+        await check(b"", timeout=seconds)
+    except grpc.RpcError as error:
+        return not isinstance(from_rpc_error(error), DeadlineExceeded)
+    return True
+
+
+def responds_sync(channel: grpc.Channel, seconds: float) -> bool:
+    """The same for code without an event loop."""
+    check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH)
+    try:
+        check(b"", timeout=seconds)
+    except grpc.RpcError as error:
+        return not isinstance(from_rpc_error(error), DeadlineExceeded)
+    return True

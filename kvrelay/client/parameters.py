@@ -1,17 +1,47 @@
-"""What can be asked, and its message. Values that no message can carry are refused here."""
+"""The parameters of a request: one list of them for every method that generates, and its message.
+
+Values that no message can carry are refused here.
+"""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
-from collections.abc import Iterable, Mapping, MutableSequence, Sequence
-from typing import TypedDict, TypeVar
+from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import update_wrapper
+from typing import Concatenate, ParamSpec, TypeVar
 
-from kvrelay.errors import Rejected, Unavailable
+from kvrelay.errors import Rejected
+from kvrelay.sampling import Sampling
 from kvrelay.v1 import router_pb2, types_pb2
 
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
 T = TypeVar("T")
 
-_SAMPLING = (
+LONGEST_SECONDS = 1e8  # the longest timeout that gRPC counts; a longer one is no limit
+INPUTS = ("prompt", "messages", "token_ids")
+HINTS: Mapping[str, str] = {
+    "stream": "generate() always streams, complete() waits for the whole answer",
+    "n": "one call makes one answer: call again with another seed",
+    "best_of": "one call makes one answer: call again with another seed",
+    "max_new_tokens": "say max_tokens, which counts output tokens only",
+    "max_completion_tokens": "say max_tokens, which counts output tokens only",
+    "max_length": "say max_tokens, which counts output tokens only",
+    "do_sample": "temperature=0 takes the likeliest token, any other temperature samples",
+    "input_ids": "say token_ids",
+    "prompt_token_ids": "say token_ids",
+    "stop_sequences": "say stop",
+    "stop_strings": "say stop",
+    "top_logprobs": "say logprobs, the number of likeliest tokens to report",
+    "system": 'a system message is the first of messages: [("system", "..."), ("user", "...")]',
+}
+
+
+SAMPLING = (
     "temperature",
     "top_k",
     "top_p",
@@ -24,61 +54,100 @@ _SAMPLING = (
     "min_tokens",
     "logprobs",
 )
-_KNOWN = {
-    *_SAMPLING,
-    "prompt",
-    "messages",
-    "token_ids",
-    "output_token_ids",
-    "max_tokens",
-    "stop",
-    "stop_token_ids",
-    "model",
-    "request_id",
-    "explain",
-    "priority",
-}
 
 
-class Parameters(TypedDict, total=False):
-    """Give one of ``prompt``, ``messages`` and ``token_ids``; what is ``None`` takes its default.
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Give one of ``prompt``, ``messages`` and ``token_ids``. ``None`` takes the default.
 
-    ``messages`` are mappings with ``role`` and ``content``, or such pairs. ``max_tokens`` counts
-    all output tokens (default 16), those in ``output_token_ids`` included, with which a stream is
-    continued. ``seed`` is drawn when absent and told with the first piece. The meaning of the rest
-    is in protos/types.proto. ``explain`` fills in ``missed`` in the usage of each leg: how many
-    blocks were not found, and why. ``priority`` (-8 to 8) orders requests of one tenant that wait.
+    timeout: seconds for the whole answer; default no limit.
+    prompt: text. messages: mappings with ``role`` and ``content``, or pairs of them, rendered by
+        the model's chat template. token_ids: a prompt that is tokenised already.
+    output_token_ids: output tokens so far, to continue an answer; ``resume`` does it by itself.
+    max_tokens: output tokens in all, those of ``output_token_ids`` included; default 16.
+    sampling: a ``Sampling``; each of the following parameters replaces a field of it.
+    temperature: 0 takes the likeliest token; default 1. top_k, top_p, min_p: sample from so many
+        tokens, from this much of the probability, from tokens at least this likely compared with
+        the likeliest; default off.
+    repetition_penalty, presence_penalty, frequency_penalty: as in vLLM; default off.
+    seed: the same seed gives the same answer; drawn if absent, and told with every chunk.
+    stop, stop_token_ids: text and tokens that end the answer. ignore_eos: the end-of-sequence token
+        does not. min_tokens: nothing ends it before that many output tokens.
+    logprobs: report the log probability of each token and of that many of the likeliest.
+    model: the model's name; ``NotFound`` if another is served. request_id: default drawn.
+    explain: fill in ``missed`` in the usage of each leg: the blocks that were not found, and why.
+    priority: -8 to 8; higher goes first among the waiting requests of one tenant.
     """
 
-    prompt: str | None
-    messages: Sequence[Mapping[str, str] | tuple[str, str]] | None
-    token_ids: Sequence[int] | None
-    output_token_ids: Sequence[int] | None
-    max_tokens: int | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    ignore_eos: bool | None
-    min_tokens: int | None
-    logprobs: int | None
-    model: str | None
-    request_id: str | None
-    explain: bool | None
-    priority: int | None
+    timeout: float | None = None
+    _: KW_ONLY
+    prompt: str | None = None
+    messages: Sequence[Mapping[str, str] | tuple[str, str]] | None = None
+    token_ids: Sequence[int] | None = None
+    output_token_ids: Sequence[int] | None = None
+    max_tokens: int | None = None
+    sampling: Sampling | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    logprobs: int | None = None
+    model: str | None = None
+    request_id: str | None = None
+    explain: bool | None = None
+    priority: int | None = None
 
+    def message(self) -> router_pb2.GenerateRequest:
+        """Raises ``Rejected`` naming the parameter that cannot be sent."""
+        request = router_pb2.GenerateRequest()
+        self._set_input(request)
+        for name in ("max_tokens", "model", "request_id", "explain", "priority"):
+            _set(request, name, getattr(self, name))
+        _extend(request.output_token_ids, "output_token_ids", self.output_token_ids)
+        self._set_sampling(request.sampling)
+        return request
 
-LONGEST_SECONDS = 1e8  # what gRPC can count; a longer wait is no limit
+    def _set_input(self, request: router_pb2.GenerateRequest) -> None:
+        given = [name for name in INPUTS if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise Rejected("prompt", f"give one of {', '.join(INPUTS)}, got {given or 'none'}")
+        if self.token_ids is not None:
+            request.token_ids.SetInParent()
+            _extend(request.token_ids.ids, "token_ids", self.token_ids)
+        elif self.messages is not None:
+            request.chat.SetInParent()
+            for index, turn in enumerate(self.messages):
+                _add_turn(request.chat, f"messages[{index}]", turn)
+        else:
+            _set(request, "prompt", self.prompt)
+
+    def _set_sampling(self, message: types_pb2.Sampling) -> None:
+        base = self.sampling
+        if base is not None and base.eos_token_ids:
+            raise Rejected("sampling.eos_token_ids", "comes from the model: leave it out")
+        for name in SAMPLING:
+            if base is not None:
+                _set(message, name, getattr(base, name))
+            _set(message, name, getattr(self, name))
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        token_ids = self.stop_token_ids
+        if base is not None:
+            stop = base.stop if stop is None else stop
+            token_ids = base.stop_token_ids if token_ids is None else token_ids
+        _extend(message.stop, "stop", stop)
+        _extend(message.stop_token_ids, "stop_token_ids", token_ids)
 
 
 def seconds_of(timeout: float | None) -> float | None:
-    """A timeout as gRPC takes it; below 0 it is over already, ``Rejected`` if it is no number."""
+    """A timeout as gRPC takes it; one below 0 has run out. ``Rejected`` if it is not a number."""
     if timeout is None or timeout > LONGEST_SECONDS:
         return None
     if math.isnan(timeout):
@@ -86,46 +155,38 @@ def seconds_of(timeout: float | None) -> float | None:
     return timeout
 
 
-def check_open(closed: bool) -> None:
-    """``Unavailable`` once a client was closed."""
-    if closed:
-        raise Unavailable("this client is closed: make another one")
+def takes_parameters(
+    known: Callable[P, Parameters],
+) -> Callable[[Callable[[S, Parameters], R]], Callable[Concatenate[S, P], R]]:
+    """Gives a method the arguments of ``known``: the class ``Parameters``, made of them.
+
+    Type checkers and ``help`` see every parameter by name. ``TypeError`` with a hint for others.
+    """
+    shown = list(inspect.signature(known, eval_str=True).parameters.values())
+    names = [one.name for one in shown]
+
+    def decorate(method: Callable[[S, Parameters], R]) -> Callable[Concatenate[S, P], R]:
+        def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            for name in kwargs.keys() - set(names):
+                raise TypeError(f"unexpected argument {name!r}: {_hint(name, names)}")
+            return method(self, known(*args, **kwargs))
+
+        update_wrapper(call, method)
+        own = inspect.signature(method, eval_str=True)
+        signature = own.replace(parameters=[*list(own.parameters.values())[:1], *shown])
+        setattr(call, "__signature__", signature)  # noqa: B010 - functions declare no such attribute
+        call.__doc__ = f"{inspect.getdoc(method)}\n\n{inspect.getdoc(known)}"
+        return call
+
+    return decorate
 
 
-def request_of(ask: Parameters) -> router_pb2.GenerateRequest:
-    """Raises ``Rejected`` naming the argument that cannot be sent."""
-    values: Mapping[str, object] = {name: v for name, v in ask.items() if v is not None}
-    for name in values.keys() - _KNOWN:
-        raise TypeError(f"unexpected argument {name!r}")
-    request = router_pb2.GenerateRequest()
-    _set_input(request, ask)
-    for name in ("max_tokens", "model", "request_id", "explain", "priority"):
-        if name in values:
-            _set(request, name, values[name])
-    for name in _SAMPLING:
-        if name in values:
-            _set(request.sampling, name, values[name])
-    _extend(request.output_token_ids, "output_token_ids", ask.get("output_token_ids"))
-    _extend(request.sampling.stop_token_ids, "stop_token_ids", ask.get("stop_token_ids"))
-    stop = ask.get("stop")
-    _extend(request.sampling.stop, "stop", [stop] if isinstance(stop, str) else stop)
-    return request
-
-
-def _set_input(request: router_pb2.GenerateRequest, ask: Parameters) -> None:
-    inputs = ("prompt", "messages", "token_ids")
-    given = [name for name in inputs if ask.get(name) is not None]
-    if len(given) != 1:
-        raise Rejected("prompt", f"give one of {', '.join(inputs)}, got {given or 'none'}")
-    if given == ["prompt"]:
-        _set(request, "prompt", ask["prompt"])
-    elif given == ["token_ids"]:
-        request.token_ids.SetInParent()
-        _extend(request.token_ids.ids, "token_ids", ask["token_ids"])
-    else:
-        request.chat.SetInParent()
-        for index, turn in enumerate(ask["messages"] or ()):
-            _add_turn(request.chat, f"messages[{index}]", turn)
+def _hint(name: str, known: Sequence[str]) -> str:
+    """What to say instead of a parameter that does not exist."""
+    if name in HINTS:
+        return HINTS[name]
+    close = difflib.get_close_matches(name, known, 1)
+    return f"did you mean {close[0]}?" if close else f"the parameters are {', '.join(known)}"
 
 
 def _add_turn(chat: router_pb2.Chat, field: str, turn: Mapping[str, str] | tuple[str, str]) -> None:
@@ -144,6 +205,8 @@ def _add_turn(chat: router_pb2.Chat, field: str, turn: Mapping[str, str] | tuple
 def _set(
     message: router_pb2.GenerateRequest | types_pb2.Sampling, field: str, value: object
 ) -> None:
+    if value is None:
+        return
     try:
         setattr(message, field, value)
     except (TypeError, ValueError) as error:
@@ -151,16 +214,15 @@ def _set(
 
 
 def _extend(target: MutableSequence[T], field: str, values: Iterable[T] | None) -> None:
-    """Raises ``Rejected`` for the first element that does not fit."""
-    for index, value in enumerate(_iterated(field, values)):
+    """``Rejected`` names the first element that cannot be sent."""
+    if values is None:
+        return
+    try:
+        elements = iter(values)
+    except TypeError as error:
+        raise Rejected(field, f"{values!r:.80} is no sequence") from error
+    for index, value in enumerate(elements):
         try:
             target.append(value)
         except (TypeError, ValueError) as error:
             raise Rejected(f"{field}[{index}]", f"{value!r:.80} cannot be sent: {error}") from error
-
-
-def _iterated(field: str, values: Iterable[T] | None) -> Iterable[T]:
-    try:
-        return () if values is None else iter(values)
-    except TypeError as error:
-        raise Rejected(field, f"{values!r:.80} is no sequence") from error

@@ -1,4 +1,4 @@
-"""An answer under way: what a stream for threads and one for asyncio have in common."""
+"""What a stream for threads and one for asyncio have in common."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.v1 import router_pb2
 
 
 class Cancellable(Protocol):
-    """What is needed of the call under it; each stream asks more of its own."""
+    """The gRPC call below a stream, as far as both kinds use it."""
 
     def cancel(self) -> object: ...
 
@@ -20,33 +20,34 @@ C = TypeVar("C", bound=Cancellable)
 
 
 class BaseStream(Generic[C]):
-    """What came of it, whether it was closed here, and whether its router was given up."""
+    """A call, what it has received, and why it ended: cancelled here, or its router is silent."""
 
-    def __init__(self, request: router_pb2.GenerateRequest, call: C, pulse: Liveness) -> None:
+    def __init__(self, request: router_pb2.GenerateRequest, call: C, liveness: Liveness) -> None:
         self._call = call
-        self._pulse = pulse
+        self._liveness = liveness
         self._received = ResumeState(request)
-        self._closed = False
+        self._cancelled = False
         self._lost: Unavailable | None = None
 
     @property
     def transit(self) -> int:
-        """Bytes of the request that may still be under way."""
+        """Bytes of the request that the router may not have received yet."""
         return self._received.unanswered
 
     def give_up(self, error: Unavailable) -> None:
-        """The router is silent."""
+        """End the stream with this error: the router is silent."""
         self._lost = error
         self._call.cancel()
 
     def continued(self) -> router_pb2.GenerateRequest:
-        """The request that goes on where this stream stopped; ``Rejected`` if it has ended."""
+        """The request that resumes this stream; ``Rejected`` if its answer has ended."""
         return self._received.continued()
 
-    def _take(self, message: router_pb2.GenerateResponse) -> Chunk:
-        self._pulse.hear()
-        return self._received.take(message)
-
-    def _cancel(self) -> None:
-        self._closed = True
+    def cancel(self) -> None:
+        """Cancel the work; without effect on an answer that has ended."""
+        self._cancelled = True
         self._call.cancel()
+
+    def _take(self, message: router_pb2.GenerateResponse) -> Chunk:
+        self._liveness.hear()
+        return self._received.take(message)

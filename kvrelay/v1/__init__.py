@@ -1,0 +1,1 @@
+"""Modules generated from protos/kvrelay/v1 by ``make protos``: the messages and services."""

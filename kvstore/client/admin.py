@@ -1,34 +1,20 @@
-"""For those who look after a store, not for those who use it: what is there, and who holds it."""
+"""The store service as operators see it: its blocks, their leases, and its events."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 
 import grpc
 
 from kvrelay.block.header import Header, decode
 from kvrelay.rpc.channel import open_sync_channel
 from kvrelay.v1 import store_pb2 as pb
+from kvstore.base import ListedBlock
 from kvstore.client.calls import PATH, mapped_errors
 
 
-@dataclass(frozen=True, slots=True)
-class ListedBlock:
-    """A block that is there: ``size`` bytes of header and payload, ``tokens`` positions."""
-
-    name: bytes
-    size: int
-    tokens: int
-    partial: bool
-    leases: int
-    tenant: str
-    memory: bool
-    disk: bool
-
-
 class StoreAdmin:
-    """A connection to the service at ``address``. Timeouts are in seconds."""
+    """A ``StoreBrowser`` of the service at ``address``, which can watch its events as well."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_sync_channel(address)
@@ -46,7 +32,7 @@ class StoreAdmin:
         )
 
     def list(self, timeout: float, prefix: bytes = b"", limit: int = 0) -> Iterator[ListedBlock]:
-        """What was there when this was asked; ``limit`` 0 is none. It comes as it is read."""
+        """The blocks at the moment of the call, received page by page while this is read."""
         request = pb.ListRequest(prefix=prefix, limit=limit)
         with mapped_errors():
             call = self._list(request, timeout=timeout)
@@ -59,7 +45,7 @@ class StoreAdmin:
     def watch(
         self, timeout: float, boot: bytes = b"", sequence: int = 0
     ) -> Generator[pb.WatchResponse, None, None]:
-        """What comes and what leaves, after what was read before; ``Mirror`` makes sense of it.
+        """Events after number ``sequence`` of the store's start ``boot``, for a ``StoreMirror``.
 
         Close it to stop. Ends with ``Exhausted`` when it is not read fast enough: watch again.
         """
@@ -71,13 +57,12 @@ class StoreAdmin:
                 call.cancel()
 
     def inspect(self, name: bytes, timeout: float, tenant: str = "") -> tuple[ListedBlock, Header]:
-        """One block and its header; ``NotFound`` if it is not there."""
         with mapped_errors():
             found = self._inspect(pb.InspectRequest(name=name, tenant=tenant), timeout=timeout)
         return _listed(found.block), decode(found.header)
 
     def close(self) -> None:
-        """End the calls under way."""
+        """Calls under way fail."""
         self._channel.close()
 
 

@@ -1,44 +1,30 @@
-"""Any store by its URL, as those see it who look after it: what is there, and one block of it."""
+"""A look into any store by its URL, for operators: its blocks, and one of them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Protocol
 from urllib.parse import urlsplit
 
-from kvrelay.block.header import Header
 from kvrelay.block.name import NAME_BYTES
 from kvrelay.errors import NotFound, Rejected
 from kvrelay.rpc.address import Address
-from kvstore.client.admin import ListedBlock, StoreAdmin
+from kvstore.base import ListedBlock, StoreBrowser
+from kvstore.client.admin import StoreAdmin
 from kvstore.client.connect import connect
 from kvstore.redis import SCHEMES as REDIS
 from kvstore.redis import settings_for
 from kvstore.redis.browser import RedisBrowser
 
 SHOWN = 12
-"""Digits of a name that tell blocks apart, as a rule."""
+"""Digits of a name that are shown: enough to tell blocks apart, as a rule."""
 
 _DIGITS = re.compile("[0-9a-fA-F]*")
 
 
-class Browser(Protocol):
-    """One store. Timeouts are in seconds."""
-
-    def list(self, timeout: float, prefix: bytes = b"", limit: int = 0) -> Iterator[ListedBlock]:
-        """Every block whose name begins with ``prefix``; ``limit`` 0 is none."""
-
-    def inspect(self, name: bytes, timeout: float, tenant: str = "") -> tuple[ListedBlock, Header]:
-        """One block and its header; ``NotFound`` if it is not there."""
-
-    def close(self) -> None:
-        """Give up the connection."""
-
-
-def browse(url: str) -> Browser:
-    """For one URL, as ``connect`` takes it."""
-    connect(url).close()  # says what is wrong with the URL
+def browse(url: str) -> StoreBrowser:
+    """A browser of the store at one URL, as ``connect`` takes it."""
+    connect(url).close()  # raises if the URL is wrong
     parts = urlsplit(url)
     if parts.scheme in ("kvrelay", "kvrelays"):
         return StoreAdmin(str(Address.parse(parts.netloc)))
@@ -48,7 +34,7 @@ def browse(url: str) -> Browser:
 
 
 def blocks_by_digits(
-    browser: Browser, digits: str, timeout: float, limit: int = 0
+    browser: StoreBrowser, digits: str, timeout: float, limit: int = 0
 ) -> Iterator[ListedBlock]:
     """The blocks whose names in hexadecimal begin with ``digits``."""
     if not _DIGITS.fullmatch(digits):
@@ -65,7 +51,7 @@ def blocks_by_digits(
                 return
 
 
-def resolve_digits(browser: Browser, digits: str, timeout: float) -> ListedBlock:
+def resolve_digits(browser: StoreBrowser, digits: str, timeout: float) -> ListedBlock:
     """The one block whose name begins with ``digits``; ``NotFound``, or ``Rejected`` if several."""
     if not digits:
         raise Rejected("name", "is empty: give the first digits of one")

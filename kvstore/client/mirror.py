@@ -1,4 +1,4 @@
-"""A store's content as somebody else knows it, kept from what ``Watch`` tells."""
+"""A copy of a store's index outside the store, kept up to date by the events of ``Watch``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class StoreMirror:
         self.blocks: dict[tuple[str, bytes], pb.BlockInfo] = {}
 
     def apply(self, message: pb.WatchResponse) -> None:
-        """Take in one message; ``Corrupt`` if something between it and the last one is missing."""
+        """Apply one message; ``Corrupt`` if messages between it and the last one are missing."""
         if message.WhichOneof("part") == "page":
             self._page(message)
             return

@@ -1,4 +1,4 @@
-"""Every block of a store read back and checked: header, name, payload. It counts as a use of it."""
+"""Reads every block of a store back and checks header, name and payload. A read counts as a use."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from kvrelay.block.header import fields_of, header_bytes
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt
-from kvstore.base import GetResult, Store, Want
+from kvstore.base import GetResult, ListedBlock, Store, Want
 from kvstore.check import check_name
-from kvstore.client.admin import ListedBlock
-from kvstore.wire.groups import size_batches
+from kvstore.wire.buffers import size_batches
 
 BATCH_BYTES = 32 << 20
 BATCH_BLOCKS = 256
@@ -19,17 +18,17 @@ BATCH_BLOCKS = 256
 
 @dataclass(frozen=True, slots=True)
 class VerifiedBlock:
-    """A block that was listed: right, ``error`` what is wrong with it, ``gone`` since then."""
+    """A listed block: correct, or ``error`` says what is wrong, or it was ``removed`` since."""
 
     listed: ListedBlock
     error: Corrupt | None = None
-    gone: bool = False
+    removed: bool = False
 
 
 def verify_blocks(
     store: Store, blocks: Iterable[ListedBlock], timeout: float
 ) -> Iterator[VerifiedBlock]:
-    """One for each block, in order; ``timeout`` is that of each call."""
+    """One result for each block, in order; ``timeout`` is that of each call to the store."""
     for batch in size_batches(blocks, BATCH_BYTES, BATCH_BLOCKS):
         yield from _read(store, batch, timeout)
 
@@ -57,9 +56,9 @@ def _check(listed: ListedBlock, want: Want, got: GetResult) -> None:
 
 
 def _absent(store: Store, listed: ListedBlock, timeout: float) -> VerifiedBlock:
-    """Not what it was listed as: it is gone, or its length is wrong."""
+    """A block that was not read: it was removed, or its length is wrong."""
     if listed.size and store.survey([listed.name], 0.0, timeout).sizes[0] is None:
-        return VerifiedBlock(listed, gone=True)
+        return VerifiedBlock(listed, removed=True)
     return VerifiedBlock(
         listed, Corrupt("length", f"{listed.tokens} tokens do not make {listed.size}")
     )

@@ -1,4 +1,4 @@
-"""What is asked of Redis rarely: figures, configuration, removal of what is wrong or of all."""
+"""Rare commands: figures and configuration of Redis servers, removal of wrong values or of all."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from kvrelay.rpc.address import Address
 from kvrelay.rpc.deadline import Deadline
 from kvstore.check import check_block
 from kvstore.claims import Claim
-from kvstore.redis.call import NO_VALUE
-from kvstore.redis.dialling import library_client
+from kvstore.redis.call import WRONG_TYPE
+from kvstore.redis.connection import library_client
 from kvstore.redis.replies import LONGEST_BULK
-from kvstore.redis.server import RedisServer, recorded
+from kvstore.redis.server import RedisServer
 from kvstore.redis.settings import RedisSettings
 from kvstore.redis.topology import Topology, slots
 from kvstore.stats import StoreCounters, StoreStats
 
 log = logging.getLogger("kvrelay.store")
 
-AT_ONCE = 1000
+SCAN_COUNT = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class ServerReport:
-    """Of one server. ``full_coverage`` is ``None`` where there is no cluster or no permission."""
+    """About one server. ``full_coverage`` is ``None`` without a cluster or without permission."""
 
     address: Address
     version: str
@@ -46,9 +46,9 @@ class ServerReport:
 
 
 def report_of(address: Address, settings: RedisSettings, deadline: Deadline) -> ServerReport:
-    """Ask one server."""
-    with library_client(address, settings, deadline) as library:
-        info: Mapping[str, object] = library.info()
+    """What one server tells."""
+    with library_client(address, settings, deadline) as client:
+        info: Mapping[str, object] = client.info()
         cluster = _number(info, "cluster_enabled") == 1
         return ServerReport(
             address,
@@ -57,21 +57,22 @@ def report_of(address: Address, settings: RedisSettings, deadline: Deadline) -> 
             maxmemory=_number(info, "maxmemory"),
             policy=str(info.get("maxmemory_policy", "unknown")),
             used=_number(info, "used_memory"),
-            keys=library.dbsize(),
+            keys=client.dbsize(),
             evicted=_number(info, "evicted_keys"),
             expired=_number(info, "expired_keys"),
             replica=info.get("role") == "slave",
             cluster=cluster,
-            full_coverage=_full_coverage(library) if cluster else None,
+            full_coverage=_full_coverage(client) if cluster else None,
         )
 
 
 def examine(settings: RedisSettings, timeout: float) -> dict[Address, ServerReport | KvrelayError]:
-    """Every server that a URL names or its cluster tells of, and what is wrong with it, if so."""
+    """The report, or the error, of every server that the URL names or the cluster tells of."""
     found: dict[Address, ServerReport | KvrelayError] = {}
     todo = list(settings.addresses)
     while todo:
-        address, deadline = todo.pop(0), Deadline.after(timeout)
+        address = todo.pop(0)
+        deadline = Deadline.after(timeout)
         try:
             found[address] = report_of(address, settings, deadline)
             owners = slots(address, settings, deadline) if settings.cluster else []
@@ -84,28 +85,29 @@ def examine(settings: RedisSettings, timeout: float) -> dict[Address, ServerRepo
 def reports_of(
     topology: Topology, settings: RedisSettings, deadline: Deadline
 ) -> list[ServerReport]:
-    """Of every server that answers; raises only if none does."""
-    found, failed = [], None
-    for node in topology.owners():
+    """The reports of the servers that answer; raises only if none does."""
+    reports = []
+    last_error = None
+    for server in topology.owners():
         try:
-            with recorded(node):
-                found.append(report_of(node.address, settings, deadline))
+            with server.breaker.recorded():
+                reports.append(report_of(server.address, settings, deadline))
         except KvrelayError as error:
-            failed = error
-    if failed is not None and not found:
-        raise failed
-    return found
+            last_error = error
+    if last_error is not None and not reports:
+        raise last_error
+    return reports
 
 
-def stats_of(found: Sequence[ServerReport], tally: StoreCounters) -> StoreStats:
-    """The servers' figures added up. Leases and reservations are nothing that Redis has."""
-    tally.evicted = sum(one.evicted for one in found)
-    tally.expired = sum(one.expired for one in found)
+def stats_of(reports: Sequence[ServerReport], tally: StoreCounters) -> StoreStats:
+    """The sums of the servers' figures. Redis has no leases and no reservations."""
+    tally.evicted = sum(one.evicted for one in reports)
+    tally.expired = sum(one.expired for one in reports)
     return StoreStats(
-        boot="".join(one.run_id for one in found).encode(),
-        budget=sum(one.maxmemory for one in found),
-        entries=sum(one.keys for one in found),
-        bytes=sum(one.used for one in found),
+        boot="".join(one.run_id for one in reports).encode(),
+        budget=sum(one.maxmemory for one in reports),
+        entries=sum(one.keys for one in reports),
+        bytes=sum(one.used for one in reports),
         reserved_bytes=0,
         leased_bytes=0,
         leases=0,
@@ -115,34 +117,36 @@ def stats_of(found: Sequence[ServerReport], tally: StoreCounters) -> StoreStats:
 
 
 def clear_all(topology: Topology, settings: RedisSettings, deadline: Deadline) -> int:
-    """Remove every block from every server that is there; how many.
+    """Remove every block from every server; how many were removed.
 
-    Keys that are called after no block are somebody else's, whatever they begin with. Raises after
-    all have been told if one of them could not do all of it.
+    Keys that are not named after a block stay, whatever they begin with. ``Unavailable`` if a
+    server did not remove all of its blocks, after every server has been asked.
     """
-    removed, failed = 0, []
-    for node in topology.owners():
+    removed = 0
+    errors = []
+    for server in topology.owners():
+        address = server.address
         try:
-            with recorded(node), library_client(node.address, settings, deadline) as library:
-                for count, refused in _removed(library, topology, settings.prefix, deadline):
+            with server.breaker.recorded(), library_client(address, settings, deadline) as client:
+                for count, refused in _removed(client, topology, settings.prefix, deadline):
                     removed += count
-                    failed += [f"{node.address}: {type(e).__name__} {e}" for e in refused]
+                    errors += [f"{address}: {type(e).__name__} {e}" for e in refused]
         except KvrelayError as error:
-            failed.append(str(error))
-    if failed:
-        raise Unavailable(f"{removed} blocks were removed, but not all: {failed[0]}")
+            errors.append(str(error))
+    if errors:
+        raise Unavailable(f"{removed} blocks were removed, but not all: {errors[0]}")
     return removed
 
 
 def _removed(
-    library: redis.Redis, topology: Topology, prefix: str, deadline: Deadline
+    client: redis.Redis, topology: Topology, prefix: str, deadline: Deadline
 ) -> Iterator[tuple[int, list[Exception]]]:
-    """How many keys went with each page of a ``SCAN``, and what those said that did not."""
+    """For each page of a ``SCAN``: how many keys were removed, and the errors of the others."""
     cursor = 0
     while True:
         deadline.check("to clear the store")
-        cursor, keys = library.scan(cursor, f"{prefix}:*", AT_ONCE)
-        with library.pipeline(transaction=False) as commands:  # a cluster takes one key at a time
+        cursor, keys = client.scan(cursor, f"{prefix}:*", SCAN_COUNT)
+        with client.pipeline(transaction=False) as commands:  # a cluster takes one key at a time
             for key in keys:
                 if topology.name(cast(bytes, key)) is not None:
                     commands.unlink(key)
@@ -156,26 +160,26 @@ def _removed(
 def remove_if_wrong(
     place: tuple[RedisServer, bytes], name: bytes, settings: RedisSettings, deadline: Deadline
 ) -> bool:
-    """Remove what lies in the place of a block and is not that block; whether there was such.
+    """Remove the value in the place of a block if it is not that block; whether it was removed.
 
-    As long as it is there, nobody can put the right one.
+    As long as it is there, the right block cannot be put.
     """
-    node, key = place
-    # That it may not be removed, for want of a permission, says nothing of the server.
-    with library_client(node.address, settings, deadline) as library:
-        error = _wrong(library, key.decode(), name)
+    server, key = place
+    # A missing permission to remove it is no failure of the server: it is not recorded.
+    with library_client(server.address, settings, deadline) as client:
+        error = _wrong(client, key.decode(), name)
         if error is not None:
-            library.unlink(key.decode())
-            log.warning("%s: block %s was removed: %s", node.address, name.hex(), error)
+            client.unlink(key.decode())
+            log.warning("%s: block %s was removed: %s", server.address, name.hex(), error)
     return error is not None
 
 
-def _wrong(library: redis.Redis, key: str, name: bytes) -> Corrupt | None:
+def _wrong(client: redis.Redis, key: str, name: bytes) -> Corrupt | None:
     try:
-        size = library.strlen(key)
-        value = library.get(key) if 0 < size <= LONGEST_BULK else b""
+        size = client.strlen(key)
+        value = client.get(key) if 0 < size <= LONGEST_BULK else b""
     except redis.ResponseError as error:
-        if not str(error).startswith(NO_VALUE):
+        if not str(error).startswith(WRONG_TYPE):
             raise
         return Corrupt("type", str(error))
     if not size or value is None:
@@ -187,9 +191,9 @@ def _wrong(library: redis.Redis, key: str, name: bytes) -> Corrupt | None:
     return None
 
 
-def _full_coverage(library: redis.Redis) -> bool | None:
+def _full_coverage(client: redis.Redis) -> bool | None:
     try:
-        found = library.config_get("cluster-require-full-coverage")
+        found = client.config_get("cluster-require-full-coverage")
     except redis.ResponseError:
         return None
     return {"yes": True, "no": False}.get(str(found.get("cluster-require-full-coverage")))

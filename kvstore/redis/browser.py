@@ -1,8 +1,9 @@
-"""What lies in Redis, for those who look after it: keys by SCAN, headers by GETRANGE."""
+"""The blocks in Redis, for operators: keys by SCAN, headers by GETRANGE."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import cast
 
 import redis
@@ -10,19 +11,19 @@ import redis
 from kvrelay.block.header import Header, decode, header_bytes, stated_count
 from kvrelay.errors import Corrupt, NotFound
 from kvrelay.rpc.deadline import Deadline
-from kvstore.client.admin import ListedBlock
-from kvstore.redis.call import NO_VALUE
-from kvstore.redis.dialling import library_client
-from kvstore.redis.server import RedisServer, recorded
+from kvstore.base import ListedBlock
+from kvstore.redis.call import WRONG_TYPE
+from kvstore.redis.connection import library_client
+from kvstore.redis.server import RedisServer
 from kvstore.redis.settings import RedisSettings
 from kvstore.redis.topology import Topology
 
-AT_ONCE = 500
+SCAN_COUNT = 500
 SHORTEST = header_bytes(0)
 
 
 class RedisBrowser:
-    """A ``Browser``. Redis tells no leases, and not whether a block is partial."""
+    """A ``StoreBrowser``. Redis has no leases, and does not know which blocks are partial."""
 
     def __init__(self, settings: RedisSettings) -> None:
         self._settings = settings
@@ -30,13 +31,14 @@ class RedisBrowser:
 
     def list(self, timeout: float, prefix: bytes = b"", limit: int = 0) -> Iterator[ListedBlock]:
         """Every block under this store's prefix, in no order."""
-        deadline, seen = Deadline.after(timeout), set[bytes]()
+        deadline = Deadline.after(timeout)
+        seen: set[bytes] = set()
         pattern = f"{self._settings.prefix}:*{prefix.hex()}*"
         self._topology.prepare(deadline)
-        for node in self._topology.owners():
-            with recorded(node), library_client(node.address, self._settings, deadline) as library:
-                for keys in _scanned(library, pattern, deadline):
-                    for listed in self._listed(library, keys, prefix):
+        for server in self._topology.owners():
+            with self._client(server, deadline) as client:
+                for keys in _scan(client, pattern, deadline):
+                    for listed in self._listed(client, keys, prefix):
                         if listed.name not in seen:
                             seen.add(listed.name)
                             yield listed
@@ -44,52 +46,61 @@ class RedisBrowser:
                                 return
 
     def inspect(self, name: bytes, timeout: float, tenant: str = "") -> tuple[ListedBlock, Header]:
-        """As the protocol says; wherever in a cluster the block lies."""
-        deadline, asked = Deadline.after(timeout), set[RedisServer]()
+        """Looks in every place of the block."""
+        deadline = Deadline.after(timeout)
+        asked: set[RedisServer] = set()
         self._topology.prepare(deadline)
-        while (place := self._topology.place(name, lambda node: node not in asked)) is not None:
-            node, key = place
-            asked.add(node)
-            with recorded(node), library_client(node.address, self._settings, deadline) as library:
-                for listed in self._listed(library, [key]):
+        while (place := self._topology.place(name, lambda server: server not in asked)) is not None:
+            server, key = place
+            asked.add(server)
+            with self._client(server, deadline) as client:
+                for listed in self._listed(client, [key]):
                     if not listed.size:
-                        raise Corrupt("type", f"what lies under {key.decode()} is no string")
-                    head = library.getrange(key.decode(), 0, header_bytes(listed.tokens) - 1)
+                        raise Corrupt("type", f"the value of {key.decode()} is no string")
+                    head = client.getrange(key.decode(), 0, header_bytes(listed.tokens) - 1)
                     return listed, decode(cast(bytes, head))
         raise NotFound(f"there is no block {name.hex()}")
 
     def close(self) -> None:
-        """Give up every connection."""
         self._topology.close()
 
-    def _listed(
-        self, library: redis.Redis, keys: Sequence[bytes], prefix: bytes = b""
-    ) -> Iterator[ListedBlock]:
-        """What lies under those of ``keys`` that are called after a block, whatever it is.
+    @contextmanager
+    def _client(self, server: RedisServer, deadline: Deadline) -> Iterator[redis.Redis]:
+        with (
+            server.breaker.recorded(),
+            library_client(server.address, self._settings, deadline) as client,
+        ):
+            yield client
 
-        What is no value at all, a list for one, is listed with 0 bytes.
+    def _listed(
+        self, client: redis.Redis, keys: Sequence[bytes], prefix: bytes = b""
+    ) -> Iterator[ListedBlock]:
+        """The values under those of ``keys`` that are named after a block.
+
+        A value that is no string, a list for example, is listed with 0 bytes.
         """
         named = [(key, name) for key in keys if (name := self._topology.name(key)) is not None]
         named = [(key, name) for key, name in named if name.startswith(prefix)]
-        with library.pipeline(transaction=False) as commands:
+        with client.pipeline(transaction=False) as commands:
             for key, _ in named:
                 commands.strlen(key)
                 commands.getrange(key, 0, SHORTEST - 1)
             answers = commands.execute(raise_on_error=False)
         for (_, name), size, head in zip(named, answers[::2], answers[1::2], strict=True):
-            if isinstance(size, redis.ResponseError) and str(size).startswith(NO_VALUE):
-                size, head = 0, b"-"
+            if isinstance(size, redis.ResponseError) and str(size).startswith(WRONG_TYPE):
+                size = 0
+                head = b"-"
             if isinstance(size, int) and isinstance(head, bytes) and head:
                 yield ListedBlock(
                     name, size, stated_count(head), False, 0, "", memory=True, disk=False
                 )
 
 
-def _scanned(library: redis.Redis, pattern: str, deadline: Deadline) -> Iterator[list[bytes]]:
+def _scan(client: redis.Redis, pattern: str, deadline: Deadline) -> Iterator[list[bytes]]:
     cursor = 0
     while True:
         deadline.check("to list the store")
-        cursor, found = library.scan(cursor, pattern, AT_ONCE)
+        cursor, found = client.scan(cursor, pattern, SCAN_COUNT)
         yield cast("list[bytes]", found)
         if not cursor:
             return

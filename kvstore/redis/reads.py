@@ -1,7 +1,7 @@
-"""Blocks on their way from the servers, in the order in which they are wanted.
+"""Blocks read from Redis servers with pipelined GETs, in the order in which they are wanted.
 
-Each server has a few megabytes of them under way, no more: its answers wait in its own memory and
-in the kernel's until their turn, and pipelines of large values that are longer become slower.
+At most a few megabytes are in flight for each server: replies wait in the server's memory and the
+kernel's until they are read, and longer pipelines of large values are slower.
 """
 
 from __future__ import annotations
@@ -9,116 +9,118 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Sequence
 
-from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
+from kvrelay.errors import DeadlineExceeded, KvrelayError
 from kvstore.base import GetResult, Want
-from kvstore.client.transports.base import header_length
-from kvstore.redis.call import NO_VALUE, ROUNDS, RedisCall, error_code, is_redirect
+from kvstore.redis.call import ROUNDS, WRONG_TYPE, RedisCall, error_code, is_redirect
 from kvstore.redis.connection import RedisConnection
 from kvstore.redis.replies import ErrorReply
 from kvstore.redis.server import RedisServer, ServerRefused
 from kvstore.wire.copying import HASH_CHUNK, receive_summed
 
 WINDOW = 8 << 20
-"""Bytes of payload asked for and not yet received, on one connection, if more than one block."""
+"""Bytes of payload in flight on one connection, if more than one block."""
 
-LOW, LOW_LARGE = WINDOW // 2, WINDOW // 4
-"""More is asked for when no more than these are to come; of blocks of 4 MiB in the middle of one. A
-server copies each answer before it sends it, and two large ones at once lie in no cache."""
+LOW = WINDOW // 2
+LOW_LARGE = WINDOW // 4
+"""More is asked for when at most so many bytes are in flight; of blocks of 4 MiB in the middle of
+one. A server copies each reply before it sends it, and two large ones at once fit in no cache."""
 
-MOST_ASKED = 512
-"""And blocks, however small they are."""
+MOST_IN_FLIGHT = 512
+"""Blocks in flight on one connection, however small they are."""
 
-AHEAD = 64
-"""Bytes read to learn the length of a large block; all others go where they belong at once."""
+LENGTH_BYTES = 64
+"""Read to learn the length of a large block; the others go into the caller's buffer at once."""
 
 LARGE = 16 << 10
 
 
 class Redirected(Exception):
-    """The server that was asked for a block is gone or has not got its slot."""
+    """The server that was asked for a block failed or does not have the block's slot."""
 
 
 class ReadPipeline:
-    """What one server is asked for in a call, and what it owes."""
+    """The GETs of one call to one server: those to be sent, and those in flight."""
 
-    def __init__(self, node: RedisServer, link: RedisConnection) -> None:
-        self.node = node
-        self._link = link
+    def __init__(self, server: RedisServer, connection: RedisConnection) -> None:
+        self.server = server
+        self._connection = connection
         self._waiting: deque[tuple[bytes, int]] = deque()
-        self._asked: deque[int] = deque()
-        self._under_way = 0
+        self._in_flight: deque[int] = deque()
+        self._bytes = 0  # of payload in flight
 
     def add(self, key: bytes, size: int) -> None:
-        """Ask for a block with ``size`` bytes of payload, in its turn."""
+        """Ask for a block with ``size`` bytes of payload after those added before."""
         self._waiting.append((key, size))
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is owed or to be asked."""
-        return not self._asked and not self._waiting
+        """Whether every block has been asked for and received."""
+        return not self._in_flight and not self._waiting
 
-    def pump(self) -> None:
-        """Ask for as much as may be under way; seldom, so that many questions go in one piece."""
-        if not self._waiting or len(self._asked) > MOST_ASKED // 2:
+    def fill(self) -> None:
+        """Send GETs until the window is full. Seldom, so that many go in one packet."""
+        if not self._waiting or len(self._in_flight) > MOST_IN_FLIGHT // 2:
             return
-        if self._under_way > (LOW_LARGE if self._waiting[0][1] > HASH_CHUNK else LOW):
+        if self._bytes > (LOW_LARGE if self._waiting[0][1] > HASH_CHUNK else LOW):
             return
         commands = []
-        while self._waiting and len(self._asked) < MOST_ASKED:
+        while self._waiting and len(self._in_flight) < MOST_IN_FLIGHT:
             key, size = self._waiting[0]
-            if self._under_way and self._under_way + size > WINDOW:
+            if self._bytes and self._bytes + size > WINDOW:
                 break
             self._waiting.popleft()
-            self._asked.append(size)
-            self._under_way += size
+            self._in_flight.append(size)
+            self._bytes += size
             commands.append(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key))
-        self._link.ask(b"".join(commands))
+        self._connection.send(b"".join(commands))
 
-    def take(self, want: Want) -> tuple[bytes | None, int | None]:
-        """Header and checksum (if computed) of the next block; its payload is in its buffer then.
+    def receive(self, want: Want) -> tuple[bytes | None, int | None]:
+        """Header and checksum (if computed) of the next block; its payload is in ``want.buffer``.
 
-        The server is asked for more before anybody looks at what came.
+        More blocks are asked for before this one is returned.
         """
-        size = self._asked.popleft()
-        header, summed = self._received(want, size)
+        size = self._in_flight.popleft()
+        header, summed = self._receive_block(want, size)
         if summed is None:
-            self._came(size)
+            self._arrived(size)
         return header, summed
 
-    def _receive(self, buffers: Sequence[memoryview]) -> None:
-        """A piece of a large block, with its header before the first."""
-        self._link.replies.begin(buffers)
-        self._came(len(buffers[-1]))
-
-    def _came(self, size: int) -> None:
-        self._under_way -= size
-        self.pump()
-
-    def _received(self, want: Want, size: int) -> tuple[bytes | None, int | None]:
-        replies = self._link.replies
+    def _receive_block(self, want: Want, size: int) -> tuple[bytes | None, int | None]:
+        replies = self._connection.replies
         try:
-            length = replies.bulk(AHEAD if size >= LARGE else LARGE)
-        except ErrorReply as refusal:
-            if error_code(refusal.line) == NO_VALUE:
+            length = replies.bulk(LENGTH_BYTES if size >= LARGE else LARGE)
+        except ErrorReply as error:
+            if error_code(error.line) == WRONG_TYPE:
                 return None, None
             raise
         if length is None:
             return None, None
-        split = header_length(length, want)
+        split = want.header_length(length)
         if split is None:
             replies.skip(length)
             return None, None
-        header, summed, owed = bytearray(split), None, len(self._asked)
+        header = bytearray(split)
+        summed = None
+        owed = len(self._in_flight)
         if size > HASH_CHUNK:
-            summed = receive_summed(self._receive, memoryview(header), want.buffer)
+            summed = receive_summed(self._receive_chunk, memoryview(header), want.buffer)
             replies.into(owed=owed)
         else:
             replies.into(memoryview(header), want.buffer, owed=owed)
         return bytes(header), summed
 
+    def _receive_chunk(self, buffers: Sequence[memoryview]) -> None:
+        """A chunk of a large block, after its header if it is the first."""
+        self._connection.replies.begin(buffers)
+        self._arrived(len(buffers[-1]))
+
+    def _arrived(self, size: int) -> None:
+        self._bytes -= size
+        self.fill()
+
 
 def read_blocks(call: RedisCall, wants: Sequence[Want]) -> Generator[GetResult, None, None]:
-    """Each want once, in order. Raises only if no server is there to be asked, or no time left."""
+    """Each want once, in order. Raises only if no server can be asked, or no time is left."""
     done = 0
     for _ in range(ROUNDS):
         arriving = _round(call, wants, done)
@@ -128,7 +130,7 @@ def read_blocks(call: RedisCall, wants: Sequence[Want]) -> Generator[GetResult, 
                 yield got
             return
         except Redirected:
-            if not call.again():
+            if not call.retry():
                 break
         finally:
             arriving.close()
@@ -138,51 +140,51 @@ def read_blocks(call: RedisCall, wants: Sequence[Want]) -> Generator[GetResult, 
 
 
 def _round(call: RedisCall, wants: Sequence[Want], first: int) -> Generator[GetResult, None, None]:
-    queues: dict[RedisServer, ReadPipeline] = {}
-    order = [_queued(call, queues, want) for want in wants[first:]]
-    if order and not queues:
-        raise call.error or Unavailable("no server of the store is to be asked now")
-    node = None
+    pipelines: dict[RedisServer, ReadPipeline] = {}
+    order = [_add(call, pipelines, want) for want in wants[first:]]
+    if order and not pipelines:
+        raise call.no_server()
+    server = None
     try:
-        for node in queues:
-            queues[node].pump()
-        for index, queue in enumerate(order, first):
-            if queue is None:
+        for server in pipelines:
+            pipelines[server].fill()
+        for index, pipeline in enumerate(order, first):
+            if pipeline is None:
                 yield GetResult(index, None)
                 continue
-            node = queue.node
-            header, summed = queue.take(wants[index])
-            if queue.empty:
-                call.done(node)
+            server = pipeline.server
+            header, summed = pipeline.receive(wants[index])
+            if pipeline.empty:
+                call.answered(server)
             yield GetResult(index, header, summed)
     except (ErrorReply, KvrelayError) as error:
-        if node is not None:
-            _blame(call, node, error)
+        if server is not None:
+            _record(call, server, error)
         raise Redirected from error
 
 
-def _blame(call: RedisCall, node: RedisServer, error: ErrorReply | KvrelayError) -> None:
+def _record(call: RedisCall, server: RedisServer, error: ErrorReply | KvrelayError) -> None:
     if isinstance(error, KvrelayError):
-        call.lost(node, error)
+        call.failed(server, error)
     elif is_redirect(error.line):
-        call.astray(node, error.line)
+        call.redirected(server, error.line)
     else:
-        call.lost(node, ServerRefused(node.address, error.line))
+        call.failed(server, ServerRefused(server.address, error.line))
 
 
-def _queued(
-    call: RedisCall, queues: dict[RedisServer, ReadPipeline], want: Want
+def _add(
+    call: RedisCall, pipelines: dict[RedisServer, ReadPipeline], want: Want
 ) -> ReadPipeline | None:
-    """The queue a want was added to; ``None`` if no server that might have it is there."""
+    """The pipeline a want was added to; ``None`` if no server of its places is usable."""
     while (place := call.place(want.name)) is not None:
-        node, key = place
-        queue = queues.get(node)
-        if queue is None:
+        server, key = place
+        pipeline = pipelines.get(server)
+        if pipeline is None:
             try:
-                queue = queues[node] = ReadPipeline(node, call.begin(node))
+                pipeline = pipelines[server] = ReadPipeline(server, call.connect(server))
             except KvrelayError as error:
-                call.lost(node, error)
+                call.failed(server, error)
                 continue
-        queue.add(key, len(want.buffer))
-        return queue
+        pipeline.add(key, len(want.buffer))
+        return pipeline
     return None

@@ -1,6 +1,6 @@
-"""The answers of a Redis server as they come from a pipe: lines, and bulk bytes into buffers.
+"""Replies of a Redis server, read from a socket: lines, and bulk bytes into given buffers.
 
-Version 2 of its protocol, and of it what our commands are answered with: no arrays.
+RESP version 2, without arrays: no command that is sent here is answered with one.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from kvrelay.block.header import MAX_COUNT, MAX_PAYLOAD, header_bytes
 from kvrelay.errors import Corrupt
 from kvstore.wire.sockets import DeadlineSocket
 
-ROOM = 64 << 10
+BUFFER_BYTES = 64 << 10
 NIL = b"$-1"
 SHORTEST = len(b"$-1\r\n")
-"""Bytes of the shortest answer to a ``GET``."""
+"""Bytes of the shortest reply to a ``GET``."""
 
 AHEAD = 4 * SHORTEST
 LONGEST_LINE = 4096
@@ -24,7 +24,7 @@ _END = b"\r\n"
 
 
 class ErrorReply(Exception):
-    """The server answered with an error, and the connection is sound."""
+    """The server answered with an error; the connection can still be used."""
 
     def __init__(self, line: bytes) -> None:
         super().__init__(line[1:].decode("utf-8", "replace"))
@@ -32,25 +32,26 @@ class ErrorReply(Exception):
 
 
 class ReplyReader:
-    """Of one connection, in the order of the commands."""
+    """Reads the replies of one connection, which come in the order of the commands."""
 
-    def __init__(self, pipe: DeadlineSocket) -> None:
-        self._pipe = pipe
-        self._room = memoryview(bytearray(ROOM))
+    def __init__(self, sock: DeadlineSocket) -> None:
+        self._sock = sock
+        self._buffer = memoryview(bytearray(BUFFER_BYTES))
         self._tail = memoryview(bytearray(len(_END)))
-        self._start = self._end = 0
+        self._start = 0
+        self._end = 0
 
     def lines(self, count: int) -> list[bytes]:
-        """The next ``count`` answers, each of one line: a status, a number, an error or nothing."""
+        """The next ``count`` replies of one line each: a status, a number, an error or nil."""
         found: list[bytes] = []
         while len(found) < count:
-            found += self._whole_lines(count - len(found), ROOM)
+            found += self._whole_lines(count - len(found), BUFFER_BYTES)
         return found
 
-    def bulk(self, most: int = ROOM) -> int | None:
-        """The length of the bulk that comes next, ``None`` if there is none; or ``ErrorReply``.
+    def bulk(self, most: int = BUFFER_BYTES) -> int | None:
+        """The length of the next bulk, ``None`` for nil; raises ``ErrorReply`` for an error.
 
-        So many bytes at most are read ahead of what belongs elsewhere.
+        At most ``most`` bytes are read ahead, which are copied to where they belong afterwards.
         """
         (line,) = self._whole_lines(1, most)
         if line == NIL:
@@ -65,14 +66,14 @@ class ReplyReader:
         return length
 
     def into(self, *buffers: memoryview, owed: int = 0) -> None:
-        """Fill ``buffers`` with a whole bulk, or with what is left of it, and pass its end.
+        """Fill ``buffers`` with a whole bulk, or with the rest of one, and read its end.
 
-        With ``owed`` more answers to come, each of some bytes at least, the beginning of the next
-        is received in the same breath: the reader sleeps once for a block and not twice.
+        With ``owed`` more replies to come, the beginning of the next one is received by the same
+        system call: the reader sleeps once for a block and not twice.
         """
         views = self._unread([*buffers, self._tail])
         ahead = min(owed * SHORTEST, AHEAD) if self._start == self._end else 0
-        self._pipe.receive_into([*views, self._room[:ahead]])
+        self._sock.receive_into([*views, self._buffer[:ahead]])
         if ahead:
             self._start = 0
             self._end = ahead
@@ -80,33 +81,34 @@ class ReplyReader:
             raise Corrupt("reply", f"a bulk ends with {bytes(self._tail)!r}")
 
     def begin(self, buffers: Sequence[memoryview]) -> None:
-        """Fill ``buffers`` with the beginning of a bulk, whose rest is still to come."""
-        self._pipe.receive_into(self._unread(buffers))
+        """Fill ``buffers`` with the beginning of a bulk; ``into`` reads the rest."""
+        self._sock.receive_into(self._unread(buffers))
 
     def skip(self, length: int) -> None:
-        """Pass a bulk that nobody wants."""
-        scratch = memoryview(bytearray(min(length, ROOM)))
-        while length > ROOM:
+        """Read a bulk and drop it."""
+        scratch = memoryview(bytearray(min(length, BUFFER_BYTES)))
+        while length > BUFFER_BYTES:
             self.begin([scratch])
-            length -= ROOM
+            length -= BUFFER_BYTES
         self.into(scratch[:length])
 
     def _unread(self, buffers: Sequence[memoryview]) -> list[memoryview]:
-        """What is left of ``buffers`` after what was read ahead was put there."""
-        views, first = [*buffers], 0
+        """Copy what was read ahead into ``buffers``; the parts of them that are not filled."""
+        views = [*buffers]
+        first = 0
         while self._start < self._end and first < len(views):
             view = views[first]
             count = min(len(view), self._end - self._start)
-            view[:count] = self._room[self._start : self._start + count]
+            view[:count] = self._buffer[self._start : self._start + count]
             self._start += count
             views[first] = view[count:]
             first += count == len(view)
         return views[first:]
 
     def _whole_lines(self, most: int, ahead: int) -> list[bytes]:
-        """Up to ``most`` lines, at least one; what has come already is taken first."""
+        """Up to ``most`` lines, at least one; only receives if the buffer holds no whole line."""
         while True:
-            data = self._room[self._start : self._end].tobytes()
+            data = self._buffer[self._start : self._end].tobytes()
             found = data.split(_END, most)
             rest = found.pop()
             if found:
@@ -114,12 +116,12 @@ class ReplyReader:
                 return found
             if len(rest) > LONGEST_LINE:
                 raise Corrupt("reply", f"a line of more than {LONGEST_LINE} bytes")
-            self._more(rest, ahead)
+            self._read_more(rest, ahead)
 
-    def _more(self, left: bytes, most: int) -> None:
-        """Read more after what is left, which moves to the front."""
+    def _read_more(self, left: bytes, most: int) -> None:
+        """Receive up to ``most`` bytes after ``left``, which moves to the front of the buffer."""
         if self._start:
-            self._room[: len(left)] = left
+            self._buffer[: len(left)] = left
             self._start = 0
             self._end = len(left)
-        self._end += self._pipe.receive_some(self._room[self._end : self._end + most])
+        self._end += self._sock.receive_some(self._buffer[self._end : self._end + most])

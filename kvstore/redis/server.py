@@ -1,33 +1,30 @@
-"""One server: its connections, and whether it is to be asked."""
+"""One Redis server: its connections and its circuit breaker."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.deadline import Deadline
-from kvstore.circuit import CircuitBreaker
-from kvstore.client.transports.connection import ConnectionPool
+from kvstore.breaker import CircuitBreaker
 from kvstore.redis.connection import RedisConnection
 from kvstore.redis.settings import RedisSettings
+from kvstore.wire.pool import ConnectionPool
 
 
 class ServerRefused(Unavailable):
-    """A server answered with an error that asking again does not mend, ``NOPERM`` for one."""
+    """A server answered with an error that a retry does not mend, ``NOPERM`` for example."""
 
     def __init__(self, address: Address, line: bytes) -> None:
         super().__init__(f"{address}: {line.lstrip(b'-')[:200].decode('utf-8', 'replace')}")
 
 
-def was_idle(link: RedisConnection | None, error: KvrelayError) -> bool:
-    """Whether ``link`` had been at rest, and may have ended long ago.
+def was_stale(connection: RedisConnection | None, error: KvrelayError) -> bool:
+    """Whether ``error`` only says that an idle connection had ended before this call.
 
-    All do when a server is started anew: that says nothing of a new connection.
+    All of them have after a restart of the server: that says nothing of a new connection.
     """
     ended = isinstance(error, Unavailable) and not isinstance(error, ServerRefused)
-    return link is not None and link.used and ended
+    return connection is not None and connection.used and ended
 
 
 class RedisServer:
@@ -35,51 +32,43 @@ class RedisServer:
 
     def __init__(self, address: Address, settings: RedisSettings) -> None:
         self.address = address
-        self.circuit = CircuitBreaker()
-        self._links: ConnectionPool[RedisConnection] = ConnectionPool(
+        self.breaker = CircuitBreaker(str(address))
+        self._pool: ConnectionPool[RedisConnection] = ConnectionPool(
             lambda deadline: RedisConnection(address, settings, deadline)
         )
 
-    def take(self, deadline: Deadline, stall: float | None) -> RedisConnection:
-        """A link for the caller alone, to be ended with ``give`` or ``failed``."""
-        link = self._links.take(deadline)
+    def acquire(self, deadline: Deadline, stall: float | None) -> RedisConnection:
+        """A connection for the caller alone: end its use with ``release``, ``discard``, ``failed``.
+
+        Its operations end by ``deadline``, and earlier when no byte moves for ``stall`` seconds.
+        """
+        connection = self._pool.acquire(deadline)
         try:
-            link.pipe.limit(deadline.remaining(), stall)
+            connection.sock.limit(deadline.remaining(), stall)
         except KvrelayError:
-            self._links.drop(link)
+            self._pool.discard(connection)
             raise
-        return link
+        return connection
 
-    def give(self, link: RedisConnection) -> None:
-        """Everything asked has been answered."""
-        link.used = True
-        self.circuit.answered()
-        self._links.give(link)
+    def release(self, connection: RedisConnection) -> None:
+        """Every command has been answered."""
+        connection.used = True
+        self.breaker.answered()
+        self._pool.release(connection)
 
-    def drop(self, link: RedisConnection) -> None:
-        """It was left in the middle, and that is not the server's fault."""
-        self._links.drop(link)
+    def discard(self, connection: RedisConnection) -> None:
+        """Answers are still to come, and that is not the server's fault."""
+        self._pool.discard(connection)
 
-    def failed(self, link: RedisConnection | None, error: KvrelayError) -> None:
-        """``link`` broke, or there was none to be had. With an old one all at rest are ended."""
-        if link is not None:
-            self._links.drop(link)
-        if was_idle(link, error):
-            self._links.clear()
+    def failed(self, connection: RedisConnection | None, error: KvrelayError) -> None:
+        """``connection`` broke, or none could be opened. Stale ones end all idle connections."""
+        if connection is not None:
+            self._pool.discard(connection)
+        if was_stale(connection, error):
+            self._pool.close_idle()
         elif isinstance(error, Unavailable | DeadlineExceeded):
-            self.circuit.failed(isinstance(error, Unavailable))
+            self.breaker.failed(error)
 
     def close(self) -> None:
         """Calls under way fail."""
-        self._links.close()
-
-
-@contextmanager
-def recorded(node: RedisServer) -> Iterator[None]:
-    """For what is asked through the library."""
-    try:
-        yield
-    except KvrelayError as error:
-        node.failed(None, error)
-        raise
-    node.circuit.answered()
+        self._pool.close()

@@ -1,16 +1,20 @@
 """``redis://`` and its kin: blocks in Redis, one value each, in the format of every store.
 
-Redis evicts and expires; it counts no leases. What a lookup finds lives on for as long as a block
-lives that is used, and a value that is read is whole, or it is absent.
+Redis evicts and expires; it has no leases. A lookup with a lease resets the expiry of what it
+finds. A value comes whole, or it is absent.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 
 from kvrelay.errors import KvrelayError
 from kvrelay.rpc.deadline import Deadline
+from kvrelay.usage import Miss
 from kvstore.base import (
     GetResult,
     Lease,
@@ -24,17 +28,18 @@ from kvstore.base import (
 from kvstore.claims import Tail
 from kvstore.redis.admin import clear_all, remove_if_wrong, reports_of, stats_of
 from kvstore.redis.call import RedisCall
-from kvstore.redis.counters import ClientCounters
 from kvstore.redis.reads import read_blocks
 from kvstore.redis.settings import RedisSettings
-from kvstore.redis.survey import RedisSurvey, survey_blocks
 from kvstore.redis.topology import Topology
 from kvstore.redis.writes import PutOperation
-from kvstore.stats import StoreStats
+from kvstore.stats import StoreCounters, StoreStats
 
 log = logging.getLogger("kvrelay.store")
 
-MEND_SECONDS = 1.0
+RECHECK_SECONDS = 1.0
+
+BOOT = b"redis"
+"""Of every lease: a lease names no places, so none is stale after a restart of a server."""
 
 
 class RedisStore:
@@ -44,7 +49,7 @@ class RedisStore:
         self.url = settings.url
         self._settings = settings
         self._topology = Topology(settings)
-        self._counting = ClientCounters()
+        self._counters = _Counters()
 
     def lookup(
         self,
@@ -54,14 +59,14 @@ class RedisStore:
         timeout: float,
         openings: Sequence[int] = (),
     ) -> LookupResult:
-        """As the protocol says. Of a block that is not there Redis cannot tell why."""
+        """Redis cannot tell why a block is absent."""
         full = len(names)
         seen = self._survey([*names, *(tail.name for tail in tails)], full, ttl, timeout)
         lead = next((i for i in range(full) if seen.sizes[i] is None), full)
         fits = [i for i, t in enumerate(tails) if t.after == lead]
         tail = next((i for i in fits if seen.sizes[full + i] is not None), None)
         found = [*range(lead), *([] if tail is None else [full + tail])]
-        self._counting.add(lookups=1, hits=len(found), misses=full - lead)
+        self._counters.add(lookups=1, hits=len(found), misses=full - lead)
         first = lead if lead < full else full + fits[0] if fits else None
         return LookupResult(
             lead,
@@ -74,15 +79,14 @@ class RedisStore:
     def survey(
         self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
     ) -> SurveyResult:
-        """As the protocol says. A partial block lives on as a full one does: both look the same."""
+        """A partial block is kept as long as a full one: they cannot be told apart by name."""
         seen = self._survey(names, len(names), ttl, timeout)
         found = [i for i, size in enumerate(seen.sizes) if size is not None]
-        self._counting.add(lookups=1, hits=len(found), misses=len(names) - len(found))
+        self._counters.add(lookups=1, hits=len(found), misses=len(names) - len(found))
         misses = tuple(None if size else seen.why(i) for i, size in enumerate(seen.sizes))
         return SurveyResult(seen.sizes, seen.lease(found), misses)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
-        """As the protocol says."""
         deadline = Deadline.after(timeout)
         served = absent = nbytes = 0
         got = None
@@ -97,17 +101,17 @@ class RedisStore:
                     yield got
         except GeneratorExit:
             if got is not None:
-                self._mend(wants[got.index].name, deadline)
+                self._recheck(wants[got.index].name, deadline)
             raise
         finally:
-            self._counting.add(served=served, absent=absent, bytes_out=nbytes)
+            self._counters.add(served=served, absent=absent, bytes_out=nbytes)
 
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
-        """As the protocol says, but that a block another writer is putting is put once more."""
+        """A block that another writer is putting is not waited for, but sent as well."""
         with self._call(timeout) as call:
             outcomes = PutOperation(call, offers, self._settings).run()
         kept = [outcome.kept for outcome in outcomes]
-        self._counting.add(
+        self._counters.add(
             stored=kept.count(PutStatus.STORED),
             existed=kept.count(PutStatus.EXISTED),
             rejected=kept.count(PutStatus.NO_ROOM),
@@ -119,42 +123,109 @@ class RedisStore:
         return outcomes
 
     def release(self, leases: Sequence[Lease], timeout: float) -> None:
-        """Nothing: a block expires some time after it was last used, and makes room before that."""
+        """Nothing: a block expires some time after its last use, or is evicted before that."""
 
     def stats(self, timeout: float) -> StoreStats:
-        """What the servers say, with whatever else they keep, and what this client did."""
+        """The servers' figures, which count other keys too, and what this client did."""
         deadline = Deadline.after(timeout)
         self._topology.prepare(deadline)
-        return stats_of(
-            reports_of(self._topology, self._settings, deadline), self._counting.tally()
-        )
+        reports = reports_of(self._topology, self._settings, deadline)
+        return stats_of(reports, self._counters.read())
 
     def clear(self, timeout: float) -> int:
-        """Remove every block with this store's prefix, also those somebody is about to read."""
+        """Remove every block with this store's prefix, also those found by a lookup with lease."""
         deadline = Deadline.after(timeout)
         self._topology.prepare(deadline)
         removed = clear_all(self._topology, self._settings, deadline)
-        self._counting.add(cleared=removed)
+        self._counters.add(cleared=removed)
         return removed
 
     def close(self) -> None:
-        """As the protocol says."""
         self._topology.close()
 
     def _call(self, timeout: float) -> RedisCall:
         return RedisCall(self._topology, Deadline.after(timeout), self._settings.cluster)
 
-    def _mend(self, name: bytes, deadline: Deadline) -> None:
-        """A reader left at this block. If what lies there is wrong it goes, and may be put anew."""
-        place = self._topology.place(name, lambda node: not node.circuit.open)
+    def _recheck(self, name: bytes, deadline: Deadline) -> None:
+        """A reader left at this block: remove the value if it is wrong. Failures are logged."""
+        place = self._topology.place(name, lambda server: not server.breaker.open)
+        if place is None:
+            return
         try:
-            if place and remove_if_wrong(
-                place, name, self._settings, deadline.earlier(MEND_SECONDS)
-            ):
-                self._counting.add(corrupt=1)
+            limit = deadline.earlier(RECHECK_SECONDS)
+            if remove_if_wrong(place, name, self._settings, limit):
+                self._counters.add(corrupt=1)
         except KvrelayError as error:
-            log.info("%s: block %s was not looked at again: %s", self.url, name.hex(), error)
+            log.info("%s: block %s was not checked again: %s", self.url, name.hex(), error)
 
-    def _survey(self, names: Sequence[bytes], full: int, ttl: float, timeout: float) -> RedisSurvey:
+    def _survey(self, names: Sequence[bytes], full: int, ttl: float, timeout: float) -> _Survey:
+        """The first ``full`` names are of full blocks. With a ``ttl`` their expiry is reset."""
+        lives = self._settings.lives(False), self._settings.lives(True)
+
+        def request(index: int, key: bytes) -> bytes:
+            named = b"$%d\r\n%b\r\n" % (len(key), key)
+            if not ttl:
+                return b"*2\r\n$6\r\nSTRLEN\r\n" + named
+            life = lives[index >= full]
+            prolonged = b"*3\r\n$7\r\nPEXPIRE\r\n%b$%d\r\n%b\r\n" % (named, len(life), life)
+            return b"*2\r\n$6\r\nSTRLEN\r\n%b%b" % (named, prolonged)
+
         with self._call(timeout) as call:
-            return survey_blocks(call, names, full, ttl, self._settings)
+            asked = time.monotonic()
+            answers = call.ask(names, request, 2 if ttl else 1)
+        held = self._settings.life, self._settings.partial_life
+        return _Survey(
+            tuple(None if answer is None else _size(answer) for answer in answers),
+            frozenset(index for index, answer in enumerate(answers) if answer is None),
+            full,
+            (asked + min(ttl, held[0]), asked + min(ttl, held[1])) if ttl else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Survey:
+    """Bytes of each block, ``None`` if it is absent; of ``silent`` ones no server said anything.
+
+    The first ``full`` of those found are kept until ``until[0]``, the others until ``until[1]``.
+    """
+
+    sizes: tuple[int | None, ...]
+    silent: frozenset[int]
+    full: int
+    until: tuple[float, float] | None
+
+    def lease(self, found: Sequence[int]) -> Lease | None:
+        """Of the blocks with these indices, which are kept so long unless they are evicted."""
+        if not found or self.until is None:
+            return None
+        return Lease(1, BOOT, min(self.until[index >= self.full] for index in found))
+
+    def why(self, index: int) -> Miss:
+        """The reason why a block is absent."""
+        return Miss.UNREACHABLE if index in self.silent else Miss.UNKNOWN
+
+
+def _size(answer: list[bytes]) -> int | None:
+    """From ``:LENGTH`` and, if its expiry was reset, ``:1``; an absent key has the length 0."""
+    length = answer[0][1:] if answer else b""
+    there = length.isdigit() and length != b"0" and answer[-1] != b":0"
+    return int(length) if there else None
+
+
+class _Counters:
+    """What this client did: Redis itself counts no blocks. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counters = StoreCounters()
+
+    def add(self, **counts: int) -> None:
+        """To the fields of ``StoreCounters``."""
+        with self._lock:
+            for name, count in counts.items():
+                setattr(self._counters, name, getattr(self._counters, name) + count)
+
+    def read(self) -> StoreCounters:
+        """A copy."""
+        with self._lock:
+            return replace(self._counters)

@@ -17,8 +17,7 @@ from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.v1 import store_pb2 as pb
 from kvstore.server.block_store import BlockStore
 from kvstore.server.session import Session
-from kvstore.wire.peer import abstract_name, address_of, is_trusted
-from kvstore.wire.sockets import DeadlineSocket
+from kvstore.wire.sockets import DeadlineSocket, abstract_name, is_trusted, unix_address
 
 log = logging.getLogger("kvrelay.store")
 
@@ -149,6 +148,6 @@ def _listen_tcp(options: ListenerOptions) -> socket.socket:
 
 def _listen_unix(name: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(address_of(name))
+    listener.bind(unix_address(name))
     listener.listen(128)
     return listener

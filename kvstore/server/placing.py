@@ -9,8 +9,8 @@ from kvrelay.errors import Rejected
 from kvstore.base import Outcome
 from kvstore.server.block_store import BlockStore
 from kvstore.server.slot import WriteSlot
+from kvstore.wire.buffers import size_batches
 from kvstore.wire.frames import BlockRow
-from kvstore.wire.groups import size_batches
 
 GROUP_BYTES, GROUP_BLOCKS = 4 << 20, 256
 """Borrowed and made visible together: the bookkeeping of one costs nearly as much as of many."""

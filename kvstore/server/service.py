@@ -33,7 +33,7 @@ from kvstore.server.responses import (
 )
 from kvstore.server.tenants import TenantScope
 from kvstore.server.watching import WatchOptions, WatchServer, WatchStream
-from kvstore.wire.buffers import cut, data_message
+from kvstore.wire.buffers import data_message, data_messages
 from kvstore.wire.messages import (
     MAX_LEASE_MS,
     MAX_NAMES,
@@ -139,7 +139,8 @@ class StoreService:
             head = pb.GetHead(boot=self._vault.boot, lengths=lengths)
             yield pb.GetResponse(head=head).SerializeToString()
             there = (block for block in found.blocks if block is not None)
-            for message in cut(self._vault.arena.view(place, size) for size, place in there):
+            views = (self._vault.arena.view(place, size) for size, place in there)
+            for message in data_messages(views):
                 self._still(found.lease)
                 yield message
         finally:

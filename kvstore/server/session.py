@@ -72,7 +72,7 @@ class Session:
         # Between requests a connection may rest, once it is known.
         life = self._vault.limits.ticket_life
         self._pipe.limit(life if self._known else STRANGER_SECONDS)
-        if not self._pipe.begun(rests=self._known):
+        if not self._pipe.wait_readable(idle=self._known):
             return False
         self._pipe.limit(life)
         request = parse_request(self._pipe.receive(REQUEST_BYTES))

@@ -1,4 +1,4 @@
-"""Blocks on the wire: many buffers cut into a few messages, and messages poured back into buffers.
+"""Blocks in gRPC messages: many buffers cut into a few messages, and messages copied into buffers.
 
 A data message is field 2 of ``PutRequest`` and ``GetResponse`` and nothing else, so it is written
 and read here by hand: the protobuf library would copy every byte twice more.
@@ -7,6 +7,7 @@ and read here by hand: the protobuf library would copy every byte twice more.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Protocol, TypeVar
 
 from kvrelay.errors import Corrupt
 
@@ -17,25 +18,27 @@ HEAD, DATA = 1, 2
 _TAGS = {0x0A: HEAD, 0x12: DATA}
 
 
-def data_message(pieces: list[memoryview]) -> bytes:
-    """One message of the bytes of ``pieces``."""
-    return b"".join((b"\x12", _varint(sum(map(len, pieces))), *pieces))
+def data_message(parts: list[memoryview]) -> bytes:
+    """One message of the bytes of ``parts``."""
+    return b"".join((b"\x12", _varint(sum(map(len, parts))), *parts))
 
 
-def cut(buffers: Iterable[memoryview], limit: int = MESSAGE_BYTES) -> Iterator[bytes]:
+def data_messages(buffers: Iterable[memoryview], limit: int = MESSAGE_BYTES) -> Iterator[bytes]:
     """The bytes of ``buffers``, one after another, as messages of at most ``limit`` bytes."""
-    pieces: list[memoryview] = []
+    parts: list[memoryview] = []
     room = limit
     for buffer in buffers:
         while len(buffer) >= room:
-            pieces.append(buffer[:room])
-            yield data_message(pieces)
-            buffer, pieces, room = buffer[room:], [], limit
+            parts.append(buffer[:room])
+            yield data_message(parts)
+            buffer = buffer[room:]
+            parts = []
+            room = limit
         if len(buffer):
-            pieces.append(buffer)
+            parts.append(buffer)
             room -= len(buffer)
-    if pieces:
-        yield data_message(pieces)
+    if parts:
+        yield data_message(parts)
 
 
 def parse(message: bytes) -> tuple[int, memoryview]:
@@ -49,9 +52,9 @@ def parse(message: bytes) -> tuple[int, memoryview]:
 
 
 class ScatterBuffers:
-    """Copies bytes that come in pieces into buffers, one after another.
+    """Copies received bytes into buffers, one after another.
 
-    ``buffers`` is advanced when its last one is full, so a generator sees each as it is complete.
+    The next of ``buffers`` is taken when the last one is full: a generator knows that it is.
     """
 
     def __init__(self, buffers: Iterator[memoryview]) -> None:
@@ -61,17 +64,17 @@ class ScatterBuffers:
 
     @property
     def full(self) -> bool:
-        """Whether every buffer is."""
+        """Whether every buffer is full."""
         return self._rest is None
 
-    def feed(self, piece: memoryview) -> None:
-        """Copy; ``Corrupt`` when more comes than there are buffers for."""
-        while len(piece):
+    def feed(self, data: memoryview) -> None:
+        """Copy ``data``; ``Corrupt`` if it does not fit into the buffers that are left."""
+        while len(data):
             if self._rest is None:
-                raise Corrupt("data", f"{len(piece)} bytes more than the head announced")
-            count = min(len(piece), len(self._rest))
-            self._rest[:count] = piece[:count]
-            piece = piece[count:]
+                raise Corrupt("data", f"{len(data)} bytes more than the head announced")
+            count = min(len(data), len(self._rest))
+            self._rest[:count] = data[:count]
+            data = data[count:]
             self._rest = self._rest[count:]
             self._advance()
 
@@ -81,7 +84,7 @@ class ScatterBuffers:
 
 
 def skip(length: int) -> Iterator[memoryview]:
-    """Buffers for ``length`` bytes that nobody wants."""
+    """Buffers for ``length`` bytes that are received and dropped."""
     scratch = memoryview(bytearray(min(length, 1 << 16)))
     while length:
         part = scratch[:length]
@@ -106,3 +109,31 @@ def _read_varint(message: bytes) -> tuple[int, int]:
         if byte < 0x80:
             return value, index + 2
     raise Corrupt("part", "its length is no number")
+
+
+class Sized(Protocol):
+    """A block, an offer or a row: ``size`` is in bytes."""
+
+    @property
+    def size(self) -> int: ...
+
+
+S = TypeVar("S", bound=Sized)
+
+
+def size_batches(items: Iterable[S], most_bytes: int, most: int) -> Iterator[list[S]]:
+    """``items`` in order, in batches of at most so many bytes and so many items.
+
+    An item that is larger than ``most_bytes`` is a batch by itself.
+    """
+    batch: list[S] = []
+    size = 0
+    for item in items:
+        if batch and (size + item.size > most_bytes or len(batch) == most):
+            yield batch
+            batch = []
+            size = 0
+        batch.append(item)
+        size += item.size
+    if batch:
+        yield batch

@@ -1,7 +1,7 @@
-"""A socket that carries whole pieces: every operation ends with all its bytes, or by its deadline.
+"""Sockets whose operations transfer every byte or end by a deadline; their errors become ours here.
 
-Blocking, with the system's own timeouts: one call for a megabyte instead of one for every packet.
-The errors of sockets become ours here.
+They block, with the system's own timeouts: one call for a megabyte instead of one for each packet.
+Also the address of the store's Unix socket, and the check of who is at its other end.
 """
 
 from __future__ import annotations
@@ -17,40 +17,41 @@ from collections.abc import Iterator, Sequence
 
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
 
-PIECES = 256
-"""Buffers handed to the system at once; it takes 1,024 at most."""
+GROUP = 256
+"""Buffers in one system call; it takes 1,024 at most."""
 
-BUFFER = 1 << 20
+SEND_BUFFER = 1 << 20
 _CLOSE_ON_EXEC = socket.MSG_CMSG_CLOEXEC if sys.platform == "linux" else 0
+_CREDENTIALS = struct.Struct("iII")
 _TIMEVAL = struct.Struct("ll")
 
 
 class DeadlineSocket:
-    """One connection, used and closed by one thread; any other may ``cut`` it."""
+    """One connection, used and closed by one thread; other threads may ``cut`` it."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._until: float | None = None
-        self._wait: float | None = None  # what the system was told
+        self._wait: float | None = None  # the timeout that the system has
         sock.settimeout(None)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         else:
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
 
     def limit(self, seconds: float | None, stall: float | None = None) -> None:
-        """All operations from now on end within so long, the last a little later; ``None``: never.
+        """Set the deadline of all operations from now on, ``seconds`` from now; ``None``: none.
 
-        An operation is begun in this time, and takes no longer than it. With ``stall`` it is over
-        earlier when not a byte moves for so many seconds.
+        An operation that begins before the deadline may end up to ``seconds`` after it. With
+        ``stall`` it ends earlier when no byte moves for so many seconds.
         """
         self._until = None if seconds is None else time.monotonic() + seconds
         if seconds is not None and seconds <= 0:
             raise DeadlineExceeded("no time is left for this connection")
         wait = seconds if stall is None or seconds is None else min(seconds, stall)
         if wait != self._wait:
-            with _mapped():
+            with _mapped_errors():
                 self._wait_at_most(wait)
             self._wait = wait
 
@@ -61,13 +62,13 @@ class DeadlineSocket:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, packed)
 
     def send(self, buffers: Sequence[bytes | memoryview]) -> None:
-        """All the bytes of ``buffers``."""
+        """Send all the bytes of ``buffers``."""
         views = [memoryview(buffer) for buffer in buffers if len(buffer)]
         first = 0
         try:
             while first < len(views):
                 self._check()
-                group = views[first : first + PIECES]
+                group = views[first : first + GROUP]
                 first += _advance(views, first, len(group), self._send_some(group))
         except OSError as error:
             raise _ours(error) from error
@@ -79,13 +80,13 @@ class DeadlineSocket:
         try:
             while first < len(views):
                 self._check()
-                group = views[first : first + PIECES]
+                group = views[first : first + GROUP]
                 first += _advance(views, first, len(group), _some(self._fill(group)))
         except OSError as error:
             raise _ours(error) from error
 
     def receive_some(self, buffer: memoryview) -> int:
-        """As much as there is, at least a byte and at most all of ``buffer``; how much."""
+        """Receive what has arrived, at least a byte and at most all of ``buffer``; how much."""
         try:
             self._check()
             return _some(self._sock.recv_into(buffer))
@@ -102,7 +103,7 @@ class DeadlineSocket:
         return self._sock.recv(count, socket.MSG_WAITALL)
 
     def receive(self, count: int) -> bytes:
-        """``count`` bytes, which the caller has found to be few."""
+        """``count`` bytes; the caller has checked that they are few."""
         data = b""
         try:
             while len(data) < count:
@@ -114,31 +115,31 @@ class DeadlineSocket:
             raise _ours(error) from error
         return data
 
-    def begun(self, rests: bool = False) -> bool:
-        """Wait for the first byte of what comes next; false when the other side has closed.
+    def wait_readable(self, idle: bool = False) -> bool:
+        """Wait for the next byte; false if the other side has closed the connection.
 
-        A connection that ``rests`` may do so for as long as it likes.
+        An ``idle`` connection may stay silent for any time.
         """
         while True:
             try:
                 return bool(self._sock.recv(1, socket.MSG_PEEK))
             except BlockingIOError as error:
-                if not rests:
+                if not idle:
                     raise _ours(error) from error
             except OSError as error:
                 raise _ours(error) from error
 
     def send_descriptor(self, data: bytes, fd: int) -> None:
-        """``data``, and with it a descriptor."""
+        """Send ``data``, and a file descriptor with it."""
         rights = array.array("i", [fd]).tobytes()
-        with _mapped():
+        with _mapped_errors():
             sent = self._sock.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
             if sent < len(data):
                 self._sock.sendall(data[sent:])
 
     def receive_descriptor(self, count: int) -> tuple[bytes, int | None]:
         """``count`` bytes and the descriptor that came with them; the caller closes it."""
-        with _mapped():
+        with _mapped_errors():
             fds = array.array("i")
             room = socket.CMSG_SPACE(fds.itemsize)
             data, ancillary, _, _ = self._sock.recvmsg(count, room, _CLOSE_ON_EXEC)
@@ -164,12 +165,12 @@ class DeadlineSocket:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection."""
         self._sock.close()
 
 
 @contextlib.contextmanager
-def _mapped() -> Iterator[None]:
+def _mapped_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -189,12 +190,34 @@ def _some(count: int) -> int:
 
 
 def _advance(views: list[memoryview], first: int, count: int, done: int) -> int:
-    """Buffers finished by ``done`` bytes; the next one is cut to what is left of it."""
+    """How many buffers ``done`` bytes complete; the next one is cut to the part that is left."""
     if done == sum(map(len, views[first : first + count])):
-        return count  # as nearly always
+        return count  # nearly always
     for index in range(count):
         if done < len(views[first + index]):
             views[first + index] = views[first + index][done:]
             return index
         done -= len(views[first + index])
     return count
+
+
+def abstract_name(boot: bytes) -> str:
+    """Name of the store's socket in the abstract namespace, without its leading zero byte.
+
+    It is no file, ends with its process, and only users of the store learn it.
+    """
+    return f"kvrelay-store-{boot.hex()}"
+
+
+def unix_address(name: str) -> str:
+    """The address of an abstract name as ``bind`` and ``connect`` take it."""
+    return "\0" + name
+
+
+def is_trusted(sock: socket.socket) -> bool:
+    """Whether the system says that the peer of a Unix socket runs as our own user or as root."""
+    if sys.platform != "linux":
+        return False
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(raw)
+    return uid in (0, os.getuid())

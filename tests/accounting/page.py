@@ -55,29 +55,29 @@ def page(run: ProofRun) -> str:
         f"{event} {sum(case['events'].get(event, 0) for case in run['states']):,}"
         for event in EVENTS
     )
-    return f"""# What `make prove` found
+    return f"""# Results of `make prove`
 
-This page is written by the run itself. Names of cases and mutations are those of
-`tests/accounting/cases.py` and `mutations.py`; [accounting.md](accounting.md) says what is checked.
+Written by the run itself. Cases: `tests/accounting/cases.py`; mutations:
+`tests/accounting/mutations.py`; [accounting](accounting.md) says what is checked.
 
 | case | states | transitions | depth | |
 |---|---|---|---|---|
 {cases}
 
 {_total(run, "states")} states, {_total(run, "transitions")} transitions. Depth is the number of \
-events; `all there are`: no state lies
-beyond it. A case that is not complete is bounded by memory and time alone: every order of so many
-events was tried, none left out, and the last column says by how much one event more would add.
+events; `all there are`: the case has
+no further states. The others were explored in every order of that many events; the last column says
+how many states the last event added.
 
-Transitions by kind, those of the fair continuations left out:
+Transitions by kind, without the fair continuations:
 {kinds}.
 
-{_verdict(run)}
+{_verdict(run)} `python -m tests.accounting.prove --only mutations` names the test that caught each.
 
-| file | mutation | caught by |
+| file | mutations | tests that fail first, most often |
 |---|---|---|
-{chr(10).join(_mutation(one) for one in run["mutations"])}
-"""
+{chr(10).join(_file(file, run) for file in sorted({one["file"] for one in run["mutations"]}))}
+{_survivors(run)}"""
 
 
 def summary(run: ProofRun) -> str:
@@ -115,9 +115,21 @@ def _growth(case: CaseRun) -> float:
     return case["news"][-1] / (case["states"] - case["news"][-1])
 
 
-def _mutation(one: MutationRun) -> str:
-    verdict = one["caught"] or f"survives: {one['survives']}"
-    return f"| {one['file']} | {one['name']} | {verdict} |"
+def _file(file: str, run: ProofRun) -> str:
+    mutations = [one for one in run["mutations"] if one["file"] == file]
+    first = Counter(one["caught"] for one in mutations if one["caught"]).most_common(SHOWN)
+    named = ", ".join(f"`{test}` {count}" for test, count in first)
+    return f"| {file} | {len(mutations)} | {named} |"
+
+
+def _survivors(run: ProofRun) -> str:
+    """A table of the mutations that no test caught, if there are any."""
+    rows = [
+        f"| {one['file']} | {one['name']} | survives: {one['survives']} |\n"
+        for one in run["mutations"]
+        if one["caught"] is None
+    ]
+    return "\n| file | mutation | why |\n|---|---|---|\n" + "".join(rows) if rows else ""
 
 
 def _total(run: ProofRun, field: str) -> str:

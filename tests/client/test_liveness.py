@@ -47,9 +47,9 @@ def drive(one: Liveness, now: list[float], answers: str) -> list[tuple[float, bo
     """Steps, each as long as it may be; ``y``, ``n`` are answers to those that ask."""
     told, answered, steps = iter(answers), False, []
     while (step := one.next(answered)) is not None:
-        steps.append((step.seconds, step.ask))
+        steps.append((step.seconds, step.probe))
         now[0] += step.seconds
-        answered = step.ask and next(told, "n") == "y"
+        answered = step.probe and next(told, "n") == "y"
     return steps
 
 
@@ -81,7 +81,7 @@ def test_what_comes_meanwhile_counts(now: list[float]) -> None:
         step = one.next(False)
         assert step is not None
         now[0] += step.seconds
-        if step.ask:
+        if step.probe:
             one.hear()  # of any stream, before the answer
             now[0] += 0.1
     assert not stream.lost

@@ -11,7 +11,7 @@ import pytest
 from kvrelay import AsyncClient, Client
 from kvrelay.client.aio import AsyncStream
 from kvrelay.client.chunk import Chunk
-from kvrelay.client.parameters import request_of, seconds_of
+from kvrelay.client.parameters import Parameters, seconds_of
 from kvrelay.errors import Rejected, Unavailable
 from tests.router.fakes import Behaviour, decode_worker, running
 
@@ -73,8 +73,8 @@ def test_timeouts() -> None:
 
 def test_arrays_and_what_is_no_sequence() -> None:
     ids = np.array([1, 2, 3])
-    assert list(request_of({"token_ids": ids}).token_ids.ids) == [1, 2, 3]  # type: ignore[typeddict-item]
+    assert list(Parameters(token_ids=ids).message().token_ids.ids) == [1, 2, 3]  # type: ignore[arg-type]
     for field in ("token_ids", "stop"):
         ask = {"prompt": "a", field: 5} if field == "stop" else {field: 5}
         with pytest.raises(Rejected, match=field):
-            request_of(ask)  # type: ignore[arg-type]
+            Parameters(**ask).message()

@@ -1,4 +1,4 @@
-"""One cell of the matrix: strike a party at a moment, and compare all that came of it."""
+"""One cell of the matrix: strike a process at a moment, and compare the outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from itertools import pairwise
 
 from kvrelay import Client
-from kvrelay.v1 import types_pb2
+from kvrelay.usage import LegUsage
 from tests.exact.idle import check_idle
 from tests.exact.oracle import Oracle
 from tests.failures.moments import BEFORE, LAST, LOADING, MIDDLE, Moment, Scene
@@ -95,7 +95,7 @@ class Cell:
         return strike
 
     def _draw(self) -> list[Asked]:
-        """Prompts whose greedy answers rounding cannot change: what is computed again, or by
+        """Prompts whose greedy answers rounding cannot change: recomputation, or
         another library, rounds differently, and one answer in some hundred has such a token."""
         while True:
             drawn = draw(
@@ -166,7 +166,7 @@ class Cell:
         return Strike(index, time.monotonic(), loads, met, tokens)
 
     def check(self, strike: Strike) -> None:
-        """Same tokens as undisturbed, every token accounted for, nothing held."""
+        """The tokens are those of an undisturbed run, all are accounted for, nothing is held."""
         asked = [stream.asked for stream in self.streams]
         again = undisturbed(self.rig.cluster.router, asked)
         for stream, expected in zip(self.streams, again, strict=True):
@@ -207,7 +207,7 @@ class Cell:
             assert tokens == self._oracle.greedy(asked.prompt, asked.max_tokens)
 
 
-def _resumed(stream: Stream) -> list[tuple[types_pb2.LegUsage, types_pb2.LegUsage]]:
+def _resumed(stream: Stream) -> list[tuple[LegUsage, LegUsage]]:
     """Legs that were lost, each with the one that went on."""
     legs = stream.usage.legs if stream.usage is not None else ()
     return [(lost, leg) for lost, leg in pairwise(legs) if lost.lost and not leg.lost]

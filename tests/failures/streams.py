@@ -1,4 +1,4 @@
-"""Streams of a client that never gives up: what it saw and when, and who went on after whom."""
+"""Streams of a client that always resumes: the tokens it received, and when."""
 
 from __future__ import annotations
 
@@ -7,16 +7,27 @@ import random
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TypedDict
 
 from kvrelay import AsyncClient
-from kvrelay.client.parameters import Parameters
 from kvrelay.errors import KvrelayError, Unavailable
-from kvrelay.v1 import types_pb2
+from kvrelay.usage import Usage
 
 PATIENCE = 100.0
 RETRY_SECONDS = 0.05
 REFUSAL = "workers died while they served this request"
 VOCAB = 256  # no special token in prompts
+
+
+class Parameters(TypedDict, total=False):
+    """Sampling of a stream."""
+
+    token_ids: tuple[int, ...]
+    max_tokens: int
+    ignore_eos: bool
+    temperature: float
+    top_p: float
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +62,12 @@ def draw(chance: random.Random, count: int, prompt: int, max_tokens: int) -> lis
 @dataclass(slots=True)
 class Stream:
     """One answer as it comes. ``broken`` counts errors after which the client resumed, ``refused``
-    those of them that said that workers die of it."""
+    those that refused a poison request."""
 
     asked: Asked
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    usage: types_pb2.Usage | None = None
+    usage: Usage | None = None
     broken: int = 0
     refused: int = 0
 
@@ -108,7 +119,7 @@ async def run_all(address: str, streams: list[Stream], may_break: bool = False) 
 
 
 def undisturbed(address: str, asked: list[Asked]) -> list[list[int]]:
-    """The same asked of a cluster that is left alone."""
+    """The tokens of an undisturbed cluster."""
     streams = [Stream(one) for one in asked]
     asyncio.run(run_all(address, streams))
     return [stream.tokens for stream in streams]

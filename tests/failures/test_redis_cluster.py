@@ -18,7 +18,7 @@ import pytest
 from kvrelay import Client
 from kvrelay.cluster.layout import ClusterConfig
 from kvrelay.cluster.supervisor import Cluster
-from kvrelay.v1 import types_pb2
+from kvrelay.usage import Usage
 from kvstore import connect
 from tests.exact.oracle import Oracle
 from tests.failures.rig import BACKOFF
@@ -109,7 +109,7 @@ class Load:
                 self.answered += 1
 
 
-def ask(client: Client, asked: Asked) -> tuple[list[int], types_pb2.Usage]:
+def ask(client: Client, asked: Asked) -> tuple[list[int], Usage]:
     """The tokens of an answer and its account."""
     tokens: list[int] = []
     usage = None

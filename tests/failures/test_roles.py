@@ -1,4 +1,4 @@
-"""A worker changes its role under load: no client sees it, and the fleet works as it is then."""
+"""A worker changes its role under load: no client sees it, and the fleet keeps working."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_decode_worker_becomes_a_prefill_worker(
     assert (info.role, info.started_as) == (PREFILL, DECODE)
     legs = [leg for s in load.done[changed:] if s.usage is not None for leg in s.usage.legs]
     mine = {leg.role for leg in legs if leg.worker_id == info.worker_id}
-    assert mine == {PREFILL}, "it prefills, and does nothing else"
+    assert mine == {"prefill"}, "it prefills, and does nothing else"
     load.check()
     check_idle(fleet.cluster)
     roles, states = _top(fleet, capsys)

@@ -15,7 +15,7 @@ from typing import Protocol
 import grpc
 
 from kvrelay.rpc.channel import ChannelOptions, open_channel
-from kvstore.wire.peer import address_of
+from kvstore.wire.sockets import unix_address
 from tests.fuzz.calls import Method, methods
 from tests.fuzz.mutate import Mutator
 
@@ -144,7 +144,7 @@ async def connect(
     if address.startswith("@"):
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         made.setblocking(False)
-        made.connect(address_of(address[1:]))
+        made.connect(unix_address(address[1:]))
         opening = asyncio.open_connection(sock=made)
     else:
         host, port = address.rsplit(":", 1)

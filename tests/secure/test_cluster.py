@@ -1,4 +1,4 @@
-"""Every door of a secured cluster, tried by whoever should not get in."""
+"""Every port of a secured cluster, called by peers that must be refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def doors(secured: Secured) -> list[str]:
 
 
 def refused(secured: Secured, address: str, options: ChannelOptions) -> grpc.StatusCode:
-    """How a call to one door ends."""
+    """How a call to one port ends."""
     with open_sync_channel(address, options) as channel:
         method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         method = channel.unary_unary("/kvrelay.v1.WorkerService/GetInfo")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvrelay import Completion
-from kvrelay.v1 import router_pb2, types_pb2
+from kvrelay.v1 import router_pb2
 from tests.secure.secured_cluster import Secured
 from tests.secured import ADMIN, ALICE, BOB
 
@@ -37,7 +37,7 @@ def test_within_a_tenant_the_hand_over_goes_through_the_store(secured: Secured) 
     answer = secured.complete(BOB, prompt(200))
     assert answer.usage is not None
     prefill, decode = answer.usage.legs
-    assert prefill.role == types_pb2.ROLE_PREFILL
+    assert prefill.role == "prefill"
     assert (prefill.saved, decode.external, decode.computed) == (100, 100, 1)
 
 

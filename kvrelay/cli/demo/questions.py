@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from kvrelay.client.client import Client
 from kvrelay.recall.facts import Document, FactQuestion, document, question
 from kvrelay.recall.prompt import prompt
-from kvrelay.rpc.roles import role_name
-from kvrelay.v1 import types_pb2
+from kvrelay.usage import Usage
 
 MAX_TOKENS = 16
 
@@ -110,12 +109,12 @@ def ask(
     )
 
 
-def hops_of(usage: types_pb2.Usage, names: Mapping[str, str]) -> Iterator[DemoLeg]:
+def hops_of(usage: Usage, names: Mapping[str, str]) -> Iterator[DemoLeg]:
     """Every leg of a request, with the names of its workers by their addresses."""
     for leg in usage.legs:
         yield DemoLeg(
             worker=names.get(leg.address, leg.address),
-            role=role_name(leg.role),
+            role=leg.role,
             length=leg.length,
             local=leg.local,
             external=leg.external,

@@ -14,7 +14,7 @@ from kvrelay.cli.store.options import StoreSelection, browsing, connected
 from kvrelay.config.reader import load, required
 from kvrelay.config.values import show_bytes
 from kvrelay.errors import KvrelayError, NotFound
-from kvstore.client.admin import ListedBlock
+from kvstore.base import ListedBlock
 from kvstore.client.browse import resolve_digits
 from kvstore.client.verify import VerifiedBlock, verify_blocks
 from kvstore.urls import public_url
@@ -111,9 +111,9 @@ def state_of(one: VerifiedBlock) -> str:
     """``right``, or what is wrong."""
     if one.error is not None:
         return str(one.error)
-    if one.gone and one.listed.tenant:
+    if one.removed and one.listed.tenant:
         return f"not read: only tenant {one.listed.tenant} may"
-    return "gone while it was looked at" if one.gone else "right"
+    return "removed while it was looked at" if one.removed else "right"
 
 
 def readers(listed: ListedBlock, header: Header) -> str:

@@ -11,7 +11,7 @@ from kvrelay.cli.screen import paint, print_err, print_out, table
 from kvrelay.cli.store.options import StoreSelection, browsing
 from kvrelay.config.reader import load, option
 from kvrelay.config.values import show_bytes
-from kvstore.client.admin import ListedBlock
+from kvstore.base import ListedBlock
 from kvstore.client.browse import SHOWN, blocks_by_digits
 from kvstore.urls import public_url
 

@@ -14,8 +14,8 @@ from kvrelay.errors import Rejected
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST
 from kvrelay.rpc.security.options import SecurityOptions
-from kvstore.base import Store
-from kvstore.client.browse import Browser, browse
+from kvstore.base import Store, StoreBrowser
+from kvstore.client.browse import browse
 from kvstore.client.connect import connect
 from kvstore.urls import public_url, split_urls, standalone_url
 
@@ -54,7 +54,7 @@ def connected(url: str) -> Iterator[Store]:
 
 
 @contextmanager
-def browsing(url: str) -> Iterator[Browser]:
+def browsing(url: str) -> Iterator[StoreBrowser]:
     """The same for those who look after it."""
     with closing(browse(standalone_url(url))) as browser:
         yield browser

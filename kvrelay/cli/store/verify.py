@@ -47,9 +47,9 @@ class VerifyProgress:
         self.blocks += 1
         if one.error is not None:
             self.wrong.append(one)
-        elif one.gone and one.listed.tenant:
+        elif one.removed and one.listed.tenant:
             self.foreign += 1
-        elif one.gone:
+        elif one.removed:
             self.gone += 1
         else:
             self.bytes += one.listed.size

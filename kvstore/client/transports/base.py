@@ -9,14 +9,14 @@ from typing import Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
-from kvrelay.block.header import MAX_COUNT, header_bytes
 from kvrelay.errors import Corrupt
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import store_pb2 as pb
 from kvstore.base import Block, GetResult, Offer, Outcome, Want
-from kvstore.client.transports.connection import ConnectionPool, StoreConnection
+from kvstore.client.transports.connection import StoreConnection
 from kvstore.client.transports.grants import PutGrant
 from kvstore.wire.messages import MAX_LEASE_MS, outcomes_of
+from kvstore.wire.pool import ConnectionPool
 
 M = TypeVar("M", bound=Message)
 
@@ -59,28 +59,22 @@ def borrowed(
     lines: ConnectionPool[StoreConnection], deadline: Deadline
 ) -> Iterator[StoreConnection]:
     """A connection for one call; it is kept only if all went well."""
-    line = lines.take(deadline)
+    line = lines.acquire(deadline)
     try:
-        line.pipe.limit(deadline.remaining())
+        line.sock.limit(deadline.remaining())
         yield line
     except BaseException:
-        lines.drop(line)
+        lines.discard(line)
         raise
     if line.sound:
-        lines.give(line)
+        lines.release(line)
     else:
-        lines.drop(line)
+        lines.discard(line)
 
 
 def lease_ms(deadline: Deadline) -> int:
     """How long blocks are to be held for a call that ends by ``deadline``."""
     return min(max(round(deadline.remaining() * 1000), 1), MAX_LEASE_MS)
-
-
-def header_length(length: int, want: Want) -> int | None:
-    """Bytes of the header of a block of ``length``; ``None`` if its payload has another length."""
-    split = length - len(want.buffer)
-    return split if header_bytes(0) <= split <= header_bytes(MAX_COUNT) else None
 
 
 def read_offer(offer: Offer) -> Block:

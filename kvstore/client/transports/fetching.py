@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from kvrelay.errors import Corrupt
 from kvrelay.v1 import store_pb2 as pb
 from kvstore.base import Want
-from kvstore.client.transports.base import header_length
 from kvstore.client.transports.connection import StoreConnection
 from kvstore.wire.buffers import skip
 from kvstore.wire.copying import HASH_CHUNK, receive_summed
@@ -91,23 +90,23 @@ def _small(
     headers: list[bytearray | None] = []
     views: list[memoryview] = []
     for index in indices:
-        split = header_length(lengths[index], wants[index])
+        split = wants[index].header_length(lengths[index])
         headers.append(None if split is None else bytearray(split))
         header = headers[-1]
         views += (
             skip(lengths[index]) if header is None else (memoryview(header), wants[index].buffer)
         )
-    line.pipe.receive_into(views)
+    line.sock.receive_into(views)
     for index, header in zip(indices, headers, strict=True):
         yield index, None if header is None else bytes(header), None
 
 
 def _large(line: StoreConnection, want: Want, length: int) -> tuple[bytes | None, int | None]:
     """One block, summed piece by piece while the next one is on its way."""
-    if (split := header_length(length, want)) is None:
+    if (split := want.header_length(length)) is None:
         for scratch in skip(length):
-            line.pipe.receive_into([scratch])
+            line.sock.receive_into([scratch])
         return None, None
     header = bytearray(split)
-    summed = receive_summed(line.pipe.receive_into, memoryview(header), want.buffer)
+    summed = receive_summed(line.sock.receive_into, memoryview(header), want.buffer)
     return bytes(header), summed

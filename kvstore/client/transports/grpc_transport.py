@@ -9,9 +9,9 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import store_pb2 as pb
 from kvstore.base import GetResult, Offer, Outcome, Want
 from kvstore.client.calls import StoreCalls, mapped_errors
-from kvstore.client.transports.base import GetProgress, header_length, parse_answer, read_offer
+from kvstore.client.transports.base import GetProgress, parse_answer, read_offer
 from kvstore.client.transports.grants import PutGrant, reserve_request
-from kvstore.wire.buffers import HEAD, ScatterBuffers, cut, parse, skip
+from kvstore.wire.buffers import HEAD, ScatterBuffers, data_messages, parse, skip
 from kvstore.wire.messages import claim_message, outcomes_of
 
 
@@ -64,7 +64,7 @@ def _messages(head: pb.PutHead, offers: Sequence[Offer]) -> Iterator[bytes]:
     So what a caller changes in its buffers after ``put`` has returned never leaves this process.
     """
     yield pb.PutRequest(head=head).SerializeToString()
-    yield from cut(buffers_of(offers))
+    yield from data_messages(buffers_of(offers))
 
 
 def buffers_of(offers: Sequence[Offer]) -> Iterator[memoryview]:
@@ -102,7 +102,7 @@ def _targets(
     wants: Sequence[Want], lengths: Sequence[int], done: list[GetResult]
 ) -> Iterator[memoryview]:
     for index, (want, length) in enumerate(zip(wants, lengths, strict=True)):
-        if (split := header_length(length, want)) is None:
+        if (split := want.header_length(length)) is None:
             yield from skip(length)
             done.append(GetResult(index, None))
             continue

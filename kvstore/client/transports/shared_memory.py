@@ -20,16 +20,16 @@ from kvstore.base import GetResult, Offer, Outcome, Want
 from kvstore.client.transports.base import (
     GetProgress,
     borrowed,
-    header_length,
     lease_ms,
     parse_answer,
 )
-from kvstore.client.transports.connection import ConnectionPool, StoreConnection, dial_unix
+from kvstore.client.transports.connection import StoreConnection, dial_unix
 from kvstore.client.transports.grants import PutGrant, reserve_request
 from kvstore.client.transports.staging import Staging, batches, first_batch
 from kvstore.server.arena import open_arena
 from kvstore.wire.copying import copy_summed
 from kvstore.wire.frames import Op, RequestFrame
+from kvstore.wire.pool import ConnectionPool
 
 
 class SharedMemoryTransport:
@@ -119,7 +119,7 @@ class SharedMemoryTransport:
 
     def _fetch(self, index: int, want: Want, length: int, offset: int) -> GetResult:
         """One block: its header's bytes, the payload goes into its buffer."""
-        if not length or (split := header_length(length, want)) is None:
+        if not length or (split := want.header_length(length)) is None:
             return GetResult(index, None)
         if offset + length > len(self._arena):
             raise Corrupt("offsets", f"{offset} + {length} is beyond the arena")

@@ -14,10 +14,11 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import store_pb2 as pb
 from kvstore.base import GetResult, Offer, Outcome, Want
 from kvstore.client.transports.base import GetProgress, borrowed, lease_ms, parse_outcomes
-from kvstore.client.transports.connection import ConnectionPool, dial_tcp
+from kvstore.client.transports.connection import dial_tcp
 from kvstore.client.transports.fetching import batches_of, receive_batch, request_batch
 from kvstore.client.transports.grants import PutGrant, abandoned_on_error, reserve_request
 from kvstore.client.transports.staging import send
+from kvstore.wire.pool import ConnectionPool
 
 RELEASE_SECONDS = 1.0
 AHEAD = 2

@@ -102,7 +102,7 @@ def send(line: StoreConnection, ticket: PutTicket, offers: Sequence[Offer], last
     )
     for offer in offers:
         block = read_offer(offer).seal()
-        line.pipe.send([block.header, block.payload])
+        line.sock.send([block.header, block.payload])
 
 
 def _place(block: Block, target: memoryview) -> None:

@@ -8,8 +8,7 @@ import pytest
 
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Rejected, Unavailable
 from kvstore import GetResult, LookupResult, Tail, Want
-from kvstore.breaker import BreakerStore
-from kvstore.circuit import FIRST_PAUSE, LONGEST_PAUSE
+from kvstore.breaker import FIRST_PAUSE, LONGEST_PAUSE, BreakerStore
 from kvstore.client.memory import MemoryStore
 
 

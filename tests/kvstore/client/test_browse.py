@@ -9,7 +9,8 @@ import pytest
 from kvrelay.block.header import decode
 from kvrelay.errors import Corrupt, NotFound, Rejected
 from kvstore import Offer, Store, connect
-from kvstore.client.browse import Browser, blocks_by_digits, browse, resolve_digits
+from kvstore.base import StoreBrowser
+from kvstore.client.browse import blocks_by_digits, browse, resolve_digits
 from kvstore.client.verify import verify_blocks
 from tests.kvstore.conftest import url_of
 from tests.kvstore.redis.redisserver import Server
@@ -31,13 +32,13 @@ def store(url: str) -> Iterator[Store]:
 
 
 @pytest.fixture
-def browser(url: str) -> Iterator[Browser]:
+def browser(url: str) -> Iterator[StoreBrowser]:
     made = browse(url)
     yield made
     made.close()
 
 
-def test_every_block_is_listed_inspected_and_verified(store: Store, browser: Browser) -> None:
+def test_every_block_is_listed_inspected_and_verified(store: Store, browser: StoreBrowser) -> None:
     assert list(browser.list(TIMEOUT)) == []
     blocks = {name_of(b): b for b in (make(100 + i, count=i) for i in range(1, 40))}
     put(store, *blocks.values())
@@ -51,12 +52,14 @@ def test_every_block_is_listed_inspected_and_verified(store: Store, browser: Bro
     assert (one.name, header) == (name, decode(block.header))
     with pytest.raises(NotFound):
         browser.inspect(bytes(32), TIMEOUT)
-    assert [(c.error, c.gone) for c in verify_blocks(store, listed, TIMEOUT)] == [
+    assert [(c.error, c.removed) for c in verify_blocks(store, listed, TIMEOUT)] == [
         (None, False)
     ] * 39
 
 
-def test_names_may_be_shortened_as_long_as_they_are_unique(store: Store, browser: Browser) -> None:
+def test_names_may_be_shortened_as_long_as_they_are_unique(
+    store: Store, browser: StoreBrowser
+) -> None:
     blocks = [make() for _ in range(40)]
     put(store, *blocks)
     names = [name_of(block).hex() for block in blocks]
@@ -78,13 +81,13 @@ def test_names_may_be_shortened_as_long_as_they_are_unique(store: Store, browser
         assert caught.value.field == "name"
 
 
-def test_what_is_gone_when_it_is_read_is_no_fault(store: Store, browser: Browser) -> None:
+def test_what_is_gone_when_it_is_read_is_no_fault(store: Store, browser: StoreBrowser) -> None:
     kept, gone = make(count=3), make(count=3)
     put(store, kept, gone)
     listed = sorted(browser.list(TIMEOUT), key=lambda one: one.name == name_of(gone))
     store.clear(TIMEOUT)
     put(store, kept)
-    assert [(c.error, c.gone) for c in verify_blocks(store, listed, TIMEOUT)] == [
+    assert [(c.error, c.removed) for c in verify_blocks(store, listed, TIMEOUT)] == [
         (None, False),
         (None, True),
     ]
@@ -92,7 +95,7 @@ def test_what_is_gone_when_it_is_read_is_no_fault(store: Store, browser: Browser
 
 @pytest.mark.parametrize("url", ["redis"], indirect=True)
 def test_what_is_no_block_in_redis_is_listed_and_wrong(
-    store: Store, browser: Browser, redis_server: Server
+    store: Store, browser: StoreBrowser, redis_server: Server
 ) -> None:
     names = [bytes([n]) * 32 for n in range(3)]
     with redis_server.client() as client:

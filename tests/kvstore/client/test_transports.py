@@ -28,13 +28,13 @@ from kvstore.client.calls import StoreCalls
 from kvstore.client.remote import RemoteStore
 from kvstore.client.transports import shared_memory, socket_transport
 from kvstore.client.transports.connection import (
-    ConnectionPool,
     StoreConnection,
     dial_tcp,
     dial_unix,
 )
 from kvstore.client.transports.selector import TRANSPORTS, TransportSelector
 from kvstore.wire.frames import ANSWER_BYTES, BlockRow, Op, RequestFrame, Status
+from kvstore.wire.pool import ConnectionPool
 from tests.failures.proxy import Faults
 from tests.failures.proxy import Proxy as SlowProxy
 from tests.kvstore.client.proxy import Fault, Proxy
@@ -394,8 +394,8 @@ def test_a_call_without_time_to_connect_blames_no_way(service_url: str) -> None:
     port = store._calls.ways(Deadline.after(TIMEOUT)).socket_port
     lines = ConnectionPool(lambda deadline: dial_tcp("127.0.0.1", port, deadline, line.boot))
     with pytest.raises(DeadlineExceeded):
-        lines.take(Deadline.after(0.0))
-    line.pipe.close()
+        lines.acquire(Deadline.after(0.0))
+    line.sock.close()
     store.close()
 
 
@@ -480,7 +480,7 @@ def test_nobody_but_the_store_writes_to_the_arena(service_url: str) -> None:
         assert mapped[:8] == b"KVRARENA"
         mapped.close()
         os.close(descriptor)
-    line.pipe.close()
+    line.sock.close()
     store.close()
 
 
@@ -508,7 +508,7 @@ def tcp_line(url: str) -> tuple[StoreConnection, RemoteStore]:
     store = RemoteStore(address_of(url), "grpc")
     ways = store._calls.ways(Deadline.after(TIMEOUT))
     line = dial_tcp("127.0.0.1", ways.socket_port, Deadline.after(TIMEOUT), ways.boot)
-    line.pipe.limit(TIMEOUT)
+    line.sock.limit(TIMEOUT)
     return line, store
 
 
@@ -529,16 +529,16 @@ def test_nothing_is_read_from_a_lane_without_a_lookup(service_url: str) -> None:
         stranger.ask(RequestFrame(Op.GET, serial, token, 0, 1))
         with pytest.raises(Corrupt, match="refused: token"):
             stranger.answer()
-        stranger.pipe.close()
+        stranger.sock.close()
         unused.close()
     line.ask(RequestFrame(Op.GET, one.lease, one.proof, 0, 1, last=True))
     assert line.answer().length == mine.size
-    assert line.pipe.receive(mine.size) == mine.header + bytes(mine.payload)
+    assert line.sock.receive(mine.size) == mine.header + bytes(mine.payload)
     assert line.body() == b""
     line.ask(RequestFrame(Op.GET, one.lease, one.proof, 0, 1))
     assert line.answer().status is Status.GONE
     store._calls.let_go(two.boot, two.lease, TIMEOUT)
-    line.pipe.close()
+    line.sock.close()
     store.close()
 
 
@@ -551,7 +551,7 @@ def test_a_bad_request_on_a_lane_is_refused_and_ends_the_connection(service_url:
         Deadline.after(TIMEOUT),
     )
     shown = RequestFrame(Op.PUT, found.ticket, found.proof, count=2, body=len(row))
-    line.pipe.close()
+    line.sock.close()
     store.close()
     local = [Op.ATTACH, Op.WINDOW, Op.LOCATE, Op.STAGE, Op.RESERVE]
     cases: list[tuple[bytes, str]] = [
@@ -566,12 +566,12 @@ def test_a_bad_request_on_a_lane_is_refused_and_ends_the_connection(service_url:
     ]
     for data, field in cases:
         line, store = tcp_line(service_url)
-        line.pipe.send([data])
+        line.sock.send([data])
         with pytest.raises(Corrupt, match=f"refused: {field}"):
             line.answer()
         with pytest.raises(Unavailable):
-            line.pipe.receive(1)
-        line.pipe.close()
+            line.sock.receive(1)
+        line.sock.close()
         store.close()
 
 
@@ -618,7 +618,7 @@ def test_a_window_is_gone_with_its_connection() -> None:
             line.ask(RequestFrame(Op.WINDOW))
             os.close(line.descriptor()[0])
             assert "kvrelay-window" in maps.read_text()
-            line.pipe.close()
+            line.sock.close()
         deadline = Deadline.after(TIMEOUT)
         while "kvrelay-window" in maps.read_text():
             assert not deadline.expired, "windows of closed connections are mapped still"

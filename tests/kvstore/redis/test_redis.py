@@ -204,19 +204,19 @@ class Sink:
     def __init__(self) -> None:
         self.asked = 0
 
-    def ask(self, commands: bytes) -> None:
+    def send(self, commands: bytes) -> None:
         self.asked += commands.count(b"GET\r\n")
 
 
 @pytest.mark.parametrize("size", [1, 1 << 10, 1 << 20, 4 << 20, 20 << 20])
 def test_only_so_much_is_asked_for_at_once(size: int) -> None:
     sink = Sink()
-    queue = ReadPipeline(RedisServer.__new__(RedisServer), sink)  # type: ignore[arg-type]
+    pipeline = ReadPipeline(RedisServer.__new__(RedisServer), sink)  # type: ignore[arg-type]
     for number in range(3000):
-        queue.add(b"%d" % number, size)
-    queue.pump()
+        pipeline.add(b"%d" % number, size)
+    pipeline.fill()
     assert sink.asked == max(1, min(512, WINDOW // size))
-    queue.pump()
+    pipeline.fill()
     assert sink.asked == max(1, min(512, WINDOW // size)), "nothing was answered since"
 
 
@@ -226,13 +226,13 @@ def test_a_lookup_is_one_round_trip_to_each_server(
     blocks = [make(10) for _ in range(300)]
     put(clustered, *blocks)
     asked: list[RedisConnection] = []
-    whole = RedisConnection.ask
+    whole = RedisConnection.send
 
-    def counted(link: RedisConnection, commands: bytes) -> None:
-        asked.append(link)
-        whole(link, commands)
+    def counted(connection: RedisConnection, commands: bytes) -> None:
+        asked.append(connection)
+        whole(connection, commands)
 
-    monkeypatch.setattr(RedisConnection, "ask", counted)
+    monkeypatch.setattr(RedisConnection, "send", counted)
     names = [name_of(block) for block in blocks]
     assert clustered.lookup(names, [], 30.0, TIMEOUT).lead == 300
     assert len(asked) == len(set(asked)) == 3
@@ -502,7 +502,7 @@ def test_slots_that_cannot_be_are_refused_before_there_is_room_for_them(
         def execute_command(self, _: str) -> object:
             return [[0, last, [b"h", 1]]]
 
-    monkeypatch.setattr(topology, "client", lambda *_: contextlib.nullcontext(Library()))
+    monkeypatch.setattr(topology, "library_client", lambda *_: contextlib.nullcontext(Library()))
     settings = settings_of(urlsplit("redis+cluster://h"), {})
     with pytest.raises(Corrupt, match="slots"):
         topology.slots(settings.addresses[0], settings, Deadline.after(TIMEOUT))

@@ -240,12 +240,12 @@ def test_a_connection_may_rest_and_a_request_may_not() -> None:
     try:
         pipe = DeadlineSocket(resting[0])
         pipe.limit(0.001)
-        thread = threading.Thread(target=lambda: found.append(pipe.begun(rests=True)))
+        thread = threading.Thread(target=lambda: found.append(pipe.wait_readable(idle=True)))
         thread.start()
         other = DeadlineSocket(stalled[0])
         other.limit(0.02)
         with pytest.raises(DeadlineExceeded):
-            other.begun()
+            other.wait_readable()
         assert thread.is_alive()
         resting[1].send(b"x")
         thread.join(TIMEOUT)

@@ -16,7 +16,7 @@ from kvrelay.block.header import decode
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt, Rejected
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.security.identity import Caller, CallerKind, Tenant, enter
+from kvrelay.rpc.security.identity import Caller, CallerKind, Tenant, set_caller
 from kvrelay.usage import Miss
 from kvrelay.v1 import store_pb2 as pb
 from kvstore import Block, PutStatus, Store, Want, connect
@@ -247,7 +247,7 @@ def test_a_tenant_has_its_own_blocks_looked_at_only() -> None:
     flip(vault, key)
 
     async def recheck(identity: Caller, name: bytes = name_of(block)) -> bool:
-        enter(identity)
+        set_caller(identity)
         return (await service.recheck(pb.RecheckRequest(name=name), None)).removed
 
     for other in (

@@ -22,7 +22,7 @@ from kvstore.client.remote import RemoteStore
 from kvstore.limits import StoreLimits
 from kvstore.server.block_store import BlockStore
 from kvstore.server.service import StoreService
-from kvstore.wire.buffers import cut
+from kvstore.wire.buffers import data_messages
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, put
 
@@ -102,8 +102,8 @@ def test_a_put_without_sense_is_refused_and_leaves_nothing(
 ) -> None:
     block = make(1000)
     claim = pb.Claim(name=name_of(block), length=block.size)
-    data = list(cut([memoryview(block.header), block.payload]))
-    half = list(cut([memoryview(block.header)]))
+    data = list(data_messages([memoryview(block.header), block.payload]))
+    half = list(data_messages([memoryview(block.header)]))
     for messages in (
         [],
         data,
@@ -129,7 +129,7 @@ def test_a_put_without_sense_is_refused_and_leaves_nothing(
 def test_a_foreign_ticket_commits_nothing(channel: grpc.Channel, store: RemoteStore) -> None:
     block = make(1000)
     claim = pb.Claim(name=name_of(block), length=block.size)
-    data = list(cut([memoryview(block.header), block.payload]))
+    data = list(data_messages([memoryview(block.header), block.payload]))
     answer = raw_put(channel, [head(claim, ticket=123_456), *data])
     assert answer.verdicts[0] == pb.VERDICT_EXPIRED
     assert store.stats(TIMEOUT).entries == 0
@@ -158,7 +158,7 @@ def test_a_writer_that_dies_gives_up_its_reservation(service_url: str, store: Re
     claim = f"pb.Claim(name=bytes.fromhex('{name_of(block).hex()}'), length={block.size})"
     script = f"""
 import grpc, os, threading
-from protos import kvstore_pb2 as pb
+from kvrelay.v1 import store_pb2 as pb
 def messages():
     yield pb.PutRequest(head=pb.PutHead(claims=[{claim}])).SerializeToString()
     yield pb.PutRequest(data=bytes(1 << 20)).SerializeToString()

@@ -27,7 +27,7 @@ from kvstore.keys import prefix_of
 from kvstore.limits import StoreLimits
 from kvstore.server.block_store import ENTRY_BYTES, BlockStore
 from kvstore.server.tenants import OPEN_SCOPE, TenantScope, TenantTable
-from kvstore.wire.buffers import cut
+from kvstore.wire.buffers import data_messages
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, present, put
 from tests.secured import ADMIN, ALICE, BOB, SERVICE, write_credentials
@@ -129,7 +129,7 @@ def channel(address: str, token: str, monkeypatch: pytest.MonkeyPatch) -> StoreA
 def raw_put(store: RemoteStore, claim: pb.Claim, block: Block, ticket: int = 0) -> int:
     """A ``Put`` made by hand; the verdict."""
     head = pb.PutRequest(head=pb.PutHead(ticket=ticket, claims=[claim])).SerializeToString()
-    messages = [head, *cut([memoryview(block.header), block.payload])]
+    messages = [head, *data_messages([memoryview(block.header), block.payload])]
     return store._calls.put(iter(messages), timeout=TIMEOUT).verdicts[0]
 
 
@@ -181,7 +181,7 @@ def test_who_looks_after_the_store_needs_another_credential(
             store.clear(TIMEOUT)
     with pytest.raises(KvrelayError, match="may not call"):
         present(connect(CAROL), block)  # she has no place in this store
-    with pytest.raises(KvrelayError, match="no token that is known"):
+    with pytest.raises(KvrelayError, match="no token that this server knows"):
         present(connect("somebody-elses-token"), block)
     looking = channel(address, ADMIN, monkeypatch)
     listed = {(one.tenant, one.name) for one in looking.list(TIMEOUT)}
