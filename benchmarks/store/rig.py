@@ -59,7 +59,9 @@ class StoreRig:
             if not line.startswith("store ready at "):
                 raise Unavailable(f"the store did not start: {line!r}")
             self.address = line.split()[3].rstrip(",")
-            self._stores = {way: RemoteStore(self.address, way) for way in TRANSPORTS}
+            self._stores = {
+                transport: RemoteStore(self.address, transport) for transport in TRANSPORTS
+            }
             self._fill()
         except BaseException:
             self._end()
@@ -88,9 +90,9 @@ class StoreRig:
         pids = self._process.pid, *self.others
         return time.process_time(), sum(time.clock_gettime(_clock_of(pid)) for pid in pids)
 
-    def store(self, way: str) -> RemoteStore:
+    def store(self, transport: str) -> RemoteStore:
         """A client of it that goes this way."""
-        return self._stores[way]
+        return self._stores[transport]
 
     def buffer(self, index: int) -> memoryview:
         """Where a block lies in the pool."""

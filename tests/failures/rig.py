@@ -174,7 +174,7 @@ def _through(
         return replace(spec, args=tuple(proxied.get(word, word) for word in spec.args))
     if spec.role not in proxies:
         return spec
-    url = f"kvrelay://{proxies[spec.role].address}?way=grpc"
+    url = f"kvrelay://{proxies[spec.role].address}?transport=grpc"
     return replace(
         spec, args=tuple(url if word == f"kvrelay://{store}" else word for word in spec.args)
     )

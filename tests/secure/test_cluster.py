@@ -193,13 +193,13 @@ def test_the_store_offers_no_lane_and_keeps_shared_memory(
     monkeypatch.setattr(policy, "_installed", mine)
     address = secured.cluster.addresses("store")[0]
     calls = StoreCalls(address)
-    ways = calls.ways(Deadline.after(SECONDS))
+    offered = calls.transports(Deadline.after(SECONDS))
     calls.close()
-    assert ways.socket_port == 0
-    assert ways.arena_bytes > 0
-    store = RemoteStore(address, "lane")
+    assert offered.socket_port == 0
+    assert offered.arena_bytes > 0
+    store = RemoteStore(address, "socket")
     try:
-        with pytest.raises(Unavailable, match="lane"):
+        with pytest.raises(Unavailable, match="socket"):
             next(iter(store.get([], SECONDS)))
     finally:
         store.close()
