@@ -102,12 +102,12 @@ $(READY): pyproject.toml
 	@set -e; \
 	want=$$(sed '/^\[tool\.ruff\]/,$$d' pyproject.toml | cksum); \
 	if [ "$$(cat $@ 2>/dev/null)" = "$$want" ] && [ -x $(BIN)/kvrelay ]; then touch $@; exit 0; fi; \
-	for python in $(PYTHON) python3 python3.13 python3.12 python3.11; do \
-		$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+	for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11; do \
+		$$python -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' \
 			2>/dev/null && break; python=; \
 	done; \
 	if [ -z "$$python" ]; then \
-		echo "kvrelay needs Python 3.11, 3.12 or 3.13; python3 here is:" \
+		echo "kvrelay needs Python 3.11, 3.12, 3.13 or 3.14; python3 here is:" \
 			"$$(python3 --version 2>&1 || true). Install one, or say PYTHON=/path/to/python." >&2; \
 		exit 1; \
 	fi; \

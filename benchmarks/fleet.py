@@ -12,10 +12,11 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.policies import PlacementPolicy
 from router.placement.affinity import Affinity
 from router.placement.placer import STORE, STORED
-from router.placement.policies import PlacementPolicy
-from router.placement.policy import DECODE, PREFILL, Candidate, LegDemand, Prefix
+from router.placement.policy import DECODE, PREFILL, LegDemand, Prefix
+from router.workers.candidate import Candidate
 
 BLOCK = 512  # tokens, as in the trace
 LONGEST = 1 << 20
@@ -122,7 +123,7 @@ class Fleet:
     def _choose(self, role: int, machines: list[Machine], asked: FleetRequest) -> tuple[int, int]:
         pool = self._shape.pool
         candidates = [m.candidate(str(i), asked.at, pool) for i, m in enumerate(machines)]
-        wish = LegDemand(
+        demand = LegDemand(
             tokens=asked.tokens,
             positions=1,
             prefix=Prefix(asked.names, BLOCK),
@@ -130,7 +131,7 @@ class Fleet:
             stored=self._believed(asked),
         )
         leading = self._known[role].leading(asked.names)
-        choice = self._policies[role].choose(wish, candidates, leading)
+        choice = self._policies[role].choose(demand, candidates, leading)
         if choice is None:
             raise ValueError("a fleet without workers")
         self._known[role].record(asked.names, choice.key, pool)

@@ -31,7 +31,7 @@ class MakeModelConfig:
 
 def main(argv: Sequence[str]) -> int:
     config = load(MakeModelConfig, argv, "kvrelay make-model", DESCRIPTION)
-    with sigint.ending():
+    with sigint.sigint_exits():
         from benchmarks.random_model import (
             make_model,  # imports torch: not before the flags are read
         )

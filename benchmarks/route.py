@@ -19,18 +19,17 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.fleet import Fleet, FleetRequest, FleetResult, FleetShape
+from benchmarks.policies import POLICIES, placement_policy
 from kvrelay.rpc.channel import ChannelOptions
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.v1.types_pb2 import ROLE_DECODE, ROLE_PREFILL, Sampling
+from kvrelay.v1.types_pb2 import ROLE_DECODE, ROLE_PREFILL
 from kvrelay.v1.worker_pb2 import Namespace, WorkerInfo, WorkerLoad
 from kvstore.trace.requests import BLOCK_TOKENS, read_trace
 from router.config import RouterConfig
-from router.generate.request import AcceptedRequest
-from router.generate.retry import Attempts
 from router.placement.affinity import Affinity
-from router.placement.placer import Placer
-from router.placement.policies import POLICIES, policy
-from router.placement.policy import PREFILL, Candidate, LegDemand, Prefix, choose
+from router.placement.placer import NextLeg, Placer
+from router.placement.policy import PREFILL, LegDemand, Prefix, choose
+from router.workers.candidate import Candidate
 from router.workers.health import READY
 from router.workers.registry import Registry
 from router.workers.worker import KnownWorker
@@ -62,7 +61,7 @@ def read(path: Path, speed: float, limit: int | None) -> Iterator[FleetRequest]:
 
 def replay(name: str, trace: Sequence[FleetRequest], shape: FleetShape) -> Result:
     """One policy over the whole trace."""
-    fleet = Fleet(shape, policy(name, SEED), policy(name, SEED + 1))
+    fleet = Fleet(shape, placement_policy(name, SEED), placement_policy(name, SEED + 1))
     served = [fleet.serve(asked) for asked in trace]
     tokens = sum(asked.tokens for asked in trace)
     work = [0] * shape.prefill
@@ -106,10 +105,10 @@ def _chains(rng: random.Random) -> list[tuple[bytes, ...]]:
 
 
 class _Ready(Registry):
-    """Workers that are what they are said to be, without anybody asking them."""
+    """Usable workers that no watcher checks."""
 
     def admit(self, number: int, rng: random.Random) -> None:
-        """One that is used, with something under way."""
+        """Add a usable worker with legs on it."""
         role = ROLE_DECODE if number % 2 else ROLE_PREFILL
         worker = KnownWorker(f"127.0.0.1:{number + 1}", role, ChannelOptions())
         worker.info = WorkerInfo(
@@ -124,38 +123,43 @@ class _Ready(Registry):
         worker.load = WorkerLoad(
             steps=1, running=rng.randrange(9), free_blocks=2048, waiting_tokens=rng.randrange(9000)
         )
-        worker.verdict = READY
+        worker.health = READY
         self._workers[role, worker.address] = worker
 
 
 async def place_seconds() -> float:
-    """Of all that the router does to place a request, half of the workers being of each role."""
+    """Seconds that the router takes to place a request; half of the workers are of each role."""
     rng = random.Random(SEED)
     config = RouterConfig(model=".", decode=("127.0.0.1:1",))
     registry = _Ready(config)
     for number in range(WORKERS):
         registry.admit(number, rng)
-    dispatcher = Placer(registry, config)
+    placer = Placer(registry, config)
     chains = _chains(rng)
-    asked = [_request(chain) for chain in rng.sample(chains, DECISIONS)]
+    legs = [_leg(chain) for chain in rng.sample(chains, DECISIONS)]
     for chain in chains:
-        await dispatcher.place(*_request(chain), 0, Attempts())
-    best = min([await _placed(dispatcher, asked) for _ in range(REPEATS)])
+        await placer.place(_leg(chain))
+    best = min([await _placed(placer, legs) for _ in range(REPEATS)])
     await registry.close()
     return best
 
 
-def _request(chain: tuple[bytes, ...]) -> tuple[AcceptedRequest, Prefix]:
-    prompt = tuple(range(len(chain) * 16 + 5))
-    deadline = Deadline.after(600.0)
-    return AcceptedRequest("r", prompt, (), 64, Sampling(), deadline), Prefix(chain, 16)
+def _leg(chain: tuple[bytes, ...]) -> NextLeg:
+    prompt = len(chain) * 16 + 5
+    return NextLeg(
+        prompt_tokens=prompt,
+        so_far=0,
+        positions=prompt + 63,
+        prefix=Prefix(chain, 16),
+        deadline=Deadline.after(600.0),
+    )
 
 
-async def _placed(dispatcher: Placer, asked: Sequence[tuple[AcceptedRequest, Prefix]]) -> float:
+async def _placed(placer: Placer, legs: Sequence[NextLeg]) -> float:
     begun = time.perf_counter()
-    for request, prefix in asked:
-        await dispatcher.place(request, prefix, 0, Attempts())
-    return (time.perf_counter() - begun) / len(asked)
+    for leg in legs:
+        await placer.place(leg)
+    return (time.perf_counter() - begun) / len(legs)
 
 
 def _decide(
@@ -163,8 +167,8 @@ def _decide(
 ) -> float:
     begun = time.perf_counter()
     for chain in asked:
-        wish = LegDemand(len(chain) * 16 + 5, 10, Prefix(chain, 16), PREFILL)
-        choice = choose(wish, candidates, known.leading(chain))
+        demand = LegDemand(len(chain) * 16 + 5, 10, Prefix(chain, 16), PREFILL)
+        choice = choose(demand, candidates, known.leading(chain))
         if choice is not None:
             known.record(chain, choice.key, 4096)
     return (time.perf_counter() - begun) / DECISIONS

@@ -7,12 +7,15 @@ import sys
 from kvrelay.process import sigint
 
 if __name__ == "__main__":
-    sigint.ends()
-    from decode_service.service import register as decode  # much: not before the line above
+    sigint.exit_on_sigint()
+    from kvrelay import installation  # no import before the line above
+
+    installation.require_service("decode_service", "worker")
+    from decode_service.service import register as decode
     from kvrelay.v1 import types_pb2
     from kvrelay.worker.main import main
     from prefill_service.service import register as prefill
 
     status = main(types_pb2.ROLE_DECODE, (decode, prefill), sys.argv[1:])
-    sigint.ends()
+    sigint.exit_on_sigint()
     sys.exit(status)

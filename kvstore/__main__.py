@@ -7,9 +7,12 @@ import sys
 from kvrelay.process import sigint
 
 if __name__ == "__main__":
-    sigint.ends()
-    from kvstore.main import main  # imports much: not before the line above
+    sigint.exit_on_sigint()
+    from kvrelay import installation  # no import before the line above
+
+    installation.require_service("kvstore", "store")
+    from kvstore.main import main
 
     status = main(sys.argv[1:])
-    sigint.ends()
+    sigint.exit_on_sigint()
     sys.exit(status)

@@ -11,8 +11,8 @@ from kvrelay.config.values import show_size
 from kvrelay.process import logs
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security import policy
-from kvrelay.rpc.server import run
-from kvrelay.rpc.server.server import Server, ServerOptions, serve_until_signal
+from kvrelay.rpc.server.run import run_service, serve_until_signal
+from kvrelay.rpc.server.server import Server, ServerOptions
 from kvstore.config import StoreConfig
 from kvstore.disk.tier import DiskOptions, DiskTier
 from kvstore.limits import StoreLimits
@@ -98,4 +98,4 @@ def main(argv: list[str]) -> int:
         StoreConfig, argv, prog="python -m kvstore", description="The store of KV blocks."
     )
     logs.setup("store", config.log_level)
-    return run.run(config, serve)
+    return run_service(config, serve)

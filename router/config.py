@@ -11,7 +11,6 @@ from kvrelay.process.logs import LEVELS
 from kvrelay.rpc.address import ROUTER_PORT
 from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.text.tokenizer import MAX_PROMPT_BYTES
-from router.placement.policies import POLICIES
 
 DISAGGREGATE = ("always", "auto", "never")
 
@@ -32,22 +31,17 @@ class RouterConfig(SecurityOptions):
         metavar="HOST:PORT",
     )
     decode: tuple[str, ...] = option(
-        (), "a decode worker, in the same way; may be repeated", metavar="HOST:PORT"
+        (), "a decode worker, likewise; may be repeated", metavar="HOST:PORT"
     )
     workers_file: str | None = option(
         None, "JSON or TOML with lists `prefill` and `decode`, read again when it changes"
     )
     dns_interval: float = option(5.0, "seconds between two look-ups of a name", low=0.1)
-    announce: bool = option(False, "take workers that announce themselves with their --router")
+    announce: bool = option(False, "list workers that announce themselves with their --router")
     max_workers: int = option(512, "workers listed at once; more are left out", low=1)
-    policy: str = option(
-        "affinity",
-        "how a worker is chosen; all but the default are for comparison",
-        choices=POLICIES,
-    )
     disaggregate: str = option(
         "auto",
-        "send prompts to prefill workers: all, none, or those worth the hand-over",
+        "send prompts to prefill workers: all, none, or those worth the handoff",
         choices=DISAGGREGATE,
     )
     health_interval: float = option(
@@ -56,38 +50,40 @@ class RouterConfig(SecurityOptions):
     health_timeout: float = option(
         0.35, "seconds of silence that make a worker suspect; 0.15 for fast detection", low=0.01
     )
-    gone_after: float = option(10.0, "seconds of silence that make a worker gone", low=0.01)
-    worker_wait: float = option(5.0, "to wait for a worker when there is none", low=0.0)
+    unreachable_after: float = option(
+        10.0, "seconds of silence that make a worker unreachable", low=0.01
+    )
+    worker_wait: float = option(5.0, "to wait for a worker if none is usable", low=0.0)
     resume_wait: float = option(
-        30.0, "the same for an answer that was begun: better late than broken off", low=0.0
+        30.0, "the same for a request whose client has tokens already", low=0.0
     )
     handoff_wait: float = option(
         1.0, "from the first token to the handoff; then decoding begins without it", low=0.0
     )
-    default_timeout: float = option(600.0, "of a request that names none", low=0.001)
-    max_timeout: float = option(3600.0, "that a request may take at most", low=0.001)
+    default_timeout: float = option(600.0, "of a request without a deadline", low=0.001)
+    max_timeout: float = option(3600.0, "the most that a request may take", low=0.001)
     queue_tokens: int = option(
-        262_144, "of requests that wait for their turn; more are told to retry", low=1
+        262_144, "of the requests that wait for a slot; more are refused", low=1
     )
     queue_seconds: float = option(
-        120.0, "that a request may wait, estimated by how fast the queue drains", low=0.0
+        120.0, "that a request may wait, estimated from the rate at which the queue drains", low=0.0
     )
     max_requests: int = option(
-        1024, "requests at once, three quarters of them under way; more are told to retry", low=1
+        1024, "requests at once, three quarters of them running; more are refused", low=1
     )
     max_failures: int = option(8, "legs of one request that may fail", low=0)
     max_deaths: int = option(
         2, "workers that may die of one request; it is refused at the last of them", low=1
     )
     poison_seconds: float = option(
-        60.0, "that such a request is refused, asked again, before it is tried anew", low=0.0
+        60.0, "for which such a request is refused before it is tried again", low=0.0
     )
     migration_rate: float = option(
-        100.0, "legs a second that may go on elsewhere after a loss; more wait", low=0.1
+        100.0, "legs a second that may continue on other workers after a loss; more wait", low=0.1
     )
     migration_burst: int = option(256, "such legs at once", low=1)
     stuck_after: float = option(
-        30.0, "seconds after which an answer ends of which its client reads nothing", low=0.1
+        30.0, "seconds after which a stream ends if its client reads nothing", low=0.1
     )
     max_prompt: int = option(MAX_PROMPT_BYTES, "size of a prompt", unit="bytes", low=1)
     max_message: int = option(32 << 20, "size of a message", unit="bytes", low=1 << 16)
@@ -95,9 +91,9 @@ class RouterConfig(SecurityOptions):
         None, "port for Prometheus; default: no metrics", low=1, high=65535
     )
     metrics_host: str = option(
-        "127.0.0.1", "address of it: plain HTTP, for whoever reaches it", metavar="HOST"
+        "127.0.0.1", "its address: plain HTTP without authentication", metavar="HOST"
     )
-    grace: float = option(10.0, "that requests under way get at SIGTERM", low=0.0)
+    grace: float = option(10.0, "that running requests get at SIGTERM", low=0.0)
     log_level: str = option("info", "how much to log", choices=LEVELS)
 
     def __post_init__(self) -> None:

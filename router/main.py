@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from kvrelay.config.reader import load
 from kvrelay.process import logs
-from kvrelay.rpc.server import exposition, run
-from kvrelay.rpc.server.server import CALLS, PARTS, Server, ServerOptions, serve_until_signal
+from kvrelay.rpc.server import exposition
+from kvrelay.rpc.server.run import run_service, serve_until_signal
+from kvrelay.rpc.server.server import CALL_SHARES, MAX_CALLS, Server, ServerOptions
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2_grpc
 from router.config import RouterConfig
@@ -20,7 +21,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the router; the exit status."""
     config = load(RouterConfig, argv, "python -m router", "The router of kvrelay.")
     logs.setup("router", config.log_level)
-    return run.run(config, serve)
+    return run_service(config, serve)
 
 
 async def serve(config: RouterConfig) -> int:
@@ -49,7 +50,7 @@ def make_server(config: RouterConfig, service: RouterService) -> Server:
         f"{config.host}:{config.port}",
         max_message_bytes=config.max_message,
         stuck_seconds=config.stuck_after,  # before a worker, whose stream then stands too
-        max_calls=max(CALLS, PARTS * config.max_requests),  # each tenant may have a part
+        max_calls=max(MAX_CALLS, CALL_SHARES * config.max_requests),  # each tenant may have a share
     )
     server = Server(options)
     server.add(

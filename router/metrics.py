@@ -1,7 +1,7 @@
-"""What a router counts, for Prometheus: its requests, its queue, what went wrong, its workers.
+"""The router's metrics for Prometheus: its requests, its queue, its retries, its workers.
 
-Everything is read at the moment of a scrape from those who own the numbers; ``kvrelay top`` shows
-the same ones. What a worker does with its legs is on that worker's own page.
+Every value is read from its owner at the moment of a scrape; ``kvrelay top`` shows the same ones.
+What a worker does with its legs is among that worker's own metrics.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvrelay.rpc.roles import role_name
+from kvrelay.rpc.protocol import role_name
 from kvrelay.v1 import router_pb2
 from router.service import RouterService
 
@@ -36,15 +36,25 @@ class RouterCollector(Collector):
         for name, text, value in queue(service.queue_status()):
             yield GaugeMetricFamily(PREFIX + name, text, value)
         yield _counted("requests", "Requests by how they ended.", "ended", service.ended)
-        yield _counted("refused_requests", "Requests told to ask again.", "reason", service.refused)
-        tally = service.dispatcher.tally
-        yield _counted("retried_legs", "Legs that failed and went on.", "next", tally.retried)
+        yield _counted(
+            "refused_requests",
+            "Requests refused, to be sent again later.",
+            "reason",
+            service.refused,
+        )
+        retry, placement = service.retry, service.placer.stats
+        yield _counted("retried_legs", "Legs that failed and were retried.", "next", retry.retried)
         yield CounterMetricFamily(
-            PREFIX + "migrations", "Of these, legs of an answer that had begun.", tally.migrations
+            PREFIX + "migrations",
+            "Of these, legs of a request whose client had tokens already.",
+            retry.migrations,
         )
         yield CounterMetricFamily(PREFIX + "generation_tokens", "Tokens relayed.", service.relayed)
         yield SummaryMetricFamily(
-            PREFIX + "decision_seconds", "Time to choose a worker.", tally.decisions, tally.seconds
+            PREFIX + "decision_seconds",
+            "Time to choose a worker.",
+            placement.decisions,
+            placement.seconds,
         )
         yield self._in_flight()
 
@@ -55,18 +65,18 @@ class RouterCollector(Collector):
             labels=["worker", "role", "state"],
         )
         for worker in self._service.registry.workers:
-            state = router_pb2.WorkerState.Name(worker.verdict.state.value)
-            told = state.removeprefix("WORKER_STATE_").lower()
-            family.add_metric([worker.address, role_name(worker.role), told], worker.legs)
+            name = router_pb2.WorkerState.Name(worker.health.state.value)
+            state = name.removeprefix("WORKER_STATE_").lower()
+            family.add_metric([worker.address, role_name(worker.role), state], worker.legs)
         return family
 
 
 def queue(status: router_pb2.QueueStatus) -> Iterator[tuple[str, str, float]]:
-    """Name, help and value of what goes up and down."""
-    yield "running_requests", "Requests under way.", status.running
-    yield "slots", "Requests that may be under way.", status.slots
-    yield "waiting_requests", "Requests that wait for their turn.", status.waiting
-    yield "waiting_tokens", "All that these can come to.", status.waiting_tokens
+    """Name, help and value of each gauge."""
+    yield "running_requests", "Requests that run.", status.running
+    yield "slots", "Requests that may run.", status.slots
+    yield "waiting_requests", "Requests that wait for a slot.", status.waiting
+    yield "waiting_tokens", "The most tokens that these can need.", status.waiting_tokens
     yield "drained_tokens_per_second", "How fast the queue drains.", status.tokens_per_second
 
 

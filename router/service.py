@@ -1,34 +1,36 @@
-"""The ``Router`` service: checks a request, runs it, streams the answer."""
+"""The ``RouterService`` of protos/kvrelay/v1/router.proto: the way of a request through the router.
+
+A request passes quota, open requests, intake, queue and legs, each once and in this order.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import TypeAlias, TypeVar
 
 import grpc
 
-from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
+from kvrelay.errors import KvrelayError
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.sampling import sampling_of
-from kvrelay.rpc.security.identity import Tenant, caller
+from kvrelay.rpc.security.identity import caller
 from kvrelay.rpc.status import code_of
 from kvrelay.text.tokenizer import Tokenizer, eos_token_ids
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
-from router.generate.generation import Generation
-from router.generate.request import build, check_envelope, check_length
-from router.placement.placer import Placer, namespace_of
+from router.generate.generation import SharedParts
+from router.generate.intake import Intake
+from router.generate.request import check_envelope
+from router.generate.retry import PoisonList, RetryControl, RetryLimits, TokenBucket
+from router.placement.placer import Placer
 from router.queue.gate import QueueGate
-from router.queue.quotas import QuotaHold, Quotas
-from router.queue.tokenize import PromptTokenizer
+from router.queue.prompts import PromptTokenizer
+from router.queue.quotas import Quotas
 from router.workers.registry import Registry
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
-MANY_TOKENS = 4096  # so many make text for some milliseconds: not on the event loop
 
 Q = TypeVar("Q")
 R = TypeVar("R")
@@ -36,44 +38,56 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Q, R]"  # generic in the type stu
 
 
 class RouterService(router_pb2_grpc.RouterServiceServicer):
-    """All state of requests is in their ``Generation``; the rest is counted here."""
+    """The state of a request is in its ``Generation``; totals are counted here."""
 
     def __init__(self, config: RouterConfig, registry: Registry, tokenizer: Tokenizer) -> None:
+        prompts = PromptTokenizer(tokenizer)
         self._config = config
         self.registry = registry
-        self._tokenizer = tokenizer
-        self._prompts = PromptTokenizer(tokenizer)
-        self._model = config.model_name
-        self._eos = eos_token_ids(config.model)
-        self.dispatcher = Placer(registry, config)
         self.quotas = Quotas(time.monotonic)
-        self.gate = QueueGate(registry, config)
+        self.gate = QueueGate(registry, prompts.slots, config)
+        self.placer = Placer(registry, config)
+        self.retry = RetryControl(
+            RetryLimits(config.max_failures, config.max_deaths),
+            PoisonList(config.poison_seconds),
+            TokenBucket(config.migration_rate, config.migration_burst),
+        )
+        parts = SharedParts(
+            registry=registry,
+            placer=self.placer,
+            retry=self.retry,
+            slots=prompts.slots,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids(config.model),
+            handoff_wait=config.handoff_wait,
+        )
+        self._intake = Intake(prompts, parts)
         self.ended = Counter[str]()  # requests, by how they ended
         self.relayed = 0  # tokens
-        self._open = 0
-        self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     async def Generate(
         self,
-        request: router_pb2.GenerateRequest,
+        message: router_pb2.GenerateRequest,
         context: Context[router_pb2.GenerateRequest, router_pb2.GenerateResponse],
     ) -> AsyncGenerator[router_pb2.GenerateResponse]:
         config, tenant = self._config, caller().tenant
         deadline = Deadline.from_context(context, config.default_timeout, config.max_timeout)
-        with self._counted(), self._begun(request, deadline, tenant) as place:
-            generation = await self._prepare(request, deadline, place)
-            turn = self.gate.passed(
-                generation.tokens, request.priority, tenant, deadline, generation.part
-            )
-            async with turn, aclosing(generation.responses()) as responses:
-                await self._replay(generation, deadline, tenant)
-                place.used = generation.prompt_tokens  # who is refused before has used nothing
-                async for response in responses:
-                    place.used += len(response.tokens)
-                    self.relayed += len(response.tokens)
-                    yield response
+        with self._counted():
+            check_envelope(message, config.model_name)
+            deadline.check("to begin")
+            with self.quotas.hold(tenant) as hold, self.gate.entered(tenant):
+                generation = await self._intake.accept(message, deadline, hold)
+                request = generation.request
+                slot = self.gate.passed(
+                    request.positions, request.priority, tenant, deadline, request.part
+                )
+                async with slot, aclosing(generation.responses()) as responses:
+                    await generation.replay()
+                    hold.used = len(request.prompt)  # a request refused before has used nothing
+                    async for response in responses:
+                        hold.used += len(response.tokens)
+                        self.relayed += len(response.tokens)
+                        yield response
 
     async def Announce(
         self,
@@ -95,49 +109,16 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
 
     @property
     def refused(self) -> Counter[str]:
-        """Requests told to ask again, by reason."""
+        """Requests refused for want of room or quota, by reason."""
         return self.gate.refused + self.quotas.refused
 
     def queue_status(self) -> router_pb2.QueueStatus:
-        """Who waits, and who was refused, for whatever reason."""
+        """Waiting, running and refused requests."""
         return self.gate.status(self.refused.total())
 
     async def drain(self) -> None:
-        """Turn new requests away and wait for the last one to end."""
-        self._draining = True
-        await self._idle.wait()
-
-    async def _prepare(
-        self, message: router_pb2.GenerateRequest, deadline: Deadline, place: QuotaHold
-    ) -> Generation:
-        received = time.monotonic()
-        tenant = place.tenant
-        async with _in_time(deadline, "make tokens of the prompt"):
-            prompt = await self._prompts.of(message, tenant)
-        info = await self.dispatcher.info(deadline)
-        check_length(message, info.max_model_len)
-        request = build(message, prompt, info, deadline, tenant)
-        namespace = namespace_of(info, tenant)
-        self.dispatcher.check_fits(request)
-        place.charge(request.tokens)
-        return Generation(
-            request,
-            self.dispatcher.prefix(request, namespace),
-            namespace.digest if tenant.salt else info.namespace.digest,
-            self.dispatcher,
-            self._tokenizer,
-            self._config,
-            received,
-        )
-
-    async def _replay(self, generation: Generation, deadline: Deadline, tenant: Tenant) -> None:
-        """Work of milliseconds: for those whose turn it is, not for all that come."""
-        ending = sampling_of(generation.sampling, self._eos).ending_token_ids
-        if generation.so_far > MANY_TOKENS:
-            async with _in_time(deadline, "make text of the output so far"):
-                await self._prompts.turns.beside(tenant, lambda: generation.replay(ending))
-        else:
-            generation.replay(ending)
+        """Refuse new requests and wait for the last one to end."""
+        await self.gate.drain()
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -153,36 +134,3 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             raise
         finally:
             self.ended[ended] += 1
-
-    @contextmanager
-    def _begun(
-        self, request: router_pb2.GenerateRequest, deadline: Deadline, tenant: Tenant
-    ) -> Iterator[QuotaHold]:
-        check_envelope(request, self._model)
-        deadline.check("to begin")
-        with self.quotas.place(tenant) as place, self._admitted(tenant):
-            yield place
-
-    @contextmanager
-    def _admitted(self, tenant: Tenant) -> Iterator[None]:
-        if self._draining:
-            raise Unavailable("this router is draining: ask another one")
-        if self._open >= self._config.max_requests:
-            self.gate.make_room(tenant, self._prompts.turns, self._open)
-        self._open += 1
-        self._idle.clear()
-        try:
-            yield
-        finally:
-            self._open -= 1
-            if not self._open:
-                self._idle.set()
-
-
-@asynccontextmanager
-async def _in_time(deadline: Deadline, what: str) -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(deadline.remaining()):
-            yield
-    except TimeoutError:
-        raise DeadlineExceeded(f"no time left to {what}") from None

@@ -23,7 +23,7 @@ RIGHT = frozenset({2, 3, 4})
 
 def main(argv: Sequence[str]) -> int:
     config = load(ClusterBenchConfig, argv, "kvrelay bench", DESCRIPTION)
-    with sigint.ending():
+    with sigint.sigint_exits():
         from benchmarks.cluster.run import (
             ClusterBench,  # imports torch: not before the flags are read
         )

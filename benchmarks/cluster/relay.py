@@ -8,6 +8,7 @@ No message is parsed and nothing decided; asyncio gRPC on both sides, as in the 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from typing import TypeAlias
 
 import grpc
 
-from kvrelay.cluster.layout import ROOT
+from kvrelay.cluster.layout import import_path
 from kvrelay.errors import Unavailable
 from kvrelay.rpc.channel import open_channel
 
@@ -79,8 +80,9 @@ class Relay:
 @contextmanager
 def relay(target: str) -> Iterator[Relay]:
     """Start one, and end it."""
-    command = [sys.executable, "-m", "benchmarks.cluster.relay", target]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-P", "-m", "benchmarks.cluster.relay", target]
+    environ = {**os.environ, **import_path(os.environ)}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:
         try:
             if process.stdout is None or not (address := process.stdout.readline().strip()):
                 raise Unavailable("the relay did not start")

@@ -1,4 +1,4 @@
-"""What the ways of the store are compared with: a copy within a process, and a bare socket."""
+"""What the store's transports are compared with: a copy within a process, a bare socket."""
 
 from __future__ import annotations
 

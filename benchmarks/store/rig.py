@@ -12,7 +12,7 @@ from types import TracebackType
 import numpy as np
 
 from benchmarks.store.child import start_child
-from kvrelay.block.header import Header, encoded, header_bytes
+from kvrelay.block.header import Header, encode_fields, header_bytes
 from kvrelay.block.name import child_name
 from kvrelay.block.verify import ExpectedBlock, verify_block
 from kvrelay.errors import Corrupt, Unavailable
@@ -44,7 +44,7 @@ class StoreRig:
         self.pool = np.random.default_rng(7).integers(0, 256, self.count * size, np.uint8)
         self.block_bytes = header_bytes(len(TOKENS)) + size
         budget = 2 * self.count * (self.block_bytes + ENTRY_BYTES) + (8 << 20)
-        command = [sys.executable, "-m", "kvstore", f"--budget={budget}", "--log-level=error"]
+        command = [sys.executable, "-P", "-m", "kvstore", f"--budget={budget}", "--log-level=error"]
         self._process = start_child(command, subprocess.PIPE)
         self._leases: list[Lease] = []
         self.others: list[int] = []  # processes of other stores that are measured beside ours
@@ -59,7 +59,9 @@ class StoreRig:
             if not line.startswith("store ready at "):
                 raise Unavailable(f"the store did not start: {line!r}")
             self.address = line.split()[3].rstrip(",")
-            self._stores = {way: RemoteStore(self.address, way) for way in TRANSPORTS}
+            self._stores = {
+                transport: RemoteStore(self.address, transport) for transport in TRANSPORTS
+            }
             self._fill()
         except BaseException:
             self._end()
@@ -88,9 +90,9 @@ class StoreRig:
         pids = self._process.pid, *self.others
         return time.process_time(), sum(time.clock_gettime(_clock_of(pid)) for pid in pids)
 
-    def store(self, way: str) -> RemoteStore:
+    def store(self, transport: str) -> RemoteStore:
         """A client of it that goes this way."""
-        return self._stores[way]
+        return self._stores[transport]
 
     def buffer(self, index: int) -> memoryview:
         """Where a block lies in the pool."""
@@ -114,7 +116,7 @@ class StoreRig:
         payload = self.buffer(index)
 
         def read() -> Block:
-            header = encoded(
+            header = encode_fields(
                 SPACE, wanted.parent, wanted.name, TOKENS, "uint8", (self.size,), self.size, 0
             )
             return Block(header, payload, sealed=False)

@@ -21,7 +21,7 @@ from kvstore.client.transports.selector import TRANSPORTS
 
 
 def get_rows(rig: StoreRig) -> dict[str, Run]:
-    """With copy into the pool and verification, on each way."""
+    """With copy into the pool and verification, by each transport."""
 
     def row(store: RemoteStore) -> Run:
         def run(total: int) -> float:
@@ -36,11 +36,11 @@ def get_rows(rig: StoreRig) -> dict[str, Run]:
 
         return run
 
-    return {f"{way} get": row(rig.store(way)) for way in TRANSPORTS}
+    return {f"{transport} get": row(rig.store(transport)) for transport in TRANSPORTS}
 
 
 def put_rows(rig: StoreRig) -> dict[str, Run]:
-    """New blocks, checksums made and checked, on each way."""
+    """New blocks, checksums made and checked, by each transport."""
 
     def row(store: RemoteStore) -> Run:
         def run(total: int) -> float:
@@ -52,7 +52,7 @@ def put_rows(rig: StoreRig) -> dict[str, Run]:
 
         return run
 
-    return {f"{way} put": row(rig.store(way)) for way in TRANSPORTS}
+    return {f"{transport} put": row(rig.store(transport)) for transport in TRANSPORTS}
 
 
 def lookup_seconds(names: int, blocks: int) -> float:

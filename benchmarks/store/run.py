@@ -1,4 +1,4 @@
-"""``python -m benchmarks.store``: how fast the bytes go, each way beside what it could be at best.
+"""``python -m benchmarks.store``: how fast each transport is, beside what it could be at best.
 
 The store is a process of its own, and so is whoever sends to the bare socket. Rows take turns in
 many short rounds, and each is shown at its best: what else the machine does can only slow it down.
@@ -21,7 +21,7 @@ from kvrelay.process import malloc
 from kvstore.client.transports.selector import TRANSPORTS
 
 DESCRIPTION = """\
-Measures on this machine, with a store of its own, how fast blocks are got and put on each way,
+Measures on this machine, with a store of its own, how fast each transport gets and puts blocks,
 beside a memcpy of the same bytes and a bare socket, and how long a lookup takes. Where there is a
 redis-server, so is our client of it beside a bare socket that speaks its protocol."""
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
@@ -36,8 +36,8 @@ ROWS = (
     "memcpy",
     CHECKED,
     "bare socket",
-    *(f"{way} get" for way in TRANSPORTS),
-    *(f"{way} put" for way in TRANSPORTS),
+    *(f"{transport} get" for transport in TRANSPORTS),
+    *(f"{transport} put" for transport in TRANSPORTS),
     *redis_rows.RIVALS,
     *redis_rows.RIVALS.values(),
 )

@@ -78,12 +78,12 @@ def header_bytes(count: int) -> int:
 
 
 def stated_length(data: Buffer) -> int:
-    """What the first bytes of a block say of its header's length; not checked."""
+    """The header's length that the first bytes of a block state; not checked."""
     return int.from_bytes(data[12:16], "little")
 
 
 def stated_count(data: Buffer) -> int:
-    """What the first bytes of a block say of its number of tokens; at most ``MAX_COUNT``."""
+    """The number of tokens that the first bytes of a block state; at most ``MAX_COUNT``."""
     return min(int.from_bytes(data[40:44], "little"), MAX_COUNT)
 
 
@@ -94,7 +94,7 @@ def payload_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 def encode(header: Header) -> bytes:
     """The header as bytes, checksum included."""
-    return encoded(
+    return encode_fields(
         header.namespace,
         header.parent,
         header.name,
@@ -106,7 +106,7 @@ def encode(header: Header) -> bytes:
     )
 
 
-def encoded(
+def encode_fields(
     namespace: bytes,
     parent: bytes,
     name: bytes,
@@ -116,7 +116,7 @@ def encoded(
     size: int,
     payload_checksum: int,
 ) -> bytes:
-    """The same of its fields; what most headers have in common is packed once."""
+    """``encode`` of a header's fields; the parts that most headers share are packed once."""
     start, kind, dimensions, words, padding = _common(len(tokens), dtype, shape)
     rest = b"".join(
         (
@@ -141,7 +141,7 @@ def encoded(
 def _common(
     count: int, dtype: str, shape: tuple[int, ...]
 ) -> tuple[bytes, bytes, bytes, struct.Struct, bytes]:
-    """What stands before the checksum; count and dtype; the shape; the tokens' format; zeros."""
+    """The bytes before the checksum; count and dtype; shape; the tokens' struct; padding."""
     length = header_bytes(count)
     data = bytearray(length)
     dimensions = shape + (0,) * (MAX_DIMENSIONS - len(shape))
@@ -164,8 +164,8 @@ def _common(
         *dimensions,
     )
     end = _FIXED.size + 4 * count
-    found = (data[: _CHECKSUM.start], data[40:64], data[160 : _FIXED.size], data[end:])
-    start, kind, shaped, padding = map(bytes, found)
+    parts = (data[: _CHECKSUM.start], data[40:64], data[160 : _FIXED.size], data[end:])
+    start, kind, shaped, padding = map(bytes, parts)
     return start, kind, shaped, _words(count), padding
 
 
@@ -175,7 +175,7 @@ def _words(count: int) -> struct.Struct:
 
 
 def seal(header: bytes, payload_checksum: int) -> bytes:
-    """The same header with its payload's checksum, for one that was made before it was known."""
+    """``header`` with its payload's checksum, which was not known when it was encoded."""
     start, before = header[: _CHECKSUM.start], header[_CHECKSUM.stop : _PAYLOAD_CHECKSUM.start]
     summed = payload_checksum.to_bytes(8, "little")
     rest = b"".join((before, summed, header[_PAYLOAD_CHECKSUM.stop :]))
@@ -184,7 +184,7 @@ def seal(header: bytes, payload_checksum: int) -> bytes:
 
 
 class HeaderFields(NamedTuple):
-    """A header's fields, which agree with one another; ``words`` are its token ids as they lie."""
+    """The consistent fields of a header; ``words`` are its token ids as bytes."""
 
     namespace: bytes
     parent: bytes
@@ -203,21 +203,21 @@ class HeaderFields(NamedTuple):
 
 def decode(data: Buffer) -> Header:
     """Read a header from the start of ``data``; ``Corrupt`` names the field that is wrong."""
-    found = fields_of(data)
+    fields = fields_of(data)
     return Header(
-        found.namespace,
-        found.parent,
-        found.name,
-        _words(found.positions).unpack(found.words),
-        found.dtype,
-        found.shape,
-        found.payload_bytes,
-        found.payload_checksum,
+        fields.namespace,
+        fields.parent,
+        fields.name,
+        _words(fields.positions).unpack(fields.words),
+        fields.dtype,
+        fields.shape,
+        fields.payload_bytes,
+        fields.payload_checksum,
     )
 
 
 def fields_of(data: Buffer) -> HeaderFields:
-    """The same without a number for each token.
+    """``decode`` without making a number of each token id.
 
     Lengths are checked against the limits and against each other before anything is allocated.
     """

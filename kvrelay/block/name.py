@@ -17,15 +17,15 @@ from kvrelay.errors import Rejected
 NAME_BYTES = 32
 
 Digest = Callable[[bytes], bytes]
-"""Bytes in, 32 bytes out. Another one than SHA-256 is for tests of collisions."""
+"""Bytes in, 32 bytes out. Tests of collisions use a weaker one than SHA-256."""
 
 _ROOT = b"kvrelay.root.v1".ljust(32, b"\0")
-_CHILD = b"kvrelay.cluster.child.v1".ljust(32, b"\0")
-_OPENING = b"kvrelay.opening.v1"
+_CHILD = b"kvrelay.child.v1".ljust(32, b"\0")
+_FIRST_BLOCK = b"kvrelay.opening.v1"
 
 
 def sha256(data: bytes) -> bytes:
-    """The digest names are made with."""
+    """The digest that names are made with."""
     return hashlib.sha256(data).digest()
 
 
@@ -39,7 +39,7 @@ def child_name(
 ) -> bytes:
     """Name of the block of ``tokens`` after ``parent``; ``namespace`` is the namespace's digest.
 
-    A header holds all of these, so whoever has a header can tell whether its name is true.
+    A header holds all of these, so a reader of the header can check the name.
     """
     try:
         packed = _packer(len(tokens)).pack(len(tokens), *tokens)
@@ -49,7 +49,7 @@ def child_name(
 
 
 def name_after(namespace: bytes, parent: bytes, words: bytes, digest: Digest = sha256) -> bytes:
-    """The same, of token ids as a header has them: 32 bits each, little-endian."""
+    """``child_name`` of token ids as a header has them: 32 bits each, little-endian."""
     count = len(words) // 4
     return digest(b"".join((_CHILD, namespace, parent, count.to_bytes(4, "little"), words)))
 
@@ -61,32 +61,33 @@ class Namer:
         """``namespace`` may be given by its digest."""
         if isinstance(namespace, Namespace):
             self._namespace = namespace.digest
-            whose = namespace.tenant_salt
+            tenant = namespace.tenant_salt
         else:
-            self._namespace = whose = namespace
+            self._namespace = tenant = namespace
         self._digest = digest
         self.root = digest(_ROOT + self._namespace)
-        self._tenant = hashlib.sha256(_OPENING + whose).digest()
+        self._tenant_key = hashlib.sha256(_FIRST_BLOCK + tenant).digest()
 
     def within(self, namespace: bytes) -> Namer:
-        """The same for another namespace, by its digest."""
+        """The namer of another namespace, by its digest."""
         return Namer(namespace, self._digest)
 
     def child(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """Name of the block that holds ``tokens`` after the block ``parent``."""
         return child_name(self._namespace, parent, tokens, self._digest)
 
-    def opening(self, tokens: Sequence[int]) -> int:
+    def first_block_hash(self, tokens: Sequence[int]) -> int:
         """64 bits that all namespaces of one tenant share for a sequence's first block.
 
-        It tells a block that is there under another namespace from one that is nowhere, and says
-        nothing about blocks of other tenants.
+        With it the store can tell a block that it has under another namespace from one that it
+        does not have; it reveals nothing about blocks of other tenants.
         """
         packed = _packer(len(tokens)).pack(len(tokens), *tokens)
-        return int.from_bytes(hashlib.blake2b(packed, digest_size=8, key=self._tenant).digest())
+        hashed = hashlib.blake2b(packed, digest_size=8, key=self._tenant_key)
+        return int.from_bytes(hashed.digest())
 
     def chain(self, tokens: Sequence[int], block_size: int) -> list[bytes]:
-        """Names of the full blocks of ``tokens``, in order; a shorter rest has none."""
+        """Names of the full blocks of ``tokens``, in order."""
         names, parent = [], self.root
         for end in range(block_size, len(tokens) + 1, block_size):
             parent = self.child(parent, tokens[end - block_size : end])

@@ -1,7 +1,7 @@
 """The namespace: everything that must be equal before two workers may share a KV block.
 
-Its digest keys every name and stands in every header, so blocks of another model, revision, dtype,
-layout, block size, format or tenant are not merely refused: they cannot be found.
+Its digest is part of every name and every header, so a lookup cannot find blocks of another model,
+revision, dtype, layout, block size, format or tenant.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 from kvrelay.errors import Rejected
 
 FORMAT_VERSION = 1
-"""Version of naming, header and payload layout together; raise it when any of them changes."""
+"""Version of naming, header and payload layout; raise it when any of them changes."""
 
 _DOMAIN = b"kvrelay.namespace.v1"
 
@@ -49,7 +49,7 @@ class Namespace:
         return hashlib.sha256(b"".join(parts)).digest()
 
     def of_tenant(self, salt: bytes) -> Namespace:
-        """The same for the tenant with this salt."""
+        """The namespace of the tenant with this salt."""
         return replace(self, tenant_salt=salt) if salt else self
 
 

@@ -1,20 +1,20 @@
-"""The comparison between a block that came and the block that was wanted.
+"""Compares a block that was read with the block that was expected.
 
-Nothing that was read from a store becomes visible before it went through here: a name may collide,
-a store may be wrong, a byte may flip, and each of these is a miss and not an answer.
+Every block that is read from a store passes this check before it becomes visible: a name may
+collide, a store may be wrong, a byte may flip, and each of these is a miss.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvrelay.block.header import Buffer, Header, HeaderFields, checksum, decode, encoded
+from kvrelay.block.header import Buffer, Header, HeaderFields, checksum, decode, encode_fields
 from kvrelay.errors import Corrupt
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedBlock:
-    """The block a reader asks for: all of a header but what only the payload can tell."""
+    """The block a reader expects: a header without the payload's length and checksum."""
 
     namespace: bytes
     parent: bytes
@@ -24,15 +24,15 @@ class ExpectedBlock:
     shape: tuple[int, ...]
 
 
-def verify(header: Header, wanted: ExpectedBlock) -> None:
-    """Raise ``Corrupt`` naming the first field of ``header`` which is not as wanted."""
-    _same("namespace", header.namespace, wanted.namespace)
-    _same("parent", header.parent, wanted.parent)
-    _same("name", header.name, wanted.name)
-    _same("count", header.count, len(wanted.tokens))
-    _same("tokens", header.tokens, wanted.tokens)
-    _same("dtype", header.dtype, wanted.dtype)
-    _same("shape", header.shape, wanted.shape)
+def verify(header: Header, expected: ExpectedBlock) -> None:
+    """Raise ``Corrupt`` naming the first field of ``header`` that differs from ``expected``."""
+    _same("namespace", header.namespace, expected.namespace)
+    _same("parent", header.parent, expected.parent)
+    _same("name", header.name, expected.name)
+    _same("count", header.count, len(expected.tokens))
+    _same("tokens", header.tokens, expected.tokens)
+    _same("dtype", header.dtype, expected.dtype)
+    _same("shape", header.shape, expected.shape)
 
 
 def verify_payload(
@@ -40,51 +40,51 @@ def verify_payload(
 ) -> None:
     """Raise ``Corrupt`` unless ``payload`` has the length and checksum the header states.
 
-    ``summed`` is the checksum of ``payload``, where it was computed as the bytes came.
+    ``summed`` is the checksum of ``payload`` if it was computed during the transfer.
     """
     if (nbytes := memoryview(payload).nbytes) != header.payload_bytes:
         raise _other("payload_bytes", nbytes, header.payload_bytes)
-    found = checksum(payload) if summed is None else summed
-    if found != header.payload_checksum:
-        raise _other("payload_checksum", found, header.payload_checksum)
+    actual = checksum(payload) if summed is None else summed
+    if actual != header.payload_checksum:
+        raise _other("payload_checksum", actual, header.payload_checksum)
 
 
 def verify_block(
-    raw: Buffer, wanted: ExpectedBlock, payload: Buffer, summed: int | None = None
+    raw: Buffer, expected: ExpectedBlock, payload: Buffer, summed: int | None = None
 ) -> None:
-    """All of the above for a header's bytes: ``Corrupt`` names the first field that is wrong.
+    """Both checks for a header's bytes: ``Corrupt`` names the first field that is wrong.
 
-    A header that is right has the very bytes that would be written for what is wanted, so they are
-    compared as a whole first: a third of the time, and most blocks need no more.
+    A correct header has exactly the bytes that would be written for the expected block, so they are
+    compared as a whole first: that takes a third of the time, and most blocks need no more.
     """
-    found = checksum(payload) if summed is None else summed
+    actual = checksum(payload) if summed is None else summed
     nbytes = memoryview(payload).nbytes
-    if raw == encoded(
-        wanted.namespace,
-        wanted.parent,
-        wanted.name,
-        wanted.tokens,
-        wanted.dtype,
-        wanted.shape,
+    if raw == encode_fields(
+        expected.namespace,
+        expected.parent,
+        expected.name,
+        expected.tokens,
+        expected.dtype,
+        expected.shape,
         nbytes,
-        found,
+        actual,
     ):
         return
     header = decode(raw)
-    verify(header, wanted)
-    verify_payload(header, payload, found)
+    verify(header, expected)
+    verify_payload(header, payload, actual)
 
 
 Value = bytes | int | str | tuple[int, ...]
 
 
-def _same(field: str, found: Value, wanted: Value) -> None:
-    if found != wanted:
-        raise _other(field, found, wanted)
+def _same(field: str, actual: Value, expected: Value) -> None:
+    if actual != expected:
+        raise _other(field, actual, expected)
 
 
-def _other(field: str, found: Value, wanted: Value) -> Corrupt:
-    return Corrupt(field, f"found {_short(found)}, wanted {_short(wanted)}")
+def _other(field: str, actual: Value, expected: Value) -> Corrupt:
+    return Corrupt(field, f"found {_short(actual)}, expected {_short(expected)}")
 
 
 def _short(value: Value) -> str:

@@ -8,20 +8,23 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from kvrelay.cli.screen import paint
+from kvrelay.installation import require
 from kvrelay.process import sigint
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command: the module that holds its ``main``, imported when it is wanted."""
+    """A command, the module that holds its ``main``, and the extras that this needs."""
 
     name: str
     module: str
     summary: str
+    extras: tuple[str, ...] = ()
 
     def load(self) -> Callable[[Sequence[str]], int]:
-        """Its ``main``."""
-        with sigint.ending():
+        """Its ``main``; ``NotInstalled`` if a package of its extras is missing."""
+        require(*self.extras)
+        with sigint.sigint_exits():
             main: Callable[[Sequence[str]], int] = import_module(self.module).main
         return main
 

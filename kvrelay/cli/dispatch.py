@@ -15,13 +15,16 @@ from kvrelay.cli import commands
 from kvrelay.cli.commands import Command
 from kvrelay.cli.screen import print_err, print_out
 from kvrelay.errors import KvrelayError, Rejected
+from kvrelay.installation import CLUSTER
 from kvrelay.process import sigint
 
 BROKEN_PIPE = 141
 
 COMMANDS = (
-    Command("demo", "kvrelay.cli.demo.command", "bring up a small cluster and watch it answer"),
-    Command("up", "kvrelay.cli.up", "start a cluster on this machine and keep it serving"),
+    Command(
+        "demo", "kvrelay.cli.demo.command", "bring up a small cluster and watch it answer", CLUSTER
+    ),
+    Command("up", "kvrelay.cli.up", "start a cluster on this machine and keep it serving", CLUSTER),
     Command("generate", "kvrelay.cli.generate", "send one prompt and stream the answer"),
     Command("chat", "kvrelay.cli.chat", "talk with a running cluster, turn by turn"),
     Command("top", "kvrelay.cli.top", "the workers of a router, and what they do"),
@@ -29,11 +32,23 @@ COMMANDS = (
     Command(
         "doctor", "kvrelay.cli.doctor.command", "what this machine has, and what would be used"
     ),
-    Command("bench", "benchmarks.cluster.command", "measure the cluster beside plain transformers"),
-    Command("replay", "kvrelay.cli.replay", "repeat a worker's journal, find what differs"),
+    Command(
+        "bench",
+        "benchmarks.cluster.command",
+        "measure the cluster beside plain transformers",
+        CLUSTER,
+    ),
+    Command(
+        "replay", "kvrelay.cli.replay", "repeat a worker's journal, find what differs", ("worker",)
+    ),
     Command("store", "kvrelay.cli.store.command", "look into a store, try its policy on a trace"),
-    Command("make-certs", "kvrelay.cli.make_certs", "certificates and tokens to try TLS with"),
-    Command("make-model", "benchmarks.make_model", "write a model of random weights"),
+    Command(
+        "make-certs",
+        "kvrelay.cli.make_certs",
+        "certificates and tokens to try TLS with",
+        ("certs",),
+    ),
+    Command("make-model", "benchmarks.make_model", "write a model of random weights", ("worker",)),
 )
 
 
@@ -67,13 +82,13 @@ def guarded(command: Command, argv: Sequence[str]) -> int:
     """Runs a command; every error is one line, none a traceback."""
     try:
         run = command.load()
-        with sigint.raised():
+        with sigint.sigint_raises():
             status = run(argv)
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print_err("")
-        return sigint.STATUS
+        return sigint.INTERRUPTED_STATUS
     except BrokenPipeError:
         # Nobody reads any more: let the flush at exit have somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

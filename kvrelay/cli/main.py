@@ -9,7 +9,7 @@ from kvrelay.process import sigint
 
 def main() -> int:
     """Runs the command that the process was started with; the exit status."""
-    sigint.ends()
+    sigint.exit_on_sigint()
     from kvrelay.cli.dispatch import main as dispatch  # imports much: not before the line above
 
     return dispatch(sys.argv[1:])

@@ -13,7 +13,7 @@ from kvrelay.client.client import Client
 from kvrelay.config.reader import load, option, required
 from kvrelay.errors import DeadlineExceeded, Rejected, Unavailable
 from kvrelay.rpc.channel import open_sync_channel
-from kvrelay.rpc.roles import ROLES
+from kvrelay.rpc.protocol import ROLES
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import router_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 

@@ -15,7 +15,7 @@ from kvrelay.cli.screen import coloured, paint, print_out, table
 from kvrelay.client.client import Client
 from kvrelay.config.reader import load, option
 from kvrelay.errors import DeadlineExceeded, Unavailable
-from kvrelay.rpc.roles import NAMES
+from kvrelay.rpc.protocol import NAMES
 from kvrelay.v1 import router_pb2
 
 DESCRIPTION = """\

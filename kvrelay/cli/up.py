@@ -16,6 +16,7 @@ from kvrelay.cluster.layout import ClusterConfig
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster, StartInterrupted
 from kvrelay.config.reader import load, option
+from kvrelay.installation import command
 from kvrelay.v1 import router_pb2
 
 COLOURS = {"store": "magenta", "prefill": "cyan", "decode": "green", "router": "blue"}
@@ -66,7 +67,7 @@ class Up:
             self._up = True
             print_out(f"\nServing on {paint(self.cluster.router, 'bold')}; Ctrl-C ends it. Try:")
             where = f"--router {self.cluster.router}{self._access()}"
-            print_out(f"  kvrelay generate {where} {self._example()}")
+            print_out(f"  {command('generate')} {where} {self._example()}")
             self._publish()
             self._asked.wait()
         except StartInterrupted:
@@ -93,7 +94,7 @@ class Up:
         if self._config.model != "recall":
             return '"Once upon a time"'
         told = "The copper mask stands in Boston."
-        return f'--chat --system "{told}" "Where is the copper mask?"'
+        return f'--chat --temperature 0 --system "{told}" "Where is the copper mask?"'
 
     def _access(self) -> str:
         """The flags that a client on this machine needs."""

@@ -17,9 +17,8 @@ from kvrelay.client.stream import BaseStream
 from kvrelay.errors import Unavailable
 from kvrelay.rpc.address import DEFAULT_ROUTER
 from kvrelay.rpc.channel import ChannelOptions, open_channel
-from kvrelay.rpc.message import received
 from kvrelay.rpc.security.options import SecurityOptions
-from kvrelay.rpc.status import from_rpc_error
+from kvrelay.rpc.status import checked_response, from_rpc_error
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
 GenerateCall: TypeAlias = (
@@ -41,7 +40,7 @@ class AsyncStream(BaseStream["GenerateCall"], AsyncIterator[Chunk]):
         if self._cancelled:
             raise StopAsyncIteration
         try:
-            message = received(await anext(self._messages), "the router")
+            message = checked_response(await anext(self._messages), "the router")
         except grpc.RpcError as error:
             if self._received.ended:
                 raise StopAsyncIteration from None

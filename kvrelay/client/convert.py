@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvrelay.rpc.roles import role_name
+from kvrelay.rpc.protocol import role_name
 from kvrelay.usage import LegAdmission, LegUsage, Miss, MissedBlocks, StoreTokens, Usage
 from kvrelay.v1 import types_pb2
 

@@ -16,7 +16,7 @@ from weakref import WeakSet
 import grpc
 
 from kvrelay.errors import DeadlineExceeded, Unavailable
-from kvrelay.rpc.keepalive import SLOWEST
+from kvrelay.rpc.keepalive import MIN_BYTES_PER_SECOND
 from kvrelay.rpc.status import from_rpc_error
 
 QUIET_SECONDS = 5.0
@@ -101,7 +101,7 @@ class Liveness:
 
     def _transit(self) -> float:
         with self._lock:
-            return sum(stream.transit for stream in self._open()) / SLOWEST
+            return sum(stream.transit for stream in self._open()) / MIN_BYTES_PER_SECOND
 
     def _give_up(self, seconds: float) -> None:
         silent = f"the router was silent for {seconds:.0f} s"

@@ -175,6 +175,17 @@ def _spec(
     )
 
 
+def import_path(outer: Mapping[str, str]) -> dict[str, str]:
+    """``PYTHONPATH`` for a child started with ``python -P``, so that it finds this kvrelay.
+
+    An installed one needs none: its folder, ahead of the standard library, would shadow modules.
+    """
+    if ROOT.name in ("site-packages", "dist-packages"):
+        return {}
+    path = os.pathsep.join(filter(None, (str(ROOT), outer.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path}
+
+
 def _is_secret(url: str) -> bool:
     """Whether a URL may hold a password: everybody may read a command line."""
     return "@" in url
@@ -189,10 +200,9 @@ def _environ(config: ClusterConfig, outer: Mapping[str, str]) -> dict[str, str]:
     """What children inherit: without our own variables, which may mean something else to them."""
     own = {item.variable for item in options(type(config))}
     own |= {PREFIX + "CONFIG", PREFIX + "ROUTER"}  # the last is where a person asks, not a worker
-    path = os.pathsep.join(filter(None, (str(ROOT), outer.get("PYTHONPATH"))))
     return {
         **{name: value for name, value in outer.items() if name not in own},
-        "PYTHONPATH": path,
+        **import_path(outer),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(threads(config)),
         "TOKENIZERS_PARALLELISM": "false",

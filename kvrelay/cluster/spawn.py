@@ -59,7 +59,7 @@ def fresh(module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> Run
     reader, writer = os.pipe()
     try:
         popen = subprocess.Popen(
-            [sys.executable, "-m", "kvrelay.cluster.child", str(reader), module, *args],
+            [sys.executable, "-P", "-m", "kvrelay.cluster.child", str(reader), module, *args],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -179,6 +179,7 @@ class ForkServerClient:
             self._popen = subprocess.Popen(
                 [
                     sys.executable,
+                    "-P",
                     "-m",
                     "kvrelay.cluster.forkserver",
                     str(theirs.fileno()),

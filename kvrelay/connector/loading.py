@@ -1,6 +1,6 @@
-"""A load under way: blocks come from the store, are compared with what was wanted, and count.
+"""A load: blocks are fetched from the store, compared with the expected content, and counted.
 
-Nothing counts before it is verified, and nothing after the first block that is missing or wrong.
+A block counts once it is verified; no block counts after the first that is missing or wrong.
 """
 
 from __future__ import annotations
@@ -8,86 +8,63 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import Protocol
 
 from kvrelay.block.verify import verify_block
-from kvrelay.connector.counters import Meter
+from kvrelay.connector.context import JobContext
 from kvrelay.connector.geometry import Geometry, LoadTarget
 from kvrelay.connector.lookups import LookupAnswer
-from kvrelay.connector.options import ConnectorOptions
 from kvrelay.engine.core.external import Load, Loaded, TransferEvent
 from kvrelay.errors import Corrupt, DeadlineExceeded, KvrelayError
 from kvrelay.usage import Miss
-from kvstore import GetResult, Store, Want
+from kvstore import GetResult, Want
 from kvstore.limits import MAX_NAMES
 from kvstore.urls import public_url
-
-
-class Pool(Protocol):
-    """What a load and a save need of the worker's pool."""
-
-    def nbytes(self, count: int) -> int:
-        """Bytes of the payload of ``count`` positions."""
-
-    def read(self, block: int, count: int) -> memoryview:
-        """The payload of a block's first ``count`` positions."""
-
-    def write(self, block: int, count: int, payload: memoryview) -> None:
-        """Fill a block's first ``count`` positions."""
-
-    def buffer(self, block: int) -> memoryview | None:
-        """A whole block as writable bytes, if it is in host memory."""
 
 
 def load_targets(load: Load, answer: LookupAnswer | None, geometry: Geometry) -> list[LoadTarget]:
     """The blocks that make up the range of ``load``, as the lookup found them.
 
-    Without the lookup's answer, a block whose end is in the range is taken to be full and the
-    rest to be a partial block of exactly that length.
+    Without the lookup's answer, a block whose end is in the range counts as full and the rest as a
+    partial block of exactly that length.
     """
     size, end = geometry.block_size, load.local + load.external
     known = answer if answer is not None and answer.length == len(load.tokens) else None
     lead = end // size if known is None else known.lead
     tail = end % size if known is None else known.tail
-    parts = []
+    targets = []
     for offset, block in enumerate(load.blocks):
         index = load.local // size + offset
         count = size if index < lead else tail if index == lead else 0
         if count == 0 or index * size >= end:
             break
         source = None if known is None else known.source(index)
-        parts.append(geometry.part(load.tokens, load.names, index, count, block, source))
-    return parts
+        targets.append(geometry.target(load.tokens, load.names, index, count, block, source))
+    return targets
 
 
 class LoadJob:
-    """A job of the lane of loads; its end is one ``Loaded``."""
+    """One load on a thread of the connector; it ends with one ``Loaded``, given to ``end``."""
 
     def __init__(
         self,
+        context: JobContext,
         load: Load,
-        parts: Sequence[LoadTarget],
-        store: Store,
-        pool: Pool,
-        block_size: int,
-        options: ConnectorOptions,
-        meter: Meter,
+        targets: Sequence[LoadTarget],
         end: Callable[[TransferEvent], None],
     ) -> None:
+        self._store = context.store
+        self._pool = context.pool
+        self._options = context.options
+        self._meter = context.meter
         self._load = load
-        self._parts = parts
-        self._store = store
-        self._pool = pool
-        self._options = options
-        self._block_size = block_size
-        self._meter = meter
+        self._targets = targets
         self._end = end
-        self._give_up_at = time.monotonic() + options.queue_seconds
+        self._give_up_at = time.monotonic() + context.options.queue_seconds
         self._deadline = self._give_up_at
-        self._default = public_url(store.url)
+        self._default_source = public_url(context.store.url)
         self._valid_to = load.local
-        self._sources: dict[str, int] = {}  # tokens of valid blocks by the store they came from
-        self._missed = Miss.UNKNOWN  # why, if it ends short
+        self._sources: dict[str, int] = {}  # tokens of valid blocks by store
+        self._missed = Miss.UNKNOWN  # the reason, if the load ends short
 
     def run(self) -> None:
         """Get, verify and count until the end or the first failure."""
@@ -110,7 +87,7 @@ class LoadJob:
             self._finish()
 
     def give_up(self) -> None:
-        """End with what is valid: nothing."""
+        """End with no valid tokens."""
         self._meter.add(load_failures=1)
         self._missed = Miss.UNREACHABLE
         self._finish()
@@ -118,8 +95,8 @@ class LoadJob:
     def _begin(self) -> None:
         now = time.monotonic()
         if now > self._give_up_at:
-            raise DeadlineExceeded("the load had to wait too long for its turn")
-        nbytes = sum(self._pool.nbytes(len(part.wanted.tokens)) for part in self._parts)
+            raise DeadlineExceeded("the load waited too long for a thread")
+        nbytes = sum(self._pool.nbytes(len(target.expected.tokens)) for target in self._targets)
         self._deadline = now + self._options.load_timeout(nbytes)
 
     def _finish(self) -> None:
@@ -131,56 +108,57 @@ class LoadJob:
         self._end(Loaded(load.request_id, load.epoch, valid, missed, sources))
 
     def _batches(self) -> Iterator[list[LoadTarget]]:
-        """As many blocks at a time as scratch memory is allowed for."""
+        """Batches of at most ``batch_bytes`` and ``MAX_NAMES`` blocks."""
         batch: list[LoadTarget] = []
         nbytes = 0
-        for part in self._parts:
-            size = self._pool.nbytes(len(part.wanted.tokens))
+        for target in self._targets:
+            size = self._pool.nbytes(len(target.expected.tokens))
             full = len(batch) == MAX_NAMES or nbytes + size > self._options.batch_bytes
             if batch and full:
                 yield batch
                 batch, nbytes = [], 0
-            batch.append(part)
+            batch.append(target)
             nbytes += size
         if batch:
             yield batch
 
-    def _fill(self, parts: list[LoadTarget]) -> bool:
-        """One call to the store; whether every block came and was right."""
+    def _fill(self, targets: list[LoadTarget]) -> bool:
+        """Fetch one batch; returns whether every block came and was right."""
         remaining = self._deadline - time.monotonic()
         if remaining <= 0:
-            raise DeadlineExceeded("the load's time was over between two batches")
-        wants = [self._want(part) for part in parts]
+            raise DeadlineExceeded("the load's time ran out between two batches")
+        wants = [self._want(target) for target in targets]
         with closing(self._store.get(wants, remaining)) as arriving:
-            return all(self._accept(parts[g.index], wants[g.index], g) for g in arriving)
+            return all(self._accept(targets[g.index], wants[g.index], g) for g in arriving)
 
-    def _want(self, part: LoadTarget) -> Want:
-        partial = len(part.wanted.tokens) < self._block_size
-        return Want(part.wanted.name, self._buffer(part), part.source, partial)
+    def _want(self, target: LoadTarget) -> Want:
+        partial = len(target.expected.tokens) < self._pool.shape.block_size
+        return Want(target.expected.name, self._buffer(target), target.source, partial)
 
-    def _buffer(self, part: LoadTarget) -> memoryview:
-        direct = self._direct(part)
+    def _buffer(self, target: LoadTarget) -> memoryview:
+        direct = self._direct(target)
         if direct is not None:
             return direct
-        return memoryview(bytearray(self._pool.nbytes(len(part.wanted.tokens))))
+        return memoryview(bytearray(self._pool.nbytes(len(target.expected.tokens))))
 
-    def _direct(self, part: LoadTarget) -> memoryview | None:
-        whole = self._pool.buffer(part.block)
-        count = len(part.wanted.tokens)
+    def _direct(self, target: LoadTarget) -> memoryview | None:
+        whole = self._pool.buffer(target.block)
+        count = len(target.expected.tokens)
         return whole if whole is not None and whole.nbytes == self._pool.nbytes(count) else None
 
-    def _accept(self, part: LoadTarget, want: Want, got: GetResult) -> bool:
-        """Verify one block and count it; false when it did not come."""
+    def _accept(self, target: LoadTarget, want: Want, got: GetResult) -> bool:
+        """Verify one block and count it; returns whether the store still had it."""
         if got.header is None:
             self._meter.add(absent=1)
-            self._missed = Miss.TOO_LATE  # it was there when it was looked up
+            self._missed = Miss.TOO_LATE  # the lookup had found it
             return False
-        verify_block(got.header, part.wanted, want.buffer, got.summed)
-        if self._direct(part) is None:
-            self._pool.write(part.block, len(part.wanted.tokens), want.buffer)
-        source, last = got.source or self._default, self._load.local + self._load.external
-        tokens = min(part.end, last) - self._valid_to
+        verify_block(got.header, target.expected, want.buffer, got.summed)
+        if self._direct(target) is None:
+            self._pool.write(target.block, len(target.expected.tokens), want.buffer)
+        source = got.source or self._default_source
+        last = self._load.local + self._load.external
+        tokens = min(target.end, last) - self._valid_to
         self._sources[source] = self._sources.get(source, 0) + tokens
-        self._valid_to = part.end
+        self._valid_to = target.end
         self._meter.add(loaded_bytes=want.buffer.nbytes)
         return True

@@ -1,32 +1,79 @@
-"""Questions to the store about waiting requests: asked once, remembered while the lease stands.
+"""Lookups for waiting requests: sent once, remembered while the lease stands.
 
-An answer belongs to a request and its length. A question that fails is answered "nothing", one
-that is late is too; either is asked again after a while, if the request then still waits.
+An answer belongs to a request and its length. A lookup that fails or is late counts as an answer
+without tokens. It is repeated after a while if the request still waits.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from kvrelay.connector.context import JobContext
 from kvrelay.connector.counters import Meter
 from kvrelay.connector.geometry import Geometry, LookupKeys
-from kvrelay.connector.leases import HeldLeases
-from kvrelay.connector.options import ConnectorOptions
 from kvrelay.connector.thread_pool import ThreadPool
 from kvrelay.engine.core.external import Query
 from kvrelay.errors import DeadlineExceeded, KvrelayError
 from kvrelay.usage import Miss
 from kvstore import Lease, LookupResult, Store
 
+RELEASE_SECONDS = 1.0
+
+
+class HeldLeases:
+    """Counts the leases that this worker holds, and releases them in the background, in batches."""
+
+    def __init__(self, store: Store, threads: ThreadPool, meter: Meter) -> None:
+        self._store = store
+        self._threads = threads
+        self._meter = meter
+        self._lock = threading.Lock()
+        self._released: list[Lease] = []
+
+    def add(self) -> None:
+        """Count one more lease."""
+        self._meter.add(open_leases=1)
+
+    def release(self, lease: Lease | None) -> None:
+        """Release a lease, if there is one; returns at once."""
+        if lease is None:
+            return
+        with self._lock:
+            self._released.append(lease)
+            first = len(self._released) == 1
+        if first:
+            self._threads.submit(self)
+
+    def run(self) -> None:
+        """Release all that wait in one call. If it fails, they end by their deadlines."""
+        if not (leases := self._take()):
+            return
+        try:
+            with suppress(KvrelayError):
+                self._store.release(leases, RELEASE_SECONDS)
+        finally:
+            self._meter.add(open_leases=-len(leases))
+
+    def give_up(self) -> None:
+        """Leave the leases to their deadlines."""
+        self._meter.add(open_leases=-len(self._take()))
+
+    def _take(self) -> list[Lease]:
+        with self._lock:
+            leases = self._released
+            self._released = []
+        return leases
+
 
 @dataclass(frozen=True, slots=True)
 class LookupAnswer:
-    """Of ``length`` tokens, ``tokens`` are there: ``lead`` full blocks and a tail of ``tail``.
+    """Of ``length`` tokens the store has ``tokens``: ``lead`` full blocks and a tail of ``tail``.
 
-    ``sources`` name the one of several stores that has each of these blocks. ``missing`` says why
-    the next one is not there.
+    ``sources`` name the store of each of these blocks, if there are several. ``missing`` is the
+    reason why the next block is missing.
     """
 
     length: int
@@ -34,7 +81,7 @@ class LookupAnswer:
     lead: int
     tail: int
     lease: Lease | None
-    until: float  # after this it is not relied upon
+    until: float  # after this the answer is not relied upon
     missing: Miss | None
     sources: tuple[str, ...] = ()
 
@@ -44,145 +91,141 @@ class LookupAnswer:
 
 
 class LookupJob:
-    """A lookup under way: a job of the lane."""
+    """One lookup on a thread of the connector."""
 
-    def __init__(self, owner: Lookups, request_id: str, length: int, question: LookupKeys) -> None:
+    def __init__(self, owner: Lookups, request_id: str, length: int, keys: LookupKeys) -> None:
         self.request_id = request_id
         self.length = length
-        self.question = question
+        self.keys = keys
         self.deadline = owner.clock() + owner.options.lookup_seconds
         self._owner = owner
 
     def run(self) -> None:
-        """Ask."""
-        found: LookupResult | Miss = Miss.UNKNOWN
+        """Look up, and record the answer whatever happens."""
+        result: LookupResult | Miss = Miss.UNKNOWN
         try:
-            found = self._owner.ask(self)
+            result = self._owner.look_up(self)
         finally:
-            self._owner.answered(self, found)
+            self._owner.record(self, result)
 
     def give_up(self) -> None:
-        """End without asking."""
-        self._owner.answered(self, Miss.UNREACHABLE)
+        """End without a lookup."""
+        self._owner.record(self, Miss.UNREACHABLE)
 
 
 class Lookups:
-    """At most one record per request: a question under way or its answer."""
+    """At most one record per request: a lookup under way or its answer."""
 
     def __init__(
         self,
-        store: Store,
+        context: JobContext,
         geometry: Geometry,
-        lane: ThreadPool,
+        threads: ThreadPool,
         leases: HeldLeases,
-        meter: Meter,
-        options: ConnectorOptions,
         clock: Callable[[], float],
         notify: Callable[[], None],
     ) -> None:
-        self.options = options
+        self.options = context.options
         self.clock = clock
-        self._store = store
+        self._store = context.store
+        self._meter = context.meter
         self._geometry = geometry
-        self._lane = lane
+        self._threads = threads
         self._leases = leases
-        self._meter = meter
         self._notify = notify
         self._lock = threading.Lock()
         self._records: dict[str, LookupJob | LookupAnswer] = {}
         self._boot: bytes | None = None
 
     def find(self, query: Query) -> int | None:
-        """Tokens after ``query.local``, or ``None`` while nothing is known."""
-        now, length = self.clock(), len(query.tokens)
+        """Tokens after ``query.local``; ``None`` while the lookup is under way."""
+        now = self.clock()
+        length = len(query.tokens)
         if query.local >= length - 1:
-            return 0  # the last position is computed anyway
+            return 0  # the last position is always computed
         with self._lock:
             record = self._records.get(query.request_id)
             if record is not None and record.length == length:
                 if isinstance(record, LookupAnswer) and now < record.until:
-                    return self._told(query, record)
+                    return self._use(query, record)
                 if isinstance(record, LookupJob) and now < record.deadline:
                     return None
                 if isinstance(record, LookupJob):  # late: its answer will find no record
-                    self._records[query.request_id] = self._nothing(length, Miss.TOO_LATE)
+                    self._records[query.request_id] = self._empty(length, Miss.TOO_LATE)
                     self._meter.add(lookup_failures=1)
                     return -query.local
-            question = self._geometry.of(query.space).question(query.tokens, query.names)
-            asking = LookupJob(self, query.request_id, length, question)
-            self._records[query.request_id] = asking
+            keys = self._geometry.of(query.space).lookup_keys(query.tokens, query.names)
+            job = LookupJob(self, query.request_id, length, keys)
+            self._records[query.request_id] = job
         if isinstance(record, LookupAnswer):
-            self._leases.give_back(record.lease)
+            self._leases.release(record.lease)
         self._meter.add(lookups=1, open_lookups=1)
-        self._lane.submit(asking)
+        self._threads.submit(job)
         return None
 
-    def _told(self, query: Query, answer: LookupAnswer) -> int:
+    def _use(self, query: Query, answer: LookupAnswer) -> int:
         """Tokens after ``query.local``. If there are none, no load will follow to end the lease."""
         if answer.tokens <= query.local and answer.lease is not None:
             until = min(answer.until, self.clock() + self.options.retry_seconds)
             self._records[query.request_id] = replace(answer, lease=None, until=until)
-            self._leases.give_back(answer.lease)
+            self._leases.release(answer.lease)
         return answer.tokens - query.local
 
     def why(self, request_id: str) -> Miss | None:
-        """Why the block after those that were found is not there."""
+        """Why the first block after those that were found is missing."""
         with self._lock:
             record = self._records.get(request_id)
         return record.missing if isinstance(record, LookupAnswer) else None
 
     def take(self, request_id: str) -> LookupAnswer | None:
-        """Forget a request; its answer, whose lease is now the caller's."""
+        """Forget a request and return its answer, whose lease is now the caller's."""
         with self._lock:
             record = self._records.pop(request_id, None)
         return record if isinstance(record, LookupAnswer) else None
 
     def release(self, request_id: str) -> None:
-        """Forget a request and give its lease back."""
+        """Forget a request and release its lease."""
         if (answer := self.take(request_id)) is not None:
-            self._leases.give_back(answer.lease)
+            self._leases.release(answer.lease)
 
     def close(self) -> None:
-        """Forget them all and give their leases back."""
+        """Forget all requests and release their leases."""
         with self._lock:
             records = self._records
             self._records = {}
         for record in records.values():
             if isinstance(record, LookupAnswer):
-                self._leases.give_back(record.lease)
+                self._leases.release(record.lease)
 
-    def ask(self, asking: LookupJob) -> LookupResult | Miss:
+    def look_up(self, job: LookupJob) -> LookupResult | Miss:
         """The store's answer, or why there is none."""
-        remaining = asking.deadline - self.clock()
+        remaining = job.deadline - self.clock()
         if remaining <= 0:
             return Miss.TOO_LATE
-        question = asking.question
+        keys = job.keys
+        ttl = self.options.lease_seconds
         try:
             return self._store.lookup(
-                question.names,
-                question.tails,
-                self.options.lease_seconds,
-                remaining,
-                question.openings,
+                keys.names, keys.tails, ttl, remaining, keys.first_block_hashes
             )
         except DeadlineExceeded:
             return Miss.TOO_LATE
         except KvrelayError:
             return Miss.UNREACHABLE
 
-    def answered(self, asking: LookupJob, found: LookupResult | Miss) -> None:
-        """Record the answer, unless nobody waits for it any more."""
-        failed = isinstance(found, Miss)
-        if isinstance(found, Miss):
-            answer = self._nothing(asking.length, found)
+    def record(self, job: LookupJob, result: LookupResult | Miss) -> None:
+        """Record the answer, unless another lookup replaced this one or the request has left."""
+        failed = isinstance(result, Miss)
+        if isinstance(result, Miss):
+            answer = self._empty(job.length, result)
         else:
-            answer = self._answer(asking, found)
+            answer = self._answer(job, result)
         if answer.lease is not None:
-            self._leases.took()
+            self._leases.add()
         with self._lock:
-            current = self._records.get(asking.request_id) is asking
+            current = self._records.get(job.request_id) is job
             if current:
-                self._records[asking.request_id] = answer
+                self._records[job.request_id] = answer
         if current:
             self._meter.add(
                 lookup_failures=failed,
@@ -190,29 +233,35 @@ class Lookups:
                 lookup_tokens=answer.tokens,
             )
         else:
-            self._leases.give_back(answer.lease)
+            self._leases.release(answer.lease)
         self._meter.add(open_lookups=-1)
         self._notify()
 
-    def _answer(self, asking: LookupJob, found: LookupResult) -> LookupAnswer:
-        tail = 0 if found.tail is None else asking.question.counts[found.tail]
-        tokens = found.lead * self._geometry.block_size + tail
-        if found.lease is None:
+    def _answer(self, job: LookupJob, result: LookupResult) -> LookupAnswer:
+        tail = 0 if result.tail is None else job.keys.counts[result.tail]
+        if result.lease is None:
             until = self.clock() + self.options.retry_seconds
         else:
-            until = found.lease.deadline - self.options.lease_margin_seconds
-        missing = self._since_restart(found)
+            until = result.lease.deadline - self.options.lease_margin_seconds
         return LookupAnswer(
-            asking.length, tokens, found.lead, tail, found.lease, until, missing, found.sources
+            length=job.length,
+            tokens=result.lead * self._geometry.block_size + tail,
+            lead=result.lead,
+            tail=tail,
+            lease=result.lease,
+            until=until,
+            missing=self._reason(result),
+            sources=result.sources,
         )
 
-    def _since_restart(self, found: LookupResult) -> Miss | None:
-        """A store that was started anew does not know what it held before."""
+    def _reason(self, result: LookupResult) -> Miss | None:
+        """Why the next block is missing: a restarted store cannot know what it held before."""
         with self._lock:
-            self._boot = self._boot or found.boot
-            same = self._boot == found.boot
-        unsure = found.missing is Miss.NEVER_STORED and not same
-        return Miss.UNKNOWN if unsure else found.missing
+            self._boot = self._boot or result.boot
+            same = self._boot == result.boot
+        unsure = result.missing is Miss.NEVER_STORED and not same
+        return Miss.UNKNOWN if unsure else result.missing
 
-    def _nothing(self, length: int, why: Miss) -> LookupAnswer:
-        return LookupAnswer(length, 0, 0, 0, None, self.clock() + self.options.retry_seconds, why)
+    def _empty(self, length: int, missing: Miss) -> LookupAnswer:
+        until = self.clock() + self.options.retry_seconds
+        return LookupAnswer(length, 0, 0, 0, None, until, missing)

@@ -1,9 +1,9 @@
-"""A connector that does as it is told: for integration tests of anything built on the engine.
+"""A scripted connector, for integration tests of anything built on the engine.
 
 It answers lookups and ends loads and saves by script: right, late, short, wrong, twice or in
-another order. On its own it moves no bytes; wrapped around another connector it distorts what that
-one really does, so that the KV it claims is the KV that is there. ``kvrelay.connector.script``
-reads its script from a file: ``--store mock:FILE``.
+another order. On its own it moves no bytes. Wrapped around another connector it distorts the
+events of that one, so that the KV it claims is in the pool. ``kvrelay.connector.script`` reads the
+script from a file: ``--store mock:FILE``.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from kvrelay.usage import Miss
 
 T = TypeVar("T")
 RECORDED = 256
-"""Calls of each kind that are remembered, with their tokens, for who looks at them."""
+"""Calls of each kind that are kept, with their tokens, for tests."""
 RELEASED = 10_000
-"""Ids of requests that were released last."""
+"""Ids of the last released requests that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class MockEnd:
     """How one load or save ends.
 
-    ``amount`` is what its event claims (tokens of a load, pieces of a save), any number at all;
+    ``amount`` is what its event claims (tokens of a load, blocks of a save), any number at all;
     ``None`` is the truth: what the inner connector did, or everything without one. The event
-    comes ``after`` that many polls, ``times`` times (0: never). Before it comes one event for each
-    of ``strays``, its epoch off by that much: nobody asked for it. ``missed`` is what a short load
-    gives as its reason.
+    comes ``after`` that many polls, ``times`` times (0: never). Before it comes one stray event for
+    each of ``strays``, with an epoch that is off by that number. ``missed`` is the reason of a
+    short load.
     """
 
     amount: int | None = None
@@ -45,11 +45,11 @@ class MockEnd:
 class Script:
     """What to do, by request id; ``"*"`` is for every request without lines of its own.
 
-    A worker serves a request as ``ID/NUMBER``; lines for ``ID`` are for each such stay anew.
-    Each line is used once, the last one for ever after. A lookup's line is the number of tokens
-    after ``local`` (any number: a lie is a line), ``None`` for "ask later", or ``"ask"`` for the
-    inner connector's answer. With ``reverse`` the events of one poll come in reverse order. A line
-    of ``misses`` is why an admission found no more; without any, it is what the inner one says.
+    A worker serves a leg as ``ID/NUMBER``; the lines for ``ID`` start anew with each leg. Each line
+    is used once, the last one for ever after. A lookup's line is the number of tokens after
+    ``local`` (any number, true or not), ``None`` for "look up again", or ``"ask"`` for the inner
+    connector's answer. With ``reverse`` the events of one poll come in reverse order. A line of
+    ``misses`` is why an admission found no more; without any, the inner connector is asked.
     """
 
     lookups: Mapping[str, Sequence[int | str | None]] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class MockConnector:
         self.inner = inner
         self._fill = fill
         self._used: defaultdict[str, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
-        self._asked: dict[tuple[str, int, int | None], MockEnd] = {}  # by id, epoch and serial
+        self._ends: dict[tuple[str, int, int | None], MockEnd] = {}  # by id, epoch and serial
         self._filling: dict[tuple[str, int], tuple[Load, int]] = {}
         self._due: deque[tuple[int, TransferEvent]] = deque()
         self._notify: Callable[[], None] = _nothing
@@ -101,25 +101,25 @@ class MockConnector:
 
     def load(self, load: Load) -> None:
         self.loads.append(load)
-        verdict = self._line(self.script.loads, load.request_id, MockEnd())
+        end = self._line(self.script.loads, load.request_id, MockEnd())
         if self.inner is not None:
-            self._asked[load.request_id, load.epoch, None] = verdict
+            self._ends[load.request_id, load.epoch, None] = end
             self.inner.load(load)
             return
-        valid = load.external if verdict.amount is None else verdict.amount
+        valid = load.external if end.amount is None else end.amount
         self._filling[load.request_id, load.epoch] = load, min(max(valid, 0), load.external)
-        missed = verdict.missed if valid < load.external else None
-        self._enqueue(Loaded(load.request_id, load.epoch, valid, missed), verdict)
+        missed = end.missed if valid < load.external else None
+        self._enqueue(Loaded(load.request_id, load.epoch, valid, missed), end)
 
     def save(self, save: Save) -> None:
         self.saves.append(save)
-        verdict = self._line(self.script.saves, save.request_id, MockEnd())
+        end = self._line(self.script.saves, save.request_id, MockEnd())
         if self.inner is not None:
-            self._asked[save.request_id, save.epoch, save.serial] = verdict
+            self._ends[save.request_id, save.epoch, save.serial] = end
             self.inner.save(save)
             return
-        stored = len(save.contents) if verdict.amount is None else verdict.amount
-        self._enqueue(Saved(save.request_id, save.epoch, save.serial, stored), verdict)
+        stored = len(save.contents) if end.amount is None else end.amount
+        self._enqueue(Saved(save.request_id, save.epoch, save.serial, stored), end)
 
     def release(self, request_id: str) -> None:
         self.released.append(request_id)
@@ -144,30 +144,28 @@ class MockConnector:
             self.inner.close()
 
     def _write(self, event: TransferEvent) -> None:
-        """The KV of a load, once, as late as can be: until its event the blocks are ours."""
+        """Write the KV of a load, once, just before its event: until then the load holds them."""
         if isinstance(event, Loaded) and self._fill is not None:
             load, valid = self._filling.pop((event.request_id, event.epoch), (None, 0))
             if load is not None:
                 self._fill(load, valid)
 
     def _distort(self, event: TransferEvent) -> None:
-        """What the inner connector really did, told as the script wants it."""
+        """Change an event of the inner connector as the script says."""
         if isinstance(event, Loaded):
-            verdict = self._asked.pop((event.request_id, event.epoch, None), MockEnd())
-            if verdict.amount is not None and verdict.amount < event.valid:
-                event = replace(event, valid=verdict.amount, missed=verdict.missed)
+            end = self._ends.pop((event.request_id, event.epoch, None), MockEnd())
+            if end.amount is not None and end.amount < event.valid:
+                event = replace(event, valid=end.amount, missed=end.missed)
         else:
             key = (event.request_id, event.epoch, event.serial)
-            verdict = self._asked.pop(key, MockEnd())
-            if verdict.amount is not None:
-                event = replace(event, stored=verdict.amount)
-        self._enqueue(event, verdict)
+            end = self._ends.pop(key, MockEnd())
+            if end.amount is not None:
+                event = replace(event, stored=end.amount)
+        self._enqueue(event, end)
 
-    def _enqueue(self, event: TransferEvent, verdict: MockEnd) -> None:
-        strays: list[TransferEvent] = [
-            replace(event, epoch=event.epoch + by) for by in verdict.strays
-        ]
-        self._due.extend((verdict.after, told) for told in (*strays, *[event] * verdict.times))
+    def _enqueue(self, event: TransferEvent, end: MockEnd) -> None:
+        strays: list[TransferEvent] = [replace(event, epoch=event.epoch + by) for by in end.strays]
+        self._due.extend((end.after, each) for each in (*strays, *[event] * end.times))
         self._notify()
 
     def _line(self, lines: Mapping[str, Sequence[T]], request_id: str, default: T) -> T:
@@ -181,4 +179,4 @@ class MockConnector:
 
 
 def _nothing() -> None:
-    """Nobody to notify yet."""
+    """``notify`` before ``start``."""

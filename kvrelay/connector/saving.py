@@ -1,47 +1,47 @@
-"""A save under way: the store is told what there is and takes what it lacks."""
+"""A save: the store is offered blocks and takes those it lacks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import takewhile
 
-from kvrelay.block.header import encoded, header_bytes
-from kvrelay.connector.counters import Meter
+from kvrelay.block.header import encode_fields, header_bytes
+from kvrelay.connector.context import JobContext
 from kvrelay.connector.geometry import Geometry
-from kvrelay.connector.loading import Pool
-from kvrelay.connector.options import ConnectorOptions
 from kvrelay.engine.core.external import BlockContent, Save, Saved, TransferEvent
 from kvrelay.errors import KvrelayError
-from kvstore import Block, Offer, Outcome, PutStatus, Store
+from kvstore import Block, Offer, Outcome, PutStatus
 
 
 class SaveJob:
-    """A job of a lane of saves; its end is one ``Saved``."""
+    """One save on a thread of the connector; it ends with one ``Saved``, given to ``end``."""
 
     def __init__(
         self,
+        context: JobContext,
         save: Save,
-        store: Store,
-        pool: Pool,
         geometry: Geometry,
-        options: ConnectorOptions,
-        meter: Meter,
         end: Callable[[TransferEvent], None],
     ) -> None:
+        self._store = context.store
+        self._pool = context.pool
+        self._options = context.options
+        self._meter = context.meter
         self._save = save
-        self._store = store
-        self._pool = pool
         self._geometry = geometry
-        self._options = options
-        self._meter = meter
         self._end = end
+        self._sizes = [self._pool.nbytes(len(content.tokens)) for content in save.contents]
         self._stored = 0
-        self.nbytes = sum(pool.nbytes(len(piece.tokens)) for piece in save.contents)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the payloads."""
+        return sum(self._sizes)
 
     def run(self) -> None:
-        """Offer every piece; those wanted are read from the pool as they are sent."""
+        """Offer every block; those the store lacks are read from the pool as they are sent."""
         try:
-            offers = [self._offer(piece) for piece in self._save.contents]
+            offers = [self._offer(content) for content in self._save.contents]
             self._count(self._store.put(offers, self._options.save_timeout(self.nbytes)))
         except KvrelayError:
             self._meter.add(save_failures=1)
@@ -58,23 +58,23 @@ class SaveJob:
         self._meter.add(open_saves=-1, open_save_bytes=-self.nbytes)
         self._end(Saved(save.request_id, save.epoch, save.serial, self._stored))
 
-    def _offer(self, piece: BlockContent) -> Offer:
-        count = len(piece.tokens)
+    def _offer(self, content: BlockContent) -> Offer:
+        count = len(content.tokens)
         size = header_bytes(count) + self._pool.nbytes(count)
         partial = count < self._geometry.block_size
-        opening = self._geometry.opening(piece)
-        return Offer(piece.name, size, partial, lambda: self._block(piece), opening)
+        first = self._geometry.first_block_hash(content)
+        return Offer(content.name, size, partial, lambda: self._block(content), first)
 
-    def _block(self, piece: BlockContent) -> Block:
-        payload = self._pool.read(piece.block, len(piece.tokens))
-        geometry, count = self._geometry, len(piece.tokens)
-        header = encoded(
-            geometry.namespace,
-            piece.parent,
-            piece.name,
-            piece.tokens,
-            geometry.dtype,
-            geometry.shape(count),
+    def _block(self, content: BlockContent) -> Block:
+        count = len(content.tokens)
+        payload = self._pool.read(content.block, count)
+        header = encode_fields(
+            self._geometry.namespace,
+            content.parent,
+            content.name,
+            content.tokens,
+            self._geometry.dtype,
+            self._geometry.shape(count),
             payload.nbytes,
             0,
         )
@@ -82,13 +82,15 @@ class SaveJob:
 
     def _count(self, outcomes: list[Outcome]) -> None:
         self._stored = sum(1 for _ in takewhile(lambda outcome: outcome.present, outcomes))
-        kept = [outcome.status for outcome in outcomes]
-        sizes = (self._pool.nbytes(len(piece.tokens)) for piece in self._save.contents)
+        results = [outcome.status for outcome in outcomes]
+        written = [
+            size
+            for size, result in zip(self._sizes, results, strict=True)
+            if result is PutStatus.STORED
+        ]
         self._meter.add(
-            saved_blocks=kept.count(PutStatus.STORED),
-            existing_blocks=kept.count(PutStatus.EXISTED),
+            saved_blocks=len(written),
+            existing_blocks=results.count(PutStatus.EXISTED),
             refused_blocks=sum(not outcome.present for outcome in outcomes),
-            saved_bytes=sum(
-                size for size, k in zip(sizes, kept, strict=True) if k is PutStatus.STORED
-            ),
+            saved_bytes=sum(written),
         )

@@ -7,9 +7,9 @@
      "misses":  {"r1": ["evicted"]},
      "reverse": true}
 
-Every part may be left out. ``kvrelay.connector.mock`` says what the lines do. Bytes are moved by
-``store``: a load gives what it really gave or less, so the tokens of an answer are right whatever
-is written here; without a store every load fails.
+Every part is optional. ``kvrelay.connector.mock`` says what the lines do. ``store`` moves the
+bytes: a load gives what the store gave or less, so the tokens of an answer are right whatever the
+script says. Without a store every load fails.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LARGEST_FILE = 1 << 20
 LONGEST_WAIT = 10_000  # polls
 MOST_TIMES = 1_000
 PARTS = {"store", "lookups", "loads", "saves", "misses", "reverse"}
-VERDICT = {"amount", "after", "times", "strays", "missed"}
+MOCK_END = {"amount", "after", "times", "strays", "missed"}
 
 T = TypeVar("T")
 
@@ -48,25 +48,25 @@ def read_script(url: str) -> MockConfig:
     try:
         if path.stat().st_size > LARGEST_FILE:
             raise Rejected("store", f"{path} is larger than {LARGEST_FILE} bytes")
-        made = json.loads(path.read_text(encoding="utf-8"))
+        parsed = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise Rejected("store", f"{path}: {error}") from error
     try:
-        return parse_script(made)
+        return parse_script(parsed)
     except Rejected as error:
         raise Rejected("store", f"{path}: {error}") from error
 
 
-def parse_script(made: object) -> MockConfig:
+def parse_script(parsed: object) -> MockConfig:
     """A script from parsed JSON."""
-    parts = _table("script", made, PARTS)
+    parts = _table("script", parsed, PARTS)
     store = parts.get("store")
     if store is not None and (not isinstance(store, str) or store.startswith(PREFIX)):
         raise Rejected("store", "must be the URL of a real store")
     script = Script(
         lookups=_lines("lookups", parts, _answer),
-        loads=_lines("loads", parts, _verdict),
-        saves=_lines("saves", parts, _verdict),
+        loads=_lines("loads", parts, _mock_end),
+        saves=_lines("saves", parts, _mock_end),
         misses=_lines("misses", parts, _miss),
         reverse=_flag("reverse", parts.get("reverse", False)),
     )
@@ -91,8 +91,8 @@ def _answer(where: str, line: object) -> int | str | None:
     return _number(where, line)
 
 
-def _verdict(where: str, line: object) -> MockEnd:
-    given = _table(where, line, VERDICT)
+def _mock_end(where: str, line: object) -> MockEnd:
+    given = _table(where, line, MOCK_END)
     amount, strays = given.get("amount"), given.get("strays", [])
     if not isinstance(strays, list) or len(strays) > MOST_TIMES:
         raise Rejected(f"{where}.strays", f"must be a list of at most {MOST_TIMES} numbers")

@@ -1,6 +1,6 @@
-"""A queue of jobs and the threads that work on it.
+"""A queue of jobs and the threads that run them.
 
-A job is ended exactly once: it is run, or it is given up when the lane closes.
+Each job ends exactly once: it is run, or given up when the pool closes.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ log = logging.getLogger(__name__)
 
 
 class QueuedJob(Protocol):
-    """Work with an end that somebody waits for."""
+    """Work whose end its owner waits for."""
 
     def run(self) -> None:
-        """Do it, and end it. Errors that are foreseen end it as failed and are not raised."""
+        """Do the work, and end it. Expected errors end it as failed and are not raised."""
 
     def give_up(self) -> None:
         """End it as failed, without trying."""
 
 
 class ThreadPool:
-    """First in, first out, over ``threads`` threads. ``crashed`` is told of jobs that raised."""
+    """First in, first out, over ``threads`` daemon threads; ``crashed`` is called if a job raises.
+
+    `concurrent.futures` would wait for its threads at exit and cannot end waiting jobs as failed.
+    """
 
     def __init__(self, name: str, threads: int, crashed: Callable[[], None]) -> None:
         self._jobs: deque[QueuedJob] = deque()
@@ -38,12 +41,12 @@ class ThreadPool:
         ]
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def submit(self, job: QueuedJob) -> None:
-        """Queue a job; once closed, it is given up here and now."""
+        """Queue a job. Once the pool is closed, the job is given up at once."""
         with self._wake:
             if not self._closed:
                 self._jobs.append(job)
@@ -52,7 +55,7 @@ class ThreadPool:
         job.give_up()
 
     def close(self) -> None:
-        """Give up what has not begun. What has begun goes on: see ``join``."""
+        """Give up the jobs that wait. Jobs that run continue: see ``join``."""
         with self._wake:
             self._closed = True
             left = self._jobs
@@ -81,8 +84,8 @@ class ThreadPool:
                 self._report(job, error)
 
     def _report(self, job: QueuedJob, error: Exception) -> None:
-        if self._closed:  # what it worked with was closed under it
-            log.debug("%s was broken off", type(job).__name__, exc_info=error)
+        if self._closed:  # the store was closed while the job used it
+            log.debug("%s was interrupted", type(job).__name__, exc_info=error)
             return
         log.error("%s failed", type(job).__name__, exc_info=error)
         self._crashed()

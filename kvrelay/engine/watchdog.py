@@ -1,6 +1,6 @@
-"""Sees a thread that hangs, in a device or a lock, while the rest of the process answers.
+"""Detects a thread that hangs, in a device or a lock, while the rest of the process answers.
 
-Time is counted in turns of the watching thread: while the process is stopped nobody hangs.
+Time is counted in turns of the watching thread, so a process that was stopped does not hang.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TURNS = 20
 
 
 class Watchdog:
-    """``at`` says what is under way (``None``: nothing); one that stays is told to ``hangs``."""
+    """Calls ``hangs`` if ``at`` stays the same for ``seconds``; ``None`` means that it is idle."""
 
     def __init__(
         self, seconds: float, at: Callable[[], int | None], hangs: Callable[[], None]
@@ -26,11 +26,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def start(self) -> None:
-        """Watch until ended; ``hangs`` is called once at most, on the watching thread."""
+        """Watch until ``end``; ``hangs`` is called at most once, on the watching thread."""
         self._thread.start()
 
     def end(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._ending.set()
 
     def _watch(self) -> None:
@@ -45,6 +45,6 @@ class Watchdog:
 
 
 def stack_of(thread: threading.Thread) -> str:
-    """Where it is now."""
+    """The stack of a thread now."""
     frame = sys._current_frames().get(thread.ident or 0)
     return "".join(traceback.format_stack(frame)) if frame is not None else "it has ended"

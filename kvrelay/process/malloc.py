@@ -1,9 +1,9 @@
-"""Bounds what the C library's allocator keeps for threads that come and go.
+"""Bounds the memory that glibc's allocator keeps for threads that come and go.
 
-glibc gives threads up to eight arenas a core and gives none back. gRPC's threads grow with the
-load: under a flood of rapid resets a server's memory rose without end; with two arenas it stands.
-What is free in the midst of an arena goes back to the system only when asked for, so it is, now and
-then: half of what broken HTTP/2 left behind was such.
+glibc gives threads up to eight arenas a core and returns none to the system. gRPC's threads grow
+with the load: under a flood of rapid resets a server's memory grew without end; with two arenas it
+stays constant. Free memory inside an arena is returned only on request, so a thread requests it
+every half a minute: half of what broken HTTP/2 connections had left behind was such memory.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-M_ARENA_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -8, -3, -1  # of malloc.h
+M_TRIM_THRESHOLD = -1  # of malloc.h
+M_MMAP_THRESHOLD = -3
+M_ARENA_MAX = -8
 MAX_ARENAS = 2
-MAX_HEAP_BUFFER = (
-    32 << 20
-)  # what glibc comes to by itself, in a process that has freed so large a one
+MAX_HEAP_BUFFER = 32 << 20  # the bound that glibc itself reaches once a block this large was freed
 TRIM_SECONDS = 30.0
 
 
-def bound() -> None:
-    """For this process; first of all, for an arena that was made stays."""
+def limit_arenas() -> None:
+    """Bound the arenas of this process. Call it first: an arena that exists is never removed."""
     if "MALLOC_ARENA_MAX" not in os.environ:
         with suppress(OSError, AttributeError):  # another libc
             ctypes.CDLL(None).mallopt(M_ARENA_MAX, MAX_ARENAS)
 
 
 def keep_large_buffers() -> None:
-    """Buffers of messages lie in the heap, which is given back by ``trim_periodically`` only.
+    """Keep message buffers in the heap; only ``trim_periodically`` returns them to the system.
 
-    glibc maps a large one anew each time and gives it back at once: a fault for every page of it,
-    which for a stream of megabytes is a third of all its time.
+    glibc maps a large buffer anew each time and unmaps it at once: a page fault for every page,
+    which is a third of the time of a stream of megabytes.
     """
     if os.environ.keys() & {"MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"}:
         return
@@ -44,7 +44,7 @@ def keep_large_buffers() -> None:
 
 
 def trim_periodically(seconds: float = TRIM_SECONDS) -> None:
-    """From now on, in a thread that ends with the process; nothing where libc has no such call."""
+    """Start a daemon thread that trims the heap; does nothing if the C library cannot."""
     with suppress(OSError, AttributeError):  # another libc
         trim = ctypes.CDLL(None).malloc_trim
         threading.Thread(target=_trim, args=(trim, seconds), name="trim", daemon=True).start()
@@ -53,4 +53,4 @@ def trim_periodically(seconds: float = TRIM_SECONDS) -> None:
 def _trim(trim: Callable[[int], int], seconds: float) -> None:
     while True:
         time.sleep(seconds)
-        trim(0)  # without the interpreter's lock
+        trim(0)  # releases the interpreter's lock

@@ -1,7 +1,7 @@
-"""What a Ctrl-C does to a process that has nothing to put in order: it ends, and says nothing.
+"""Ctrl-C in a process without anything to clean up: the process exits at once, without a traceback.
 
-The first import of every program, and it imports next to nothing: what a program imports after it
-takes seconds, and a ``KeyboardInterrupt`` in there is a traceback or gets lost.
+The first import of every program, so it imports next to nothing: the imports that follow take
+seconds, and a ``KeyboardInterrupt`` within one is a traceback or gets lost.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from types import FrameType
 
-STATUS = 128 + signal.SIGINT
+INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
-def ends() -> None:
-    """From now on it ends this process at once, with status 130.
+def exit_on_sigint() -> None:
+    """Let SIGINT end this process at once with status 130, from now on.
 
-    Until the interpreter comes to its own end, where it would die of one and lose its status.
+    Until the interpreter shuts down: then SIGINT is ignored, so that it cannot change the status.
     """
-    _no_more_at_exit()
-    signal.signal(signal.SIGINT, _end)
+    _ignore_at_exit()
+    signal.signal(signal.SIGINT, _exit)
 
 
-def ending() -> AbstractContextManager[None]:
-    """Meanwhile it does that, as while much is imported."""
-    return _meanwhile(_end)
+def sigint_exits() -> AbstractContextManager[None]:
+    """Let SIGINT end the process meanwhile, for slow imports within a command."""
+    return _handling(_exit)
 
 
-def raised() -> AbstractContextManager[None]:
-    """Meanwhile it is a ``KeyboardInterrupt``, for what has something to put in order."""
-    return _meanwhile(signal.default_int_handler)
+def sigint_raises() -> AbstractContextManager[None]:
+    """Let SIGINT raise ``KeyboardInterrupt`` meanwhile, for code that has to clean up."""
+    return _handling(signal.default_int_handler)
 
 
 @contextmanager
-def _meanwhile(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+def _handling(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield  # none comes here
+        yield  # Python runs signal handlers in the main thread only
         return
     before = signal.signal(signal.SIGINT, handler)
     try:
@@ -50,9 +50,9 @@ def _meanwhile(handler: Callable[[int, FrameType | None], object]) -> Iterator[N
 
 
 @cache
-def _no_more_at_exit() -> None:
-    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # the first one is called last
+def _ignore_at_exit() -> None:
+    atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # registered first, called last
 
 
-def _end(number: int, frame: FrameType | None) -> object:
-    os._exit(STATUS)
+def _exit(number: int, frame: FrameType | None) -> object:
+    os._exit(INTERRUPTED_STATUS)

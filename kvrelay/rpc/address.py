@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvrelay.errors import Rejected
 
 ROUTER_PORT = 50051
-"""Where a router listens and is looked for, unless told otherwise."""
+"""The default port of a router, for the router and its clients."""
 
 DEFAULT_ROUTER = f"127.0.0.1:{ROUTER_PORT}"
 
@@ -23,7 +23,7 @@ class Address:
     @classmethod
     def parse(cls, text: str) -> Address:
         """Raises ``Rejected`` for the field ``address``."""
-        if not text.isprintable():  # nothing could be looked up for it, nor could a log show it
+        if not text.isprintable():  # neither a resolver nor a log could take it
             raise Rejected("address", f"{text!r} is neither HOST:PORT nor unix:PATH")
         if text.startswith("unix:"):
             if len(text) == len("unix:"):

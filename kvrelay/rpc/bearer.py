@@ -1,7 +1,7 @@
-"""A channel that shows a token with every call, in its metadata.
+"""A channel that sends a bearer token in the metadata of every call.
 
-gRPC's own call credentials want TLS and a thread; its interceptors want a task for each call. This
-costs a tuple.
+gRPC's own call credentials need TLS and a thread, its interceptors a task for each call; this costs
+a tuple.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from typing import Self, cast
 
 import grpc
 
-from kvrelay.rpc.server.authorization import HEADER, SCHEME
-
+HEADER = "authorization"
+SCHEME = "Bearer "
 Metadata = tuple[tuple[str, str], ...]
 
 
 class _Method:
-    """A method of a channel; called in any of the ways gRPC knows."""
+    """A method of a channel, callable in every form that gRPC offers."""
 
     def __init__(self, method: object, token: Metadata) -> None:
         self._method = method
         self._token = token
 
     def __call__(self, *args: object, metadata: Metadata | None = None, **more: object) -> object:
-        return self._go(self._method, args, metadata, more)
+        return self._call(self._method, args, metadata, more)
 
     def future(self, *args: object, metadata: Metadata | None = None, **more: object) -> object:
-        return self._go(getattr(self._method, "future"), args, metadata, more)  # noqa: B009
+        return self._call(getattr(self._method, "future"), args, metadata, more)  # noqa: B009
 
     def with_call(self, *args: object, metadata: Metadata | None = None, **more: object) -> object:
-        return self._go(getattr(self._method, "with_call"), args, metadata, more)  # noqa: B009
+        return self._call(getattr(self._method, "with_call"), args, metadata, more)  # noqa: B009
 
-    def _go(
-        self, way: object, args: tuple[object, ...], metadata: Metadata | None, more: object
+    def _call(
+        self, form: object, args: tuple[object, ...], metadata: Metadata | None, more: object
     ) -> object:
-        known = cast("Callable[..., object]", way)
+        call = cast("Callable[..., object]", form)
         named = cast("dict[str, object]", more)
-        return known(*args, metadata=(*self._token, *(metadata or ())), **named)
+        return call(*args, metadata=(*self._token, *(metadata or ())), **named)
 
 
 class TokenChannel:
-    """A channel of either kind, and with every call the token."""
+    """A sync or asyncio channel that adds the token to every call."""
 
     def __init__(self, channel: grpc.aio.Channel | grpc.Channel, token: str) -> None:
         self._channel = channel

@@ -1,4 +1,4 @@
-"""Channels to our servers: one place for message sizes, keepalive, reconnection and credentials."""
+"""Channels to kvrelay servers: message sizes, keepalive, reconnection and credentials."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class ChannelOptions:
-    """``security`` is what this process has installed, unless another one is given."""
+    """``security`` defaults to what this process has installed."""
 
     max_message_bytes: int = 8 * MIB
     keepalive_seconds: float = 10.0
@@ -25,7 +25,7 @@ class ChannelOptions:
     ping_seconds: float = keepalive.PING_SECONDS
     max_reconnect_seconds: float = 2.0
     connect_seconds: float = 3.0
-    resolve_seconds: float = 1.0  # at least, between two looks for the addresses of a name
+    resolve_seconds: float = 1.0  # least time between two lookups of a name
     security: Security | None = None
 
     def arguments(self) -> list[tuple[str, int]]:
@@ -38,15 +38,15 @@ class ChannelOptions:
             ),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            # Its name misleads: this is how long one attempt may take, not a wait between two. A
-            # short one fails on a busy machine, where the handshake is answered late.
+            # The name misleads: this bounds the duration of one attempt, not a wait between two. A
+            # short bound fails on a busy machine, where the handshake is answered late.
             ("grpc.min_reconnect_backoff_ms", round(self.connect_seconds * 1000)),
             ("grpc.max_reconnect_backoff_ms", round(self.max_reconnect_seconds * 1000)),
-            # A container that was started again has another address: by itself gRPC would look its
-            # name up again half a minute later.
+            # A restarted container has another address: by default gRPC would look its name up
+            # again half a minute later.
             ("grpc.dns_min_time_between_resolutions_ms", round(self.resolve_seconds * 1000)),
-            ("grpc.enable_retries", 0),  # who retries decides where; gRPC cannot know
-            ("grpc.enable_http_proxy", 0),  # an http_proxy in the environment is not for us
+            ("grpc.enable_retries", 0),  # the caller decides where to retry; gRPC cannot know
+            ("grpc.enable_http_proxy", 0),  # http_proxy in the environment is meant for others
             ("grpc.service_config_disable_resolution", 1),
             ("grpc.use_local_subchannel_pool", 1),  # one connection per channel, closed with it
         ]
@@ -65,7 +65,7 @@ def open_channel(address: str, options: ChannelOptions | None = None) -> grpc.ai
 
 
 def open_sync_channel(address: str, options: ChannelOptions | None = None) -> grpc.Channel:
-    """The same for code without an event loop."""
+    """The same for code without an event loop; close it with ``close()``."""
     chosen, address = options or ChannelOptions(), target(address)
     security, arguments = _secured(address, chosen)
     if security.tls is None:
@@ -77,7 +77,7 @@ def open_sync_channel(address: str, options: ChannelOptions | None = None) -> gr
 
 
 def target(address: str) -> str:
-    """The address as gRPC takes it, for which ``::1:50`` is a host without a port."""
+    """The address as gRPC needs it: it reads ``::1:50`` as a host without a port."""
     host, _, port = address.rpartition(":")
     try:
         return f"[{IPv6Address(host)}]:{port}"

@@ -1,12 +1,15 @@
-"""One frozen point in time that is handed down a call instead of timeouts that are added up.
+"""One frozen point in time that is passed down a call, in place of timeouts that add up.
 
-Made once at the edge, from the client's own deadline bounded by ours; everything that waits asks
-``remaining()``. Times are of ``time.monotonic``.
+Made once at the edge, from the client's deadline bounded by the server's; every wait below uses
+``remaining()``. Times are those of ``time.monotonic``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,14 +17,14 @@ from kvrelay.errors import DeadlineExceeded
 
 
 class _Context(Protocol):
-    """What a servicer context is asked for here; ``None`` when the client set no deadline."""
+    """The part of a servicer context that is used here; ``None``: the client set no deadline."""
 
     def time_remaining(self) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """``at`` is the moment, in seconds of ``time.monotonic``."""
+    """``at``: the moment, in seconds of ``time.monotonic``."""
 
     at: float
 
@@ -37,7 +40,7 @@ class Deadline:
         return cls.after(min(default if remaining is None else remaining, maximum))
 
     def remaining(self) -> float:
-        """Seconds left, never negative: fit for any ``timeout`` parameter."""
+        """Seconds left, never negative, for any ``timeout`` parameter."""
         return max(0.0, self.at - time.monotonic())
 
     @property
@@ -50,6 +53,15 @@ class Deadline:
         return Deadline(min(self.at, time.monotonic() + seconds))
 
     def check(self, doing: str) -> None:
-        """Raise ``DeadlineExceeded`` saying what there was no time for."""
+        """Raise ``DeadlineExceeded``, naming the action, if no time is left."""
         if self.expired:
             raise DeadlineExceeded(f"no time left {doing}")
+
+    @asynccontextmanager
+    async def limit(self, doing: str) -> AsyncIterator[None]:
+        """End the block at the deadline, with the error of ``check``."""
+        try:
+            async with asyncio.timeout(self.remaining()):
+                yield
+        except TimeoutError:
+            raise DeadlineExceeded(f"no time left {doing}") from None

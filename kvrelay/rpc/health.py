@@ -1,35 +1,15 @@
-"""Health of a server and its services (``grpc.health.v1``): the server's and the asker's side."""
+"""Asks a server for its health (``grpc.health.v1``)."""
 
 from __future__ import annotations
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.status import from_rpc_error
 
 _CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-class HealthService:
-    """What this server says of itself; the service ``""`` stands for the whole server."""
-
-    def __init__(self) -> None:
-        self._servicer = health.aio.HealthServicer()
-
-    def register(self, server: grpc.aio.Server) -> None:
-        """Add the health service to a server that has not been started."""
-        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
-
-    async def set(self, service: str, serving: bool) -> None:
-        """From now on answer this for ``service``."""
-        await self._servicer.set(service, _SERVING if serving else _NOT_SERVING)
-
-    async def leave(self) -> None:
-        """Answer NOT_SERVING for everything, for good."""
-        await self._servicer.enter_graceful_shutdown()
 
 
 async def is_serving(

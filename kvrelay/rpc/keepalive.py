@@ -1,21 +1,20 @@
-"""When a connection that fell silent is given up, on either side of it."""
+"""When a silent connection is closed, on either side."""
 
 from __future__ import annotations
 
 PING_SECONDS = 60.0
-"""For the answer to a ping. It waits behind all that is on its way, megabytes at times, and gRPC
-takes nothing else that comes meanwhile for a sign of life: a short time breaks connections that are
-only slow."""
+"""For the answer to a ping. It queues behind all data in flight, megabytes at times; gRPC counts
+nothing else as a sign of life: a short time breaks connections that are only slow."""
 
-SLOWEST = 50_000.0
-"""Bytes a second: a way that carries less is taken for silent when much has to go through it."""
+MIN_BYTES_PER_SECOND = 50_000.0
+"""A connection that carries less counts as silent while much data has to pass through it."""
 
 
 def arguments(seconds: float, timeout: float, ping: float) -> list[tuple[str, int]]:
-    """A ping after so many ``seconds`` in which nothing came, and ``ping`` for its answer.
+    """A ping after ``seconds`` without data, and ``ping`` seconds for its answer.
 
-    Whose kernel confirms nothing of what was sent to it for ``timeout`` is given up too, on Linux:
-    gRPC makes of it TCP's user timeout. A machine or a network that died is noticed by that.
+    On Linux gRPC also sets TCP's user timeout to ``timeout``: a connection whose peer acknowledges
+    no byte for so long is closed. That detects a dead machine or network.
     """
     return [
         ("grpc.keepalive_time_ms", round(seconds * 1000)),

@@ -1,6 +1,52 @@
-"""The version of the messages between our own processes: parties of different ones do not mix.
+"""What the router and the workers agree on: the protocol's version, worker roles, shared fields.
 
-Fields that are only added leave it alone. It grows when the same bytes come to mean something else.
+``PROTOCOL`` is the version of the messages between our own processes; processes of different
+versions do not work together. Adding a field leaves it alone. It grows when the same bytes come to
+mean something else.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+from kvrelay.errors import Rejected
+from kvrelay.sampling import Sampling
+from kvrelay.v1 import types_pb2
+
 PROTOCOL = 1
+
+Role: TypeAlias = "types_pb2.Role.ValueType"  # quoted: it is in the type stubs only
+NAMES: dict[Role, str] = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode"}
+ROLES: dict[str, Role] = {name: role for role, name in NAMES.items()}
+SERVICES: dict[Role, str] = {
+    types_pb2.ROLE_PREFILL: "kvrelay.v1.PrefillService",
+    types_pb2.ROLE_DECODE: "kvrelay.v1.DecodeService",
+}
+
+
+def role_name(role: Role) -> str:
+    """The name in flags, logs and tables; ``unspecified`` for a worker that reported no role."""
+    return NAMES.get(role, "unspecified")
+
+
+def sampling_of(message: types_pb2.Sampling, eos_token_ids: Sequence[int] = ()) -> Sampling:
+    """The sampling parameters of a message and the model's end tokens; defaults where absent."""
+    lists = ("stop", "stop_token_ids")
+    given = {f.name: value for f, value in message.ListFields() if f.name not in lists}
+    # A zero that was given explicitly is listed too: every scalar field is `optional`.
+    return Sampling(
+        **given,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        eos_token_ids=tuple(eos_token_ids),
+    )
+
+
+def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raise ``Rejected`` naming the first id of ``field`` that is outside the vocabulary."""
+    if ids and max(ids) >= vocab_size:
+        index = next(index for index, token in enumerate(ids) if token >= vocab_size)
+        raise Rejected(
+            f"{field}[{index}]", f"{ids[index]} is outside the vocabulary of {vocab_size}"
+        )

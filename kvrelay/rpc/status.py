@@ -1,14 +1,15 @@
-"""The one table between ``kvrelay.errors`` and gRPC status, both ways, with ``google.rpc`` details.
+"""The table between ``kvrelay.errors`` and gRPC status, both ways, with ``google.rpc`` details.
 
-``to_status`` makes what a server sends, ``from_rpc_error`` makes of it the same error on the other
-side. Codes that gRPC itself produces (a closed socket, a message too large) are mapped here too.
+``to_status`` makes the status that a server sends; ``from_rpc_error`` makes the same error from it
+on the client's side. Codes that gRPC itself produces (closed socket, message too large) are mapped
+here too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from typing import Never, Protocol, TypeAlias
+from typing import Never, Protocol, TypeAlias, TypeVar
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -32,7 +33,7 @@ from kvrelay.errors import (
 DETAILS_KEY = "grpc-status-details-bin"
 DOMAIN = "kvrelay"
 DEFAULT_RETRY_SECONDS = 1.0
-TURNS = 6  # of the event loop, in which a client that has left is heard of
+DISCONNECT_TURNS = 6  # of the event loop, within which a disconnect is noticed
 MAX_MESSAGE_BYTES = 1000  # a status is HTTP/2 headers (8 KiB), percent-encoded and twice in them
 
 _CODES: tuple[tuple[type[KvrelayError], grpc.StatusCode], ...] = (
@@ -47,21 +48,22 @@ _CODES: tuple[tuple[type[KvrelayError], grpc.StatusCode], ...] = (
     (KvrelayError, grpc.StatusCode.INTERNAL),
 )
 
-# Of gRPC where no connection came to stand because of TLS. A server that wants it, or wants a
-# certificate, closes the connection and gives no reason.
+# gRPC's texts for a connection that failed because of TLS. A server that requires TLS, or a client
+# certificate, closes the connection without a reason.
 _HANDSHAKE = re.compile(
     r"failed to connect.*(handshake failed|verification check failed|Socket closed$)", re.DOTALL
 )
-_FITTING = (
+_TLS_HINT = (
     "; where there is TLS: is it on both sides (--tls-ca), with a certificate of that authority"
     " here (--tls-cert), and one for that name there (--tls-name)?"
 )
 
+M = TypeVar("M")
 Trailers: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 
 class _Aborting(Protocol):
-    """What a servicer context is asked for here."""
+    """The part of a servicer context that is used here."""
 
     async def abort(
         self,
@@ -88,19 +90,19 @@ async def abort(context: _Aborting, error: KvrelayError) -> Never:
     """End the call with this error's status."""
     status = to_status(error)
     trailers = ((DETAILS_KEY, status.SerializeToString()),)
-    await end(context, code_of(error), status.message, trailers)
+    await abort_with_code(context, code_of(error), status.message, trailers)
 
 
-async def end(
+async def abort_with_code(
     context: _Aborting, code: grpc.StatusCode, message: str, trailers: Trailers = ()
 ) -> Never:
-    """``context.abort`` without what it would leave behind.
+    """``context.abort`` without its two leaks.
 
-    A circle of references: the call keeps the exception, its traceback the frames it came through,
-    they the call, and that what gRPC's core holds for it. And what was allocated for a status that
-    cannot be sent, for gRPC never frees that: a call whose client has left learns so first.
+    It leaves a reference cycle: the call keeps the exception, its traceback keeps the frames, the
+    frames keep the call and the memory of gRPC's core. And gRPC never frees a status that cannot
+    be sent: so a call whose client has disconnected gets the time to notice that first.
     """
-    for _ in range(TURNS):
+    for _ in range(DISCONNECT_TURNS):
         await asyncio.sleep(0)
     try:
         await context.abort(code, message, trailers)
@@ -111,7 +113,7 @@ async def end(
 
 
 def from_rpc_error(error: grpc.RpcError) -> KvrelayError:
-    """What a server's ``KvrelayError`` was, or what a failure of gRPC's own means here."""
+    """The server's ``KvrelayError``, or the error that a failure of gRPC itself amounts to."""
     if not isinstance(error, grpc.aio.AioRpcError | grpc.Call):
         return Unavailable(str(error))
     code, text, status = error.code(), error.details() or "", None
@@ -123,10 +125,20 @@ def from_rpc_error(error: grpc.RpcError) -> KvrelayError:
 
 
 def sent_by_server(error: grpc.RpcError) -> bool:
-    """Whether a server of ours said this itself; else the connection or the peer is lost."""
+    """Whether a kvrelay server sent this error; otherwise the connection or the peer is lost."""
     if not isinstance(error, grpc.aio.AioRpcError | grpc.Call):
         return False
     return any(key == DETAILS_KEY for key, _ in error.trailing_metadata() or ())
+
+
+def checked_response(message: M | None, sender: str) -> M:
+    """The response, or ``Corrupt`` if it did not parse.
+
+    asyncio gRPC logs a response that does not parse and returns ``None`` in its place.
+    """
+    if message is None:
+        raise Corrupt("response", f"{sender} sent bytes that are no message of this method")
+    return message
 
 
 def _cut(message: str) -> str:
@@ -186,7 +198,7 @@ def _from_detail(code: grpc.StatusCode, text: str, status: Status) -> KvrelayErr
 
 
 def _from_code(code: grpc.StatusCode, text: str) -> KvrelayError:
-    """Errors without our details: mostly what gRPC says by itself."""
+    """The error for a status without our details: mostly gRPC's own."""
     match code:
         case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
             return Rejected("request", text)
@@ -197,7 +209,7 @@ def _from_code(code: grpc.StatusCode, text: str) -> KvrelayError:
         case grpc.StatusCode.UNIMPLEMENTED:
             return Mismatch(
                 "protocol",
-                f"{text.rstrip('!')}: is that the address of such a service, and its release ours?",
+                f"{text.rstrip('!')}: is it the address of such a service, of the same release?",
             )
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return Rejected("credentials", text)
@@ -210,7 +222,7 @@ def _from_code(code: grpc.StatusCode, text: str) -> KvrelayError:
         case grpc.StatusCode.DATA_LOSS:
             return Corrupt("response", text)
         case grpc.StatusCode.UNAVAILABLE if _HANDSHAKE.search(text):
-            return Unavailable(text + _FITTING)
+            return Unavailable(text + _TLS_HINT)
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED | grpc.StatusCode.ABORTED:
             return Unavailable(text)
         case grpc.StatusCode.INTERNAL if "RST_STREAM" in text:

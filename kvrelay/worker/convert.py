@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvrelay.engine.core.request import Admission, Finish, Order
 from kvrelay.engine.core.updates import Ended, Logprob, Missed, Sampled
 from kvrelay.errors import Rejected
-from kvrelay.rpc.sampling import check_ids, sampling_of
+from kvrelay.rpc.protocol import check_ids, sampling_of
 from kvrelay.sampling import Sampling
 from kvrelay.usage import Miss
 from kvrelay.v1 import types_pb2

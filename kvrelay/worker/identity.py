@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 
-from kvrelay.rpc.roles import NAMES, Role
+from kvrelay.rpc.protocol import NAMES, Role
 
 
 class WorkerIdentity:

@@ -11,10 +11,11 @@ from kvrelay.config.reader import load
 from kvrelay.process import logs
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.roles import NAMES, Role
+from kvrelay.rpc.protocol import NAMES, Role
 from kvrelay.rpc.security import policy
-from kvrelay.rpc.server import exposition, run
-from kvrelay.rpc.server.server import Server, ServerOptions, serve_until_signal
+from kvrelay.rpc.server import exposition
+from kvrelay.rpc.server.run import run_service, serve_until_signal
+from kvrelay.rpc.server.server import Server, ServerOptions
 from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.worker import metrics
 from kvrelay.worker.announce import Announcer
@@ -34,7 +35,7 @@ def main(role: Role, faces: Sequence[Register], argv: Sequence[str]) -> int:
     name = NAMES[role]
     config = load(WorkerConfig, argv, f"python -m {name}_service", f"The {name} worker of kvrelay.")
     logs.setup(name, config.log_level)
-    return run.run(config, lambda config: _serve(Worker.build(config, role), faces))
+    return run_service(config, lambda config: _serve(Worker.build(config, role), faces))
 
 
 async def _serve(worker: Worker, faces: Sequence[Register]) -> int:

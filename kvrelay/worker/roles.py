@@ -7,8 +7,8 @@ import logging
 
 from kvrelay.errors import DeadlineExceeded, Mismatch, Rejected
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.health import HealthService
-from kvrelay.rpc.roles import NAMES, SERVICES, Role
+from kvrelay.rpc.protocol import NAMES, SERVICES, Role
+from kvrelay.rpc.server.server import HealthService
 from kvrelay.worker.worker import Worker
 
 log = logging.getLogger(__name__)

@@ -18,8 +18,7 @@ from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.runner import Runner
 from kvrelay.errors import Mismatch
-from kvrelay.rpc.protocol import PROTOCOL
-from kvrelay.rpc.roles import Role
+from kvrelay.rpc.protocol import PROTOCOL, Role
 from kvrelay.rpc.security.credentials import Credentials
 from kvrelay.rpc.security.policy import installed
 from kvrelay.v1 import types_pb2, worker_pb2

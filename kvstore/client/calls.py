@@ -1,4 +1,4 @@
-"""The calls of ``kvrelay.v1.StoreService`` as functions, and where their errors become ours.
+"""The calls of ``kvrelay.v1.StoreService`` as functions, whose gRPC errors become ours here.
 
 ``Get`` and ``Put`` carry messages as bytes, see ``kvstore.wire.buffers``.
 """
@@ -18,7 +18,7 @@ from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import store_pb2 as pb
 
 _READ_IN_PLACE = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
-"""Whoever reads a stream waits for it himself: a third less time for a small block."""
+"""The thread that reads a stream also polls it: a third less time for a small block."""
 
 PATH = "/kvrelay.v1.StoreService/"
 
@@ -30,7 +30,7 @@ class _Options(ChannelOptions):
 
 @contextmanager
 def mapped_errors() -> Iterator[None]:
-    """The boundary where errors of gRPC become ours."""
+    """Raise gRPC errors as ours."""
     try:
         yield
     except grpc.RpcError as error:
@@ -70,7 +70,7 @@ class StoreCalls:
             pb.PutSmallRequest.SerializeToString,
             pb.PutSmallResponse.FromString,
         )
-        self._ways = unary(
+        self._transports = unary(
             PATH + "GetTransports",
             pb.GetTransportsRequest.SerializeToString,
             pb.GetTransportsResponse.FromString,
@@ -85,35 +85,35 @@ class StoreCalls:
             PATH + "Put", None, pb.PutResponse.FromString
         )
 
-    def ways(self, deadline: Deadline) -> pb.GetTransportsResponse:
+    def transports(self, deadline: Deadline) -> pb.GetTransportsResponse:
         """``GetTransports``."""
         with mapped_errors():
-            return self._ways(pb.GetTransportsRequest(), timeout=deadline.remaining())
+            return self._transports(pb.GetTransportsRequest(), timeout=deadline.remaining())
 
     def locate(
         self, names: Sequence[bytes], lease_ms: int, deadline: Deadline
     ) -> pb.LocateResponse:
-        """``Locate``, held for ``lease_ms``."""
+        """``Locate``, with a lease of ``lease_ms``."""
         with mapped_errors():
             return self._locate(
                 pb.LocateRequest(names=names, lease_ms=lease_ms), timeout=deadline.remaining()
             )
 
-    def claim(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
+    def reserve(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
         """``Reserve``."""
         with mapped_errors():
             return self._reserve(request, timeout=deadline.remaining())
 
-    def forgo(self, ticket: int, timeout: float) -> None:
-        """Give up what is left of a reservation: a put under its ticket that brings nothing."""
+    def abandon(self, ticket: int, timeout: float) -> None:
+        """Abandon the rest of a reservation: a put under its ticket that carries no block."""
         with mapped_errors():
             self.put_small(pb.PutSmallRequest(head=pb.PutHead(ticket=ticket)), timeout=timeout)
 
-    def let_go(self, boot: bytes, lease: int, timeout: float) -> None:
+    def release_lease(self, boot: bytes, lease: int, timeout: float) -> None:
         """``Release`` of one lease."""
         with mapped_errors():
             self.release(pb.ReleaseRequest(boot=boot, leases=[lease]), timeout=timeout)
 
     def close(self) -> None:
-        """End the calls under way."""
+        """Calls under way fail."""
         self._channel.close()

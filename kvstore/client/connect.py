@@ -29,8 +29,8 @@ def _memory(parts: SplitResult, parameters: Parameters) -> Store:
 
 
 def _kvrelay(parts: SplitResult, parameters: Parameters) -> Store:
-    _known(parameters, ("way",))
-    return BreakerStore(RemoteStore(str(Address.parse(parts.netloc)), parameters.get("way")))
+    _known(parameters, ("transport",))
+    return BreakerStore(RemoteStore(str(Address.parse(parts.netloc)), parameters.get("transport")))
 
 
 def _kvrelays(parts: SplitResult, parameters: Parameters) -> Store:
@@ -61,7 +61,7 @@ SCHEMES: dict[str, Callable[[SplitResult, Parameters], Store]] = {
 def connect(url: str) -> Store:
     """The store at ``url``; ``Rejected`` for the field ``store`` if it names none.
 
-    ``kvrelay://HOST:PORT?way=shm``, ``lane`` or ``grpc`` forces the way the bytes go. It is
+    ``kvrelay://HOST:PORT?transport=shm``, ``socket`` or ``grpc`` forces a transport. It is
     connected to as this process is set up (``kvrelay.rpc.security.policy``); ``kvrelays://``
     insists on TLS. ``redis://[USER:PASSWORD@]HOST:PORT[/DB]`` is a Redis, ``unix:///PATH`` one by
     its socket, ``redis+cluster://HOST:PORT,HOST:PORT`` a cluster as these of its servers tell it;

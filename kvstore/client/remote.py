@@ -1,7 +1,7 @@
-"""``kvrelay://HOST:PORT``: the store as a service. gRPC finds and reserves; bytes go the best way.
+"""``kvrelay://HOST:PORT``: the store service. gRPC locates and reserves; a transport carries bytes.
 
-``?way=shm``, ``lane`` or ``grpc`` forces one. Blocks that together are small are sent without
-asking first, large ones only if the store wants them. A way that breaks is left for the next.
+``?transport=shm``, ``socket`` or ``grpc`` forces one. Blocks that are small in all are sent without
+asking first, others only if the store wants them. When a transport fails, the next one continues.
 """
 
 from __future__ import annotations
@@ -37,35 +37,35 @@ from kvstore.wire.messages import claim_message, miss_of, outcomes_of, stats_of
 log = logging.getLogger("kvrelay.store")
 
 SEND_UNASKED = 256 << 10
-"""Up to so many bytes in all a round trip costs more than sending in vain."""
+"""Up to so many bytes in all a round trip costs more than sending blocks that are not wanted."""
 
 GRACE = 0.05
-"""With less time left than this, another writer is not waited for any more."""
+"""With less time left than this, other writers are not waited for."""
 
 RECHECK_SECONDS = 1.0
-"""For the store to look again at a block that a reader left at."""
+"""For the store to verify the block after which a reader stopped."""
 
 
 class RemoteStore:
     """A ``Store``. Connects when first used and again whenever it must."""
 
-    def __init__(self, address: str, way: str | None = None) -> None:
-        if way is not None and way not in TRANSPORTS:
-            raise Rejected("way", f"{way!r} is none of {', '.join(TRANSPORTS)}")
-        self.url = f"kvrelay://{address}" + (f"?way={way}" if way else "")
+    def __init__(self, address: str, transport: str | None = None) -> None:
+        if transport is not None and transport not in TRANSPORTS:
+            raise Rejected("transport", f"{transport!r} is none of {', '.join(TRANSPORTS)}")
+        self.url = f"kvrelay://{address}" + (f"?transport={transport}" if transport else "")
         self._calls = StoreCalls(address)
-        self._ways = TransportSelector(address, self._calls, way)
+        self._transports = TransportSelector(address, self._calls, transport)
         self._closed = threading.Event()
 
     @property
     def used(self) -> dict[str, int]:
-        """How many calls began on each way."""
-        return dict(self._ways.used)
+        """How many calls began on each transport."""
+        return dict(self._transports.used)
 
     @property
     def breaks(self) -> dict[str, int]:
-        """How often each way broke in the middle of a call."""
-        return dict(self._ways.breaks)
+        """How often each transport failed during a call."""
+        return dict(self._transports.breaks)
 
     def lookup(
         self,
@@ -75,7 +75,6 @@ class RemoteStore:
         timeout: float,
         openings: Sequence[int] = (),
     ) -> LookupResult:
-        """As the protocol says."""
         request = pb.LookupRequest(
             names=names,
             tails=[pb.Tail(after=tail.after, name=tail.name) for tail in tails],
@@ -95,7 +94,6 @@ class RemoteStore:
     def survey(
         self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
     ) -> SurveyResult:
-        """As the protocol says."""
         request = pb.LookupRequest(
             names=names, lease_ms=round(ttl * 1000), each=True, first_block_hashes=openings
         )
@@ -108,8 +106,9 @@ class RemoteStore:
         return SurveyResult(sizes, lease, misses, answer.first_block_known)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
-        """As the protocol says. The store looks again at a block where its reader leaves."""
-        deadline, got = Deadline.after(timeout), None
+        """The store verifies the block after which the reader stops."""
+        deadline = Deadline.after(timeout)
+        got = None
         try:
             with closing(self._arriving(wants, deadline)) as arriving:
                 for got in arriving:
@@ -120,7 +119,6 @@ class RemoteStore:
             raise
 
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
-        """As the protocol says."""
         deadline = Deadline.after(timeout)
         tried: set[str] = set()
         if sum(offer.size for offer in offers) <= SEND_UNASKED:
@@ -134,56 +132,52 @@ class RemoteStore:
                     [offers[i] for i in late], deadline.remaining(), deadline, tried
                 )
             except DeadlineExceeded:
-                break  # they are still pending when the time is over
+                break  # they are still pending at the deadline
             for i, outcome in zip(late, again, strict=True):
                 outcomes[i] = outcome
             late = [i for i in late if outcomes[i].status is PutStatus.PENDING]
         return outcomes
 
     def release(self, leases: Sequence[Lease], timeout: float) -> None:
-        """As the protocol says."""
         with mapped_errors():
             for boot in {lease.boot for lease in leases}:
                 ids = [lease.id for lease in leases if lease.boot == boot]
                 self._calls.release(pb.ReleaseRequest(boot=boot, leases=ids), timeout=timeout)
 
     def stats(self, timeout: float) -> StoreStats:
-        """As the protocol says."""
         with mapped_errors():
             return stats_of(self._calls.stats(pb.GetStatsRequest(), timeout=timeout))
 
     def clear(self, timeout: float) -> int:
-        """As the protocol says."""
         with mapped_errors():
             return self._calls.clear(pb.ClearRequest(), timeout=timeout).removed
 
     def close(self) -> None:
-        """As the protocol says."""
         self._closed.set()
         self._calls.close()
-        self._ways.close()
+        self._transports.close()
 
     def _arriving(
         self, wants: Sequence[Want], deadline: Deadline
     ) -> Generator[GetResult, None, None]:
-        """The blocks, by one way after another."""
+        """The blocks, by one transport after another."""
         progress = GetProgress()
         tried: set[str] = set()
         while True:
-            way = self._ways.best(tried, deadline)
+            transport = self._transports.choose(tried, deadline)
             try:
-                yield from way.get(wants, progress, deadline)
+                yield from transport.get(wants, progress, deadline)
                 return
             except (Unavailable, Corrupt) as error:
-                self._after(way, error, tried)
+                self._after(transport, error, tried)
 
     def _recheck(self, name: bytes, deadline: Deadline) -> None:
-        """If what lies there is wrong it goes, and may be put anew. A failure is nobody's loss."""
+        """A wrong block is removed, so that it can be put again. Failures are only logged."""
         try:
             with mapped_errors():
                 self._calls.recheck(pb.RecheckRequest(name=name), timeout=deadline.remaining())
         except KvrelayError as error:
-            log.info("%s: block %s was not looked at again: %s", self.url, name.hex(), error)
+            log.info("%s: block %s was not verified again: %s", self.url, name.hex(), error)
 
     def _ask(
         self, request: pb.LookupRequest, timeout: float
@@ -191,43 +185,42 @@ class RemoteStore:
         asked = time.monotonic()
         with mapped_errors():
             answer = self._calls.lookup(request, timeout=timeout)
-        self._ways.started(answer.boot)
+        self._transports.seen_boot(answer.boot)
         lease = Lease(answer.lease, answer.boot, asked + answer.lease_ms / 1000)
         return answer, lease if answer.lease else None
 
-    def _after(self, way: Transport, error: KvrelayError, tried: set[str]) -> None:
-        """A way has failed: raise, or return to have the next one tried."""
+    def _after(self, transport: Transport, error: KvrelayError, tried: set[str]) -> None:
+        """A transport failed: raise, or return if the next one is to be tried."""
         if self._closed.is_set():
             raise Unavailable("this store was closed") from error
-        if way.name == TRANSPORTS[-1]:
+        if transport.name == TRANSPORTS[-1]:
             raise error
-        self._ways.broke(way, error)
-        tried.add(way.name)
+        self._transports.failed(transport, error)
+        tried.add(transport.name)
 
     def _put_asked(
         self, offers: Sequence[Offer], wait: float, deadline: Deadline, tried: set[str]
     ) -> list[Outcome]:
-        """Ask which are wanted, waiting up to ``wait`` for other writers, and send those.
+        """Reserve blocks, waiting up to ``wait`` seconds for other writers, and send them.
 
-        When a way breaks, all counts as being written still: what it brought will be there when
-        asked again, and the rest is free once the store has noticed.
+        When a transport fails, every block counts as pending: those that it carried exist when
+        asked again, and the others are free again when the store has noticed.
         """
         granted: PutGrant | None = None
         if wait:
-            # Half the wait at most: when it is over, there must be time to send.
-            granted = PutGrant(
-                self._calls.claim(reserve_request(offers, wait / 2), deadline), offers
-            )
+            # Half of the time at most, so that there is time left to send.
+            answer = self._calls.reserve(reserve_request(offers, wait / 2), deadline)
+            granted = PutGrant(answer, offers)
             if not granted.wanted:
                 return granted.outcomes(iter(()))
-        way = self._ways.best(tried, deadline)
+        transport = self._transports.choose(tried, deadline)
         try:
             if granted is None:
-                return way.put(offers, deadline)
+                return transport.put(offers, deadline)
             with abandoned_on_error(self._calls, granted, deadline):
-                return way.send(granted, deadline)
+                return transport.send(granted, deadline)
         except (Unavailable, Corrupt) as error:
-            self._after(way, error, tried)
+            self._after(transport, error, tried)
             return [Outcome(PutStatus.PENDING)] * len(offers)
 
     def _send_small(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:

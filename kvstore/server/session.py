@@ -148,7 +148,7 @@ class Session:
         lent = self._store.lent(request.serial, first, count) if known else nullcontext()
         with lent as blocks:
             if blocks is None:
-                self._answer(Status.GONE)
+                self._answer(Status.ENDED)
             elif len(blocks) != count:
                 raise Rejected("count", f"the lease holds {first + len(blocks)} blocks")
             else:

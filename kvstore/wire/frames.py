@@ -53,7 +53,7 @@ class Status(IntEnum):
     """How it went."""
 
     OK = 0
-    GONE = 1  # lease or ticket has ended, or was never given
+    ENDED = 1  # lease or ticket has ended, or was never given
     REJECTED = 2  # the body says why; the connection is closed
 
 

@@ -1,4 +1,4 @@
-"""One request under way: while it is not finished, choose a worker and run a leg there.
+"""One running request: while it is not finished, choose a worker and run a leg there.
 
 Every leg has the same shape (prompt, tokens so far, sampling), so a prefill leg, the decode leg
 after it, and one more after a worker died are the same loop.
@@ -12,151 +12,178 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 
-from kvrelay.errors import Exhausted, KvrelayError, Rejected, Unavailable
-from kvrelay.rpc.roles import Role
+from kvrelay.errors import KvrelayError, Rejected, Unavailable
+from kvrelay.rpc.protocol import sampling_of
 from kvrelay.text.output import OutputText
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2, types_pb2
-from router.config import RouterConfig
-from router.generate.legs import UNFINISHED, LegEvent, run_leg
+from router.generate.legs import UNFINISHED, LegEvent, LegOrder, run_leg
 from router.generate.request import AcceptedRequest
-from router.generate.retry import WELL_SERVED, Attempts, PoisonRequest, RetryKind, RetryLimits
-from router.generate.usage import lost, usage
-from router.placement.placer import Placed, Placer
+from router.generate.retry import Attempts, FailedLeg, PoisonRequest, RetryControl
+from router.generate.usage import lost_leg, request_usage
+from router.placement.placer import NextLeg, Placed, Placer
 from router.placement.policy import Prefix
-from router.workers.loss import WorkerLost
+from router.queue.prompts import TokenizeSlots
+from router.workers.registry import Registry
 
 log = logging.getLogger("kvrelay.router")
 STOP, LENGTH = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
+MANY_TOKENS = 4096  # decoding so many takes milliseconds: not on the event loop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedParts:
+    """What all generations of a router share. ``handoff_wait`` is in seconds."""
+
+    registry: Registry
+    placer: Placer
+    retry: RetryControl
+    slots: TokenizeSlots
+    tokenizer: Tokenizer
+    eos_token_ids: tuple[int, ...]
+    handoff_wait: float
 
 
 class Generation:
-    """Owns the tokens so far, their text, and the accounts of the legs."""
+    """Owns the output tokens of a request, their text, and the usage of its legs."""
 
     def __init__(
-        self,
-        request: AcceptedRequest,
-        prefix: Prefix,
-        digest: bytes,
-        dispatcher: Placer,
-        tokenizer: Tokenizer,
-        config: RouterConfig,
-        received: float,
+        self, request: AcceptedRequest, prefix: Prefix, digest: bytes, parts: SharedParts
     ) -> None:
-        self._request = request
+        self.request = request
         self._prefix = prefix
         self._digest = digest
-        self._dispatcher = dispatcher
-        self._config = config
-        self._tried = Attempts(RetryLimits(config.max_failures, config.max_deaths))
-        self._text = OutputText(tokenizer, request.sampling.stop, request.sampling.min_tokens)
+        self._parts = parts
+        sampling = request.sampling
+        self._text = OutputText(parts.tokenizer, sampling.stop, sampling.min_tokens)
         self._outputs = list(request.outputs)
-        self._accounts: list[types_pb2.LegUsage] = []
-        self._handoff = types_pb2.Handoff()
-        self._begun: types_pb2.Admission | None = None  # of the leg under way
+        self._usages: list[types_pb2.LegUsage] = []
+        self._attempts = Attempts()
+        self._handoff = types_pb2.Handoff()  # of the leg before
+        self._admission: types_pb2.Admission | None = None  # of the current leg
         self._finish: types_pb2.FinishReason.ValueType = UNFINISHED
-        self._stopped = False
-        self._received = received
-        self._first_token_seconds = 0.0
-        self._told = False
-        self._generation = secrets.randbits(64)
+        self._stopped = False  # by a stop string
+        self._first_token_seconds: float | None = None  # None: no response was sent yet
+        self._id = secrets.randbits(64)  # a handoff is bound to it and to the leg's number
         self._legs = 0
 
     @property
-    def tokens(self) -> int:
-        """All that workers can come to hold for it."""
-        return self._request.positions
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Those of its prompt."""
-        return len(self._request.prompt)
-
-    @property
     def so_far(self) -> int:
-        """Tokens of its output."""
+        """Number of output tokens."""
         return len(self._outputs)
 
-    @property
-    def part(self) -> float:
-        """Of its output that is still to be made."""
-        return 1.0 - self.so_far / self._request.max_tokens
+    async def replay(self) -> None:
+        """Make the text of the tokens so far. Takes milliseconds: only for a running request."""
+        if self.so_far <= MANY_TOKENS:
+            self.replay_tokens()
+            return
+        request = self.request
+        async with request.deadline.limit("to make text of the output so far"):
+            await self._parts.slots.run(request.tenant, self.replay_tokens)
 
-    @property
-    def sampling(self) -> types_pb2.Sampling:
-        """As asked for, with the seed."""
-        return self._request.sampling
-
-    def replay(self, ending: Sequence[int]) -> None:
-        """Take the tokens so far in; they may have finished it, but only with the last one."""
+    def replay_tokens(self) -> None:
+        """The tokens so far may have finished the request, but only with the last of them."""
+        sampling = self.request.sampling
+        ending = sampling_of(sampling, self._parts.eos_token_ids).ending_token_ids
         last = len(self._outputs) - 1
         for index, token in enumerate(self._outputs):
             self._stopped = self._text.push(token).stopped
-            armed = index >= self._request.sampling.min_tokens
+            armed = index >= sampling.min_tokens
             if self._stopped or (armed and token in ending):
                 self._finish = STOP
                 if index < last:
                     raise Rejected(
                         f"output_token_ids[{index + 1}]", "the output had ended before this token"
                     )
-        if self._finish == UNFINISHED and last + 1 >= self._request.max_tokens:
+        if self._finish == UNFINISHED and last + 1 >= self.request.max_tokens:
             self._finish = LENGTH
 
     async def responses(self) -> AsyncGenerator[router_pb2.GenerateResponse]:
-        """The whole stream; closing it cancels whatever leg is under way."""
-        self._dispatcher.poisons.check(self._request, time.monotonic())
+        """The whole stream; closing it cancels the current leg."""
+        self._parts.retry.check(self.request, time.monotonic())
         while self._finish == UNFINISHED:
-            found = await self._dispatcher.place(
-                self._request, self._prefix, len(self._outputs), self._tried
-            )
-            before = len(self._outputs)
+            placed = await self._parts.placer.place(self._next_leg())
+            before = self.so_far
             try:
-                async with aclosing(self._leg(found)) as responses:
+                async with aclosing(self._leg(placed)) as responses:
                     async for response in responses:
                         yield response
             except KvrelayError as error:
-                await self._failed(found, error, len(self._outputs) - before)
-        yield self._last()
+                await self._retry(placed, error, self.so_far - before)
+        yield self._last_response()
 
-    async def _leg(self, found: Placed) -> AsyncGenerator[router_pb2.GenerateResponse]:
-        """Relay what one leg brings."""
-        worker = found.worker
-        before, accounts = len(self._outputs), len(self._accounts)
+    async def _leg(self, placed: Placed) -> AsyncGenerator[router_pb2.GenerateResponse]:
+        """The responses of one leg."""
+        before, reported = self.so_far, len(self._usages)
+        order = self._order(placed)
+        self._legs += 1
+        self._admission = None
+        self._handoff = types_pb2.Handoff()
         try:
-            message = self._message()
-            self._legs = self._legs + 1
-            self._begun = None
-            events = run_leg(
-                worker,
-                found.work,
-                message,
-                self._handoff,
-                self._request.deadline,
-                self._config.handoff_wait,
-            )
-            self._handoff = types_pb2.Handoff()
-            async with aclosing(events):
+            async with aclosing(run_leg(placed.worker, order)) as events:
                 async for event in events:
-                    response = self._take(event, found)
+                    response = self._take(event, placed)
                     if response is not None:
                         yield response
                     if self._stopped and event.finish == UNFINISHED:
-                        return  # the worker goes on: its leg is cancelled
+                        return  # the worker does not know of the stop: its leg is cancelled
         finally:
-            if len(self._accounts) == accounts:  # it failed, or was ended here
-                generated = len(self._outputs) - before
-                account = lost(found.key, worker.address, found.role, generated, self._begun)
-                self._accounts.append(account)
-        if self._finish == UNFINISHED and not self._progressed(found.role, before):
-            raise Unavailable(f"{worker.address} ended its leg without finishing the request")
+            if len(self._usages) == reported:  # the leg failed, or was ended here
+                self._usages.append(
+                    lost_leg(
+                        placed.key,
+                        placed.worker.address,
+                        placed.role,
+                        self.so_far - before,
+                        self._admission,
+                    )
+                )
+        prefilled = placed.role == types_pb2.ROLE_PREFILL and self.so_far > before
+        if self._finish == UNFINISHED and not prefilled:
+            raise Unavailable(
+                f"{placed.worker.address} ended its leg without finishing the request"
+            )
 
-    def _progressed(self, role: Role, before: int) -> bool:
-        return role == types_pb2.ROLE_PREFILL and len(self._outputs) > before
+    async def _retry(self, placed: Placed, error: KvrelayError, generated: int) -> None:
+        """Carry out what follows from a failed leg; raises the error that ends the request."""
+        if self._finish != UNFINISHED:
+            return  # all tokens are there; only the usage of the leg is lost
+        request, parts, worker = self.request, self._parts, placed.worker
+        leg = FailedLeg(placed.key, error, generated, streaming=bool(self._outputs))
+        now = time.monotonic()
+        step = parts.retry.failed(request, self._attempts, leg, now, parts.registry.answered)
+        if step.rest:
+            worker.rests_until = now + step.rest
+        if step.suspect:
+            parts.registry.suspect(worker, error)
+        if step.error is not None:
+            if isinstance(step.error, PoisonRequest):
+                log.error("request %s: %s", request.id, step.error)
+            raise step.error
+        if step.confirm:
+            await parts.registry.confirm(request.deadline)
+        pause = min(step.resume_at, request.deadline.at) - time.monotonic()
+        if pause > 0:
+            await asyncio.sleep(pause)
 
-    def _message(self) -> types_pb2.Leg:
-        request = self._request
-        return types_pb2.Leg(
+    def _next_leg(self) -> NextLeg:
+        request, attempts = self.request, self._attempts
+        return NextLeg(
+            prompt_tokens=len(request.prompt),
+            so_far=self.so_far,
+            positions=request.positions,
+            prefix=self._prefix,
+            deadline=request.deadline,
+            excluded=attempts.excluded,
+            avoided=attempts.avoided,
+            last_error=attempts.last,
+        )
+
+    def _order(self, placed: Placed) -> LegOrder:
+        request = self.request
+        leg = types_pb2.Leg(
             request_id=request.id,
             prompt_token_ids=request.prompt,
             output_token_ids=self._outputs,
@@ -165,25 +192,33 @@ class Generation:
             namespace_digest=self._digest,
             explain=request.explain,
             tenant_salt=request.tenant.salt,
-            generation_id=self._generation,
+            generation_id=self._id,
             leg_index=self._legs,
         )
+        return LegOrder(
+            leg=leg,
+            handoff=self._handoff,
+            work=placed.work,
+            positions=request.positions,
+            deadline=request.deadline,
+            handoff_wait=self._parts.handoff_wait,
+        )
 
-    def _take(self, event: LegEvent, found: Placed) -> router_pb2.GenerateResponse | None:
-        """Book one event; the response that relays it, ``None`` without tokens."""
+    def _take(self, event: LegEvent, placed: Placed) -> router_pb2.GenerateResponse | None:
+        """Take in one event; the response that relays it, ``None`` without tokens."""
         if event.usage is not None:
-            event.usage.address = found.worker.address
-            self._dispatcher.learn(found, self._prefix, event.usage)
-            self._accounts.append(event.usage)
+            event.usage.address = placed.worker.address
+            self._parts.placer.learn(placed, self._prefix, event.usage)
+            self._usages.append(event.usage)
         if event.handoff is not None:
             self._handoff = event.handoff
-        self._begun = event.begun or self._begun
+        self._admission = event.admission or self._admission
         tokens, text = event.tokens, ""
         for count, token in enumerate(tokens, 1):
             self._outputs.append(token.id)
-            piece = self._text.push(token.id)
-            text += piece.text
-            if piece.stopped:
+            delta = self._text.push(token.id)
+            text += delta.text
+            if delta.stopped:
                 self._stopped = True
                 tokens = tokens[:count]
                 break
@@ -192,60 +227,40 @@ class Generation:
 
     def _note_finish(self, event: LegEvent) -> None:
         if self._finish != UNFINISHED:
-            return  # this event is the account of the leg, after its last token
+            return  # this event is the usage of the leg, after its last token
         if self._stopped:
             self._finish = STOP
         elif event.finish != UNFINISHED:
             self._finish = event.finish
-        elif len(self._outputs) >= self._request.max_tokens:
+        elif self.so_far >= self.request.max_tokens:
             self._finish = LENGTH
 
     def _response(
         self, tokens: Sequence[types_pb2.Token], text: str
     ) -> router_pb2.GenerateResponse:
-        if self._told:
+        """The first one also carries what a client needs to resume."""
+        if self._first_token_seconds is not None:
             return router_pb2.GenerateResponse(tokens=tokens, text=text)
-        self._told = True
-        self._first_token_seconds = time.monotonic() - self._received
+        request = self.request
+        self._first_token_seconds = time.monotonic() - request.received_at
         return router_pb2.GenerateResponse(
-            request_id=self._request.id,
+            request_id=request.id,
             tokens=tokens,
             text=text,
-            seed=self._request.sampling.seed,
-            weights=self._request.weights,
-            prompt_hash=self._request.prompt_hash,
+            seed=request.sampling.seed,
+            weights=request.weights,
+            prompt_hash=request.prompt_hash,
         )
 
-    def _last(self) -> router_pb2.GenerateResponse:
-        text = "" if self._stopped else self._text.flush()
-        response = self._response((), text)
+    def _last_response(self) -> router_pb2.GenerateResponse:
+        response = self._response((), "" if self._stopped else self._text.flush())
         response.finish_reason = self._finish
-        account = usage(
-            self._accounts, len(self._request.prompt), len(self._outputs), self._first_token_seconds
+        response.usage.CopyFrom(
+            request_usage(
+                self._usages,
+                len(self.request.prompt),
+                self.so_far,
+                self._first_token_seconds or 0.0,
+            )
         )
-        response.usage.CopyFrom(account)
         return response
-
-    async def _failed(self, found: Placed, error: KvrelayError, gained: int) -> None:
-        """Go on elsewhere, or raise the error when that cannot help or was done too often."""
-        if self._finish != UNFINISHED:
-            return  # all tokens are there; only the account of the leg is lost
-        worker = found.worker
-        try:
-            now, answered = time.monotonic(), self._dispatcher.registry.answered
-            what = self._tried.failed(found.key, error, gained, bool(self._outputs), now, answered)
-        except PoisonRequest as refused:
-            log.error("request %s: %s", self._request.id, refused)
-            self._dispatcher.poisons.note(self._request, time.monotonic())
-            raise
-        if isinstance(error, Exhausted):
-            self._dispatcher.full(worker, error)
-        if what is RetryKind.SUSPECT:
-            self._dispatcher.registry.suspect(worker, error)
-        deadline = self._request.deadline
-        deadline.check("to go on with the answer")
-        if isinstance(error, WorkerLost) and gained < WELL_SERVED:  # one more death could refuse it
-            await self._dispatcher.registry.confirm(deadline)
-        seconds = self._dispatcher.pause(error, what, bool(self._outputs))
-        if seconds:
-            await asyncio.sleep(min(seconds, deadline.remaining()))

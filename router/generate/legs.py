@@ -1,11 +1,11 @@
-"""One leg on one worker of either role, as one kind of event. The call ends with its reader."""
+"""One leg on a worker of either role, as one stream of events; closing it ends the gRPC call."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -13,15 +13,12 @@ import grpc
 
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.message import received
-from kvrelay.rpc.status import from_rpc_error, sent_by_server
+from kvrelay.rpc.status import checked_response, from_rpc_error, sent_by_server
 from kvrelay.v1 import decode_pb2, prefill_pb2, types_pb2
-from router.workers.leg_call import LegCall
-from router.workers.loss import WorkerLost
-from router.workers.worker import KnownWorker
+from router.workers.health import WorkerLost
+from router.workers.worker import KnownWorker, LegCall
 
-Messages: TypeAlias = AsyncIterator[prefill_pb2.PrefillResponse]
-Sent: TypeAlias = (
+Call: TypeAlias = (
     "grpc.aio.UnaryStreamCall[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]"
     " | grpc.aio.UnaryStreamCall[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]"
 )
@@ -29,135 +26,127 @@ UNFINISHED = types_pb2.FINISH_REASON_UNSPECIFIED
 
 
 @dataclass(frozen=True, slots=True)
+class LegOrder:
+    """A leg to run. ``work`` is what it counts for in placement, ``positions`` what it needs.
+
+    ``handoff_wait``: seconds from a prefill leg's first token to its handoff.
+    """
+
+    leg: types_pb2.Leg
+    handoff: types_pb2.Handoff
+    work: int
+    positions: int
+    deadline: Deadline
+    handoff_wait: float
+
+
+@dataclass(frozen=True, slots=True)
 class LegEvent:
-    """News of a leg; whatever is absent did not happen."""
+    """News of a leg; what is absent did not happen. ``admission`` comes with the first token."""
 
     tokens: Sequence[types_pb2.Token] = ()
     finish: types_pb2.FinishReason.ValueType = UNFINISHED
-    usage: types_pb2.LegUsage | None = None
+    admission: types_pb2.Admission | None = None
     handoff: types_pb2.Handoff | None = None
-    begun: types_pb2.Admission | None = None  # with the first token
+    usage: types_pb2.LegUsage | None = None
 
 
-async def run_leg(
-    worker: KnownWorker,
-    work: int,
-    leg: types_pb2.Leg,
-    handoff: types_pb2.Handoff,
-    deadline: Deadline,
-    handoff_wait: float,
-) -> AsyncGenerator[LegEvent]:
+def run_leg(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEvent]:
     """The events of a leg, the usage last. Raises ``KvrelayError``; closing it cancels the call.
 
-    ``WorkerLost`` and ``Silent`` say that the worker did not speak; ``Draining`` that it leaves.
+    ``WorkerLost`` and ``WorkerSilent``: the worker said nothing; ``Draining``: it is leaving.
     """
-    complete = False
-    positions = len(leg.prompt_token_ids) + leg.max_tokens - 1
-    with worker.stay(work, positions) as stay:
-        if worker.role == types_pb2.ROLE_PREFILL:
-            events = _prefill(worker, stay, leg, deadline, handoff_wait)
-        else:
-            events = _decode(worker, stay, leg, handoff, deadline)
-        try:
-            async with aclosing(events):
-                async for event in events:
-                    complete = event.usage is not None or event.handoff is not None
-                    yield event
-        except grpc.RpcError as error:
-            raise _meaning(worker, stay, error) from error
-    if not complete:
-        raise Unavailable(f"{worker.address} ended its leg before its end")
+    if worker.role == types_pb2.ROLE_PREFILL:
+        return _prefill(worker, order)
+    return _decode(worker, order)
 
 
-def _meaning(worker: KnownWorker, stay: LegCall, error: grpc.RpcError) -> KvrelayError:
-    """A worker that was reached and then said nothing of its own was lost under this leg."""
-    meant = from_rpc_error(error)
-    if sent_by_server(error):
-        return meant
-    if isinstance(meant, Unavailable) and stay.connected:
-        return WorkerLost(f"{worker.address} was lost: {meant}")
-    if isinstance(meant, DeadlineExceeded):  # gRPC names neither whose time it was, nor a way out
-        return DeadlineExceeded(
-            "the time of this request was over before its answer was: allow it more, as far as the"
-            " router does (--default-timeout, --max-timeout), or resume it"
-        )
-    return meant
-
-
-async def _prefill(
-    worker: KnownWorker,
-    stay: LegCall,
-    leg: types_pb2.Leg,
-    deadline: Deadline,
-    handoff_wait: float,
-) -> AsyncGenerator[LegEvent]:
-    request = prefill_pb2.PrefillRequest(leg=leg)
-    call = worker.prefill.Prefill(request, timeout=deadline.remaining())
-    messages = aiter(call)
-    stay.begin(call)
-    try:
-        await _arrival(worker, stay, call, request.ByteSize())
-        response = await _next(worker, stay, messages)
-        if response is not None and response.HasField("first_token"):
+async def _prefill(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEvent]:
+    with _counted(worker, order) as leg:
+        request = prefill_pb2.PrefillRequest(leg=order.leg)
+        call = worker.prefill.Prefill(request, timeout=order.deadline.remaining())
+        messages = aiter(call)
+        with leg.reading(call):
+            await _arrival(worker, call, request.ByteSize())
+            response = await _next(worker, messages)
+            if response is None or not response.HasField("first_token"):
+                raise _incomplete(worker)
             first = response.first_token
-            begun = first.admission if first.HasField("admission") else None
-            yield LegEvent(tokens=(first.token,), finish=first.finish_reason, begun=begun)
-            yield await _handoff(worker, stay, messages, handoff_wait)
-    finally:
-        call.cancel()  # without effect on a call that has ended
+            admission = first.admission if first.HasField("admission") else None
+            yield LegEvent((first.token,), first.finish_reason, admission)
+            try:
+                async with asyncio.timeout(order.handoff_wait):
+                    response = await _next(worker, messages)
+            except TimeoutError:
+                return  # the next leg loads the blocks that it finds
+            if response is None or not response.HasField("handoff"):
+                raise _incomplete(worker)
+            yield LegEvent(handoff=response.handoff, usage=response.usage)
 
 
-async def _handoff(
-    worker: KnownWorker, stay: LegCall, messages: Messages, seconds: float
-) -> LegEvent:
-    """The end of a prefill leg; without one in time, the next leg begins with what it finds."""
-    try:
-        async with asyncio.timeout(seconds):
-            response = await _next(worker, stay, messages)
-    except TimeoutError:
-        return LegEvent(handoff=types_pb2.Handoff())
-    if response is None or not response.HasField("handoff"):
-        return LegEvent()
-    return LegEvent(usage=response.usage, handoff=response.handoff)
+async def _decode(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEvent]:
+    complete = False
+    with _counted(worker, order) as leg:
+        request = decode_pb2.DecodeRequest(leg=order.leg, handoff=order.handoff)
+        call = worker.decode.Decode(request, timeout=order.deadline.remaining())
+        with leg.reading(call):
+            await _arrival(worker, call, request.ByteSize())
+            async for message in call:
+                worker.note_message()
+                response = checked_response(message, worker.address)
+                complete = response.HasField("usage")
+                yield LegEvent(
+                    response.tokens,
+                    response.finish_reason,
+                    response.admission if response.HasField("admission") else None,
+                    usage=response.usage if complete else None,
+                )
+    if not complete:
+        raise _incomplete(worker)
 
 
-async def _arrival(worker: KnownWorker, stay: LegCall, call: Sent, size: int) -> None:
-    """Until the worker has the leg; workers say so with their headers."""
+@contextmanager
+def _counted(worker: KnownWorker, order: LegOrder) -> Iterator[LegCall]:
+    """The leg is counted on the worker inside; gRPC errors are mapped."""
+    with worker.leg(order.work, order.positions) as leg:
+        try:
+            yield leg
+        except grpc.RpcError as error:
+            raise _meaning(worker, leg, error) from error
+
+
+async def _arrival(worker: KnownWorker, call: Call, size: int) -> None:
+    """Until the worker has the leg: it then sends its headers."""
     begun = time.monotonic()
-    with worker.sending(size), stay.reading():
-        await call.initial_metadata()  # also of a call that ended before
+    with worker.sending(size):
+        await call.initial_metadata()  # returns also if the call ended before
     if not call.done():
         worker.arrived(size, time.monotonic() - begun)
 
 
 async def _next(
-    worker: KnownWorker, stay: LegCall, messages: Messages
+    worker: KnownWorker, messages: AsyncIterator[prefill_pb2.PrefillResponse]
 ) -> prefill_pb2.PrefillResponse | None:
-    with stay.reading():
-        async for message in messages:
-            worker.hear()
-            return received(message, worker.address)
+    async for message in messages:
+        worker.note_message()
+        return checked_response(message, worker.address)
     return None
 
 
-async def _decode(
-    worker: KnownWorker,
-    stay: LegCall,
-    leg: types_pb2.Leg,
-    handoff: types_pb2.Handoff,
-    deadline: Deadline,
-) -> AsyncGenerator[LegEvent]:
-    request = decode_pb2.DecodeRequest(leg=leg, handoff=handoff)
-    call = worker.decode.Decode(request, timeout=deadline.remaining())
-    stay.begin(call)
-    try:
-        await _arrival(worker, stay, call, request.ByteSize())
-        with stay.reading():
-            async for message in call:
-                worker.hear()
-                response = received(message, worker.address)
-                usage = response.usage if response.HasField("usage") else None
-                begun = response.admission if response.HasField("admission") else None
-                yield LegEvent(response.tokens, response.finish_reason, usage, begun=begun)
-    finally:
-        call.cancel()
+def _incomplete(worker: KnownWorker) -> Unavailable:
+    return Unavailable(f"{worker.address} ended its leg before its end")
+
+
+def _meaning(worker: KnownWorker, leg: LegCall, error: grpc.RpcError) -> KvrelayError:
+    """A worker that was connected and sent no status of its own was lost under this leg."""
+    meaning = from_rpc_error(error)
+    if sent_by_server(error):
+        return meaning
+    if isinstance(meaning, Unavailable) and leg.connected:
+        return WorkerLost(f"{worker.address} was lost: {meaning}")
+    if isinstance(meaning, DeadlineExceeded):  # gRPC's text names neither whose time, nor a way out
+        return DeadlineExceeded(
+            "the time of this request was over before its answer was: allow it more, as far as the"
+            " router does (--default-timeout, --max-timeout), or resume it"
+        )
+    return meaning

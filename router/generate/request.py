@@ -1,4 +1,4 @@
-"""A request that passed every check, and the checks: at the edge, before any work, field named."""
+"""A request that passed every check, and the checks: before any work, with the field named."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import xxhash
 
 from kvrelay.errors import Mismatch, NotFound, Rejected
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.sampling import check_ids, sampling_of
+from kvrelay.rpc.protocol import check_ids, sampling_of
 from kvrelay.rpc.security.identity import Tenant
-from kvrelay.sampling import DEFAULT_MAX_TOKENS
+from kvrelay.sampling import DEFAULT_MAX_TOKENS, stored_positions
 from kvrelay.v1 import router_pb2, types_pb2, worker_pb2
 from router.queue.fair import HIGHEST, LOWEST
 
 MAX_REQUEST_ID_CHARS = 128
-NOBODY = Tenant()
+NO_TENANT = Tenant()
 MAX_MESSAGES = 4096
 
 
@@ -25,7 +25,8 @@ MAX_MESSAGES = 4096
 class AcceptedRequest:
     """What the legs are made of. ``sampling`` carries the seed; ``outputs`` are tokens so far.
 
-    ``weights`` are those that serve it, as its client is told, and ``prompt_hash``.
+    ``weights`` and ``prompt_hash`` are told to the client, to resume with. ``received_at`` is of
+    ``time.monotonic``.
     """
 
     id: str
@@ -34,24 +35,31 @@ class AcceptedRequest:
     max_tokens: int
     sampling: types_pb2.Sampling
     deadline: Deadline
-    explain: bool = False  # each leg says why blocks were missed
-    tenant: Tenant = NOBODY
+    explain: bool = False  # each leg reports why blocks were missed
+    tenant: Tenant = NO_TENANT
+    priority: int = 0
     weights: str = ""
     prompt_hash: int = 0
+    received_at: float = 0.0
 
     @property
-    def tokens(self) -> int:
-        """Prompt and output at most, those so far left out."""
+    def charged_tokens(self) -> int:
+        """What its tenant is charged: the prompt, and the output that is still to be made."""
         return len(self.prompt) + self.max_tokens - len(self.outputs)
 
     @property
     def positions(self) -> int:
-        """All it can ever need: the last sampled token is never stored (D5)."""
-        return len(self.prompt) + self.max_tokens - 1
+        """The most that it needs on a worker (D5)."""
+        return stored_positions(len(self.prompt), self.max_tokens)
+
+    @property
+    def part(self) -> float:
+        """The part of its output that is still to be made."""
+        return 1.0 - len(self.outputs) / self.max_tokens
 
 
 def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:
-    """Raise for what is wrong whatever the model and the workers are."""
+    """Raise for what is wrong with any model and any workers."""
     if len(message.request_id) > MAX_REQUEST_ID_CHARS:
         raise Rejected("request_id", f"at most {MAX_REQUEST_ID_CHARS} characters")
     if message.model and message.model != model:
@@ -71,11 +79,11 @@ def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:
         )
     random = not sampling.HasField("temperature") or sampling.temperature > 0
     if so_far and random and not sampling.HasField("seed"):
-        raise Rejected("sampling.seed", "missing: to continue, give the seed that was told")
+        raise Rejected("sampling.seed", "missing: to continue, give the seed of the first response")
 
 
 def max_tokens_of(message: router_pb2.GenerateRequest) -> int:
-    """As asked for, or the default."""
+    """As requested, or the default."""
     return message.max_tokens if message.HasField("max_tokens") else DEFAULT_MAX_TOKENS
 
 
@@ -92,7 +100,7 @@ def _check_input(message: router_pb2.GenerateRequest) -> None:
 
 
 def check_length(message: router_pb2.GenerateRequest, longest: int) -> None:
-    """Refuse more ids than any model position, before they are looked at one by one."""
+    """Refuse more ids than the model has positions, before each of them is checked."""
     for field, count in (
         ("token_ids.ids", len(message.token_ids.ids)),
         ("output_token_ids", len(message.output_token_ids)),
@@ -107,10 +115,11 @@ def build(
     info: worker_pb2.WorkerInfo,
     deadline: Deadline,
     tenant: Tenant,
+    received_at: float,
 ) -> AcceptedRequest:
     """The request, after the checks that need to know what the fleet serves."""
     vocab_size, weights = info.vocab_size, weights_of(info)
-    if message.weights not in ("", weights):  # its other tokens would be those of another model
+    if message.weights not in ("", weights):  # the tokens so far are those of another model
         raise Mismatch(
             "weights",
             f"this answer was begun with {message.weights[:80]!r}, and {weights!r} are served now:"
@@ -124,7 +133,7 @@ def build(
         raise Mismatch(
             "prompt_hash",
             "this answer was begun with other tokens of its prompt: the tokenizer, the chat"
-            " template or what that says of the day is another one now: ask anew",
+            " template or the date in the template has changed: ask anew",
         )
     check_ids("output_token_ids", message.output_token_ids, vocab_size)
     sampling = types_pb2.Sampling()
@@ -141,11 +150,13 @@ def build(
         deadline=deadline,
         explain=message.explain,
         tenant=tenant,
+        priority=message.priority,
         weights=weights,
         prompt_hash=prompt_hash,
+        received_at=received_at,
     )
 
 
 def weights_of(info: worker_pb2.WorkerInfo) -> str:
-    """What tokens depend on beside the request: two fleets that say the same give the same."""
+    """What tokens depend on beside the request: equal for fleets that make equal tokens."""
     return f"{info.namespace.revision}/{info.namespace.dtype}"

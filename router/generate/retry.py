@@ -1,12 +1,16 @@
-"""What was tried for one request, and whether to go on after a leg that failed. Pure.
+"""Retry: whether, where and when a request continues after a failed leg. Pure; time is passed in.
 
-A failure of any kind goes on elsewhere, within two bounds: so many failures in all, and so many
-deaths of workers, since a request that kills whoever serves it must not go round the fleet. A
-worker that dies after it served the request well did not die of it.
+``RetryControl`` answers each failure with a ``RetryStep``, and the generation carries it out. A
+failed leg continues on another worker within two limits: failures in all, and deaths of workers,
+so that a request that kills its workers does not go round the fleet. Such a request is refused for
+a while. Streams that lose their worker at one moment continue at a limited rate.
 """
 
 from __future__ import annotations
 
+import hashlib
+import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,92 +27,236 @@ from kvrelay.errors import (
     Unavailable,
     Unservable,
 )
-from router.workers.loss import WorkerLost
+from kvrelay.v1 import types_pb2
+from router.generate.request import AcceptedRequest
+from router.workers.health import WorkerLost
 
-WELL_SERVED = 32  # tokens of one leg
-NOBODY: Mapping[str, float] = MappingProxyType({})
+SERVED_WELL = 32  # tokens of one leg: a worker that dies after so many did not die of the request
+LONGEST_REST = 30.0  # seconds
+MAX_POISONS = 1024
+NEVER_ANSWERED: Mapping[str, float] = MappingProxyType({})
 
 
 class PoisonRequest(KvrelayError):
-    """Workers die of this request."""
+    """Workers die while they serve this request."""
 
 
 class RetryKind(Enum):
-    """What to do with a worker that failed a leg."""
+    """What follows from a failed leg for its worker; the metrics count by these names."""
 
-    ELSEWHERE = "go on elsewhere"  # this one is well
-    SUSPECT = "go on elsewhere, and check this one before it is used again"
-    AGAIN = "wait, then go on here or elsewhere"
+    ELSEWHERE = "continue on another worker; this one is well"
+    SUSPECT = "continue on another worker, and check this one before it is used again"
+    AGAIN = "wait, then continue on this worker or another one"
 
 
 @dataclass(frozen=True, slots=True)
 class RetryLimits:
-    """How much may go wrong for one request. ``internal``: errors nobody expected."""
+    """Failures allowed to one request. ``internal`` bounds errors of unknown cause."""
 
     failures: int = 8
     deaths: int = 2
     internal: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class FailedLeg:
+    """A leg that ended with ``error`` after ``generated`` tokens.
+
+    ``worker_id`` is the worker's boot token. ``streaming``: the client already has tokens of the
+    request.
+    """
+
+    worker_id: str
+    error: KvrelayError
+    generated: int
+    streaming: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RetryStep:
+    """What the generation does after a failed leg, in the order of the fields.
+
+    ``rest``: seconds for which the worker is given no new requests. ``suspect``: check the worker
+    before it is used again. ``error``: the request ends with it. ``confirm``: check every worker
+    before the next one is chosen. ``resume_at``: the moment before which no leg begins.
+    """
+
+    rest: float = 0.0
+    suspect: bool = False
+    error: KvrelayError | None = None
+    confirm: bool = False
+    resume_at: float = 0.0
+
+
 @dataclass(slots=True)
 class Attempts:
-    """``excluded`` are boot tokens of workers that failed this request."""
+    """The failures of one request. Workers are named by boot token.
 
-    bounds: RetryLimits = RetryLimits()
+    ``excluded`` workers serve no other leg of it; ``avoided`` ones only if there are no others.
+    ``lost`` maps each worker to which the connection broke to the moment when it did.
+    """
+
     excluded: set[str] = field(default_factory=set)
     avoided: set[str] = field(default_factory=set)
-    lost: dict[str, float] = field(default_factory=dict)  # by boot token, when
+    lost: dict[str, float] = field(default_factory=dict)
     failures: int = 0
     internal: int = 0
     last: KvrelayError | None = None
 
+
+class TokenBucket:
+    """At most ``burst`` at once and ``rate`` a second in the long run."""
+
+    def __init__(self, rate: float, burst: int) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._full_at = float("-inf")  # when it would be full again
+
+    def take(self, now: float) -> float:
+        """Take one token; the seconds to wait before it may be used."""
+        self._full_at = max(self._full_at, now) + 1.0 / self._rate
+        return max(0.0, self._full_at - now - self._burst / self._rate)
+
+
+class PoisonList:
+    """Requests that workers died of, each refused for ``seconds``.
+
+    A request is known by its tenant, its prompt and its sampling without the seed, so that tokens
+    so far and another seed do not make it another one.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._added: dict[bytes, float] = {}  # in order of time
+
+    def add(self, request: AcceptedRequest, now: float) -> None:
+        """Refuse it from now on; the oldest is forgotten beyond ``MAX_POISONS``."""
+        digest = _digest(request)
+        self._added.pop(digest, None)
+        self._added[digest] = now
+        while len(self._added) > MAX_POISONS:
+            del self._added[next(iter(self._added))]
+
+    def check(self, request: AcceptedRequest, now: float) -> None:
+        """Raise ``PoisonRequest`` for a request added lately."""
+        if not self._added:
+            return  # the usual case costs nothing
+        added = self._added.get(digest := _digest(request))
+        if added is None:
+            return
+        left = added + self._seconds - now
+        if left > 0:
+            raise PoisonRequest(
+                f"workers died while they served this request {now - added:.0f} s ago: it is"
+                f" refused for {left:.0f} s more"
+            )
+        del self._added[digest]
+
+
+class RetryControl:
+    """Shared by all requests of a router: limits, poison requests, the rate of migrations."""
+
+    def __init__(self, limits: RetryLimits, poisons: PoisonList, migrations: TokenBucket) -> None:
+        self._limits = limits
+        self._poisons = poisons
+        self._bucket = migrations
+        self.retried = Counter[str]()  # legs, by kind
+        self.migrations = 0  # of these, legs of a request whose client already had tokens
+
+    def check(self, request: AcceptedRequest, now: float) -> None:
+        """Raise ``PoisonRequest`` if workers died of the request lately."""
+        self._poisons.check(request, now)
+
     def failed(
         self,
-        key: str,
-        error: KvrelayError,
-        gained: int,
-        begun: bool,
-        now: float = 0.0,
-        answered: Mapping[str, float] = NOBODY,
-    ) -> RetryKind:
-        """A leg on worker ``key`` ended with ``error`` after ``gained`` tokens.
+        request: AcceptedRequest,
+        attempts: Attempts,
+        leg: FailedLeg,
+        now: float,
+        answered: Mapping[str, float] = NEVER_ANSWERED,
+    ) -> RetryStep:
+        """Note a failed leg in ``attempts`` and say what follows.
 
-        ``begun``: the client has tokens already. ``answered`` is when the last check began that a
-        worker answered: if that was after the connection to it was lost, it did not die then,
-        whatever became of it since. Raises what the client is to be told when going on cannot
-        help or was tried too often.
+        ``answered`` maps workers to the moment when the last check began that they answered. A
+        worker that answered a check begun after the connection to it broke did not die then.
         """
+        error = leg.error
         if _final(error):
-            raise error
-        self.last = error
-        if isinstance(error, Exhausted) and begun:
+            return RetryStep(error=error)
+        attempts.last = error
+        kind = self._kind(attempts, leg)
+        if kind is not RetryKind.AGAIN and not isinstance(error, Draining):
+            refusal = self._count(attempts, leg, now, answered)
+            if isinstance(refusal, PoisonRequest):
+                self._poisons.add(request, now)
+            if refusal is not None:
+                return RetryStep(error=refusal)
+        return self._step(leg, kind, now, request.deadline.at)
+
+    def _kind(self, attempts: Attempts, leg: FailedLeg) -> RetryKind:
+        """Also decides whether the worker serves other legs of the request."""
+        key, error = leg.worker_id, leg.error
+        if isinstance(error, Exhausted) and leg.streaming:
             return RetryKind.AGAIN
-        if isinstance(error, Draining):  # it may stay after all; who says so twice is not believed
-            (self.excluded if key in self.avoided else self.avoided).add(key)
+        if isinstance(error, Draining):  # it may stay after all, but is believed only once
+            (attempts.excluded if key in attempts.avoided else attempts.avoided).add(key)
             return RetryKind.SUSPECT
-        (self.avoided if isinstance(error, Unavailable) else self.excluded).add(key)
-        self._count(key, error, gained, now, answered)
+        (attempts.avoided if isinstance(error, Unavailable) else attempts.excluded).add(key)
         return RetryKind.ELSEWHERE if isinstance(error, Exhausted) else RetryKind.SUSPECT
 
     def _count(
-        self, key: str, error: KvrelayError, gained: int, now: float, answered: Mapping[str, float]
-    ) -> None:
-        self.failures += 1
-        self.internal += type(error) is KvrelayError
-        if isinstance(error, WorkerLost) and gained < WELL_SERVED:
-            self.lost[key] = now  # once: two broken connections to one worker are no two deaths
-        deaths = sum(answered.get(lost, at) <= at for lost, at in self.lost.items())
-        if deaths >= self.bounds.deaths:
-            raise PoisonRequest(
+        self, attempts: Attempts, leg: FailedLeg, now: float, answered: Mapping[str, float]
+    ) -> KvrelayError | None:
+        """Count a failure; the error that ends the request if a limit is exceeded."""
+        error, limits = leg.error, self._limits
+        attempts.failures += 1
+        attempts.internal += type(error) is KvrelayError
+        if _died(leg):
+            attempts.lost[leg.worker_id] = now  # two broken connections to a worker are one death
+        deaths = sum(answered.get(lost, at) <= at for lost, at in attempts.lost.items())
+        if deaths >= limits.deaths:
+            refusal = PoisonRequest(
                 f"{deaths} workers died while they served this request, it is not tried again"
                 f" (the last one: {error})"
-            ) from error
-        if self.failures > self.bounds.failures or self.internal > self.bounds.internal:
-            raise error
+            )
+            refusal.__cause__ = error
+            return refusal
+        exceeded = attempts.failures > limits.failures or attempts.internal > limits.internal
+        return error if exceeded else None
+
+    def _step(self, leg: FailedLeg, kind: RetryKind, now: float, deadline: float) -> RetryStep:
+        error = leg.error
+        rest = min(error.retry_after, LONGEST_REST) if isinstance(error, Exhausted) else 0.0
+        suspect = kind is RetryKind.SUSPECT
+        if now >= deadline:
+            late = DeadlineExceeded("no time left to continue the stream")
+            return RetryStep(rest, suspect, late)
+        self.retried[kind.name.lower()] += 1
+        self.migrations += leg.streaming
+        return RetryStep(rest, suspect, None, _died(leg), now + self._pause(error, kind, now))
+
+    def _pause(self, error: KvrelayError, kind: RetryKind, now: float) -> float:
+        if isinstance(error, Exhausted):
+            return error.retry_after if kind is RetryKind.AGAIN else 0.0
+        return self._bucket.take(now)
 
 
 def _final(error: KvrelayError) -> bool:
-    """Whether every worker would say the same."""
+    """Whether every worker would answer the same."""
     if isinstance(error, Mismatch):
         return error.field not in ("leg.namespace_digest", "role")  # another worker may fit
     return isinstance(error, Rejected | NotFound | Unservable | DeadlineExceeded)
+
+
+def _died(leg: FailedLeg) -> bool:
+    """Whether the request may have killed the worker."""
+    return isinstance(leg.error, WorkerLost) and leg.generated < SERVED_WELL
+
+
+def _digest(request: AcceptedRequest) -> bytes:
+    sampling = types_pb2.Sampling()
+    sampling.CopyFrom(request.sampling)
+    sampling.ClearField("seed")
+    prompt = struct.pack(f"<{len(request.prompt)}I", *request.prompt)
+    parts = (request.tenant.name.encode(), sampling.SerializeToString(deterministic=True), prompt)
+    return hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).digest()

@@ -1,40 +1,40 @@
-"""The account of a whole request, derived from those of its legs (docs/accounting.md, I6)."""
+"""The usage of a whole request, derived from that of its legs (docs/accounting.md, I6)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.rpc.roles import Role
+from kvrelay.rpc.protocol import Role
 from kvrelay.v1 import types_pb2
 
 
-def lost(
-    worker: str,
+def lost_leg(
+    worker_id: str,
     address: str,
     role: Role,
     generated: int,
-    begun: types_pb2.Admission | None,
+    admission: types_pb2.Admission | None,
 ) -> types_pb2.LegUsage:
-    """The account of a leg whose worker did not tell it: as of its first token."""
+    """The usage of a leg whose worker did not report it: as of its first token."""
     leg = types_pb2.LegUsage(
-        worker_id=worker, address=address, role=role, generated=generated, lost=True
+        worker_id=worker_id, address=address, role=role, generated=generated, lost=True
     )
-    if begun is not None:
-        leg.length = begun.length
-        leg.local = begun.local
-        leg.external = begun.external
-        leg.computed = begun.fresh
-        leg.admissions.append(begun)
+    if admission is not None:
+        leg.length = admission.length
+        leg.local = admission.local
+        leg.external = admission.external
+        leg.computed = admission.fresh
+        leg.admissions.append(admission)
     return leg
 
 
-def usage(
+def request_usage(
     legs: Sequence[types_pb2.LegUsage], prompt: int, completion: int, first_token_seconds: float
 ) -> types_pb2.Usage:
     """``cached_prompt_tokens`` is the first leg's hit: a transfer between legs is no cache hit.
 
     It never exceeds the prompt: a resumed request may also hit blocks of its tokens so far.
-    A leg that was lost left no account but how it began, told with its first token.
+    A lost leg left nothing but its admission, which arrived with its first token.
     """
     begun = [leg for leg in legs if leg.length or leg.generated]
     first = begun[0] if begun else types_pb2.LegUsage()

@@ -1,8 +1,8 @@
 """Which worker holds which blocks, as far as this router can know. Pure.
 
-Each worker is believed to hold the names it was sent last, as many as its pool has blocks, so that
-what it must have evicted is forgotten here too. A leg whose account shows fewer hits than believed
-halves what is believed of that worker.
+Each worker is believed to hold the blocks of the last prompts that it was sent, as many as its pool
+has, so that evicted blocks are forgotten here too. A leg whose usage shows fewer hits than believed
+halves what is believed of its worker.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-MAX_WORKERS = 512  # boot tokens; those not heard of for longest are forgotten
+MAX_WORKERS = 512  # boot tokens; those used longest ago are forgotten
 
 
 class Affinity:
-    """Names by worker, the oldest first."""
+    """Block names by worker, oldest first."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()
 
     def record(self, names: Sequence[bytes], key: str, capacity: int) -> None:
-        """``key``, whose pool has ``capacity`` blocks, was sent this chain just now."""
+        """The worker ``key``, whose pool has ``capacity`` blocks, was sent this chain just now."""
         held = self._held.setdefault(key, OrderedDict())
         self._held.move_to_end(key)
-        for name in reversed(names):  # so that no block is forgotten before those after it
+        for name in reversed(names):  # so that no block is forgotten before the blocks after it
             held[name] = None
             held.move_to_end(name)
         while len(held) > capacity:
@@ -38,18 +38,18 @@ class Affinity:
             held.popitem(last=False)
 
     def leading(self, names: Sequence[bytes]) -> Mapping[str, int]:
-        """For each worker believed to hold the first of ``names``: how many in a row."""
+        """For each worker believed to hold the first of ``names``: how many of them in a row."""
         if not names:
             return {}
         first = names[0]
-        return {key: _in_a_row(held, names) for key, held in self._held.items() if first in held}
+        return {key: _prefix(held, names) for key, held in self._held.items() if first in held}
 
     def __len__(self) -> int:
         return sum(len(held) for held in self._held.values())
 
 
-def _in_a_row(held: Mapping[bytes, None], names: Sequence[bytes]) -> int:
-    """By bisection: who holds a block holds all before it."""
+def _prefix(held: Mapping[bytes, None], names: Sequence[bytes]) -> int:
+    """By bisection: a worker that holds a block holds all blocks before it."""
     low, high = 1, len(names)
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,19 +1,19 @@
-"""What computing, fetching and waiting cost here, learnt from the accounts of legs. Pure.
+"""Costs of computing, fetching and waiting here, estimated from the usage of legs. Pure.
 
-A prompt goes to a prefill worker when that is worth the hand-over. It is not for one that is short,
-or of which a decode worker holds nearly all; it is for a long one, because the streams of the
-decode worker stand still while it is computed.
+A prompt goes to a prefill worker if that is worth the handoff: not if it is short, or if a decode
+worker holds nearly all of it; but if it is long, since the streams of the decode worker stand still
+while it is computed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-DECAY = 0.98  # of what was learnt, with each leg
-PRIOR = 0.1  # weight of what is believed before: as much as a tenth of a leg
-FAR = 1024  # tokens: where the second point of a prior lies
-STALL = 0.5  # price of holding up a stream for a second, in seconds of this request's wait
-HANDOVER = 0.01  # seconds a hand-over takes beside its transfer: a call more, a lookup, a save
+DECAY = 0.98  # of the points before, with each leg
+PRIOR = 0.1  # weight of a prior point: a tenth of a leg
+FAR = 1024  # tokens: where the second prior point lies
+STALL = 0.5  # cost of delaying a stream by a second, in seconds of this request's wait
+HANDOFF = 0.01  # seconds that a handoff takes beside its transfer: a call, a lookup, a save
 
 
 class LinearFit:
@@ -24,9 +24,9 @@ class LinearFit:
         self._sums = (0.0, 0.0, 0.0, 0.0, 0.0)
         self._line = base, slope
 
-    def learn(self, tokens: int, seconds: float) -> None:
+    def add(self, tokens: int, seconds: float) -> None:
         """One more point."""
-        self._sums = _added(tuple(DECAY * one for one in self._sums), tokens, seconds, 1.0)
+        self._sums = _added(tuple(DECAY * total for total in self._sums), tokens, seconds, 1.0)
         sums = self._sums
         for x, y in self._prior:
             sums = _added(sums, x, y, PRIOR)
@@ -40,7 +40,7 @@ class LinearFit:
         return self._line[1]
 
     def at(self, tokens: int) -> float:
-        """Seconds for so many tokens, none for none."""
+        """Seconds for ``tokens``; 0 for none."""
         base, slope = self._line
         return base + slope * tokens if tokens > 0 else 0.0
 
@@ -70,11 +70,14 @@ class LegTimings:
 
 @dataclass(frozen=True, slots=True)
 class ComputeSite:
-    """What a worker has for a prompt: tokens held, tokens it could fetch, work that waits there."""
+    """A worker that could compute a prompt: tokens of it that it holds, or could fetch.
+
+    ``queued``: tokens that it computes before. ``streams``: requests that would be delayed.
+    """
 
     held: int
     stored: int
-    queued: int  # tokens to compute before
+    queued: int
     streams: int = 0
 
 
@@ -85,24 +88,24 @@ class Costs:
         self.compute = LinearFit(0.001, 0.0005)
         self.transfer = LinearFit(0.005, 0.000005)
 
-    def learn(self, account: LegTimings) -> None:
-        """Take the account of a leg in that ran undisturbed."""
-        if account.computed > 0:
-            self.compute.learn(account.computed, account.run_seconds)
-        if account.fetched > 0:
-            self.transfer.learn(account.fetched, account.load_seconds)
+    def learn(self, leg: LegTimings) -> None:
+        """Take in a leg that ran undisturbed."""
+        if leg.computed > 0:
+            self.compute.add(leg.computed, leg.run_seconds)
+        if leg.fetched > 0:
+            self.transfer.add(leg.fetched, leg.load_seconds)
 
     def prefers_direct(self, tokens: int, prefill: ComputeSite, decode: ComputeSite) -> bool:
-        """Whether a prompt of so many tokens is better computed by the decode worker itself."""
+        """Whether the decode worker had better compute a prompt of ``tokens`` itself."""
         stall = self.compute.at(self._fresh(tokens, decode)) * STALL * (decode.streams + 1)
         direct = self._first_token(tokens, decode) + stall
-        handed = self.transfer.at(tokens - decode.held)
-        return direct <= self._first_token(tokens, prefill) + HANDOVER + handed
+        transfer = self.transfer.at(tokens - decode.held)
+        return direct <= self._first_token(tokens, prefill) + HANDOFF + transfer
 
-    def _first_token(self, tokens: int, offer: ComputeSite) -> float:
-        fetched = max(0, min(offer.stored, tokens - 1) - offer.held)
-        wait = self.compute.slope * offer.queued
-        return wait + self.transfer.at(fetched) + self.compute.at(self._fresh(tokens, offer))
+    def _first_token(self, tokens: int, site: ComputeSite) -> float:
+        fetched = max(0, min(site.stored, tokens - 1) - site.held)
+        wait = self.compute.slope * site.queued
+        return wait + self.transfer.at(fetched) + self.compute.at(self._fresh(tokens, site))
 
-    def _fresh(self, tokens: int, offer: ComputeSite) -> int:
-        return max(1, tokens - max(offer.held, offer.stored))
+    def _fresh(self, tokens: int, site: ComputeSite) -> int:
+        return max(1, tokens - max(site.held, site.stored))

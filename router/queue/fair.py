@@ -1,13 +1,12 @@
-"""A queue that is fair to tenants, counted in tokens. Pure; nobody waits here, it only says who is
-next.
+"""A queue that is fair to tenants, counted in tokens. Pure: it only says which request is next.
 
 Start-time fair queueing (Goyal, Vin, Cheng 1996): each tenant has a virtual time that grows by
-tokens / weight with every request of it that goes; the one with the least goes next. Two tenants
-that both have requests waiting never differ by more than one request of each. Inside a tenant a
-priority is worth a fixed number of tokens: a request is overtaken by those of higher priority that
-come within so many tokens after it, and by no others. So nobody starves.
+tokens / weight with every request of it that leaves; the tenant with the least is next. Two tenants
+that both have requests waiting never differ by more than one request of each. Within a tenant a
+priority is worth a fixed number of tokens: a request is overtaken by requests of higher priority
+that arrive within so many tokens after it, and by no others, so that none starves.
 
-When it is full, a tenant that has less than its share pushes out the last request of the one that
+If the queue is full, a tenant with less than its share evicts the newest request of the tenant that
 has the most for its weight.
 """
 
@@ -18,13 +17,15 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 LOWEST, HIGHEST = -8, 8
-STEP = 4096  # tokens that a step of priority is worth
+PRIORITY_TOKENS = 4096  # that one step of priority is worth
 
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """One request. ``key`` is its own; ``tokens`` is all it can come to, ``until`` its deadline,
-    ``part`` of its answer is still to be made; it came with ``patience`` seconds."""
+    """``tokens``: the most it can need. ``until``: its deadline.
+
+    ``part`` of its output is still to be made. ``patience``: seconds to its deadline on arrival.
+    """
 
     key: int
     tokens: int
@@ -37,26 +38,30 @@ class QueuedRequest:
 
     @property
     def kind(self) -> int:
-        """Those of one kind are as patient, about: what they ask for takes as long, about."""
+        """The binary exponent of its patience: requests of one kind take about as long."""
         return math.frexp(self.patience)[1]
 
 
 @dataclass(slots=True)
 class _Line:
-    """A tenant with requests waiting: (rank, key) in order."""
+    """The waiting requests of one tenant: (rank, key) in order."""
 
     weight: float
-    start: float
+    start: float  # virtual time of the first of them
     ranks: list[tuple[int, int]] = field(default_factory=list)
     tokens: int = 0
-    came: int = 0
+    arrived: int = 0  # tokens, since the line began
 
-    def until(self, start: float) -> float:
-        """Tokens of those that begin before a virtual time, about: one does at its own."""
+    @property
+    def load(self) -> float:
+        return len(self.ranks) / self.weight
+
+    def tokens_before(self, start: float) -> float:
+        """Estimated tokens of its requests that start before a virtual time."""
         if start < self.start:
             return 0.0
-        one = self.tokens / len(self.ranks)
-        return min(float(self.tokens), (start - self.start) * self.weight + one)
+        first = self.tokens / len(self.ranks)
+        return min(float(self.tokens), (start - self.start) * self.weight + first)
 
 
 class FairQueue:
@@ -66,7 +71,7 @@ class FairQueue:
         self._limit = limit
         self._waiting: dict[int, QueuedRequest] = {}
         self._lines: dict[str, _Line] = {}
-        self._ends: dict[str, float] = {}  # virtual time of tenants that have nothing waiting
+        self._ends: dict[str, float] = {}  # virtual time of tenants without waiting requests
         self._now = 0.0  # virtual
         self._tokens = 0
 
@@ -75,114 +80,108 @@ class FairQueue:
 
     @property
     def tokens(self) -> int:
-        """Of all that wait."""
+        """Of all waiting requests."""
         return self._tokens
 
-    def push(self, waiting: QueuedRequest) -> list[QueuedRequest] | None:
-        """Take one in; those pushed out for it, or ``None`` when there is no room for it."""
-        out = self._room(waiting)
-        if out is None:
-            return None
-        for one in out:
-            self.remove(one.key)
-        line = self._lines.get(waiting.tenant)
-        if line is None:
-            start = max(self._now, self._ends.pop(waiting.tenant, 0.0))
-            line = self._lines[waiting.tenant] = _Line(waiting.weight, start)
-        insort(line.ranks, (line.came - waiting.priority * STEP, waiting.key))
-        line.came += waiting.tokens
-        self._waiting[waiting.key] = waiting
-        line.tokens += waiting.tokens
-        self._tokens += waiting.tokens
-        return out
+    @property
+    def max_load(self) -> float:
+        """Waiting requests of the most loaded tenant, divided by its weight."""
+        return max((line.load for line in self._lines.values()), default=0.0)
 
     @property
     def first(self) -> QueuedRequest | None:
-        """Whoever is next."""
+        """The next request."""
         if not self._lines:
             return None
         line = min(self._lines.values(), key=lambda line: (line.start, line.ranks[0][1]))
         return self._waiting[line.ranks[0][1]]
 
-    def pop(self) -> QueuedRequest | None:
-        """Take out whoever is next."""
-        waiting = self.first
-        if waiting is not None:
-            line = self._lines[waiting.tenant]
-            self._now = line.start
-            line.start += waiting.tokens / line.weight
-            self.remove(waiting.key)
-        return waiting
+    def push(self, request: QueuedRequest) -> list[QueuedRequest] | None:
+        """Add a request; the requests evicted for it, or ``None`` if there is no room for it."""
+        evicted = self._room(request)
+        if evicted is None:
+            return None
+        for other in evicted:
+            self.remove(other.key)
+        line = self._lines.get(request.tenant)
+        if line is None:
+            start = max(self._now, self._ends.pop(request.tenant, 0.0))
+            line = self._lines[request.tenant] = _Line(request.weight, start)
+        insort(line.ranks, (line.arrived - request.priority * PRIORITY_TOKENS, request.key))
+        line.arrived += request.tokens
+        line.tokens += request.tokens
+        self._waiting[request.key] = request
+        self._tokens += request.tokens
+        return evicted
 
-    def forgive(self) -> None:
-        """There is room for all: who had more than others in a crowd owes nobody anything."""
+    def pop(self) -> QueuedRequest | None:
+        """Remove and return the next request."""
+        request = self.first
+        if request is not None:
+            line = self._lines[request.tenant]
+            self._now = line.start
+            line.start += request.tokens / line.weight
+            self.remove(request.key)
+        return request
+
+    def reset(self) -> None:
+        """The queue is empty: reset every tenant's virtual time."""
         self._ends.clear()
 
     def remove(self, key: int) -> None:
-        """It does not wait any more; without effect on one that does not."""
-        waiting = self._waiting.pop(key, None)
-        if waiting is None:
+        """It waits no longer; without effect on a key that does not wait."""
+        request = self._waiting.pop(key, None)
+        if request is None:
             return
-        line = self._lines[waiting.tenant]
+        line = self._lines[request.tenant]
         line.ranks = [rank for rank in line.ranks if rank[1] != key]
-        line.tokens -= waiting.tokens
-        self._tokens -= waiting.tokens
+        line.tokens -= request.tokens
+        self._tokens -= request.tokens
         if not line.ranks:
-            del self._lines[waiting.tenant]
-            self._ends[waiting.tenant] = line.start
-            self._forget()
+            del self._lines[request.tenant]
+            self._ends[request.tenant] = line.start
+            self._ends = {name: end for name, end in self._ends.items() if end > self._now}
 
-    def ahead(self, waiting: QueuedRequest) -> float:
-        """Tokens that go before one that came now, about."""
-        line, own = self._lines.get(waiting.tenant), 0
-        start = max(self._now, self._ends.get(waiting.tenant, 0.0))
+    def ahead(self, request: QueuedRequest) -> float:
+        """Estimated tokens that leave before a request that arrives now."""
+        line, own = self._lines.get(request.tenant), 0
+        start = max(self._now, self._ends.get(request.tenant, 0.0))
         if line is not None:
-            rank = line.came - waiting.priority * STEP
+            rank = line.arrived - request.priority * PRIORITY_TOKENS
             own = sum(self._waiting[key].tokens for other, key in line.ranks if other <= rank)
-            start = line.start + own / waiting.weight
+            start = line.start + own / request.weight
         others = (other for other in self._lines.values() if other is not line)
-        return own + sum(other.until(start) for other in others)
+        return own + sum(other.tokens_before(start) for other in others)
 
     def share(self, tenant: str, weight: float) -> float:
-        """The part of what drains that is a tenant's, beside those that wait now."""
-        every = sum(line.weight for name, line in self._lines.items() if name != tenant)
-        return weight / (every + weight)
+        """The tenant's part of what drains, beside the tenants that have requests waiting now."""
+        others = sum(line.weight for name, line in self._lines.items() if name != tenant)
+        return weight / (others + weight)
 
-    @property
-    def crowd(self) -> float:
-        """The most requests that any tenant has, for its weight."""
-        return max(map(self._crowd, self._lines), default=0.0)
-
-    def crowded(self, tenant: str, weight: float) -> QueuedRequest | None:
-        """The last of whoever has most requests for its weight, if ``tenant`` would have fewer."""
-        most = max(self._lines, key=lambda name: self._crowd(name), default=None)
+    def evictable(self, tenant: str, weight: float) -> QueuedRequest | None:
+        """The newest request of the most loaded tenant, if ``tenant`` would still have fewer."""
+        most = max(self._lines.values(), key=lambda line: line.load, default=None)
         own = self._lines.get(tenant)
-        if most is None or self._crowd(most) <= (len(own.ranks) + 1 if own else 1) / weight:
+        load = (len(own.ranks) + 1 if own else 1) / weight
+        if most is None or most.load <= load:
             return None
-        return self._waiting[self._lines[most].ranks[-1][1]]
+        return self._waiting[most.ranks[-1][1]]
 
-    def _crowd(self, tenant: str) -> float:
-        line = self._lines[tenant]
-        return len(line.ranks) / line.weight
-
-    def _room(self, waiting: QueuedRequest) -> list[QueuedRequest] | None:
-        over = self._tokens + waiting.tokens - self._limit
+    def _room(self, request: QueuedRequest) -> list[QueuedRequest] | None:
+        """The requests to evict for it; ``None`` if its tenant has no right to evict enough."""
+        over = self._tokens + request.tokens - self._limit
         if over <= 0:
             return []
         left = {name: line.tokens for name, line in self._lines.items()}
-        lasts = {name: list(line.ranks) for name, line in self._lines.items()}
-        own = (left.get(waiting.tenant, 0) + waiting.tokens) / waiting.weight
-        out: list[QueuedRequest] = []
+        ranks = {name: list(line.ranks) for name, line in self._lines.items()}
+        own = (left.get(request.tenant, 0) + request.tokens) / request.weight
+        evicted: list[QueuedRequest] = []
         while over > 0:
             most = max(left, key=lambda name: left[name] / self._lines[name].weight, default=None)
             if most is None or left[most] / self._lines[most].weight <= own:
                 return None
-            last = self._waiting[lasts[most].pop()[1]]
-            out.append(last)
+            last = self._waiting[ranks[most].pop()[1]]
+            evicted.append(last)
             left[most] -= last.tokens
             over -= last.tokens
-        return out
-
-    def _forget(self) -> None:
-        """Whose virtual time has passed is like one that never came."""
-        self._ends = {name: end for name, end in self._ends.items() if end > self._now}
+        return evicted

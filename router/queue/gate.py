@@ -1,6 +1,6 @@
-"""Where requests wait for their turn: the pure admission fed with time, workers and cancellations.
+"""The gate in front of the workers: feeds the pure admission control with time and workers.
 
-A request that leaves, for whatever reason, leaves at once: its place in the queue, or its slot.
+A request that leaves, for whatever reason, gives up its place in the queue or its slot at once.
 """
 
 from __future__ import annotations
@@ -11,84 +11,109 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
-from kvrelay.errors import DeadlineExceeded, Exhausted
+from kvrelay.errors import DeadlineExceeded, Exhausted, Unavailable
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.v1 import router_pb2, types_pb2
 from router.config import RouterConfig
 from router.queue.admission import AdmissionControl, AdmissionStep
 from router.queue.fair import QueuedRequest
-from router.queue.tokenize_slots import TokenizeSlots
+from router.queue.prompts import TokenizeSlots
 from router.workers.registry import Registry
 from router.workers.worker import KnownWorker
 
 log = logging.getLogger("kvrelay.router")
 PATIENCE = 2.0  # times the longest wait expected
-FREE = 8  # a pool is full when less than such a part of it is free
-MORE = 1.25  # requests under way for each that decode workers run: some are in prefill
-UNDER_WAY = 0.75  # of all requests that may be here: who waits must have a place, to have a right
+FULL = 8  # a pool is full if less than one part in so many is free
+HEADROOM = 1.25  # running requests for each that decode workers run: some of them are in prefill
+MAX_RUNNING = 0.75  # of all requests allowed: fairness needs places for those that wait
 
 
 class QueueGate:
-    """One for a router."""
+    """One for a router. A request is open from ``entered``, and runs inside ``passed``."""
 
-    def __init__(self, registry: Registry, config: RouterConfig) -> None:
+    def __init__(self, registry: Registry, slots: TokenizeSlots, config: RouterConfig) -> None:
         self._registry = registry
+        self._tokenizing = slots
         self._admission = AdmissionControl(config.queue_tokens, config.queue_seconds)
         self._turns: dict[int, asyncio.Future[None]] = {}
         self._keys = itertools.count()
         self._queue_seconds = config.queue_seconds
+        self._max_open = config.max_requests
+        self._max_running = max(1, int(MAX_RUNNING * config.max_requests))
         self._warned = False
-        self._most = max(1, int(UNDER_WAY * config.max_requests))
+        self._draining = False
+        self._open = 0
+        self._idle = asyncio.Event()  # set while no request is open
+        self._idle.set()
         registry.listen(self._resize)
+
+    @contextmanager
+    def entered(self, tenant: Tenant) -> Iterator[None]:
+        """Count a request as open inside.
+
+        ``Unavailable`` while the router drains. If too many are open, a waiting request of a tenant
+        with more of them is evicted for it; ``Exhausted`` if there is none.
+        """
+        if self._draining:
+            raise Unavailable("this router is draining: ask another one")
+        if self._open >= self._max_open:
+            self._make_room(tenant)
+        self._open += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if not self._open:
+                self._idle.set()
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait until the last open one has ended."""
+        self._draining = True
+        await self._idle.wait()
 
     @asynccontextmanager
     async def passed(
         self, tokens: int, priority: int, tenant: Tenant, deadline: Deadline, part: float = 1.0
     ) -> AsyncIterator[None]:
-        """Inside of it the request is under way.
+        """Wait for a slot; the request runs inside. ``part`` of its output is still to be made.
 
-        ``Exhausted`` when it may not wait, or was pushed out; ``DeadlineExceeded`` when it has
-        waited in vain.
+        ``Exhausted`` if it may not wait, or was evicted; ``DeadlineExceeded`` if its slot did not
+        come in time.
         """
         self._resize()
-        key, turn = next(self._keys), asyncio.get_running_loop().create_future()
-        until, patience = deadline.at, deadline.remaining()
-        one = QueuedRequest(
-            key, tokens, tenant.name, tenant.weight, priority, until, part, patience
+        request = QueuedRequest(
+            key=next(self._keys),
+            tokens=tokens,
+            tenant=tenant.name,
+            weight=tenant.weight,
+            priority=priority,
+            until=deadline.at,
+            part=part,
+            patience=deadline.remaining(),
         )
-        step, whole = self._admission.offer(one, time.monotonic()), False
-        self._turns[key] = turn
+        turn = asyncio.get_running_loop().create_future()
+        step, whole = self._admission.offer(request, time.monotonic()), False
+        self._turns[request.key] = turn
         try:
             self._apply(step)
-            await self._turn(one, turn, deadline)
+            await self._wait(request, turn, deadline)
             yield
             whole = True
         finally:
-            del self._turns[key]
+            del self._turns[request.key]
             if not turn.cancel() and not turn.cancelled():
-                turn.exception()  # seen, also by who left as it came
-            self._apply(self._admission.leave(key, time.monotonic(), whole))
+                turn.exception()  # retrieved, also for a request that left at the same moment
+            self._apply(self._admission.leave(request.key, time.monotonic(), whole))
             self._resize()
-
-    def make_room(self, tenant: Tenant, turns: TokenizeSlots, count: int) -> None:
-        """There are ``count`` requests, here and before in ``turns``: push out one that waits, of
-        another tenant that has more of them, or raise ``Exhausted``."""
-        admission, now = self._admission, time.monotonic()
-
-        def pushed_out(other: Tenant) -> Exhausted:
-            return admission.pushed_out(other.name, other.weight, now)
-
-        if turns.crowd > admission.crowd and turns.crowd_out(tenant, pushed_out):
-            return
-        self._apply(admission.crowd_out(tenant.name, tenant.weight, count, now))
 
     @property
     def refused(self) -> Counter[str]:
-        """How many, by reason."""
+        """Number of requests refused, by reason."""
         return self._admission.refused
 
     def status(self, refused: int) -> router_pb2.QueueStatus:
@@ -103,8 +128,20 @@ class QueueGate:
             refused=refused,
         )
 
-    async def _turn(
-        self, one: QueuedRequest, turn: asyncio.Future[None], deadline: Deadline
+    def _make_room(self, tenant: Tenant) -> None:
+        """Evict a request that waits to be tokenized, or one of the queue; or raise."""
+        admission, now = self._admission, time.monotonic()
+
+        def evicted(other: Tenant) -> Exhausted:
+            return admission.evicted(other.name, other.weight, now)
+
+        tokenizing = self._tokenizing
+        if tokenizing.max_load > admission.max_load and tokenizing.evict_for(tenant, evicted):
+            return
+        self._apply(admission.evict_for(tenant.name, tenant.weight, self._open, now))
+
+    async def _wait(
+        self, request: QueuedRequest, turn: asyncio.Future[None], deadline: Deadline
     ) -> None:
         waiting = deadline.earlier(PATIENCE * self._queue_seconds)
         try:
@@ -113,22 +150,26 @@ class QueueGate:
         except TimeoutError as error:
             if deadline.expired:
                 raise DeadlineExceeded("its time was over while it waited for its turn") from error
-            raise self._admission.missed(one, time.monotonic()) from error
+            raise self._admission.timed_out(request, time.monotonic()) from error
 
     def _resize(self) -> None:
-        """As many slots as there are workers for; as before while there are none."""
+        """As many slots as the workers can run; the number is kept while there are no workers."""
         usable = self._registry.usable(types_pb2.ROLE_DECODE)
         admission, halted = self._admission, not usable
-        runs = math.ceil(MORE * sum(_runs(worker) for worker in usable))
-        slots = min(runs, self._most) or admission.slots or 1
-        if runs > self._most and not self._warned:
+        capacity = math.ceil(HEADROOM * sum(_capacity(worker) for worker in usable))
+        slots = min(capacity, self._max_running) or admission.slots or 1
+        if capacity > self._max_running and not self._warned:
             self._warned = True
-            log.warning("workers run %d requests, %d go: raise --max-requests", runs, self._most)
+            log.warning(
+                "workers run %d requests, %d may run: raise --max-requests",
+                capacity,
+                self._max_running,
+            )
         if (slots, halted) != (admission.slots, admission.halted):
             self._apply(admission.resize(slots, time.monotonic(), halted))
 
     def _apply(self, step: AdmissionStep) -> None:
-        for key in step.go:
+        for key in step.started:
             if not self._turns[key].done():
                 self._turns[key].set_result(None)
         for key, error in step.refused:
@@ -136,10 +177,10 @@ class QueueGate:
                 self._turns[key].set_exception(error)
 
 
-def _runs(worker: KnownWorker) -> int:
-    """Requests that it runs at once: fewer than it may where they fill its pool."""
+def _capacity(worker: KnownWorker) -> int:
+    """Requests that it runs at once: fewer than it may if these fill its pool."""
     load, info = worker.load, worker.info
     if info is None:
         return 0
-    full = load.waiting and load.free_blocks * FREE < info.num_blocks
+    full = load.waiting and load.free_blocks * FULL < info.num_blocks
     return min(max(load.running, 1), info.max_num_seqs) if full else info.max_num_seqs

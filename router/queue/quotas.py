@@ -1,8 +1,8 @@
-"""What each tenant may have: requests at once, and tokens a minute. Pure; time is passed in.
+"""Quotas: requests at once and tokens a minute of each tenant. Pure; time is passed in.
 
-A request is charged all the tokens it can come to when it begins, and given back at its end what
-it did not use. A full minute's tokens may be had at once; after that they come back evenly, first
-those of the oldest request, and what has come back in this way is not given back once more.
+A request is charged when it begins with all the tokens that it can need, and gets back at its end
+what it did not use. A full minute's tokens may be used at once. Then they come back evenly, those
+of the oldest request first, and tokens that came back in this way are not given back once more.
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ MINUTE = 60.0
 class _Account:
     spent: float = 0.0  # tokens that have not come back yet
     at: float = 0.0
-    places: list[QuotaHold] = field(default_factory=list)  # under way, the first that came first
+    open: list[QuotaHold] = field(default_factory=list)  # oldest first
 
-    def pass_time(self, now: float, rate: float) -> None:
-        """Tokens come back: not more of those under way may be given back than are still spent."""
+    def advance(self, now: float, rate: float) -> None:
+        """Tokens come back: the open holds together may give back no more than is still spent."""
         self.spent = max(0.0, self.spent - (now - self.at) * rate)
         self.at = now
-        over = sum(place.held for place in self.places) - self.spent
-        for place in self.places:
+        over = sum(hold.held for hold in self.open) - self.spent
+        for hold in self.open:
             if over <= 0:
                 break
-            came = min(place.held, over)
-            place.held -= came
-            over -= came
+            returned = min(hold.held, over)
+            hold.held -= returned
+            over -= returned
 
 
 @dataclass(slots=True, eq=False)
 class QuotaHold:
-    """One request of a tenant. ``used`` counts the tokens of its prompt and its output, ``held``
-    those charged that have not come back."""
+    """What one request holds of its tenant's quota.
+
+    ``used`` counts the tokens of its prompt and its output; ``held`` those charged that have not
+    come back.
+    """
 
     tenant: Tenant
     quotas: Quotas
@@ -50,14 +53,14 @@ class QuotaHold:
     held: float = 0.0
 
     def charge(self, tokens: int) -> None:
-        """For all it can come to; ``Exhausted`` says when there is enough again."""
+        """For all that it can need; ``Exhausted`` says when there is enough again."""
         self.quotas.charge(self.tenant, tokens)
         self.charged += tokens
         self.held += tokens
 
     @property
     def unused(self) -> float:
-        """What is to be given back now."""
+        """Tokens to give back now."""
         return max(0.0, min(self.held, self.charged - self.used))
 
 
@@ -70,22 +73,22 @@ class Quotas:
         self.refused = Counter[str]()  # by reason
 
     @contextmanager
-    def place(self, tenant: Tenant) -> Iterator[QuotaHold]:
-        """Count a request while it lasts; ``Exhausted`` when there are as many as may be."""
+    def hold(self, tenant: Tenant) -> Iterator[QuotaHold]:
+        """Count a request inside; ``Exhausted`` if the tenant has as many as it may."""
         account = self._accounts.setdefault(tenant.name, _Account(at=self._clock()))
-        if tenant.max_requests is not None and len(account.places) >= tenant.max_requests:
+        if tenant.max_requests is not None and len(account.open) >= tenant.max_requests:
             self.refused["tenant_requests"] += 1
             raise Exhausted(
-                f"tenant {tenant.name!r} has {len(account.places)} requests under way, its limit",
+                f"tenant {tenant.name!r} has {len(account.open)} requests under way, its limit",
                 RETRY_SECONDS,
             )
-        place = QuotaHold(tenant, self)
-        account.places.append(place)
+        hold = QuotaHold(tenant, self)
+        account.open.append(hold)
         try:
-            yield place
+            yield hold
         finally:
-            account.places.remove(place)
-            account.spent = max(0.0, account.spent - place.unused)
+            account.open.remove(hold)
+            account.spent = max(0.0, account.spent - hold.unused)
 
     def charge(self, tenant: Tenant, tokens: int) -> None:
         """For ``QuotaHold`` alone."""
@@ -99,7 +102,7 @@ class Quotas:
                 f" have {allowed} a minute",
             )
         account, now, rate = self._accounts[tenant.name], self._clock(), allowed / MINUTE
-        account.pass_time(now, rate)
+        account.advance(now, rate)
         if (over := account.spent + tokens - allowed) > 0:
             self.refused["tenant_tokens"] += 1
             raise Exhausted(
@@ -108,6 +111,6 @@ class Quotas:
         account.spent += tokens
 
     def requests(self, tenant: Tenant) -> int:
-        """How many are under way."""
+        """Number of its open requests."""
         account = self._accounts.get(tenant.name)
-        return 0 if account is None else len(account.places)
+        return 0 if account is None else len(account.open)

@@ -1,21 +1,23 @@
-"""The requests under way, and what those that ended say: how fast slots come free, and how long
-one takes. Pure, time passed in.
+"""Service times: how long requests run, and how fast slots become free. Pure; time is passed in.
 
-Each kind says for itself how long. Where answers of an hour spoke for answers of seconds, these
-would be refused, none of them would end, and nobody would know better.
+Requests of one kind are measured for themselves. If answers of an hour set the estimate for answers
+of seconds, the short ones would be refused, none would end, and the estimate would never change.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-FEW = 16  # after so many that ended, or as many as there are slots, one before counts half
-FORGOTTEN = 120.0  # seconds in which none was under way
+HALF_LIFE = 16  # requests: after so many more, or as many as there are slots, one counts half
+STALE_SECONDS = 120.0  # without a running request
 
 
 @dataclass(slots=True)
-class _Past:
-    """Of all requests, or of one kind; ``last`` is when one ended, or began."""
+class _Record:
+    """Sums over requests that ended, of all kinds or of one; older requests count less.
+
+    ``last`` is when a request last began or ended.
+    """
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -24,42 +26,42 @@ class _Past:
     last: float = 0.0
 
     def stale(self, now: float) -> bool:
-        return not self.running and now - self.last > FORGOTTEN
+        return not self.running and now - self.last > STALE_SECONDS
 
-    def begin(self, now: float, kept: float) -> None:
-        """``kept``: what its past counts, where that is long ago."""
+    def begin(self, now: float, weight: float) -> None:
+        """``weight``: what a stale record still counts."""
         if self.stale(now):
-            self._keep(kept)
-        self.running = self.running + 1
+            self._decay(weight)
+        self.running += 1
         self.last = now
 
     def end(self, now: float) -> None:
-        self.running = self.running - 1
+        self.running -= 1
         self.last = now
 
-    def note(self, tokens: int, seconds: float, kept: float) -> None:
-        """What came of one that ended."""
-        self._keep(kept)
+    def add(self, tokens: int, seconds: float, decay: float) -> None:
+        """A request that ended."""
+        self._decay(decay)
         self.tokens += tokens
         self.seconds += seconds
         self.ended += 1.0
 
-    def _keep(self, part: float) -> None:
-        self.tokens *= part
-        self.seconds *= part
-        self.ended *= part
+    def _decay(self, factor: float) -> None:
+        self.tokens *= factor
+        self.seconds *= factor
+        self.ended *= factor
 
 
 class ServiceTimes:
-    """Each takes a slot. Time in which all is halted does not count."""
+    """The running requests, each of which has a slot. Time while halted does not count."""
 
     def __init__(self) -> None:
-        self._running: dict[int, tuple[int, int, float]] = {}  # tokens, kind, and since when
-        self._tokens = 0  # of these
-        self._all = _Past()
-        self._kinds: dict[int, _Past] = {}
+        self._running: dict[int, tuple[int, int, float]] = {}  # tokens, kind, when it began
+        self._tokens = 0  # of the running requests
+        self._all = _Record()
+        self._kinds: dict[int, _Record] = {}
         self._at = 0.0
-        self._stood = 0.0
+        self._halted_seconds = 0.0
         self._halted = False
 
     def __len__(self) -> int:
@@ -68,68 +70,71 @@ class ServiceTimes:
     def __contains__(self, key: int) -> bool:
         return key in self._running
 
-    def look(self, now: float, halted: bool) -> None:
-        """Time has passed; ``halted`` says what is from now on."""
+    def advance(self, now: float, halted: bool) -> None:
+        """Time has passed; ``halted`` holds from now on."""
         if self._halted:
-            self._stood += max(0.0, now - self._at)
+            self._halted_seconds += max(0.0, now - self._at)
         self._at = now
         self._halted = halted
 
     def begin(self, key: int, tokens: int, kind: int = 0) -> None:
-        """A request of so many goes."""
+        """A request of ``tokens`` takes a slot."""
         now = self._now
         self._all.begin(now, 0.0)
-        self._kinds.setdefault(kind, _Past()).begin(now, 1 / FEW)  # the next says more than it
+        self._kinds.setdefault(kind, _Record()).begin(now, 1 / HALF_LIFE)
         self._running[key] = tokens, kind, now
         self._tokens += tokens
 
     def end(self, key: int, whole: bool, slots: int) -> None:
-        """It ended. One that was cut off says only that it would have taken longer."""
-        now, (tokens, kind, since) = self._now, self._running.pop(key)
+        """It ended. A request that was cut off says only that it would have run longer."""
+        tokens, kind, since = self._running.pop(key)
         self._tokens -= tokens
-        seconds, pasts = now - since, (self._all, self._kinds[kind])
-        for past in pasts:
-            past.end(now)
-        if not whole and seconds < self.expected(tokens, kind):
+        now = self._now
+        seconds = now - since
+        records = self._all, self._kinds[kind]
+        for record in records:
+            record.end(now)
+        if not whole and seconds < self.expected_seconds(tokens, kind):
             return
-        for past in pasts:
-            past.note(tokens, seconds, 0.5 ** (1.0 / max(slots, FEW)))
+        for record in records:
+            record.add(tokens, seconds, 0.5 ** (1.0 / max(slots, HALF_LIFE)))
 
     def rate(self, slots: int) -> float | None:
-        """Tokens a second for which slots come free; ``None`` where nothing is known.
+        """Tokens a second for which slots become free; ``None`` until it is known.
 
-        Where all are taken, and more time passes than they should need, it becomes less.
+        It falls if all slots are taken for longer than they should be.
         """
         tokens, seconds = self._all.tokens, self._all.seconds
         if not seconds:
             return None
         if len(self._running) < slots:
             return slots * tokens / seconds
-        due = slots * self.usual()
+        due = slots * self.usual_tokens()
         late = (tokens + due) / (seconds + slots * (self._now - self._all.last))
         return slots * min(tokens / seconds, late)
 
-    def expected(self, tokens: int, kind: int = 0) -> float:
-        """Seconds that one of so many tokens takes, or that most take where that is less.
+    def expected_seconds(self, tokens: int, kind: int = 0) -> float:
+        """Service time of a request of ``tokens``; at most the usual one of its kind.
 
-        Where none of its kind is under way for long, one may try how long it takes now.
+        0 if none of its kind ran for long: one of them has to try how long it takes now.
         """
-        past = self._kinds.get(kind)
-        if past is None or not past.ended or past.stale(self._now):
+        record = self._kinds.get(kind)
+        if record is None or not record.ended or record.stale(self._now):
             return 0.0
-        return past.seconds * min(1.0 / past.ended, tokens / past.tokens)
+        return record.seconds * min(1.0 / record.ended, tokens / record.tokens)
 
-    def usual(self) -> float:
-        """Tokens of one, as far as is known."""
+    def usual_tokens(self) -> float:
+        """Tokens of a usual request, as far as is known."""
         if self._all.ended:
             return self._all.tokens / self._all.ended
         return self._tokens / len(self._running) if self._running else 1.0
 
     @property
     def tokens(self) -> int:
-        """Of all that are under way."""
+        """Of the running requests."""
         return self._tokens
 
     @property
     def _now(self) -> float:
-        return self._at - self._stood
+        """A clock that stands still while halted."""
+        return self._at - self._halted_seconds

@@ -1,7 +1,7 @@
-"""Workers behind a name: ``dns:///NAME:PORT`` stands for every A and AAAA address of the name.
+"""Workers behind DNS names: ``dns:///NAME:PORT`` stands for every A and AAAA address of the name.
 
-Names are looked up again on an interval, in threads of their own. While one cannot be resolved its
-addresses of before stay: a name server that is down takes no worker away.
+Names are looked up on an interval, in threads of their own. While a name cannot be resolved, its
+last addresses stay: a name server that is down removes no worker.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Resolve = Callable[[str, int], Sequence[str]]
 
 def resolve(host: str, port: int) -> Sequence[str]:
     """The addresses of a name; ``OSError`` if it has none."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [str(Address(str(item[4][0]), port)) for item in found]
+    results = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [str(Address(str(result[4][0]), port)) for result in results]
 
 
 def check_name(field: str, text: str) -> None:
@@ -44,48 +44,50 @@ def _parsed(field: str, text: str) -> Address:
 
 
 @dataclass(slots=True)
-class _Known:
+class _Lookup:
+    """The last result for one name, and when it is looked up again."""
+
     addresses: tuple[str, ...] = ()
     due: float = float("-inf")
     problem: str = ""
 
 
 class DnsNames:
-    """What names stood for when they were looked up last. Not for several tasks at once."""
+    """The last addresses of every name. Not for several tasks at once."""
 
     def __init__(self, interval: float, resolve: Resolve = resolve) -> None:
         self._interval = interval
         self._resolve = resolve
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _Lookup] = {}
         self._threads = ThreadPoolExecutor(THREADS, "dns")
 
     async def expand(self, entries: Sequence[str], now: float) -> tuple[str, ...]:
-        """The entries with every name replaced by its addresses; names that are due are asked."""
+        """The entries, each name replaced by its addresses; names that are due are looked up."""
         names = dict.fromkeys(entry for entry in entries if entry.startswith(SCHEME))
         for name in names:
-            self._known.setdefault(name, _Known())
-        await asyncio.gather(*(self._ask(name, now) for name in names))
-        found: list[str] = []
+            self._known.setdefault(name, _Lookup())
+        await asyncio.gather(*(self._look_up(name, now) for name in names))
+        addresses: list[str] = []
         for entry in entries:
-            found += self._known[entry].addresses if entry in self._known else (entry,)
-        return tuple(dict.fromkeys(found))
+            addresses += self._known[entry].addresses if entry in self._known else (entry,)
+        return tuple(dict.fromkeys(addresses))
 
     def keep(self, entries: Sequence[str]) -> None:
         """Forget every name that is not among them."""
         self._known = {name: known for name, known in self._known.items() if name in entries}
 
-    async def _ask(self, name: str, now: float) -> None:
+    async def _look_up(self, name: str, now: float) -> None:
         known = self._known[name]
         if now < known.due:
             return
         known.due = now + self._interval
-        target, loop = _parsed("dns", name), asyncio.get_running_loop()
+        target = _parsed("dns", name)
         try:
-            asked = loop.run_in_executor(
+            result = asyncio.get_running_loop().run_in_executor(
                 self._threads, self._resolve, target.host, target.port or 0
             )
             async with asyncio.timeout(LOOKUP_SECONDS):
-                known.addresses = tuple(sorted(set(await asked)))
+                known.addresses = tuple(sorted(set(await result)))
             known.problem = ""
         except (OSError, UnicodeError) as error:  # TimeoutError among them
             problem = str(error) or "no answer in time"
@@ -94,5 +96,5 @@ class DnsNames:
             known.problem = problem
 
     def close(self) -> None:
-        """Ask nothing more."""
+        """Look up nothing more."""
         self._threads.shutdown(wait=False, cancel_futures=True)

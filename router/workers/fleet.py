@@ -1,17 +1,16 @@
-"""Who may work together: the checks a worker passes before it is used. Pure but for messages."""
+"""Which workers belong together: the checks that a worker passes before it is used. Pure."""
 
 from __future__ import annotations
 
 from kvrelay.errors import Mismatch
-from kvrelay.rpc.protocol import PROTOCOL
-from kvrelay.rpc.roles import NAMES, Role, role_name
+from kvrelay.rpc.protocol import NAMES, PROTOCOL, Role, role_name
 from kvrelay.v1 import types_pb2, worker_pb2
 
 _FIELDS = ("model", "revision", "dtype", "layout", "block_size", "format_version", "digest")
 
 
 def belongs(info: worker_pb2.WorkerInfo, listed: Role) -> bool:
-    """Whether it may be used in its role: listed so, or told to change it since, or not listed."""
+    """Whether it may be used in its role: listed so, changed to it since its start, or unlisted."""
     return listed in (info.role, info.started_as, types_pb2.ROLE_UNSPECIFIED)
 
 
@@ -21,7 +20,7 @@ def check_worker(
     model: str,
     fleet: worker_pb2.Namespace | None,
 ) -> None:
-    """Raise ``Mismatch`` naming the first field in which this worker is not what it should be."""
+    """Raise ``Mismatch`` naming the first field in which the worker is not as it must be."""
     if info.protocol != PROTOCOL:
         raise Mismatch(
             "protocol",
@@ -43,11 +42,11 @@ def check_worker(
 
 
 def check_key(info: worker_pb2.WorkerInfo, ours: bytes) -> None:
-    """Raise ``Mismatch`` for a worker whose hand-offs the others would refuse."""
+    """Raise ``Mismatch`` for a worker whose handoffs the other workers would refuse."""
     if ours and info.fleet_key_id != ours:
         raise Mismatch(
             "fleet_key",
-            "it signs hand-offs with another key than this router was given, or with none: give"
+            "it signs handoffs with another key than this router was given, or with none: give"
             " all of them the same credentials",
         )
 
@@ -57,7 +56,7 @@ def check_namespace(mine: worker_pb2.Namespace, fleet: worker_pb2.Namespace) -> 
     for field in _FIELDS:
         ours, theirs = getattr(mine, field), getattr(fleet, field)
         if ours != theirs:
-            if isinstance(ours, bytes):  # only when all the rest agrees: the tenant's salt
+            if isinstance(ours, bytes):  # the digest differs alone if the tenant's salt does
                 ours, theirs = ours.hex()[:16], theirs.hex()[:16]
             raise Mismatch(
                 f"namespace.{field}", f"it has {ours!r}, the first worker of the fleet {theirs!r}"

@@ -1,7 +1,8 @@
-"""The life of a worker as this router sees it. Pure: observations in, a state and a reason out.
+"""The health of a worker as this router sees it. Pure: observations in, a state and a reason out.
 
-A worker is used only while it is ready. Suspect is who is silent, or where a leg failed; gone is
-who refuses connections, or was silent for long. Both come back by answering a check.
+A worker is used only while it is ready. It is suspect if it was silent for a short time, or if a
+leg failed there; unreachable if it refuses connections, or was silent for long. It leaves both
+states by answering a check.
 """
 
 from __future__ import annotations
@@ -13,6 +14,14 @@ from kvrelay.errors import DeadlineExceeded, Draining, KvrelayError, Mismatch, U
 from kvrelay.v1 import router_pb2
 
 
+class WorkerLost(Unavailable):
+    """The worker died, was restarted, or the connection to it broke; the leg ended with it."""
+
+
+class WorkerSilent(Unavailable):
+    """The worker does not answer; it may be alive."""
+
+
 class HealthState(Enum):
     """As in ``ListWorkers``."""
 
@@ -20,32 +29,32 @@ class HealthState(Enum):
     READY = router_pb2.WORKER_STATE_READY
     DRAINING = router_pb2.WORKER_STATE_DRAINING
     SUSPECT = router_pb2.WORKER_STATE_SUSPECT
-    GONE = router_pb2.WORKER_STATE_UNREACHABLE
+    UNREACHABLE = router_pb2.WORKER_STATE_UNREACHABLE
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerHealth:
-    """``problem`` is why a worker is not used: ``None`` exactly when it is ready."""
+    """``problem`` is why a worker is not used: ``None`` exactly if it is ready."""
 
     state: HealthState
     problem: KvrelayError | None
 
     @property
     def lost(self) -> bool:
-        """Whether the legs there will bring nothing more."""
-        return self.state in (HealthState.SUSPECT, HealthState.GONE)
+        """Whether its legs will produce nothing more."""
+        return self.state in (HealthState.SUSPECT, HealthState.UNREACHABLE)
 
-    def says_the_same(self, other: WorkerHealth) -> bool:
-        """Errors are compared by what they say."""
+    def same_as(self, other: WorkerHealth) -> bool:
+        """Errors are compared by their text."""
         return self.state is other.state and str(self.problem) == str(other.problem)
 
 
-UNASKED = WorkerHealth(HealthState.STARTING, Unavailable("it was not asked yet"))
+UNCHECKED = WorkerHealth(HealthState.STARTING, Unavailable("it was not asked yet"))
 READY = WorkerHealth(HealthState.READY, None)
 
 
-def of_answer(serving: bool, draining: bool) -> WorkerHealth:
-    """The verdict on a worker that answered."""
+def health_after_answer(serving: bool, draining: bool) -> WorkerHealth:
+    """The health of a worker that answered a check."""
     if draining:
         return WorkerHealth(HealthState.DRAINING, Draining("it is draining"))
     if not serving:
@@ -53,12 +62,12 @@ def of_answer(serving: bool, draining: bool) -> WorkerHealth:
     return READY
 
 
-def of_failure(
-    error: KvrelayError, known: bool, silent_for: float, gone_after: float
+def health_after_failure(
+    error: KvrelayError, accepted: bool, silent_for: float, unreachable_after: float
 ) -> WorkerHealth:
-    """The verdict after a check that failed. ``known``: it was accepted once."""
-    if not known or isinstance(error, Mismatch):
+    """The health after a failed check. ``accepted``: the worker belonged to the fleet before."""
+    if not accepted or isinstance(error, Mismatch):
         return WorkerHealth(HealthState.STARTING, error)
-    if isinstance(error, DeadlineExceeded) and silent_for < gone_after:
+    if isinstance(error, DeadlineExceeded) and silent_for < unreachable_after:
         return WorkerHealth(HealthState.SUSPECT, error)
-    return WorkerHealth(HealthState.GONE, error)
+    return WorkerHealth(HealthState.UNREACHABLE, error)

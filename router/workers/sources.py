@@ -1,30 +1,45 @@
-"""Where the list of workers comes from: flags, a file, names that are looked up, announcements."""
+"""The addresses of workers: from flags, a file, DNS names and announcements of the workers."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+import tomllib
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvrelay.errors import Rejected
+from kvrelay.errors import Exhausted, Rejected
+from kvrelay.rpc.address import Address
 from kvrelay.rpc.security.policy import installed
 from router.config import RouterConfig
-from router.workers.announcements import Announcements, check_announcement
 from router.workers.dns import SCHEME, DnsNames, check_name
-from router.workers.workers_file import WorkerAddresses, read_workers_file
+
+FILE_FIELD = "workers_file"
+MAX_FILE_BYTES = 1 << 20
+MIN_TTL, MAX_TTL = 1.0, 300.0  # seconds that an announcement holds
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerAddresses:
+    """By role; workers that announced themselves report their role when they are asked."""
+
+    prefill: tuple[str, ...]
+    decode: tuple[str, ...]
+    announced: tuple[str, ...] = ()
 
 
 class WorkerSources:
-    """The list as it is now; ``announced`` is what workers said themselves."""
+    """All sources together."""
 
     def __init__(self, config: RouterConfig, names: DnsNames | None = None) -> None:
         self._config = config
         self._names = names or DnsNames(config.dns_interval)
-        self._announced = Announcements()
+        self._announcements = Announcements()
         self._listed = WorkerAddresses((), ())
 
     async def read(self) -> WorkerAddresses:
-        """All sources; ``Rejected`` for the workers file, or a name in it that is none."""
+        """All sources; ``Rejected`` for the workers file, or an entry of it that is no address."""
         listed = await asyncio.to_thread(self._read)
         now = time.monotonic()
         self._names.keep((*listed.prefill, *listed.decode))
@@ -35,17 +50,17 @@ class WorkerSources:
         return self.now()
 
     def now(self) -> WorkerAddresses:
-        """What was read last, with who is announced at this moment."""
+        """The result of the last ``read`` with the announcements that hold at this moment."""
         known = {*self._listed.prefill, *self._listed.decode}
-        announced = self._announced.listed(time.monotonic())
+        announced = self._announcements.listed(time.monotonic())
         return WorkerAddresses(
             self._listed.prefill,
             self._listed.decode,
             tuple(address for address in announced if address not in known),
         )
 
-    def hear(self, address: str, ttl: float) -> str:
-        """A worker announced itself, ``Rejected`` unless that is allowed; the address listed."""
+    def announce(self, address: str, ttl: float) -> str:
+        """Take the announcement of a worker; its address as listed. ``Rejected``, ``Exhausted``."""
         if not self._config.announce:
             raise Rejected("announce", "this router takes no announcements: start it --announce")
         listed = check_announcement(address, ttl)
@@ -53,7 +68,7 @@ class WorkerSources:
         known = {*self._listed.prefill, *self._listed.decode}
         if listed not in known:
             limit = self._config.max_workers - len(known)
-            self._announced.hear(listed, ttl, time.monotonic(), limit)
+            self._announcements.add(listed, ttl, time.monotonic(), limit)
         return listed
 
     def close(self) -> None:
@@ -61,7 +76,8 @@ class WorkerSources:
         self._names.close()
 
     def _read(self) -> WorkerAddresses:
-        config, file = self._config, WorkerAddresses((), ())
+        config = self._config
+        file = WorkerAddresses((), ())
         if config.workers_file is not None:
             file = read_workers_file(Path(config.workers_file))
         listed = WorkerAddresses((*config.prefill, *file.prefill), (*config.decode, *file.decode))
@@ -71,3 +87,59 @@ class WorkerSources:
                 if not entry.startswith(SCHEME):
                     installed().check_call(entry)
         return listed
+
+
+class Announcements:
+    """Addresses, and until when each holds. Pure; time is passed in."""
+
+    def __init__(self) -> None:
+        self._until: dict[str, float] = {}
+
+    def add(self, address: str, ttl: float, now: float, limit: int) -> None:
+        """Take an announcement, or renew it; ``Exhausted`` beyond ``limit`` addresses."""
+        known = self.listed(now)
+        if address not in known and len(known) >= limit:
+            raise Exhausted(f"there are {len(known)} workers that announced themselves", ttl)
+        self._until[address] = now + ttl
+
+    def listed(self, now: float) -> tuple[str, ...]:
+        """The addresses that still hold."""
+        self._until = {key: until for key, until in self._until.items() if until > now}
+        return tuple(self._until)
+
+
+def check_announcement(address: str, ttl: float) -> str:
+    """The address as it is listed; ``Rejected`` for what is no announcement."""
+    parsed = Address.parse(address)
+    if not parsed.port:
+        raise Rejected("address", f"{address!r} is not HOST:PORT, as others reach it")
+    if not MIN_TTL <= ttl <= MAX_TTL:
+        raise Rejected("ttl_seconds", f"must be {MIN_TTL:g} to {MAX_TTL:g}, got {ttl:g}")
+    return str(parsed)
+
+
+def read_workers_file(path: Path) -> WorkerAddresses:
+    """``{"prefill": ["host:port"], "decode": [...]}``, JSON or TOML; ``Rejected`` for others."""
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
+        if len(raw) > MAX_FILE_BYTES:
+            raise Rejected(FILE_FIELD, f"{path} is larger than {MAX_FILE_BYTES} bytes")
+        text = raw.decode()
+        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise Rejected(FILE_FIELD, f"{path}: {error}") from error
+    if not (isinstance(content, dict) and content and content.keys() <= {"prefill", "decode"}):
+        raise Rejected(
+            FILE_FIELD, f"{path}: must hold the lists `prefill` and `decode`, nothing else"
+        )
+    return WorkerAddresses(
+        _addresses(path, content, "prefill"), _addresses(path, content, "decode")
+    )
+
+
+def _addresses(path: Path, content: dict[str, object], role: str) -> tuple[str, ...]:
+    value = content.get(role, [])
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(dict.fromkeys(value))
+    raise Rejected(FILE_FIELD, f"{path}: `{role}` must be a list of addresses, got {value!r}")

@@ -1,11 +1,11 @@
-"""Watches one worker: asks it on an interval, and says what became of it.
+"""Watches one worker: checks it on an interval and reports its health.
 
-Every check asks ``GetLoad``, whose boot token shows a restart between two checks; every few of them
-``grpc.health.v1`` and ``GetInfo`` too. A worker is silent when no answer, and no token of any leg,
-came for the time allowed. That time is counted in turns of this process's own loop: while the
-router itself does not run, nobody is suspected. A worker that answers slowly, because it is busy,
-is given more time: to take its work away would make others slow. So is one to which a long prompt
-is under way: on a slow network the question waits behind it.
+Every check calls ``GetLoad``, whose boot token shows a restart between two checks; every fourth one
+``grpc.health.v1`` and ``GetInfo`` too. A worker is silent if no answer to a check, and no message
+of any leg, arrived for the time allowed. That time is counted in waits of this process's own event
+loop: while the router itself does not run, no worker is suspected. A worker that answers slowly
+because it is busy gets more time, since moving its legs would slow down other workers. So does a
+worker to which a long prompt is under way: on a slow network the check waits behind the prompt.
 """
 
 from __future__ import annotations
@@ -21,57 +21,59 @@ import grpc
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Mismatch, Unavailable
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.health import is_serving
-from kvrelay.rpc.message import received
-from kvrelay.rpc.roles import SERVICES
-from kvrelay.rpc.status import from_rpc_error
+from kvrelay.rpc.protocol import SERVICES
+from kvrelay.rpc.status import checked_response, from_rpc_error
 from kvrelay.v1 import worker_pb2
-from router.workers.health import WorkerHealth, of_answer, of_failure
+from router.workers.health import WorkerHealth, health_after_answer, health_after_failure
 from router.workers.worker import KnownWorker
 
-TURNS = 8
-WHOLE_EVERY = 4  # checks; the others only ask for the load
+WAITS = 8  # into which the time allowed is divided
+FULL_CHECK_EVERY = 4  # checks; the others only read the load
 LONGEST_CHECK_SECONDS = 10.0
-PATIENCE = 3.0  # times the slowest of its last answers
-MOST_PATIENCE = 6.0  # times the silence configured
-FORGET = 0.8  # of how slow it was, with each answer
+PATIENCE = 3.0  # times the slowest of the last answers
+MAX_PATIENCE = 6.0  # times the silence configured
+DECAY = 0.8  # of the slowest answer, with each answer
 
 
 @dataclass(frozen=True, slots=True)
 class CheckIntervals:
-    """Seconds: between two checks, of silence that makes suspect, of silence that makes gone."""
+    """Seconds: between two checks; of silence before a worker is suspect, before unreachable."""
 
     interval: float
     silence: float
-    gone_after: float
+    unreachable_after: float
 
 
 class Watcher:
-    """``accept`` raises for a worker that may not join; ``judge`` is told each verdict."""
+    """``accept`` raises for a worker that may not join; ``judge`` is given each health.
+
+    ``restarted`` is given the information of before, if the boot token is another one.
+    """
 
     def __init__(
         self,
         worker: KnownWorker,
-        pace: CheckIntervals,
+        intervals: CheckIntervals,
         accept: Callable[[KnownWorker, worker_pb2.WorkerInfo], None],
         judge: Callable[[KnownWorker, WorkerHealth], None],
         restarted: Callable[[KnownWorker, worker_pb2.WorkerInfo], None],
     ) -> None:
         self._worker = worker
-        self._pace = pace
+        self._intervals = intervals
         self._accept = accept
         self._judge = judge
         self._restarted = restarted
         self._hurry = asyncio.Event()
-        self._answered = time.monotonic()
-        self._known = False
-        self._checks = 0
+        self._answered_at = time.monotonic()
+        self._accepted = False
+        self._checks = 0  # since the last one that failed
         self._slowest = 0.0
 
     @property
     def silence(self) -> float:
-        """Seconds that this worker may take now."""
-        configured = self._pace.silence
-        patience = min(max(configured, PATIENCE * self._slowest), MOST_PATIENCE * configured)
+        """Seconds that this worker may be silent now."""
+        configured = self._intervals.silence
+        patience = min(max(configured, PATIENCE * self._slowest), MAX_PATIENCE * configured)
         return patience + self._worker.transit
 
     def hurry(self) -> None:
@@ -82,42 +84,47 @@ class Watcher:
         """Until cancelled."""
         while True:
             self._hurry.clear()
-            self._judge(self._worker, await self._verdict())
+            self._judge(self._worker, await self._health())
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._pace.interval):
+                async with asyncio.timeout(self._intervals.interval):
                     await self._hurry.wait()
 
-    async def _verdict(self) -> WorkerHealth:
+    async def _health(self) -> WorkerHealth:
         begun = time.monotonic()
         try:
-            verdict = await self._within(self._check())
+            health = await self._within_silence(self._check())
         except KvrelayError as error:
-            self._checks = 0  # whoever comes back is asked everything
-            self._known &= not isinstance(error, Mismatch)
+            self._checks = 0  # the next check is a full one
+            self._accepted &= not isinstance(error, Mismatch)
+            now = time.monotonic()
             if isinstance(error, DeadlineExceeded):
-                self._slowest = max(self._slowest, time.monotonic() - begun)
-            silent_for = time.monotonic() - self._answered
-            return of_failure(error, self._known, silent_for, self._pace.gone_after)
-        self._answered = time.monotonic()
-        self._known = True
-        self._worker.asked = begun
-        self._slowest = max(self._answered - begun, FORGET * self._slowest)
-        return verdict
+                self._slowest = max(self._slowest, now - begun)
+            return health_after_failure(
+                error,
+                self._accepted,
+                now - self._answered_at,
+                self._intervals.unreachable_after,
+            )
+        self._answered_at = time.monotonic()
+        self._accepted = True
+        self._worker.answered_check = begun
+        self._slowest = max(self._answered_at - begun, DECAY * self._slowest)
+        return health
 
-    async def _within(self, check: Coroutine[None, None, WorkerHealth]) -> WorkerHealth:
-        """The verdict of a check, or ``DeadlineExceeded`` once the worker is silent."""
+    async def _within_silence(self, check: Coroutine[None, None, WorkerHealth]) -> WorkerHealth:
+        """The result of ``check``; ``DeadlineExceeded`` once the worker is silent."""
         task = asyncio.ensure_future(check)
-        silence, begun, turns = self.silence, time.monotonic(), 0
+        silence, begun, waits = self.silence, time.monotonic(), 0
         try:
-            while turns < TURNS:
-                done, _ = await asyncio.wait((task,), timeout=silence / TURNS)
-                if task.cancelled():  # by gRPC: a watcher must outlive that
+            while waits < WAITS:
+                done, _ = await asyncio.wait((task,), timeout=silence / WAITS)
+                if task.cancelled():  # by gRPC; the watcher goes on
                     raise Unavailable("the check was cancelled")
                 if done:
                     return task.result()
-                turns += 1
-                if self._worker.heard > begun:  # busy, not silent
-                    begun, turns = time.monotonic(), 0
+                waits += 1
+                if self._worker.heard_at > begun:  # busy, not silent
+                    begun, waits = time.monotonic(), 0
         finally:
             task.cancel()
         raise DeadlineExceeded(f"it was silent for {silence:.2g} s")
@@ -125,28 +132,28 @@ class Watcher:
     async def _check(self) -> WorkerHealth:
         worker = self._worker
         deadline = Deadline.after(LONGEST_CHECK_SECONDS + worker.transit)
-        whole, serving = self._checks % WHOLE_EVERY == 0, True
+        full, serving = self._checks % FULL_CHECK_EVERY == 0, True
         try:
             answer = await worker.control.GetLoad(
                 worker_pb2.GetLoadRequest(), timeout=deadline.remaining()
             )
-            load = received(answer, worker.address).load
-            if whole or load.worker_id != worker.key:
-                await self._meet(deadline)
+            load = checked_response(answer, worker.address).load
+            if full or load.worker_id != worker.key:
+                await self._update_info(deadline)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
-        if whole:
+        if full:
             serving = await is_serving(worker.channel, deadline, SERVICES[worker.role])
         worker.load = load
         self._checks += 1
-        return of_answer(serving, load.draining)
+        return health_after_answer(serving, load.draining)
 
-    async def _meet(self, deadline: Deadline) -> None:
-        """Learn who it is; one with another boot token has none of the legs of the one before."""
+    async def _update_info(self, deadline: Deadline) -> None:
+        """A worker with another boot token has none of the legs of the one before."""
         worker = self._worker
         request = worker_pb2.GetInfoRequest()
         answer = await worker.control.GetInfo(request, timeout=deadline.remaining())
-        info = received(answer, worker.address).info
+        info = checked_response(answer, worker.address).info
         before = worker.info
         worker.info = info
         if before is not None and before.worker_id != info.worker_id:

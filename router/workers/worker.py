@@ -1,4 +1,8 @@
-"""One worker as this router knows it: its channel, what it said of itself, what it was given."""
+"""One worker as this router knows it: its channel, what it reported, the legs it was given.
+
+A call that the router itself cancels wakes its reader at once, so a stream leaves a silent worker
+without a timer of its own and without any cost per token.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +10,14 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import grpc
 
 from kvrelay.errors import KvrelayError
 from kvrelay.rpc.channel import ChannelOptions, open_channel
-from kvrelay.rpc.keepalive import SLOWEST
-from kvrelay.rpc.roles import Role
+from kvrelay.rpc.keepalive import MIN_BYTES_PER_SECOND
+from kvrelay.rpc.protocol import Role
 from kvrelay.v1 import (
     decode_pb2_grpc,
     prefill_pb2_grpc,
@@ -21,57 +26,105 @@ from kvrelay.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from router.placement.policy import Candidate
+from router.workers.candidate import Candidate
 from router.workers.fleet import belongs
-from router.workers.health import UNASKED, HealthState, WorkerHealth
-from router.workers.leg_call import LegCall
+from router.workers.health import UNCHECKED, HealthState, WorkerHealth
 
-TELLING = 16 << 10  # bytes: how long so many take says how long more may
-MARGIN = 8.0  # times as long
+MIN_TIMED_BYTES = 16 << 10  # the arrival of a smaller leg says nothing about larger ones
+TRANSIT_MARGIN = 8.0  # times the measured time
+
+
+class _Cancellable(Protocol):
+    def cancel(self) -> bool: ...
+
+
+class LegCall:
+    """One leg on a worker and the gRPC call that carries it.
+
+    ``work`` is what the leg counts for in placement, in tokens; ``positions`` is what its request
+    needs on any worker. ``connected``: the channel was up when the leg began; if it was not, a
+    failure of the connection says nothing about this request.
+    """
+
+    def __init__(self, work: int, positions: int, connected: bool) -> None:
+        self.work = work
+        self.positions = positions
+        self.connected = connected
+        self._evicted: KvrelayError | None = None
+        self._call: _Cancellable | None = None
+
+    def evict(self, error: KvrelayError) -> None:
+        """End the leg: its reader gets ``error``."""
+        self._evicted = self._evicted or error
+        if self._call is not None:
+            self._call.cancel()
+
+    @contextmanager
+    def reading(self, call: _Cancellable) -> Iterator[None]:
+        """Read ``call`` inside; it ends with this block.
+
+        The cancellation of an evicted leg becomes the error that it was evicted with.
+        """
+        self._call = call
+        if self._evicted is not None:
+            call.cancel()
+        try:
+            yield
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._evicted is None or (task is not None and task.cancelling()):
+                raise
+            raise self._evicted from None
+        finally:
+            call.cancel()  # without effect on a call that has ended
 
 
 class KnownWorker:
-    """``verdict``, ``info`` and ``load`` are what the last check found; its watcher writes them."""
+    """``health``, ``info`` and ``load`` are results of the last check; the watcher writes them.
+
+    Moments are of ``time.monotonic``. ``key`` is the boot token, and the address until the worker
+    has told its token.
+    """
 
     def __init__(self, address: str, listed: Role, options: ChannelOptions) -> None:
         self.address = address
-        self.listed = listed  # unspecified for one that announced itself
+        self.listed = listed  # unspecified for a worker that announced itself
         self.channel = open_channel(address, options)
         self.control = worker_pb2_grpc.WorkerServiceStub(self.channel)
         self.prefill = prefill_pb2_grpc.PrefillServiceStub(self.channel)
         self.decode = decode_pb2_grpc.DecodeServiceStub(self.channel)
-        self.verdict: WorkerHealth = UNASKED
-        self.since = 0.0  # when that began, and
-        self.asked = 0.0  # when the last check that it answered did, in the same seconds
-        self.heard = 0.0  # when it last said anything, in seconds of ``time.monotonic``
-        self.rests_until = 0.0  # it said that it is full
-        self.idle = asyncio.Event()  # no leg is there
+        self.health: WorkerHealth = UNCHECKED
+        self.health_since = 0.0
+        self.answered_check = 0.0  # when the last check began that the worker answered
+        self.heard_at = 0.0  # when its last message of any leg arrived
+        self.rests_until = 0.0  # it reported that it is full
+        self.idle = asyncio.Event()  # set while no leg is there
         self.idle.set()
-        self._stays: set[LegCall] = set()
-        self._tokens = 0  # of all stays
-        self._under_way = 0  # bytes of legs that have not arrived there yet
-        self._slowness = 1 / SLOWEST  # seconds that one of them may take
+        self._legs: set[LegCall] = set()
+        self._work = 0  # of all legs
+        self._bytes_under_way = 0  # of legs that have not arrived there yet
+        self._seconds_per_byte = 1 / MIN_BYTES_PER_SECOND
         self.info = None
         self.load = worker_pb2.WorkerLoad()
 
     @property
     def info(self) -> worker_pb2.WorkerInfo | None:
-        """What it said of itself; ``role`` is what it says, if it may, else as it is listed."""
+        """What it reported. ``role`` follows: as reported if that is allowed, else as listed."""
         return self._info
 
     @info.setter
     def info(self, info: worker_pb2.WorkerInfo | None) -> None:
         self._info = info
+        self._candidate: Candidate | None = None
         self.role = self.listed
         self.key = self.address
-        self._candidate: Candidate | None = None
         if info is not None:
             self.role = info.role if belongs(info, self.listed) else self.listed
             self.key = info.worker_id
 
     @property
     def load(self) -> worker_pb2.WorkerLoad:
-        """What is on it."""
+        """As of the last check."""
         return self._load
 
     @load.setter
@@ -82,101 +135,101 @@ class KnownWorker:
     @property
     def usable(self) -> bool:
         """Whether it may be given legs."""
-        return self._info is not None and self.verdict.state is HealthState.READY
+        return self._info is not None and self.health.state is HealthState.READY
 
     @property
     def problem(self) -> KvrelayError | None:
         """Why it is not used."""
-        return self.verdict.problem
+        return self.health.problem
 
     @property
     def rest(self) -> float:
-        """Seconds for which it wants no new requests."""
+        """Seconds for which it is given no new requests."""
         return max(0.0, self.rests_until - time.monotonic())
 
     @property
     def legs(self) -> int:
-        """How many this router has there."""
-        return len(self._stays)
+        """Number of legs that this router has there."""
+        return len(self._legs)
 
     def fits(self, positions: int) -> bool:
-        """Whether a request that needs so many could ever run there."""
+        """Whether a request of so many positions could ever run there."""
         return self.candidate().fits(positions)
 
     @property
     def transit(self) -> float:
-        """Seconds that what is under way to it may take; whatever is said after it waits for it."""
-        return self._under_way * self._slowness
+        """Seconds that the legs under way to it may take; an answer to a check waits for them."""
+        return self._bytes_under_way * self._seconds_per_byte
 
     @contextmanager
     def sending(self, size: int) -> Iterator[None]:
-        """A leg of so many bytes is under way to it."""
-        self._under_way += size
+        """A leg of ``size`` bytes is under way to it inside."""
+        self._bytes_under_way += size
         try:
             yield
         finally:
-            self._under_way -= size
+            self._bytes_under_way -= size
 
     def arrived(self, size: int, seconds: float) -> None:
-        """A leg of so many bytes is there, after so long."""
-        if size >= TELLING:
-            self._slowness = min(1 / SLOWEST, MARGIN * seconds / size)
+        """A leg of ``size`` bytes took ``seconds`` to arrive."""
+        if size >= MIN_TIMED_BYTES:
+            self._seconds_per_byte = min(1 / MIN_BYTES_PER_SECOND, TRANSIT_MARGIN * seconds / size)
 
-    def hear(self) -> None:
-        """A message came: it is alive, whatever a check says."""
-        self.heard = time.monotonic()
+    def note_message(self) -> None:
+        """A message of a leg arrived: the worker is alive, whatever a check says."""
+        self.heard_at = time.monotonic()
 
     @contextmanager
-    def stay(self, tokens: int, positions: int) -> Iterator[LegCall]:
-        """Counts a leg of so many tokens as being there, and makes it end if the worker is lost."""
-        stay = LegCall(
-            tokens, positions, self.channel.get_state() is grpc.ChannelConnectivity.READY
-        )
-        self._stays.add(stay)
-        self._tokens = self._tokens + tokens
+    def leg(self, work: int, positions: int) -> Iterator[LegCall]:
+        """Count a leg as being there inside; it is evicted if the worker is lost."""
+        connected = self.channel.get_state() is grpc.ChannelConnectivity.READY
+        leg = LegCall(work, positions, connected)
+        self._legs.add(leg)
+        self._work += work
         self._candidate = None
         self.idle.clear()
         try:
-            yield stay
+            yield leg
         finally:
-            self._stays.discard(stay)
-            self._tokens = self._tokens - tokens
+            self._legs.discard(leg)
+            self._work -= work
             self._candidate = None
-            if not self._stays:
+            if not self._legs:
                 self.idle.set()
 
     def evict(self, error: KvrelayError) -> int:
-        """End every leg there, so that each goes on elsewhere; how many there were."""
-        self._slowness = 1 / SLOWEST  # the way to it may have become slow
-        for stay in self._stays:
-            stay.evict(error)
-        return len(self._stays)
+        """End every leg there, so that each continues on another worker; the number of legs."""
+        self._seconds_per_byte = 1 / MIN_BYTES_PER_SECOND  # the network to it may have become slow
+        for leg in self._legs:
+            leg.evict(error)
+        return len(self._legs)
 
-    def move(self, others: Sequence[KnownWorker], error: KvrelayError) -> None:
-        """End the legs there that could go on at one of ``others``."""
-        for stay in self._stays:
-            if any(other.fits(stay.positions) for other in others):
-                stay.evict(error)
+    def evict_movable(self, others: Sequence[KnownWorker], error: KvrelayError) -> None:
+        """End the legs that fit on one of ``others``."""
+        for leg in self._legs:
+            if any(other.fits(leg.positions) for other in others):
+                leg.evict(error)
 
     def candidate(self) -> Candidate:
-        """What the policy needs to know, read from messages anew only after a change."""
+        """The view for placement, made anew only after a change."""
         if self._candidate is None:
             self._candidate = self._as_candidate()
         return self._candidate
 
     def _as_candidate(self) -> Candidate:
-        info, load, own = self._info or worker_pb2.WorkerInfo(), self._load, self._tokens
-        size, prefills = info.namespace.block_size, self.role == types_pb2.ROLE_PREFILL
-        waiting = load.waiting_tokens
+        info = self._info or worker_pb2.WorkerInfo()
+        load = self._load
+        block_size = info.namespace.block_size
+        work = max(self._work, load.waiting_tokens)
         return Candidate(
             key=self.key,
-            # Other routers may send work too, and a check may be older than our own legs.
-            legs=max(len(self._stays), load.waiting + load.loading + load.running),
-            tokens=max(own, waiting),
+            # Other routers may send legs too, and the last check may be older than our own legs.
+            legs=max(len(self._legs), load.waiting + load.loading + load.running),
+            tokens=work,
             max_model_len=info.max_model_len,
-            capacity=info.num_blocks * size,
-            free=load.free_blocks * size if load.steps else None,
-            queued=max(own, waiting) if prefills else waiting,
+            capacity=info.num_blocks * block_size,
+            free=load.free_blocks * block_size if load.steps else None,
+            queued=work if self.role == types_pb2.ROLE_PREFILL else load.waiting_tokens,
         )
 
     def status(self) -> router_pb2.WorkerStatus:
@@ -187,7 +240,7 @@ class KnownWorker:
             healthy=self.usable,
             reason="" if self.problem is None else str(self.problem),
             in_flight=self.legs,
-            state=self.verdict.state.value,
+            state=self.health.state.value,
             load=self.load,
             role=self.role,
         )

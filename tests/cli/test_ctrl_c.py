@@ -52,13 +52,13 @@ def test_of_an_interpreter_that_ends() -> None:
     """Its modules are taken down after it has given every handler back."""
     script = (
         "import os, signal, sys\n"
-        "from common import ctrlc\n"
+        "from kvrelay.process import sigint\n"
         "class Late:\n"
         "    def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGINT):\n"
         "        kill(pid, number)\n"
         "late = Late()\n"
-        "ctrlc.ends()\n"
-        "ctrlc.ends()\n"
+        "sigint.exit_on_sigint()\n"
+        "sigint.exit_on_sigint()\n"
         "sys.exit(7)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], timeout=60, check=False)

@@ -45,7 +45,7 @@ async def test_a_router_that_cannot_tell(capsys: pytest.CaptureFixture[str]) -> 
         assert await _role("prefill", stranger, "--router", router.address) == 2
         assert f"does not know {stranger.address}" in capsys.readouterr().err
         assert await asyncio.to_thread(main, ["role", "decode", "--worker", router.address]) == 1
-        assert "is that the address of such a service" in capsys.readouterr().err
+        assert "is it the address of such a service" in capsys.readouterr().err
     nobody = f"127.0.0.1:{free_ports(1)[0]}"
     assert await _role("prefill", stranger, "--router", nobody) == 1
     assert f"cannot ask the router at {nobody}" in capsys.readouterr().err

@@ -157,7 +157,7 @@ def test_verify_finds_the_block_with_a_flipped_byte(
     name = name_of(blocks[0])
     direct = RemoteStore(url.removeprefix("kvrelay://"))
     located = direct._calls.locate([name], 60_000, Deadline.after(TIMEOUT))
-    direct._calls.let_go(located.boot, located.lease, TIMEOUT)
+    direct._calls.release_lease(located.boot, located.lease, TIMEOUT)
     place = located.offsets[0]
     direct.close()
     for offset, field in ((blocks[0].size - 1, "payload_checksum"), (130, "header_checksum")):
@@ -276,6 +276,9 @@ def test_the_store_of_a_running_cluster_is_in_its_endpoints(
 
 
 def test_a_url_of_a_list_can_stand_alone() -> None:
-    assert standalone_url("kvrelay://h:1?write=yes&way=shm&promote=no") == "kvrelay://h:1?way=shm"
+    assert (
+        standalone_url("kvrelay://h:1?write=yes&transport=shm&promote=no")
+        == "kvrelay://h:1?transport=shm"
+    )
     assert standalone_url("kvrelay://h:1?write=yes") == "kvrelay://h:1"
     assert standalone_url("redis://h:1/2") == "redis://h:1/2"

@@ -221,7 +221,7 @@ def test_a_script_without_a_guard_is_run_once(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import os\n"
-        "from kvrelay import spawn\n"
+        "from kvrelay.cluster import spawn\n"
         "print('once', flush=True)\n"
         "spawn.PRELOADED.clear()\n"
         "running = spawn.forked('this', (), os.environ)\n"

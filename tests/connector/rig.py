@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from kvrelay.block import Namer, Namespace
 from kvrelay.block.name import Digest, sha256
+from kvrelay.connector.context import ConnectorOptions
 from kvrelay.connector.counters import ConnectorCounters
-from kvrelay.connector.options import ConnectorOptions
 from kvrelay.connector.store import StoreConnector
 from kvrelay.engine.core.external import BlockContent, Load, Query, Save, TransferEvent
 from kvrelay.errors import KvrelayError, Unavailable

@@ -17,8 +17,8 @@ from typing import cast
 import pytest
 
 from kvrelay.block import Namer, Namespace
+from kvrelay.connector.context import ConnectorOptions
 from kvrelay.connector.counters import ConnectorCounters
-from kvrelay.connector.options import ConnectorOptions
 from kvrelay.connector.store import StoreConnector
 from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.request import Order
@@ -36,7 +36,7 @@ REQUESTS = 150
 PATIENT = ConnectorOptions(lookup_seconds=20, load_seconds=20, save_seconds=20)
 SERVICE = """
 import hashlib, sys
-from kvstore.index import check
+from kvstore import check
 from kvstore.server import slot
 
 def eight_bits(data):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.block.header import header_bytes
-from kvrelay.connector.options import ConnectorOptions
+from kvrelay.connector.context import ConnectorOptions
 from kvrelay.engine.core.external import Loaded
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import store_pb2 as pb
@@ -70,24 +70,24 @@ class Bench:
 
     def _located(self) -> pb.LocateResponse:
         found = self.direct._calls.locate(self._names, 60_000, Deadline.after(20))
-        self.direct._calls.let_go(found.boot, found.lease, 20)
+        self.direct._calls.release_lease(found.boot, found.lease, 20)
         return found
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("way", "headers", "payloads"), [("shm", 1, 1000), ("lane", 8, 40), ("grpc", 8, 40)]
+    ("transport", "headers", "payloads"), [("shm", 1, 1000), ("socket", 8, 40), ("grpc", 8, 40)]
 )
 def test_no_flipped_byte_is_ever_taken_and_each_is_put_anew(
-    way: str, headers: int, payloads: int, monkeypatch: pytest.MonkeyPatch
+    transport: str, headers: int, payloads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every byte of a header (on the slower ways every eighth) and so many of payloads."""
+    """Every byte of a header (on the slower transports every eighth) and so many of payloads."""
     monkeypatch.setattr(remote, "RECHECK_SECONDS", 20.0)
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     chance = random.Random(seed)
     process, url = start_service("--budget=4MiB")
-    bench = Bench(f"{url}?way={way}", process.pid, arena_in(process))
+    bench = Bench(f"{url}?transport={transport}", process.pid, arena_in(process))
     try:
         assert bench.load() == len(TOKENS)
         places = list(range(0, HEADER, headers))

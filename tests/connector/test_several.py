@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrelay.connector.options import ConnectorOptions
+from kvrelay.connector.context import ConnectorOptions
 from kvrelay.engine.core.external import Loaded
 from kvstore.client.memory import forget
 from kvstore.multi.backend import StoreBackend

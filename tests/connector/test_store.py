@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.connector.options import ConnectorOptions
+from kvrelay.connector.context import ConnectorOptions
 from kvrelay.engine.core.external import Loaded, Saved, TransferEvent
 from kvrelay.errors import DeadlineExceeded
 from kvrelay.usage import Miss

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvrelay.block import Namer, Namespace
-from kvrelay.connector.options import ConnectorOptions
+from kvrelay.connector.context import ConnectorOptions
 from kvrelay.connector.store import StoreConnector
 from kvrelay.engine.attention.pool import KVPool, PoolShape
 from kvrelay.engine.core.external import BlockContent, Load, Loaded, Query, Save, Saved

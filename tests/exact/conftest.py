@@ -34,7 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
 
 @pytest.fixture(scope="session", autouse=True)
 def audited() -> Iterator[None]:
-    """Workers check every invariant after every step. A slow machine makes nobody suspect."""
+    """Workers check every invariant after every step. Timeouts are long for slow machines."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVRELAY_AUDIT", "true")
         patch.setenv("KVRELAY_HEALTH_TIMEOUT", "20")

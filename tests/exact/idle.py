@@ -1,4 +1,4 @@
-"""At the end nothing is held: asked of the workers themselves."""
+"""Checks that workers hold nothing at the end of a test."""
 
 from __future__ import annotations
 

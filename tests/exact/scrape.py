@@ -1,4 +1,4 @@
-"""What a worker says to Prometheus, read over HTTP; and clusters whose workers say it."""
+"""Scrapes of workers' metrics, and clusters whose workers export them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def scrape(port: int) -> Scrape:
 def measured(
     ports: dict[str, int], store: Callable[[str], str] = lambda url: url
 ) -> Callable[[ClusterConfig], tuple[ProcessSpec, ...]]:
-    """A layout whose workers have a metrics port each, told in ``ports`` by name.
+    """A layout whose workers have a metrics port each, entered in ``ports`` by name.
 
     ``store`` makes their store's URL out of that of the real one.
     """

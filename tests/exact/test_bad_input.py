@@ -1,4 +1,4 @@
-"""Bad input: a clear error naming the field, before any work; the neighbours are undisturbed."""
+"""Bad input: an error that names the field, before any work; other streams are undisturbed."""
 
 from __future__ import annotations
 

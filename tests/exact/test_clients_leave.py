@@ -1,4 +1,4 @@
-"""A client that vanishes: its blocks and slots are free within a second, on every worker."""
+"""A client that disconnects: its blocks and slots are free within a second on every worker."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ FREE_WITHIN = 1.0
 PROGRAM = """
 import sys
 from kvrelay import Client
-for piece in Client(sys.argv[1]).generate(
+for chunk in Client(sys.argv[1]).generate(
     token_ids=list(range(200)), max_tokens=800, temperature=0.0, ignore_eos=True, timeout=60
 ):
-    print(len(piece.token_ids), flush=True)
+    print(len(chunk.token_ids), flush=True)
 """
 
 
@@ -35,23 +35,23 @@ def up(models: Models) -> Iterator[Cluster]:
 
 def test_closing_the_iterator(up: Cluster) -> None:
     with Client(up.router) as client:
-        pieces = client.generate(
+        chunks = client.generate(
             token_ids=list(range(100)), max_tokens=800, temperature=0.0, ignore_eos=True
         )
-        seen = [next(pieces) for _ in range(4)]
+        seen = [next(chunks) for _ in range(4)]
         assert seen
-        pieces.close()
+        chunks.close()
         check_idle(up, FREE_WITHIN)
 
 
 def test_closing_before_the_first_token(up: Cluster) -> None:
     with Client(up.router) as client:
         for _ in range(20):
-            pieces = client.generate(token_ids=list(range(250)), max_tokens=700, temperature=0.0)
+            chunks = client.generate(token_ids=list(range(250)), max_tokens=700, temperature=0.0)
             thread = threading.Timer(0.01, lambda: None)
             thread.start()
             thread.join()
-            pieces.close()
+            chunks.close()
         check_idle(up, FREE_WITHIN)
 
 

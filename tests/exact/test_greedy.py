@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from kvrelay.cluster.supervisor import Cluster
-from tests.exact.asks import Ask, ask_all, check_usage, prompts
 from tests.exact.conftest import TRAINED, Models, cluster
 from tests.exact.idle import check_idle
 from tests.exact.oracle import Oracle
+from tests.exact.queries import Query, check_usage, complete_all, prompts
 from tests.models import KINDS, VOCAB
 
 ARCHITECTURES = (*KINDS, TRAINED)
@@ -20,25 +20,26 @@ TIE = 1e-4  # of logits around 5, in float32; two orders of summing differ by up
 MADE = 12
 
 
-def asks_of(count: int, block_size: int, seed: int) -> list[Ask]:
-    return [Ask(prompt, MADE) for prompt in prompts(count, block_size, VOCAB, seed, LONGEST)]
+def queries_of(count: int, block_size: int, seed: int) -> list[Query]:
+    return [Query(prompt, MADE) for prompt in prompts(count, block_size, VOCAB, seed, LONGEST)]
 
 
-def without_ties(oracle: Oracle, asks: Sequence[Ask]) -> list[Ask]:
-    """Random weights now and then tie two tokens: then the order of a sum decides, and no token is
-    the right one. Whatever is further apart than ``TIE`` must be equal."""
-    gaps = [oracle.gap(ask.prompt, oracle.greedy(ask.prompt, ask.max_tokens)) for ask in asks]
+def without_ties(oracle: Oracle, queries: Sequence[Query]) -> list[Query]:
+    """The queries without near ties: with random weights two logits may differ by less than a
+    change in the order of a sum, so that neither token is the right one."""
+    wanted = [oracle.greedy(query.prompt, query.max_tokens) for query in queries]
+    gaps = [oracle.gap(q.prompt, want) for q, want in zip(queries, wanted, strict=True)]
     ties = [gap for gap in gaps if gap < TIE]
     print(f"{len(ties)} ties: {ties}")
-    return [ask for ask, gap in zip(asks, gaps, strict=True) if gap >= TIE]
+    return [query for query, gap in zip(queries, gaps, strict=True) if gap >= TIE]
 
 
-def compare(up: Cluster, asks: Sequence[Ask], wanted: Sequence[list[int]]) -> int:
-    """Ask, compare tokens and accounts; how many prompt tokens were cached."""
-    answers = ask_all(up.router, asks)
-    for ask, want, answer in zip(asks, wanted, answers, strict=True):
-        assert list(answer.token_ids) == want, f"a prompt of {len(ask.prompt)} tokens"
-        check_usage(ask, answer)
+def compare(up: Cluster, queries: Sequence[Query], wanted: Sequence[list[int]]) -> int:
+    """Compare tokens and usage with what is wanted; returns the cached prompt tokens."""
+    answers = complete_all(up.router, queries)
+    for query, want, answer in zip(queries, wanted, answers, strict=True):
+        assert list(answer.token_ids) == want, f"a prompt of {len(query.prompt)} tokens"
+        check_usage(query, answer)
     return sum(answer.usage.cached_prompt_tokens for answer in answers)
 
 
@@ -47,17 +48,17 @@ def test_every_architecture(kind: str, models: Models) -> None:
     """Cold, then again with a pool that has lost most of it: from the store, and mixed."""
     block_size = BLOCK_SIZES[ARCHITECTURES.index(kind) % 3]
     oracle = Oracle(models(kind))
-    asks = without_ties(oracle, asks_of(210, block_size, seed=len(kind)))[:200]
-    assert len(asks) == 200
-    wanted = [oracle.greedy(ask.prompt, MADE) for ask in asks]
+    queries = without_ties(oracle, queries_of(210, block_size, seed=len(kind)))[:200]
+    assert len(queries) == 200
+    wanted = [oracle.greedy(query.prompt, MADE) for query in queries]
     blocks = -(-(LONGEST + MADE) // block_size) + 8
     with cluster(models(kind), block_size=block_size, num_blocks=blocks) as up:
-        cold = compare(up, asks, wanted)
-        warm = compare(up, asks, wanted)
-        assert warm > cold + sum(len(ask.prompt) - block_size for ask in asks) // 2
-        short = [ask for ask in asks if len(ask.prompt) <= 40][:10]
-        twice = [ask for ask in short for _ in range(2)]
-        compare(up, twice, [want for ask in twice for want in [wanted[asks.index(ask)]]])
+        cold = compare(up, queries, wanted)
+        warm = compare(up, queries, wanted)
+        assert warm > cold + sum(len(query.prompt) - block_size for query in queries) // 2
+        short = [query for query in queries if len(query.prompt) <= 40][:10]
+        twice = [query for query in short for _ in range(2)]
+        compare(up, twice, [want for query in twice for want in [wanted[queries.index(query)]]])
         check_idle(up)
 
 
@@ -71,28 +72,28 @@ def test_workers_block_sizes_and_chunks(
     """Budgets that cut prompts at every offset; one, several and no workers for prefill."""
     longest = 40 * budget if budget < 15 else LONGEST
     made = prompts(60, block_size, VOCAB, seed=budget, longest=longest)
-    asks = [Ask(prompt, MADE) for prompt in made]
+    queries = [Query(prompt, MADE) for prompt in made]
     oracle = Oracle(models("llama"))
-    wanted = [oracle.greedy(ask.prompt, MADE) for ask in asks]
+    wanted = [oracle.greedy(query.prompt, MADE) for query in queries]
     settings = {"prefill": prefill, "decode": decode, "block_size": block_size}
     settings |= {"num_blocks": 2400 // block_size, "max_num_batched_tokens": budget}
     with cluster(models("llama"), **settings) as up:  # type: ignore[arg-type]
-        compare(up, asks, wanted)
-        compare(up, asks, wanted)
+        compare(up, queries, wanted)
+        compare(up, queries, wanted)
         check_idle(up)
 
 
 def test_preemptions(models: Models) -> None:
-    """64 at once in a pool so small that they push each other out, at least 100 times."""
-    asks = [Ask(prompt[:24], 40) for prompt in prompts(192, 4, VOCAB, seed=7, longest=24)]
+    """64 at once in a pool so small that there are at least 100 preemptions."""
+    queries = [Query(prompt[:24], 40) for prompt in prompts(192, 4, VOCAB, seed=7, longest=24)]
     oracle = Oracle(models("qwen3"))
-    asks = without_ties(oracle, asks)
-    wanted = [oracle.greedy(ask.prompt, ask.max_tokens) for ask in asks]
+    queries = without_ties(oracle, queries)
+    wanted = [oracle.greedy(query.prompt, query.max_tokens) for query in queries]
     with cluster(models("qwen3"), block_size=4, num_blocks=40) as up:
-        answers = ask_all(up.router, asks, at_once=64)
-        for ask, want, answer in zip(asks, wanted, answers, strict=True):
+        answers = complete_all(up.router, queries, at_once=64)
+        for query, want, answer in zip(queries, wanted, answers, strict=True):
             assert list(answer.token_ids) == want
-            check_usage(ask, answer)
+            check_usage(query, answer)
         check_idle(up)
         preemptions = sum(leg.preemptions for answer in answers for leg in answer.usage.legs)
     print(f"{preemptions} preemptions")

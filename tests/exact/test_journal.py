@@ -1,4 +1,4 @@
-"""What a worker did under pressure, written down and repeated; and its books, asked for."""
+"""The journal of a worker under preemption, replayed; and its audit."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from kvrelay.cli.dispatch import main
 from kvrelay.engine.core.replay import replay
-from tests.exact.asks import Ask, ask_all, prompts
 from tests.exact.conftest import Models, cluster
+from tests.exact.queries import Query, complete_all, prompts
 from tests.models import VOCAB
 
 
@@ -21,9 +21,9 @@ def test_replay_of_a_run_with_preemptions(
 ) -> None:
     journal = tmp_path / "journal.jsonl"
     monkeypatch.setenv("KVRELAY_JOURNAL", str(journal))
-    asks = [Ask(prompt, 40) for prompt in prompts(160, 4, VOCAB, seed=8, longest=24)]
+    queries = [Query(prompt, 40) for prompt in prompts(160, 4, VOCAB, seed=8, longest=24)]
     with cluster(models("llama"), prefill=0, block_size=4, num_blocks=40) as up:
-        answers = ask_all(up.router, asks, at_once=64)
+        answers = complete_all(up.router, queries, at_once=64)
         assert main(["doctor", "--audit", up.addresses("decode")[0]]) == 0
         assert "all of it holds" in capsys.readouterr().out
     preemptions = sum(leg.preemptions for answer in answers for leg in answer.usage.legs)

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from kvrelay.cluster.supervisor import Cluster
-from tests.exact.asks import Ask, Sampling, ask_all, check_usage, prompts
 from tests.exact.conftest import Models, cluster
 from tests.exact.idle import check_idle
+from tests.exact.queries import Query, Sampling, check_usage, complete_all, prompts
 from tests.models import VOCAB
 
 MADE = 24
@@ -30,15 +30,15 @@ KIND = "llama"
 Tokens = list[tuple[int, ...]]
 
 
-def asks() -> list[Ask]:
+def make_queries() -> list[Query]:
     made = prompts(64, 4, VOCAB, seed=21, longest=60)
-    return [Ask(prompt, MADE, seed=1000 + index) for index, prompt in enumerate(made)]
+    return [Query(prompt, MADE, seed=1000 + index) for index, prompt in enumerate(made)]
 
 
-def tokens(up: Cluster, asked: list[Ask], sampling: Sampling, at_once: int = 16) -> Tokens:
-    answers = ask_all(up.router, asked, at_once, **sampling)
-    for ask, answer in zip(asked, answers, strict=True):
-        check_usage(ask, answer)
+def tokens(up: Cluster, queries: list[Query], sampling: Sampling, at_once: int = 16) -> Tokens:
+    answers = complete_all(up.router, queries, at_once, **sampling)
+    for query, answer in zip(queries, answers, strict=True):
+        check_usage(query, answer)
     return [tuple(answer.token_ids) for answer in answers]
 
 
@@ -58,19 +58,19 @@ def relayed(models: Models) -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("sampling", [PLAIN, RICH], ids=["plain", "rich"])
 def test_disaggregated(both_roles: Cluster, relayed: Cluster, sampling: Sampling) -> None:
-    asked = asks()
-    alone = tokens(both_roles, asked, sampling)
+    queries = make_queries()
+    alone = tokens(both_roles, queries, sampling)
     assert len(set(alone)) == len(alone), "seeds make no difference"
-    assert tokens(relayed, asked, sampling) == alone
-    assert tokens(relayed, asked[::-1], sampling, at_once=3) == alone[::-1]
+    assert tokens(relayed, queries, sampling) == alone
+    assert tokens(relayed, queries[::-1], sampling, at_once=3) == alone[::-1]
     check_idle(relayed)
 
 
 def test_preempted(both_roles: Cluster, models: Models) -> None:
-    asked = asks()
-    alone = tokens(both_roles, asked, RICH)
+    queries = make_queries()
+    alone = tokens(both_roles, queries, RICH)
     with cluster(models(KIND), block_size=4, num_blocks=22) as up:
-        answers = ask_all(up.router, asked, 64, **RICH)
+        answers = complete_all(up.router, queries, 64, **RICH)
         assert [tuple(answer.token_ids) for answer in answers] == alone
         check_idle(up)
     assert sum(leg.preemptions for answer in answers for leg in answer.usage.legs) > 0
@@ -80,11 +80,11 @@ def test_preempted(both_roles: Cluster, models: Models) -> None:
 def test_resumed_at_every_position(
     both_roles: Cluster, relayed: Cluster, sampling: Sampling
 ) -> None:
-    chosen = asks()[:6]
+    chosen = make_queries()[:6]
     alone = tokens(both_roles, chosen, sampling)
     again = [
-        Ask(ask.prompt, MADE, ask.seed, made[:position])
-        for ask, made in zip(chosen, alone, strict=True)
+        Query(query.prompt, MADE, query.seed, made[:position])
+        for query, made in zip(chosen, alone, strict=True)
         for position in range(len(made))
     ]
     rest = tokens(relayed, again, sampling)
@@ -95,9 +95,9 @@ def test_resumed_at_every_position(
 
 def test_float16_and_bfloat16_agree_with_themselves(models: Models, tmp_path: Path) -> None:
     """In half precision one path is compared with the other, one request at a time."""
-    asked = asks()[:16]
+    queries = make_queries()[:16]
     for dtype in ("bfloat16", "float16"):
         with cluster(models(KIND), prefill=0, block_size=4, num_blocks=512, dtype=dtype) as up:
-            alone = tokens(up, asked, PLAIN, at_once=1)
+            alone = tokens(up, queries, PLAIN, at_once=1)
         with cluster(models(KIND), block_size=4, num_blocks=512, dtype=dtype) as up:
-            assert tokens(up, asked, PLAIN, at_once=1) == alone
+            assert tokens(up, queries, PLAIN, at_once=1) == alone

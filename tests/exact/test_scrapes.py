@@ -1,6 +1,6 @@
 """Counters while everything happens at once: every scrape of every worker adds up, and none falls.
 
-64 at once in pools that push each other out, loads that are short, and a decode worker killed in
+64 requests at once in pools that preempt them, loads that are short, and a decode worker killed in
 the middle of its streams.
 """
 
@@ -16,9 +16,9 @@ import pytest
 
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.usage import LegUsage
-from tests.exact.asks import Ask, ask_all, check_usage, prompts
 from tests.exact.conftest import Models, cluster
 from tests.exact.idle import check_idle
+from tests.exact.queries import Query, check_usage, complete_all, prompts
 from tests.exact.scrape import Scrape, measured, scrape
 from tests.models import VOCAB
 
@@ -38,7 +38,7 @@ GROWS = (
 
 
 class Scraper(threading.Thread):
-    """Reads every port again and again until told to stop; who is dead says nothing."""
+    """Scrapes every port until stopped; skips dead workers."""
 
     def __init__(self, ports: dict[str, int]) -> None:
         super().__init__(daemon=True)
@@ -75,7 +75,7 @@ def fallen(before: Scrape, after: Scrape) -> list[str]:
 
 
 def check_sums(seen: Scrape, legs: Sequence[LegUsage]) -> None:
-    """A worker's counters are the sums of what its legs said of themselves."""
+    """A worker's counters are the sums of what its legs reported."""
     assert seen("prompt_tokens") == sum(leg.length for leg in legs)
     assert seen("prefix_cache_hits") == sum(leg.local for leg in legs)
     assert seen("external_prefix_cache_hits") == sum(leg.external for leg in legs)
@@ -115,13 +115,13 @@ def test_every_scrape_adds_up_under_preemption_failure_and_migration(
         script.write_text(json.dumps({"store": store, "loads": {"*": short}}))
         return f"mock:{script}"
 
-    asks = [Ask(prompt[:24], 40) for prompt in prompts(120, 4, VOCAB, seed=5, longest=24)]
+    queries = [Query(prompt[:24], 40) for prompt in prompts(120, 4, VOCAB, seed=5, longest=24)]
     layout = measured(ports, distorted)
     with cluster(models("llama"), layout, decode=2, block_size=4, num_blocks=40) as up:
         scraper = Scraper(ports)
         scraper.start()
         killing = killer(up, scraper)
-        answers = ask_all(up.router, asks, at_once=64)
+        answers = complete_all(up.router, queries, at_once=64)
         killing.join(30)
         up.wait()
         check_idle(up, within=60.0)
@@ -133,11 +133,11 @@ def test_every_scrape_adds_up_under_preemption_failure_and_migration(
         f"{whole.count(False)} migrated; scrapes: {[len(seen) for seen in scraper.seen.values()]}"
     )
     assert 0 < whole.count(False) < len(whole)
-    for ask, answer, unmoved in zip(asks, answers, whole, strict=True):
-        assert answer.usage.prompt_tokens == len(ask.prompt)
+    for query, answer, unmoved in zip(queries, answers, whole, strict=True):
+        assert answer.usage.prompt_tokens == len(query.prompt)
         assert answer.usage.completion_tokens == len(answer.token_ids)
         if unmoved:
-            check_usage(ask, answer)
+            check_usage(query, answer)
     for name, seen in scraper.seen.items():
         for one in seen:
             check_one(one)

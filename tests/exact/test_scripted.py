@@ -102,8 +102,8 @@ PROMPTS = {name: tuple(random.Random(name).choices(range(VOCAB), k=PROMPT)) for 
 
 
 @dataclass(frozen=True)
-class Asked:
-    """Every case asked for once, one after another, with a reading of both workers after each."""
+class Results:
+    """Answers to every case, one after another, with a scrape of both workers after each."""
 
     answers: dict[str, Completion]
     before: dict[str, tuple[Scrape, Scrape]]
@@ -122,7 +122,7 @@ def script_at(path: Path, store: str) -> str:
     return f"mock:{path}"
 
 
-def ask(up: Cluster, name: str) -> Completion:
+def complete(up: Cluster, name: str) -> Completion:
     with Client(up.router) as client:
         return client.complete(
             token_ids=PROMPTS[name],
@@ -135,26 +135,26 @@ def ask(up: Cluster, name: str) -> Completion:
 
 
 @pytest.fixture(scope="module")
-def asked(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
+def results(models: Models, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
     path = tmp_path_factory.mktemp("script") / "script.json"
     ports: dict[str, int] = {}
     layout = measured(ports, lambda store: script_at(path, store))
     folder = models("llama")
     with cluster(folder, layout, block_size=BLOCK, num_blocks=64) as up:
-        asked, oracle = Asked({}, {}, {}, {}, up.router), Oracle(folder)
+        results, oracle = Results({}, {}, {}, {}, up.router), Oracle(folder)
         for name, prompt in PROMPTS.items():
-            asked.before[name] = scrape(ports["prefill-0"]), scrape(ports["decode-0"])
-            asked.answers[name] = ask(up, name)
+            results.before[name] = scrape(ports["prefill-0"]), scrape(ports["decode-0"])
+            results.answers[name] = complete(up, name)
             check_idle(up, within=60.0)
-            asked.after[name] = scrape(ports["prefill-0"]), scrape(ports["decode-0"])
-            asked.wanted[name] = oracle.greedy(prompt, MADE)
-        yield asked
+            results.after[name] = scrape(ports["prefill-0"]), scrape(ports["decode-0"])
+            results.wanted[name] = oracle.greedy(prompt, MADE)
+        yield results
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_tokens_and_the_account_are_exact(name: str, asked: Asked) -> None:
-    answer, case = asked.answers[name], CASES[name]
-    assert list(answer.token_ids) == asked.wanted[name]
+def test_the_tokens_and_the_account_are_exact(name: str, results: Results) -> None:
+    answer, case = results.answers[name], CASES[name]
+    assert list(answer.token_ids) == results.wanted[name]
     prefill, decode = answer.usage.legs
     for leg, length, wanted in ((prefill, 30, case.prefill), (decode, 31, case.decode)):
         assert (leg.length, leg.local) == (length, 0)
@@ -169,16 +169,16 @@ def test_the_tokens_and_the_account_are_exact(name: str, asked: Asked) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_counters_move_by_just_that_account(name: str, asked: Asked) -> None:
+def test_the_counters_move_by_just_that_account(name: str, results: Results) -> None:
     case = CASES[name]
     legs = (case.prefill, case.decode)
     for leg, before, after, length, late, usage in zip(
         legs,
-        asked.before[name],
-        asked.after[name],
+        results.before[name],
+        results.after[name],
         (30, 31),
         case.late,
-        asked.answers[name].usage.legs,
+        results.answers[name].usage.legs,
         strict=True,
     ):
 
@@ -201,10 +201,10 @@ def test_the_counters_move_by_just_that_account(name: str, asked: Asked) -> None
         assert after.by_source() == after("prompt_tokens")
 
 
-def test_the_command_line_says_why(asked: Asked, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_says_why(results: Results, capsys: pytest.CaptureFixture[str]) -> None:
     def generate(first: int, *flags: str) -> None:
         ids = ",".join(map(str, range(first, first + 30)))
-        command = ["generate", "--router", asked.router, "--token-ids", ids, "--max-tokens", "4"]
+        command = ["generate", "--router", results.router, "--token-ids", ids, "--max-tokens", "4"]
         assert main([*command, *flags]) == 0
 
     generate(100, "--explain")
@@ -214,11 +214,11 @@ def test_the_command_line_says_why(asked: Asked, capsys: pytest.CaptureFixture[s
     assert prefill["missed"] == [{"reason": "MISS_NEVER_STORED", "blocks": 8}]
     assert decode["missed"] == []
     generate(180, "--usage")
-    assert "missed" not in capsys.readouterr().err, "only who asks is told"
+    assert "missed" not in capsys.readouterr().err, "only with --explain"
 
 
-def test_what_the_store_connector_counts_is_exported(asked: Asked) -> None:
-    prefill, decode = asked.after["a save that lies"]
+def test_what_the_store_connector_counts_is_exported(results: Results) -> None:
+    prefill, decode = results.after["a save that lies"]
     assert prefill("store_saved_blocks") >= 8 * len(CASES)
     assert prefill("store_absent_blocks") == 3, "three lies were ordered"
     assert decode("store_loaded_tokens") >= decode("external_prefix_cache_hits") > 0

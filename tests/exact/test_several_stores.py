@@ -1,4 +1,4 @@
-"""A cluster over two stores, each with half of every chain: same tokens, and who gave what."""
+"""A cluster over two stores, each with half of every chain: same tokens, and the source of each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvrelay.cluster.supervisor import Cluster
 from kvstore import connect
 from kvstore.client.admin import StoreAdmin
 from kvstore.urls import public_url
-from tests.exact.asks import Ask, ask_all, check_usage
 from tests.exact.conftest import Models, cluster
 from tests.exact.idle import check_idle
+from tests.exact.queries import Query, check_usage, complete_all
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.multi.test_multi import copied
 
@@ -61,9 +61,9 @@ def two_stores() -> Iterator[Stores]:
             stop(process)
 
 
-def asked(chance: random.Random) -> list[Ask]:
+def make_queries(chance: random.Random) -> list[Query]:
     return [
-        Ask(tuple(chance.randrange(256) for _ in range(chance.randint(60, 120))), 12)
+        Query(tuple(chance.randrange(256) for _ in range(chance.randint(60, 120))), 12)
         for _ in range(COUNT)
     ]
 
@@ -88,34 +88,34 @@ def fresh(up: Cluster) -> None:
 def test_half_of_every_chain_in_each_store_and_one_killed_under_load(models: Models) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    asks = asked(random.Random(seed))
+    queries = make_queries(random.Random(seed))
     with (
         two_stores() as stores,
         cluster(models("llama"), store=",".join(stores.urls), block_size=SIZE) as up,
     ):
-        first = ask_all(up.router, asks)
+        first = complete_all(up.router, queries)
         tokens = [done.token_ids for done in first]
         check_idle(up)
         stores.halve()
         fresh(up)
-        again = ask_all(up.router, asks)
+        again = complete_all(up.router, queries)
         assert [done.token_ids for done in again] == tokens
-        for ask, done in zip(asks, again, strict=True):
-            check_usage(ask, done)
+        for query, done in zip(queries, again, strict=True):
+            check_usage(query, done)
         found = from_stores(again)
         assert set(found) == {public_url(url) for url in stores.urls}
         assert min(found.values()) > SIZE * COUNT
         cached = sum(done.usage.legs[0].external for done in again)
-        assert cached == sum(found.values()) > sum(len(ask.prompt) for ask in asks) * 0.9
+        assert cached == sum(found.values()) > sum(len(query.prompt) for query in queries) * 0.9
         check_idle(up)
         fresh(up)
         # One dies while they are loaded and saved: slower, with the same tokens.
         killer = threading.Timer(0.05, stores.far[0].kill)
         killer.start()
-        last = ask_all(up.router, asks * 3, at_once=4)
+        last = complete_all(up.router, queries * 3, at_once=4)
         killer.join()
         stores.far[0].wait()
         assert [done.token_ids for done in last] == tokens * 3
-        for ask, done in zip(asks * 3, last, strict=True):
-            check_usage(ask, done)
+        for query, done in zip(queries * 3, last, strict=True):
+            check_usage(query, done)
         check_idle(up)

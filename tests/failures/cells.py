@@ -1,4 +1,4 @@
-"""One cell of the matrix: strike a party at a moment, and compare all that came of it."""
+"""One cell of the matrix: strike a process at a moment, and compare the outcome."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Cell:
         return strike
 
     def _draw(self) -> list[Asked]:
-        """Prompts whose greedy answers rounding cannot change: what is computed again, or by
+        """Prompts whose greedy answers rounding cannot change: recomputation, or
         another library, rounds differently, and one answer in some hundred has such a token."""
         while True:
             drawn = draw(
@@ -166,7 +166,7 @@ class Cell:
         return Strike(index, time.monotonic(), loads, met, tokens)
 
     def check(self, strike: Strike) -> None:
-        """Same tokens as undisturbed, every token accounted for, nothing held."""
+        """The tokens are those of an undisturbed run, all are accounted for, nothing is held."""
         asked = [stream.asked for stream in self.streams]
         again = undisturbed(self.rig.cluster.router, asked)
         for stream, expected in zip(self.streams, again, strict=True):

@@ -100,7 +100,7 @@ class Round:
             process.send(signal.SIGCONT)
 
     def check(self) -> None:
-        """Every stream is what it would have been, and nothing is held."""
+        """Every stream has the tokens of an undisturbed run, and nothing is held."""
         self._stand.settle()
         again = undisturbed(self._stand.cluster.router, [stream.asked for stream in self.done])
         for stream, expected in zip(self.done, again, strict=True):

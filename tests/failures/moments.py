@@ -19,7 +19,7 @@ PREFILLED = 64
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """What is seen: workers' loads now, what they had executed before, tokens at the client."""
+    """An observation: workers' loads, what they had executed before, tokens at the client."""
 
     loads: Sequence[Seen]
     before: dict[tuple[str, int], int]
@@ -49,7 +49,7 @@ class Moment:
 
 
 def _serving(scene: Scene, role: str) -> int:
-    """The worker that has to do with the request now or had lately, else the first."""
+    """The worker that works on the request, or did so last, else the first."""
     busy = scene.busy(role, lambda seen: seen.load.running + seen.load.loading)
     lately = scene.busy(role, scene.executed)
     return busy if busy is not None else lately or 0

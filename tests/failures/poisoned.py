@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager
 
 from decode_service.service import register as decode
-from kvrelay.rpc.roles import ROLES, Role
+from kvrelay.rpc.protocol import ROLES, Role
 from kvrelay.v1 import types_pb2
 from kvrelay.worker.main import main
 from kvrelay.worker.streams import LegUpdates

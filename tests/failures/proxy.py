@@ -1,4 +1,4 @@
-"""A TCP proxy that does to a connection what networks do, by command and repeatably.
+"""A TCP proxy that injects network faults on command, repeatably.
 
     with Proxy("127.0.0.1:50051", seed=1) as proxy:
         connect(proxy.address)
@@ -183,7 +183,7 @@ class Proxy:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """End a connection as a dead peer's kernel does, without a word of farewell."""
+    """End a connection as a dead peer's kernel does, without a FIN."""
     linger = struct.pack("ii", 1, 0)
     with suppress(OSError):
         writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)

@@ -53,13 +53,13 @@ class Rig:
             proxy.heal()
 
     def restart(self, role: str) -> None:
-        """Every worker of a role is another one, with an empty pool."""
+        """Restart every worker of a role, so that its pool is empty."""
         for index in range(len(self.cluster.addresses(role))):
             self.cluster.kill(role, index)
         self.settle()
 
     def settle(self) -> None:
-        """Everything that was killed is back."""
+        """Wait until everything that was killed is back."""
         self.cluster.wait()
 
     def store_stats(self) -> store_pb2.GetStatsResponse:
@@ -144,8 +144,8 @@ def rig(
             for spec in made if links else ():
                 if spec.role in ROLES:
                     proxies[spec.name] = stack.enter_context(Proxy(spec.address))
-            ways = {s.address: proxies[s.name].address for s in made if s.name in proxies}
-            return tuple(_through(spec, store.address, proxies, ways) for spec in made)
+            proxied = {s.address: proxies[s.name].address for s in made if s.name in proxies}
+            return tuple(_through(spec, store.address, proxies, proxied) for spec in made)
 
         def note(spec: ProcessSpec, line: str) -> None:
             lines.append(f"{spec.name}| {line}")
@@ -160,21 +160,21 @@ def rig(
 
 
 def _another(spec: ProcessSpec, module: str | None) -> ProcessSpec:
-    """A worker made by another module, which is told its role first."""
+    """A worker made by another module, which gets its role as first argument."""
     if module is None or spec.role not in ROLES:
         return spec
     return replace(spec, module=module, args=(spec.role, *spec.args))
 
 
 def _through(
-    spec: ProcessSpec, store: str, proxies: dict[str, Proxy], ways: dict[str, str]
+    spec: ProcessSpec, store: str, proxies: dict[str, Proxy], proxied: dict[str, str]
 ) -> ProcessSpec:
     """A worker that reaches the store through its role's proxy, by gRPC alone; or the router."""
     if spec.role == "router":
-        return replace(spec, args=tuple(ways.get(word, word) for word in spec.args))
+        return replace(spec, args=tuple(proxied.get(word, word) for word in spec.args))
     if spec.role not in proxies:
         return spec
-    url = f"kvrelay://{proxies[spec.role].address}?way=grpc"
+    url = f"kvrelay://{proxies[spec.role].address}?transport=grpc"
     return replace(
         spec, args=tuple(url if word == f"kvrelay://{store}" else word for word in spec.args)
     )

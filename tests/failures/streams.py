@@ -1,4 +1,4 @@
-"""Streams of a client that never gives up: what it saw and when, and who went on after whom."""
+"""Streams of a client that always resumes: the tokens it received, and when."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCAB = 256  # no special token in prompts
 
 
 class Parameters(TypedDict, total=False):
-    """How an answer is asked for."""
+    """Sampling of a stream."""
 
     token_ids: tuple[int, ...]
     max_tokens: int
@@ -62,7 +62,7 @@ def draw(chance: random.Random, count: int, prompt: int, max_tokens: int) -> lis
 @dataclass(slots=True)
 class Stream:
     """One answer as it comes. ``broken`` counts errors after which the client resumed, ``refused``
-    those of them that said that workers die of it."""
+    those that refused a poison request."""
 
     asked: Asked
     tokens: list[int] = field(default_factory=list)
@@ -119,7 +119,7 @@ async def run_all(address: str, streams: list[Stream], may_break: bool = False) 
 
 
 def undisturbed(address: str, asked: list[Asked]) -> list[list[int]]:
-    """The same asked of a cluster that is left alone."""
+    """The tokens of an undisturbed cluster."""
     streams = [Stream(one) for one in asked]
     asyncio.run(run_all(address, streams))
     return [stream.tokens for stream in streams]

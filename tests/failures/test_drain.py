@@ -1,4 +1,4 @@
-"""Workers leave in good order: their streams go on elsewhere and no client sees an error."""
+"""Workers drain: their streams move to others and no client sees an error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TRIES = 5
 
 
 class Load:
-    """Streams that follow one another until told to stop; each one has to come out right."""
+    """Streams one after another until stopped; all tokens must be right."""
 
     def __init__(self, rig: Rig, seed: int) -> None:
         print(f"load: seed {seed}")
@@ -46,7 +46,7 @@ class Load:
             self.done.append(stream)
 
     def check(self) -> None:
-        """Every stream is what it would have been."""
+        """Every stream has the tokens of an undisturbed run."""
         again = undisturbed(self._rig.cluster.router, [stream.asked for stream in self.done])
         assert [stream.tokens for stream in self.done] == again
         for stream in self.done:

@@ -60,7 +60,7 @@ def test_router_stopped(stand: Rig, oracle: Oracle, moment: Moment) -> None:
 
 @pytest.mark.slow
 def test_router_stopped_for_long(stand: Rig, oracle: Oracle) -> None:
-    """The client gives the connection up, and resumes; what the ghost still relays nobody hears."""
+    """The client gives up the connection and resumes; late tokens are dropped."""
     silent = PATIENCE_OF_A_CONNECTION + 5
     cell = Cell(stand, oracle, "router", MIDDLE, random.randrange(1 << 32), silent)
     strike = cell.run(signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Clients that leave at any stage: nothing is held for them, a second later, anywhere."""
+"""Clients that disconnect at any stage: nothing is held for them a second later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request that kills whoever runs it: refused after two deaths, reported, others unharmed."""
+"""A request that kills its workers: refused after two deaths and logged, others unharmed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def deaths(fleet: Rig) -> int:
 
 
 async def poison(fleet: Rig, salt: int) -> KvrelayError:
-    """Ask what kills; what the client is told."""
+    """Send a request that kills; returns the client's error."""
     async with AsyncClient(fleet.cluster.router) as client:
         try:
             await client.complete(token_ids=[*POISON, salt], max_tokens=8, timeout=100.0)
@@ -59,7 +59,7 @@ async def together(fleet: Rig, streams: list[Stream], count: int) -> list[Kvrela
             assert not running.done(), running.exception()
             await asyncio.sleep(0.01)
         told.append(await poison(fleet, salt))
-        assert "it is refused for" in str(await poison(fleet, salt))  # and nobody dies of it
+        assert "it is refused for" in str(await poison(fleet, salt))  # and no worker dies
         await asyncio.to_thread(fleet.settle)
     await running
     return told

@@ -1,4 +1,4 @@
-"""A worker changes its role under load: no client sees it, and the fleet works as it is then."""
+"""A worker changes its role under load: no client sees it, and the fleet keeps working."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every method of every service, with messages that are right: what mutations begin with."""
+"""Every method of every service, with valid messages to mutate."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SERVED = {
     "store": ("store",),
 }
 LEFT_ALONE = frozenset({"/kvrelay.v1.WorkerService/Drain", "/kvrelay.v1.WorkerService/SetRole"})
-"""An admin who drains a worker gets what was asked for; services try these and are refused."""
+"""Called as a service, which is refused: as an admin they would drain the workers."""
 
 PROMPT = tuple(range(7, 47))
 
@@ -54,14 +54,14 @@ def methods(role: str) -> Iterator[Method]:
 
 
 def token_for(path: str) -> str:
-    """Of somebody who gets past the gate, so that what is behind it is tried."""
+    """A token that is allowed to call the method, so that its handler is tested."""
     if path == "/kvrelay.v1.RouterService/Generate":
         return ALICE
     return ADMIN if path in ADMINS - LEFT_ALONE else SERVICE
 
 
 def seeds(path: str) -> tuple[Message, ...]:
-    """Messages in which more than the defaults is set."""
+    """Valid messages with fields set."""
     name = path.split("/")[-1]
     if name == "Generate":
         return generates()

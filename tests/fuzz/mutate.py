@@ -1,4 +1,4 @@
-"""Messages that are nearly right: fields at their edges, and bytes that are damaged after that."""
+"""Mutated messages: fields at their bounds, then damaged bytes."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.health import is_serving
 from tests.fuzz.ports import Bytes, Calls, Port, besiege, calls, flood
 from tests.fuzz.stand import Stand, Witness, standing, tracebacks
-from tests.fuzz.wire import LaneBytes, claimed, http1, http2, noise
+from tests.fuzz.wire import SocketBytes, claimed, http1, http2, noise
 from tests.secured import SERVICE
 
 ROLES = ("router", "prefill", "decode", "store")
@@ -89,15 +89,20 @@ async def _ports(stand: Stand, stack: AsyncExitStack, seed: int) -> list[Port]:
         ports.append(await stack.enter_async_context(called))
         raw = _either(http2, noise, seed - number)
         ports.append(Bytes(f"{role}, bytes", address, raw, 2, stand.tls()))
-    ways = await asyncio.to_thread(stand.ways)
+    transports = await asyncio.to_thread(stand.transports)
     grant = await asyncio.to_thread(stand.grant, b"f" * 32)
-    lane = LaneBytes(random.Random(seed), [claimed(grant)])
+    socket_bytes = SocketBytes(random.Random(seed), [claimed(grant)])
     for name, where in (
-        ("lane", ways.socket_port and f"127.0.0.1:{ways.socket_port}"),  # none with TLS
-        ("Unix socket", ways.unix_socket and f"@{ways.unix_socket}"),
+        (
+            "socket",
+            transports.socket_port and f"127.0.0.1:{transports.socket_port}",
+        ),  # none with TLS
+        ("Unix socket", transports.unix_socket and f"@{transports.unix_socket}"),
     ):
         if where:
-            ports.append(Bytes(name, where, _either(lambda _: lane.connection(), noise, seed)))
+            ports.append(
+                Bytes(name, where, _either(lambda _: socket_bytes.connection(), noise, seed))
+            )
     for role, where in stand.metrics.items():
         ports.append(Bytes(f"metrics of {role}", where, _either(http1, http1, seed)))
     return ports
@@ -128,7 +133,7 @@ async def _problems(
 
 
 async def _settled(stand: Stand) -> list[str]:
-    """What is held for longer than it takes to let go."""
+    """What is still held after a grace period."""
     deadline, found = Deadline.after(IDLE_SECONDS), ["not asked"]
     while found and not deadline.expired:
         found = await asyncio.to_thread(stand.findings)

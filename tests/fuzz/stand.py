@@ -43,7 +43,7 @@ class Stand:
         return ChannelOptions(security=policy.load(given))
 
     def tls(self) -> ssl.SSLContext | None:
-        """Of whoever has a certificate of this cluster."""
+        """Options of a peer with a certificate of this cluster."""
         if self.files is None:
             return None
         context = ssl.create_default_context(cafile=self.files.ca)
@@ -51,15 +51,15 @@ class Stand:
         context.set_alpn_protocols(["h2"])
         return context
 
-    def ways(self) -> store_pb2.GetTransportsResponse:
-        """Where the store's lanes are."""
+    def transports(self) -> store_pb2.GetTransportsResponse:
+        """The store's transports."""
         with open_sync_channel(self.address("store"), self.options(SERVICE)) as channel:
             return store_pb2_grpc.StoreServiceStub(channel).GetTransports(
                 store_pb2.GetTransportsRequest(), timeout=SECONDS
             )
 
     def grant(self, name: bytes) -> store_pb2.ReserveResponse:
-        """Room for a block, and the token that shows it on a lane."""
+        """A reservation for a block, with its proof for the socket transport."""
         request = store_pb2.ReserveRequest(claims=[store_pb2.Claim(name=name, length=4096)])
         with open_sync_channel(self.address("store"), self.options(SERVICE)) as channel:
             return store_pb2_grpc.StoreServiceStub(channel).Reserve(request, timeout=SECONDS)
@@ -81,7 +81,7 @@ class Stand:
         return found
 
     def findings(self) -> list[str]:
-        """What the workers find wrong with their accounting, and what they still run."""
+        """Audit findings of the workers, and what they still hold."""
         found = []
         for role in ("prefill", "decode"):
             with open_sync_channel(self.address(role), self.options(ADMIN)) as channel:
@@ -171,7 +171,7 @@ class Witness:
         self._told = [await self._ask(number) for number in range(len(PROMPTS))]
 
     async def go_on(self, until: asyncio.Event) -> None:
-        """Until told to end; raises when an answer differs, or does not come."""
+        """Runs until stopped; raises if an answer differs or does not come."""
         try:
             while not until.is_set():
                 number = self.rounds % len(PROMPTS)

@@ -1,4 +1,4 @@
-"""Raw bytes: noise, broken HTTP/2, floods of its cheap frames, and requests of the store's lane."""
+"""Raw bytes: noise, broken HTTP/2, floods of cheap frames, requests of the socket transport."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def frame(
 
 
 def headers(path: str, token: str | None) -> bytes:
-    """Of a gRPC call, in plain HPACK: literals that nobody need remember."""
+    """Of a gRPC call, in plain HPACK: literals without indexing."""
     named = [
         (":method", "POST"),
         (":scheme", "http"),
@@ -89,7 +89,7 @@ def http2(chance: random.Random) -> bytes:
 
 
 def noise(chance: random.Random) -> bytes:
-    """What no protocol of ours begins with."""
+    """Bytes that begin no protocol of ours."""
     return chance.choice(
         (
             chance.randbytes(chance.choice((1, 48, 1000, 60_000))),
@@ -115,8 +115,8 @@ def http1(chance: random.Random) -> bytes:
     )
 
 
-class LaneBytes:
-    """Requests of a lane. ``grants`` are serials and tokens that the store gave."""
+class SocketBytes:
+    """Requests of the socket transport. ``grants`` are serials and tokens that the store gave."""
 
     def __init__(self, chance: random.Random, grants: list[tuple[int, bytes]]) -> None:
         self._chance = chance
@@ -145,5 +145,5 @@ class LaneBytes:
 
 
 def claimed(response: store_pb2.ReserveResponse) -> tuple[int, bytes]:
-    """What a lane is shown."""
+    """Serial and proof of a grant."""
     return response.ticket, response.proof

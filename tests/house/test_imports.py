@@ -29,22 +29,31 @@ FLOORS = {
     "kvstore": 4,
     "kvrelay/connector": 5,
     "kvrelay/worker": 6,
-    "router": 7,
     "prefill_service": 7,
     "decode_service": 7,
-    "kvrelay/recall": 8,
-    "kvrelay/cluster": 8,
-    "kvrelay/cli": 9,
+    "router/config": 7,  # a file: the rooms below import it
+    "router/workers": 8,
+    "router/placement": 9,
+    "router/queue": 9,
+    "router/generate": 10,
+    "router": 11,
+    "kvrelay/recall": 12,
+    "kvrelay/cluster": 12,
+    "kvrelay/cli": 13,
+}
+ROUTER = ("router", "router/workers", "router/placement", "router/queue", "router/generate")
+ROUTER_BARRED = {
+    "kvrelay/client",
+    "kvrelay/engine",
+    "kvstore",
+    "kvrelay/connector",
+    "kvrelay/worker",
+    "prefill_service",
+    "decode_service",
 }
 # What a folder may not see although its floor would allow it.
 BARRED = {
-    "router": {
-        "kvrelay/client",
-        "kvrelay/engine",
-        "kvstore",
-        "kvrelay/connector",
-        "kvrelay/worker",
-    },
+    **dict.fromkeys(ROUTER, ROUTER_BARRED),
     "kvstore": {"kvrelay/client", "kvrelay/engine"},
     "kvrelay/block": {"kvrelay/v1"},
     "kvrelay/text": {"kvrelay/v1"},

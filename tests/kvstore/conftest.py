@@ -24,8 +24,8 @@ BUDGET = 16 << 20
 _NUMBERS = itertools.count()
 
 CLEAR_SECONDS = 30.0
-OURS = ("memory", "shm", "lane", "grpc", "several")
-"""Stores that keep the index of their blocks themselves."""
+OURS = ("memory", "shm", "socket", "grpc", "several")
+"""Stores that keep the books of their blocks themselves."""
 
 REDIS = ("redis", "unix", "rediss", "cluster")
 """Stores that leave them to Redis, which knows of no leases and evicts by itself."""
@@ -73,7 +73,7 @@ def plain_store(request: pytest.FixtureRequest) -> Iterator[Store]:
     """One whose blocks go in order of use: the default goes by what it has learned."""
     process, url = start_service(f"--budget={BUDGET}", "--max-block=8MiB", "--eviction=lru")
     try:
-        store = connect(f"{url}?way={request.param}")
+        store = connect(f"{url}?transport={request.param}")
         yield store
         store.close()
     finally:
@@ -124,7 +124,7 @@ def url_of(kind: str, request: pytest.FixtureRequest) -> str:
         return str(request.getfixturevalue("redis_by_tls"))
     if kind == "cluster":
         return f"redis+cluster://{request.getfixturevalue('redis_cluster').addresses}"
-    return f"{request.getfixturevalue('service_url')}?way={kind}"
+    return f"{request.getfixturevalue('service_url')}?transport={kind}"
 
 
 @pytest.fixture(params=[*OURS, *REDIS])

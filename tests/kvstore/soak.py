@@ -1,6 +1,6 @@
 """``python -m tests.kvstore.soak``: 8 readers and 4 writers at once on a store as a process.
 
-At the limit of its budget, on every way; every byte is compared, and at the end nothing is held.
+At the limit of its budget, by every transport; every byte is compared, and nothing is held at last.
 """
 
 from __future__ import annotations
@@ -161,7 +161,8 @@ def main(argv: list[str]) -> int:
     print(
         f"{sum(report.taken):,} blocks read and compared, {report.put:,} put, "
         f"{stats.counters.stored:,} stored, {stats.counters.evicted:,} evicted; "
-        f"leases {stats.leases}, reservations {stats.reservations}, ways broken {report.breaks}"
+        f"leases {stats.leases}, reservations {stats.reservations}, "
+        f"transports failed {report.breaks}"
     )
     if disk is not None:
         done = disk.counters

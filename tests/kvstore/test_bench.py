@@ -18,17 +18,19 @@ def test_a_quick_run_has_every_row(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--bytes=16MiB", "--working-set=2MiB", "--sizes=65536", "--quick", "--json"]
     assert main(flags) == 0
     found = json.loads(capsys.readouterr().out)
-    ways = [f"{way} {what}" for what in ("get", "put") for way in ("shm", "lane", "grpc")]
+    transports = [
+        f"{transport} {what}" for what in ("get", "put") for transport in ("shm", "socket", "grpc")
+    ]
     redis = ["bare redis get", "redis get", "bare redis put", "redis put"]
     alone = ["memcpy", "memcpy, checked", "bare socket"]
-    assert [row["what"] for row in found["rows"]] == [*alone, *ways, *redis]
+    assert [row["what"] for row in found["rows"]] == [*alone, *transports, *redis]
     assert {row["what"] for row in found["rows"]} == set(ROWS)
     assert all(row["client"] > 0 for row in found["rows"])
-    assert all(row["store"] > 0 for row in found["rows"] if row["what"] in ways)
+    assert all(row["store"] > 0 for row in found["rows"] if row["what"] in transports)
     assert all(row["rate"] >= row["median"] > 0 for row in found["rows"])
     assert "v=" in found["redis"]
     rivals = {row["what"]: row["rival"] for row in found["rows"]}
-    assert {rivals[way] for way in ways} == {"memcpy", "bare socket"}
+    assert {rivals[transport] for transport in transports} == {"memcpy", "bare socket"}
     assert [rivals[row] for row in redis] == [None, redis[0], None, redis[2]]
     assert [lookup["blocks"] for lookup in found["lookups"]] == [1000, 20_000]
 

@@ -33,8 +33,8 @@ CLIENT = (
 from kvstore import Want, connect
 from tests.kvstore.test_conformance import make, name_of, put, get
 
-for way in sys.argv[2:]:
-    store = connect(f"{sys.argv[1]}?way={way}")
+for transport in sys.argv[2:]:
+    store = connect(f"{sys.argv[1]}?transport={transport}")
     blocks = [make(size) for size in (100, 300_000, 2_000_000)]
     assert {kept.value for kept in put(store, *blocks)} == {"stored"}
     assert all(got.header is not None for got in get(store, *blocks))

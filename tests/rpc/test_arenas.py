@@ -17,8 +17,8 @@ THREADS = 8
 SCRIPT = f"""
 import re, threading
 from pathlib import Path
-from common import arenas
-arenas.bound()
+from kvrelay.process import malloc
+malloc.limit_arenas()
 inside, over = threading.Barrier({THREADS + 1}), threading.Event()
 def hold():
     kept = [bytearray(50_000) for _ in range(20)]
@@ -36,13 +36,13 @@ over.set()
 TRIMMED = """
 import re, time
 from pathlib import Path
-from common import arenas
+from kvrelay.process import malloc
 def held():
     return int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 blocks = [bytearray(40_000) for _ in range(4_000)]
 del blocks[::2]
 before = held()
-arenas.keep_trimmed(0.05)
+malloc.trim_periodically(0.05)
 until = time.monotonic() + 50
 while held() > before - 40_000 and time.monotonic() < until:
     time.sleep(0.05)
@@ -51,8 +51,8 @@ print(before - held())
 # Of a megabyte, as often as a stream of messages would: two buffers at a time.
 CYCLED = """
 import resource
-from common import arenas
-arenas.keep_buffers()
+from kvrelay.process import malloc
+malloc.keep_large_buffers()
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 kept = bytearray(b"x") * (1 << 20)

@@ -42,7 +42,7 @@ def test_who_says_nothing_is_let_go(port: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_who_says_a_byte_now_and_then_is_let_go(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exposition, "MOST_SECONDS", 0.3)
+    monkeypatch.setattr(exposition, "CONNECTION_SECONDS", 0.3)
     with socket.create_connection(("127.0.0.1", port), SECONDS) as slow:
         slow.settimeout(0.05)
         assert any(_closed(slow) for _ in range(int(SECONDS / 0.05)))
@@ -61,7 +61,7 @@ def _closed(sock: socket.socket) -> bool:
 
 def test_connections_are_counted(port: int) -> None:
     address = ("127.0.0.1", port)
-    held = [socket.create_connection(address, SECONDS) for _ in range(exposition.MOST_CONNECTIONS)]
+    held = [socket.create_connection(address, SECONDS) for _ in range(exposition.MAX_CONNECTIONS)]
     with socket.create_connection(address, SECONDS) as one_more:
         assert one_more.recv(1) == b""
     for sock in held:

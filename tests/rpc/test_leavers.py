@@ -7,9 +7,9 @@ import logging
 
 import pytest
 
-from kvrelay.rpc.server.leavers import GRPC, quiet_grpc_log
+from kvrelay.rpc.server.workarounds import GRPC_LOGGER, quiet_grpc_log
 
-ExecuteBatchError: type[Exception] = importlib.import_module(GRPC).ExecuteBatchError
+ExecuteBatchError: type[Exception] = importlib.import_module(GRPC_LOGGER).ExecuteBatchError
 
 
 @pytest.mark.parametrize(
@@ -25,6 +25,6 @@ def test_a_client_that_left_is_no_error_of_the_server(
         try:
             raise error
         except type(error):
-            logging.getLogger(GRPC).exception("raised in core by servicer method [/x/Y]")
+            logging.getLogger(GRPC_LOGGER).exception("raised in core by servicer method [/x/Y]")
     assert [record.levelname for record in caplog.records] == levels
     assert "/x/Y" in caplog.text

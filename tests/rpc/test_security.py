@@ -20,12 +20,12 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.health import is_serving
 from kvrelay.rpc.security import credentials, policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST, SERVICE_FIRST
-from kvrelay.rpc.security.identity import LOCAL, Caller, CallerKind, caller
+from kvrelay.rpc.security.identity import LOCAL_CALLER, Caller, CallerKind, caller
 from kvrelay.rpc.security.options import SecurityOptions
-from kvrelay.rpc.security.policy import OPEN, Security
+from kvrelay.rpc.security.policy import INSECURE, Security
 from kvrelay.rpc.security.tls import TlsCredentials
-from kvrelay.rpc.server.authorization import may
-from kvrelay.rpc.server.server import PARTS, Server, ServerOptions
+from kvrelay.rpc.server.authorization import is_allowed
+from kvrelay.rpc.server.server import CALL_SHARES, Server, ServerOptions
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from tests.secured import (
@@ -142,7 +142,7 @@ async def test_who_does_not_get_through_the_handshake(
 ) -> None:
     ours = party("server")
     client = {
-        "plain": lambda: OPEN,
+        "plain": lambda: INSECURE,
         "no certificate": lambda: policy.load(SecurityOptions(tls_ca=ours.ca)),
         "wrong authority": lambda: _of_another(
             party("stranger", CertificateAuthority("another")), ours.ca
@@ -251,7 +251,7 @@ def _called(address: str, protection: Security) -> set[str]:
 
 def test_methods_that_are_for_nobody_else() -> None:
     client, service = Caller(CallerKind.CLIENT), Caller(CallerKind.SERVICE)
-    assert may(client, "/kvrelay.v1.RouterService/Generate")
+    assert is_allowed(client, "/kvrelay.v1.RouterService/Generate")
     for method in (
         "DecodeService/Decode",
         "PrefillService/Prefill",
@@ -259,16 +259,16 @@ def test_methods_that_are_for_nobody_else() -> None:
         "StoreService/Get",
         "New/Any",
     ):
-        assert not may(client, f"/kvrelay.v1.{method}")
-        assert may(service, f"/kvrelay.v1.{method}")
-    assert not may(client, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
+        assert not is_allowed(client, f"/kvrelay.v1.{method}")
+        assert is_allowed(service, f"/kvrelay.v1.{method}")
+    assert not is_allowed(client, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
     for method in (
         "WorkerService/Drain",
         "WorkerService/Audit",
         "StoreService/Clear",
         "StoreService/Inspect",
     ):
-        assert not may(service, f"/kvrelay.v1.{method}")
+        assert not is_allowed(service, f"/kvrelay.v1.{method}")
 
 
 async def test_health_is_open_and_nothing_else(tokens: str) -> None:
@@ -303,8 +303,11 @@ async def test_calls_that_never_say_anything_take_a_part_of_the_places(
     path = "/grpc.health.v1.Health/Check" if token is None else "/kvrelay.v1.RouterService/Generate"
     server = policy.load(SecurityOptions(credentials=tokens))
     options = ChannelOptions(security=shown(token))
-    async with serving(server, calls=PARTS * 2) as address, open_channel(address, options) as mute:
-        opened = [await _begun(mute, path) for _ in range(PARTS * 3)]
+    async with (
+        serving(server, calls=CALL_SHARES * 2) as address,
+        open_channel(address, options) as mute,
+    ):
+        opened = [await _begun(mute, path) for _ in range(CALL_SHARES * 3)]
         left = {asyncio.ensure_future(call.code()) for call in opened}
         async with asyncio.timeout(SECONDS):
             while len(left) > 2:
@@ -324,13 +327,13 @@ async def test_calls_that_never_say_anything_take_a_part_of_the_places(
 
 async def test_tenants_together_leave_places_to_services(tmp_path: Path) -> None:
     """There may be more of them than parts."""
-    names = [f"tenant-{number}-with-a-token" for number in range(PARTS + 2)]
+    names = [f"tenant-{number}-with-a-token" for number in range(CALL_SHARES + 2)]
     table = "".join(f'[tenants.{name}]\ntoken = "{name}"\nsalt = "{name}"\n' for name in names)
     path = tmp_path / "many.toml"
     path.write_text(f'service = "{SERVICE}"\n{table}')
     path.chmod(0o600)
     server = policy.load(SecurityOptions(credentials=str(path)))
-    async with serving(server, calls=PARTS * 2) as address, AsyncExitStack() as stack:
+    async with serving(server, calls=CALL_SHARES * 2) as address, AsyncExitStack() as stack:
         opened = []
         for name in names:
             options = ChannelOptions(security=shown(name))
@@ -340,7 +343,7 @@ async def test_tenants_together_leave_places_to_services(tmp_path: Path) -> None
             ]
         left = {asyncio.ensure_future(call.code()) for call in opened}
         async with asyncio.timeout(SECONDS):
-            while len(left) > PARTS * 2:
+            while len(left) > CALL_SHARES * 2 - 2:  # one share is kept for services
                 _, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
         assert await generate(address, shown(SERVICE)) == "service "
         for call in opened:
@@ -370,14 +373,14 @@ async def _begun(channel: grpc.aio.Channel, path: str) -> Mute:
 
 
 def test_outside_of_a_call_it_is_ourselves() -> None:
-    assert caller() == LOCAL
+    assert caller() == LOCAL_CALLER
 
 
 @pytest.mark.parametrize(
     ("options", "lacks"),
     [
-        (SecurityOptions(), "not encrypted.*everybody"),
-        (SecurityOptions(token="x" * 20), "everybody"),
+        (SecurityOptions(), "not encrypted.*anyone"),
+        (SecurityOptions(token="x" * 20), "anyone"),
     ],
 )
 def test_an_address_for_others_needs_protection(options: SecurityOptions, lacks: str) -> None:
@@ -391,7 +394,7 @@ def test_tls_alone_lets_everybody_call(party: Callable[..., Files], tokens: str)
     options, address = party("server").options(), Address.parse("0.0.0.0:1")
     policy.load(options).check_listen(address)
     alone = replace(options, tls_mutual=False)
-    with pytest.raises(Rejected, match="everybody"):
+    with pytest.raises(Rejected, match="anyone"):
         policy.load(alone).check_listen(address)
     policy.load(replace(alone, credentials=tokens)).check_listen(address)
 
@@ -450,7 +453,7 @@ def _salt(known: credentials.Credentials, token: str) -> bytes:
         ("service = 'short'", "service: must have 16"),
         ("service = 3", "service: must be text"),
         ("servic = 'x'", "servic: no such entry"),
-        ("tenants = 3", "a table for each"),
+        ("tenants = 3", "one table for each"),
         ("[tenants.a]\ntoken = 'aaaaaaaaaaaaaaaaaaaa'", "tenants.a.salt: missing"),
         ("[tenants.a]\nsalt = 'aaaaaaaaaaaaaaaaaaaa'", "tenants.a.token: missing"),
         ("[tenants.a]\nmax-request = 3", "tenants.a.max-request: no such entry"),

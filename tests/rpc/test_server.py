@@ -131,7 +131,7 @@ async def test_keepalive_does_not_make_the_server_angry() -> None:
 
 async def test_a_connection_that_says_nothing_is_closed() -> None:
     """It takes one of the places for connections from those who would speak."""
-    server = echo_server(ServerOptions(greeting_seconds=0.5))
+    server = echo_server(ServerOptions(handshake_seconds=0.5))
     host, _, port = (await server.start()).rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     async with asyncio.timeout(20):
@@ -144,7 +144,7 @@ async def test_a_connection_that_says_nothing_is_closed() -> None:
 PROGRAM = """
 import asyncio, sys
 from tests.rpc.test_server import echo_server
-from kvrelay.rpc.server.server import serve_until_signal
+from kvrelay.rpc.server.run import serve_until_signal
 
 async def drain(deadline):
     print("draining", flush=True)
@@ -220,7 +220,10 @@ async def test_connections_are_bounded() -> None:
 async def test_a_method_that_there_is_not_is_named_as_far_as_a_status_goes() -> None:
     server = echo_server()
     async with open_channel(await server.start()) as channel:
-        for path, told in (("/a.B/C", "no /a.B/C is here"), ("/a.B/" + "é" * 2000, "é... is here")):
+        for path, told in (
+            ("/a.B/C", "no method /a.B/C on this server"),
+            ("/a.B/" + "é" * 2000, "é... on this server"),
+        ):
             call: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 async for _ in call(timeout=10):

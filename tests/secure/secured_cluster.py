@@ -27,7 +27,7 @@ class Secured:
     lines: list[str]
 
     def options(self, token: str | None) -> ChannelOptions:
-        """Of whoever has a certificate and shows this token."""
+        """Options with a certificate and this token."""
         return ChannelOptions(security=policy.load(self.files.options(token=token)))
 
     def complete(self, token: str | None, prompt: list[int], max_tokens: int = 8) -> Completion:
@@ -38,6 +38,6 @@ class Secured:
             )
 
     def party(self, name: str, authority: CertificateAuthority, days: float = 1) -> Files:
-        """Files of somebody who trusts this cluster's authority."""
+        """Files of a peer that trusts this cluster's authority."""
         made = write_files(self.folder, name, authority, days)
         return Files(made.cert, made.key, self.files.ca)

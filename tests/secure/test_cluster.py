@@ -1,4 +1,4 @@
-"""Every door of a secured cluster, tried by whoever should not get in."""
+"""Every port of a secured cluster, called by peers that must be refused."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def doors(secured: Secured) -> list[str]:
 
 
 def refused(secured: Secured, address: str, options: ChannelOptions) -> grpc.StatusCode:
-    """How a call to one door ends."""
+    """How a call to one port ends."""
     with open_sync_channel(address, options) as channel:
         method: grpc.UnaryUnaryMultiCallable[bytes, bytes]
         method = channel.unary_unary("/kvrelay.v1.WorkerService/GetInfo")
@@ -193,13 +193,13 @@ def test_the_store_offers_no_lane_and_keeps_shared_memory(
     monkeypatch.setattr(policy, "_installed", mine)
     address = secured.cluster.addresses("store")[0]
     calls = StoreCalls(address)
-    ways = calls.ways(Deadline.after(SECONDS))
+    offered = calls.transports(Deadline.after(SECONDS))
     calls.close()
-    assert ways.socket_port == 0
-    assert ways.arena_bytes > 0
-    store = RemoteStore(address, "lane")
+    assert offered.socket_port == 0
+    assert offered.arena_bytes > 0
+    store = RemoteStore(address, "socket")
     try:
-        with pytest.raises(Unavailable, match="lane"):
+        with pytest.raises(Unavailable, match="socket"):
             next(iter(store.get([], SECONDS)))
     finally:
         store.close()

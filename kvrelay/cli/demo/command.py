@@ -8,7 +8,7 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
@@ -23,6 +23,7 @@ from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.config.reader import load, option
 from kvrelay.errors import Rejected
+from kvrelay.installation import command, make
 
 DESCRIPTION = """\
 Starts a store, prefill workers, decode workers and a router on free ports, and asks questions
@@ -255,14 +256,22 @@ def summary(asked: Sequence[AnsweredQuestion]) -> str:
             f" + {computed:,} computed.",
             paint(verdict, "green" if right == len(asked) else "red"),
             "",
-            "Go on with:",
-            "  make up         leaves such a cluster serving; then, from another terminal:",
-            '  .venv/bin/kvrelay generate --usage --chat "Where is the copper mask?" \\',
-            "      --system \\",
-            '      "The copper mask stands in Boston. The marble kite dates from 1850."',
-            "  make test       the tests, exactness among them",
+            *next_commands(),
         ]
     )
+
+
+def next_commands() -> Iterator[str]:
+    """What to try next, as typed here: from a clone or from a wheel."""
+    yield "Next:"
+    yield f"  {make('up') or command('up')}"
+    yield "leaves such a cluster serving. Then, from another terminal:"
+    yield f"  {command('generate --usage --temperature 0')} --chat \\"
+    yield '      --system "The copper mask stands in Boston. The marble kite dates from 1850." \\'
+    yield '      "Where is the copper mask?"'
+    if tests := make("test"):
+        yield "The tests, those of exactness among them:"
+        yield f"  {tests}"
 
 
 def report(asked: Sequence[AnsweredQuestion], start_seconds: float) -> dict[str, object]:

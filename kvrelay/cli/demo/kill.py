@@ -22,7 +22,7 @@ from kvrelay.client.client import Client
 from kvrelay.cluster.process import SupervisedProcess
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.recall.facts import Document
-from kvrelay.rpc.roles import ROLES
+from kvrelay.rpc.protocol import ROLES
 
 TARGETS = ("decode", "prefill", "store")
 TOKENS, SEED, TEMPERATURE = 320, 7, 0.7

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 
 from google.protobuf import json_format
 
 from kvrelay.cli.doctor.machine import Diagnosis, audit, examine
-from kvrelay.cli.doctor.stores import check_stores
 from kvrelay.cli.screen import paint, print_out
 from kvrelay.config.reader import load, option
+from kvrelay.installation import command, require
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST
 from kvrelay.rpc.security.options import SecurityOptions
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         return show_audit(config.audit, config.json)
     policy.install(config)
     findings = []
-    for finding in chain(examine(), check_stores(config.store or "")):
+    for finding in chain(examine(), _stores(config.store)):
         findings.append(finding)
         if not config.json:
             print_out(line(finding))
@@ -52,8 +52,18 @@ def main(argv: Sequence[str]) -> int:
         )
     else:
         names = ", ".join(finding.name for finding in missing)
-        print_out(f"\nMissing: {names}." if missing else "\nNothing needed is missing.")
+        well = f"Nothing needed is missing. Try: {command('demo')}"
+        print_out(f"\nMissing: {names}." if missing else f"\n{well}")
     return 1 if missing else 0
+
+
+def _stores(urls: str | None) -> Iterator[Diagnosis]:
+    if not urls:
+        return
+    require("store")
+    from kvrelay.cli.doctor.stores import check_stores  # needs the packages of that extra
+
+    yield from check_stores(urls)
 
 
 def show_audit(address: str, as_json: bool) -> int:

@@ -20,19 +20,19 @@ from typing import Literal
 
 import grpc
 
-from kvrelay.cluster.layout import SHIPPED_MODEL, cores
 from kvrelay.cluster.ports import is_free
 from kvrelay.config.values import show_size
 from kvrelay.errors import Rejected
+from kvrelay.installation import CLUSTER, install_line, lacking, missing
 from kvrelay.rpc.address import ROUTER_PORT, Address
 from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
-from kvstore.redis.settings import PORT
 
 State = Literal["ok", "absent", "missing"]
 NEEDED = ("torch", "transformers", "tokenizers", "grpcio", "protobuf", "xxhash", "safetensors")
 MEMORY_WANTED = 2 << 30
+REDIS_PORT = 6379
 PROBE_SECONDS = 1.0
 AUDIT_SECONDS = 60.0
 
@@ -50,12 +50,12 @@ class Diagnosis:
 def examine() -> Iterator[Diagnosis]:
     """Every finding, in the order of a start."""
     yield _python()
-    yield from map(_package, NEEDED)
-    yield _machine()
+    yield from _packages()
+    if not missing(*CLUSTER):
+        yield from _cluster()
     yield _memory()
     yield _shared_memory()
     yield from _torch()
-    yield _model()
     yield _port()
     yield from _redis()
 
@@ -75,21 +75,40 @@ def audit(address: str) -> worker_pb2.AuditResponse:
 
 def _python() -> Diagnosis:
     found = f"{platform.python_version()} ({sys.executable})"
-    if not (3, 11) <= sys.version_info[:2] < (3, 14):
-        return Diagnosis("python", "missing", found, "needs 3.11, 3.12 or 3.13")
+    if not (3, 11) <= sys.version_info[:2] < (3, 15):
+        return Diagnosis("python", "missing", found, "needs 3.11, 3.12, 3.13 or 3.14")
     return Diagnosis("python", "ok", found)
 
 
-def _package(name: str) -> Diagnosis:
+def _packages() -> Iterator[Diagnosis]:
+    """The packages that matter most, and every other that a service lacks."""
+    absent = missing(*CLUSTER)
+    for name in dict.fromkeys((*NEEDED, *absent)):
+        if name in absent:
+            yield Diagnosis(name, "missing", "not installed", install_line(*lacking(*CLUSTER)))
+        else:
+            yield Diagnosis(name, "ok", _version(name))
+
+
+def _version(name: str) -> str:
     try:
-        return Diagnosis(name, "ok", version(name))
-    except PackageNotFoundError:
-        return Diagnosis(name, "missing", "not installed", f"install it: pip install {name}")
+        return version(name)
+    except PackageNotFoundError:  # it can be imported, which is all that is needed
+        return "installed"
 
 
-def _machine() -> Diagnosis:
+def _cluster() -> Iterator[Diagnosis]:
+    """What ``kvrelay up`` starts from."""
+    from kvrelay.cluster.layout import SHIPPED_MODEL, cores  # needs the packages of the services
+
     found = f"{cores()} cores, {platform.system()} {platform.machine()}"
-    return Diagnosis("processor", "ok", found, "shared out among the workers as threads")
+    yield Diagnosis("processor", "ok", found, "shared out among the workers as threads")
+    weights = list(SHIPPED_MODEL.glob("*.safetensors"))
+    if weights:
+        size = sum(path.stat().st_size for path in weights)
+        yield Diagnosis("shipped model", "ok", f"recall, {size / 1e6:.1f} MB")
+    else:
+        yield Diagnosis("shipped model", "missing", "no weights", "give --model DIR")
 
 
 def _memory() -> Diagnosis:
@@ -136,14 +155,6 @@ def _torch() -> Iterator[Diagnosis]:
     yield Diagnosis("attention", "ok", found, f"{means} would be used")
 
 
-def _model() -> Diagnosis:
-    weights = list(SHIPPED_MODEL.glob("*.safetensors"))
-    if not weights:
-        return Diagnosis("shipped model", "missing", "no weights", "give --model DIR")
-    size = sum(path.stat().st_size for path in weights)
-    return Diagnosis("shipped model", "ok", f"recall, {size / 1e6:.1f} MB")
-
-
 def _port() -> Diagnosis:
     if is_free(ROUTER_PORT):
         return Diagnosis("router port", "ok", f"{ROUTER_PORT} is free")
@@ -160,10 +171,12 @@ def _redis() -> Iterator[Diagnosis]:
         )
     else:
         yield Diagnosis("redis server", "ok", _first_line([server, "--version"]) or server)
-    if _listens(PORT):
-        yield Diagnosis("redis", "ok", f"something listens on {PORT}")
+    if _listens(REDIS_PORT):
+        yield Diagnosis("redis", "ok", f"something listens on {REDIS_PORT}")
     else:
-        yield Diagnosis("redis", "absent", f"nobody listens on 127.0.0.1:{PORT}", "not needed")
+        yield Diagnosis(
+            "redis", "absent", f"nobody listens on 127.0.0.1:{REDIS_PORT}", "not needed"
+        )
 
 
 def _first_line(command: list[str]) -> str:

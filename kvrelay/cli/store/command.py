@@ -10,13 +10,28 @@ from kvrelay.cli.screen import print_err, print_out
 
 PROG = "kvrelay store"
 COMMANDS = (
-    Command("stats", "kvrelay.cli.store.stats", "what a store holds and did"),
-    Command("ls", "kvrelay.cli.store.ls", "its blocks, by name"),
-    Command("inspect", "kvrelay.cli.store.inspect", "one block: what it is, whether it is whole"),
-    Command("verify", "kvrelay.cli.store.verify", "read every block back and check it"),
-    Command("clear", "kvrelay.cli.store.clear", "remove every block that is not held"),
-    Command("bench", "kvrelay.cli.store.bench", "how fast the bytes go, beside memcpy and sockets"),
-    Command("simulate", "kvrelay.cli.store.simulate", "replay a trace through eviction policies"),
+    Command("stats", "kvrelay.cli.store.stats", "what a store holds and did", ("store",)),
+    Command("ls", "kvrelay.cli.store.ls", "its blocks, by name", ("store",)),
+    Command(
+        "inspect",
+        "kvrelay.cli.store.inspect",
+        "one block: what it is, whether it is whole",
+        ("store",),
+    ),
+    Command("verify", "kvrelay.cli.store.verify", "read every block back and check it", ("store",)),
+    Command("clear", "kvrelay.cli.store.clear", "remove every block that is not held", ("store",)),
+    Command(
+        "bench",
+        "kvrelay.cli.store.bench",
+        "how fast the bytes go, beside memcpy and sockets",
+        ("store",),
+    ),
+    Command(
+        "simulate",
+        "kvrelay.cli.store.simulate",
+        "replay a trace through eviction policies",
+        ("store",),
+    ),
 )
 
 

@@ -3,7 +3,7 @@
 Contexts are gathered into a workspace that is kept (the first touch of fresh pages costs more than
 the copy). Decode entries are attended in groups of similar length, prefill entries in tiles. KV
 heads are never repeated: grouped queries are rows of one query matrix, or heads over an expanded
-view. The sizes are those of ``kvrelay.engine.attention.index``.
+view. The sizes are those of ``attention.index``.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""The file of credentials: who is known by which token, and what this process shows itself.
+"""The credentials file: which token identifies which caller, and the token of this process.
 
-TOML, readable by its owner only; every part is optional, and each process may have a file with
-only what it needs::
+TOML, readable by its owner only; every part is optional, so each process can have a file with only
+what it needs::
 
     service = "..."          # token among router, workers and store
     admin = "..."            # token for drain, audit, clear
-    fleet = "..."            # key that signs hand-offs, and of which salts are made
-    token = "..."            # what to show to others, where it is none of the two above
+    fleet = "..."            # key that signs handoffs, and from which salts are derived
+    token = "..."            # the token to send, if it is neither of the two above
 
-A token may be a list, ``["new", "old"]``: all of them are known, the first is shown, so that it can
-be changed while processes with either are there::
+A token may be a list, ``["new", "old"]``: all of them are accepted, the first is sent, so a token
+can be changed while processes with either one run::
 
     [tenants.alice]
     token = "..."
-    salt = "..."             # default: made of the fleet key and the name
+    salt = "..."             # default: derived from the fleet key and the name
     max-requests = 8         # at once
     tokens-per-minute = 100000
     weight = 1.0
@@ -38,7 +38,7 @@ from kvrelay.rpc.security.identity import Caller, CallerKind, Tenant
 log = logging.getLogger("kvrelay.rpc")
 FIELD = "credentials"
 MAX_BYTES = 4 << 20
-SHORTEST, LONGEST = 16, 1024  # characters of a token or key
+MIN_SECRET, MAX_SECRET = 16, 1024  # characters of a token or key
 SERVICE_FIRST = (CallerKind.SERVICE, CallerKind.ADMIN)
 ADMIN_FIRST = (CallerKind.ADMIN, CallerKind.SERVICE)
 _SALT = b"kvrelay.tenant-salt.v1\0"
@@ -48,7 +48,7 @@ _TENANT = frozenset({"token", "salt", "max-requests", "tokens-per-minute", "weig
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """``token`` is what this process shows; ``fleet_key`` signs hand-offs."""
+    """``token`` is what this process sends; ``fleet_key`` signs handoffs."""
 
     token: str | None = field(default=None, repr=False)
     fleet_key: bytes | None = field(default=None, repr=False)
@@ -62,21 +62,20 @@ class Credentials:
 
     @property
     def fleet_key_id(self) -> bytes:
-        """Tells the keys of fleets apart and nothing else about them; empty without one."""
+        """Identifies the fleet key without revealing it; empty without a key."""
         key = self.fleet_key
         return b"" if key is None else hmac.digest(key, b"kvrelay.fleet-key-id.v1", "sha256")[:8]
 
     @property
     def tenants(self) -> list[Tenant]:
-        """Those that have a token here."""
+        """The tenants with a token in this file."""
         every = (known.tenant for known in self._known.values() if known.kind is CallerKind.CLIENT)
         return list(dict.fromkeys(every))
 
     def identify(self, token: str) -> Caller | None:
-        """Whose token this is.
+        """The caller with this token, ``None`` if it is unknown.
 
-        It is looked up by a digest with a key that nobody knows, so that the time this takes says
-        nothing of any token.
+        The lookup is by a digest under a random key, so its duration reveals nothing of a token.
         """
         return self._known.get(_digest(self._key, token))
 
@@ -84,9 +83,9 @@ class Credentials:
 def read(
     path: str, token: str | None, fleet_key: str | None, shows: Sequence[CallerKind] = SERVICE_FIRST
 ) -> Credentials:
-    """The credentials in a file; ``fleet_key`` counts where there is none in it.
+    """The credentials in a file; ``fleet_key`` counts if the file has none.
 
-    ``token`` is what this process shows, else the file's ``token``, else the first of ``shows``.
+    This process sends ``token``, else the file's ``token``, else the first token of ``shows``.
     """
     _check_given(token, fleet_key)
     table = _table(path)
@@ -105,7 +104,7 @@ def read(
 
 
 def given(token: str | None, fleet_key: str | None) -> Credentials:
-    """Without a file: nothing is asked of callers."""
+    """Credentials without a file: callers need no token."""
     _check_given(token, fleet_key)
     return Credentials(token, _fleet(fleet_key))
 
@@ -130,7 +129,7 @@ def _identities(table: Mapping[str, object], fleet: bytes | None) -> Iterator[tu
             yield token, Caller(kind)
     tenants = table.get("tenants", {})
     if not isinstance(tenants, dict):
-        raise Rejected(FIELD, "tenants: a table for each is wanted, as [tenants.NAME]")
+        raise Rejected(FIELD, "tenants: must be one table for each tenant, [tenants.NAME]")
     for name, entry in tenants.items():
         yield from _tenant(name, entry, fleet)
 
@@ -145,7 +144,7 @@ def _tenant(name: str, entry: object, fleet: bytes | None) -> Iterator[tuple[str
     if not tokens:
         raise Rejected(FIELD, f"{where}.token: missing")
     if salt is None and fleet is None:
-        raise Rejected(FIELD, f"{where}.salt: missing, and there is no fleet key to make it of")
+        raise Rejected(FIELD, f"{where}.salt: missing, and there is no fleet key to derive it from")
     made = b"" if fleet is None else hmac.digest(fleet, _SALT + name.encode(), "sha256")
     tenant = Tenant(
         name,
@@ -160,11 +159,11 @@ def _tenant(name: str, entry: object, fleet: bytes | None) -> Iterator[tuple[str
 
 
 def _table(path: str) -> Mapping[str, object]:
-    """Errors say where and never what: a line of the file may be a secret."""
+    """Errors name the place, never the content: a line of the file may be a secret."""
     try:
         with Path(path).open("rb") as file:
             if os.fstat(file.fileno()).st_mode & 0o077:
-                log.warning("%s can be read by others: chmod 600 it", path)
+                log.warning("%s can be read by other users: chmod 600 it", path)
             raw = file.read(MAX_BYTES + 1)
         if len(raw) > MAX_BYTES:
             raise Rejected(FIELD, f"{path} is larger than {MAX_BYTES} bytes")
@@ -181,7 +180,7 @@ def _check_names(where: str, table: Mapping[str, object], known: frozenset[str])
 
 
 def _tokens(table: Mapping[str, object], name: str, where: str) -> list[str]:
-    """One, several, or none; the first is to be shown."""
+    """All tokens under a name; the first is the one to send."""
     value = table.get(name)
     if not isinstance(value, list):
         one = _secret(table, name, where)
@@ -205,11 +204,11 @@ def _checked(value: object, where: str) -> str:
 
 
 def _wrong(secret: str) -> str | None:
-    """Why this can be no token or key."""
+    """Why this cannot be a token or key; ``None`` if it can."""
     if not (secret.isascii() and secret.isprintable()):
         return "must be text of printable ASCII"
-    if not SHORTEST <= len(secret) <= LONGEST:
-        return f"must have {SHORTEST} to {LONGEST} characters"
+    if not MIN_SECRET <= len(secret) <= MAX_SECRET:
+        return f"must have {MIN_SECRET} to {MAX_SECRET} characters"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Who calls: what a credential says of its holder. Frozen values; secrets are in none of them."""
+"""The caller of a call, as its credential describes it: frozen values without any token."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from enum import Enum
 
 
 class CallerKind(Enum):
-    """What a caller is to us."""
+    """What a caller may do."""
 
-    CLIENT = "client"  # asks the router, for one tenant
+    CLIENT = "client"  # calls the router, for one tenant
     SERVICE = "service"  # router, workers and store among themselves
-    ADMIN = "admin"  # may do everything
+    ADMIN = "admin"  # may call everything
 
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose requests are told apart; ``None`` is no limit.
+    """The party whose requests, quotas and blocks are kept apart; ``None`` is no limit.
 
-    ``salt`` enters the names of all blocks of this tenant, so that none is found by another. It is
+    ``salt`` enters the names of all blocks of this tenant, so no other tenant finds them. It is
     secret: it comes from the credentials of this server and never from a request.
     """
 
@@ -27,32 +27,32 @@ class Tenant:
     salt: bytes = field(default=b"", repr=False)
     max_requests: int | None = None  # at once
     tokens_per_minute: int | None = None  # prompt and output
-    store_bytes: int | None = None  # of a store's memory; without it, no store is for it
-    weight: float = 1.0  # share beside other tenants where they queue
+    store_bytes: int | None = None  # of a store's memory; ``None``: it may not call the store
+    weight: float = 1.0  # share of the queue beside other tenants
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """A caller. Services and admins act for the tenant without a name, or for all of them."""
+    """The author of a call. Services and admins act for the unnamed tenant, or for every tenant."""
 
     kind: CallerKind
     tenant: Tenant = Tenant()
 
 
-LOCAL = Caller(CallerKind.ADMIN)
-"""Everybody, where no credentials are configured."""
+LOCAL_CALLER = Caller(CallerKind.ADMIN)
+"""Every caller of a server without configured credentials."""
 
 ANONYMOUS = Caller(CallerKind.CLIENT)
-"""Who shows no token; what is open to strangers asks nothing of them."""
+"""A caller without a token; the methods open to it need no rights."""
 
-_caller: ContextVar[Caller] = ContextVar("kvrelay.caller", default=LOCAL)
+_caller: ContextVar[Caller] = ContextVar("kvrelay.caller", default=LOCAL_CALLER)
 
 
 def caller() -> Caller:
-    """Who made the call that is being served here; in a handler of one of our servers."""
+    """The author of the call that the current handler serves."""
     return _caller.get()
 
 
-def enter(identity: Caller) -> None:
-    """From now on this task serves a call of ``identity``."""
-    _caller.set(identity)
+def set_caller(caller: Caller) -> None:
+    """Let this task serve a call of ``caller`` from now on."""
+    _caller.set(caller)

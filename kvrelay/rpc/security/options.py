@@ -1,7 +1,6 @@
-"""The options of a process that has to do with TLS and credentials: the same ones everywhere.
+"""The options for TLS and credentials, the same in every process.
 
-Configurations inherit them; ``kvrelay.rpc.security.policy.load`` makes of them what servers and
-channels use.
+Configurations inherit them; ``policy.load`` makes a ``Security`` from them.
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ class SecurityOptions:
     )
     tls_key: str | None = option(None, "private key of it, PEM", metavar="FILE", group=GROUP)
     tls_ca: str | None = option(
-        None, "authority whose certificates are trusted, PEM", metavar="FILE", group=GROUP
+        None, "certificate authority to trust, PEM", metavar="FILE", group=GROUP
     )
     tls_mutual: bool = option(
-        True, "take clients that show no certificate, although there is a --tls-ca", group=GROUP
+        True, "accept clients without a certificate although --tls-ca is given", group=GROUP
     )
     tls_name: str | None = option(
-        None, "name in the certificates of others, where it is not their address", group=GROUP
+        None, "name in the certificates of other processes, if it is not their address", group=GROUP
     )
     credentials: str | None = option(
-        None, "tokens and keys, TOML; whoever calls must then show one", metavar="FILE", group=GROUP
+        None, "tokens and keys, TOML; callers must then show a token", metavar="FILE", group=GROUP
     )
     allow_insecure: bool = option(
         False,
-        "let other machines reach it without TLS, or without a proof of who they are",
+        "let other machines connect without TLS or without authentication",
         group=GROUP,
     )
     token: str | None = option(
         None,
-        "the token to show to others, instead of one of --credentials",
+        "the token to send to other processes, in place of the one in --credentials",
         secret=True,
         group=GROUP,
     )
     fleet_key: str | None = option(
         None,
-        "the key that signs hand-offs, where --credentials has none",
+        "the key that signs handoffs, if --credentials has none",
         secret=True,
         group=GROUP,
     )

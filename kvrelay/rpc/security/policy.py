@@ -1,11 +1,11 @@
-"""What protects the connections of a process: its certificates, its credentials, and the rules.
+"""Protection of a process's connections: certificates, credentials, and rules for both.
 
-Set once at a process's edge, as logging is, so that no server and no channel made anywhere in it
-can be without by oversight::
+Installed once at the process's edge, like logging, so that no server or channel of the process can
+lack it by oversight::
 
-    security.install(config)              # a configuration that inherits SecurityOptions
+    policy.install(config)              # a configuration that inherits SecurityOptions
 
-A ``Security`` may also be given to one server or channel in its options; tests do.
+A single server or channel can be given another ``Security`` in its options; tests do.
 """
 
 from __future__ import annotations
@@ -27,66 +27,66 @@ log = logging.getLogger("kvrelay.rpc")
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """Without anything: plain text, and everybody may call; so only on this machine."""
+    """The default is plain text without authentication, for this machine only."""
 
     tls: TlsCredentials | None = None
     credentials: Credentials = field(default_factory=Credentials)
     allow_insecure: bool = False
 
     def check_listen(self, address: Address) -> None:
-        """``Rejected`` for an address where strangers could listen in, or call."""
+        """``Rejected`` if other machines can reach it without encryption or authentication."""
         if address.local:
             return
         lacks = []
         if self.tls is None:
             lacks.append("the connection is not encrypted (--tls-cert, --tls-key)")
         if not self.credentials.required and not (self.tls is not None and self.tls.asks_clients):
-            lacks.append("everybody could call it (--credentials, or --tls-ca)")
+            lacks.append("anyone could call it (--credentials, or --tls-ca)")
         if not lacks:
             return
-        told = f"{address} can be reached by other machines, and {' and '.join(lacks)}"
+        problem = f"{address} can be reached by other machines, and {' and '.join(lacks)}"
         if not self.allow_insecure:
             raise Rejected(
-                "address", f"{told}: mend that, listen on 127.0.0.1, or say --allow-insecure"
+                "address", f"{problem}: fix that, listen on 127.0.0.1, or give --allow-insecure"
             )
-        log.warning("%s; --allow-insecure was given", told)
+        log.warning("%s; --allow-insecure was given", problem)
 
     def check_plain(self, field: str, host: str) -> None:
-        """``Rejected`` for a port that knows neither TLS nor tokens, beyond this machine."""
+        """``Rejected`` for a port without TLS and tokens that other machines reach."""
         if not (Address(host, 0).local or self.allow_insecure):
             raise Rejected(
                 field,
-                f"{host} can be reached by other machines, and that port is open to everybody:"
-                " take 127.0.0.1, or say --allow-insecure",
+                f"{host} can be reached by other machines, and that port is open to anyone:"
+                " use 127.0.0.1, or give --allow-insecure",
             )
 
     def check_signed(self) -> None:
-        """``Rejected`` for a worker that others reach and that could not tell forged hand-offs."""
+        """``Rejected`` for a worker on a network that could not detect forged handoffs."""
         if self.credentials.fleet_key is None and not self.allow_insecure:
             raise Rejected(
                 "fleet_key",
-                "missing: hand-offs would go unsigned between machines; put `fleet` into"
-                " --credentials, or say --allow-insecure",
+                "missing: handoffs would go unsigned between machines; put `fleet` into"
+                " --credentials, or give --allow-insecure",
             )
 
     def check_call(self, address: str) -> None:
-        """``Rejected`` where a token would go over a network in plain text."""
+        """``Rejected`` if a token would cross a network in plain text."""
         if self.tls is not None or self.credentials.token is None or self.allow_insecure:
             return
         if not Address.parse(address).local:
             raise Rejected(
                 "address",
-                f"a token would be sent to {address} in plain text: give --tls-ca, or say"
+                f"a token would be sent to {address} in plain text: give --tls-ca or"
                 " --allow-insecure",
             )
 
 
-OPEN = Security()
-_installed = OPEN
+INSECURE = Security()
+_installed = INSECURE
 
 
 def load(options: SecurityOptions, shows: Sequence[CallerKind] = SERVICE_FIRST) -> Security:
-    """Read every file named; ``Rejected`` names the option that is wrong."""
+    """Read every file that is named; ``Rejected`` names the wrong option."""
     token, fleet_key = options.token, options.fleet_key
     if options.credentials is None:
         known = credentials.given(token, fleet_key)
@@ -96,12 +96,12 @@ def load(options: SecurityOptions, shows: Sequence[CallerKind] = SERVICE_FIRST) 
 
 
 def install(options: SecurityOptions, shows: Sequence[CallerKind] = SERVICE_FIRST) -> Security:
-    """Load it and use it for every server and channel of this process from now on."""
+    """Load it, and use it for every server and channel of this process from now on."""
     global _installed
     _installed = load(options, shows)
     return _installed
 
 
 def installed() -> Security:
-    """What this process uses."""
+    """The security that this process uses."""
     return _installed

@@ -12,14 +12,14 @@ from kvrelay.errors import Rejected
 from kvrelay.rpc.security.options import SecurityOptions
 
 MAX_PEM_BYTES = 1 << 20
-OUT_OF_TIME = (9, 10)  # of OpenSSL: not valid yet, expired
+OUTSIDE_VALIDITY = (9, 10)  # OpenSSL's codes: not valid yet, expired
 
 
 @dataclass(frozen=True, slots=True)
 class TlsCredentials:
     """PEM contents. Without ``ca`` the system's authorities are trusted.
 
-    ``mutual``: a server takes only clients with a certificate of ``ca``.
+    ``mutual``: a server accepts only clients with a certificate of ``ca``.
     """
 
     ca: bytes | None
@@ -29,7 +29,7 @@ class TlsCredentials:
     name: str | None = None
 
     def server(self) -> grpc.ServerCredentials:
-        """For a port; ``Rejected`` without a certificate of its own."""
+        """Credentials for a port; ``Rejected`` without a certificate of its own."""
         if self.cert is None or self.key is None:
             raise Rejected("tls_cert", "a server with --tls-ca needs a --tls-cert and --tls-key")
         return grpc.ssl_server_credentials(
@@ -37,12 +37,12 @@ class TlsCredentials:
         )
 
     def channel(self) -> grpc.ChannelCredentials:
-        """For a connection to a server."""
+        """Credentials for a connection to a server."""
         return grpc.ssl_channel_credentials(self.ca, self.key, self.cert)
 
     @property
     def asks_clients(self) -> bool:
-        """Whether a server takes only clients that show a certificate."""
+        """Whether a server accepts only clients with a certificate."""
         return self.ca is not None and self.mutual
 
 
@@ -80,24 +80,26 @@ def _read(field: str, path: str | None) -> bytes | None:
 
 
 def _check_pair(cert: str, key: str) -> None:
-    """gRPC itself would only refuse every handshake later."""
+    """Check at start what gRPC would only answer with failing handshakes later."""
     _read("tls_cert", cert), _read("tls_key", key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key, password=_no_password)
     except (ssl.SSLError, OSError, ValueError) as error:
         raise Rejected(
-            "tls_cert", f"{cert} and {key} are no certificate and its key: {error}"
+            "tls_cert", f"{cert} and {key} are not a certificate and its key: {error}"
         ) from None
-    if (why := _out_of_time(context, cert)) is not None:
-        raise Rejected("tls_cert", f"{cert}: {why}, so nobody will talk to its holder: renew it")
+    if (why := _outside_validity(context, cert)) is not None:
+        raise Rejected("tls_cert", f"{cert}: {why}, so every peer will refuse it: renew it")
 
 
-def _out_of_time(server: ssl.SSLContext, cert: str) -> str | None:
-    """Why a certificate does not hold today, as a handshake with itself in memory finds."""
+def _outside_validity(server: ssl.SSLContext, cert: str) -> str | None:
+    """Why a certificate is not valid today, found by a handshake with itself in memory."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
-    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trusted as it is, whoever made it
+    client.verify_flags |= (
+        ssl.VERIFY_X509_PARTIAL_CHAIN
+    )  # trusted as it is, whatever authority signed it
     client.load_verify_locations(cert)
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
@@ -110,9 +112,9 @@ def _out_of_time(server: ssl.SSLContext, cert: str) -> str | None:
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLCertVerificationError as error:
-            return error.verify_message if error.verify_code in OUT_OF_TIME else None
+            return error.verify_message if error.verify_code in OUTSIDE_VALIDITY else None
         except ssl.SSLError:
-            return None  # for another reason: it is for those that it meets to say
+            return None  # another reason: its peers will report it
     return None
 
 

@@ -1,15 +1,14 @@
-"""The gate of a server: no call goes on before its token was seen and its method allowed.
+"""Authenticates each call by its token, checks that the caller may call the method.
 
-It looks at a call's headers only, so nobody without a token has a message read. Which caller may
-call what stands in one table; what is not in it is for services and admins. A server's places for
-calls are bounded, and a call takes one as soon as its headers are there, though a message may never
-follow: so strangers and each tenant get a part of them, and services always find one.
+Only headers are read: no message of an unauthenticated call is parsed. One table says which caller
+may call which method; a method outside it is for services and admins. The calls a server has open
+are bounded, and a call counts from its headers on, even if no message follows. So every tenant, and
+all unauthenticated callers together, get a bounded share, and services always find room.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Never, TypeAlias, TypeVar
@@ -17,18 +16,16 @@ from typing import Never, TypeAlias, TypeVar
 import grpc
 
 from kvrelay.errors import Exhausted
+from kvrelay.rpc.bearer import HEADER, SCHEME
 from kvrelay.rpc.security.credentials import Credentials
-from kvrelay.rpc.security.identity import ANONYMOUS, LOCAL, Caller, CallerKind, enter
-from kvrelay.rpc.status import abort, end
+from kvrelay.rpc.security.identity import ANONYMOUS, LOCAL_CALLER, Caller, CallerKind, set_caller
+from kvrelay.rpc.status import abort, abort_with_code
 
-log = logging.getLogger("kvrelay.rpc")
-HEADER, SCHEME = "authorization", "Bearer "
-
-OPEN = "/grpc.health.v1.Health/"
-"""For everybody: load balancers and probes ask this, and learn whether it serves and no more."""
+HEALTH_PREFIX = "/grpc.health.v1.Health/"
+"""Methods that anyone may call: load balancers learn whether the server serves and no more."""
 
 RETRY_SECONDS = 1.0
-LONGEST_NAME = 200
+MAX_NAME = 200
 
 CLIENTS = frozenset({"/kvrelay.v1.RouterService/Generate"})
 STORE_USERS = frozenset(
@@ -46,7 +43,7 @@ STORE_USERS = frozenset(
         "Recheck",
     )
 )
-"""For clients whose tenant has a place in the store; they reach that tenant's blocks only."""
+"""For clients whose tenant has a quota in the store; they reach that tenant's blocks only."""
 
 ADMINS = frozenset(
     {
@@ -68,66 +65,70 @@ Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
 
 class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """The first of a server's interceptors. ``places``: calls that one who is no service may have
-    open at once, and ``together`` all of these; what strangers may ask has as many for each
-    method."""
+    """The first of a server's interceptors.
 
-    def __init__(self, credentials: Credentials, places: int, together: int) -> None:
+    A tenant may have ``share`` calls open, unauthenticated callers ``share`` of each method, and
+    all of these together ``total``. Services and admins are not counted.
+    """
+
+    def __init__(self, credentials: Credentials, share: int, total: int) -> None:
         self._credentials = credentials
-        self._places = places
-        self._together = together
+        self._share = share
+        self._total = total
         self._open = Counter[str]()
 
     async def intercept_service(
         self, continuation: Continuation[Q, R], handler_call_details: grpc.HandlerCallDetails
     ) -> Handler[Q, R]:
-        """The method's handler, or one that refuses.
+        """The method's handler, or one that refuses the call.
 
-        Whoever asks for a method that there is not is refused here too: gRPC does it at once, and
-        loses for good what it allocated for the status where the client has left.
+        Unknown methods are refused here too: gRPC refuses them at once, and leaks the memory of the
+        status if the client has disconnected.
         """
         method = handler_call_details.method
-        identity = LOCAL
+        caller = LOCAL_CALLER
         if self._credentials.required:
             found = self._identify(handler_call_details.invocation_metadata)
-            if found is None and not method.startswith(OPEN):
+            if found is None and not method.startswith(HEALTH_PREFIX):
                 return _refusing(
                     grpc.StatusCode.UNAUTHENTICATED,
-                    "no token that is known here: give --credentials, or set KVRELAY_TOKEN",
+                    "no token that this server knows: give --credentials, or set KVRELAY_TOKEN",
                 )
-            if found is not None and not may(found, method):
+            if found is not None and not is_allowed(found, method):
                 return _refusing(
                     grpc.StatusCode.PERMISSION_DENIED,
                     f"a {found.kind.value} may not call {_name(method)}",
                 )
-            if not self._take_place(found, method):
+            if not self._count_in(found, method):
                 return _refusing(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    f"{self._open.total()} calls are open, {self._places} at most of this kind: end"
+                    f"{self._open.total()} calls are open, {self._share} at most of this kind: end"
                     " some, or ask again",
                 )
-            identity = found or ANONYMOUS
-        enter(identity)
+            caller = found or ANONYMOUS
+        set_caller(caller)
         handler = await continuation(handler_call_details)
-        return handler or _refusing(grpc.StatusCode.UNIMPLEMENTED, f"no {_name(method)} is here")
+        return handler or _refusing(
+            grpc.StatusCode.UNIMPLEMENTED, f"no method {_name(method)} on this server"
+        )
 
-    def _take_place(self, found: Caller | None, method: str) -> bool:
-        """Until the call's task ends, which it does however the call ends."""
+    def _count_in(self, found: Caller | None, method: str) -> bool:
+        """Count the call until its task ends, however it ends; false if there is no room."""
         if found is not None and found.kind is not CallerKind.CLIENT:
             return True
-        who = method if found is None else found.tenant.name
+        key = method if found is None else found.tenant.name
         task = asyncio.current_task()
-        full = self._open[who] >= self._places or self._open.total() >= self._together
+        full = self._open[key] >= self._share or self._open.total() >= self._total
         if full or task is None:
             return False
-        self._open[who] += 1
-        task.add_done_callback(lambda _: self._leave(who))
+        self._open[key] += 1
+        task.add_done_callback(lambda _: self._count_out(key))
         return True
 
-    def _leave(self, who: str) -> None:
-        self._open[who] -= 1
-        if not self._open[who]:
-            del self._open[who]
+    def _count_out(self, key: str) -> None:
+        self._open[key] -= 1
+        if not self._open[key]:
+            del self._open[key]
 
     def _identify(self, metadata: Metadata) -> Caller | None:
         for key, value in metadata:
@@ -136,27 +137,27 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         return None
 
 
-def may(identity: Caller, method: str) -> bool:
+def is_allowed(caller: Caller, method: str) -> bool:
     """Whether a caller may call a method."""
-    if method.startswith(OPEN):
+    if method.startswith(HEALTH_PREFIX):
         return True
-    if identity.kind is CallerKind.CLIENT:
-        stores = identity.tenant.store_bytes is not None
+    if caller.kind is CallerKind.CLIENT:
+        stores = caller.tenant.store_bytes is not None
         return method in CLIENTS or (stores and method in STORE_USERS)
-    return identity.kind is CallerKind.ADMIN or method not in ADMINS
+    return caller.kind is CallerKind.ADMIN or method not in ADMINS
 
 
 def _name(method: str) -> str:
-    """As much of it as goes into a status: a caller may call it what he likes."""
-    return method if len(method) <= LONGEST_NAME else f"{method[:LONGEST_NAME]}..."
+    """The method's name, cut to what fits into a status: a caller may send any name."""
+    return method if len(method) <= MAX_NAME else f"{method[:MAX_NAME]}..."
 
 
 def _refusing(code: grpc.StatusCode, message: str) -> Handler[Q, R]:
-    """Takes calls of any shape and reads none of their messages."""
+    """A handler that refuses calls of any shape and reads no message."""
 
     async def refuse(requests: object, context: grpc.aio.ServicerContext[Q, R]) -> Never:
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             await abort(context, Exhausted(message, RETRY_SECONDS))
-        await end(context, code, message)
+        await abort_with_code(context, code, message)
 
     return grpc.stream_stream_rpc_method_handler(refuse)

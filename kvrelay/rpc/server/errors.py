@@ -1,7 +1,7 @@
-"""Wraps every handler of every service: requests that do not parse, and errors, become status.
+"""Wraps every handler: errors, and requests that do not parse, become gRPC status.
 
-This is the process's edge for a call: what is not a ``KvrelayError`` ends the call as INTERNAL with
-the traceback in the log and nothing of it on the wire.
+This is the process's edge for a call: an exception that is not a ``KvrelayError`` ends the call as
+INTERNAL, with the traceback in the log and nothing of it on the wire.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Never, TypeAlias, TypeVar, cast
 import grpc
 
 from kvrelay.errors import KvrelayError, Rejected, Unavailable
-from kvrelay.rpc.server.parsing import tolerant
+from kvrelay.rpc.server.parsing import tolerant_parser
 from kvrelay.rpc.status import abort
 
 log = logging.getLogger("kvrelay.rpc")
@@ -30,10 +30,10 @@ Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """A server interceptor; the wrapped handlers are kept, one per method.
+    """A server interceptor; wrapped handlers are cached, one per method.
 
-    ``stuck``: seconds after which a stream ends of which nothing is read. Its client may be well
-    enough to answer pings, and would hold whatever the stream holds until its deadline.
+    A stream that its client does not read for ``stuck`` seconds ends. Such a client may still
+    answer pings, and would hold the stream's resources until the deadline.
     """
 
     def __init__(self, stuck: float) -> None:
@@ -43,18 +43,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Continuation[Q, R], handler_call_details: grpc.HandlerCallDetails
     ) -> Handler[Q, R] | None:
-        """The guarded handler of the method called, ``None`` if there is no such method."""
+        """The wrapped handler of the method, ``None`` if there is no such method."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
         method = handler_call_details.method
         known = self._wrapped.get(method)
         if known is None or known[0] is not handler:
-            known = self._wrapped[method] = (handler, _guarded(method, handler, self._stuck))
+            known = self._wrapped[method] = (
+                handler,
+                _wrapped_handler(method, handler, self._stuck),
+            )
         return cast("Handler[Q, R]", known[1])
 
 
-def _guarded(method: str, handler: Handler[Q, R], stuck: float) -> Handler[Q, R]:
+def _wrapped_handler(method: str, handler: Handler[Q, R], stuck: float) -> Handler[Q, R]:
     kinds = {
         (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
         (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
@@ -69,18 +72,18 @@ def _guarded(method: str, handler: Handler[Q, R], stuck: float) -> Handler[Q, R]
     else:
         raise TypeError(f"{method}: handlers are coroutine functions or async generators")
     parse = handler.request_deserializer
-    guarded = make(
+    wrapped = make(
         _edge(method, inner, streaming=handler.request_streaming),
-        request_deserializer=None if parse is None else tolerant(parse),
+        request_deserializer=None if parse is None else tolerant_parser(parse),
         response_serializer=handler.response_serializer,
     )
-    return cast("Handler[Q, R]", guarded)
+    return cast("Handler[Q, R]", wrapped)
 
 
 def _writing(
     behaviour: Callable[[Q, Context[Q, R]], AsyncGenerator[R, None]], stuck: float
 ) -> Callable[[Q, Context[Q, R]], Awaitable[None]]:
-    """The generator as a coroutine that writes: so it is closed at once when the client leaves."""
+    """The generator as a coroutine that writes, so a disconnect closes it at once."""
 
     async def write_all(request: Q, context: Context[Q, R]) -> None:
         async with aclosing(behaviour(request, context)) as responses:
@@ -89,8 +92,8 @@ def _writing(
                     async with asyncio.timeout(stuck):
                         await context.write(response)
                 except TimeoutError:
-                    why = f"nothing was read of this stream for {stuck:g} s: resume it, or ask anew"
-                    raise Unavailable(why) from None
+                    why = f"the client read nothing of it for {stuck:g} s: resume it or retry"
+                    raise Unavailable(f"stream: {why}") from None
 
     return write_all
 
@@ -109,7 +112,7 @@ def _edge(
         except grpc.aio.AbortError:
             raise
         except grpc.aio.InternalError as error:
-            # The client left, and gRPC says so only when it is written to, or read from.
+            # The client disconnected; gRPC reports that only on a write or a read.
             log.debug("%s: %r", method, error)
             raise asyncio.CancelledError from error
         except Exception as error:  # noqa: BLE001 - the edge: it ends this call
@@ -125,14 +128,14 @@ def _checked(request: object) -> object:
 
 
 async def _checked_all(context: Context[Q, R]) -> AsyncGenerator[object]:
-    # Not gRPC's own iterator, which refers to itself until it was read to its end.
+    # Not gRPC's own iterator: it is a reference cycle until it is read to its end.
     while (request := await context.read()) is not grpc.aio.EOF:
         yield _checked(request)
 
 
 async def _abort_unknown(method: str, context: Context[Q, R], error: Exception) -> Never:
     if context.cancelled() or context.done():
-        log.debug("%s: %r after the client had left", method, error)
+        log.debug("%s: %r after the client disconnected", method, error)
         raise error
     log.error("%s failed", method, exc_info=error)
-    await abort(context, KvrelayError("internal error, see the log of the server"))
+    await abort(context, KvrelayError("internal error, see the server's log"))

@@ -1,7 +1,7 @@
-"""The port that Prometheus reads: plain HTTP, for this machine unless told otherwise.
+"""The port that Prometheus scrapes: plain HTTP, by default for this machine only.
 
-Bounded on all sides: so many connections at once, so many seconds for each, and whoever sends what
-is no request is no error of ours.
+The number of connections and the duration of each are bounded; malformed requests are not logged as
+errors of the server.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kvrelay.errors import Rejected
 from kvrelay.rpc.security.policy import installed
 
 log = logging.getLogger("kvrelay.rpc")
-MOST_CONNECTIONS = 32
-SECONDS = 5.0  # of each read
-MOST_SECONDS = 15.0  # of a connection, however often something comes
+MAX_CONNECTIONS = 32
+READ_SECONDS = 5.0
+CONNECTION_SECONDS = 15.0  # however often data arrives
 
 Request = socket.socket | tuple[bytes, socket.socket]
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = SECONDS
+    timeout = READ_SECONDS
 
     def log_message(self, format: str, *args: object) -> None:
-        """Scrapes are not worth a line."""
+        """Scrapes are not logged."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -39,32 +39,32 @@ class _Server(ThreadingMixIn, WSGIServer):
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)  # type: ignore[arg-type]
-        self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._free_connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
 
     def process_request(self, request: Request, client_address: object) -> None:
-        """In a thread of its own, while there is a place for it."""
-        if self._places.acquire(blocking=False):
+        """Serve the connection in a thread of its own, or close it if all are taken."""
+        if self._free_connections.acquire(blocking=False):
             super().process_request(request, client_address)
         else:
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Request, client_address: object) -> None:
-        over = threading.Timer(MOST_SECONDS, _cut, (request,))
-        over.daemon = True
-        over.start()
+        timer = threading.Timer(CONNECTION_SECONDS, _shut_down, (request,))
+        timer.daemon = True
+        timer.start()
         try:
             super().process_request_thread(request, client_address)
         finally:
-            over.cancel()
-            self._places.release()
+            timer.cancel()
+            self._free_connections.release()
 
     def handle_error(self, request: Request, client_address: object) -> None:
-        """A client that left, or sent nonsense."""
+        """A client disconnected, or sent a malformed request."""
         log.debug("metrics: a request of %s failed", client_address, exc_info=True)
 
 
-def _cut(request: Request) -> None:
-    with suppress(OSError):  # it has ended
+def _shut_down(request: Request) -> None:
+    with suppress(OSError):  # it is closed already
         if isinstance(request, socket.socket):
             request.shutdown(socket.SHUT_RDWR)
 
@@ -74,14 +74,18 @@ class _Server6(_Server):
 
 
 def serve(registry: CollectorRegistry, host: str, port: int) -> WSGIServer:
-    """Answer scrapes at ``http://host:port/metrics`` from now on; ``Rejected`` if it cannot."""
+    """Answer scrapes at ``http://host:port/metrics`` from now on.
+
+    Raises ``Rejected`` if the port cannot be bound, or is open to other machines.
+    """
     installed().check_plain("metrics_host", host)
     kind = _Server6 if ":" in host else _Server
     try:
         server = make_server(host, port, make_wsgi_app(registry), kind, _Handler)
     except OSError as error:
         raise Rejected(
-            "metrics_port", f"cannot listen on {host}:{port} ({error.strerror}): choose another one"
+            "metrics_port",
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another port",
         ) from error
     threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
     return server

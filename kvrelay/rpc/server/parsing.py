@@ -1,7 +1,7 @@
-"""Requests that do not parse become ``Rejected`` with the field named, never an internal error.
+"""A request that does not parse becomes ``Rejected`` naming the field, never an internal error.
 
-protobuf says only that *some* string had bad UTF-8. So the bytes are parsed once more with a twin
-of the message in which strings are bytes, and the twin is walked. Only malformed bytes pay for it.
+protobuf reports only that *some* string had bad UTF-8. So the bytes are parsed again with a twin of
+the message in which strings are bytes, and the twin is walked. Only malformed requests cost that.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from kvrelay.errors import Rejected
 M = TypeVar("M")
 
 
-def tolerant(parse: Callable[[bytes], M]) -> Callable[[bytes], M | Rejected]:
-    """A deserializer that returns what is wrong instead of raising it inside gRPC."""
+def tolerant_parser(parse: Callable[[bytes], M]) -> Callable[[bytes], M | Rejected]:
+    """A deserializer that returns the error instead of raising it inside gRPC."""
 
-    def parse_or_tell(raw: bytes) -> M | Rejected:
+    def parse_or_reject(raw: bytes) -> M | Rejected:
         try:
             return parse(raw)
         except DecodeError:
             return malformed(getattr(parse, "__self__", None), raw)
 
-    return parse_or_tell
+    return parse_or_reject
 
 
 def malformed(kind: object, raw: bytes) -> Rejected:
-    """Says what is wrong with ``raw``, which is no message of class ``kind``."""
+    """Why ``raw`` is no message of class ``kind``."""
     descriptor = getattr(kind, "DESCRIPTOR", None)
     if isinstance(descriptor, Descriptor):
         try:

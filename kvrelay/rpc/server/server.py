@@ -1,58 +1,55 @@
-"""Life cycle of a gRPC server: bind, serve with health and reflection, drain, stop.
+"""Life cycle of a gRPC server: bind, serve with health and reflection, stop.
 
     server = Server(ServerOptions("127.0.0.1:0"))
     server.add(SERVICE, lambda s: add_DecodeServiceServicer_to_server(servicer, s))
     address = await server.start()            # "127.0.0.1:41234"
     await serve_until_signal(server, ready=lambda address: f"decode worker ready at {address}")
 
-Every handler runs inside ``kvrelay.rpc.server.errors.Guard``: raise a ``KvrelayError`` and the
-status is right.
+Every handler runs inside ``errors.ErrorInterceptor``: raise a ``KvrelayError`` and the status is
+right. ``serve_until_signal`` is in ``kvrelay.rpc.server.run``.
 """
 
 from __future__ import annotations
 
-import asyncio
-import gc
-import logging
-import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvrelay.errors import Rejected
 from kvrelay.rpc import keepalive
 from kvrelay.rpc.address import Address
-from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.health import HealthService
 from kvrelay.rpc.security.policy import Security, installed
 from kvrelay.rpc.security.tls import TlsCredentials
 from kvrelay.rpc.server.authorization import AuthInterceptor
 from kvrelay.rpc.server.errors import ErrorInterceptor
-from kvrelay.rpc.server.leavers import quiet_grpc_log
-from kvrelay.rpc.server.workarounds import tolerate_bad_method_names
+from kvrelay.rpc.server.workarounds import quiet_grpc_log, tolerate_bad_method_names
 
 MIB = 1 << 20
-CALLS = 4096
-PARTS = 8  # of all calls, one for each tenant, and one for strangers
-log = logging.getLogger("kvrelay.rpc")
+MAX_CALLS = 4096
+CALL_SHARES = 8
+"""A tenant may have one share of a server's calls open, and unauthenticated callers one."""
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """``security`` is what this process has installed, unless another one is given."""
+    """``security`` defaults to what this process has installed."""
 
     address: str = "127.0.0.1:0"
     max_message_bytes: int = 8 * MIB
-    max_connections: int = 2048  # each may have some hundred KiB read before they are understood
-    max_concurrent_streams: int = 1024  # of one connection
-    max_calls: int = CALLS  # of all of them; one more is told to retry
-    greeting_seconds: float = 20.0  # in which a connection has to begin to speak HTTP/2
+    max_connections: int = 2048  # each may hold some hundred KiB of unparsed input
+    max_concurrent_streams: int = 1024  # per connection
+    max_calls: int = MAX_CALLS  # over all connections; one more is told to retry
+    handshake_seconds: float = 20.0  # for a new connection to begin HTTP/2
     keepalive_seconds: float = 15.0
     keepalive_timeout_seconds: float = 15.0
     ping_seconds: float = keepalive.PING_SECONDS
-    stuck_seconds: float = 120.0  # after which a stream ends of which nothing is read
+    stuck_seconds: float = 120.0  # a stream that the client does not read ends after that
     security: Security | None = None
 
     def arguments(self) -> list[tuple[str, int]]:
@@ -63,7 +60,7 @@ class ServerOptions:
             ("grpc.max_send_message_length", self.max_message_bytes),
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.max_concurrent_streams", self.max_concurrent_streams),
-            ("grpc.server_handshake_timeout_ms", round(self.greeting_seconds * 1000)),
+            ("grpc.server_handshake_timeout_ms", round(self.handshake_seconds * 1000)),
             *keepalive.arguments(
                 self.keepalive_seconds, self.keepalive_timeout_seconds, self.ping_seconds
             ),
@@ -71,6 +68,25 @@ class ServerOptions:
             ("grpc.http2.min_ping_interval_without_data_ms", 1000),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
         ]
+
+
+class HealthService:
+    """What a server reports of itself; the service ``""`` stands for the whole server."""
+
+    def __init__(self) -> None:
+        self._servicer = health.aio.HealthServicer()
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Add the health service to a server that has not been started."""
+        health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
+
+    async def set(self, service: str, serving: bool) -> None:
+        """Report this for ``service`` from now on."""
+        await self._servicer.set(service, _SERVING if serving else _NOT_SERVING)
+
+    async def leave(self) -> None:
+        """Report NOT_SERVING for everything, for good."""
+        await self._servicer.enter_graceful_shutdown()
 
 
 class Server:
@@ -89,16 +105,20 @@ class Server:
         self._services[service] = register, serving
 
     async def start(self) -> str:
-        """Bind and serve; the address with the port bound. ``Rejected`` if it cannot be had."""
+        """Bind and serve; returns the address with the bound port.
+
+        Raises ``Rejected`` if the address cannot be bound, or must not be without protection.
+        """
         address = Address.parse(self.options.address)
         security = self.options.security or installed()
         security.check_listen(address)
-        part = max(self.options.max_calls // PARTS, 1)
-        gate = AuthInterceptor(security.credentials, part, max(self.options.max_calls - part, 1))
+        share = max(self.options.max_calls // CALL_SHARES, 1)
+        unreserved = max(self.options.max_calls - share, 1)
+        authorize = AuthInterceptor(security.credentials, share, unreserved)
         quiet_grpc_log()
         tolerate_bad_method_names()
         server = grpc.aio.server(
-            interceptors=(gate, ErrorInterceptor(self.options.stuck_seconds)),
+            interceptors=(authorize, ErrorInterceptor(self.options.stuck_seconds)),
             options=self.options.arguments(),
             maximum_concurrent_rpcs=self.options.max_calls,
         )
@@ -115,12 +135,12 @@ class Server:
         return str(bound)
 
     async def ended(self) -> None:
-        """Wait for its end; raises what it died of."""
+        """Wait until the server ends; raises the error that ended it."""
         if self._server is not None:
             await self._server.wait_for_termination()
 
     async def stop(self, grace: float = 0.0) -> None:
-        """Say NOT_SERVING, take no new calls, give those under way ``grace`` seconds, close."""
+        """Report NOT_SERVING, refuse new calls, give open calls ``grace`` seconds, close."""
         server = self._server
         self._server = None
         if server is not None:
@@ -136,63 +156,6 @@ class Server:
         except RuntimeError as error:
             raise Rejected(
                 "address",
-                f"cannot listen on {address}, most likely another process does:"
+                f"cannot listen on {address}, most likely because another process does:"
                 " stop it, or choose another port (0 takes any free one)",
             ) from error
-
-
-async def serve_until_signal(
-    server: Server,
-    ready: Callable[[str], str],
-    on_stop: Callable[[Deadline], Awaitable[None]] | None = None,
-    grace: float = 10.0,
-) -> int:
-    """Start, print the line ``ready`` makes of the address, serve until SIGTERM or SIGINT; 0.
-
-    Whatever ends the server itself ends the process, with 1: none lives on without its port.
-
-    What the process holds by then is kept from the garbage collector for good.
-    Then NOT_SERVING is said, ``on_stop`` may drain until its deadline (it is cancelled there), and
-    what is left of ``grace`` goes to the calls under way. A second signal stops at once.
-    """
-    stopping, hurry = asyncio.Event(), asyncio.Event()
-
-    def on_signal() -> None:
-        (hurry if stopping.is_set() else stopping).set()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    gc.collect()
-    gc.freeze()  # what there is now stays, and with torch loaded a look through it takes 0.3 s
-    print(ready(await server.start()), flush=True)
-    signalled, ended = map(asyncio.ensure_future, (stopping.wait(), server.ended()))
-    await asyncio.wait((signalled, ended), return_when=asyncio.FIRST_COMPLETED)
-    if ended.done():
-        log.error("the server ended by itself: %r", ended.exception())
-        return 1
-    deadline = Deadline.after(grace)
-    drained = asyncio.ensure_future(_drain(server, on_stop, deadline))
-    hurried = asyncio.ensure_future(hurry.wait())
-    await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
-    hurried.cancel()
-    if drained.done():
-        drained.result()  # what went wrong on the way is not to be hidden
-    else:
-        drained.cancel()
-        await server.stop(0.0)
-    return 0
-
-
-async def _drain(
-    server: Server, on_stop: Callable[[Deadline], Awaitable[None]] | None, deadline: Deadline
-) -> None:
-    await server.health.leave()
-    try:
-        if on_stop is not None:
-            async with asyncio.timeout(deadline.remaining()):
-                await on_stop(deadline)
-    except TimeoutError:
-        log.warning("not drained in time: the calls under way are cut")
-    finally:
-        await server.stop(deadline.remaining())

@@ -1,1 +1,1 @@
-"""The ways of the bytes between the service and its clients."""
+"""Transports: how the bytes of blocks move between a client and the store service."""

@@ -1,4 +1,4 @@
-"""What every way to the bytes can do, and what all of them need."""
+"""The interface of a transport, which carries the bytes of blocks, and what transports share."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ M = TypeVar("M", bound=Message)
 
 @dataclass(slots=True)
 class GetProgress:
-    """How many wants of a get have been answered, for who goes on when a way breaks."""
+    """How many wants of a get are done, so that the next transport continues after a failure."""
 
     done: int = 0
 
 
 class Transport(Protocol):
-    """A way breaks with ``Unavailable`` or ``Corrupt``; the next one then does the rest."""
+    """Fails with ``Unavailable`` or ``Corrupt``; the next transport then does the rest."""
 
     @property
     def name(self) -> str:
-        """As in a URL's ``way=``."""
+        """As in a URL's ``transport=``."""
 
     @property
     def title(self) -> str:
-        """For people."""
+        """As in log lines."""
 
     def get(
         self, wants: Sequence[Want], progress: GetProgress, deadline: Deadline
@@ -49,37 +49,37 @@ class Transport(Protocol):
         """As ``Store.put``, without waiting for other writers."""
 
     def send(self, granted: PutGrant, deadline: Deadline) -> list[Outcome]:
-        """The same for blocks that are reserved already."""
+        """As ``put``, for blocks that have been reserved already."""
 
     def close(self, cut: bool = True) -> None:
-        """Give up connections; calls under way break, or with ``cut=False`` end first."""
+        """Close every connection. Calls under way fail, or end normally with ``cut=False``."""
 
 
 @contextmanager
 def borrowed(
-    lines: ConnectionPool[StoreConnection], deadline: Deadline
+    pool: ConnectionPool[StoreConnection], deadline: Deadline
 ) -> Iterator[StoreConnection]:
-    """A connection for one call; it is kept only if all went well."""
-    line = lines.acquire(deadline)
+    """A connection for one call; it goes back to the pool only if nothing failed."""
+    connection = pool.acquire(deadline)
     try:
-        line.sock.limit(deadline.remaining())
-        yield line
+        connection.sock.limit(deadline.remaining())
+        yield connection
     except BaseException:
-        lines.discard(line)
+        pool.discard(connection)
         raise
-    if line.sound:
-        lines.release(line)
+    if connection.usable:
+        pool.release(connection)
     else:
-        lines.discard(line)
+        pool.discard(connection)
 
 
 def lease_ms(deadline: Deadline) -> int:
-    """How long blocks are to be held for a call that ends by ``deadline``."""
+    """How long blocks are leased for a call that ends by ``deadline``."""
     return min(max(round(deadline.remaining() * 1000), 1), MAX_LEASE_MS)
 
 
 def read_offer(offer: Offer) -> Block:
-    """Read a block that is wanted; it must be as long as was said."""
+    """Read a block that the store wants; ``ValueError`` if its size is not the offered one."""
     block = offer.read()
     if block.size != offer.size:
         raise ValueError(f"a block of {block.size} bytes was offered as one of {offer.size}")
@@ -87,7 +87,7 @@ def read_offer(offer: Offer) -> Block:
 
 
 def parse_answer(kind: type[M], body: bytes | None) -> M:
-    """An answer, of which ``None`` says nothing; ``Corrupt`` when it is none."""
+    """A message of this kind, empty for ``None``; ``Corrupt`` if ``body`` cannot be parsed."""
     try:
         return kind.FromString(body or b"")
     except DecodeError as error:

@@ -1,4 +1,4 @@
-"""One connection of a lane, from the client's side, and the few that a client keeps open."""
+"""One connection to the store's socket, TCP or Unix, from the client's side."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ MAX_REASON = 1000
 
 
 class StoreConnection:
-    """A connection to the store's start ``boot``; an answer of another one is an error."""
+    """A connection to the store's start ``boot``; an answer of another start is an error."""
 
     def __init__(self, sock: socket.socket, boot: bytes) -> None:
         self.sock = DeadlineSocket(sock)
         self.boot = boot
-        self.sound = True
+        self.usable = True
 
-    def ask(self, request: RequestFrame, *bodies: bytes | memoryview) -> None:
-        """Send a request, its body and what follows it."""
+    def send(self, request: RequestFrame, *bodies: bytes | memoryview) -> None:
+        """Send a request, its body and the bytes of blocks that follow it."""
         self.sock.send([request.encode(), *bodies])
 
-    def answer(self) -> AnswerFrame:
-        """The head of the next answer; what follows is still to be received."""
+    def receive_frame(self) -> AnswerFrame:
+        """The head of the next answer; its body is still to be received."""
         return self._checked(self.sock.receive(ANSWER_BYTES))
 
-    def body(self) -> bytes | None:
-        """The next answer, which is small; ``None``: lease or ticket is gone."""
-        answer = self.answer()
+    def receive_body(self) -> bytes | None:
+        """The body of the next answer, which is small; ``None``: lease or ticket has ended."""
+        answer = self.receive_frame()
         if answer.length > MAX_BODY:
             raise Corrupt("answer", f"{answer.length} bytes are more than {MAX_BODY}")
         body = self.sock.receive(answer.length)
-        return None if answer.status is Status.GONE else body
+        return None if answer.status is Status.ENDED else body
 
     def release(self, lease: int, token: bytes) -> None:
-        """Give a lease back. If that fails it ends by its deadline, and this line is no more."""
+        """Release a lease. If that fails it ends by its deadline, and this connection is closed."""
         try:
-            self.ask(RequestFrame(Op.RELEASE, lease, token))
-            self.body()
+            self.send(RequestFrame(Op.RELEASE, lease, token))
+            self.receive_body()
         except KvrelayError:
-            self.sound = False
+            self.usable = False
 
-    def descriptor(self) -> tuple[int, int]:
-        """The descriptor that comes with the next answer, and the size of what it is of."""
+    def receive_descriptor(self) -> tuple[int, int]:
+        """The file descriptor that comes with the next answer, and the size of its memory."""
         data, fd = self.sock.receive_descriptor(ANSWER_BYTES)
         try:
             answer = self._checked(data)
             if fd is None or answer.length != SIZE_BYTES:
-                raise Corrupt("answer", "a descriptor was asked for and did not come")
+                raise Corrupt("answer", "it came without the file descriptor")
             return fd, int.from_bytes(self.sock.receive(SIZE_BYTES), "little")
         except KvrelayError:
             if fd is not None:
@@ -70,15 +70,15 @@ class StoreConnection:
     def _checked(self, data: bytes) -> AnswerFrame:
         answer = parse_frame(data)
         if answer.boot != self.boot:
-            raise Unavailable("the store was started anew")
+            raise Unavailable("the store was restarted")
         if answer.status is Status.REJECTED:
             reason = self.sock.receive(min(answer.length, MAX_REASON))
-            raise Corrupt("lane", f"refused: {reason.decode('utf-8', 'replace')}")
+            raise Corrupt("request", f"refused: {reason.decode('utf-8', 'replace')}")
         return answer
 
 
 def dial_unix(name: str, deadline: Deadline, boot: bytes) -> StoreConnection:
-    """To a store on this host that is run by our own user or root."""
+    """Connect to a store on this host that our own user or root runs."""
     try:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(deadline.remaining())
@@ -92,8 +92,8 @@ def dial_unix(name: str, deadline: Deadline, boot: bytes) -> StoreConnection:
 
 
 def dial_tcp(host: str, port: int, deadline: Deadline, boot: bytes) -> StoreConnection:
-    """To a store on any host."""
+    """Connect to a store on any host."""
     try:
         return StoreConnection(socket.create_connection((host, port), deadline.remaining()), boot)
     except OSError as error:
-        raise Unavailable(f"no lane to {host}:{port}: {error}") from error
+        raise Unavailable(f"cannot connect to the store's socket {host}:{port}: {error}") from error

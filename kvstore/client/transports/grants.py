@@ -1,19 +1,19 @@
-"""What the store wants of the blocks it was offered, and what became of all of them."""
+"""Reservations from the client's side: which offered blocks the store wants, and the outcomes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvrelay.errors import Corrupt, KvrelayError, Unavailable
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import store_pb2 as pb
 from kvstore.base import Offer, Outcome, PutStatus
+from kvstore.client.calls import StoreCalls
 from kvstore.wire.messages import VERDICTS, claim_message
 
-FORGO_SECONDS = 1.0
+ABANDON_SECONDS = 1.0
 
 _RESERVED = VERDICTS[PutStatus.RESERVED]
 _OUTCOMES = {
@@ -25,7 +25,7 @@ _KNOWN = {_RESERVED, *_OUTCOMES}
 
 @dataclass(frozen=True, slots=True)
 class PutTicket:
-    """What ``Reserve`` gave, at the store's start ``boot``."""
+    """The right to send reserved blocks, given by ``Reserve`` at the store's start ``boot``."""
 
     serial: int
     token: bytes
@@ -33,19 +33,12 @@ class PutTicket:
 
 
 def reserve_request(offers: Sequence[Offer], wait: float = 0.0) -> pb.ReserveRequest:
-    """``Reserve`` for ``offers``, to wait up to so many seconds for other writers."""
+    """``Reserve`` for ``offers``; the store waits up to ``wait`` seconds for other writers."""
     return pb.ReserveRequest(claims=map(claim_message, offers), wait_ms=round(wait * 1000))
 
 
-class Reserver(Protocol):
-    """The gRPC side."""
-
-    def forgo(self, ticket: int, timeout: float) -> None:
-        """Give up a reservation."""
-
-
 class PutGrant:
-    """The answer to ``Reserve``; ``Corrupt`` if it is not one for ``offers``."""
+    """The answer to ``Reserve`` for ``offers``; ``Corrupt`` if it does not fit them."""
 
     def __init__(self, answer: pb.ReserveResponse, offers: Sequence[Offer]) -> None:
         self.ticket = PutTicket(answer.ticket, answer.proof, answer.boot)
@@ -57,20 +50,21 @@ class PutGrant:
         self.wanted = [o for o, v in zip(offers, self._verdicts, strict=True) if v == _RESERVED]
 
     def outcomes(self, sent: Iterator[Outcome]) -> list[Outcome]:
-        """Of all the offers, given those of what was wanted."""
+        """The outcomes of all offers, given those of the wanted blocks that were sent."""
         return [next(sent) if v == _RESERVED else _OUTCOMES[v] for v in self._verdicts]
 
 
 @contextmanager
-def abandoned_on_error(calls: Reserver, granted: PutGrant, deadline: Deadline) -> Iterator[None]:
-    """What gRPC reserved is given up when the way it was reserved for breaks.
+def abandoned_on_error(calls: StoreCalls, granted: PutGrant, deadline: Deadline) -> Iterator[None]:
+    """Abandon a reservation when the transport that should send its blocks fails.
 
-    The store may not know that way as the ticket's, and would keep the blocks from all others.
+    The store may not have seen the ticket on that transport, so its end would not release the
+    blocks for other writers.
     """
     try:
         yield
     except (Unavailable, Corrupt):
-        if granted.wanted and (left := deadline.earlier(FORGO_SECONDS).remaining()):
-            with suppress(KvrelayError):  # it ends by its deadline
-                calls.forgo(granted.ticket.serial, left)
+        if granted.wanted and (left := deadline.earlier(ABANDON_SECONDS).remaining()):
+            with suppress(KvrelayError):  # the reservation ends by its deadline
+                calls.abandon(granted.ticket.serial, left)
         raise

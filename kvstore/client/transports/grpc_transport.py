@@ -1,4 +1,4 @@
-"""The way of gRPC streams: slower than the others, and it works wherever gRPC does."""
+"""The transport over gRPC streams: slower than the others, and it works wherever gRPC does."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.wire.messages import claim_message, outcomes_of
 
 
 class GrpcTransport:
-    """A ``Way``."""
+    """A ``Transport``."""
 
     name = "grpc"
     title = "gRPC streams"
@@ -27,8 +27,8 @@ class GrpcTransport:
     def get(
         self, wants: Sequence[Want], progress: GetProgress, deadline: Deadline
     ) -> Generator[GetResult, None, None]:
-        """As the protocol says."""
-        base, left = progress.done, wants[progress.done :]
+        base = progress.done
+        left = wants[base:]
         request = pb.GetRequest(names=[want.name for want in left])
         with mapped_errors():
             call = self._calls.get(request, timeout=deadline.remaining())
@@ -40,14 +40,12 @@ class GrpcTransport:
                 call.cancel()
 
     def put(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
-        """As the protocol says."""
-        return self.send(
-            PutGrant(self._calls.claim(reserve_request(offers), deadline), offers), deadline
-        )
+        answer = self._calls.reserve(reserve_request(offers), deadline)
+        return self.send(PutGrant(answer, offers), deadline)
 
     def send(self, granted: PutGrant, deadline: Deadline) -> list[Outcome]:
-        """As the protocol says."""
-        wanted, sent = granted.wanted, pb.PutResponse()
+        wanted = granted.wanted
+        sent = pb.PutResponse()
         if wanted:
             head = pb.PutHead(ticket=granted.ticket.serial, claims=map(claim_message, wanted))
             with mapped_errors():
@@ -55,20 +53,20 @@ class GrpcTransport:
         return granted.outcomes(iter(outcomes_of(sent, len(wanted))))
 
     def close(self, cut: bool = True) -> None:
-        """As the protocol says; the channel is its owner's."""
+        """Nothing: the channel belongs to the ``RemoteStore``."""
 
 
 def _messages(head: pb.PutHead, offers: Sequence[Offer]) -> Iterator[bytes]:
-    """gRPC asks for these in a thread of its own, and sends none once the call has ended.
+    """gRPC iterates over these in a thread of its own, and sends none after the call has ended.
 
-    So what a caller changes in its buffers after ``put`` has returned never leaves this process.
+    So changes of the caller's buffers after ``put`` has returned never leave this process.
     """
     yield pb.PutRequest(head=head).SerializeToString()
     yield from data_messages(buffers_of(offers))
 
 
 def buffers_of(offers: Sequence[Offer]) -> Iterator[memoryview]:
-    """The bytes of the blocks, one after another, each read when its turn comes."""
+    """Header and payload of each block, which is read when its turn comes."""
     for offer in offers:
         block = read_offer(offer).seal()
         yield memoryview(block.header)
@@ -76,7 +74,7 @@ def buffers_of(offers: Sequence[Offer]) -> Iterator[memoryview]:
 
 
 def _received(wants: Sequence[Want], messages: Iterator[bytes]) -> Iterator[GetResult]:
-    """Pours the stream into the buffers of ``wants``; each ``GetResult`` as soon as it is whole."""
+    """Copy the stream into the buffers of ``wants``; yields each block as soon as it is whole."""
     part, body = parse(next(messages, b""))
     if part != HEAD:
         raise Corrupt("head", "must be the first message of an answer to Get")
@@ -84,12 +82,12 @@ def _received(wants: Sequence[Want], messages: Iterator[bytes]) -> Iterator[GetR
     if len(lengths) != len(wants):
         raise Corrupt("lengths", f"{len(lengths)} came for {len(wants)} names")
     done: list[GetResult] = []
-    pour = ScatterBuffers(_targets(wants, lengths, done))
+    scatter = ScatterBuffers(_targets(wants, lengths, done))
     yield from _drained(done)
     for message in messages:
-        pour.feed(parse(message)[1])
+        scatter.feed(parse(message)[1])
         yield from _drained(done)
-    if not pour.full:
+    if not scatter.full:
         raise Corrupt("data", "ended before the last block was whole")
 
 

@@ -1,7 +1,8 @@
-"""Which way the bytes go: the fastest that works, found when first needed and after a break.
+"""The choice of a transport: the fastest that works, at first use and again after a failure.
 
-Same host and same user: shared memory. Else a socket lane. Else, and whenever the others break,
-gRPC streams. A way that broke is not tried again for a while, unless the store was started anew.
+Shared memory on the same host for the same user, else a TCP socket, else gRPC streams, which also
+replace the others when these fail. A transport that failed is avoided for a while, unless the
+store was restarted.
 """
 
 from __future__ import annotations
@@ -23,137 +24,142 @@ from kvstore.client.transports.socket_transport import SocketTransport
 
 log = logging.getLogger("kvrelay.store")
 
-TRANSPORTS = ("shm", "lane", "grpc")
+TRANSPORTS = ("shm", "socket", "grpc")
 CONNECT_SECONDS = 2.0
-AVOID_SECONDS = 5.0  # a way that broke
-ABSENT_SECONDS = 30.0  # one that could not be gone in the first place
+FAILED_SECONDS = 5.0
+"""How long a transport is avoided that failed during a call."""
+
+UNAVAILABLE_SECONDS = 30.0
+"""How long a transport is avoided that could not be opened."""
 
 
 class TransportSelector:
-    """Thread-safe. ``forced`` is the only way to begin with; those after it still help it out."""
+    """Thread-safe. Begins with the transport ``forced``; those after it replace it if it fails."""
 
     def __init__(self, address: str, calls: StoreCalls, forced: str | None) -> None:
         self._address = Address.parse(address)
         self._calls = calls
         self._forced = forced
-        self._stream = GrpcTransport(calls)
+        self._grpc = GrpcTransport(calls)
         self._lock = threading.Lock()
-        self._making = threading.Lock()
+        self._opening = threading.Lock()
         self._offered: pb.GetTransportsResponse | None = None
         self._boot = b""
-        self._made: dict[str, Transport] = {}
-        self._avoid: dict[str, float] = {}
-        self._said = ""
-        self._emptied = 0  # how often all ways were given up
+        self._open: dict[str, Transport] = {}
+        self._avoid_until: dict[str, float] = {}
+        self._logged = ""
+        self._resets = 0  # how often every transport was closed
         self.breaks: dict[str, int] = {}
         self.used: dict[str, int] = {}
 
-    def best(self, tried: Collection[str], deadline: Deadline) -> Transport:
-        """The first way that is not among ``tried`` and can be gone; the last is always there.
+    def choose(self, tried: Collection[str], deadline: Deadline) -> Transport:
+        """The first available transport that is not among ``tried``; gRPC always is available.
 
-        Raises when the store does not tell its ways in time.
+        Raises if the store does not say in time which transports it offers.
         """
-        way = self._find(tried, deadline)
+        chosen = self._find(tried, deadline)
         with self._lock:
-            self.used[way.name] = self.used.get(way.name, 0) + 1
-            if not tried and way.title != self._said:
-                self._said = way.title
-                log.info("kvrelay://%s: blocks go by %s", self._address, way.title)
-        return way
+            self.used[chosen.name] = self.used.get(chosen.name, 0) + 1
+            if not tried and chosen.title != self._logged:
+                self._logged = chosen.title
+                log.info("kvrelay://%s: blocks go by %s", self._address, chosen.title)
+        return chosen
 
-    def broke(self, way: Transport, error: KvrelayError) -> None:
-        """``way`` failed in the middle of a call."""
+    def failed(self, transport: Transport, error: KvrelayError) -> None:
+        """``transport`` failed during a call."""
+        name = transport.name
         with self._lock:
-            self.breaks[way.name] = self.breaks.get(way.name, 0) + 1
-            self._avoid[way.name] = time.monotonic() + AVOID_SECONDS
+            self.breaks[name] = self.breaks.get(name, 0) + 1
+            self._avoid_until[name] = time.monotonic() + FAILED_SECONDS
             self._offered = None
-            if self._made.get(way.name) is way:
-                del self._made[way.name]
-        way.close(cut=False)
-        log.warning("kvrelay://%s: %s broke: %s", self._address, way.title, error)
+            if self._open.get(name) is transport:
+                del self._open[name]
+        transport.close(cut=False)
+        log.warning("kvrelay://%s: %s failed: %s", self._address, transport.title, error)
 
-    def started(self, boot: bytes) -> None:
-        """The store said which start of it this is: what is left of another is given up.
+    def seen_boot(self, boot: bytes) -> None:
+        """The store answered as its start ``boot``: transports to another start are closed.
 
-        Its memory too, which would stay taken for as long as it is mapped here.
+        That unmaps the arena of that start, which otherwise would keep its memory.
         """
         if boot == self._boot:
             return
         with self._lock:
             self._boot = boot
             self._offered = None
-            self._avoid = {}
-            made = self._empty()
-        for way in made.values():
-            way.close(cut=False)
+            self._avoid_until = {}
+            closing = self._reset()
+        for transport in closing:
+            transport.close(cut=False)
 
     def close(self) -> None:
-        """Give up all connections; calls under way fail."""
+        """Close every connection; calls under way fail."""
         with self._lock:
-            made = self._empty()
-        for way in made.values():
-            way.close()
+            closing = self._reset()
+        for transport in closing:
+            transport.close()
 
-    def _empty(self) -> dict[str, Transport]:
-        made = self._made
-        self._made = {}
-        self._emptied += 1
-        return made
+    def _reset(self) -> list[Transport]:
+        closing = list(self._open.values())
+        self._open = {}
+        self._resets += 1
+        return closing
 
     def _find(self, tried: Collection[str], deadline: Deadline) -> Transport:
         for name in TRANSPORTS[TRANSPORTS.index(self._forced or TRANSPORTS[0]) : -1]:
-            if name in tried or self._avoided(name):
+            if name in tried or self._is_avoided(name):
                 continue
-            if (way := self._made.get(name) or self._make(name, deadline)) is not None:
-                return way
-        return self._stream
+            if (found := self._open.get(name) or self._make(name, deadline)) is not None:
+                return found
+        return self._grpc
 
-    def _avoided(self, name: str) -> bool:
-        return name != self._forced and self._avoid.get(name, 0.0) > time.monotonic()
+    def _is_avoided(self, name: str) -> bool:
+        return name != self._forced and self._avoid_until.get(name, 0.0) > time.monotonic()
 
     def _make(self, name: str, deadline: Deadline) -> Transport | None:
-        """By one thread at a time; others wait for it, each no longer than it has time."""
-        if not self._making.acquire(timeout=deadline.remaining()):
-            raise DeadlineExceeded(f"another call is still looking for a way to {self._address}")
+        """By one thread at a time; each other thread waits until its own deadline at most."""
+        if not self._opening.acquire(timeout=deadline.remaining()):
+            raise DeadlineExceeded(f"another call is still opening a transport to {self._address}")
         try:
-            if self._avoided(name):  # since we have waited
+            if self._is_avoided(name):  # since this thread waited
                 return None
-            return self._made.get(name) or self._attempt(name, self._offers(deadline), deadline)
+            return self._open.get(name) or self._attempt(name, self._offers(deadline), deadline)
         finally:
-            self._making.release()
+            self._opening.release()
 
     def _offers(self, deadline: Deadline) -> pb.GetTransportsResponse:
         if (offered := self._offered) is None:
-            offered = self._calls.ways(deadline)
+            offered = self._calls.transports(deadline)
             with self._lock:
                 self._offered = offered
                 if offered.boot != self._boot:
                     self._boot = offered.boot
-                    self._avoid = {}
+                    self._avoid_until = {}
         return offered
 
     def _attempt(
         self, name: str, offered: pb.GetTransportsResponse, deadline: Deadline
     ) -> Transport | None:
-        """``None`` for a way that cannot be gone. That the caller had no time tells nothing."""
-        forced, emptied = name == self._forced, self._emptied
+        """``None`` if it is unavailable. An expired deadline says nothing about the transport."""
+        forced = name == self._forced
+        resets = self._resets
         limit = deadline if forced else deadline.earlier(CONNECT_SECONDS)
         makers: dict[str, Callable[[], Transport]] = {
             "shm": lambda: SharedMemoryTransport(offered, limit),
-            "lane": lambda: SocketTransport(offered, self._address.host, self._calls, limit),
+            "socket": lambda: SocketTransport(offered, self._address.host, self._calls, limit),
         }
         try:
-            way = makers[name]()
+            made = makers[name]()
         except (KvrelayError, OSError) as error:
             if forced or deadline.expired:
-                raise Unavailable(f"way={name} cannot be gone: {error}") from error
-            log.info("kvrelay://%s: no way %s: %s", self._address, name, error)
+                raise Unavailable(f"transport {name} is unavailable: {error}") from error
+            log.info("kvrelay://%s: transport %s is unavailable: %s", self._address, name, error)
             with self._lock:
-                self._avoid[name] = time.monotonic() + ABSENT_SECONDS
+                self._avoid_until[name] = time.monotonic() + UNAVAILABLE_SECONDS
             return None
         with self._lock:
-            if self._emptied == emptied:
-                self._made[name] = way
-                return way
-        way.close()
-        raise Unavailable("this store was closed, or started anew")
+            if self._resets == resets:
+                self._open[name] = made
+                return made
+        made.close()
+        raise Unavailable("this store was closed, or restarted")

@@ -1,8 +1,8 @@
-"""The way through shared memory, for clients on the store's host: one copy, no message with bytes.
+"""The transport through shared memory, for clients on the store's host: blocks in no message.
 
 A reader asks for the places of its blocks under a lease, copies from the store's arena, which it
-has mapped read-only, and looks whether the lease still stood when each copy ended. A writer fills a
-window of its own, from which the store copies: nobody but the store writes to the arena.
+has mapped read-only, and checks after each copy that the lease had not ended. A writer fills a
+window of its own, from which the store copies: only the store writes to the arena.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ from kvrelay.errors import Corrupt, Unavailable
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import store_pb2 as pb
 from kvstore.base import GetResult, Offer, Outcome, Want
-from kvstore.client.transports.base import (
-    GetProgress,
-    borrowed,
-    lease_ms,
-    parse_answer,
-)
+from kvstore.client.transports.base import GetProgress, borrowed, lease_ms, parse_answer
 from kvstore.client.transports.connection import StoreConnection, dial_unix
 from kvstore.client.transports.grants import PutGrant, reserve_request
 from kvstore.client.transports.staging import Staging, batches, first_batch
@@ -33,92 +28,90 @@ from kvstore.wire.pool import ConnectionPool
 
 
 class SharedMemoryTransport:
-    """A ``Way``. ``Unavailable`` when made for a store that is not here."""
+    """A ``Transport``. The constructor raises ``Unavailable`` if the store is not on this host."""
 
     name = "shm"
     title = "shared memory"
 
-    def __init__(self, ways: pb.GetTransportsResponse, deadline: Deadline) -> None:
-        if not ways.unix_socket or not ways.arena_bytes:
+    def __init__(self, offered: pb.GetTransportsResponse, deadline: Deadline) -> None:
+        if not offered.unix_socket or not offered.arena_bytes:
             raise Unavailable("the store shares no memory")
-        self._boot = ways.boot
-        self._lines = ConnectionPool(
-            lambda deadline: dial_unix(ways.unix_socket, deadline, ways.boot)
+        self._boot = offered.boot
+        self._pool = ConnectionPool(
+            lambda deadline: dial_unix(offered.unix_socket, deadline, offered.boot)
         )
         self._windows: weakref.WeakKeyDictionary[StoreConnection, mmap.mmap] = (
             weakref.WeakKeyDictionary()
         )
-        with borrowed(self._lines, deadline) as line:
-            line.ask(RequestFrame(Op.ATTACH))
-            fd, size = line.descriptor()
+        with borrowed(self._pool, deadline) as connection:
+            connection.send(RequestFrame(Op.ATTACH))
+            fd, size = connection.receive_descriptor()
             try:
-                self._arena = memoryview(open_arena(fd, size, ways.boot))
+                self._arena = memoryview(open_arena(fd, size, offered.boot))
             finally:
                 os.close(fd)
 
     def get(
         self, wants: Sequence[Want], progress: GetProgress, deadline: Deadline
     ) -> Generator[GetResult, None, None]:
-        """As the protocol says."""
         left = wants[progress.done :]
-        with borrowed(self._lines, deadline) as line:
+        with borrowed(self._pool, deadline) as connection:
             asked = time.monotonic()
-            found = self._locate(line, left, deadline)
+            found = self._locate(connection, left, deadline)
             until = asked + found.lease_ms / 1000
             try:
                 for want, length, offset in zip(left, found.lengths, found.offsets, strict=True):
                     got = self._fetch(progress.done, want, length, offset)
-                    if time.monotonic() >= until:  # it may have been another block by then
+                    if time.monotonic() >= until:  # its place may hold another block by now
                         got = GetResult(progress.done, None)
                     progress.done += 1
                     yield got
             finally:
                 if found.lease:
-                    line.release(found.lease, found.proof)
+                    connection.release(found.lease, found.proof)
 
     def put(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
-        """As the protocol says. The first batch is written while the rest is being reserved."""
+        """The first batch is written while the rest is being reserved."""
         body = reserve_request(offers).SerializeToString()
-        with borrowed(self._lines, deadline) as line:
-            staging, limit = Staging(line, self._window(line)), first_batch(offers)
+        with borrowed(self._pool, deadline) as connection:
+            staging = Staging(connection, self._window(connection))
+            limit = first_batch(offers)
             first = len(next(batches(offers, limit, staging.half)))
-            line.ask(RequestFrame(Op.RESERVE, first=first, body=len(body)), body)
-            begun = _granted(line, offers[:first])
+            connection.send(RequestFrame(Op.RESERVE, first=first, body=len(body)), body)
+            begun = _granted(connection, offers[:first])
             if first == len(offers):
                 staging.send(begun, limit)
                 return begun.outcomes(staging.finish())
             staging.send(begun, limit, last=False)
-            rest = _granted(line, offers[first:])
+            rest = _granted(connection, offers[first:])
             staging.send(rest, 2 * limit)
             sent = staging.finish()
             return begun.outcomes(sent) + rest.outcomes(sent)
 
     def send(self, granted: PutGrant, deadline: Deadline) -> list[Outcome]:
-        """As the protocol says."""
         if granted.ticket.boot != self._boot:
-            raise Unavailable("the store was started anew")
-        with borrowed(self._lines, deadline) as line:
-            staging = Staging(line, self._window(line))
+            raise Unavailable("the store was restarted")
+        with borrowed(self._pool, deadline) as connection:
+            staging = Staging(connection, self._window(connection))
             staging.send(granted, first_batch(granted.wanted))
             return granted.outcomes(staging.finish())
 
     def close(self, cut: bool = True) -> None:
-        """As the protocol says."""
-        self._lines.close(cut)
+        self._pool.close(cut)
 
     def _locate(
-        self, line: StoreConnection, wants: Sequence[Want], deadline: Deadline
+        self, connection: StoreConnection, wants: Sequence[Want], deadline: Deadline
     ) -> pb.LocateResponse:
         names = [want.name for want in wants]
         body = pb.LocateRequest(names=names, lease_ms=lease_ms(deadline)).SerializeToString()
-        line.ask(RequestFrame(Op.LOCATE, body=len(body)), body)
-        found = parse_answer(pb.LocateResponse, line.body())
+        connection.send(RequestFrame(Op.LOCATE, body=len(body)), body)
+        found = parse_answer(pb.LocateResponse, connection.receive_body())
         if not len(found.lengths) == len(found.offsets) == len(wants):
             raise Corrupt("lengths", f"{len(found.lengths)} came for {len(wants)} names")
         return found
 
     def _fetch(self, index: int, want: Want, length: int, offset: int) -> GetResult:
-        """One block: its header's bytes, the payload goes into its buffer."""
+        """Copy one block: the payload goes into its buffer."""
         if not length or (split := want.header_length(length)) is None:
             return GetResult(index, None)
         if offset + length > len(self._arena):
@@ -128,17 +121,17 @@ class SharedMemoryTransport:
         summed = copy_summed(want.buffer, self._arena[start : offset + length])
         return GetResult(index, header, summed)
 
-    def _window(self, line: StoreConnection) -> memoryview:
-        window = self._windows.get(line)
+    def _window(self, connection: StoreConnection) -> memoryview:
+        window = self._windows.get(connection)
         if window is None:
-            line.ask(RequestFrame(Op.WINDOW))
-            fd, size = line.descriptor()
+            connection.send(RequestFrame(Op.WINDOW))
+            fd, size = connection.receive_descriptor()
             try:
-                window = self._windows[line] = mmap.mmap(fd, size)
+                window = self._windows[connection] = mmap.mmap(fd, size)
             finally:
                 os.close(fd)
         return memoryview(window)
 
 
-def _granted(line: StoreConnection, offers: Sequence[Offer]) -> PutGrant:
-    return PutGrant(parse_answer(pb.ReserveResponse, line.body()), offers)
+def _granted(connection: StoreConnection, offers: Sequence[Offer]) -> PutGrant:
+    return PutGrant(parse_answer(pb.ReserveResponse, connection.receive_body()), offers)

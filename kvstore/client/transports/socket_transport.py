@@ -1,136 +1,229 @@
-"""The way over a plain socket, for clients on other hosts: gRPC finds, the lane carries.
+"""The transport over a TCP socket, for clients on other hosts: gRPC locates, the socket carries.
 
-Blocks are received straight into the caller's buffers, one request ahead, and sent from them.
+Blocks are received straight into the caller's buffers, with the next requests already sent, and
+are sent from the caller's buffers.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from kvrelay.errors import Corrupt, KvrelayError, Unavailable
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import store_pb2 as pb
 from kvstore.base import GetResult, Offer, Outcome, Want
+from kvstore.client.calls import StoreCalls
 from kvstore.client.transports.base import GetProgress, borrowed, lease_ms, parse_outcomes
-from kvstore.client.transports.connection import dial_tcp
-from kvstore.client.transports.fetching import batches_of, receive_batch, request_batch
+from kvstore.client.transports.connection import StoreConnection, dial_tcp
 from kvstore.client.transports.grants import PutGrant, abandoned_on_error, reserve_request
-from kvstore.client.transports.staging import send
+from kvstore.client.transports.staging import send_blocks
+from kvstore.wire.buffers import skip
+from kvstore.wire.copying import HASH_CHUNK, receive_summed
+from kvstore.wire.frames import Op, RequestFrame, Status
 from kvstore.wire.pool import ConnectionPool
 
 RELEASE_SECONDS = 1.0
+
 AHEAD = 2
-"""Requests on their way while the blocks of another are received."""
+"""Requests that have been sent while the blocks of another one are received."""
 
+BATCH_BYTES = 4 << 20
+"""Asked for in one request."""
 
-class Finder(Protocol):
-    """The gRPC side."""
+LARGE = 128 << 10
+"""From this size on a block is received by itself, and summed while it lies in the CPU's cache."""
 
-    def locate(
-        self, names: Sequence[bytes], lease_ms: int, deadline: Deadline
-    ) -> pb.LocateResponse:
-        """``Locate``, held for ``lease_ms``."""
-
-    def claim(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
-        """``Reserve``."""
-
-    def forgo(self, ticket: int, timeout: float) -> None:
-        """Give up a reservation."""
-
-    def let_go(self, boot: bytes, lease: int, timeout: float) -> None:
-        """``Release``."""
+Received = tuple[int, bytes | None, int | None]
+"""Index of a want, its header (``None``: absent), and the payload's checksum if it was computed."""
 
 
 class SocketTransport:
-    """A ``Way``. ``Unavailable`` when made for a store that cannot be reached so."""
+    """A ``Transport``. The constructor raises ``Unavailable`` if the store cannot be reached so."""
 
-    name = "lane"
-    title = "socket lane"
+    name = "socket"
+    title = "TCP socket"
 
     def __init__(
-        self, ways: pb.GetTransportsResponse, host: str, finder: Finder, deadline: Deadline
+        self,
+        offered: pb.GetTransportsResponse,
+        host: str,
+        calls: StoreCalls,
+        deadline: Deadline,
     ) -> None:
-        if not ways.socket_port:
-            raise Unavailable("the store has no lane")
-        self._boot = ways.boot
-        self._finder = finder
-        self._lines = ConnectionPool(
-            lambda deadline: dial_tcp(host, ways.socket_port, deadline, ways.boot)
+        if not offered.socket_port:
+            raise Unavailable("the store offers no socket")
+        self._boot = offered.boot
+        self._calls = calls
+        self._pool = ConnectionPool(
+            lambda deadline: dial_tcp(host, offered.socket_port, deadline, offered.boot)
         )
-        with borrowed(self._lines, deadline):
-            """Its first connection is made here, so that a lane that cannot be reached is known."""
+        with borrowed(self._pool, deadline):
+            """The first connection is made here: a socket that cannot be reached raises."""
 
     def get(
         self, wants: Sequence[Want], progress: GetProgress, deadline: Deadline
     ) -> Generator[GetResult, None, None]:
-        """As the protocol says."""
-        left = wants[progress.done :]
+        base = progress.done
+        left = wants[base:]
         asked = time.monotonic()
-        found = self._finder.locate([want.name for want in left], lease_ms(deadline), deadline)
+        found = self._calls.locate([want.name for want in left], lease_ms(deadline), deadline)
         if found.boot != self._boot:
-            raise Unavailable("the store was started anew")
+            raise Unavailable("the store was restarted")
         if len(found.lengths) != len(left):
             raise Corrupt("lengths", f"{len(found.lengths)} came for {len(left)} names")
-        base, until = progress.done, asked + found.lease_ms / 1000
-        whole = False
+        until = asked + found.lease_ms / 1000
+        complete = False
         try:
             for index, header, summed in self._fetch(left, found, deadline):
                 if time.monotonic() >= until:
-                    header = None  # what was sent may have been another block by then
+                    header = None  # its place may have held another block when it was sent
                 progress.done = base + index + 1
                 yield GetResult(base + index, header, summed)
-            whole = True
+            complete = True
         finally:
-            if found.lease and not whole:
-                self._let_go(found)
+            if found.lease and not complete:
+                self._release(found)
 
     def put(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
-        """As the protocol says."""
-        granted = PutGrant(self._finder.claim(reserve_request(offers), deadline), offers)
-        with abandoned_on_error(self._finder, granted, deadline):
+        granted = PutGrant(self._calls.reserve(reserve_request(offers), deadline), offers)
+        with abandoned_on_error(self._calls, granted, deadline):
             return self.send(granted, deadline)
 
     def send(self, granted: PutGrant, deadline: Deadline) -> list[Outcome]:
-        """As the protocol says."""
         if granted.ticket.boot != self._boot:
-            raise Unavailable("the store was started anew")
+            raise Unavailable("the store was restarted")
         sent: list[Outcome] = []
         if granted.wanted:
-            with borrowed(self._lines, deadline) as line:
-                send(line, granted.ticket, granted.wanted, last=True)
-                sent = parse_outcomes(line.body(), len(granted.wanted))
+            with borrowed(self._pool, deadline) as connection:
+                send_blocks(connection, granted.ticket, granted.wanted, last=True)
+                sent = parse_outcomes(connection.receive_body(), len(granted.wanted))
         return granted.outcomes(iter(sent))
 
     def close(self, cut: bool = True) -> None:
-        """As the protocol says."""
-        self._lines.close(cut)
+        self._pool.close(cut)
 
     def _fetch(
         self, wants: Sequence[Want], found: pb.LocateResponse, deadline: Deadline
-    ) -> Iterator[tuple[int, bytes | None, int | None]]:
-        """Number, header and checksum of each want, in order; payloads go into their buffers."""
+    ) -> Iterator[Received]:
+        """Each want, in order; payloads go into their buffers."""
         batches = batches_of(wants, found.lengths)
         done = 0
         if batches:
-            with borrowed(self._lines, deadline) as line:
+            with borrowed(self._pool, deadline) as connection:
                 for number in range(min(AHEAD, len(batches))):
-                    request_batch(line, found, batches, number)
+                    _request(connection, found, batches, number)
                 for number, batch in enumerate(batches):
                     if number + AHEAD < len(batches):
-                        request_batch(line, found, batches, number + AHEAD)
-                    for one in receive_batch(line, wants, found.lengths, batch):
-                        while done < one[0]:
+                        _request(connection, found, batches, number + AHEAD)
+                    for received in _receive(connection, wants, found.lengths, batch):
+                        while done < received[0]:
                             yield done, None, None
                             done += 1
-                        yield one
+                        yield received
                         done += 1
-                line.body()
+                connection.receive_body()
         yield from ((absent, None, None) for absent in range(done, len(wants)))
 
-    def _let_go(self, found: pb.LocateResponse) -> None:
+    def _release(self, found: pb.LocateResponse) -> None:
         try:
-            self._finder.let_go(found.boot, found.lease, RELEASE_SECONDS)
+            self._calls.release_lease(found.boot, found.lease, RELEASE_SECONDS)
         except KvrelayError:
-            return  # it ends by its deadline
+            return  # the lease ends by its deadline
+
+
+@dataclass(slots=True)
+class FetchBatch:
+    """Blocks that follow one another in the lease, from number ``first`` on."""
+
+    first: int
+    wants: list[int]
+    size: int
+
+
+def batches_of(wants: Sequence[Want], lengths: Sequence[int]) -> list[FetchBatch]:
+    """The blocks that were found, in batches. The lease holds a name asked for twice once."""
+    batches: list[FetchBatch] = []
+    numbers: dict[bytes, int] = {}
+    for index, (want, length) in enumerate(zip(wants, lengths, strict=True)):
+        if not length:
+            continue
+        number = numbers.setdefault(want.name, len(numbers))
+        last = batches[-1] if batches else None
+        if (
+            last is None
+            or number != last.first + len(last.wants)
+            or last.size + length > BATCH_BYTES
+        ):
+            last = FetchBatch(number, [], 0)
+            batches.append(last)
+        last.wants.append(index)
+        last.size += length
+    return batches
+
+
+def _request(
+    connection: StoreConnection,
+    found: pb.LocateResponse,
+    batches: Sequence[FetchBatch],
+    number: int,
+) -> None:
+    batch = batches[number]
+    last = number == len(batches) - 1
+    connection.send(
+        RequestFrame(Op.GET, found.lease, found.proof, batch.first, len(batch.wants), last=last)
+    )
+
+
+def _receive(
+    connection: StoreConnection, wants: Sequence[Want], lengths: Sequence[int], batch: FetchBatch
+) -> Iterator[Received]:
+    """Each block of a batch, in order; all are absent if the lease has ended."""
+    answer = connection.receive_frame()
+    if answer.status is Status.ENDED:
+        yield from ((index, None, None) for index in batch.wants)
+        return
+    if answer.length != batch.size:
+        raise Corrupt("answer", f"{answer.length} bytes came and {batch.size} were located")
+    largest = max(lengths[index] for index in batch.wants)
+    if largest < LARGE:
+        step = HASH_CHUNK // largest
+        for start in range(0, len(batch.wants), step):
+            yield from _small(connection, wants, lengths, batch.wants[start : start + step])
+        return
+    for index in batch.wants:
+        header, summed = _large(connection, wants[index], lengths[index])
+        yield index, header, summed
+
+
+def _small(
+    connection: StoreConnection,
+    wants: Sequence[Want],
+    lengths: Sequence[int],
+    indices: Sequence[int],
+) -> Iterator[Received]:
+    """Blocks received by one system call; few enough to be in the CPU's cache when verified."""
+    headers: list[bytearray | None] = []
+    views: list[memoryview] = []
+    for index in indices:
+        split = wants[index].header_length(lengths[index])
+        header = None if split is None else bytearray(split)
+        headers.append(header)
+        views += (
+            skip(lengths[index]) if header is None else (memoryview(header), wants[index].buffer)
+        )
+    connection.sock.receive_into(views)
+    for index, header in zip(indices, headers, strict=True):
+        yield index, None if header is None else bytes(header), None
+
+
+def _large(connection: StoreConnection, want: Want, length: int) -> tuple[bytes | None, int | None]:
+    """One block, summed chunk by chunk while the next chunk is on its way."""
+    if (split := want.header_length(length)) is None:
+        for scratch in skip(length):
+            connection.sock.receive_into([scratch])
+        return None, None
+    header = bytearray(split)
+    summed = receive_summed(connection.sock.receive_into, memoryview(header), want.buffer)
+    return bytes(header), summed

@@ -1,4 +1,4 @@
-"""Blocks on their way to the store over a lane: staged in a window, or through the socket."""
+"""Blocks sent to the store on a socket connection: by a shared window, or through the socket."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ from kvstore.client.transports.grants import PutGrant, PutTicket
 from kvstore.wire.copying import copy, copy_summed
 from kvstore.wire.frames import BlockRow, Op, RequestFrame
 
-FIRST, LEAST_BATCH, MOST_BATCH = 16, 384 << 10, 4 << 20
-"""A 16th part of a call is staged at first, so that the store soon has something to do, and then
-twice as much each time: a request costs as much as some blocks."""
+FIRST_PART = 16
+LEAST_BATCH = 384 << 10
+MOST_BATCH = 4 << 20
+"""A 16th part of a call is staged first, so that the store soon has work, and then twice as much
+each time: a request costs as much as some blocks."""
 
 
 def first_batch(offers: Sequence[Offer]) -> int:
-    """How many bytes of a call to begin with."""
-    return max(sum(offer.size for offer in offers) // FIRST, LEAST_BATCH)
+    """Bytes of the first batch of a call."""
+    return max(sum(offer.size for offer in offers) // FIRST_PART, LEAST_BATCH)
 
 
 def batches(offers: Sequence[Offer], limit: int, half: int) -> Iterator[list[Offer]]:
-    """In order: as many as ``limit`` bytes, then twice as many each time; what is longer, alone."""
+    """``offers`` in order: first ``limit`` bytes, then twice as many; a longer block alone."""
     batch: list[Offer] = []
     size = 0
     for offer in offers:
         if batch and size + offer.size > min(limit, MOST_BATCH, half):
             yield batch
-            batch, size, limit = [], 0, 2 * limit
+            batch = []
+            size = 0
+            limit *= 2
         batch.append(offer)
         size += offer.size
     if batch:
@@ -38,10 +42,10 @@ def batches(offers: Sequence[Offer], limit: int, half: int) -> Iterator[list[Off
 
 
 class Staging:
-    """One put through a window: one half is filled while the store takes what is in the other."""
+    """One put through a window: one half is filled while the store reads the other."""
 
-    def __init__(self, line: StoreConnection, window: memoryview) -> None:
-        self._line = line
+    def __init__(self, connection: StoreConnection, window: memoryview) -> None:
+        self._connection = connection
         self._window = window
         self.half = len(window) // 2
         self._pending: deque[int] = deque()
@@ -49,38 +53,38 @@ class Staging:
         self._start = 0
 
     def send(self, granted: PutGrant, limit: int, last: bool = True) -> None:
-        """What was granted, in batches from ``limit`` bytes on; ``last``: nothing comes after."""
+        """Send granted blocks, the first batch of ``limit`` bytes; ``last``: no more follow."""
         parts = list(batches(granted.wanted, limit, self.half))
         for number, batch in enumerate(parts, 1):
-            if len(self._pending) == 2:  # it lies where we are about to write
+            if len(self._pending) == 2:  # the store still reads the half that is written next
                 self._receive()
             end = last and number == len(parts)
             if batch[0].size > self.half:
-                send(self._line, granted.ticket, batch, end)
+                send_blocks(self._connection, granted.ticket, batch, end)
             else:
-                _fill(self._line, granted.ticket, batch, self._window, self._start, end)
+                _fill(self._connection, granted.ticket, batch, self._window, self._start, end)
             self._pending.append(len(batch))
             self._start = self.half - self._start
 
     def finish(self) -> Iterator[Outcome]:
-        """The outcomes of all that was sent."""
+        """The outcomes of every block that was sent."""
         while self._pending:
             self._receive()
         return iter(self._outcomes)
 
     def _receive(self) -> None:
-        self._outcomes += parse_outcomes(self._line.body(), self._pending.popleft())
+        self._outcomes += parse_outcomes(self._connection.receive_body(), self._pending.popleft())
 
 
 def _fill(
-    line: StoreConnection,
+    connection: StoreConnection,
     ticket: PutTicket,
     offers: Sequence[Offer],
     window: memoryview,
     start: int,
     last: bool,
 ) -> None:
-    """Blocks into the window, and a request to take them from there."""
+    """Write blocks into the window, and ask the store to read them from there."""
     rows = []
     for offer in offers:
         _place(read_offer(offer), window[start : start + offer.size])
@@ -88,21 +92,23 @@ def _fill(
         start += offer.size
     body = b"".join(rows)
     count = len(offers)
-    line.ask(
+    connection.send(
         RequestFrame(Op.STAGE, ticket.serial, ticket.token, 0, count, len(body), last=last), body
     )
 
 
-def send(line: StoreConnection, ticket: PutTicket, offers: Sequence[Offer], last: bool) -> None:
-    """Blocks through the socket."""
+def send_blocks(
+    connection: StoreConnection, ticket: PutTicket, offers: Sequence[Offer], last: bool
+) -> None:
+    """Send blocks through the socket."""
     body = b"".join(BlockRow(offer.name, offer.size).encode() for offer in offers)
     count = len(offers)
-    line.ask(
+    connection.send(
         RequestFrame(Op.PUT, ticket.serial, ticket.token, 0, count, len(body), last=last), body
     )
     for offer in offers:
         block = read_offer(offer).seal()
-        line.sock.send([block.header, block.payload])
+        connection.sock.send([block.header, block.payload])
 
 
 def _place(block: Block, target: memoryview) -> None:

@@ -1,4 +1,4 @@
-"""The store's side of a lane: whom it takes, how much of an answer is sent ahead of its reader."""
+"""The store's side of a socket: who is let in, how much is sent ahead of a reader."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvstore.wire.frames import Op, RequestFrame
 
 
 @pytest.mark.parametrize(("client", "short"), [("127.0.0.1", True), ("127.0.0.2", False)])
-def test_only_a_line_within_one_host_is_kept_short(client: str, short: bool) -> None:
+def test_only_a_connection_within_one_host_is_kept_short(client: str, short: bool) -> None:
     """What another host needs in flight is for the system to find out."""
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
@@ -46,10 +46,10 @@ def test_strangers_keep_nobody_on_this_host_out(monkeypatch: pytest.MonkeyPatch)
             time.sleep(0.01)
         third = held.enter_context(socket.create_connection(address, 30.0))
         assert third.recv(1) == b""
-        line = dial_unix(made.ways.unix_socket, Deadline.after(30.0), block_store.boot)
-        held.callback(line.sock.close)
-        line.sock.limit(30.0)
-        line.ask(RequestFrame(Op.ATTACH))
-        fd, size = line.descriptor()
+        connection = dial_unix(made.ways.unix_socket, Deadline.after(30.0), block_store.boot)
+        held.callback(connection.sock.close)
+        connection.sock.limit(30.0)
+        connection.send(RequestFrame(Op.ATTACH))
+        fd, size = connection.receive_descriptor()
         os.close(fd)
         assert size == block_store.arena.size

@@ -1,4 +1,4 @@
-"""The three ways to the bytes: how one is chosen, and what happens when it is cut or lies."""
+"""The three transports: how one is chosen, and what happens when it is cut or lies."""
 
 from __future__ import annotations
 
@@ -57,24 +57,24 @@ def address_of(url: str) -> str:
 
 @pytest.fixture
 def proxied(service_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxied]:
-    """A client that goes one way, with a proxy on it. The others are as they are."""
+    """A client of one transport, with a proxy on it. The others are as they are."""
     host, _, port = address_of(service_url).partition(":")
     stores: list[RemoteStore] = []
     proxies: list[Proxy] = []
 
-    def through(way: str) -> tuple[RemoteStore, Proxy]:
+    def through(transport: str) -> tuple[RemoteStore, Proxy]:
         direct = RemoteStore(f"{host}:{port}")
         stores.append(direct)
-        ways = direct._calls.ways(Deadline.after(TIMEOUT))
-        if way == "shm":
-            proxy = Proxy(socket.AF_UNIX, "\0" + ways.unix_socket)
+        offered = direct._calls.transports(Deadline.after(TIMEOUT))
+        if transport == "shm":
+            proxy = Proxy(socket.AF_UNIX, "\0" + offered.unix_socket)
             monkeypatch.setattr(
                 shared_memory,
                 "dial_unix",
                 lambda _, limit, boot: dial_unix(proxy.name, limit, boot),
             )
-        elif way == "lane":
-            proxy = Proxy(socket.AF_INET, (host, ways.socket_port))
+        elif transport == "socket":
+            proxy = Proxy(socket.AF_INET, (host, offered.socket_port))
             monkeypatch.setattr(
                 socket_transport,
                 "dial_tcp",
@@ -83,7 +83,9 @@ def proxied(service_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxi
         else:
             proxy = Proxy(socket.AF_INET, (host, int(port)))
         proxies.append(proxy)
-        stores.append(RemoteStore(f"{host}:{proxy.port if way == 'grpc' else port}", way))
+        stores.append(
+            RemoteStore(f"{host}:{proxy.port if transport == 'grpc' else port}", transport)
+        )
         stores[-1].clear(TIMEOUT)
         return stores[-1], proxy
 
@@ -102,11 +104,11 @@ def plain(service_url: str) -> Iterator[RemoteStore]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "way"),
-    [((), "shm"), (("--no-shared",), "lane"), (("--no-shared", "--no-lane"), "grpc")],
+    ("flags", "transport"),
+    [((), "shm"), (("--no-shared",), "socket"), (("--no-shared", "--no-lane"), "grpc")],
 )
-def test_the_fastest_way_there_is_is_chosen_and_said_once(
-    flags: tuple[str, ...], way: str, caplog: pytest.LogCaptureFixture
+def test_the_fastest_transport_there_is_is_chosen_and_said_once(
+    flags: tuple[str, ...], transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     process, url = start_service("--budget=4MiB", *flags)
     store = RemoteStore(address_of(url))
@@ -116,70 +118,72 @@ def test_the_fastest_way_there_is_is_chosen_and_said_once(
                 block = make(300_000)
                 assert put(store, block) == [PutStatus.STORED]
                 assert get(store, block)[0].header is not None
-        assert store.used == {way: 6}
+        assert store.used == {transport: 6}
         assert len([r for r in caplog.records if "blocks go by" in r.message]) == 1
     finally:
         store.close()
         stop(process)
 
 
-def test_a_way_can_be_forced_and_fails_loudly_where_it_cannot_be_gone(service_url: str) -> None:
-    for way in TRANSPORTS:
-        store = RemoteStore(address_of(service_url), way)
+def test_a_transport_can_be_forced_and_fails_loudly_where_it_is_unavailable(
+    service_url: str,
+) -> None:
+    for transport in TRANSPORTS:
+        store = RemoteStore(address_of(service_url), transport)
         block = make(300_000)
         assert put(store, block) == [PutStatus.STORED]
         get(store, block)
-        assert set(store.used) == {way}
+        assert set(store.used) == {transport}
         store.close()
     process, url = start_service("--budget=1MiB", "--no-shared", "--no-lane")
     try:
-        for way in ("shm", "lane"):
-            store = RemoteStore(address_of(url), way)
-            with pytest.raises(Unavailable, match=f"way={way} cannot be gone"):
+        for transport in ("shm", "socket"):
+            store = RemoteStore(address_of(url), transport)
+            with pytest.raises(Unavailable, match=f"transport {transport} is unavailable"):
                 get(store, make())
             store.close()
     finally:
         stop(process)
 
 
-@pytest.mark.parametrize("query", ["way=pigeon", "way", "fast=1"])
-def test_an_unknown_way_is_refused(query: str) -> None:
-    with pytest.raises(Rejected, match=r"way|fast"):
+@pytest.mark.parametrize("query", ["transport=pigeon", "transport", "fast=1"])
+def test_an_unknown_transport_is_refused(query: str) -> None:
+    with pytest.raises(Rejected, match=r"transport|fast"):
         connect(f"kvrelay://localhost:1?{query}")
 
 
-@pytest.mark.parametrize("way", ["shm", "lane"])
-def test_a_way_that_is_cut_is_left_for_the_next_with_the_same_result(
-    proxied: Proxied, plain: RemoteStore, way: str
+@pytest.mark.parametrize("transport", ["shm", "socket"])
+def test_a_transport_that_is_cut_is_left_for_the_next_with_the_same_result(
+    proxied: Proxied, plain: RemoteStore, transport: str
 ) -> None:
     source = seeded()
-    store, proxy = proxied(way)
+    store, proxy = proxied(transport)
     blocks = [make(200_000) for _ in range(6)]
     assert set(put(plain, *blocks)) == {PutStatus.STORED}
     breaks = 0
     for _ in range(12):
         # After the 40 bytes with which shared memory is attached.
-        proxy.fault = Fault(cut_down=source.randrange(41, 250 if way == "shm" else 1_200_000))
-        store._ways.close()  # new connections, which meet the fault
+        proxy.fault = Fault(cut_down=source.randrange(41, 250 if transport == "shm" else 1_200_000))
+        store._transports.close()  # new connections, which meet the fault
         assert all(got.header is not None for got in get(store, *blocks))
         breaks += proxy.fault.hit.is_set()
     assert breaks > 3
-    assert store.breaks[way] > 0
+    assert store.breaks[transport] > 0
 
 
-def test_what_was_reserved_for_a_lane_that_breaks_is_given_up(
+def test_what_was_reserved_for_a_socket_that_breaks_is_given_up(
     service_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The store has not heard of the ticket on that lane, so its end says nothing to it."""
+    """The store has not seen the ticket on that socket, so its end says nothing to it."""
 
     def cut(*_: object, **__: object) -> None:
-        raise Unavailable("the lane is cut")
+        raise Unavailable("the socket is cut")
 
-    monkeypatch.setattr(socket_transport, "send", cut)
-    store = RemoteStore(address_of(service_url), "lane")
+    monkeypatch.setattr(socket_transport, "send_blocks", cut)
+    store = RemoteStore(address_of(service_url), "socket")
     offers = [offer(make(300_000)) for _ in range(3)]
     before = store.stats(TIMEOUT).counters.abandoned
-    for wait in (0.0, 1.0):  # reserved by the way itself, or before one was chosen
+    for wait in (0.0, 1.0):  # reserved by the transport itself, or before one was chosen
         found = store._put_asked(offers, wait, Deadline.after(TIMEOUT), set())
         assert [outcome.status for outcome in found] == [PutStatus.PENDING] * 3
         stats = store.stats(TIMEOUT)
@@ -189,16 +193,16 @@ def test_what_was_reserved_for_a_lane_that_breaks_is_given_up(
     store.close()
 
 
-@pytest.mark.parametrize("way", ["shm", "lane"])
-def test_a_put_that_is_cut_is_finished_on_the_next_way(
-    proxied: Proxied, plain: RemoteStore, way: str
+@pytest.mark.parametrize("transport", ["shm", "socket"])
+def test_a_put_that_is_cut_is_finished_by_the_next_transport(
+    proxied: Proxied, plain: RemoteStore, transport: str
 ) -> None:
     source = seeded()
-    store, proxy = proxied(way)
+    store, proxy = proxied(transport)
     for _ in range(8):
         blocks = [make(200_000) for _ in range(6)]
-        proxy.fault = Fault(cut_up=source.randrange(49, 900 if way == "shm" else 1_200_000))
-        store._ways.close()
+        proxy.fault = Fault(cut_up=source.randrange(49, 900 if transport == "shm" else 1_200_000))
+        store._transports.close()
         assert set(put(store, *blocks)) <= {PutStatus.STORED, PutStatus.EXISTED}
         assert all(got.header is not None for got in get(plain, *blocks))
     proxy.fault = Fault()
@@ -206,15 +210,15 @@ def test_a_put_that_is_cut_is_finished_on_the_next_way(
     assert (stats.reservations, stats.reserved_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize("way", TRANSPORTS)
-def test_a_way_that_crawls_costs_its_deadline_and_no_more(
-    proxied: Proxied, plain: RemoteStore, way: str
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_transport_that_crawls_costs_its_deadline_and_no_more(
+    proxied: Proxied, plain: RemoteStore, transport: str
 ) -> None:
-    store, proxy = proxied(way)
+    store, proxy = proxied(transport)
     block = make(4 << 20)
     put(plain, block)
     proxy.fault = Fault(delay=0.3)
-    with RemoteAgain(store, way, proxy) as fresh:
+    with RemoteAgain(store, transport, proxy) as fresh:
         began = time.monotonic()
         with pytest.raises((DeadlineExceeded, Unavailable)):
             list(fresh.get([Want(name_of(block), memoryview(bytearray(4 << 20)))], 0.5))
@@ -223,12 +227,12 @@ def test_a_way_that_crawls_costs_its_deadline_and_no_more(
 
 @pytest.mark.slow
 def test_a_network_that_is_slow_is_not_a_silent_one() -> None:
-    """Megabytes are on their way before the answer to a ping."""
+    """Megabytes are on their transport before the answer to a ping."""
     blocks = [make(2 << 20) for _ in range(8)]
     process, url = start_service("--budget=64MiB")
     try:
         with SlowProxy(address_of(url)) as proxy:
-            store = connect(f"kvrelay://{proxy.address}?way=grpc")
+            store = connect(f"kvrelay://{proxy.address}?transport=grpc")
             put(store, *blocks)
             proxy.down.faults = Faults(rate=1e6)
             assert accepted(store, blocks, 60.0) == (8, 0)
@@ -237,18 +241,18 @@ def test_a_network_that_is_slow_is_not_a_silent_one() -> None:
         stop(process)
 
 
-@pytest.mark.parametrize("way", ["lane", "grpc"])
+@pytest.mark.parametrize("transport", ["socket", "grpc"])
 def test_a_flipped_byte_on_the_way_out_is_found(
-    proxied: Proxied, plain: RemoteStore, way: str
+    proxied: Proxied, plain: RemoteStore, transport: str
 ) -> None:
     source = seeded()
-    store, proxy = proxied(way)
+    store, proxy = proxied(transport)
     blocks = [make(30_000) for _ in range(3)]
     put(plain, *blocks)
     sums = [0, 0, 0]
     for _ in range(25):
         proxy.fault = Fault(flip_down=source.randrange(100, 90_000))
-        with RemoteAgain(store, way, proxy) as fresh:
+        with RemoteAgain(store, transport, proxy) as fresh:
             try:
                 taken, refused = accepted(fresh, blocks)
             except KvrelayError:
@@ -264,9 +268,11 @@ def test_a_flipped_byte_on_the_way_out_is_found(
 class RemoteAgain:
     """The client anew, so that its connections are made while the fault is set."""
 
-    def __init__(self, store: RemoteStore, way: str, proxy: Proxy) -> None:
+    def __init__(self, store: RemoteStore, transport: str, proxy: Proxy) -> None:
         host, _, port = address_of(store.url).partition("?")[0].partition(":")
-        self._store = RemoteStore(f"{host}:{proxy.port if way == 'grpc' else port}", way)
+        self._store = RemoteStore(
+            f"{host}:{proxy.port if transport == 'grpc' else port}", transport
+        )
 
     def __enter__(self) -> RemoteStore:
         return self._store
@@ -275,17 +281,17 @@ class RemoteAgain:
         self._store.close()
 
 
-@pytest.mark.parametrize("way", ["lane", "grpc"])
-def test_a_flipped_byte_on_the_way_in_is_refused_or_another_way_taken(
-    proxied: Proxied, plain: RemoteStore, way: str
+@pytest.mark.parametrize("transport", ["socket", "grpc"])
+def test_a_flipped_byte_on_the_way_in_is_refused_or_another_transport_taken(
+    proxied: Proxied, plain: RemoteStore, transport: str
 ) -> None:
     source = seeded()
-    store, proxy = proxied(way)
+    store, proxy = proxied(transport)
     refused = 0
     for _ in range(15):
         block = make(300_000)
         proxy.fault = Fault(flip_up=source.randrange(20, 250_000))
-        with RemoteAgain(store, way, proxy) as fresh:
+        with RemoteAgain(store, transport, proxy) as fresh:
             try:
                 (outcome,) = fresh.put([offer(block)], 3.0)
             except KvrelayError:
@@ -364,45 +370,45 @@ def test_the_memory_of_a_killed_store_is_let_go() -> None:
 
 
 def test_nobody_waits_for_another_s_search_longer_than_he_has_time() -> None:
-    """The store stands still while one call, that has time, asks it for its ways."""
+    """The store stands still while one call, that has time, asks it for its transports."""
     asked, answered = threading.Event(), threading.Event()
 
     class Silent:
-        def ways(self, deadline: Deadline) -> pb.GetTransportsResponse:
+        def transports(self, deadline: Deadline) -> pb.GetTransportsResponse:
             asked.set()
             answered.wait(TIMEOUT)
             raise Unavailable("it is gone")
 
-    ways = TransportSelector("127.0.0.1:1", cast(StoreCalls, Silent()), None)
+    selector = TransportSelector("127.0.0.1:1", cast(StoreCalls, Silent()), None)
     with ThreadPoolExecutor(1) as pool:
-        patient = pool.submit(ways.best, (), Deadline.after(TIMEOUT))
+        patient = pool.submit(selector.choose, (), Deadline.after(TIMEOUT))
         try:
             assert asked.wait(TIMEOUT)
             with pytest.raises(DeadlineExceeded, match="another call"):
-                ways.best((), Deadline.after(0.05))
-            ways.started(b"another start")
+                selector.choose((), Deadline.after(0.05))
+            selector.seen_boot(b"another start")
             assert not patient.done()
         finally:
             answered.set()
         with pytest.raises(Unavailable, match="it is gone"):
             patient.result()
-    assert not ways.breaks
+    assert not selector.breaks
 
 
-def test_a_call_without_time_to_connect_blames_no_way(service_url: str) -> None:
-    line, store = tcp_line(service_url)
-    port = store._calls.ways(Deadline.after(TIMEOUT)).socket_port
-    lines = ConnectionPool(lambda deadline: dial_tcp("127.0.0.1", port, deadline, line.boot))
+def test_a_call_without_time_to_connect_blames_no_transport(service_url: str) -> None:
+    connection, store = tcp_line(service_url)
+    port = store._calls.transports(Deadline.after(TIMEOUT)).socket_port
+    pool = ConnectionPool(lambda deadline: dial_tcp("127.0.0.1", port, deadline, connection.boot))
     with pytest.raises(DeadlineExceeded):
-        lines.acquire(Deadline.after(0.0))
-    line.sock.close()
+        pool.acquire(Deadline.after(0.0))
+    connection.sock.close()
     store.close()
 
 
-@pytest.mark.parametrize("way", TRANSPORTS)
-def test_a_killed_store_is_not_answered_from_stale_places(way: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_store_is_not_answered_from_stale_places(transport: str) -> None:
     process, url = start_service("--budget=4MiB")
-    store = RemoteStore(address_of(url), way)
+    store = RemoteStore(address_of(url), transport)
     try:
         old = [make(50_000) for _ in range(4)]
         put(store, *old)
@@ -435,10 +441,10 @@ def test_a_lease_that_ended_during_the_copy_makes_it_a_miss(
 ) -> None:
     block = make(30_000)
     put(plain, block)
-    for way in ("shm", "lane"):
-        store = RemoteStore(address_of(service_url), way)
+    for transport in ("shm", "socket"):
+        store = RemoteStore(address_of(service_url), transport)
         get(store, block)
-        module = shared_memory if way == "shm" else socket_transport
+        module = shared_memory if transport == "shm" else socket_transport
         monkeypatch.setattr(module, "lease_ms", lambda _: 1)
         want = Want(name_of(block), memoryview(bytearray(30_000)))
         late = [
@@ -463,11 +469,11 @@ def test_nobody_but_the_store_writes_to_the_arena(service_url: str) -> None:
     import mmap
 
     store = RemoteStore(address_of(service_url))
-    ways = store._calls.ways(Deadline.after(TIMEOUT))
-    line = dial_unix(ways.unix_socket, Deadline.after(TIMEOUT), ways.boot)
-    line.ask(RequestFrame(Op.ATTACH))
-    fd, size = line.descriptor()
-    assert size == ways.arena_bytes
+    offered = store._calls.transports(Deadline.after(TIMEOUT))
+    connection = dial_unix(offered.unix_socket, Deadline.after(TIMEOUT), offered.boot)
+    connection.send(RequestFrame(Op.ATTACH))
+    fd, size = connection.receive_descriptor()
+    assert size == offered.arena_bytes
     again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
     for descriptor in (fd, again):
         with pytest.raises(PermissionError):
@@ -480,19 +486,19 @@ def test_nobody_but_the_store_writes_to_the_arena(service_url: str) -> None:
         assert mapped[:8] == b"KVRARENA"
         mapped.close()
         os.close(descriptor)
-    line.sock.close()
+    connection.sock.close()
     store.close()
 
 
 def test_another_user_is_not_let_in(service_url: str) -> None:
     store = RemoteStore(address_of(service_url))
-    ways = store._calls.ways(Deadline.after(TIMEOUT))
+    offered = store._calls.transports(Deadline.after(TIMEOUT))
     store.close()
     script = f"""
 import os, socket
 os.setuid(65534)
 sock = socket.socket(socket.AF_UNIX)
-sock.connect("\\0{ways.unix_socket}")
+sock.connect("\\0{offered.unix_socket}")
 sock.settimeout(10)
 print(sock.recv(1))
 """
@@ -506,14 +512,14 @@ print(sock.recv(1))
 
 def tcp_line(url: str) -> tuple[StoreConnection, RemoteStore]:
     store = RemoteStore(address_of(url), "grpc")
-    ways = store._calls.ways(Deadline.after(TIMEOUT))
-    line = dial_tcp("127.0.0.1", ways.socket_port, Deadline.after(TIMEOUT), ways.boot)
-    line.sock.limit(TIMEOUT)
-    return line, store
+    offered = store._calls.transports(Deadline.after(TIMEOUT))
+    connection = dial_tcp("127.0.0.1", offered.socket_port, Deadline.after(TIMEOUT), offered.boot)
+    connection.sock.limit(TIMEOUT)
+    return connection, store
 
 
 def test_nothing_is_read_from_a_lane_without_a_lookup(service_url: str) -> None:
-    line, store = tcp_line(service_url)
+    connection, store = tcp_line(service_url)
     mine, theirs = make(1000), make(1000)
     put(store, mine, theirs)
     deadline = Deadline.after(TIMEOUT)
@@ -526,32 +532,32 @@ def test_nothing_is_read_from_a_lane_without_a_lookup(service_url: str) -> None:
         (0, bytes(16)),
     ):
         stranger, unused = tcp_line(service_url)
-        stranger.ask(RequestFrame(Op.GET, serial, token, 0, 1))
+        stranger.send(RequestFrame(Op.GET, serial, token, 0, 1))
         with pytest.raises(Corrupt, match="refused: token"):
-            stranger.answer()
+            stranger.receive_frame()
         stranger.sock.close()
         unused.close()
-    line.ask(RequestFrame(Op.GET, one.lease, one.proof, 0, 1, last=True))
-    assert line.answer().length == mine.size
-    assert line.sock.receive(mine.size) == mine.header + bytes(mine.payload)
-    assert line.body() == b""
-    line.ask(RequestFrame(Op.GET, one.lease, one.proof, 0, 1))
-    assert line.answer().status is Status.GONE
-    store._calls.let_go(two.boot, two.lease, TIMEOUT)
-    line.sock.close()
+    connection.send(RequestFrame(Op.GET, one.lease, one.proof, 0, 1, last=True))
+    assert connection.receive_frame().length == mine.size
+    assert connection.sock.receive(mine.size) == mine.header + bytes(mine.payload)
+    assert connection.receive_body() == b""
+    connection.send(RequestFrame(Op.GET, one.lease, one.proof, 0, 1))
+    assert connection.receive_frame().status is Status.ENDED
+    store._calls.release_lease(two.boot, two.lease, TIMEOUT)
+    connection.sock.close()
     store.close()
 
 
 def test_a_bad_request_on_a_lane_is_refused_and_ends_the_connection(service_url: str) -> None:
     row = BlockRow(b"n" * 32, 1 << 40).encode()
-    line, store = tcp_line(service_url)
+    connection, store = tcp_line(service_url)
     block = make(300 << 10)
-    found = store._calls.claim(
+    found = store._calls.reserve(
         pb.ReserveRequest(claims=[pb.Claim(name=name_of(block), length=block.size)]),
         Deadline.after(TIMEOUT),
     )
     shown = RequestFrame(Op.PUT, found.ticket, found.proof, count=2, body=len(row))
-    line.sock.close()
+    connection.sock.close()
     store.close()
     local = [Op.ATTACH, Op.WINDOW, Op.LOCATE, Op.STAGE, Op.RESERVE]
     cases: list[tuple[bytes, str]] = [
@@ -565,13 +571,13 @@ def test_a_bad_request_on_a_lane_is_refused_and_ends_the_connection(service_url:
         *((RequestFrame(op).encode(), "op") for op in local),
     ]
     for data, field in cases:
-        line, store = tcp_line(service_url)
-        line.sock.send([data])
+        connection, store = tcp_line(service_url)
+        connection.sock.send([data])
         with pytest.raises(Corrupt, match=f"refused: {field}"):
-            line.answer()
+            connection.receive_frame()
         with pytest.raises(Unavailable):
-            line.sock.receive(1)
-        line.sock.close()
+            connection.sock.receive(1)
+        connection.sock.close()
         store.close()
 
 
@@ -583,14 +589,14 @@ def test_what_is_being_sent_stays_what_it_is_after_its_lease() -> None:
     try:
         assert put(store, block) == [PutStatus.STORED]
         found = store._calls.locate([name_of(block)], 60_000, Deadline.after(TIMEOUT))
-        port = store._calls.ways(Deadline.after(TIMEOUT)).socket_port
+        port = store._calls.transports(Deadline.after(TIMEOUT)).socket_port
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that most of it waits
             sock.settimeout(TIMEOUT)
             sock.connect(("127.0.0.1", port))
             sock.sendall(RequestFrame(Op.GET, found.lease, found.proof, 0, 1).encode())
             assert sock.recv(1, socket.MSG_PEEK)
-            store._calls.let_go(found.boot, found.lease, TIMEOUT)
+            store._calls.release_lease(found.boot, found.lease, TIMEOUT)
             for _ in range(16):
                 assert put(store, make(1 << 20)) == [PutStatus.STORED]
             sent = bytearray()
@@ -610,15 +616,15 @@ def test_what_is_being_sent_stays_what_it_is_after_its_lease() -> None:
 def test_a_window_is_gone_with_its_connection() -> None:
     process, url = start_service("--budget=1MiB")
     store = RemoteStore(address_of(url), "grpc")
-    ways = store._calls.ways(Deadline.after(TIMEOUT))
+    offered = store._calls.transports(Deadline.after(TIMEOUT))
     maps = Path(f"/proc/{process.pid}/maps")
     try:
         for _ in range(8):
-            line = dial_unix(ways.unix_socket, Deadline.after(TIMEOUT), ways.boot)
-            line.ask(RequestFrame(Op.WINDOW))
-            os.close(line.descriptor()[0])
+            connection = dial_unix(offered.unix_socket, Deadline.after(TIMEOUT), offered.boot)
+            connection.send(RequestFrame(Op.WINDOW))
+            os.close(connection.receive_descriptor()[0])
             assert "kvrelay-window" in maps.read_text()
-            line.sock.close()
+            connection.sock.close()
         deadline = Deadline.after(TIMEOUT)
         while "kvrelay-window" in maps.read_text():
             assert not deadline.expired, "windows of closed connections are mapped still"

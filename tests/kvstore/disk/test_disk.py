@@ -82,9 +82,9 @@ def test_what_does_not_fit_into_memory_comes_back_from_disk(tmp_path: Path) -> N
         assert all(present(store, *blocks))
         address = store.url.removeprefix("kvrelay://")
         for number, block in enumerate(blocks):
-            way = RemoteStore(address, TRANSPORTS[number % 3])
-            assert get(way, block)[0].header is not None
-            way.close()
+            reader = RemoteStore(address, TRANSPORTS[number % 3])
+            assert get(reader, block)[0].header is not None
+            reader.close()
         assert disk_of(store).counters.read > 0
         assert put(store, blocks[0]) == [PutStatus.EXISTED]
         found = store.lookup([name_of(b) for b in blocks[:8]], [], 30, TIMEOUT)

@@ -513,8 +513,12 @@ def test_many_readers_and_failing_stores_lose_nothing(making: Making) -> None:
 
 
 def test_lists_of_urls() -> None:
-    listed = "kvrelay://a:1?way=shm, redis+cluster://h:1,h:2 ,memory://x"
-    assert split_urls(listed) == ["kvrelay://a:1?way=shm", "redis+cluster://h:1,h:2", "memory://x"]
+    listed = "kvrelay://a:1?transport=shm, redis+cluster://h:1,h:2 ,memory://x"
+    assert split_urls(listed) == [
+        "kvrelay://a:1?transport=shm",
+        "redis+cluster://h:1,h:2",
+        "memory://x",
+    ]
     assert split_urls("memory://x") == ["memory://x"]
     assert public_url("redis://me:secret@h:1/2?ssl=no") == "redis://h:1/2"
     assert public_url("redis://h?life=9&db=2&prefix=x&ca=me") == "redis://h?db=2&prefix=x"

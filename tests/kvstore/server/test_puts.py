@@ -72,9 +72,9 @@ class Writer:
         assert (slots.used, slots.longest) == (0, slots.capacity)
 
 
-@pytest.mark.parametrize("way", TRANSPORTS)
-def test_a_wrong_block_among_many_is_the_only_one_refused(service_url: str, way: str) -> None:
-    store = RemoteStore(service_url.removeprefix("kvrelay://"), way)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_wrong_block_among_many_is_the_only_one_refused(service_url: str, transport: str) -> None:
+    store = RemoteStore(service_url.removeprefix("kvrelay://"), transport)
     try:
         blocks = [make(60_000) for _ in range(9)]
         wrong = make(60_000, like=blocks[4])

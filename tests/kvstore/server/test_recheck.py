@@ -16,7 +16,7 @@ from kvrelay.block.header import decode
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt, Rejected
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.security.identity import Caller, CallerKind, Tenant, enter
+from kvrelay.rpc.security.identity import Caller, CallerKind, Tenant, set_caller
 from kvrelay.usage import Miss
 from kvrelay.v1 import store_pb2 as pb
 from kvstore import Block, PutStatus, Store, Want, connect
@@ -88,11 +88,14 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("patient")
 @PLACES
-@pytest.mark.parametrize("way", TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_who_leaves_at_a_wrong_block_makes_room_for_the_right_one(
-    served: Served, way: str, at: int
+    served: Served, transport: str, at: int
 ) -> None:
-    store, other = connect(f"{served.url}?way={way}"), RemoteStore(address_of(served.url), "grpc")
+    store, other = (
+        connect(f"{served.url}?transport={transport}"),
+        RemoteStore(address_of(served.url), "grpc"),
+    )
     try:
         store.clear(TIMEOUT)
         block, beside = make(SIZE), make(SIZE)
@@ -117,7 +120,7 @@ def test_who_leaves_at_a_wrong_block_makes_room_for_the_right_one(
         for _ in range(60):  # the whole store over
             assert put(store, make(SIZE)) == [PutStatus.STORED]
         assert served.read(held.offsets[0], block.size) == wrong, "what a lease holds stays so"
-        other._calls.let_go(held.boot, held.lease, TIMEOUT)
+        other._calls.release_lease(held.boot, held.lease, TIMEOUT)
         until(lambda: store.stats(TIMEOUT).leases == 0)
         stats = store.stats(TIMEOUT)
         assert (stats.leased_bytes, stats.counters.corrupt) == (0, before + 1)
@@ -146,11 +149,11 @@ def test_a_right_block_stays_and_an_absent_one_is_absent(served: Served) -> None
         store.close()
 
 
-@pytest.mark.parametrize("way", TRANSPORTS)
+@pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_reader_does_not_notice_that_nobody_looked_again(
-    served: Served, way: str, caplog: pytest.LogCaptureFixture
+    served: Served, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store, block = RemoteStore(address_of(served.url), way), make(SIZE)
+    store, block = RemoteStore(address_of(served.url), transport), make(SIZE)
     want = Want(name_of(block), memoryview(bytearray(SIZE)))
     put(store, block)
     arriving = store.get([want, want], TIMEOUT)
@@ -251,7 +254,7 @@ def test_a_tenant_has_its_own_blocks_looked_at_only() -> None:
     flip(block_store, key)
 
     async def recheck(identity: Caller, name: bytes = name_of(block)) -> bool:
-        enter(identity)
+        set_caller(identity)
         return (await service.recheck(pb.RecheckRequest(name=name), None)).removed
 
     for other in (

@@ -69,9 +69,9 @@ def showing(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def connect(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connect]:
     stores: list[RemoteStore] = []
 
-    def make_store(token: str, way: str | None = None) -> RemoteStore:
+    def make_store(token: str, transport: str | None = None) -> RemoteStore:
         showing(token, monkeypatch)
-        stores.append(RemoteStore(address, way))
+        stores.append(RemoteStore(address, transport))
         return stores[-1]
 
     make_store(ADMIN).clear(TIMEOUT)
@@ -80,9 +80,13 @@ def connect(address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Connect]:
         store.close()
 
 
-@pytest.mark.parametrize("way", ["lane", "grpc"])
-def test_two_tenants_have_two_blocks_of_one_name(connect: Connect, way: str) -> None:
-    alice, bob, fleet = connect(ALICE, way), connect(BOB, way), connect(SERVICE, way)
+@pytest.mark.parametrize("transport", ["socket", "grpc"])
+def test_two_tenants_have_two_blocks_of_one_name(connect: Connect, transport: str) -> None:
+    alice, bob, fleet = (
+        connect(ALICE, transport),
+        connect(BOB, transport),
+        connect(SERVICE, transport),
+    )
     ours = make(300_000)
     theirs = make(300_000, like=ours)
     assert name_of(ours) == name_of(theirs)
@@ -153,9 +157,9 @@ def test_numbers_of_leases_and_tickets_are_of_no_use_to_others(connect: Connect)
 
 def test_memory_is_shared_with_nobody_where_there_are_tenants(connect: Connect) -> None:
     for token in (ALICE, SERVICE, ADMIN):
-        ways = connect(token)._calls._ways(pb.GetTransportsRequest(), timeout=TIMEOUT)
-        assert (ways.unix_socket, ways.arena_bytes) == ("", 0)
-        assert ways.socket_port
+        offered = connect(token)._calls._transports(pb.GetTransportsRequest(), timeout=TIMEOUT)
+        assert (offered.unix_socket, offered.arena_bytes) == ("", 0)
+        assert offered.socket_port
 
 
 def test_who_looks_after_the_store_needs_another_credential(
@@ -180,7 +184,7 @@ def test_who_looks_after_the_store_needs_another_credential(
             store.clear(TIMEOUT)
     with pytest.raises(KvrelayError, match="may not call"):
         present(connect(CAROL), block)  # she has no place in this store
-    with pytest.raises(KvrelayError, match="no token that is known"):
+    with pytest.raises(KvrelayError, match="no token that this server knows"):
         present(connect("somebody-elses-token"), block)
     looking = channel(address, ADMIN, monkeypatch)
     listed = {(one.tenant, one.name) for one in looking.list(TIMEOUT)}

@@ -9,9 +9,8 @@ import pytest
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.v1 import types_pb2
-from router.generate.poison import MOST, PoisonList
 from router.generate.request import AcceptedRequest
-from router.generate.retry import PoisonRequest
+from router.generate.retry import MAX_POISONS, PoisonList, PoisonRequest
 from tests.router.fakes import Behaviour, answer, decode_worker, ids, running
 from tests.router.generate.test_generate import PROMPT, failing, request
 
@@ -23,7 +22,7 @@ ASKED = AcceptedRequest(
 def test_however_it_is_asked_again() -> None:
     poisons = PoisonList(60.0)
     poisons.check(ASKED, 0.0)
-    poisons.note(ASKED, 10.0)
+    poisons.add(ASKED, 10.0)
     other_seed = types_pb2.Sampling(seed=2, top_k=3)
     for again in (ASKED, replace(ASKED, id="b", outputs=(1, 2), sampling=other_seed)):
         with pytest.raises(PoisonRequest, match=r"died .* 20 s ago: it is refused for 40 s more"):
@@ -39,10 +38,10 @@ def test_however_it_is_asked_again() -> None:
 
 def test_so_many_are_remembered_and_no_more() -> None:
     poisons = PoisonList(60.0)
-    for token in range(MOST + 1):
-        poisons.note(replace(ASKED, prompt=(token,)), 0.0)
+    for token in range(MAX_POISONS + 1):
+        poisons.add(replace(ASKED, prompt=(token,)), 0.0)
     poisons.check(replace(ASKED, prompt=(0,)), 1.0)
-    for token in (1, MOST):
+    for token in (1, MAX_POISONS):
         with pytest.raises(PoisonRequest):
             poisons.check(replace(ASKED, prompt=(token,)), 1.0)
 

@@ -71,7 +71,7 @@ def test_a_line_is_learnt_from_noise_and_forgets() -> None:
     for slope in (0.0001, 0.002):
         for _ in range(400):
             tokens = chance.randrange(1, 3000)
-            line.learn(tokens, (0.004 + slope * tokens) * chance.uniform(0.9, 1.1))
+            line.add(tokens, (0.004 + slope * tokens) * chance.uniform(0.9, 1.1))
         assert line.slope == pytest.approx(slope, rel=0.15)
     assert line.at(0) == 0.0
 
@@ -79,7 +79,7 @@ def test_a_line_is_learnt_from_noise_and_forgets() -> None:
 def test_points_of_one_size_are_no_trouble() -> None:
     line = LinearFit(0.001, 0.0005)
     for _ in range(2000):
-        line.learn(100, 0.2)
+        line.add(100, 0.2)
     assert line.at(100) == pytest.approx(0.2, rel=0.01)
     assert line.slope >= 0
 

@@ -7,10 +7,11 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.policies import POLICIES, placement_policy
 from kvrelay.errors import Rejected
 from router.placement.affinity import Affinity
-from router.placement.policies import POLICIES, policy
-from router.placement.policy import DECODE, PREFILL, Candidate, LegDemand, Prefix, choose
+from router.placement.policy import DECODE, PREFILL, LegDemand, Prefix, choose
+from router.workers.candidate import Candidate
 
 
 def candidate(key: str, legs: int = 0, tokens: int = 0, length: int = 4096) -> Candidate:
@@ -140,7 +141,7 @@ def test_a_hot_prefix_does_not_bury_one_worker(weights: object) -> None:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_policy_picks_one_that_fits(name: str) -> None:
-    chosen = policy(name, seed=3)
+    chosen = placement_policy(name, seed=3)
     assert chosen.choose(wish(10), [], {}) is None
     small, large = candidate("a", length=5), candidate("b")
     for _ in range(20):
@@ -153,13 +154,13 @@ def test_every_policy_picks_one_that_fits(name: str) -> None:
 
 def test_policies_differ_as_their_names_say() -> None:
     workers = [candidate("a", 3, 3000), candidate("b", 1, 100), candidate("c", 2, 900)]
-    turns = policy("round-robin")
+    turns = placement_policy("round-robin")
     picks = [choice.key for _ in range(6) if (choice := turns.choose(wish(10), workers, {}))]
     assert sorted(picks[:3]) == sorted(picks[3:]) == ["a", "b", "c"]
-    least = policy("least-loaded").choose(wish(10), workers, {"a": 60})
+    least = placement_policy("least-loaded").choose(wish(10), workers, {"a": 60})
     assert least is not None
     assert least.key == "b"
-    drawn = policy("random", seed=1)
+    drawn = placement_policy("random", seed=1)
     assert {c.key for _ in range(99) if (c := drawn.choose(wish(9), workers, {}))} == set("abc")
 
 

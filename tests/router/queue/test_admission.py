@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvrelay.errors import Exhausted
 from router.queue.admission import LONGEST, AdmissionControl
-from router.queue.fair import HIGHEST, LOWEST, STEP, FairQueue, QueuedRequest
+from router.queue.fair import HIGHEST, LOWEST, PRIORITY_TOKENS, FairQueue, QueuedRequest
 
 TENANTS = ("a", "b", "c")
 MOST = 500  # tokens of one request
@@ -114,7 +114,7 @@ def test_nobody_starves(rival: str) -> None:
         if went.key == 0:
             break
         passed += went.tokens
-    assert passed <= (HIGHEST - LOWEST) * STEP + 100
+    assert passed <= (HIGHEST - LOWEST) * PRIORITY_TOKENS + 100
 
 
 def test_a_higher_priority_goes_before() -> None:
@@ -139,16 +139,16 @@ def test_a_tenant_below_its_share_pushes_out_the_greediest() -> None:
 
 def test_whoever_has_most_requests_for_its_weight_makes_room() -> None:
     queue = FairQueue(1 << 30)
-    assert queue.crowded("anyone", 1.0) is None
+    assert queue.evictable("anyone", 1.0) is None
     for key in range(6):
         queue.push(QueuedRequest(key, 1, "many"))
     for key in range(6, 14):
         queue.push(QueuedRequest(key, 1000, "heavy", 4.0))
-    assert queue.crowded("many", 1.0) is None  # it has most itself
-    found = queue.crowded("other", 1.0)
+    assert queue.evictable("many", 1.0) is None  # it has most itself
+    found = queue.evictable("other", 1.0)
     assert found is not None
     assert found.key == 5  # the last of many: 6 beside 8 / 4
-    assert queue.crowded("other", 0.1) is None  # one request is ten for its weight
+    assert queue.evictable("other", 0.1) is None  # one request is ten for its weight
 
 
 @settings(deadline=None, max_examples=200)
@@ -177,7 +177,7 @@ def test_no_slot_is_empty_while_somebody_waits(
         except Exhausted:
             del states[key]
             continue
-        for other in step.go:
+        for other in step.started:
             assert states[other] == "waits"  # nobody goes twice, or after it left
             states[other] = "runs"
         for other, _ in step.refused:
@@ -197,7 +197,7 @@ def saturated(queue_tokens: int = 100_000, queue_seconds: float = 1e9) -> Admiss
     for key in range(41):
         admission.offer(QueuedRequest(key, 100), 0.0)
     for key in range(20):
-        assert admission.leave(key, key + 1.0).go == (key + 1,)
+        assert admission.leave(key, key + 1.0).started == (key + 1,)
     return admission
 
 
@@ -276,11 +276,11 @@ def test_who_cannot_be_in_time_is_refused_early() -> None:
     with pytest.raises(Exhausted, match=r"about 20.* s and take 1.5 s more: it has 5.0") as refused:
         admission.offer(QueuedRequest(99, 100, until=25.0), 20.0)
     assert refused.value.retry_after == pytest.approx(17, rel=0.1)
-    assert admission.offer(QueuedRequest(99, 100, until=50.0), 20.0).go == ()
+    assert admission.offer(QueuedRequest(99, 100, until=50.0), 20.0).started == ()
     with pytest.raises(Exhausted):
         saturated(queue_seconds=5.0).offer(QueuedRequest(99, 100), 20.0)
     # Another tenant has nobody of its own before it: it is next but one.
-    assert saturated().offer(QueuedRequest(99, 100, "other", until=25.0), 20.0).go == ()
+    assert saturated().offer(QueuedRequest(99, 100, "other", until=25.0), 20.0).started == ()
 
 
 def test_the_refused_do_not_all_come_back_at_one_moment() -> None:
@@ -302,4 +302,4 @@ def test_the_refused_do_not_all_come_back_at_one_moment() -> None:
 def test_a_request_larger_than_the_queue_runs_where_nobody_waits() -> None:
     admission = AdmissionControl(10, 1.0)
     admission.resize(1, 0.0)
-    assert admission.offer(QueuedRequest(0, 100, until=1.0), 0.0).go == (0,)
+    assert admission.offer(QueuedRequest(0, 100, until=1.0), 0.0).started == (0,)

@@ -38,7 +38,7 @@ class Server:
             at, key = heapq.heappop(self._ends)
             _, until = self._waiting.pop(key)
             self.whole += at < until
-            self._go(self.admission.leave(key, at, at < until).go, at)
+            self._go(self.admission.leave(key, at, at < until).started, at)
 
     def ask(
         self, now: float, timeout: float = EVER, tenant: str = "", takes: float | None = None
@@ -53,7 +53,7 @@ class Server:
             return None
         self._waiting[key] = now, now + timeout
         self._takes[key] = self.seconds if takes is None else takes
-        self._go(step.go, now)
+        self._go(step.started, now)
         return key
 
     def _go(self, keys: tuple[int, ...], now: float) -> None:
@@ -133,7 +133,7 @@ def test_after_a_standstill_of_a_minute_the_same_is_said_soon() -> None:
     late = [heapq.heappop(server._ends) for _ in range(len(server._ends))]
     for _, key in late:  # all ended meanwhile, and it is heard of at once
         server._waiting.pop(key)
-        server._go(server.admission.leave(key, 122.0).go, 122.0)
+        server._go(server.admission.leave(key, 122.0).started, 122.0)
     server.run(146.0)
     assert server.admission.rate == pytest.approx(before, rel=0.3)
 
@@ -148,7 +148,7 @@ def test_workers_that_come_and_go_change_the_rate_at_once() -> None:
     assert server.admission.rate == pytest.approx(before / 10, rel=0.1)
     server.run(100.0)
     assert server.admission.rate == pytest.approx(before / 10, rel=0.5)
-    server._go(server.admission.resize(20, 100.0).go, 100.0)
+    server._go(server.admission.resize(20, 100.0).started, 100.0)
     server.run(110.0)
     assert server.admission.rate == pytest.approx(before, rel=0.5)
 
@@ -171,7 +171,7 @@ def delays(admission: AdmissionControl, tenant: str, count: int, now: float) -> 
     told = []
     for _ in range(count):
         with pytest.raises(Exhausted) as refused:
-            admission.crowd_out(tenant, 1.0, 1024, now)
+            admission.evict_for(tenant, 1.0, 1024, now)
         told.append(refused.value.retry_after)
     return told
 
@@ -213,7 +213,7 @@ def test_what_a_tenant_had_in_a_crowd_does_not_count_when_there_was_room_since()
     for key in range(2, 12):
         admission.offer(QueuedRequest(key, TOKENS), 3600.0)
     admission.offer(QueuedRequest(99, TOKENS, "light", 0.01), 3600.0)
-    order = [key for at in range(2, 12) for key in admission.leave(at, 3600.0).go]
+    order = [key for at in range(2, 12) for key in admission.leave(at, 3600.0).started]
     assert 99 in order[:2]
 
 
@@ -228,7 +228,7 @@ def test_who_would_be_late_makes_room_when_its_turn_comes() -> None:
     admission.offer(QueuedRequest(1 << 40, TOKENS, until=now + 22.0, patience=EVER), now)
     admission.offer(QueuedRequest((1 << 40) + 1, TOKENS, until=now + 100.0, patience=EVER), now)
     step = admission.leave(server._ends[0][1], now + 8.0)
-    assert step.go == ((1 << 40) + 1,)
+    assert step.started == ((1 << 40) + 1,)
     assert [key for key, _ in step.refused] == [1 << 40]
     assert (admission.running, admission.waiting) == (1, 0)
 

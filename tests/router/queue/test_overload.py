@@ -6,7 +6,6 @@ import asyncio
 import struct
 import threading
 import time
-from collections.abc import Sequence
 from typing import TypeAlias
 
 import grpc
@@ -19,8 +18,9 @@ from kvrelay.rpc.status import from_rpc_error
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router import service
+from router.generate import generation
 from router.generate.generation import Generation
-from router.queue import tokenize
+from router.queue import prompts
 from tests.fuzz import wire
 from tests.router.fakes import Behaviour, FakeWorker, Running, answer, decode_worker, ids, running
 
@@ -193,8 +193,8 @@ async def test_long_prompts_of_one_tenant_do_not_take_every_place(
         return [1]
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
-    monkeypatch.setattr(tokenize, "AT_ONCE", 1)  # the pool has few threads on few cores
-    long = router_pb2.GenerateRequest(prompt="x" * (tokenize.LONG_CHARS + 1), max_tokens=1)
+    monkeypatch.setattr(prompts, "SLOTS", 1)  # the pool has few threads on few cores
+    long = router_pb2.GenerateRequest(prompt="x" * (prompts.LONG_CHARS + 1), max_tokens=1)
     async with running([decode_worker()], max_requests=places) as router:
         greedy = [asyncio.ensure_future(router.generate(long)) for _ in range(places)]
         async with asyncio.timeout(20):
@@ -223,16 +223,16 @@ async def test_what_one_tenant_resumes_does_not_take_every_thread(
     """Text of many tokens is made in threads, a few at once for each tenant."""
     tenant, go_on, inside = Tenant("greedy"), threading.Event(), threading.Semaphore(0)
     monkeypatch.setattr(service, "caller", lambda: Caller(CallerKind.CLIENT, tenant))
-    monkeypatch.setattr(service, "MANY_TOKENS", 2)
-    monkeypatch.setattr(tokenize, "AT_ONCE", 1)  # the pool has few threads on few cores
-    replay = Generation.replay
+    monkeypatch.setattr(generation, "MANY_TOKENS", 2)
+    monkeypatch.setattr(prompts, "SLOTS", 1)  # the pool has few threads on few cores
+    replay = Generation.replay_tokens
 
-    def slow(self: Generation, ending: Sequence[int]) -> None:
+    def slow(self: Generation) -> None:
         inside.release()
         assert go_on.wait(20)
-        replay(self, ending)
+        replay(self)
 
-    monkeypatch.setattr(Generation, "replay", slow)
+    monkeypatch.setattr(Generation, "replay_tokens", slow)
     begun = answer([5], 4, 1)
     message = request(5, tokens=4)
     message.output_token_ids.extend(begun[:3])
@@ -421,13 +421,13 @@ async def test_text_of_resumed_tokens_is_made_for_those_whose_turn_it_is(
 ) -> None:
     """Not for those that wait, or are refused: else whoever asks without end keeps it busy."""
     worker, made = held(), list[int]()
-    replay = Generation.replay
+    replay = Generation.replay_tokens
 
-    def noting(self: Generation, ending: Sequence[int]) -> None:
+    def noting(self: Generation) -> None:
         made.append(self.so_far)
-        replay(self, ending)
+        replay(self)
 
-    monkeypatch.setattr(Generation, "replay", noting)
+    monkeypatch.setattr(Generation, "replay_tokens", noting)
     message = request(5, tokens=4)
     message.output_token_ids.extend(answer([5], 3, 1))
     async with running([worker], queue_tokens=5) as router:

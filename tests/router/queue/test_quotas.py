@@ -23,20 +23,20 @@ class Clock:
 
 def test_requests_at_once() -> None:
     quotas, alice, bob = Quotas(Clock()), Tenant("alice", max_requests=2), Tenant("bob")
-    with quotas.place(alice), quotas.place(alice), quotas.place(bob):
-        with pytest.raises(Exhausted, match="'alice' has 2 requests"), quotas.place(alice):
+    with quotas.hold(alice), quotas.hold(alice), quotas.hold(bob):
+        with pytest.raises(Exhausted, match="'alice' has 2 requests"), quotas.hold(alice):
             pass
-        with quotas.place(bob):
+        with quotas.hold(bob):
             assert quotas.requests(bob) == 2
     assert quotas.requests(alice) == quotas.requests(bob) == 0
-    with quotas.place(alice):
+    with quotas.hold(alice):
         assert quotas.requests(alice) == 1
 
 
 def test_a_place_is_given_back_when_its_request_fails() -> None:
     quotas, alice = Quotas(Clock()), Tenant("alice", max_requests=1)
     for _ in range(3):
-        with pytest.raises(RuntimeError), quotas.place(alice):
+        with pytest.raises(RuntimeError), quotas.hold(alice):
             raise RuntimeError
     assert quotas.requests(alice) == 0
 
@@ -44,30 +44,30 @@ def test_a_place_is_given_back_when_its_request_fails() -> None:
 def test_tokens_of_a_minute() -> None:
     clock = Clock()
     quotas, alice = Quotas(clock), Tenant("alice", tokens_per_minute=600)
-    with quotas.place(alice) as place:
-        place.charge(500)
-        place.used = 500
-    with quotas.place(alice) as place:
+    with quotas.hold(alice) as hold:
+        hold.charge(500)
+        hold.used = 500
+    with quotas.hold(alice) as hold:
         with pytest.raises(Exhausted, match="600 tokens") as caught:
-            place.charge(150)
+            hold.charge(150)
         assert caught.value.retry_after == pytest.approx(5.0)  # 50 tokens at 10 a second
     clock.now += 5.0
-    with quotas.place(alice) as place:
-        place.charge(150)
+    with quotas.hold(alice) as hold:
+        hold.charge(150)
         with pytest.raises(Exhausted):
-            place.charge(1)
+            hold.charge(1)
 
 
 def test_what_was_not_used_comes_back() -> None:
     quotas, alice = Quotas(Clock()), Tenant("alice", tokens_per_minute=600)
     for _ in range(9):
-        with quotas.place(alice) as place:
-            place.charge(120)
-            place.used = 60
-    with quotas.place(alice) as place:
-        place.charge(60)
+        with quotas.hold(alice) as hold:
+            hold.charge(120)
+            hold.used = 60
+    with quotas.hold(alice) as hold:
+        hold.charge(60)
         with pytest.raises(Exhausted):
-            place.charge(1)
+            hold.charge(1)
 
 
 def test_what_came_back_by_itself_is_not_given_back_again() -> None:
@@ -75,19 +75,19 @@ def test_what_came_back_by_itself_is_not_given_back_again() -> None:
     clock = Clock()
     quotas, alice = Quotas(clock), Tenant("alice", tokens_per_minute=600)
     with ExitStack() as late:
-        with quotas.place(alice) as first, quotas.place(alice) as second:
-            last = late.enter_context(quotas.place(alice))
+        with quotas.hold(alice) as first, quotas.hold(alice) as second:
+            last = late.enter_context(quotas.hold(alice))
             first.charge(200)
             second.charge(200)
             last.charge(200)
             clock.now += 50.0  # 500 tokens: those of the first, the second, and half of the last
-            with quotas.place(alice) as other:
+            with quotas.hold(alice) as other:
                 other.charge(500)
                 other.used = 500
-        with quotas.place(alice) as more, pytest.raises(Exhausted) as caught:
+        with quotas.hold(alice) as more, pytest.raises(Exhausted) as caught:
             more.charge(100)
         assert caught.value.retry_after == pytest.approx(10.0)
-    with quotas.place(alice) as more:
+    with quotas.hold(alice) as more:
         more.charge(100)  # given back at the end of the last
         with pytest.raises(Exhausted):
             more.charge(1)
@@ -95,19 +95,19 @@ def test_what_came_back_by_itself_is_not_given_back_again() -> None:
 
 def test_more_than_a_minute_has_is_never_served() -> None:
     quotas, alice = Quotas(Clock()), Tenant("alice", tokens_per_minute=600)
-    with quotas.place(alice) as place, pytest.raises(Rejected, match="max_tokens"):
-        place.charge(601)
+    with quotas.hold(alice) as hold, pytest.raises(Rejected, match="max_tokens"):
+        hold.charge(601)
 
 
 def test_a_clock_that_stands_still_gives_nothing() -> None:
     clock = Clock()
     quotas, alice = Quotas(clock), Tenant("alice", tokens_per_minute=60)
-    with quotas.place(alice) as place:
+    with quotas.hold(alice) as hold:
         for _ in range(60):
-            place.charge(1)
+            hold.charge(1)
         with pytest.raises(Exhausted):
-            place.charge(1)
+            hold.charge(1)
         clock.now += 3600
-        place.charge(60)
+        hold.charge(60)
         with pytest.raises(Exhausted):
-            place.charge(1)
+            hold.charge(1)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import ExitStack
 from typing import Literal, TypedDict
 
 import pytest
 
-from kvrelay.errors import DeadlineExceeded, Draining, KvrelayError, Mismatch, Rejected, Unavailable
+from kvrelay.errors import DeadlineExceeded, Draining, KvrelayError, Mismatch, Unavailable
 from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
-from router.generate.retry import WELL_SERVED, Attempts, PoisonRequest, RetryKind, RetryLimits
-from router.generate.token_bucket import TokenBucket
-from router.workers.health import READY, HealthState, of_answer, of_failure
-from router.workers.loss import WorkerLost, WorkerSilent
+from router.workers.health import (
+    READY,
+    HealthState,
+    health_after_answer,
+    health_after_failure,
+)
 from tests.failures.proxy import Faults, Proxy
 from tests.router.fakes import (
     Behaviour,
@@ -300,14 +302,6 @@ async def test_a_worker_that_says_draining_is_no_failure() -> None:
         assert ids(await router.generate(request(12))) == answer(PROMPT, 12, 5)
 
 
-def test_a_connection_that_breaks_twice_is_one_death() -> None:
-    attempts = Attempts(RetryLimits(failures=3, deaths=2))
-    for _ in range(3):
-        assert attempts.failed("a", WorkerLost("x"), 0, False) is RetryKind.SUSPECT
-    with pytest.raises(WorkerLost):
-        attempts.failed("a", WorkerLost("x"), 0, False)
-
-
 class Life(asyncio.Event):
     """Set: checks are answered; else they fail at once."""
 
@@ -373,54 +367,14 @@ async def test_the_wait_for_a_handoff_has_an_end() -> None:
 
 def test_states() -> None:
     silent, refused = DeadlineExceeded("s"), Unavailable("r")
-    assert of_answer(serving=True, draining=False) is READY
-    assert of_answer(serving=False, draining=False).state is HealthState.DRAINING
-    assert of_answer(serving=True, draining=True).state is HealthState.DRAINING
-    assert of_failure(silent, False, 0.4, 10).state is HealthState.STARTING
-    assert of_failure(silent, True, 0.4, 10).state is HealthState.SUSPECT
-    assert of_failure(silent, True, 10.4, 10).state is HealthState.GONE
-    assert of_failure(refused, True, 0.4, 10).state is HealthState.GONE
-    assert of_failure(Mismatch("role", "m"), True, 0.4, 10).state is HealthState.STARTING
-
-
-def test_what_follows_a_failure() -> None:
-    attempts = Attempts(RetryLimits(failures=3, deaths=2))
-    assert attempts.failed("a", WorkerLost("x"), WELL_SERVED, True) is RetryKind.SUSPECT
-    assert attempts.failed("b", WorkerSilent("x"), 0, True) is RetryKind.SUSPECT
-    assert attempts.failed("c", Draining("x"), 0, True) is RetryKind.SUSPECT
-    assert attempts.excluded == set()
-    assert attempts.failed("c", Draining("x"), 0, True) is RetryKind.SUSPECT
-    assert attempts.failed("d", WorkerLost("x"), WELL_SERVED - 1, True) is RetryKind.SUSPECT
-    with pytest.raises(PoisonRequest, match="2 workers died"):
-        attempts.failed("e", WorkerLost("x"), 0, True)
-    assert attempts.excluded == {"c"}
-    assert attempts.avoided == set("abcde")
-
-
-def test_a_lost_connection_to_a_worker_that_lives_is_no_death() -> None:
-    attempts = Attempts(RetryLimits(failures=9, deaths=2))
-    answered: dict[str, float] = {}
-    for at, key in enumerate("abcde"):  # each answers after it was lost, and never again
-        assert attempts.failed(key, WorkerLost("x"), 0, False, at, answered) is RetryKind.SUSPECT
-        answered[key] = at + 0.5
-    answered["e"] = 3.9
-    with pytest.raises(PoisonRequest, match="2 workers died"):
-        attempts.failed("f", WorkerLost("x"), 0, False, 5.0, answered)
-
-
-@pytest.mark.parametrize("error", [Rejected("a", "b"), DeadlineExceeded("x"), Mismatch("a", "b")])
-def test_what_no_other_worker_can_mend_is_told(error: KvrelayError) -> None:
-    with pytest.raises(type(error)):
-        Attempts().failed("a", error, 0, False)
-
-
-def test_moves_are_paced() -> None:
-    bucket = TokenBucket(rate=10.0, burst=5)
-    waits = [bucket.take(100.0) for _ in range(8)]
-    assert waits == pytest.approx([0, 0, 0, 0, 0, 0.1, 0.2, 0.3], abs=1e-9)
-    assert bucket.take(101.0) == 0.0
-    later: Sequence[float] = [bucket.take(200.0) for _ in range(6)]
-    assert later == pytest.approx([0, 0, 0, 0, 0, 0.1], abs=1e-9)
+    assert health_after_answer(serving=True, draining=False) is READY
+    assert health_after_answer(serving=False, draining=False).state is HealthState.DRAINING
+    assert health_after_answer(serving=True, draining=True).state is HealthState.DRAINING
+    assert health_after_failure(silent, False, 0.4, 10).state is HealthState.STARTING
+    assert health_after_failure(silent, True, 0.4, 10).state is HealthState.SUSPECT
+    assert health_after_failure(silent, True, 10.4, 10).state is HealthState.UNREACHABLE
+    assert health_after_failure(refused, True, 0.4, 10).state is HealthState.UNREACHABLE
+    assert health_after_failure(Mismatch("role", "m"), True, 0.4, 10).state is HealthState.STARTING
 
 
 class Spoilt:

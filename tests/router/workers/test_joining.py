@@ -17,11 +17,14 @@ from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2
 from kvrelay.worker.announce import Announcer, advertised
 from router.config import RouterConfig
-from router.workers.announcements import Announcements, check_announcement
 from router.workers.dns import DnsNames, check_name
 from router.workers.health import HealthState
-from router.workers.sources import WorkerSources
-from router.workers.workers_file import WorkerAddresses
+from router.workers.sources import (
+    Announcements,
+    WorkerAddresses,
+    WorkerSources,
+    check_announcement,
+)
 from tests.router.fakes import (
     FakeWorker,
     Running,
@@ -141,13 +144,13 @@ async def test_workers_behind_a_name_join_and_leave() -> None:
 
 def test_announcements_hold_for_a_time_and_are_bounded() -> None:
     announced = Announcements()
-    announced.hear("h:1", 2.0, 0.0, 2)
-    announced.hear("h:2", 10.0, 0.0, 2)
-    announced.hear("h:1", 2.0, 1.0, 2)
+    announced.add("h:1", 2.0, 0.0, 2)
+    announced.add("h:2", 10.0, 0.0, 2)
+    announced.add("h:1", 2.0, 1.0, 2)
     with pytest.raises(Exhausted):
-        announced.hear("h:3", 10.0, 2.9, 2)
+        announced.add("h:3", 10.0, 2.9, 2)
     assert announced.listed(2.9) == ("h:1", "h:2")
-    announced.hear("h:3", 10.0, 3.0, 2)  # the first one's time was over
+    announced.add("h:3", 10.0, 3.0, 2)  # the first one's time was over
     assert announced.listed(3.0) == ("h:2", "h:3")
 
 

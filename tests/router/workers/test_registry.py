@@ -14,7 +14,7 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2
 from router.config import RouterConfig
 from router.workers.registry import Registry
-from router.workers.workers_file import WorkerAddresses, read_workers_file
+from router.workers.sources import WorkerAddresses, read_workers_file
 from tests.router.fakes import (
     FakeWorker,
     Running,

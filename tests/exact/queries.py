@@ -1,4 +1,4 @@
-"""What is asked of a cluster, and the account that every answer must give of itself."""
+"""Queries to a cluster, and the check of the usage that every answer reports."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from kvrelay import AsyncClient, Completion
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """A prompt, how many tokens are wanted, and from which position on (tokens so far)."""
+class Query:
+    """A prompt, the number of output tokens, and the tokens so far."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -47,7 +47,7 @@ def _length(chance: random.Random, longest: int) -> int:
 
 
 class Sampling(TypedDict, total=False):
-    """How tokens are chosen, the same for all asks."""
+    """How tokens are chosen, the same for all queries."""
 
     temperature: float
     top_k: int
@@ -59,39 +59,39 @@ class Sampling(TypedDict, total=False):
     min_tokens: int
 
 
-async def _ask_all(
-    address: str, asks: Sequence[Ask], at_once: int, sampling: Sampling
+async def _complete_all(
+    address: str, queries: Sequence[Query], at_once: int, sampling: Sampling
 ) -> list[Completion]:
     room = asyncio.Semaphore(at_once)
     async with AsyncClient(address) as client:
 
-        async def one(ask: Ask) -> Completion:
+        async def one(query: Query) -> Completion:
             async with room:
                 return await client.complete(
-                    token_ids=ask.prompt,
-                    output_token_ids=ask.so_far,
-                    max_tokens=ask.max_tokens,
-                    seed=ask.seed,
+                    token_ids=query.prompt,
+                    output_token_ids=query.so_far,
+                    max_tokens=query.max_tokens,
+                    seed=query.seed,
                     timeout=120.0,
                     **sampling,
                 )
 
-        return await asyncio.gather(*(one(ask) for ask in asks))
+        return await asyncio.gather(*(one(query) for query in queries))
 
 
-def ask_all(
-    address: str, asks: Sequence[Ask], at_once: int = 16, **sampling: Unpack[Sampling]
+def complete_all(
+    address: str, queries: Sequence[Query], at_once: int = 16, **sampling: Unpack[Sampling]
 ) -> list[Completion]:
-    """The completions, in order; greedy unless told otherwise."""
+    """The completions, in order; greedy by default."""
     chosen: Sampling = {"temperature": 0.0, **sampling}
-    return asyncio.run(_ask_all(address, asks, at_once, chosen))
+    return asyncio.run(_complete_all(address, queries, at_once, chosen))
 
 
-def check_usage(ask: Ask, completion: Completion) -> None:
+def check_usage(query: Query, completion: Completion) -> None:
     """I3, I5 and I6 of docs/accounting.md, leg by leg."""
-    usage, prompt = completion.usage, len(ask.prompt)
+    usage, prompt = completion.usage, len(query.prompt)
     assert usage.prompt_tokens == prompt
-    assert usage.completion_tokens == len(completion.token_ids) + len(ask.so_far)
+    assert usage.completion_tokens == len(completion.token_ids) + len(query.so_far)
     for leg in usage.legs:
         assert leg.local + leg.external + leg.computed == leg.length, leg
         assert leg.computed >= 1, usage
@@ -105,7 +105,7 @@ def check_usage(ask: Ask, completion: Completion) -> None:
         assert leg.executed == leg.computed + leg.recomputed + own_positions, leg
     assert sum(leg.generated for leg in usage.legs) == len(completion.token_ids)
     first = usage.legs[0]
-    assert first.length == prompt + len(ask.so_far)
+    assert first.length == prompt + len(query.so_far)
     assert usage.cached_prompt_tokens == min(first.local + first.external, prompt)
     for leg in usage.legs[1:]:
         assert leg.role == "decode"

@@ -12,8 +12,7 @@ from kvrelay.errors import Exhausted, Rejected
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2
-from router.queue.tokenize import AT_ONCE, LONG_CHARS, LONG_CHAT, PromptTokenizer
-from router.queue.tokenize_slots import TokenizeSlots
+from router.queue.prompts import LONG_CHARS, LONG_CHAT, SLOTS, PromptTokenizer, TokenizeSlots
 
 SECONDS = 20
 
@@ -73,24 +72,24 @@ async def test_a_long_chat_is_not_for_the_event_loop(
     request_: router_pb2.GenerateRequest, apart: bool
 ) -> None:
     slow = Slow()
-    assert await prompts(slow).of(request_, Tenant()) == (len(request_.chat.messages),)
+    assert await prompts(slow).tokenize(request_, Tenant()) == (len(request_.chat.messages),)
     assert (slow.threads[0] is not threading.main_thread()) is apart
 
 
 async def test_one_tenants_long_prompts_leave_room_for_those_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("router.queue.tokenize.AT_ONCE", 2)  # the pool has few threads on few cores
+    monkeypatch.setattr("router.queue.prompts.SLOTS", 2)  # the pool has few threads on few cores
     slow = Slow()
     made = prompts(slow)
-    greedy = [asyncio.ensure_future(made.of(text(), Tenant("greedy"))) for _ in range(10)]
+    greedy = [asyncio.ensure_future(made.tokenize(text(), Tenant("greedy"))) for _ in range(10)]
     await slow.entered(2)
     for task in greedy[:2]:  # who leaves does not make place for more of the same
         task.cancel()
-    other = asyncio.ensure_future(made.of(text("other"), Tenant("small")))
+    other = asyncio.ensure_future(made.tokenize(text("other"), Tenant("small")))
     await slow.entered(1)
     assert len(slow.threads) == 2 + 1
-    assert await made.of(router_pb2.GenerateRequest(prompt="short"), Tenant("greedy")) == (5,)
+    assert await made.tokenize(router_pb2.GenerateRequest(prompt="short"), Tenant("greedy")) == (5,)
     for _ in range(20):
         slow.on.release()
     assert await other == (LONG_CHARS + 6,)
@@ -101,28 +100,28 @@ async def test_one_tenants_long_prompts_leave_room_for_those_of_others(
 async def test_what_is_wrong_is_told_and_gives_its_place_back() -> None:
     slow = Slow()
     made = prompts(slow)
-    for _ in range(AT_ONCE + 2):
+    for _ in range(SLOTS + 2):
         slow.on.release()
         with pytest.raises(Rejected):
-            await asyncio.wait_for(made.of(text("bad"), Tenant()), SECONDS)
+            await asyncio.wait_for(made.tokenize(text("bad"), Tenant()), SECONDS)
 
 
 async def test_the_last_of_whoever_has_most_waiting_makes_room() -> None:
-    turns, left = TokenizeSlots(1), Exhausted("pushed out", 1.0)
+    slots, left = TokenizeSlots(1), Exhausted("pushed out", 1.0)
     many, heavy, other = Tenant("many"), Tenant("heavy", weight=4.0), Tenant("other")
-    waiting = [asyncio.ensure_future(turns.take(who)) for who in (many, heavy) for _ in range(6)]
+    waiting = [asyncio.ensure_future(slots.acquire(who)) for who in (many, heavy) for _ in range(6)]
     await asyncio.sleep(0)
-    assert turns.crowd == 5
-    assert not turns.crowd_out(many, lambda _: left)  # it has most itself
-    assert turns.crowd_out(heavy, lambda _: left)
-    assert turns.crowd_out(other, lambda _: left)
+    assert slots.max_load == 5
+    assert not slots.evict_for(many, lambda _: left)  # it has most itself
+    assert slots.evict_for(heavy, lambda _: left)
+    assert slots.evict_for(other, lambda _: left)
     with pytest.raises(Exhausted):
         await waiting[4]
     assert [n for n, task in enumerate(waiting) if task.done()] == [0, 4, 5, 6]
-    assert not turns.crowd_out(Tenant("light", weight=0.1), lambda _: left)
-    turns.give(many)
+    assert not slots.evict_for(Tenant("light", weight=0.1), lambda _: left)
+    slots.release(many)
     for task in waiting:
         task.cancel()  # the one whose turn has just come gives it back
     await asyncio.gather(*waiting, return_exceptions=True)
-    await asyncio.wait_for(turns.take(many), SECONDS)
-    assert turns.crowd == 0
+    await asyncio.wait_for(slots.acquire(many), SECONDS)
+    assert slots.max_load == 0

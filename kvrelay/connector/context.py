@@ -1,0 +1,82 @@
+"""What all jobs of one store connector share: the store, the worker's pool, limits and counters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from kvrelay.connector.counters import Meter
+from kvstore import Store
+
+MIB = 1 << 20
+
+
+class PayloadShape(Protocol):
+    """The part of a pool's shape that decides the bytes of a block."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+
+
+class BlockMemory(Protocol):
+    """The worker's pool, as loads and saves use it."""
+
+    @property
+    def shape(self) -> PayloadShape: ...
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of the payload of ``count`` positions."""
+
+    def read(self, block: int, count: int) -> memoryview:
+        """The payload of a block's first ``count`` positions."""
+
+    def write(self, block: int, count: int, payload: memoryview) -> None:
+        """Fill a block's first ``count`` positions."""
+
+    def buffer(self, block: int) -> memoryview | None:
+        """A whole block as writable bytes, if it is in host memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorOptions:
+    """Seconds, bytes and threads. An answer counts for ``lease_seconds`` less the margin."""
+
+    lookup_seconds: float = 1.0  # until the answer, waiting for a thread included
+    queue_seconds: float = 30.0  # a load that waits longer for a thread fails
+    load_seconds: float = 5.0  # once it has a thread, and more for many bytes:
+    save_seconds: float = 10.0
+    slowest_bytes_per_second: float = 100.0 * MIB
+    lease_seconds: float = 30.0
+    lease_margin_seconds: float = 6.0
+    retry_seconds: float = 1.0  # an answer without tokens is looked up again after this
+    max_pending_save_bytes: int = 1024 * MIB
+    batch_bytes: int = 64 * MIB  # scratch memory of one load or save
+    lookup_threads: int = 2
+    load_threads: int = 4
+    save_threads: int = 2
+
+    def load_timeout(self, nbytes: int) -> float:
+        """Seconds that a load of ``nbytes`` may take."""
+        return self.load_seconds + nbytes / self.slowest_bytes_per_second
+
+    def save_timeout(self, nbytes: int) -> float:
+        """Seconds that a save of ``nbytes`` may take."""
+        return self.save_seconds + nbytes / self.slowest_bytes_per_second
+
+
+@dataclass(frozen=True, slots=True)
+class JobContext:
+    """Shared by all jobs; every part is thread-safe."""
+
+    store: Store
+    pool: BlockMemory
+    options: ConnectorOptions
+    meter: Meter

@@ -1,0 +1,140 @@
+"""What of kvrelay is installed here: which extras are complete, and how its commands are typed.
+
+The base install is the client. Every command and service calls ``require`` with its extras before
+it imports their packages, so that a missing one is a line with its name and how to install it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import shutil
+import sys
+import sysconfig
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvrelay.errors import NotInstalled
+
+_SERVER: Mapping[str, str] = {
+    "grpc_health": "grpcio-health-checking",
+    "grpc_reflection": "grpcio-reflection",
+}
+# Of each extra: modules and the distributions they come in, as pyproject.toml declares them.
+EXTRAS: Mapping[str, Mapping[str, str]] = {
+    "base": {
+        "grpc": "grpcio",
+        "google.protobuf": "protobuf",
+        "google.rpc": "googleapis-common-protos",
+    },
+    "router": {
+        **_SERVER,
+        "jinja2": "jinja2",
+        "prometheus_client": "prometheus-client",
+        "tokenizers": "tokenizers",
+        "transformers": "transformers",
+        "xxhash": "xxhash",
+    },
+    "store": {**_SERVER, "numpy": "numpy", "redis": "redis", "xxhash": "xxhash"},
+    "worker": {
+        **_SERVER,
+        "jinja2": "jinja2",
+        "numpy": "numpy",
+        "prometheus_client": "prometheus-client",
+        "redis": "redis",
+        "safetensors": "safetensors",
+        "tokenizers": "tokenizers",
+        "torch": "torch",
+        "transformers": "transformers",
+        "xxhash": "xxhash",
+    },
+    "certs": {"cryptography": "cryptography"},
+}
+CLUSTER = ("router", "store", "worker")
+
+
+def missing(*extras: str) -> tuple[str, ...]:
+    """The distributions of these extras that cannot be imported here, each once."""
+    wanted = {module: name for extra in extras for module, name in EXTRAS[extra].items()}
+    return tuple(sorted(name for module, name in wanted.items() if not _found(module)))
+
+
+def lacking(*extras: str) -> tuple[str, ...]:
+    """Those of these extras of which a package is missing."""
+    return tuple(extra for extra in extras if missing(extra))
+
+
+def require(*extras: str) -> None:
+    """Raises ``NotInstalled`` with the names of the packages that are missing from these extras."""
+    absent = missing(*extras)
+    if absent:
+        verb = "is" if len(absent) == 1 else "are"
+        line = install_line(*lacking(*extras))
+        raise NotInstalled(f"{', '.join(absent)} {verb} not installed: {line}")
+
+
+def require_service(module: str, extra: str) -> None:
+    """The same for ``python -m MODULE``: ends the process with one line and status 1."""
+    try:
+        require(extra)
+    except NotInstalled as error:
+        sys.exit(f"{module}: {error}")
+
+
+def install_line(*extras: str) -> str:
+    """The command that installs these extras into this environment."""
+    wanted = "all" if len(extras) > 1 else extras[0]
+    root = clone_root()
+    if root is None:
+        what, edit = f"'kvrelay[{wanted}]'", ""
+    else:
+        where = "." if root == Path.cwd() else str(root)
+        what, edit = f"'{where}[{wanted}]'", "-e "
+    return f"{_pip()} install {edit}{what}"
+
+
+def command(words: str = "") -> str:
+    """``kvrelay`` and ``words`` as typed in this folder and shell."""
+    script = Path(sysconfig.get_path("scripts"), "kvrelay")
+    found = shutil.which("kvrelay")
+    if found is not None and Path(found).resolve() == script.resolve():
+        typed = "kvrelay"
+    elif script.is_file():
+        typed = _shown(script)
+    else:
+        typed = f"{_shown(Path(sys.executable))} -m kvrelay"
+    return f"{typed} {words}".rstrip()
+
+
+def make(target: str) -> str | None:
+    """``make TARGET`` as typed in this folder, ``None`` if kvrelay does not run from a clone."""
+    root = clone_root()
+    if root is None:
+        return None
+    return f"make {target}" if root == Path.cwd() else f"make -C {shlex.quote(str(root))} {target}"
+
+
+def clone_root() -> Path | None:
+    """The root of the clone that this package is imported from, ``None`` for an installed wheel."""
+    root = Path(__file__).resolve().parents[1]
+    return root if (root / "pyproject.toml").is_file() and (root / "Makefile").is_file() else None
+
+
+def _found(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it is in
+        return False
+
+
+def _pip() -> str:
+    found, own = shutil.which("pip"), Path(sysconfig.get_path("scripts"), "pip")
+    if found is not None and Path(found).resolve() == own.resolve():
+        return "pip"
+    return _shown(own) if own.is_file() else f"{_shown(Path(sys.executable))} -m pip"
+
+
+def _shown(path: Path) -> str:
+    """A path from this folder if it lies below it."""
+    here = Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
