@@ -77,9 +77,9 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     ("argv", "words"),
     [
         (["--port", "70000"], "port: 70000 (from --port): must be between 0 and 65535"),
-        (["--port", "x"], "port: 'x' (from --port): a whole number is wanted"),
+        (["--port", "x"], "port: 'x' (from --port): expected a whole number"),
         (["--budget", "1"], "budget: 1 (from --budget): must be at least 1KiB"),
-        (["--budget", "big"], "budget: 'big' (from --budget): a size is wanted"),
+        (["--budget", "big"], "budget: 'big' (from --budget): expected a size"),
         (["--wait", "nan"], "wait: 'nan' (from --wait): a finite number"),
         (["--dtype", "int3"], "dtype: 'int3' (from --dtype): choose one of auto, float32"),
         (["--ids", "1,,2"], "ids: '' (from --ids): a whole number"),
