@@ -40,8 +40,8 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             else:
                 response.tokens.append(convert.token(update.sampled))
                 response.finish_reason = convert.finish(update.finish)
-                if update.begun is not None:
-                    response.admission.CopyFrom(convert.admitted(update.begun))
+                if update.admission is not None:
+                    response.admission.CopyFrom(convert.admission_message(update.admission))
         return response
 
 

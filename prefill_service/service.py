@@ -39,8 +39,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
             first = prefill_pb2.FirstToken(
                 token=convert.token(update.sampled), finish_reason=convert.finish(update.finish)
             )
-            if update.begun is not None:
-                first.admission.CopyFrom(convert.admitted(update.begun))
+            if update.admission is not None:
+                first.admission.CopyFrom(convert.admission_message(update.admission))
             return prefill_pb2.PrefillResponse(first_token=first)
         return prefill_pb2.PrefillResponse(
             handoff=self._worker.handoff(leg, update), usage=self._worker.usage(update, leg)

@@ -20,10 +20,9 @@ from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.worker import metrics
 from kvrelay.worker.announce import Announcer
 from kvrelay.worker.config import WorkerConfig
-from kvrelay.worker.external_kv import counters_of
 from kvrelay.worker.roles import RoleSwitch
 from kvrelay.worker.service import SERVICE, WorkerService
-from kvrelay.worker.worker import Worker
+from kvrelay.worker.worker import Worker, counters_of
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ async def _serve(worker: Worker, faces: Sequence[Register]) -> int:
     if not Address(config.host, config.port).local:
         policy.installed().check_signed()
     server = Server(ServerOptions(f"{config.host}:{config.port}"))
-    service = WorkerService(worker, RoleSwitch(worker, server.health))
+    service = WorkerService(worker, RoleSwitch(worker.identity, worker.streams, server.health))
     server.add(
         SERVICE, lambda made: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, made)
     )

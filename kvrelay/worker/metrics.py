@@ -1,7 +1,6 @@
-"""What a worker counts, for Prometheus: vLLM's names where the meaning is the same.
+"""The metrics of a worker for Prometheus, under vLLM's names where the meaning is the same.
 
-Everything is read from one frozen record at the moment of a scrape, so the sums by source equal
-the prompt tokens on every one of them.
+Each scrape reads one frozen record, so the sums by source equal the prompt tokens in every scrape.
 """
 
 from __future__ import annotations
@@ -15,9 +14,38 @@ from prometheus_client.registry import Collector
 from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.engine.engine import Engine, EngineLoad
 from kvrelay.usage import Miss
-from kvrelay.worker.store_metrics import StoreCollector
 
 PREFIX = "kvrelay:"
+
+# Field of ``ConnectorCounters``, name of the metric, help.
+COUNTED = (
+    ("lookups", "store_lookups", "Lookups asked of the store."),
+    ("lookup_hits", "store_lookup_hits", "Lookups that found something."),
+    ("lookup_failures", "store_lookup_failures", "Lookups without an answer in time."),
+    ("lookup_tokens", "store_lookup_tokens", "Tokens that lookups found, not verified yet."),
+    ("loads", "store_loads", "Loads from the store."),
+    ("load_failures", "store_load_failures", "Loads ended by an error or their deadline."),
+    ("loads_short", "store_loads_short", "Loads that gave less than was ordered."),
+    ("loaded_tokens", "store_loaded_tokens", "Tokens loaded and verified."),
+    ("loaded_bytes", "store_loaded_bytes", "Bytes loaded and verified."),
+    ("absent", "store_absent_blocks", "Blocks promised by a lookup and not there for the load."),
+    ("corrupt", "store_corrupt_blocks", "Blocks that failed verification."),
+    ("saves", "store_saves", "Saves to the store."),
+    ("save_failures", "store_save_failures", "Saves ended by an error or their deadline."),
+    ("saves_dropped", "store_saves_dropped", "Saves dropped because too much was waiting."),
+    ("saved_blocks", "store_saved_blocks", "Blocks written."),
+    ("existing_blocks", "store_existing_blocks", "Blocks offered that the store had already."),
+    ("refused_blocks", "store_refused_blocks", "Blocks offered that the store did not take."),
+    ("saved_bytes", "store_saved_bytes", "Bytes written."),
+    ("crashes", "store_job_crashes", "Jobs ended by a bug; the log has the traceback."),
+)
+MEASURED = (
+    ("open_lookups", "store_lookups_open", "Lookups under way."),
+    ("open_loads", "store_loads_open", "Loads under way."),
+    ("open_saves", "store_saves_open", "Saves under way."),
+    ("open_save_bytes", "store_save_bytes_open", "Bytes of the saves under way."),
+    ("open_leases", "store_leases_open", "Leases held."),
+)
 
 
 class EngineCollector(Collector):
@@ -32,7 +60,7 @@ class EngineCollector(Collector):
         self._outside = outside
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric, of one moment."""
+        """All metrics of one reading."""
         load = self._engine.load()
         for name, text, value in gauges(load):
             gauge = GaugeMetricFamily(PREFIX + name, text, labels=["role"])
@@ -122,6 +150,26 @@ def counters(load: EngineLoad, outside: bool) -> Iterator[tuple[str, str, float]
     yield "engine_steps", "Steps of the model.", load.steps
 
 
+class StoreCollector(Collector):
+    """The metrics of one store connector, labelled with the worker's role."""
+
+    def __init__(self, read: Callable[[], ConnectorCounters], role: str) -> None:
+        self._read = read
+        self._role = role
+
+    def collect(self) -> Iterator[Metric]:
+        """All metrics of one reading."""
+        counters = self._read()
+        for field, name, text in COUNTED:
+            counter = CounterMetricFamily(PREFIX + name, text, labels=["role"])
+            counter.add_metric([self._role], getattr(counters, field))
+            yield counter
+        for field, name, text in MEASURED:
+            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["role"])
+            gauge.add_metric([self._role], getattr(counters, field))
+            yield gauge
+
+
 def registry_of(
     engine: Engine,
     role: str,
@@ -132,5 +180,5 @@ def registry_of(
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine, role, outside))
     if store is not None:
-        registry.register(StoreCollector(store, role, PREFIX))
+        registry.register(StoreCollector(store, role))
     return registry

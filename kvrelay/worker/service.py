@@ -65,7 +65,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             executed=load.executed,
             preemptions=load.totals.preemptions,
             draining=self._worker.streams.draining,
-            worker_id=self._worker.identity.boot,
+            worker_id=self._worker.identity.id,
         )
         return worker_pb2.GetLoadResponse(load=message)
 

@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.connector.mock import MockEnd, Script
-from kvrelay.worker.metrics import registry_of
-from kvrelay.worker.store_metrics import COUNTED, MEASURED
+from kvrelay.worker.metrics import COUNTED, MEASURED, registry_of
 from tests.accounting.bench import limits
 from tests.accounting.journalled import Sums
 from tests.accounting.served import Served
