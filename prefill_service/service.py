@@ -1,4 +1,4 @@
-"""The ``Prefill`` service: a thin face over the engine. See protos/kvrelay/v1/prefill.proto."""
+"""The ``PrefillService``, defined in protos/kvrelay/v1/prefill.proto."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
-    """Computes prompts, saves their blocks, samples one token each."""
+    """Computes prompts, samples one token each, and saves the blocks."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
