@@ -168,7 +168,7 @@ def table(rows: Sequence[RateRow], lookups: Sequence[LookupTiming]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str], prog: str = "python -m benchmarks.store") -> int:
+def main(argv: Sequence[str], prog: str = "kvrelay store bench") -> int:
     """Measure and print."""
     config = load(StoreBenchConfig, argv, prog, DESCRIPTION)
     malloc.keep_large_buffers()  # as every worker does
