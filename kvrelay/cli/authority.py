@@ -1,6 +1,6 @@
-"""Certificates of an authority of one's own, for trying TLS and for tests. Needs ``cryptography``.
+"""A private certificate authority, for trying TLS and for tests. Needs ``cryptography``.
 
-Keys are elliptic (P-256), so that making them takes no time.
+Keys are elliptic (P-256), so that they are made in no time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvrelay.errors import Rejected
 
-SKEW = timedelta(hours=1)  # clocks of other machines
+SKEW = timedelta(hours=1)  # between the clocks of two machines
 LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
@@ -32,13 +32,13 @@ class IssuedCertificate:
 
 
 class CertificateAuthority:
-    """Signs certificates that are good for both ends of a connection."""
+    """Signs certificates that are valid for both ends of a connection."""
 
     def __init__(self, name: str = "kvrelay development CA", days: float = 365) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
         subject = _name(name)
         self._cert = (
-            _begun(subject, subject, self._key, _until(days))
+            _builder(subject, subject, self._key, _expiry(days))
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(signs=True), critical=True)
             .sign(self._key, hashes.SHA256())
@@ -46,17 +46,17 @@ class CertificateAuthority:
 
     @property
     def own(self) -> IssuedCertificate:
-        """The authority itself. Its key is for whoever signs, and for no server."""
+        """The authority itself. Its key is for signing only; no server may have it."""
         return _issued(self._cert, self._key)
 
     def issue(
         self, name: str, hosts: Sequence[str] = LOCAL_NAMES, days: float = 365
     ) -> IssuedCertificate:
-        """For a process reached as any of ``hosts``; ``days`` below 0: it has expired."""
+        """A certificate for ``hosts``; with ``days`` below 0 it has expired."""
         key = ec.generate_private_key(ec.SECP256R1())
         both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         cert = (
-            _begun(_name(name), self._cert.subject, key, _until(days))
+            _builder(_name(name), self._cert.subject, key, _expiry(days))
             .add_extension(x509.SubjectAlternativeName([_host(one) for one in hosts]), False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs=False), critical=True)
@@ -67,31 +67,31 @@ class CertificateAuthority:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """A new file that only its owner can read; ``Rejected`` if there is one already."""
+    """Write a new file that only its owner can read; ``Rejected`` if it exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        raise Rejected("dir", f"{path} exists already: name another directory") from None
+        raise Rejected("dir", f"{path} exists: name another directory") from None
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
 
 
-def _begun(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, until: datetime
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, expiry: datetime
 ) -> x509.CertificateBuilder:
-    begins = min(datetime.now(UTC), until) - SKEW
+    start = min(datetime.now(UTC), expiry) - SKEW
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(begins)
-        .not_valid_after(until)
+        .not_valid_before(start)
+        .not_valid_after(expiry)
     )
 
 
-def _until(days: float) -> datetime:
+def _expiry(days: float) -> datetime:
     return datetime.now(UTC) + timedelta(days=days)
 
 

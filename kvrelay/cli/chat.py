@@ -1,7 +1,7 @@
 """``kvrelay chat``: a conversation with a running cluster, turn by turn.
 
-Each turn is sent with all before it, so the prefix cache and the store do what they are for; an
-answer whose router dies is gone on with where it stopped.
+Each turn is sent with all turns before it, so the prefix cache and the store are used. An answer
+whose router dies is resumed where it stopped.
 """
 
 from __future__ import annotations
@@ -37,18 +37,20 @@ examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatConfig(RouterOptions):
-    """Whom to talk to, and how."""
+    """The router, and the parameters of each answer."""
 
     system: str | None = option(None, "a system message before the first turn")
-    max_tokens: int = option(DEFAULT_MAX_TOKENS, "length of an answer at most", low=1)
+    max_tokens: int = option(DEFAULT_MAX_TOKENS, "most tokens of an answer", low=1)
     temperature: float = option(DEFAULT_TEMPERATURE, "0 takes the likeliest token", low=0)
-    top_p: float | None = option(None, "sample from that much of the probability", metavar="P")
+    top_p: float | None = option(
+        None, "sample from the likeliest tokens of this total probability", metavar="P"
+    )
     seed: int | None = option(None, "the same seed gives the same answers", low=0)
-    timeout: float = option(600.0, "give up an answer after that", unit="seconds", low=0.001)
+    timeout: float = option(600.0, "time limit of an answer", unit="seconds", low=0.001)
 
 
 class Conversation:
-    """The turns so far. What could not be answered is no part of them."""
+    """The turns so far. A message that got no answer is not among them."""
 
     def __init__(self, client: Client, config: ChatConfig) -> None:
         self._client = client
@@ -61,7 +63,7 @@ class Conversation:
         self._turns = [] if self._config.system is None else [("system", self._config.system)]
 
     def ask(self, text: str) -> None:
-        """One turn: the answer is written as it comes. Raises ``KvrelayError``."""
+        """One turn: the answer is written as it streams. Raises ``KvrelayError``."""
         pieces: list[Chunk] = []
         asked = [*self._turns, ("user", text)]
         stream = self._stream(asked)
@@ -86,7 +88,7 @@ class Conversation:
         )
 
     def _read(self, stream: Stream, pieces: list[Chunk]) -> None:
-        """To the end; a stream that breaks off is resumed, so many times in a row."""
+        """Read to the end. A broken stream is resumed, ``RETRIES`` times in a row at most."""
         left = RETRIES
         while True:
             try:
@@ -118,9 +120,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _talk(conversation: Conversation) -> int:
-    """Until there are no more lines. From a pipe the first error ends it, with status 1."""
-    asked_by_person = sys.stdin.isatty()
-    while (line := _line(asked_by_person)) is not None:
+    """Answer every line. With input from a pipe the first error ends it, with status 1."""
+    interactive = sys.stdin.isatty()
+    while (line := _line(interactive)) is not None:
         if line == "/quit":
             break
         if line == "/new":
@@ -129,22 +131,22 @@ def _talk(conversation: Conversation) -> int:
             try:
                 conversation.ask(line)
             except KvrelayError as error:
-                if not asked_by_person:
+                if not interactive:
                     raise
                 print_err(f"kvrelay chat: {error}")
     return 0
 
 
-def _line(asked_by_person: bool) -> str | None:
-    """The next line without its blanks; ``None`` at the end. Ctrl-C empties it."""
+def _line(interactive: bool) -> str | None:
+    """The next line, stripped; ``None`` at the end. Ctrl-C discards the line."""
     try:
-        return input("> " if asked_by_person else "").strip()
+        return input("> " if interactive else "").strip()
     except EOFError:
-        if asked_by_person:
+        if interactive:
             print_out()
         return None
     except KeyboardInterrupt:
-        if not asked_by_person:
+        if not interactive:
             raise
         print_out()
         return ""

@@ -1,6 +1,6 @@
-"""``kvrelay COMMAND``: finds the command, runs it, and turns what goes wrong into one line.
+"""``kvrelay COMMAND``: finds the command, runs it, and prints an error as one line.
 
-Exit status: 0 done, 1 failed, 2 asked for something that cannot be, 130 after Ctrl-C.
+Exit status: 0 done, 1 failed, 2 invalid request, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ COMMANDS = (
     ),
     Command("up", "kvrelay.cli.up", "start a cluster on this machine and keep it serving", CLUSTER),
     Command("generate", "kvrelay.cli.generate", "send one prompt and stream the answer"),
-    Command("chat", "kvrelay.cli.chat", "talk with a running cluster, turn by turn"),
-    Command("top", "kvrelay.cli.top", "the workers of a router, and what they do"),
-    Command("role", "kvrelay.cli.role", "make a prefill worker of a decode worker, or back"),
+    Command("chat", "kvrelay.cli.chat", "talk to a running cluster, turn by turn"),
+    Command("top", "kvrelay.cli.top", "the workers of a router, and their load"),
+    Command("role", "kvrelay.cli.role", "turn a decode worker into a prefill worker, or back"),
     Command(
         "doctor", "kvrelay.cli.doctor.command", "what this machine has, and what would be used"
     ),
@@ -39,9 +39,12 @@ COMMANDS = (
         CLUSTER,
     ),
     Command(
-        "replay", "kvrelay.cli.replay", "repeat a worker's journal, find what differs", ("worker",)
+        "replay",
+        "kvrelay.cli.replay",
+        "repeat a worker's journal and find differences",
+        ("worker",),
     ),
-    Command("store", "kvrelay.cli.store.command", "look into a store, try its policy on a trace"),
+    Command("store", "kvrelay.cli.store.command", "inspect a store, try its eviction on a trace"),
     Command(
         "make-certs",
         "kvrelay.cli.make_certs",
@@ -79,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def guarded(command: Command, argv: Sequence[str]) -> int:
-    """Runs a command; every error is one line, none a traceback."""
+    """Run a command; every error is one line, never a traceback."""
     try:
         run = command.load()
         with sigint.sigint_raises():
@@ -90,13 +93,13 @@ def guarded(command: Command, argv: Sequence[str]) -> int:
         print_err("")
         return sigint.INTERRUPTED_STATUS
     except BrokenPipeError:
-        # Nobody reads any more: let the flush at exit have somewhere to go.
+        # The reader closed the pipe: give the flush at exit another target.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
         print_err(f"kvrelay {command.name}: {error}")
         with suppress(OSError):
-            sys.stdout.close()  # or what could not be written is tried again at exit
+            sys.stdout.close()  # or the failed output is written again at exit
         return 1
     except Rejected as error:
         print_err(f"kvrelay {command.name}: {error}")

@@ -1,4 +1,4 @@
-"""``kvrelay generate``: one prompt to a running cluster, the answer streamed as it is made."""
+"""``kvrelay generate``: one prompt to a running cluster, the answer streamed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvrelay.sampling import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE
 
 LARGEST_PROMPT = 8 << 20
 DESCRIPTION = """\
-Sends one prompt to a running cluster and prints the answer as it comes. The prompt is the
+Sends one prompt to a running cluster and prints the answer as it streams. The prompt is the
 argument, or standard input, or token ids."""
 EPILOG = """\
 examples:
@@ -32,7 +32,7 @@ examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig(RouterOptions):
-    """What to send, where, and how to show the answer."""
+    """The prompt, the router, and how to show the answer."""
 
     prompt: str | None = option(
         None, "the text; '-' or nothing reads standard input", metavar="PROMPT", positional=True
@@ -40,17 +40,19 @@ class GenerateConfig(RouterOptions):
     token_ids: tuple[int, ...] = option((), "the prompt as ids: 1,2,3", low=0, metavar="IDS")
     chat: bool = option(False, "the prompt is a user's message, for the model's chat template")
     system: str | None = option(None, "a system message before it; needs --chat")
-    max_tokens: int = option(DEFAULT_MAX_TOKENS, "length of the answer at most", low=1)
+    max_tokens: int = option(DEFAULT_MAX_TOKENS, "most tokens of the answer", low=1)
     temperature: float = option(DEFAULT_TEMPERATURE, "0 takes the likeliest token", low=0)
-    top_p: float | None = option(None, "sample from that much of the probability", metavar="P")
-    top_k: int | None = option(None, "sample from so many tokens; 0 is off", metavar="K")
+    top_p: float | None = option(
+        None, "sample from the likeliest tokens of this total probability", metavar="P"
+    )
+    top_k: int | None = option(None, "sample from the K likeliest tokens; 0 is off", metavar="K")
     seed: int | None = option(None, "the same seed gives the same answer", low=0)
     stop: tuple[str, ...] = option((), "text that ends the answer")
-    ignore_eos: bool = option(False, "go on after the end-of-sequence token")
-    priority: int = option(0, "where requests wait: higher goes before", low=-8, high=8)
-    timeout: float = option(600.0, "give up after that", unit="seconds", low=0.001)
-    usage: bool = option(False, "tell afterwards what was computed where (standard error)")
-    explain: bool = option(False, "tell also why blocks of KV were not found; implies --usage")
+    ignore_eos: bool = option(False, "continue after the end-of-sequence token")
+    priority: int = option(0, "place in the router's queue: higher goes first", low=-8, high=8)
+    timeout: float = option(600.0, "time limit", unit="seconds", low=0.001)
+    usage: bool = option(False, "print what was computed where, to standard error")
+    explain: bool = option(False, "print also why KV blocks were not found; implies --usage")
     json: bool = option(False, "print text, token ids, finish reason and usage as JSON at the end")
 
     def __post_init__(self) -> None:
@@ -83,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _stream(client: Client, config: GenerateConfig) -> Stream:
-    """The pieces of the answer; only what was given is sent."""
+    """The stream of the answer; only options that were given are sent."""
     return client.generate(
         prompt=None if config.chat or config.token_ids else _text(config),
         token_ids=config.token_ids or None,

@@ -1,4 +1,4 @@
-"""The entry of ``kvrelay``: what a Ctrl-C does is settled before anything else is imported."""
+"""The entry of ``kvrelay``: sets the handler of Ctrl-C before it imports anything else."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from kvrelay.process import sigint
 
 
 def main() -> int:
-    """Runs the command that the process was started with; the exit status."""
+    """Run the command of this process's command line; returns the exit status."""
     sigint.exit_on_sigint()
-    from kvrelay.cli.dispatch import main as dispatch  # imports much: not before the line above
+    from kvrelay.cli.dispatch import main as dispatch  # slow imports: after the line above
 
     return dispatch(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""``kvrelay make-certs``: an authority, a certificate and tokens, to try a secured cluster with."""
+"""``kvrelay make-certs``: an authority, a certificate and tokens to try a secured cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvrelay.errors import Rejected, Unavailable
 DESCRIPTION = """\
 Makes a directory with an authority (ca.pem), a certificate of it for servers and clients
 (cert.pem, key.pem), and tokens (credentials.toml; client.toml for a client). For development: in
-earnest, keep ca.key elsewhere, and give each process a certificate and a file of its own."""
+production, keep ca.key elsewhere, and give each process its own certificate and file."""
 CREDENTIALS = """\
 # Tokens and keys of a cluster; see docs/security.md. Keep it private.
 service = "{service}"
@@ -29,11 +29,11 @@ max-requests = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MakeCertsConfig:
-    """Where to, for whom and for how long."""
+    """The directory, the host names, and the validity."""
 
-    dir: str = required(str, "directory to make", metavar="DIR", positional=True)
+    dir: str = required(str, "directory to create", metavar="DIR", positional=True)
     host: tuple[str, ...] = option((), "another name or address of the servers", metavar="HOST")
-    days: int = option(365, "until they expire", low=1, high=3650)
+    days: int = option(365, "validity of the certificates", low=1, high=3650)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -42,12 +42,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise Rejected("dir", f"cannot make {directory}: {error.strerror}") from None
+        raise Rejected("dir", f"cannot create {directory}: {error.strerror}") from None
     for name, content in _files(config).items():
         _write(directory / name, content)
     files = f"--tls-cert {directory}/cert.pem --tls-key {directory}/key.pem"
     files += f" --tls-ca {directory}/ca.pem"
-    print_out(f"Made {directory}. Try:")
+    print_out(f"Created {directory}. Try:")
     print_out(f"  kvrelay up {files} --credentials {directory}/credentials.toml")
     print_out(f'  kvrelay generate {files} --credentials {directory}/client.toml "Once"')
     return 0

@@ -9,16 +9,16 @@ from kvrelay.config.reader import load, option, required
 
 DESCRIPTION = """\
 Repeats the journal that a worker wrote with --journal FILE: every call of its scheduler, with the
-answers it got. The core is pure, so every plan, counter and account must come out the same; the
-first event that differs is shown. Ends with status 1 if one does, 2 if FILE is no journal."""
+replies it got. The core is pure, so every plan, counter and usage must come out the same; the first
+event that differs is shown. Ends with status 1 if one differs, 2 if FILE is not a journal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayConfig:
-    """What to repeat."""
+    """The journal to replay."""
 
     file: str = required(str, "the journal", metavar="FILE", positional=True)
-    json: bool = option(False, "print what was found as JSON")
+    json: bool = option(False, "print the result as JSON")
 
 
 def main(argv: Sequence[str]) -> int:

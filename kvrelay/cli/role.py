@@ -1,4 +1,4 @@
-"""``kvrelay role``: makes a prefill worker of a decode worker, or the other way round."""
+"""``kvrelay role``: turns a decode worker into a prefill worker, or the reverse."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import router_pb2, types_pb2, worker_pb2, worker_pb2_grpc
 
 DESCRIPTION = """\
-Tells a running worker to prefill or to decode from now on. It takes no new requests, waits until
-those it has ended or were moved elsewhere by the router, and comes back in the other role with its
-KV cache; with requests left at the --timeout it stays as it was. It keeps that role until it is
-started again; routers need not be told. The router is asked who is left to decode: the last one is
-kept from prefilling without --force."""
+Switches a running worker to prefill or to decode. It refuses new requests, waits until its requests
+have ended or the router has migrated them, and returns in the other role with its KV cache; with
+requests left at the --timeout it keeps its role. The role lasts until the worker restarts; routers
+notice by themselves. The router is asked which workers can decode: the last one does not switch
+without --force."""
 ASK_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleConfig(RouterOptions):
-    """Which worker, and what it is to be."""
+    """The worker and its new role."""
 
-    role: str = required(str, "its role from now on", choices=tuple(ROLES), positional=True)
+    role: str = required(str, "the new role", choices=tuple(ROLES), positional=True)
     worker: str = required(str, "the worker", metavar="HOST:PORT")
-    force: bool = option(False, "ask no router, though nobody may be left to decode")
-    timeout: float = option(120.0, "give up when it still has requests after that", low=0.1)
+    force: bool = option(False, "do not ask the router, even if no worker may be left to decode")
+    timeout: float = option(120.0, "give up if it still has requests after this time", low=0.1)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,24 +48,24 @@ def main(argv: Sequence[str]) -> int:
             stub.SetRole(worker_pb2.SetRoleRequest(role=role), timeout=config.timeout)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
-    print_out(f"{config.worker} is a {config.role} worker.")
+    print_out(f"{config.worker} is now a {config.role} worker.")
     return 0
 
 
 def check_left(
     worker: str, boot: str, router: str, known: Sequence[router_pb2.WorkerStatus]
 ) -> None:
-    """``Rejected`` unless ``known`` has the worker, and another one that can decode."""
+    """``Rejected`` unless ``known`` holds the worker, and another one that can decode."""
     if all(one.info.worker_id != boot for one in known):
         raise Rejected(
-            "router", f"the one at {router} does not know {worker}: name its own, or say --force"
+            "router", f"the one at {router} does not know {worker}: name its own, or give --force"
         )
     others = [one for one in known if one.healthy and one.role == types_pb2.ROLE_DECODE]
     if all(one.info.worker_id == boot for one in others):
         raise Rejected(
             "role",
-            f"{worker} is the only worker that the router at {router} can use to decode, without"
-            " one it refuses every request: start another one, or say --force",
+            f"{worker} is the only worker that the router at {router} can use to decode; without"
+            " one it refuses every request: start another worker, or give --force",
         )
 
 
@@ -75,6 +75,6 @@ def _known_by(router: str) -> Sequence[router_pb2.WorkerStatus]:
             return client.workers(ASK_SECONDS)
     except (Unavailable, DeadlineExceeded) as error:
         raise Unavailable(
-            f"cannot ask the router at {router} who is left to decode ({error}): name it with"
-            " --router, or say --force"
+            f"cannot ask the router at {router} which workers decode ({error}): name it with"
+            " --router, or give --force"
         ) from error

@@ -1,4 +1,4 @@
-"""What the commands that talk to a router have in common: which one, and who asks."""
+"""The options of every command that talks to a router: its address, and credentials."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from kvrelay.rpc.security.options import SecurityOptions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterOptions(SecurityOptions):
-    """Which router."""
+    """The router to use."""
 
     router: str | None = option(None, f"the router; else {DEFAULT_ROUTER}", metavar="HOST:PORT")
-    endpoints: str | None = option(None, "take the router from kvrelay up's file", metavar="FILE")
+    endpoints: str | None = option(
+        None, "read the router from the file of kvrelay up", metavar="FILE"
+    )
 
     def __post_init__(self) -> None:
         if self.router is not None and self.endpoints is not None:
             raise Rejected("router", "give either --router or --endpoints")
 
     def address(self) -> str:
-        """The router's, once this process shows who it is."""
+        """The router's address, after installing this process's credentials."""
         policy.install(self, ADMIN_FIRST)
         if self.endpoints is not None:
             return router_of(Path(self.endpoints))

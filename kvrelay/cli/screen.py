@@ -1,4 +1,4 @@
-"""What commands write to a terminal: colour only where a person looks, tables, one-line errors."""
+"""Terminal output of commands: colour only on a terminal, tables, lines."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _CODES = {
 
 
 def coloured(stream: TextIO) -> bool:
-    """Whether colour is wanted there: a terminal, and ``NO_COLOR`` is not set."""
+    """Whether to use colour: on a terminal, unless ``NO_COLOR`` is set."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def paint(text: str, style: str, stream: TextIO | None = None) -> str:
-    """The text in a style, plain where nobody sees it."""
+    """The text in a style; plain if the stream is no terminal."""
     if not text or not coloured(stream or sys.stdout):
         return text
     return f"\x1b[{_CODES[style]}m{text}\x1b[0m"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[int]) -> str:
-    """Columns as wide as they must be; those in ``right`` end at the same place."""
+    """Columns as wide as their content; those in ``right`` are right-aligned."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
 
     def line(row: Sequence[str]) -> str:
@@ -46,10 +46,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], right: frozenset[i
 
 
 def print_out(text: str = "") -> None:
-    """One line for a person or a pipe, at once."""
+    """One line to standard output, flushed."""
     print(text, flush=True)
 
 
 def print_err(text: str) -> None:
-    """One line beside the output proper."""
+    """One line to standard error, flushed."""
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The signals that end a command, heard in a thread of their own."""
+"""The signals that end a command, handled in a thread of their own."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-    """Meanwhile each of them calls ``heard(number)``.
+    """A context in which each of them calls ``on_signal(number)``.
 
-    Python runs handlers in the main thread, when that gets round to it. The kernel may give the
-    signal to any thread, and then, or when it comes just before a call that blocks, nothing wakes
-    the main one: what it waits for never comes. So the number is written to a pipe where the signal
-    arrives, by the interpreter, and read by a thread that does nothing else.
+    Python runs handlers in the main thread between two of its instructions. The kernel may deliver
+    the signal to any thread; then, or if it arrives just before a blocking call, nothing wakes the
+    main thread. So the interpreter writes the number to a pipe on arrival, and a thread that does
+    nothing else reads it.
     """
 
-    def __init__(self, heard: Callable[[int], None]) -> None:
-        self._heard = heard
+    def __init__(self, on_signal: Callable[[int], None]) -> None:
+        self._on_signal = on_signal
         reader, writer = os.pipe()
         self._reader = reader
         self._writer = writer
@@ -35,7 +35,7 @@ class Signals:
     def __enter__(self) -> None:
         self._thread.start()
         self._wakes = signal.set_wakeup_fd(self._writer)
-        self._before = {number: signal.signal(number, _noted) for number in NUMBERS}
+        self._before = {number: signal.signal(number, _ignored) for number in NUMBERS}
 
     def __exit__(
         self,
@@ -53,11 +53,11 @@ class Signals:
         with os.fdopen(self._reader, "rb", buffering=0) as stream:
             while number := stream.read(1):
                 if number[0] in NUMBERS:
-                    self._heard(number[0])
+                    self._on_signal(number[0])
 
 
 def end_now(cluster: Cluster, number: int) -> None:
-    """Kills all of it and ends this process, whatever its main thread does."""
+    """Kill the cluster and end this process, whatever its main thread does."""
     cluster.kill_all()
     spawn.server.end()
     with suppress(OSError):
@@ -65,5 +65,5 @@ def end_now(cluster: Cluster, number: int) -> None:
     os._exit(128 + number)
 
 
-def _noted(number: int, frame: FrameType | None) -> None:
-    """The thread hears it."""
+def _ignored(number: int, frame: FrameType | None) -> None:
+    """Nothing: the thread handles it."""

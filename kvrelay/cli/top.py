@@ -1,4 +1,4 @@
-"""``kvrelay top``: the workers a router knows, what they do, and why one is not used."""
+"""``kvrelay top``: the workers of a router, their load, and why one is not used."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvrelay.rpc.protocol import NAMES
 from kvrelay.v1 import router_pb2
 
 DESCRIPTION = """\
-Shows every worker that a router knows: its state, what runs and waits there, its free KV blocks,
-and why it is not used. Refreshed until Ctrl-C; with --once it ends with status 1 when no worker
-can decode."""
-HOME = "\x1b[H\x1b[J"  # to the corner, and nothing below
+Shows every worker that a router knows: its state, its running and waiting requests, its free KV
+blocks, and why it is not used. Refreshed until Ctrl-C; with --once it ends with status 1 if no
+worker can decode."""
+HOME = "\x1b[H\x1b[J"  # cursor to the corner, clear the screen
 STATES = {
     router_pb2.WORKER_STATE_STARTING: ("starting", "dim"),
     router_pb2.WORKER_STATE_READY: ("ready", "green"),
@@ -36,21 +36,21 @@ RIGHT = frozenset({3, 4, 5, 6, 7, 8})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopConfig(RouterOptions):
-    """Whom to ask and how often."""
+    """The router, and how often to ask it."""
 
-    interval: float = option(1.0, "seconds between two looks", low=0.1)
-    once: bool = option(False, "look once and end")
-    json: bool = option(False, "print each look as one line of JSON")
+    interval: float = option(1.0, "seconds between two refreshes", low=0.1)
+    once: bool = option(False, "print once and end")
+    json: bool = option(False, "print each refresh as one line of JSON")
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRow:
-    """One worker. ``rate``: positions computed a second since the look before, if there was one."""
+    """One worker. ``rate``: positions computed per second since the refresh before."""
 
     address: str
     role: str
     state: str
-    legs: int  # of the router asked
+    legs: int  # sent by this router
     running: int
     loading: int
     waiting: int
@@ -64,7 +64,7 @@ class WorkerRow:
     def of(
         cls, status: router_pb2.WorkerStatus, before: Mapping[str, int], passed: float
     ) -> WorkerRow:
-        """``before`` is what each had executed ``passed`` seconds ago."""
+        """``before``: the positions each worker had executed ``passed`` seconds ago."""
         load, earlier = status.load, before.get(status.address)
         known = earlier is not None and passed > 0 and load.executed >= earlier
         return cls(
@@ -123,7 +123,7 @@ def _show(
 
 
 def screen(lines: Sequence[WorkerRow], queue: router_pb2.QueueStatus, address: str) -> str:
-    """One look, as a person reads it."""
+    """The screen for people."""
     colours = dict(STATES.values())
     ready = sum(line.state == "ready" for line in lines)
     rows = [
@@ -149,7 +149,7 @@ def screen(lines: Sequence[WorkerRow], queue: router_pb2.QueueStatus, address: s
     title = f"router {address}: {ready} of {len(lines)} workers ready"
     rate = f", drains {queue.tokens_per_second:,.0f}/s" if queue.tokens_per_second else ""
     waits = (
-        f"{queue.running} of {queue.slots} requests under way, {queue.waiting} wait"
+        f"{queue.running} of {queue.slots} requests running, {queue.waiting} waiting"
         f" ({queue.waiting_tokens:,} tokens{rate}), {queue.refused} refused so far"
     )
     return "\n".join([paint(title, "bold"), waits, "", head, *painted, ""])

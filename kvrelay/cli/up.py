@@ -22,7 +22,7 @@ from kvrelay.v1 import router_pb2
 COLOURS = {"store": "magenta", "prefill": "cyan", "decode": "green", "router": "blue"}
 DESCRIPTION = """\
 Starts a store, prefill workers, decode workers and a router as processes of their own, waits
-until all of them serve, and restarts what dies. Ctrl-C ends all of it; twice, at once."""
+until all of them serve, and restarts those that die. Ctrl-C ends all; a second one, at once."""
 EPILOG = """\
 examples:
   kvrelay up                                    the shipped model, one worker of each role
@@ -33,17 +33,17 @@ examples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpConfig(ClusterConfig):
-    """The cluster, and what to tell about it."""
+    """The cluster, and what to print about it."""
 
     endpoints: str | None = option(None, "write addresses and pids there as JSON", metavar="FILE")
-    start_timeout: float = option(120.0, "patience with the start", unit="seconds", low=1)
+    start_timeout: float = option(120.0, "time limit of the start", unit="seconds", low=1)
     quiet: bool = option(False, "do not show the logs of the processes")
 
 
 def main(argv: Sequence[str]) -> int:
     config = load(UpConfig, argv, "kvrelay up", DESCRIPTION, epilog=EPILOG)
     run = Up(config)
-    with Signals(run.heard):
+    with Signals(run.on_signal):
         return run.serve()
 
 
@@ -54,9 +54,9 @@ class Up:
         self._config = config
         self._file = Path(config.endpoints).absolute() if config.endpoints else None
         self._asked = threading.Event()
-        self._status = 0  # of a start that was interrupted
+        self._status = 0  # exit status of an interrupted start
         self._up = False
-        self._lock = threading.Lock()  # lines of many threads
+        self._lock = threading.Lock()  # for lines of many threads
         self.cluster = Cluster(config, on_line=self._show_line, on_change=self._show_change)
 
     def serve(self) -> int:
@@ -79,8 +79,8 @@ class Up:
                 endpoints.remove(self._file)
         return 0
 
-    def heard(self, number: int) -> None:
-        """Ends in order at the first signal, at once at the second."""
+    def on_signal(self, number: int) -> None:
+        """End in order at the first signal, at once at the second."""
         if self._asked.is_set():
             if self._file:
                 endpoints.remove(self._file)
@@ -90,11 +90,11 @@ class Up:
         self._asked.set()
 
     def _example(self) -> str:
-        """Something that the model can answer: the shipped one knows only what it is told."""
+        """A prompt that the model can answer: the shipped one knows only its system message."""
         if self._config.model != "recall":
             return '"Once upon a time"'
-        told = "The copper mask stands in Boston."
-        return f'--chat --temperature 0 --system "{told}" "Where is the copper mask?"'
+        fact = "The copper mask stands in Boston."
+        return f'--chat --temperature 0 --system "{fact}" "Where is the copper mask?"'
 
     def _access(self) -> str:
         """The flags that a client on this machine needs."""
@@ -116,7 +116,7 @@ class Up:
             self._publish()  # a process id may have changed
 
     def _tell(self, line: str) -> None:
-        """A line of any thread. That nobody reads it must not stop the process it comes from."""
+        """Print a line from any thread. A closed terminal must not stop the process behind it."""
         with self._lock, suppress(BrokenPipeError):
             print_err(line)
 

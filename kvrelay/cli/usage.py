@@ -1,4 +1,4 @@
-"""The account of an answer, for people and for scripts."""
+"""The usage of an answer, for people and for scripts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _json(value: object, name: str) -> object:
 
 
 def usage_lines(usage: Usage) -> str:
-    """A usage as a person reads it."""
+    """A usage as lines for people."""
     head = (
         f"{usage.prompt_tokens} prompt tokens, {usage.cached_prompt_tokens} of them cached;"
         f" {usage.completion_tokens} new; first token {usage.first_token_seconds * 1e3:.0f} ms"

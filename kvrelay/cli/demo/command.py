@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     config = load(DemoConfig, argv, "kvrelay demo", DESCRIPTION)
     plan = DemoPlan.draw(config.seed, config.facts, min(config.questions, config.facts))
     demo = Demo(config, plan)
-    with Signals(demo.heard):
+    with Signals(demo.on_signal):
         return demo.run()
 
 
@@ -113,7 +113,7 @@ class Demo:
             print_out(summary(asked))
         return 0 if all(one.right for one in asked) else 1
 
-    def heard(self, number: int) -> None:
+    def on_signal(self, number: int) -> None:
         """A signal: there is nothing to clean up."""
         end_now(self._cluster, number)
 

@@ -18,10 +18,10 @@ from kvrelay.rpc.security.credentials import ADMIN_FIRST
 from kvrelay.rpc.security.options import SecurityOptions
 
 DESCRIPTION = """\
-Looks at this machine and says what kvrelay would use, what is absent without harm, and what is
-missing. With --store it also asks a store, a Redis among them, whether it is there and set up for
-blocks. With --audit it asks a running worker to check every invariant of its accounting instead.
-Ends with status 1 only if something needed is missing or an invariant is broken."""
+Checks this machine: what kvrelay would use, what is absent without harm, and what is missing. With
+--store it also checks that stores, Redis among them, are reachable and set up for blocks. With
+--audit a running worker checks every invariant of its accounting instead. Ends with status 1 only
+if something needed is missing or an invariant is broken."""
 MARKS = {"ok": ("+", "green"), "absent": ("-", "yellow"), "missing": ("!", "red")}
 
 
@@ -31,7 +31,7 @@ class DoctorConfig(SecurityOptions):
 
     json: bool = option(False, "print the findings as JSON")
     audit: str | None = option(None, "check the accounting of this worker", metavar="HOST:PORT")
-    store: str | None = option(None, "look at this store too, or these", metavar="URL")
+    store: str | None = option(None, "check this store too, or several with commas", metavar="URL")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,7 +67,7 @@ def _stores(urls: str | None) -> Iterator[Diagnosis]:
 
 
 def show_audit(address: str, as_json: bool) -> int:
-    """What a worker's ``Audit`` finds, and 1 if it finds anything."""
+    """Print the findings of a worker's ``Audit``; 1 if there are any."""
     found = audit(address)
     if as_json:
         print_out(json_format.MessageToJson(found, always_print_fields_with_no_presence=True))
@@ -75,13 +75,15 @@ def show_audit(address: str, as_json: bool) -> int:
     for one in found.findings:
         who = one.request_id or "the pool"
         print_out(f"{paint('!', 'red')} {one.invariant} {who}: {one.message}")
-    broken = f"{len(found.findings)} invariants are broken" if found.findings else "all of it holds"
+    broken = (
+        f"{len(found.findings)} invariants are broken" if found.findings else "all invariants hold"
+    )
     print_out(f"{address}: {found.requests} requests, {found.blocks} blocks: {broken}.")
     return 1 if found.findings else 0
 
 
 def line(finding: Diagnosis) -> str:
-    """One finding as a person reads it."""
+    """One finding as a line for people."""
     mark, colour = MARKS[finding.state]
     means = f"; {finding.means}" if finding.means else ""
     return f"{paint(mark, colour)} {finding.name:<14} {finding.found}{means}"

@@ -1,7 +1,7 @@
-"""What this machine has for kvrelay: a list of findings, each with what follows from it.
+"""What this machine offers kvrelay: findings, each with its consequence.
 
-Looks and asks, and changes nothing. Each finding says whether something needed is missing
-(``missing``), something useful is absent (``absent``), or all is well (``ok``).
+Reads and changes nothing. A finding is ``ok``, ``absent`` (something useful lacks), or ``missing``
+(something needed lacks).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AUDIT_SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """One thing looked at: what was found, and what it means."""
+    """One check: its result and the consequence."""
 
     name: str
     state: State
@@ -61,7 +61,7 @@ def examine() -> Iterator[Diagnosis]:
 
 
 def audit(address: str) -> worker_pb2.AuditResponse:
-    """What a running worker finds wrong with its accounting, between two of its steps."""
+    """The invariants of its accounting that a running worker finds broken, between two steps."""
     Address.parse(address)  # gRPC would take a name without a port, and a port modulo 65536
     with open_sync_channel(address, ChannelOptions()) as channel:
         try:

@@ -1,4 +1,4 @@
-"""What is to be said of the stores of a ``--store``: are they there, and set up for blocks?"""
+"""Checks the stores of a ``--store``: are they reachable, and set up for blocks?"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvstore.urls import public_url, public_urls, split_urls, standalone_url
 TIMEOUT = 5.0
 TESTED = (6, 2)
 EVICTING = re.compile(r"(allkeys|volatile)-(lru|lfu|lrm|random|ttl)")
-"""Policies that make room: every block has an expiry, so the volatile ones do too."""
+"""Policies that evict: every block has an expiry, so the volatile ones do too."""
 
 
 def check_stores(text: str) -> Iterator[Diagnosis]:
@@ -61,7 +61,7 @@ def _redis(url: str) -> Iterator[Diagnosis]:
 
 
 def _server(name: str, one: redis.ServerReport, cluster: bool) -> Iterator[Diagnosis]:
-    """Its version, how it makes room, and how it behaves when others are gone."""
+    """Its version, its eviction, and its behaviour when other servers are down."""
     version = tuple(int(part) for part in re.findall(r"\d+", one.version)[:2])
     older = version < TESTED
     yield Diagnosis(
@@ -71,11 +71,11 @@ def _server(name: str, one: redis.ServerReport, cluster: bool) -> Iterator[Diagn
         "older than 6.2, with which kvrelay is tested" if older else "",
     )
     if one.replica and not cluster:
-        means = "it takes no blocks, and tells none to those that prolong them: name its master"
+        means = "it accepts no blocks and cannot extend their expiry: name its master"
         yield Diagnosis(f"{name} role", "missing", "is a replica", means)
     yield _room(name, one)
     if one.cluster and not cluster:
-        means = "one server of a cluster has a part of the slots: say redis+cluster://"
+        means = "one server of a cluster has only some slots: use redis+cluster://"
         yield Diagnosis(f"{name} cluster", "missing", "is a server of a cluster", means)
     elif one.cluster:
         yield _coverage(name, one)
