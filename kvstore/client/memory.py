@@ -1,6 +1,6 @@
-"""``memory://NAME``: a store within this process, for tests and one-process use.
+"""``memory://NAME``: a store within this process, for tests and use by a single process.
 
-All stores of one name share their blocks, as clients of one service would.
+Stores of one name share their blocks, as clients of one service do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvstore.stats import StoreStats
 
 @dataclass(slots=True)
 class _Shelf:
-    """What the stores of one name share; ``changed`` guards it."""
+    """The state that stores of one name share; ``changed`` guards it."""
 
     boot: bytes
     catalog: BlockIndex[bytes]
@@ -67,7 +67,7 @@ def forget(name: str) -> None:
 class MemoryStore:
     """A ``Store``. ``budget`` counts for the first store of a name.
 
-    ``digest`` is what blocks are named with; another one than the default is for tests.
+    ``digest`` names blocks; tests pass another one than the default.
     """
 
     def __init__(self, name: str, budget: int = BUDGET, digest: Digest = sha256) -> None:
@@ -83,7 +83,6 @@ class MemoryStore:
         timeout: float,
         openings: Sequence[int] = (),
     ) -> LookupResult:
-        """As the protocol says."""
         with self._shelf.changed:
             held = self._shelf.catalog.lookup(names, tails, ttl, time.monotonic(), openings)
         lease = self._lease(held.lease, held.deadline)
@@ -94,14 +93,12 @@ class MemoryStore:
     def survey(
         self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
     ) -> SurveyResult:
-        """As the protocol says."""
         with self._shelf.changed:
             seen = self._shelf.catalog.survey(names, ttl, time.monotonic(), openings)
         lease = self._lease(seen.lease, seen.deadline)
         return SurveyResult(seen.sizes, lease, seen.misses, seen.opening)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
-        """As the protocol says."""
         for index, want in enumerate(wants):
             with self._shelf.changed:
                 data = self._shelf.catalog.get(want.name, time.monotonic())
@@ -117,7 +114,6 @@ class MemoryStore:
                 raise
 
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
-        """As the protocol says."""
         deadline = time.monotonic() + timeout
         claims = [claim_of(offer) for offer in offers]
         with self._shelf.changed:
@@ -134,25 +130,22 @@ class MemoryStore:
         return self._wait_for_others(offers, outcomes, deadline)
 
     def release(self, leases: Sequence[Lease], timeout: float) -> None:
-        """As the protocol says."""
         with self._shelf.changed:
             for lease in leases:
                 if lease.boot == self._shelf.boot:
                     self._shelf.catalog.release(lease.id)
 
     def stats(self, timeout: float) -> StoreStats:
-        """As the protocol says."""
         with self._shelf.changed:
             self._shelf.catalog.expire(time.monotonic())
             return self._shelf.catalog.stats()
 
     def clear(self, timeout: float) -> int:
-        """As the protocol says."""
         with self._shelf.changed:
             return self._shelf.catalog.clear(time.monotonic())
 
     def close(self) -> None:
-        """As the protocol says."""
+        """Nothing: the blocks stay for the other stores of this name."""
 
     def _lease(self, serial: int | None, deadline: float) -> Lease | None:
         return None if serial is None else Lease(serial, self._shelf.boot, deadline)
@@ -172,7 +165,7 @@ class MemoryStore:
         return Outcome(PutStatus.STORED if stored else PutStatus.EXPIRED)
 
     def _recheck(self, name: bytes) -> None:
-        """A reader left at this block. If it is wrong it goes, and may be put anew."""
+        """A reader stopped at this block: remove it if it is wrong."""
         with self._shelf.changed:
             entry = self._shelf.catalog.find(name, time.monotonic())
         if entry is None:
@@ -192,7 +185,7 @@ class MemoryStore:
     def _wait_for_others(
         self, offers: Sequence[Offer], outcomes: list[Outcome], deadline: float
     ) -> list[Outcome]:
-        """Put again what another writer was at, once something has changed."""
+        """Put again the blocks that another writer was putting, after a change."""
         late = [i for i, outcome in enumerate(outcomes) if outcome.kept is PutStatus.PENDING]
         remaining = deadline - time.monotonic()
         if not late or remaining <= 0:
