@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from kvrelay.errors import Rejected
 
-DEFAULT_MAX_TOKENS = 16  # of a request that names none; as vLLM's
+DEFAULT_MAX_TOKENS = 16  # of a request that names none; as vLLM's, and so the next
+DEFAULT_TEMPERATURE = 1.0
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -28,7 +29,7 @@ class Sampling:
     chosen one. ``seed`` is an unsigned 64-bit number.
     """
 
-    temperature: float = 1.0
+    temperature: float = DEFAULT_TEMPERATURE
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0

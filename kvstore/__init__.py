@@ -19,9 +19,9 @@ if TYPE_CHECKING:
         PutStatus,
         Store,
         SurveyResult,
+        Tail,
         Want,
     )
-    from kvstore.claims import Tail
     from kvstore.client.connect import connect
     from kvstore.stats import StoreCounters, StoreStats
 
@@ -43,7 +43,6 @@ __all__ = [
 ]
 _ELSEWHERE = {
     "connect": "client.connect",
-    "Tail": "claims",
     "StoreStats": "stats",
     "StoreCounters": "stats",
 }

@@ -1,9 +1,9 @@
-"""The one interface of every store, and the values that go through it.
+"""The interface of every store, and the values that pass through it.
 
 Synchronous and thread-safe: it is called from I/O threads, and each call has a ``timeout`` in
 seconds after which it raises ``DeadlineExceeded``. A store that cannot be reached raises
-``Unavailable``; to a serving engine either is a miss. What a store hands out is not verified: the
-reader compares header and payload with what it wanted (``kvrelay.block.verify``).
+``Unavailable``; to a serving engine either is a miss. A store does not verify the blocks that it
+hands out: the reader compares header and payload with what it wanted (``kvrelay.block.verify``).
 """
 
 from __future__ import annotations
@@ -15,15 +15,23 @@ from typing import Protocol
 
 from kvrelay.block.header import MAX_COUNT, Header, checksum, header_bytes, seal
 from kvrelay.usage import Miss
-from kvstore.claims import Claim, ClaimStatus, Tail
 from kvstore.stats import StoreStats
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """A block to look for if exactly the first ``after`` names lead."""
+
+    after: int
+    name: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
     """The store keeps the blocks until ``deadline`` (``time.monotonic`` of this process).
 
-    ``parts`` are those of several stores in one, each with the name of the store that gave it.
+    ``parts`` are the leases of a store made of several, each with the URL of the store that gave
+    it. ``boot`` is the start of the store that gave the lease.
     """
 
     id: int
@@ -34,12 +42,12 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """A lookup's answer: ``lead`` names are there, then ``tails[tail]``; held by ``lease``.
+    """``lead`` names are present without a gap, then ``tails[tail]``; all held by ``lease``.
 
-    ``sizes`` are the bytes (header and payload) of these blocks, in order. ``sources`` name the
-    one of several stores that has each; empty when there is only one. ``missing`` says why the
-    first block after these is not there, ``None`` if all are. ``boot`` tells starts of the store
-    apart, for those that have any.
+    ``sizes`` are the bytes (header and payload) of these blocks, in order. ``sources`` names, of
+    several stores, the one that has each block; empty when there is only one store. ``missing``
+    says why the next block is absent, ``None`` if none is. ``boot`` tells starts of the store
+    apart, for stores that have them.
     """
 
     lead: int
@@ -53,10 +61,10 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True)
 class SurveyResult:
-    """A survey's answer: bytes of each block in order, ``None`` if absent; held by ``lease``.
+    """The bytes of each block in order, ``None`` if it is absent; all held by ``lease``.
 
-    ``misses`` says why each of those is absent, if the store can tell; ``opening`` whether one of
-    the openings asked about is there.
+    ``misses`` says why each absent block is absent, if the store can tell. ``opening`` says
+    whether one of the openings asked about is present.
     """
 
     sizes: tuple[int | None, ...]
@@ -69,7 +77,7 @@ class SurveyResult:
 class Want:
     """A block to get. ``buffer`` is writable, contiguous and as long as the payload must be.
 
-    ``source`` is the one of several stores that a lookup found it in; ``None``: any of them.
+    ``source`` is, of several stores, the one in which a lookup found the block; ``None``: any.
     """
 
     name: bytes
@@ -85,11 +93,11 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class GetResult:
-    """``wants[index]`` has come: its header's bytes, the payload lies in the buffer.
+    """The block of ``wants[index]``: its header's bytes; the payload is in the want's buffer.
 
-    ``header`` is ``None`` when the block is absent or not as long as its buffer says. ``summed`` is
-    the checksum of the buffer, if it was computed here as the bytes came. ``source`` is the one of
-    several stores that it came from.
+    ``header`` is ``None`` if the block is absent or its length does not fit the buffer. ``summed``
+    is the payload's checksum if it was computed here while the bytes arrived. ``source`` is, of
+    several stores, the one that sent the block.
     """
 
     index: int
@@ -102,7 +110,8 @@ class GetResult:
 class Block:
     """The bytes of one block. ``sealed=False``: its header still lacks the payload's checksum.
 
-    Then it is computed on the way, which costs less than a pass over the payload of its own.
+    The checksum is then computed while the block is copied, which is cheaper than another pass
+    over the payload.
     """
 
     header: bytes
@@ -111,11 +120,11 @@ class Block:
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """Bytes of header and payload."""
         return len(self.header) + self.payload.nbytes
 
     def seal(self) -> Block:
-        """The block with a whole header."""
+        """The block with its checksum in the header."""
         if self.sealed:
             return self
         return Block(seal(self.header, checksum(self.payload)), self.payload)
@@ -125,7 +134,7 @@ class Block:
 class Offer:
     """A block to put. ``read`` is called only if the store wants it; it gives ``size`` bytes.
 
-    ``opening`` is ``kvblock.Namer.opening`` of a sequence's first block.
+    ``opening`` is ``kvrelay.block.Namer.opening`` of a sequence's first block.
     """
 
     name: bytes
@@ -135,43 +144,32 @@ class Offer:
     opening: int | None = None
 
 
-def claim_of(offer: Offer) -> Claim:
-    """What an offer claims."""
-    return Claim(offer.name, offer.size, offer.partial, offer.opening)
-
-
 class PutStatus(Enum):
-    """How a put ended."""
+    """How the put of a block ended, or that it is still to be sent."""
 
-    __hash__ = object.__hash__  # as of ``ClaimStatus``
+    # Looked up for every block; the hash of ``Enum`` takes ten times as long.
+    __hash__ = object.__hash__
 
+    RESERVED = "reserved"  # there is room: the writer may send it
     STORED = "stored"
     EXISTED = "existed"
-    PENDING = "pending"  # another writer was still at it when the time was over
+    PENDING = "pending"  # another writer was still sending it
     NO_ROOM = "no room"
     CORRUPT = "corrupt"
-    EXPIRED = "expired"
-
-
-NOT_SENT = {
-    ClaimStatus.EXISTS: PutStatus.EXISTED,
-    ClaimStatus.PENDING: PutStatus.PENDING,
-    ClaimStatus.NO_ROOM: PutStatus.NO_ROOM,
-}
-"""How a put ends for a claim that got no reservation."""
+    EXPIRED = "expired"  # the reservation ended before the block was whole
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one offer; ``reason`` names the field of a corrupt block."""
+    """How one offer ended; ``reason`` names the field of a corrupt block."""
 
-    kept: PutStatus
+    status: PutStatus
     reason: str | None = None
 
     @property
     def present(self) -> bool:
         """Whether the block is in the store."""
-        return self.kept in (PutStatus.STORED, PutStatus.EXISTED)
+        return self.status in (PutStatus.STORED, PutStatus.EXISTED)
 
 
 class Store(Protocol):
@@ -179,7 +177,7 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """Where it is, as ``connect`` takes it."""
+        """The store's URL, as ``connect`` takes it."""
 
     def lookup(
         self,
@@ -189,7 +187,7 @@ class Store(Protocol):
         timeout: float,
         openings: Sequence[int] = (),
     ) -> LookupResult:
-        """How many of ``names`` lead without a gap, held for ``ttl`` seconds (0: not held).
+        """Find the longest leading run of ``names``, held for ``ttl`` seconds (0: not held).
 
         ``openings`` of the first block, full and partial, serve ``LookupResult.missing`` alone.
         """
@@ -197,31 +195,31 @@ class Store(Protocol):
     def survey(
         self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
     ) -> SurveyResult:
-        """Which of ``names`` are there, each for itself, held for ``ttl`` seconds (0: not held)."""
+        """Find each of ``names`` by itself, held for ``ttl`` seconds (0: not held)."""
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
-        """Each want once, in order, as it arrives. Close the generator to stop early.
+        """Yield each want once, in order, as it arrives. Close the generator to stop early.
 
-        The store may look again at the block where it is closed, and remove it if it is wrong.
+        A store may verify the block at which the generator is closed, and remove it if it is wrong.
         """
 
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
-        """Put what is absent, each whole or not at all; an outcome for each offer, in order.
+        """Put the absent blocks, each whole or not at all; an outcome for each offer, in order.
 
-        Names are distinct. A block another writer is putting is waited for.
+        Names are distinct. A block that another writer is putting is waited for.
         """
 
     def release(self, leases: Sequence[Lease], timeout: float) -> None:
-        """Give leases back; those that have ended are let pass."""
+        """Give leases back; leases that have ended are ignored."""
 
     def stats(self, timeout: float) -> StoreStats:
-        """What the store holds and did."""
+        """Read the store's content and counters."""
 
     def clear(self, timeout: float) -> int:
-        """Remove every block no lease holds; how many."""
+        """Remove every block that no lease holds; returns how many."""
 
     def close(self) -> None:
-        """Give up connections; the blocks stay."""
+        """Close the connections; the blocks stay."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,17 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
-from kvstore.base import GetResult, Lease, LookupResult, Offer, Outcome, Store, SurveyResult, Want
-from kvstore.claims import Tail
+from kvstore.base import (
+    GetResult,
+    Lease,
+    LookupResult,
+    Offer,
+    Outcome,
+    Store,
+    SurveyResult,
+    Tail,
+    Want,
+)
 from kvstore.stats import StoreStats
 from kvstore.urls import public_url
 

@@ -1,33 +1,28 @@
-"""What the catalog is asked and what it answers: frozen values, no behaviour."""
+"""What a writer claims before it sends blocks, and the check of the bytes against the claim.
+
+A block is stored only if its name follows from what its header holds, so a writer cannot put a
+wrong block in the place of another. Whether it is the block that a reader wants is checked by the
+reader: a store does not know that.
+
+A key is what the index knows a block by: its name, preceded by the prefix of its tenant.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from kvrelay.usage import Miss
-
-V = TypeVar("V")
-
-
-class ClaimStatus(Enum):
-    """What became of a claim."""
-
-    __hash__ = (
-        object.__hash__
-    )  # looked up for every block; the library's own takes ten times as long
-
-    RESERVED = "reserved"  # send it
-    EXISTS = "exists"
-    PENDING = "pending"  # another writer is at it
-    NO_ROOM = "no room"
+from kvrelay.block.header import Buffer, HeaderFields, fields_of, header_bytes
+from kvrelay.block.name import NAME_BYTES, Digest, name_after, sha256
+from kvrelay.block.verify import verify_payload
+from kvrelay.errors import Corrupt
+from kvstore.base import Offer, PutStatus
 
 
 class Claim(NamedTuple):
-    """A block somebody wants to put: its name, its bytes in all, and whether it is partial.
+    """A block that a writer wants to put: its name, its size in bytes, whether it is partial.
 
-    ``opening`` is ``kvblock.Namer.opening`` of a sequence's first block.
+    ``opening`` is ``kvrelay.block.Namer.opening`` of a sequence's first block.
     """
 
     name: bytes
@@ -38,53 +33,52 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Verdicts in the order of the claims, and the ticket to commit the reserved ones with."""
+    """A verdict for each claim in order, and the ticket under which reserved blocks are committed.
+
+    A verdict is ``RESERVED``, or the status with which the put of this block ends already.
+    """
 
     ticket: int | None
     deadline: float
-    verdicts: tuple[ClaimStatus, ...]
+    verdicts: tuple[PutStatus, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """A block to look for if exactly the first ``after`` names lead."""
-
-    after: int
-    name: bytes
+def claim_of(offer: Offer) -> Claim:
+    """The claim of an offer."""
+    return Claim(offer.name, offer.size, offer.partial, offer.opening)
 
 
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """The leading run found: ``sizes`` of its blocks in order, the tail's last if one was taken.
-
-    ``missing`` says why the first block after them is not there, ``None`` if all are.
-    """
-
-    lead: int
-    tail: int | None
-    sizes: tuple[int, ...]
-    lease: int | None
-    deadline: float
-    missing: Miss | None = None
+def name_of(key: bytes) -> bytes:
+    """The block's name."""
+    return key[-NAME_BYTES:]
 
 
-@dataclass(frozen=True, slots=True)
-class IndexSurvey:
-    """``sizes`` of the blocks asked about, ``None`` for those absent; held by ``lease``.
-
-    ``misses`` says why those are, ``opening`` whether one of the openings is there.
-    """
-
-    sizes: tuple[int | None, ...]
-    lease: int | None
-    deadline: float
-    misses: tuple[Miss | None, ...] = ()
-    opening: bool = False
+def prefix_of(key: bytes) -> bytes:
+    """The tenant's prefix; empty for the tenant without a name."""
+    return key[:-NAME_BYTES]
 
 
-@dataclass(frozen=True, slots=True)
-class Located(Generic[V]):
-    """Size and value of each block asked for, ``None`` for those absent; held by ``lease``."""
+def check_block(claim: Claim, data: Buffer, digest: Digest = sha256) -> HeaderFields:
+    """The header of a whole block; ``Corrupt`` says what is wrong if it is not the one claimed."""
+    view = memoryview(data)
+    if view.nbytes != claim.size:
+        raise Corrupt("length", f"{view.nbytes} bytes came and {claim.size} were claimed")
+    header = check_header(name_of(claim.name), view, digest)
+    verify_payload(header, view[header_bytes(header.positions) :])
+    return header
 
-    blocks: tuple[tuple[int, V] | None, ...]
-    lease: int | None
+
+def check_header(name: bytes, data: Buffer, digest: Digest = sha256) -> HeaderFields:
+    """The header with which ``data`` begins; ``Corrupt`` unless it is that of block ``name``."""
+    header = fields_of(data)
+    check_name(name, header, digest)
+    return header
+
+
+def check_name(name: bytes, header: HeaderFields, digest: Digest = sha256) -> None:
+    """``Corrupt`` unless the header says ``name``, and ``name`` follows from the header."""
+    if header.name != name:
+        raise Corrupt("name", f"{header.name.hex()} is in the header of {name.hex()}")
+    derived = name_after(header.namespace, header.parent, header.words, digest)
+    if derived != header.name:
+        raise Corrupt("name", f"what the header holds is called {derived.hex()}")

@@ -8,9 +8,15 @@ from kvrelay.config.reader import option
 from kvrelay.errors import Rejected
 from kvrelay.process.logs import LEVELS
 from kvrelay.rpc.security.options import SecurityOptions
-from kvstore.index.events import KEPT_EVENTS
-from kvstore.index.eviction.policies import EVICTIONS
-from kvstore.limits import BUDGET, DISK_BUDGET, MAX_BLOCK, PARTIAL_LIFE, TICKET_LIFE
+from kvstore.limits import (
+    BUDGET,
+    DISK_BUDGET,
+    EVICTIONS,
+    KEPT_EVENTS,
+    MAX_BLOCK,
+    PARTIAL_LIFE,
+    TICKET_LIFE,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

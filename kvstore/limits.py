@@ -1,23 +1,49 @@
-"""What a store keeps and for how long; bytes and seconds, and what they are unless told."""
+"""What a store keeps and for how long, and the bounds of its protocol. Bytes and seconds."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from kvstore.index.events import KEPT_EVENTS
-from kvstore.index.eviction.policies import EVICTIONS
-from kvstore.index.reservations import ReservationShares
 
 BUDGET = 1 << 30
 DISK_BUDGET = 10 << 30
 MAX_BLOCK = 256 << 20
 PARTIAL_LIFE = 60.0
 TICKET_LIFE = 30.0
+KEPT_EVENTS = 1 << 15
+
+RETURNS = "returns"
+LRU = "lru"
+EVICTIONS = (RETURNS, LRU)
+"""The eviction policies by name; the first is the default."""
+
+MAX_NAMES = 1 << 16
+MAX_TAILS = 16
+MAX_OPENINGS = 16
+MAX_LEASE_MS = 600_000
+MAX_SMALL = 1 << 20
+"""Bytes of one ``PutSmall``."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationShares:
+    """Fractions of the budget that one ticket, and all tickets together, may reserve at once.
+
+    A reservation evicts blocks before its first byte arrives. ``owners`` is the number of tenants
+    that share the budget: each has an equal part for its reservations.
+    """
+
+    ticket: float
+    all: float
+    owners: int = 1
+
+
+WHOLE_BUDGET = ReservationShares(1.0, 1.0)
+SERVICE_SHARES = ReservationShares(ticket=1 / 4, all=1 / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """Of one service."""
+    """Limits of one store service."""
 
     budget: int
     max_block: int = MAX_BLOCK
@@ -26,5 +52,5 @@ class StoreLimits:
     events: int = KEPT_EVENTS
     disk_budget: int | None = None  # none: there is no disk
     eviction: str = EVICTIONS[0]
-    leased: int = 1 << 24  # names in all leases of one tenant, each lease 64 more
-    shares: ReservationShares = ReservationShares(ticket=1 / 4, all=1 / 2)  # noqa: RUF009 a frozen value
+    leased: int = 1 << 24  # names in all leases of one tenant; each lease counts 64 more
+    shares: ReservationShares = SERVICE_SHARES

@@ -48,13 +48,13 @@ async def serve(config: StoreConfig) -> int:
     )
     known = policy.installed().credentials.tenants
     tenants = TenantTable.of(known, config.budget)
-    vault = BlockStore(limits, tenants)
-    disk = _disk(config, vault)
+    store = BlockStore(limits, tenants)
+    disk = _disk(config, store)
     shared = config.shared and not tenants.owners  # whoever maps the memory can read all of it
     plain = policy.installed().tls is None  # what a lane carries is not encrypted
     offered = ListenerOptions(config.host, config.lane_port, config.lane and plain, shared)
-    lanes = TransportListener(vault, offered)
-    service = StoreService(vault, lanes.ways, disk=disk)
+    lanes = TransportListener(store, offered)
+    service = StoreService(store, lanes.ways, disk=disk)
     address = f"{config.host}:{config.port}"
     server = Server(ServerOptions(address))
     server.add(SERVICE_NAME, lambda bare: register(service, bare))
@@ -63,11 +63,11 @@ async def serve(config: StoreConfig) -> int:
         lanes.start()
         gc.set_threshold(*SELDOM)
         if config.prefault:
-            Prefault(vault.arena.whole).start()
+            Prefault(store.arena.whole).start()
         log.info("blocks go by %s", ", ".join(lanes.titles))
         log.info("eviction: %s", config.eviction)
         size = show_size(config.budget)
-        return f"store ready at {bound}, budget {size}, boot {vault.boot.hex()}"
+        return f"store ready at {bound}, budget {size}, boot {store.boot.hex()}"
 
     async def flush(deadline: Deadline) -> None:
         if disk is not None:
@@ -85,11 +85,11 @@ async def serve(config: StoreConfig) -> int:
     return status
 
 
-def _disk(config: StoreConfig, vault: BlockStore) -> DiskTier | None:
-    if config.disk is None or vault.books is None:
+def _disk(config: StoreConfig, store: BlockStore) -> DiskTier | None:
+    if config.disk is None or store.disk_index is None:
         return None
     options = DiskOptions(config.disk, config.disk_budget, config.restore)
-    return DiskTier(options, vault.books, vault.arena)
+    return DiskTier(options, store.disk_index, store.arena)
 
 
 def main(argv: list[str]) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
-from kvstore.disk_stats import DiskStats
-
 
 @dataclass(slots=True)
 class StoreCounters:
@@ -28,6 +26,33 @@ class StoreCounters:
     cleared: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+
+
+@dataclass(slots=True)
+class DiskCounters:
+    """Counts in blocks unless said otherwise, since the start. They only grow."""
+
+    written: int = 0
+    read: int = 0  # brought back into memory
+    restored: int = 0  # found at the start
+    dropped: int = 0  # there was no room for them any more
+    skipped: int = 0  # left memory before they were written, or are too large
+    failed: int = 0  # writes that the system refused; they are tried again
+    corrupt: int = 0  # were not what had been written, when they were read
+    damaged: int = 0  # records that were not whole, at the start
+    bytes_written: int = 0
+    bytes_read: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """One reading. ``bytes`` are those of all files, ``unsaved`` blocks are yet to be written."""
+
+    budget: int
+    bytes: int
+    entries: int
+    unsaved: int
+    counters: DiskCounters
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +77,7 @@ class StoreStats:
     leased_bytes: int
     leases: int
     reservations: int
-    tally: StoreCounters
+    counters: StoreCounters
     disk: DiskStats | None = None
     eviction: str = ""  # the policy's name
     tenants: tuple[TenantStats, ...] = ()  # told to admins only
@@ -65,8 +90,10 @@ def total_stats(found: Sequence[StoreStats]) -> StoreStats:
         for field in fields(StoreStats)
         if field.type == "int"
     }
-    tallies = [stats.tally for stats in found]
-    tally = {f.name: sum(getattr(one, f.name) for one in tallies) for f in fields(StoreCounters)}
+    readings = [stats.counters for stats in found]
+    counters = {
+        f.name: sum(getattr(one, f.name) for one in readings) for f in fields(StoreCounters)
+    }
     boot = b"".join(stats.boot for stats in found)
     tenants = tuple(tenant for stats in found for tenant in stats.tenants)
-    return replace(found[0], boot=boot, tally=StoreCounters(**tally), tenants=tenants, **sums)
+    return replace(found[0], boot=boot, counters=StoreCounters(**counters), tenants=tenants, **sums)

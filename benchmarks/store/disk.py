@@ -73,18 +73,18 @@ class DiskBench:
     def run(self) -> DiskRow:
         """Everything, once."""
         plain_write, plain_read = self._plain()
-        with self._store(restore=False) as (vault, tier):
+        with self._store(restore=False) as (block_store, tier):
             began = time.perf_counter()
             for name, header in self._blocks:
-                self._put(vault, name, header)
+                self._put(block_store, name, header)
             put = time.perf_counter() - began
             tier.flush(SECONDS)
             saved = time.perf_counter() - began
         self._forget_pages()
         began = time.perf_counter()
-        with self._store(restore=True) as (vault, _):
+        with self._store(restore=True) as (block_store, _):
             restore = time.perf_counter() - began
-            back = self._bring(vault)
+            back = self._bring(block_store)
         rate = self._bytes / GB
         return DiskRow(
             len(self._payload),
@@ -105,41 +105,41 @@ class DiskBench:
 
     @contextmanager
     def _store(self, restore: bool) -> Iterator[tuple[BlockStore, DiskTier]]:
-        vault = BlockStore(StoreLimits(self._budget, disk_budget=2 * self._budget))
-        if vault.books is None:
-            raise Corrupt("vault", "has no disk")
+        block_store = BlockStore(StoreLimits(self._budget, disk_budget=2 * self._budget))
+        if block_store.disk_index is None:
+            raise Corrupt("block_store", "has no disk")
         options = DiskOptions(str(self._path / "store"), 2 * self._budget, restore)
-        tier = DiskTier(options, vault.books, vault.arena)
+        tier = DiskTier(options, block_store.disk_index, block_store.arena)
         tier.start()
         try:
             tier.wait_restored(SECONDS)
-            yield vault, tier
+            yield block_store, tier
         finally:
             tier.close()
 
-    def _put(self, vault: BlockStore, name: bytes, header: bytes) -> None:
+    def _put(self, block_store: BlockStore, name: bytes, header: bytes) -> None:
         size = len(header) + len(self._payload)
-        grant = vault.reserve([Claim(name, size, partial=False)])
-        slots = [] if grant.ticket is None else vault.slots(grant.ticket, [name])
+        grant = block_store.reserve([Claim(name, size, partial=False)])
+        slots = [] if grant.ticket is None else block_store.slots(grant.ticket, [name])
         for slot in filter(None, slots):
             slot.buffer[: len(header)] = header
             slot.buffer[len(header) :] = self._payload
             slot.check()
-        if [outcome.kept for outcome in vault.settle(slots)] != [PutStatus.STORED]:
+        if [outcome.status for outcome in block_store.settle(slots)] != [PutStatus.STORED]:
             raise Corrupt("put", "was not stored")
 
-    def _bring(self, vault: BlockStore) -> float:
+    def _bring(self, block_store: BlockStore) -> float:
         """Seconds until all are in memory, some asked for at a time."""
-        names, books = [name for name, _ in self._blocks], vault.books
+        names, disk_index = [name for name, _ in self._blocks], block_store.disk_index
         began = time.perf_counter()
         for start in range(0, len(names), 64):
             some = names[start : start + 64]
-            if books is not None and books.bring(some):
-                books.wait_for(some, SECONDS)
-            found = vault.locate(some, SECONDS)
+            if disk_index is not None and disk_index.bring(some):
+                disk_index.wait_for(some, SECONDS)
+            found = block_store.locate(some, SECONDS)
             if None in found.blocks or found.lease is None:
                 raise Corrupt("get", "a block did not come back")
-            vault.release([found.lease])
+            block_store.release([found.lease.id])
         return time.perf_counter() - began
 
     def _plain(self) -> tuple[float, float]:

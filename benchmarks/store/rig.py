@@ -19,8 +19,8 @@ from kvrelay.errors import Corrupt, Unavailable
 from kvstore.base import Block, Lease, Offer, PutStatus, Store, Want
 from kvstore.client.remote import RemoteStore
 from kvstore.client.transports.selector import TRANSPORTS
+from kvstore.limits import MAX_NAMES
 from kvstore.server.block_store import ENTRY_BYTES
-from kvstore.wire.messages import MAX_NAMES
 
 GET_BLOCKS = 256
 FILL_BYTES = 4 << 20
@@ -161,7 +161,7 @@ def get_blocks(rig: StoreRig, store: Store, indices: range) -> None:
 def all_stored(store: Store, offers: list[Offer]) -> None:
     """Put blocks that are new."""
     outcomes = store.put(offers, TIMEOUT)
-    if any(outcome.kept is not PutStatus.STORED for outcome in outcomes):
+    if any(outcome.status is not PutStatus.STORED for outcome in outcomes):
         raise Corrupt("put", f"not all were stored: {outcomes}")
 
 

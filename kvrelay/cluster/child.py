@@ -1,8 +1,9 @@
-"""How a supervised process starts: it runs a module and never outlives who started it.
+"""The start of a supervised process: it runs a module and never outlives its supervisor.
 
-``python -m kvrelay.cluster.child FD MODULE ARGS...`` watches its end of a pipe whose other end only
-the supervisor holds. When that closes, even by SIGKILL, the process asks itself to end, and is
-ended with its whole group if it does not. No other process may hold that end: see ``spawn``.
+``python -P -m kvrelay.cluster.child FD MODULE ARGS...`` watches its end of a pipe whose other end
+only the supervisor holds. When that end closes, even by SIGKILL, the process sends itself SIGTERM,
+and kills its whole process group if that does not end it. No other process may hold that end: see
+``spawn``.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(argv: list[str]) -> None:
-    """Runs ``MODULE`` as ``__main__`` in this process, under the eye of the pipe."""
+    """Run ``MODULE`` as ``__main__`` in this process, with a thread that watches the pipe."""
     lifeline, module = int(argv[0]), argv[1]
-    _wake_when_parent_dies()
+    _continue_when_parent_dies()
     threading.Thread(target=_watch, args=(lifeline,), name="lifeline", daemon=True).start()
     sys.argv = [module, *argv[2:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _wake_when_parent_dies() -> None:
-    """A stopped process (SIGSTOP) cannot read its pipe: let the kernel continue it first."""
+def _continue_when_parent_dies() -> None:
+    """Have the kernel continue a stopped process (SIGSTOP), which cannot read its pipe."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 

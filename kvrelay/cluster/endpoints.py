@@ -1,6 +1,6 @@
-"""The file that says where a running cluster is: addresses, process ids, roles, as JSON.
+"""The endpoints file of a running cluster: addresses, process ids and roles, as JSON.
 
-Written whole or not at all, so a script that sees it can read it.
+Written atomically, so a script that sees the file can read it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvrelay.errors import NotFound, Rejected
 
 
 def write(path: Path, content: Mapping[str, object]) -> None:
-    """Puts the JSON in place atomically."""
+    """Write the JSON atomically."""
     text = json.dumps(content, indent=2) + "\n"
     try:
         handle, name = tempfile.mkstemp(prefix=path.name, dir=path.parent)
@@ -33,7 +33,7 @@ def write(path: Path, content: Mapping[str, object]) -> None:
 
 
 def remove(path: Path) -> None:
-    """The cluster is gone."""
+    """Remove the file of a cluster that ended."""
     with suppress(OSError):
         path.unlink()
 

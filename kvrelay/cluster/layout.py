@@ -1,6 +1,6 @@
-"""Which processes a cluster has and how each is called: from one configuration to ``ProcessSpec``s.
+"""The processes of a local cluster: one configuration becomes a ``ProcessSpec`` for each.
 
-The store and the workers stand on this machine; a store given by URL is used and not started.
+Store and workers run on this machine; a store given by URL is used and not started.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_MODEL = Path(__file__).resolve().parents[1] / "recall" / "model"
 LOCAL = "127.0.0.1"
 FLUSH_SECONDS = 8.0
-"""For the store to write what is in its memory; the supervisor kills what takes longer than 12."""
+"""For the store to write its memory to disk; the supervisor kills a process after 12 s."""
 
 NVIDIA = Path("/dev/nvidiactl")
 MODULES = {
@@ -40,7 +40,7 @@ MODULES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig(SecurityOptions):
-    """A cluster on this machine. Fields that are ``None`` are left to the worker's own default."""
+    """A cluster on this machine. A field that is ``None`` has the worker's own default."""
 
     model: str = option("recall", "model directory; 'recall' is the one shipped", metavar="DIR")
     prefill: int = option(1, "prefill workers; with 0 the decode workers do it", low=0, high=64)
@@ -48,12 +48,12 @@ class ClusterConfig(SecurityOptions):
     store: str | None = option(None, "URL of a running store; default: start one", metavar="URL")
     store_budget: int = option(BUDGET, "memory of the store", unit="bytes", low=2**20)
     store_disk: str | None = option(
-        None, "directory for blocks that leave the store's memory", metavar="DIR"
+        None, "directory for blocks evicted from the store's memory", metavar="DIR"
     )
     store_disk_budget: int = option(DISK_BUDGET, "bytes of it to use", unit="bytes", low=2**20)
-    restore: bool = option(True, "do not begin with the blocks that are in --store-disk")
+    restore: bool = option(True, "start without the blocks that are in --store-disk")
     host: str = option("127.0.0.1", "address that the router listens on", metavar="HOST")
-    port: int = option(ROUTER_PORT, "port of the router; 0 takes a free one", low=0, high=65535)
+    port: int = option(ROUTER_PORT, "port of the router; 0 picks a free one", low=0, high=65535)
     block_size: int | None = option(None, "token positions in a block", low=1, high=LARGEST_BLOCK)
     num_blocks: int | None = option(None, "blocks in each worker's pool", low=1)
     dtype: str | None = option(None, "number format of weights and KV, for example bfloat16")
@@ -61,7 +61,7 @@ class ClusterConfig(SecurityOptions):
     max_num_seqs: int | None = option(None, "requests that a worker runs at once", low=1)
     max_num_batched_tokens: int | None = option(None, "token positions in one step", low=1)
     max_model_len: int | None = option(None, "longest prompt and answer together", low=1)
-    attention_backend: str | None = option(None, "how attention is computed", metavar="NAME")
+    attention_backend: str | None = option(None, "attention backend of the workers", metavar="NAME")
     disaggregate: str | None = option(
         None,
         "which prompts go to prefill workers; default: the router's own",
@@ -72,17 +72,19 @@ class ClusterConfig(SecurityOptions):
     def __post_init__(self) -> None:
         check(self)
         if any(url.startswith("memory:") for url in split_urls(self.store or "")):
-            raise Rejected("store", "memory:// lives in one process and cannot be shared")
+            raise Rejected("store", "memory:// belongs to one process and cannot be shared")
         if self.store is not None and self.store_disk is not None:
-            raise Rejected("store_disk", "is for the store that is started here, not for --store")
+            raise Rejected(
+                "store_disk", "applies to the store that is started here, not to --store"
+            )
 
     @property
     def model_path(self) -> str:
         return str(SHIPPED_MODEL) if self.model == "recall" else self.model
 
 
-def specs(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
-    """Every process, in the order in which they are shown; ports are chosen here and stay."""
+def process_specs(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
+    """Every process, in display order. Ports are chosen here and stay the same."""
     count = config.prefill + config.decode
     ports = iter(free_ports(count + 2))
     router_port, store_port = next(ports), next(ports)
@@ -95,13 +97,13 @@ def specs(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
 
 
 def cores() -> int:
-    """Those that this process may use."""
+    """The number of cores that this process may use."""
     known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return known or 1
 
 
-def threads(config: ClusterConfig) -> int:
-    """Of one worker: the cores, shared out, at least one."""
+def worker_threads(config: ClusterConfig) -> int:
+    """Threads of one worker: an equal share of the cores, at least one."""
     return config.threads or max(1, cores() // (config.prefill + config.decode))
 
 
@@ -120,7 +122,7 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
         "store": None if _is_secret(url) else url,
         "host": LOCAL,
         "port": port,
-        "threads": threads(config),
+        "threads": worker_threads(config),
         "block-size": config.block_size,
         "num-blocks": config.num_blocks,
         "dtype": config.dtype,
@@ -147,12 +149,12 @@ def _router(
     if config.disaggregate is not None:
         args += ["--disaggregate", config.disaggregate]
     if not config.tls_mutual:
-        args.append("--no-tls-mutual")  # its clients may do without, the others may not
+        args.append("--no-tls-mutual")  # only the router's clients may lack a certificate
     return _spec(config, "router", 0, port, (*args, *_security(config)))
 
 
 def _security(config: ClusterConfig) -> tuple[str, ...]:
-    """Names of files only: secrets go through the environment."""
+    """Flags with file names only: secrets go through the environment."""
     named = ("tls_cert", "tls_key", "tls_ca", "tls_name", "credentials")
     given = [(name, getattr(config, name)) for name in named]
     flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given if value]
@@ -187,24 +189,24 @@ def import_path(outer: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_secret(url: str) -> bool:
-    """Whether a URL may hold a password: everybody may read a command line."""
+    """Whether a URL may hold a password: every user can read a command line."""
     return "@" in url
 
 
 def _can_fork(config: ClusterConfig) -> bool:
-    """Where workers use the CPU: CUDA does not survive a fork."""
+    """Whether workers use the CPU: CUDA does not survive a fork."""
     return config.device == "cpu" or (sys.platform == "linux" and not NVIDIA.exists())
 
 
 def _environ(config: ClusterConfig, outer: Mapping[str, str]) -> dict[str, str]:
-    """What children inherit: without our own variables, which may mean something else to them."""
+    """The environment of children: without the variables that are meant for this process."""
     own = {item.variable for item in options(type(config))}
-    own |= {PREFIX + "CONFIG", PREFIX + "ROUTER"}  # the last is where a person asks, not a worker
+    own |= {PREFIX + "CONFIG", PREFIX + "ROUTER"}  # KVRELAY_ROUTER is for clients
     return {
         **{name: value for name, value in outer.items() if name not in own},
         **import_path(outer),
         "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(threads(config)),
+        "OMP_NUM_THREADS": str(worker_threads(config)),
         "TOKENIZERS_PARALLELISM": "false",
         **({"KVRELAY_FLEET_KEY": config.fleet_key} if config.fleet_key else {}),
         **({"KVRELAY_STORE": config.store} if config.store and _is_secret(config.store) else {}),

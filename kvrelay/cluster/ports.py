@@ -1,9 +1,9 @@
-"""Free TCP ports, and how to keep them until a server takes them.
+"""Free TCP ports, and how to reserve them until a server binds them.
 
-They are taken below the range from which the kernel serves outgoing connections: a port from
-``bind(0)`` may be given away to any client in the moment before its server binds it. A held port
-is bound and never listened on, which lets a server in and keeps other searchers out (on Linux;
-elsewhere nothing can be held, and the short race remains).
+They lie below the kernel's range for outgoing connections: a port from ``bind(0)`` may be given to
+any client in the moment before its server binds it. A reserved port is bound but never listened on,
+which admits a server and keeps out other searches for free ports (on Linux; elsewhere nothing can
+be reserved, and the short race remains).
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from pathlib import Path
 
 from kvrelay.errors import Rejected, Unavailable
 
-LOWEST = 10240
+MIN_PORT = 10240
 RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 TRIES = 1000
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Different ports on which nobody listens and that nobody holds."""
+    """Different ports that no process listens on and that are not reserved."""
     found: list[int] = []
     for _ in range(TRIES):
         if len(found) == count:
             return found
-        port = random.randrange(LOWEST, _highest())
+        port = random.randrange(MIN_PORT, _highest())
         if port not in found and (held := _bind(host, port, reuse=False)) is not None:
             held.close()
             found.append(port)
-    raise Unavailable(f"no {count} free ports on {host} between {LOWEST} and {_highest()}")
+    raise Unavailable(f"no {count} free ports on {host} between {MIN_PORT} and {_highest()}")
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
@@ -43,17 +43,17 @@ def is_free(port: int, host: str = "127.0.0.1") -> bool:
 
 
 class ReservedPorts:
-    """Ports kept for servers that will come, and come again after a crash, until ``close``."""
+    """Ports reserved for servers that start, and restart after a crash, until ``close``."""
 
     def __init__(self, addresses: Iterable[tuple[str, int]]) -> None:
-        """Raises ``Rejected`` naming the first port on which somebody else listens."""
+        """Raises ``Rejected`` naming the first port that another process listens on."""
         self._sockets: list[socket.socket] = []
         for host, port in addresses:
             held = _bind(host, port, reuse=True)
             if held is None:
                 self.close()
                 raise Rejected(
-                    "port", f"{port} on {host} is taken; stop who has it, or use another"
+                    "port", f"{port} on {host} is taken: stop that process, or use another port"
                 )
             if sys.platform == "linux":
                 self._sockets.append(held)
@@ -67,7 +67,7 @@ class ReservedPorts:
 
 
 def _bind(host: str, port: int, *, reuse: bool) -> socket.socket | None:
-    """A bound socket. Without ``reuse`` even a port that is only held is not to be had."""
+    """A bound socket. Without ``reuse`` a port that is only reserved counts as taken too."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -81,6 +81,6 @@ def _bind(host: str, port: int, *, reuse: bool) -> socket.socket | None:
 
 def _highest() -> int:
     try:
-        return max(int(RANGE_FILE.read_text().split()[0]), LOWEST + 4096)
+        return max(int(RANGE_FILE.read_text().split()[0]), MIN_PORT + 4096)
     except (OSError, ValueError, IndexError):
         return 32768

@@ -1,7 +1,7 @@
-"""One supervised process: started in a group of its own, its lines passed on, restarted if it dies.
+"""One supervised process: its own process group, its lines passed on, restarted when it dies.
 
-A thread keeps it: start, wait for the end, wait out the backoff, start again on the same port.
-Whatever was started before the last ``end`` is gone when ``join`` returns.
+A thread runs the cycle: start, wait for the end, wait out the backoff, start on the same port.
+Everything that was started before the last ``end`` has ended when ``join`` returns.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kvrelay.cluster.spawn import RunningProcess, forked, fresh, signal_group
+from kvrelay.cluster.spawn import RunningProcess, signal_group, start_forked, start_fresh
 
 log = logging.getLogger(__name__)
 TAIL_LINES = 40
-LONGEST_LINE = 1 << 16
+MAX_LINE = 1 << 16
 PUMP_SECONDS = 2.0
 
 
@@ -32,7 +32,7 @@ class ProcessSpec:
     args: tuple[str, ...]
     host: str
     port: int
-    environ: Mapping[str, str] = field(default_factory=dict, repr=False)  # there are secrets in it
+    environ: Mapping[str, str] = field(default_factory=dict, repr=False)  # holds secrets
     forked: bool = False  # see ``spawn``
 
     @property
@@ -48,7 +48,7 @@ class ProcessSpec:
 class RestartBackoff:
     """Waits between restarts: ``first``, doubled up to ``longest``, at most ``tries`` in a row.
 
-    A process that lived for ``settled`` seconds begins at ``first`` again.
+    A process that ran for ``settled`` seconds starts at ``first`` again.
     """
 
     first: float = 0.5
@@ -72,8 +72,8 @@ class SupervisedProcess:
     ) -> None:
         self.spec = spec
         self.tail: deque[str] = deque(maxlen=TAIL_LINES)
-        self.dead = threading.Event()  # it is down and will not be started again
-        self.served = threading.Event()  # set by whoever has seen it serve; no restart before
+        self.dead = threading.Event()  # it ended and will not be restarted
+        self.served = threading.Event()  # set once it was seen serving; no restart before
         self.starts = 0
         self._on_line = on_line
         self._on_change = on_change
@@ -82,19 +82,19 @@ class SupervisedProcess:
         self._lock = threading.Lock()
         self._running: RunningProcess | None = None  # from the start until just before it is reaped
         self._started = 0.0
-        self._thread = threading.Thread(target=self._keep, name=spec.name, daemon=True)
+        self._thread = threading.Thread(target=self._supervise, name=spec.name, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     @property
     def pid(self) -> int | None:
-        """Of the running process; ``None`` between two of them."""
+        """Id of the running process; ``None`` between two runs."""
         running = self._running
         return None if running is None else running.pid
 
     def send(self, number: int) -> bool:
-        """A signal to the process and its group; whether there was one."""
+        """Send a signal to the process and its group; false if it does not run."""
         with self._lock:
             if (pid := self.pid) is None:
                 return False
@@ -102,61 +102,61 @@ class SupervisedProcess:
             return True
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """Asks it to end, for good. A stopped process is continued so that it can."""
-        with self._lock:  # either it was started before and is told, or never will be
+        """Signal it to end, for good. A stopped process is continued so that it can."""
+        with self._lock:  # it was started before and gets the signal, or never will be
             self._stopping.set()
             if self._running is not None:
-                self._running.cancel()
+                self._running.cancel_start()
         self.send(number)
         self.send(signal.SIGCONT)
 
     def join(self, timeout: float) -> bool:
-        """Whether it is gone within ``timeout`` seconds after ``end``."""
+        """Wait up to ``timeout`` seconds after ``end``; whether it has ended."""
         if self._thread.ident is None:
             return True
         self._thread.join(max(timeout, 0.0))
         return not self._thread.is_alive()
 
-    def _keep(self) -> None:
+    def _supervise(self) -> None:
         deaths = 0
         try:
             while (status := self._run_once()) is not None:
                 lived = time.monotonic() - self._started
                 settled = self._backoff is not None and lived >= self._backoff.settled
                 deaths = 1 if settled else deaths + 1
-                if self._stopping.is_set() or not self._again(status, deaths):
+                if self._stopping.is_set() or not self._should_restart(status, deaths):
                     break
         finally:
             self.dead.set()
 
-    def _again(self, status: int, deaths: int) -> bool:
-        """Waits out the backoff; whether to start again."""
+    def _should_restart(self, status: int, deaths: int) -> bool:
+        """Wait out the backoff; whether to restart."""
         how = describe(status)
         if not self.served.is_set():
             self._on_change(self.spec, f"{how} before it served")
             return False
         if self._backoff is None or deaths > self._backoff.tries:
-            more = "" if self._backoff is None else f" {deaths} times in a row; not started again"
+            more = "" if self._backoff is None else f" {deaths} times in a row; not restarted"
             self._on_change(self.spec, f"{how}{more}")
             return False
         wait = self._backoff.wait(deaths)
-        self._on_change(self.spec, f"{how}; starting it again in {wait:g} s")
+        self._on_change(self.spec, f"{how}; restarting in {wait:g} s")
         return not self._stopping.wait(wait)
 
     def _run_once(self) -> int | None:
-        """Starts it and waits for its end; ``None`` when it may not be started any more."""
+        """Start it and wait for its end; the status, ``None`` if it may not be started any more."""
         with self._lock:
             if self._stopping.is_set():
                 return None
-            start = forked if self.spec.forked else fresh
+            start = start_forked if self.spec.forked else start_fresh
             running = start(self.spec.module, self.spec.args, self.spec.environ)
             self._running = running
             self._started = time.monotonic()
             self.starts += 1
-        if not running.born():
+        if not running.wait_started():
             return running.wait(self._ended)
         if self.starts > 1:
-            self._on_change(self.spec, f"started again as process {running.pid}")
+            self._on_change(self.spec, f"restarted as process {running.pid}")
         pump = threading.Thread(target=self._pump, args=(running,), daemon=True)
         pump.start()
         status = running.wait(self._ended)
@@ -164,13 +164,13 @@ class SupervisedProcess:
         return status
 
     def _ended(self) -> None:
-        """Called when it has ended and its number is still its own: no signals from now on."""
+        """Called while its id is still its own: no signal is sent to it from now on."""
         with self._lock:
             self._running = None
 
     def _pump(self, running: RunningProcess) -> None:
         with running.output as stream:
-            for raw in iter(lambda: stream.readline(LONGEST_LINE), b""):
+            for raw in iter(lambda: stream.readline(MAX_LINE), b""):
                 line = raw.decode(errors="replace").rstrip()
                 self.tail.append(line)
                 self._on_line(self.spec, line)
@@ -181,6 +181,6 @@ def describe(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
     try:
-        return f"was ended by {signal.Signals(-status).name}"
+        return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
-        return f"was ended by signal {-status}"
+        return f"was killed by signal {-status}"

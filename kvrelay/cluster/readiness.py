@@ -1,4 +1,4 @@
-"""Asks processes whether they serve: health of each one, then the router's view of its workers."""
+"""Whether a cluster is ready: the health of each process, then the router's view of its workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECONNECT_SECONDS = 0.2
 
 
 class ReadinessProbe:
-    """One look at a cluster that comes up; a context manager, because it holds connections."""
+    """Probes a cluster that starts; a context manager, because it holds connections."""
 
     def __init__(
         self,
@@ -49,28 +49,28 @@ class ReadinessProbe:
 
     def done(self) -> bool:
         """Whether every process serves and every router uses every worker."""
-        return not self._waiting and (not self._routers or self._all_used())
+        return not self._waiting and (not self._routers or self._all_healthy())
 
     def served(self, role: str, index: int) -> bool:
         return (role, index) not in self._waiting
 
     def step(self, seconds: float) -> None:
-        """Asks everyone that has not answered yet, at most for about so long."""
+        """Probe every process that is not ready yet, for about ``seconds`` at most."""
         calls = [(key, spec, self._ask(spec, seconds)) for key, spec in self._waiting.items()]
         for key, spec, call in calls:
             if _says_serving(call):
                 del self._waiting[key]
                 self._on_ready(spec, f"ready after {time.monotonic() - self._since:.1f} s")
         if not self._waiting and self._routers:
-            self._look()
-            if not self._all_used():
+            self._ask_router()
+            if not self._all_healthy():
                 time.sleep(min(seconds, 0.05))
 
     def workers(self) -> router_pb2.ListWorkersResponse:
         return self._view or router_pb2.ListWorkersResponse()
 
     def missing(self) -> str:
-        """Who is not ready and why, in words."""
+        """The processes that are not ready, and why."""
         names = [f"{spec.name} ({spec.address})" for spec in self._waiting.values()]
         view = self.workers().workers
         names += [f"{one.address}: {one.reason or 'unknown'}" for one in view if not one.healthy]
@@ -86,14 +86,14 @@ class ReadinessProbe:
         )
         return check.future(health_pb2.HealthCheckRequest(), timeout=seconds, wait_for_ready=True)
 
-    def _look(self) -> None:
+    def _ask_router(self) -> None:
         stub = router_pb2_grpc.RouterServiceStub(self._channels[self._routers[0].name])
         try:
             self._view = stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=ASK_SECONDS)
         except grpc.RpcError:
-            self._view = None  # asked again until the deadline, which says who is missing
+            self._view = None  # retried until the deadline, whose error names what is missing
 
-    def _all_used(self) -> bool:
+    def _all_healthy(self) -> bool:
         view = self.workers().workers
         return bool(view) and all(worker.healthy for worker in view)
 

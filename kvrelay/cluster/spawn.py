@@ -1,10 +1,10 @@
-"""Starting one supervised process: a fresh interpreter, or a fork of one that has torch loaded.
+"""Starts one supervised process: in a fresh interpreter, or as a fork of one with torch loaded.
 
-Importing torch and transformers costs seconds for each worker. A fork server (``nursery``) imports
+Importing torch and transformers costs each worker seconds. A fork server (``forkserver``) imports
 them once; workers forked from it start at once, share that memory, and run the same module in the
-same way. The GPU cannot be used after a fork, so it is for the CPU only.
+same way. A GPU cannot be used after a fork, so this is for the CPU only.
 
-Each process has a session of its own: no key on the terminal reaches it but through us.
+Every process has its own session, so a key on the terminal does not reach it directly.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from contextlib import suppress
 from typing import IO, Protocol
 
 PRELOADED = ["prefill_service.service", "decode_service.service", "kvrelay.worker.main"]
-UNKNOWN = 255  # the status of what ended without one that anybody saw
+UNKNOWN_STATUS = 255  # for a process whose status was lost with the fork server
 
 
 class RunningProcess(Protocol):
-    """A process that was started: its lines, its end, and our end of its lifeline."""
+    """A process being started or running: its output, its end, our end of its lifeline."""
 
     output: IO[bytes]
 
     @property
     def pid(self) -> int | None:
-        """``None`` before it was born."""
+        """``None`` before it was started."""
         ...
 
-    def born(self) -> bool:
-        """Wait until it has a number; false if it never will."""
+    def wait_started(self) -> bool:
+        """Wait until it has a process id; false if it never will."""
         ...
 
-    def cancel(self) -> None:
-        """If it was not born yet, it will not be, or not live; ``born`` returns."""
+    def cancel_start(self) -> None:
+        """If it was not started yet, it never will be; ``wait_started`` returns."""
         ...
 
     def wait(self, ended: Callable[[], None]) -> int:
-        """Wait for its end, call ``ended``, end what it left in its group; the status."""
+        """Wait for its end, call ``ended``, kill the rest of its process group; the status."""
         ...
 
 
 def signal_group(pid: int, number: int) -> None:
-    """To the process and all it started."""
+    """Send a signal to the process and all of its process group."""
     with suppress(ProcessLookupError):
         os.killpg(pid, number)
 
 
-def fresh(module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> RunningProcess:
-    """In an interpreter of its own."""
+def start_fresh(module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> RunningProcess:
+    """Start ``python -m module *args`` in an interpreter of its own."""
     reader, writer = os.pipe()
     try:
         popen = subprocess.Popen(
@@ -72,15 +72,15 @@ def fresh(module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> Run
         raise
     finally:
         os.close(reader)
-    return _Fresh(popen, writer)
+    return _FreshProcess(popen, writer)
 
 
-def forked(module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> RunningProcess:
-    """From the fork server, which the first call starts, and which ends with this process."""
-    return _Forked(module, args, environ)
+def start_forked(module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> RunningProcess:
+    """The same as a fork of the fork server, which the first call starts."""
+    return _ForkedProcess(module, args, environ)
 
 
-class _Fresh:
+class _FreshProcess:
     def __init__(self, popen: subprocess.Popen[bytes], lifeline: int) -> None:
         if popen.stdout is None:
             raise RuntimeError("a process without a pipe for its output")
@@ -89,22 +89,22 @@ class _Fresh:
         self._popen = popen
         self._lifeline = lifeline
 
-    def born(self) -> bool:
+    def wait_started(self) -> bool:
         return True
 
-    def cancel(self) -> None:
-        """It has been born."""
+    def cancel_start(self) -> None:
+        """It runs already."""
 
     def wait(self, ended: Callable[[], None]) -> int:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
         ended()
-        os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
+        os.killpg(self.pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
         os.close(self._lifeline)
         return self._popen.wait()
 
 
-class _Forked:
-    """What waits for the fork server, which may import for seconds, is in ``born``."""
+class _ForkedProcess:
+    """Only ``wait_started`` waits for the fork server, which may import for seconds."""
 
     def __init__(self, module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> None:
         self.pid: int | None = None
@@ -112,45 +112,45 @@ class _Forked:
         ours, theirs = socket.socketpair()
         self._socket = ours
         self._theirs = theirs
-        self._answers = self._socket.makefile("rb")
+        self._replies = self._socket.makefile("rb")
         reader, writer = os.pipe()
         self._writer = writer
         self.output: IO[bytes] = os.fdopen(reader, "rb")
 
-    def born(self) -> bool:
-        with suppress(OSError):  # it was cancelled, or the fork server was ended
+    def wait_started(self) -> bool:
+        with suppress(OSError):  # the start was cancelled, or the fork server ended
             server.send(self._theirs.fileno(), self._writer)
             self._theirs.close()
             self._socket.sendall(self._request)
-            self.pid = self._number()
+            self.pid = self._read_number()
         self._theirs.close()
         os.close(self._writer)
         return self.pid is not None
 
-    def cancel(self) -> None:
+    def cancel_start(self) -> None:
         if self.pid is None:
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def wait(self, ended: Callable[[], None]) -> int:
-        status = self._number()
+        status = self._read_number()
         ended()
         if self.pid is None:
             self.output.close()
         elif status is None:
-            signal_group(self.pid, signal.SIGKILL)  # the fork server is gone, which would do it
-        self._answers.close()
+            signal_group(self.pid, signal.SIGKILL)  # in place of the fork server, which ended
+        self._replies.close()
         self._socket.close()
-        return UNKNOWN if status is None else status
+        return UNKNOWN_STATUS if status is None else status
 
-    def _number(self) -> int | None:
-        with suppress(OSError, ValueError):  # the latter if nothing came
-            return int(self._answers.readline())
+    def _read_number(self) -> int | None:
+        with suppress(OSError, ValueError):  # ValueError: the fork server closed the socket
+            return int(self._replies.readline())
         return None
 
 
 class ForkServerClient:
-    """The one of this process."""
+    """Starts the fork server of this process on first use, and sends requests to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -158,7 +158,7 @@ class ForkServerClient:
         self._control: socket.socket | None = None
 
     def send(self, *files: int) -> None:
-        """Gives it a socket and the standard output of who is to be born; starts it if need be."""
+        """Send a new process's socket and standard output; starts the server if it has ended."""
         with self._lock:
             if self._control is not None:
                 with suppress(OSError):
@@ -168,23 +168,17 @@ class ForkServerClient:
             socket.send_fds(self._start(), [b"+"], files)
 
     def end(self) -> None:
-        """At once. Its children live on, until their lifelines end."""
+        """Kill the server. Its children run on until their lifelines close."""
         with self._lock:
             self._end()
 
     def _start(self) -> socket.socket:
         control, theirs = socket.socketpair()
         self._control = control
+        module = ["-m", "kvrelay.cluster.forkserver"]
         with theirs:
             self._popen = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "kvrelay.cluster.forkserver",
-                    str(theirs.fileno()),
-                    *PRELOADED,
-                ],
+                [sys.executable, "-P", *module, str(theirs.fileno()), *PRELOADED],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 start_new_session=True,
@@ -198,7 +192,8 @@ class ForkServerClient:
         if self._popen is not None:
             self._popen.kill()
             self._popen.wait()
-        self._control = self._popen = None
+        self._control = None
+        self._popen = None
 
 
 server = ForkServerClient()

@@ -2,10 +2,10 @@
 
     with Cluster(ClusterConfig(prefill=2, decode=2, port=0)) as cluster:
         client = Client(cluster.router)
-        cluster.kill("decode", 0)          # SIGKILL; it is started again on the same port
+        cluster.kill("decode", 0)          # SIGKILL; it is restarted on the same port
 
-Leaving the block ends every process and waits for it; see ``child`` for what happens when this
-process itself is killed.
+Leaving the block ends every process and waits for it; ``child`` handles the case that this process
+itself is killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
 
-from kvrelay.cluster.layout import ClusterConfig, specs
+from kvrelay.cluster.layout import ClusterConfig, process_specs
 from kvrelay.cluster.ports import ReservedPorts
 from kvrelay.cluster.process import ProcessSpec, RestartBackoff, SupervisedProcess
 from kvrelay.cluster.readiness import ReadinessProbe
@@ -30,25 +30,25 @@ from kvstore.urls import public_urls
 
 C = TypeVar("C", bound=ClusterConfig)
 START_SECONDS = 120.0
-STOP_SECONDS = 12.0  # a little more than a worker gives the requests under way
-KILL_SECONDS = 5.0  # to be gone after SIGKILL
+STOP_SECONDS = 12.0  # a little more than a worker's grace for open requests
+KILL_SECONDS = 5.0  # to end after SIGKILL
 TAIL_SHOWN = 12
 
 
 class StartInterrupted(KvrelayError):
-    """The cluster was told to stop while it started."""
+    """The cluster was stopped while it started."""
 
 
 def _ignore_line(spec: ProcessSpec, line: str) -> None:
-    """Keeps lines only in the tail of their process."""
+    """The default: lines are kept only in the tail of their process."""
 
 
 def _ignore_change(spec: ProcessSpec, what: str) -> None:
-    """Says nothing."""
+    """The default: changes are not shown."""
 
 
 def with_fleet_key(config: C) -> C:
-    """With a key for the hand-offs of this cluster, drawn if none is given."""
+    """The configuration with a key that signs the cluster's handoffs; a random one by default."""
     return config if config.fleet_key else replace(config, fleet_key=secrets.token_hex(32))
 
 
@@ -62,7 +62,7 @@ class Cluster:
         on_line: Callable[[ProcessSpec, str], None] = _ignore_line,
         on_change: Callable[[ProcessSpec, str], None] = _ignore_change,
         backoff: RestartBackoff | None = RestartBackoff(),  # noqa: B008 a frozen value
-        layout: Callable[[ClusterConfig], tuple[ProcessSpec, ...]] = specs,
+        layout: Callable[[ClusterConfig], tuple[ProcessSpec, ...]] = process_specs,
     ) -> None:
         self.config = config = with_fleet_key(config)
         self.security = policy.load(config, ADMIN_FIRST)
@@ -72,8 +72,8 @@ class Cluster:
             (spec.role, spec.index): SupervisedProcess(spec, on_line, on_change, backoff)
             for spec in self.specs
         }
-        self.view = router_pb2.ListWorkersResponse()  # what the router knew when all was ready
-        self._held: ReservedPorts | None = None
+        self.view = router_pb2.ListWorkersResponse()  # the router's view when the cluster was ready
+        self._ports: ReservedPorts | None = None
         self._stopping = False
 
     def __enter__(self) -> Cluster:
@@ -94,7 +94,7 @@ class Cluster:
 
     @property
     def router(self) -> str:
-        """Address of the front door."""
+        """Address of the router."""
         return self.addresses("router")[0]
 
     @property
@@ -104,11 +104,11 @@ class Cluster:
         return self.config.store or (f"kvrelay://{own[0]}" if own else "")
 
     def addresses(self, role: str) -> tuple[str, ...]:
-        """Of every process in this role, by index."""
+        """Address of every process of a role, by index."""
         return tuple(spec.address for spec in self.specs if spec.role == role)
 
     def process(self, role: str, index: int = 0) -> SupervisedProcess:
-        """The keeper of one process: its pid, its last lines, how often it was started."""
+        """One process: its id, its last lines, the number of its starts."""
         try:
             return self._processes[role, index]
         except KeyError:
@@ -116,20 +116,20 @@ class Cluster:
             raise NotFound(f"no process {role} {index}; there are {names}") from None
 
     def named(self, name: str) -> SupervisedProcess:
-        """The same by the name shown in the table, such as ``decode-1``."""
+        """One process by the name shown in the table, such as ``decode-1``."""
         found = [p for p in self._processes.values() if p.spec.name == name]
         if not found:
             raise NotFound(f"no process {name!r}")
         return found[0]
 
     def kill(self, role: str, index: int = 0, number: int = signal.SIGKILL) -> None:
-        """Sends a signal: SIGKILL to see it restarted, SIGSTOP and SIGCONT to play dead."""
+        """Send a signal: SIGKILL to have it restarted, SIGSTOP and SIGCONT to simulate a hang."""
         if not self.process(role, index).send(number):
             raise Unavailable(f"{role} {index} is not running now")
 
     def start(self, timeout: float = START_SECONDS) -> None:
-        """Starts everything at once and returns when all of it serves."""
-        self._held = ReservedPorts((spec.host, spec.port) for spec in self.specs)
+        """Start all processes at once; returns when every one serves."""
+        self._ports = ReservedPorts((spec.host, spec.port) for spec in self.specs)
         for process in self._processes.values():
             process.start()
         self.view = self.wait(timeout)
@@ -137,8 +137,9 @@ class Cluster:
     def wait(self, timeout: float = START_SECONDS) -> router_pb2.ListWorkersResponse:
         """Returns the router's view once every process serves and the router uses every worker.
 
-        ``Unavailable`` with its last lines if a process ended for good, or before it ever served;
-        ``DeadlineExceeded`` naming what is not ready; ``StartInterrupted`` after ``interrupt``.
+        Raises ``Unavailable`` with the last lines of a process that ended for good or before it
+        served, ``DeadlineExceeded`` naming what is not ready, ``StartInterrupted`` after
+        ``interrupt``.
         """
         deadline = time.monotonic() + timeout
         with ReadinessProbe(self.specs, self._on_change, self.security) as prober:
@@ -152,7 +153,7 @@ class Cluster:
 
     def _check(self, prober: ReadinessProbe) -> None:
         if self._stopping:
-            raise StartInterrupted("told to stop while starting")
+            raise StartInterrupted("stopped while starting")
         for (role, index), process in self._processes.items():
             if prober.served(role, index):
                 process.served.set()
@@ -162,34 +163,34 @@ class Cluster:
                 raise Unavailable(f"{process.spec.name} ended {when}{lines}")
 
     def interrupt(self) -> None:
-        """Makes a ``wait`` under way end."""
+        """End a running ``wait``."""
         self._stopping = True
 
     def stop(self, timeout: float = STOP_SECONDS) -> None:
-        """Ends everything: SIGTERM, and SIGKILL for what is left after ``timeout`` seconds."""
+        """End every process: SIGTERM, then SIGKILL for those left after ``timeout`` seconds."""
         self._stopping = True
         for process in self._processes.values():
             process.end()
-        for process in self._left(timeout):
+        for process in self._still_running(timeout):
             self._on_change(process.spec, f"did not end within {timeout:g} s; killed")
         self.kill_all()
-        if self._held is not None:
-            self._held.close()
+        if self._ports is not None:
+            self._ports.close()
 
     def kill_all(self) -> None:
-        """SIGKILL to everything, at once; nothing of it is left when this returns."""
+        """SIGKILL to every process at once; none is left when this returns."""
         self._stopping = True
         for process in self._processes.values():
             process.end(signal.SIGKILL)
-        self._left(KILL_SECONDS)
+        self._still_running(KILL_SECONDS)
 
-    def _left(self, timeout: float) -> list[SupervisedProcess]:
-        """Those that have not ended within so many seconds."""
+    def _still_running(self, timeout: float) -> list[SupervisedProcess]:
+        """The processes that have not ended within ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         return [p for p in self._processes.values() if not p.join(deadline - time.monotonic())]
 
     def describe(self) -> dict[str, object]:
-        """What an endpoints file says."""
+        """The content of an endpoints file."""
         return {
             "router": self.router,
             "store": public_urls(self.store),

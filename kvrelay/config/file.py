@@ -1,7 +1,7 @@
-"""The file side of a configuration: TOML lines ``name = value`` as texts, with where they stood.
+"""The file of a configuration: TOML lines ``name = value`` as texts, with their source.
 
-Names are those of the flags, with ``-`` or ``_``. A name that is no option is an error, so that
-a typing mistake is not a default in disguise.
+Names are those of the flags, with ``-`` or ``_``. An unknown name is an error, so that a typing
+mistake does not leave a default in place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvrelay.errors import Rejected
 def read_file(
     path: str | None, known: Sequence[Option]
 ) -> Mapping[str, tuple[tuple[str, ...], str]]:
-    """For every option named in the file: its texts and the source to name in errors."""
+    """For each option in the file: its texts, and the source to name in errors."""
     if path is None:
         return {}
     by_name = {item.name: item for item in known}
@@ -45,4 +45,4 @@ def _texts(item: Option, value: object, path: str) -> tuple[str, ...]:
         return tuple(str(one) for one in value)
     if isinstance(value, str | int | float):
         return (str(value),)
-    raise Rejected(item.name, f"{value!r} (from {path}): a single value is wanted")
+    raise Rejected(item.name, f"{value!r} (from {path}): must be a single value")

@@ -1,6 +1,6 @@
-"""The command line side of a configuration: flags as texts, and a help page with everything.
+"""The command line of a configuration: flags as texts, and the help page.
 
-Nothing is converted here: a flag's text goes the same way as one from the environment or a file.
+Nothing is converted here: a flag's text is read like one from the environment or a file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvrelay.config.option import Option
 
 
 class CommandLineError(Exception):
-    """The command line cannot be understood; the message is one line."""
+    """The command line is malformed; the message is one line."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,7 +74,7 @@ def _parser(known: Sequence[Option], prog: str, description: str, epilog: str) -
     for item in known:
         if not item.rules.secret:
             _add(groups["arguments" if item.rules.positional else item.rules.group], item)
-    about = "take options from there: TOML, one 'name = value' a line"
+    about = "read options from a file: TOML, one 'name = value' a line"
     flags.add_argument("--config", metavar="FILE", help=about)
     flags.add_argument("-h", "--help", action="help", help="show this page and exit")
     return parser
@@ -86,7 +86,7 @@ def _epilog(known: Sequence[Option], epilog: str) -> str:
     if example is None:
         return epilog
     flag, variable = example.flag, example.variable
-    rule = f"An option also has a name in the environment: {variable} for {flag}, and so on."
+    rule = f"Every option can be set in the environment: {variable} for {flag}, and so on."
     for item in known:
         if item.rules.secret:
             rule += f"\n{item.variable}: {item.rules.help}."
@@ -141,7 +141,7 @@ def _add(group: argparse._ArgumentGroup, item: Option) -> None:
 
 
 def _add_switch(group: argparse._ArgumentGroup, item: Option, text: str) -> None:
-    """Both ``--x`` and ``--no-x`` are understood; the help shows the one that changes something."""
+    """Both ``--x`` and ``--no-x`` are accepted; the help shows the one that is not the default."""
     for value, flag in ((True, item.flag), (False, "--no-" + item.flag[2:])):
         shown = argparse.SUPPRESS if value is item.default else text
         group.add_argument(

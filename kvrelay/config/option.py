@@ -1,7 +1,7 @@
 """One configuration field: its name everywhere, its type, and what it allows.
 
 ``option`` and ``required`` declare a field, ``options`` reads the declarations of a dataclass.
-How to use them stands in ``kvrelay.config.reader``.
+``kvrelay.config.reader`` shows how to use them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class OptionRules:
     metavar: str | None = None
     positional: bool = False
     group: str = "options"  # heading of the help page
-    secret: bool = False  # has no flag, since everybody may read a command line
+    secret: bool = False  # has no flag: every user can read a command line
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One field of a configuration, as the readers of flags, environment and file see it."""
+    """One field of a configuration, for the readers of flags, environment and file."""
 
     name: str
     kind: type
@@ -62,7 +62,7 @@ class Option:
         return self.default is dataclasses.MISSING
 
     def show(self, value: object) -> str:
-        """A value as its owner would write it."""
+        """A value as a user would write it."""
         if isinstance(value, tuple):
             return ",".join(self.show(item) for item in value)
         if self.rules.unit == "bytes" and isinstance(value, int):
@@ -72,8 +72,8 @@ class Option:
         return str(value)
 
     def read(self, texts: Sequence[str], source: str) -> object:
-        """The value of the texts found at ``source``; raises ``Rejected`` with the way out."""
-        if self.repeated and self.kind is not str:  # a number has no comma in it
+        """The value of the texts found at ``source``; ``Rejected`` if they are not valid."""
+        if self.repeated and self.kind is not str:  # a number contains no comma
             texts = [part for text in texts for part in text.split(",")]
         values = tuple(self._read_one(text, source) for text in texts)
         return values if self.repeated else values[-1]
@@ -85,11 +85,11 @@ class Option:
         except ValueError as error:
             shown = "its value" if self.rules.secret else repr(text)
             raise Rejected(self.name, f"{shown} (from {source}): {error}") from None
-        self.judge(value, f" (from {source})")
+        self.check(value, f" (from {source})")
         return value
 
-    def judge(self, value: object, source: str = "") -> None:
-        """Raises ``Rejected`` when one value is outside the declared range or choices."""
+    def check(self, value: object, source: str = "") -> None:
+        """Raise ``Rejected`` if the value is outside the declared range or choices."""
         rules = self.rules
         if rules.choices and value not in rules.choices:
             raise Rejected(
@@ -123,7 +123,7 @@ def option(
 ) -> T:
     """A field with a default. ``unit`` is shown in the help; ``"bytes"`` also allows suffixes.
 
-    A ``secret`` is read from the environment or the file, and shown nowhere.
+    A ``secret`` is read from the environment or the file only, and never shown.
     """
     rules = OptionRules(
         help=help,
@@ -153,7 +153,7 @@ def required(
 
 
 def options(cls: type[DataclassInstance]) -> tuple[Option, ...]:
-    """The declared options of a configuration, in order; other fields are left alone."""
+    """The declared options of a configuration, in order; other fields are left out."""
     hints = get_type_hints(cls)
     found = []
     for item in dataclasses.fields(cls):
@@ -176,9 +176,9 @@ def _kind(hint: object) -> tuple[type, bool]:
 
 
 def check(config: DataclassInstance) -> None:
-    """Ranges and choices of a configuration built by hand; raises ``Rejected``."""
+    """Check ranges and choices of a configuration built in code; raises ``Rejected``."""
     for item in options(type(config)):
         value = getattr(config, item.name)
         for one in value if isinstance(value, tuple) else (value,):
             if one is not None:
-                item.judge(one)
+                item.check(one)

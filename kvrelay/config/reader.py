@@ -18,11 +18,11 @@ A field's value comes from its flag, else the environment, else the file, else i
 
 Types: ``str``, ``int``, ``float``, ``bool`` (``--x`` and ``--no-x``), each also ``| None`` or
 ``tuple[X, ...]`` (the flag may be repeated; commas separate values in the environment). With
-``unit="bytes"`` an ``int`` takes suffixes (``1GiB``). A ``secret=True`` has no flag, and what is
-``positional`` is not looked for in the environment, where its name may mean another. Rules between
-fields go into ``__post_init__``, which raises ``Rejected(field, message)``; a dataclass that may be
-built by hand calls ``check(self)`` there to have ranges and choices checked as well. ``load`` ends
-the process with status 2 and one line when something is wrong, and with 0 after ``--help``.
+``unit="bytes"`` an ``int`` takes suffixes (``1GiB``). A ``secret=True`` field has no flag. A
+``positional`` field is not read from the environment, where its name may mean something else. Rules
+between fields go into ``__post_init__``, which raises ``Rejected(field, message)``; a dataclass
+that is also built in code calls ``check(self)`` there to check ranges and choices. ``load`` ends
+the process with status 2 and one line on an error, and with 0 after ``--help``.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def load(
     environ: Mapping[str, str] | None = None,
     epilog: str = "",
 ) -> C:
-    """The configuration of this process; see the module's docstring."""
+    """The configuration of this process, as the module's docstring says."""
     try:
         return read(cls, argv, prog, description, environ, epilog)
     except (Rejected, CommandLineError) as error:

@@ -1,7 +1,7 @@
-"""From text to a value of a configuration field: numbers, byte sizes, yes or no, lists.
+"""Converts text to the value of a configuration field: numbers, byte sizes, booleans.
 
-Every way in (flag, environment, file) ends as text here, so a value means the same wherever it
-stands. A text that is no value of its kind is a ``ValueError`` that says what would be one.
+Flags, environment and file all arrive as text here, so a value means the same in each of them. A
+``ValueError`` says what a valid text looks like.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def whole(text: str) -> int:
     try:
         return int(text.strip())
     except ValueError:
-        raise ValueError("a whole number is wanted, for example 16") from None
+        raise ValueError("expected a whole number, for example 16") from None
 
 
 def number(text: str) -> float:
@@ -32,7 +32,7 @@ def number(text: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError("a finite number is wanted, for example 0.5")
+        raise ValueError("expected a finite number, for example 0.5")
     return value
 
 
@@ -41,14 +41,14 @@ def boolean(text: str) -> bool:
     folded = text.strip().lower()
     if folded in _YES or folded in _NO:
         return folded in _YES
-    raise ValueError("yes or no is wanted (also true, false, on, off, 1, 0)")
+    raise ValueError("expected yes or no (also true, false, on, off, 1, 0)")
 
 
 def size(text: str) -> int:
     """A number of bytes: ``1GiB`` or ``1G`` is 2**30, ``1GB`` is 10**9, a bare number is bytes."""
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise ValueError("a size is wanted, for example 512MiB, 1GiB or 1000000")
+        raise ValueError("expected a size, for example 512MiB, 1GiB or 1000000")
     digits, prefix, binary, byte = match.groups()
     base = 1000 if prefix and byte and not binary else 1024
     return int(Fraction(digits) * base ** _POWERS[prefix.upper()])  # exact at any size

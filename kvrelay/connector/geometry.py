@@ -15,7 +15,7 @@ from kvrelay.block import ExpectedBlock, Namer, Namespace
 from kvrelay.connector.context import PayloadShape
 from kvrelay.engine.core.external import BlockContent
 from kvstore import Tail
-from kvstore.wire.messages import MAX_NAMES
+from kvstore.limits import MAX_NAMES
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from kvrelay.engine.core.external import Load, Loaded, TransferEvent
 from kvrelay.errors import Corrupt, DeadlineExceeded, KvrelayError
 from kvrelay.usage import Miss
 from kvstore import GetResult, Want
+from kvstore.limits import MAX_NAMES
 from kvstore.urls import public_url
-from kvstore.wire.messages import MAX_NAMES
 
 
 def load_targets(load: Load, answer: LookupAnswer | None, geometry: Geometry) -> list[LoadTarget]:

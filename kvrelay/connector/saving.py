@@ -82,7 +82,7 @@ class SaveJob:
 
     def _count(self, outcomes: list[Outcome]) -> None:
         self._stored = sum(1 for _ in takewhile(lambda outcome: outcome.present, outcomes))
-        results = [outcome.kept for outcome in outcomes]
+        results = [outcome.status for outcome in outcomes]
         written = [
             size
             for size, result in zip(self._sizes, results, strict=True)

@@ -1,9 +1,9 @@
 """Logging of a process: one line for a record, with time, level, service and message.
 
-Call ``setup`` once at a process's edge; everywhere else ``logging.getLogger(__name__)`` is
-enough. Lines go to standard error. Passwords in URLs are never written, and no line break or other
-control character in a message can forge a second record or reach a terminal; the lines of a
-traceback, which an error's text may have more of, all begin with two spaces.
+Call ``setup`` once at a process's edge; other modules use ``logging.getLogger(__name__)``. Lines go
+to standard error. Passwords in URLs are masked. Line breaks and other control characters in a
+message are escaped, so that it cannot forge a second record or control a terminal; every line of a
+traceback is indented by two spaces.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _shown(text: str) -> str:
 
 
 def setup(service: str, level: str = "info", stream: TextIO | None = None) -> None:
-    """Sends the records of this process at ``level`` and above to ``stream`` (standard error)."""
+    """Send this process's records at ``level`` and above to ``stream`` (standard error)."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(LogFormatter(service))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

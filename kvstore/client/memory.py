@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from kvrelay.block.name import Digest, sha256
 from kvrelay.errors import Corrupt
 from kvstore.base import (
-    NOT_SENT,
     Block,
     GetResult,
     Lease,
@@ -23,45 +22,44 @@ from kvstore.base import (
     Outcome,
     PutStatus,
     SurveyResult,
+    Tail,
     Want,
-    claim_of,
 )
-from kvstore.check import check_block
-from kvstore.claims import Claim, ClaimStatus, Tail
-from kvstore.index.block_index import BlockIndex
-from kvstore.index.eviction.policies import EVICTIONS, make_policy
-from kvstore.limits import BUDGET, PARTIAL_LIFE, TICKET_LIFE
+from kvstore.claims import Claim, check_block, claim_of
+from kvstore.index.block_index import BlockIndex, IndexOptions
+from kvstore.index.eviction.policies import make_policy
+from kvstore.limits import BUDGET, EVICTIONS, PARTIAL_LIFE, TICKET_LIFE
 from kvstore.stats import StoreStats
 
 
 @dataclass(slots=True)
-class _Shelf:
+class _SharedState:
     """The state that stores of one name share; ``changed`` guards it."""
 
     boot: bytes
-    catalog: BlockIndex[bytes]
+    index: BlockIndex[bytes]
     changed: threading.Condition = field(default_factory=threading.Condition)
 
 
-_SHELVES: dict[str, _Shelf] = {}
-_SHELVES_LOCK = threading.Lock()
+_SHARED: dict[str, _SharedState] = {}
+_SHARED_LOCK = threading.Lock()
 
 
-def _shelf(name: str, budget: int) -> _Shelf:
-    with _SHELVES_LOCK:
-        if name not in _SHELVES:
+def _shared_state(name: str, budget: int) -> _SharedState:
+    with _SHARED_LOCK:
+        if name not in _SHARED:
             boot = os.urandom(16)
-            catalog: BlockIndex[bytes] = BlockIndex(
-                budget, make_policy(EVICTIONS[0]), PARTIAL_LIFE, boot
+            index: BlockIndex[bytes] = BlockIndex(
+                IndexOptions(budget, PARTIAL_LIFE, boot), make_policy(EVICTIONS[0])
             )
-            _SHELVES[name] = _Shelf(boot, catalog)
-        return _SHELVES[name]
+            _SHARED[name] = _SharedState(boot, index)
+        return _SHARED[name]
 
 
 def forget(name: str) -> None:
     """Drop the blocks of ``memory://NAME``; a store connected later starts empty."""
-    with _SHELVES_LOCK:
-        _SHELVES.pop(name, None)
+    with _SHARED_LOCK:
+        _SHARED.pop(name, None)
 
 
 class MemoryStore:
@@ -73,7 +71,7 @@ class MemoryStore:
     def __init__(self, name: str, budget: int = BUDGET, digest: Digest = sha256) -> None:
         self.url = f"memory://{name}"
         self._digest = digest
-        self._shelf = _shelf(name, budget)
+        self._shared = _shared_state(name, budget)
 
     def lookup(
         self,
@@ -83,25 +81,19 @@ class MemoryStore:
         timeout: float,
         openings: Sequence[int] = (),
     ) -> LookupResult:
-        with self._shelf.changed:
-            held = self._shelf.catalog.lookup(names, tails, ttl, time.monotonic(), openings)
-        lease = self._lease(held.lease, held.deadline)
-        return LookupResult(
-            held.lead, held.tail, held.sizes, lease, missing=held.missing, boot=self._shelf.boot
-        )
+        with self._shared.changed:
+            return self._shared.index.lookup(names, tails, ttl, time.monotonic(), openings)
 
     def survey(
         self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
     ) -> SurveyResult:
-        with self._shelf.changed:
-            seen = self._shelf.catalog.survey(names, ttl, time.monotonic(), openings)
-        lease = self._lease(seen.lease, seen.deadline)
-        return SurveyResult(seen.sizes, lease, seen.misses, seen.opening)
+        with self._shared.changed:
+            return self._shared.index.survey(names, ttl, time.monotonic(), openings)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         for index, want in enumerate(wants):
-            with self._shelf.changed:
-                data = self._shelf.catalog.get(want.name, time.monotonic())
+            with self._shared.changed:
+                data = self._shared.index.get(want.name, time.monotonic())
             if data is None or len(data) < len(want.buffer):
                 yield GetResult(index, None)
                 continue
@@ -116,87 +108,84 @@ class MemoryStore:
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
         deadline = time.monotonic() + timeout
         claims = [claim_of(offer) for offer in offers]
-        with self._shelf.changed:
-            grant = self._shelf.catalog.reserve(claims, TICKET_LIFE, time.monotonic())
+        with self._shared.changed:
+            grant = self._shared.index.reserve(claims, TICKET_LIFE, time.monotonic())
         outcomes: list[Outcome] = []
         try:
             for claim, offer, verdict in zip(claims, offers, grant.verdicts, strict=True):
-                if verdict is ClaimStatus.RESERVED and grant.ticket is not None:
+                if verdict is PutStatus.RESERVED and grant.ticket is not None:
                     outcomes.append(self._write(grant.ticket, claim, offer.read().seal()))
                 else:
-                    outcomes.append(Outcome(NOT_SENT[verdict]))
+                    outcomes.append(Outcome(verdict))
         finally:
             self._abandon(grant.ticket)
         return self._wait_for_others(offers, outcomes, deadline)
 
     def release(self, leases: Sequence[Lease], timeout: float) -> None:
-        with self._shelf.changed:
+        with self._shared.changed:
             for lease in leases:
-                if lease.boot == self._shelf.boot:
-                    self._shelf.catalog.release(lease.id)
+                if lease.boot == self._shared.boot:
+                    self._shared.index.release(lease.id)
 
     def stats(self, timeout: float) -> StoreStats:
-        with self._shelf.changed:
-            self._shelf.catalog.expire(time.monotonic())
-            return self._shelf.catalog.stats()
+        with self._shared.changed:
+            self._shared.index.expire(time.monotonic())
+            return self._shared.index.stats()
 
     def clear(self, timeout: float) -> int:
-        with self._shelf.changed:
-            return self._shelf.catalog.clear(time.monotonic())
+        with self._shared.changed:
+            return self._shared.index.clear(time.monotonic())
 
     def close(self) -> None:
         """Nothing: the blocks stay for the other stores of this name."""
-
-    def _lease(self, serial: int | None, deadline: float) -> Lease | None:
-        return None if serial is None else Lease(serial, self._shelf.boot, deadline)
 
     def _write(self, ticket: int, claim: Claim, block: Block) -> Outcome:
         data = b"".join((block.header, block.payload))
         try:
             header = check_block(claim, data, self._digest)
         except Corrupt as error:
-            with self._shelf.changed:
-                self._shelf.catalog.tally.corrupt += 1
+            with self._shared.changed:
+                self._shared.index.counters.corrupt += 1
             return Outcome(PutStatus.CORRUPT, str(error))
-        with self._shelf.changed:
-            stored = self._shelf.catalog.commit(
+        with self._shared.changed:
+            stored = self._shared.index.commit(
                 ticket, claim.name, data, time.monotonic(), header.parent, header.positions
             )
         return Outcome(PutStatus.STORED if stored else PutStatus.EXPIRED)
 
     def _recheck(self, name: bytes) -> None:
         """A reader stopped at this block: remove it if it is wrong."""
-        with self._shelf.changed:
-            entry = self._shelf.catalog.find(name, time.monotonic())
+        with self._shared.changed:
+            entry = self._shared.index.find(name, time.monotonic())
         if entry is None:
             return
         try:
             check_block(Claim(name, entry.size, entry.partial), entry.value, self._digest)
         except Corrupt:
-            with self._shelf.changed:
-                self._shelf.catalog.condemn(entry)
+            with self._shared.changed:
+                self._shared.index.condemn(entry)
 
     def _abandon(self, ticket: int | None) -> None:
-        with self._shelf.changed:
+        with self._shared.changed:
             if ticket is not None:
-                self._shelf.catalog.abandon(ticket)
-            self._shelf.changed.notify_all()
+                self._shared.index.abandon(ticket)
+            self._shared.changed.notify_all()
 
     def _wait_for_others(
         self, offers: Sequence[Offer], outcomes: list[Outcome], deadline: float
     ) -> list[Outcome]:
         """Put again the blocks that another writer was putting, after a change."""
-        late = [i for i, outcome in enumerate(outcomes) if outcome.kept is PutStatus.PENDING]
+        late = [i for i, outcome in enumerate(outcomes) if outcome.status is PutStatus.PENDING]
         remaining = deadline - time.monotonic()
         if not late or remaining <= 0:
             return outcomes
-        with self._shelf.changed:
-            self._shelf.changed.wait_for(lambda: self._settled(offers[late[0]].name), remaining)
+        with self._shared.changed:
+            self._shared.changed.wait_for(lambda: self._is_settled(offers[late[0]].name), remaining)
         again = self.put([offers[i] for i in late], deadline - time.monotonic())
         for i, outcome in zip(late, again, strict=True):
             outcomes[i] = outcome
         return outcomes
 
-    def _settled(self, name: bytes) -> bool:
-        self._shelf.catalog.expire(time.monotonic())
-        return not self._shelf.catalog.is_being_written(name)
+    def _is_settled(self, name: bytes) -> bool:
+        self._shared.index.expire(time.monotonic())
+        return not self._shared.index.is_being_written(name)

@@ -23,9 +23,9 @@ from kvstore.base import (
     Outcome,
     PutStatus,
     SurveyResult,
+    Tail,
     Want,
 )
-from kvstore.claims import Tail
 from kvstore.client.calls import StoreCalls, mapped_errors
 from kvstore.client.transports.base import GetProgress, Transport
 from kvstore.client.transports.grants import PutGrant, abandoned_on_error, reserve_request
@@ -125,7 +125,7 @@ class RemoteStore:
             outcomes = self._send_small(offers, deadline)
         else:
             outcomes = self._put_asked(offers, 0.0, deadline, tried)
-        late = [i for i, outcome in enumerate(outcomes) if outcome.kept is PutStatus.PENDING]
+        late = [i for i, outcome in enumerate(outcomes) if outcome.status is PutStatus.PENDING]
         while late and deadline.remaining() > GRACE:
             try:
                 again = self._put_asked(
@@ -135,7 +135,7 @@ class RemoteStore:
                 break  # they are still pending at the deadline
             for i, outcome in zip(late, again, strict=True):
                 outcomes[i] = outcome
-            late = [i for i in late if outcomes[i].kept is PutStatus.PENDING]
+            late = [i for i in late if outcomes[i].status is PutStatus.PENDING]
         return outcomes
 
     def release(self, leases: Sequence[Lease], timeout: float) -> None:

@@ -9,7 +9,7 @@ from kvrelay.block.header import fields_of, header_bytes
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt
 from kvstore.base import GetResult, ListedBlock, Store, Want
-from kvstore.check import check_name
+from kvstore.claims import check_name
 from kvstore.wire.buffers import size_batches
 
 BATCH_BYTES = 32 << 20

@@ -1,4 +1,4 @@
-"""The catalog as the threads of the disk tier use it: each step under the vault's lock, no I/O."""
+"""The index as the threads of the disk tier use it: each step under the store's lock, no I/O."""
 
 from __future__ import annotations
 
@@ -17,16 +17,14 @@ class ReadJob:
     """A block to read into its place."""
 
     entry: IndexEntry[int]
-    spot: DiskLocation
+    location: DiskLocation
 
 
 class LockedIndex:
     """Thread-safe. ``told`` is called, in any thread, when blocks have come up or will not."""
 
-    def __init__(
-        self, catalog: TieredIndex, lock: threading.Lock, told: Callable[[], None]
-    ) -> None:
-        self._catalog = catalog
+    def __init__(self, index: TieredIndex, lock: threading.Lock, told: Callable[[], None]) -> None:
+        self._index = index
         self._lock = lock
         self._told = told
         self._arrived = threading.Condition(lock)
@@ -39,119 +37,119 @@ class LockedIndex:
         self._wanted.notify_all()
 
     def bring(self, names: Sequence[bytes]) -> bool:
-        """See the catalog."""
+        """See the index."""
         with self._lock:
-            coming = self._catalog.bring(names, time.monotonic())
+            coming = self._index.bring(names, time.monotonic())
             self._wanted.notify_all()
             return coming
 
     def coming(self, names: Sequence[bytes]) -> bool:
         """Likewise."""
         with self._lock:
-            return self._catalog.coming(names)
+            return self._index.coming(names)
 
     def has(self, name: bytes) -> bool:
         """Whether it lies on disk."""
-        return name in self._catalog.index
+        return name in self._index.segments
 
-    def spot(self, name: bytes) -> DiskLocation | None:
+    def location(self, name: bytes) -> DiskLocation | None:
         """Where it lies there."""
-        return self._catalog.index.find(name)
+        return self._index.segments.find(name)
 
     def wait_for(self, names: Sequence[bytes], seconds: float) -> None:
         """Until none of ``names`` is on its way, at most so long."""
         with self._lock:
-            self._arrived.wait_for(lambda: not self._catalog.coming(names), seconds)
+            self._arrived.wait_for(lambda: not self._index.coming(names), seconds)
 
     def next_job(self, seconds: float) -> ReadJob | None:
         """What to read next; ``None`` if nothing is for so long."""
         with self._lock:
-            wanted = self._catalog.next_wanted()
+            wanted = self._index.next_wanted()
             if wanted is None:
                 self._wanted.wait(seconds)
-                wanted = self._catalog.next_wanted()
+                wanted = self._index.next_wanted()
         return None if wanted is None else ReadJob(*wanted)
 
     def arrived(self, job: ReadJob, good: bool) -> bool:
-        """See the catalog. Whether the segment's file is still needed."""
+        """See the index. Whether the segment's file is still needed."""
         with self._lock:
-            self._catalog.arrived(job.entry, job.spot, good)
+            self._index.arrived(job.entry, job.location, good)
             self._arrived.notify_all()
-            needed = self._catalog.index.needs(job.spot.segment)
+            needed = self._index.segments.needs(job.location.segment)
         self._told()
         return needed
 
     def take(self, limit: int, seconds: float) -> list[IndexEntry[int]]:
         """What to write next; empty if nothing is for so long."""
         with self._lock:
-            batch = self._catalog.take_unsaved(limit)
+            batch = self._index.take_unsaved(limit)
             if not batch:
                 self._unsaved.wait(seconds)
-                batch = self._catalog.take_unsaved(limit)
+                batch = self._index.take_unsaved(limit)
             return batch
 
     def saved(
         self, segment: int, nbytes: int, batch: Sequence[IndexEntry[int]], offsets: Sequence[int]
     ) -> None:
-        """See the catalog."""
+        """See the index."""
         with self._lock:
-            self._catalog.saved(segment, nbytes, batch, offsets)
+            self._index.saved(segment, nbytes, batch, offsets)
 
     def not_saved(self, batch: Sequence[IndexEntry[int]], failed: bool) -> None:
         """Likewise."""
         with self._lock:
-            self._catalog.disk.failed += len(batch) if failed else 0
-            self._catalog.not_saved(batch)
+            self._index.disk.failed += len(batch) if failed else 0
+            self._index.not_saved(batch)
 
     def make_room(self, nbytes: int, spared: int | None) -> list[int] | None:
         """Likewise."""
         with self._lock:
-            return self._catalog.make_room_below(nbytes, spared)
+            return self._index.make_room_below(nbytes, spared)
 
     def oldest(self) -> int | None:
         """The segment that is to go first."""
         with self._lock:
-            return self._catalog.index.victim(None)
+            return self._index.segments.victim(None)
 
     def drop(self, segment: int) -> None:
         """Forget a segment."""
         with self._lock:
-            if self._catalog.index.holds(segment):
-                self._catalog.drop_segment(segment)
+            if self._index.segments.holds(segment):
+                self._index.drop_segment(segment)
 
     def open(self, segment: int, nbytes: int) -> None:
         """A file that there is from now on."""
         with self._lock:
-            self._catalog.index.open(segment, nbytes)
+            self._index.segments.open(segment, nbytes)
 
     def holds(self, segment: int) -> bool:
         """Whether a segment counts still."""
         with self._lock:
-            return self._catalog.index.holds(segment)
+            return self._index.segments.holds(segment)
 
     def needs(self, segment: int) -> bool:
         """Whether its file must stay."""
         with self._lock:
-            return self._catalog.index.needs(segment)
+            return self._index.segments.needs(segment)
 
     def segments(self) -> list[int]:
         """The one to go first first."""
         with self._lock:
-            return self._catalog.index.segments()
+            return self._index.segments.by_age()
 
-    def restored(self, spots: Sequence[DiskLocation], damaged: int = 0) -> None:
-        """See the catalog."""
+    def restored(self, locations: Sequence[DiskLocation], damaged: int = 0) -> None:
+        """See the index."""
         with self._lock:
-            self._catalog.restored(spots)
-            self._catalog.disk.damaged += damaged
+            self._index.restored(locations)
+            self._index.disk.damaged += damaged
 
     def save_all(self) -> None:
         """Have everything written."""
         with self._lock:
-            self._catalog.save_all()
+            self._index.save_all()
             self._unsaved.notify()
 
     def unsaved(self) -> int:
         """Blocks yet to be written."""
         with self._lock:
-            return self._catalog.unsaved()
+            return self._index.unsaved()

@@ -7,8 +7,7 @@ import threading
 import time
 
 from kvrelay.errors import Corrupt
-from kvstore.check import check_block
-from kvstore.claims import Claim
+from kvstore.claims import Claim, check_block
 from kvstore.disk.directory import DiskDirectory
 from kvstore.disk.locked_index import LockedIndex, ReadJob
 from kvstore.disk.segment import read_into
@@ -25,8 +24,8 @@ USED_SECONDS = 60.0
 class BlockReaders:
     """``start`` them once; ``stop`` them and ``join``."""
 
-    def __init__(self, books: LockedIndex, directory: DiskDirectory, arena: Arena) -> None:
-        self._books = books
+    def __init__(self, disk_index: LockedIndex, directory: DiskDirectory, arena: Arena) -> None:
+        self._index = disk_index
         self._directory = directory
         self._arena = arena
         self._used: dict[int, float] = {}
@@ -52,22 +51,24 @@ class BlockReaders:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            job = self._books.next_job(IDLE_SECONDS)
-            if job is not None and not self._books.arrived(job, self._read(job)):
-                self._directory.remove(job.spot.segment)  # the store was cleared meanwhile
+            job = self._index.next_job(IDLE_SECONDS)
+            if job is not None and not self._index.arrived(job, self._read(job)):
+                self._directory.remove(job.location.segment)  # the store was cleared meanwhile
 
     def _read(self, job: ReadJob) -> bool:
-        entry, spot = job.entry, job.spot
+        entry, location = job.entry, job.location
         view = self._arena.view(entry.value, entry.size)
         try:
-            read_into(self._directory.file(spot.segment), spot.offset, view)
+            read_into(self._directory.file(location.segment), location.offset, view)
             check_block(Claim(entry.name, entry.size, partial=False), view)
         except Corrupt as error:
-            log.warning("disk: block %s in segment %d: %s", entry.name.hex(), spot.segment, error)
+            log.warning(
+                "disk: block %s in segment %d: %s", entry.name.hex(), location.segment, error
+            )
             return False
         now = time.monotonic()
-        if now - self._used.get(spot.segment, -USED_SECONDS) >= USED_SECONDS:
+        if now - self._used.get(location.segment, -USED_SECONDS) >= USED_SECONDS:
             self._used = {s: at for s, at in self._used.items() if now - at < USED_SECONDS}
-            self._used[spot.segment] = now
-            self._directory.used(spot.segment)
+            self._used[location.segment] = now
+            self._directory.used(location.segment)
         return True

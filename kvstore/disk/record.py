@@ -5,7 +5,7 @@ Little-endian, 128 bytes::
     0 magic 8s | 8 bytes of the block u64 | 16 bytes of its key u8 | 17 key 64s | 81 zeros
     120 XXH3-64 of the bytes before, u64
 
-The key is what the catalog knows the block by. The block carries its own checksums.
+The key is what the index knows the block by. The block carries its own checksums.
 """
 
 from __future__ import annotations

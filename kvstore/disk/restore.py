@@ -26,13 +26,13 @@ MIB = 1 << 20
 class Restorer:
     """``start`` it once; ``wait`` for its end as long as seems right; ``stop`` ends it early."""
 
-    def __init__(self, books: LockedIndex, directory: DiskDirectory) -> None:
-        self._books = books
+    def __init__(self, disk_index: LockedIndex, directory: DiskDirectory) -> None:
+        self._index = disk_index
         self._directory = directory
         self._sizes = dict(directory.segments())
         for segment, size in self._sizes.items():
-            books.open(segment, size)
-        for segment in books.make_room(0, None) or ():
+            disk_index.open(segment, size)
+        for segment in disk_index.make_room(0, None) or ():
             directory.remove(segment)
         self._stop = threading.Event()
         self._done = threading.Event()
@@ -55,7 +55,7 @@ class Restorer:
         total = sum(self._sizes.values())
         past = blocks = damaged = 0
         for segment in reversed(self._sizes):
-            if not self._books.holds(segment):
+            if not self._index.holds(segment):
                 continue  # there was no room for it
             found, wrong = self._scan(segment)
             blocks, damaged, past = blocks + found, damaged + wrong, past + self._sizes[segment]
@@ -78,13 +78,13 @@ class Restorer:
     def _scan(self, segment: int) -> tuple[int, int]:
         """How many blocks were found in it, and how many records are no blocks."""
         scan = SegmentScan(self._directory.file(segment), segment)
-        spots, found = scan.spots(), 0
+        locations, found = scan.locations(), 0
         try:
-            while not self._stop.is_set() and (chunk := list(islice(spots, CHUNK))):
+            while not self._stop.is_set() and (chunk := list(islice(locations, CHUNK))):
                 found += len(chunk)
-                self._books.restored(chunk)
+                self._index.restored(chunk)
         except OSError as error:
             log.warning("disk: segment %d cannot be read: %s", segment, error.strerror)
             scan.damaged += 1
-        self._books.restored((), scan.damaged)
+        self._index.restored((), scan.damaged)
         return found, scan.damaged

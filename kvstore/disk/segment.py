@@ -100,7 +100,7 @@ class SegmentScan:
         self.damaged = 0
         self.end = 0
 
-    def spots(self) -> Iterator[DiskLocation]:
+    def locations(self) -> Iterator[DiskLocation]:
         """Those that are whole as far as the file's length tells."""
         with self._path.open("rb", buffering=0) as file:
             fd = file.fileno()
@@ -116,11 +116,11 @@ class SegmentScan:
                 offset = self.end + HEAD_BYTES
                 self.end += record_bytes(head.size)
                 try:
-                    yield self._spot(fd, head, offset)
+                    yield self._location(fd, head, offset)
                 except Corrupt:
                     self.damaged += 1
 
-    def _spot(self, fd: int, head: RecordHead, offset: int) -> DiskLocation:
+    def _location(self, fd: int, head: RecordHead, offset: int) -> DiskLocation:
         data = os.pread(fd, SCAN_BYTES - HEAD_BYTES, offset)
         if len(data) < _FIXED_BYTES:
             raise Corrupt("header", "is missing")

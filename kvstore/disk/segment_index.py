@@ -27,10 +27,10 @@ class DiskLocation:
     opening: int | None = None
 
 
-def entry_on_disk(spot: DiskLocation) -> IndexEntry[int]:
+def entry_on_disk(location: DiskLocation) -> IndexEntry[int]:
     """A record of a block that lies on disk only, for those who ask what there is."""
-    claim = Claim(spot.name, spot.size, False, spot.opening)
-    entry = IndexEntry(claim, 0, spot.parent, spot.tokens)
+    claim = Claim(location.name, location.size, False, location.opening)
+    entry = IndexEntry(claim, 0, location.parent, location.tokens)
     entry.ready = False
     return entry
 
@@ -47,23 +47,23 @@ class SegmentIndex:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.bytes = 0
-        self._spots: dict[bytes, DiskLocation] = {}
+        self._locations: dict[bytes, DiskLocation] = {}
         self._segments: OrderedDict[int, _Segment] = OrderedDict()
         self._pins: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return len(self._spots)
+        return len(self._locations)
 
     def __contains__(self, name: bytes) -> bool:
-        return name in self._spots
+        return name in self._locations
 
     def find(self, name: bytes) -> DiskLocation | None:
         """Where it lies."""
-        return self._spots.get(name)
+        return self._locations.get(name)
 
-    def spots(self) -> list[DiskLocation]:
+    def locations(self) -> list[DiskLocation]:
         """All of them."""
-        return list(self._spots.values())
+        return list(self._locations.values())
 
     def holds(self, segment: int) -> bool:
         """Whether the segment has not been used up."""
@@ -79,24 +79,26 @@ class SegmentIndex:
         self.bytes += nbytes - self._segments[segment].nbytes
         self._segments[segment].nbytes = nbytes
 
-    def add(self, spots: Iterable[DiskLocation]) -> list[DiskLocation]:
+    def add(self, locations: Iterable[DiskLocation]) -> list[DiskLocation]:
         """Blocks in a segment; those that are new here. What is known already stays where it is."""
-        new = [s for s in spots if s.segment in self._segments and s.name not in self._spots]
-        for spot in new:
-            self._spots[spot.name] = spot
-            self._segments[spot.segment].names.append(spot.name)
+        new = [
+            s for s in locations if s.segment in self._segments and s.name not in self._locations
+        ]
+        for location in new:
+            self._locations[location.name] = location
+            self._segments[location.segment].names.append(location.name)
         return new
 
     def touch(self, name: bytes) -> None:
         """A block was used."""
-        if (spot := self._spots.get(name)) is not None:
-            self._segments.move_to_end(spot.segment)
+        if (location := self._locations.get(name)) is not None:
+            self._segments.move_to_end(location.segment)
 
-    def forget(self, spot: DiskLocation) -> bool:
+    def forget(self, location: DiskLocation) -> bool:
         """A block whose bytes are wrong; whether it was still known there."""
-        if self._spots.get(spot.name) is not spot:
+        if self._locations.get(location.name) is not location:
             return False
-        del self._spots[spot.name]
+        del self._locations[location.name]
         return True
 
     def pin(self, segment: int) -> None:
@@ -122,12 +124,16 @@ class SegmentIndex:
         """Forget a segment; the blocks that are not on disk any more."""
         gone = self._segments.pop(segment)
         self.bytes -= gone.nbytes
-        spots = (self._spots.get(name) for name in gone.names)
-        lost = [spot for spot in spots if spot is not None and spot.segment == segment]
-        for spot in lost:
-            del self._spots[spot.name]
+        locations = (self._locations.get(name) for name in gone.names)
+        lost = [
+            location
+            for location in locations
+            if location is not None and location.segment == segment
+        ]
+        for location in lost:
+            del self._locations[location.name]
         return lost
 
-    def segments(self) -> list[int]:
+    def by_age(self) -> list[int]:
         """All of them, the one to go first first."""
         return list(self._segments)

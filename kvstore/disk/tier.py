@@ -34,16 +34,16 @@ class DiskOptions:
 class DiskTier:
     """Takes the directory when made; ``Rejected`` if that cannot be. ``start``, then ``close``."""
 
-    def __init__(self, options: DiskOptions, books: LockedIndex, arena: Arena) -> None:
-        self._books = books
+    def __init__(self, options: DiskOptions, disk_index: LockedIndex, arena: Arena) -> None:
+        self._index = disk_index
         self._directory = DiskDirectory(options.path)
         old = self._directory.segments()
         first = max((segment for segment, _ in old), default=0) + 1
         if not options.restore:
             self._forget(old)
-        self._restorer = Restorer(books, self._directory)
-        self._writer = SegmentWriter(books, self._directory, arena, options.budget, first)
-        self._readers = BlockReaders(books, self._directory, arena)
+        self._restorer = Restorer(disk_index, self._directory)
+        self._writer = SegmentWriter(disk_index, self._directory, arena, options.budget, first)
+        self._readers = BlockReaders(disk_index, self._directory, arena)
 
     def start(self) -> None:
         """Begin to write, read and restore."""
@@ -57,9 +57,9 @@ class DiskTier:
 
     def flush(self, seconds: float) -> bool:
         """Have all full blocks that are in memory written; whether they are by then."""
-        self._books.save_all()
+        self._index.save_all()
         deadline = time.monotonic() + seconds
-        while (left := self._books.unsaved()) and time.monotonic() < deadline:
+        while (left := self._index.unsaved()) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         if left:
             log.warning("disk: %d blocks were not written in %.1f s", left, seconds)
@@ -67,21 +67,21 @@ class DiskTier:
 
     def header(self, name: bytes) -> bytes:
         """The bytes of a block's header; none if it cannot be read."""
-        if (spot := self._books.spot(name)) is None:
+        if (location := self._index.location(name)) is None:
             return b""
-        data = bytearray(header_bytes(spot.tokens))
+        data = bytearray(header_bytes(location.tokens))
         try:
-            read_into(self._directory.file(spot.segment), spot.offset, memoryview(data))
+            read_into(self._directory.file(location.segment), location.offset, memoryview(data))
             decode(data)
         except Corrupt as error:
-            log.warning("disk: block %s in segment %d: %s", name.hex(), spot.segment, error)
+            log.warning("disk: block %s in segment %d: %s", name.hex(), location.segment, error)
             return b""
         return bytes(data)
 
     def sweep(self) -> None:
         """Remove the files of segments that do not count any more."""
         for segment, _ in self._directory.segments():
-            if not self._books.needs(segment):
+            if not self._index.needs(segment):
                 self._directory.remove(segment)
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class DiskTier:
             part.stop()
         self._writer.join(JOIN_SECONDS)
         self._readers.join(JOIN_SECONDS)
-        for segment in self._books.segments():
+        for segment in self._index.segments():
             self._directory.used(segment)  # in the order of their use
         self._directory.close()
 

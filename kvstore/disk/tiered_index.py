@@ -12,17 +12,16 @@ import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from kvstore.claims import Claim, Holding, IndexSurvey, Tail
+from kvstore.base import Lease, LookupResult, SurveyResult, Tail
+from kvstore.claims import Claim
 from kvstore.disk.record import record_bytes
 from kvstore.disk.segment_index import DiskLocation, SegmentIndex, entry_on_disk
 from kvstore.disk.write_queue import WriteQueue
-from kvstore.disk_stats import DiskCounters, DiskStats
-from kvstore.index.block_index import BlockIndex
+from kvstore.index.block_index import BlockIndex, ChooseVictim, IndexOptions
 from kvstore.index.entries import IndexEntry, PlaceAllocator
-from kvstore.index.events import KEPT_EVENTS, RemovalReason
+from kvstore.index.events import RemovalReason
 from kvstore.index.eviction.policy import EvictionPolicy
-from kvstore.index.reservations import WHOLE_BUDGET, ReservationShares
-from kvstore.stats import StoreStats
+from kvstore.stats import DiskCounters, DiskStats, StoreStats
 
 HELD_SECONDS = 60.0
 """Longer than one method takes: what is there must not make room for what comes beside it."""
@@ -37,22 +36,18 @@ class TieredIndex(BlockIndex[int]):
 
     def __init__(
         self,
-        budget: int,
+        options: IndexOptions,
         policy: EvictionPolicy,
-        partial_life: float,
-        boot: bytes,
-        room: PlaceAllocator[int],
-        entry_bytes: int,
-        index: SegmentIndex,
-        kept_events: int = KEPT_EVENTS,
-        shares: ReservationShares = WHOLE_BUDGET,
+        allocator: PlaceAllocator[int],
+        segments: SegmentIndex,
+        choose: ChooseVictim | None = None,
     ) -> None:
-        super().__init__(budget, policy, partial_life, boot, room, entry_bytes, kept_events, shares)
-        self.index = index
+        super().__init__(options, policy, allocator, choose)
+        self.segments = segments
         self.disk = DiskCounters()
         self._unsaved = WriteQueue()
         self._wanted: deque[tuple[IndexEntry[int], DiskLocation]] = deque()
-        self._coming = 0  # bytes of what is not ready
+        self._coming = 0  # bytes of blocks that are not ready
 
     def lookup(
         self,
@@ -61,7 +56,7 @@ class TieredIndex(BlockIndex[int]):
         ttl: float,
         now: float,
         openings: Sequence[int] = (),
-    ) -> Holding:
+    ) -> LookupResult:
         """As above; a lease on what is below makes it come up."""
         self.expire(now)
         kept = self._bring(names, now, run=True) if ttl > 0 else []
@@ -71,7 +66,7 @@ class TieredIndex(BlockIndex[int]):
 
     def survey(
         self, names: Sequence[bytes], ttl: float, now: float, openings: Sequence[int] = ()
-    ) -> IndexSurvey:
+    ) -> SurveyResult:
         """Likewise."""
         self.expire(now)
         if ttl > 0:
@@ -81,18 +76,19 @@ class TieredIndex(BlockIndex[int]):
             return seen
         seen = super().survey(names, ttl, now, openings)
         below = [
-            self.index.find(name) if size is None else None
+            self.segments.find(name) if size is None else None
             for name, size in zip(names, seen.sizes, strict=True)
         ]
-        found = sum(spot is not None for spot in below)
-        self.tally.hits += found
-        self.tally.misses -= found
+        found = sum(location is not None for location in below)
+        self.counters.hits += found
+        self.counters.misses -= found
         sizes = tuple(
-            size if spot is None else spot.size
-            for size, spot in zip(seen.sizes, below, strict=True)
+            size if location is None else location.size
+            for size, location in zip(seen.sizes, below, strict=True)
         )
         misses = tuple(
-            miss if spot is None else None for miss, spot in zip(seen.misses, below, strict=True)
+            miss if location is None else None
+            for miss, location in zip(seen.misses, below, strict=True)
         )
         return dataclasses.replace(seen, sizes=sizes, misses=misses)
 
@@ -111,17 +107,17 @@ class TieredIndex(BlockIndex[int]):
         """A block to read into its place, and where it lies; ``arrived`` must follow."""
         return self._wanted.popleft() if self._wanted else None
 
-    def arrived(self, entry: IndexEntry[int], spot: DiskLocation, good: bool) -> None:
+    def arrived(self, entry: IndexEntry[int], location: DiskLocation, good: bool) -> None:
         """Its bytes were read, and are ``good`` or not."""
         self._coming -= entry.size
-        self.index.unpin(spot.segment)
+        self.segments.unpin(location.segment)
         if good:
             entry.ready = True
             self.disk.read += 1
             self.disk.bytes_read += entry.size
-            if entry.name not in self.index and self._entries.get(entry.name) is entry:
+            if entry.name not in self.segments and self._entries.get(entry.name) is entry:
                 self._save(entry)  # its segment went meanwhile
-        elif self.index.forget(spot):
+        elif self.segments.forget(location):
             self.disk.corrupt += 1
             if entry.name not in self._entries:
                 super()._left(entry, RemovalReason.CORRUPT)
@@ -144,16 +140,16 @@ class TieredIndex(BlockIndex[int]):
 
         Those that turned out to be wrong meanwhile do not count.
         """
-        if not self.index.holds(segment):  # cleared meanwhile
+        if not self.segments.holds(segment):  # cleared meanwhile
             self.not_saved(batch)
             return
-        self.index.grow(segment, nbytes)
-        new = self.index.add(
+        self.segments.grow(segment, nbytes)
+        new = self.segments.add(
             DiskLocation(e.name, e.parent, e.size, e.tokens, segment, offset, e.opening)
             for e, offset in zip(batch, offsets, strict=True)
             if e.ready
         )
-        added = {spot.name for spot in new}
+        added = {location.name for location in new}
         for entry in batch:
             self._loosen(entry)
             if not entry.ready:
@@ -168,7 +164,7 @@ class TieredIndex(BlockIndex[int]):
 
     def not_saved(self, batch: Sequence[IndexEntry[int]]) -> None:
         """Nothing was written: what is still there is to be taken again."""
-        there = [e for e in batch if self._entries.get(e.name) is e and e.name not in self.index]
+        there = [e for e in batch if self._entries.get(e.name) is e and e.name not in self.segments]
         self._unsaved.end(len(batch), again=there)
         for entry in batch:
             self._loosen(entry)
@@ -180,15 +176,15 @@ class TieredIndex(BlockIndex[int]):
     def save_all(self) -> None:
         """Have everything written that is in memory only; what is there is used last."""
         for name, entry in self._entries.items():
-            self.index.touch(name)
-            if not entry.partial and entry.ready and name not in self.index:
+            self.segments.touch(name)
+            if not entry.partial and entry.ready and name not in self.segments:
                 self._save(entry)
 
     def make_room_below(self, nbytes: int, spared: int | None) -> list[int] | None:
         """Segments forgotten so that there is room for ``nbytes`` more; ``None``: there is none."""
         gone: list[int] = []
-        while self.index.bytes + nbytes > self.index.budget:
-            if (segment := self.index.victim(spared)) is None:
+        while self.segments.bytes + nbytes > self.segments.budget:
+            if (segment := self.segments.victim(spared)) is None:
                 return gone or None
             self.drop_segment(segment)
             gone.append(segment)
@@ -196,33 +192,33 @@ class TieredIndex(BlockIndex[int]):
 
     def drop_segment(self, segment: int) -> None:
         """Forget it. What was used since it was saved, and is still in memory, is saved again."""
-        for spot in self.index.drop(segment):
-            entry = self._entries.get(spot.name)
+        for location in self.segments.drop(segment):
+            entry = self._entries.get(location.name)
             if entry is None:
                 self.disk.dropped += 1
-                super()._left(entry_on_disk(spot), RemovalReason.EVICTED)
+                super()._left(entry_on_disk(location), RemovalReason.EVICTED)
             elif entry.again and entry.ready:
                 self._save(entry)
 
-    def restored(self, spots: Iterable[DiskLocation]) -> None:
+    def restored(self, locations: Iterable[DiskLocation]) -> None:
         """Blocks of an earlier start were found."""
-        for spot in self.index.add(spots):
+        for location in self.segments.add(locations):
             self.disk.restored += 1
-            if spot.name not in self._entries:
-                self.events.add(entry_on_disk(spot))
+            if location.name not in self._entries:
+                self.events.add(entry_on_disk(location))
             else:
-                self._unsaved.drop(spot.name)
+                self._unsaved.drop(location.name)
 
     def clear(self, now: float) -> int:
         """Likewise; the segments are told by ``index``, which is empty then."""
         self.expire(now)
         below = 0
-        for segment in self.index.segments():
-            for spot in self.index.drop(segment):
-                if spot.name not in self._entries:
+        for segment in self.segments.by_age():
+            for location in self.segments.drop(segment):
+                if location.name not in self._entries:
                     below += 1
-                    super()._left(entry_on_disk(spot), RemovalReason.CLEARED)
-        self.tally.cleared += below
+                    super()._left(entry_on_disk(location), RemovalReason.CLEARED)
+        self.counters.cleared += below
         removed = super().clear(now)
         self.save_all()
         return below + removed
@@ -230,17 +226,17 @@ class TieredIndex(BlockIndex[int]):
     def find(self, name: bytes, now: float) -> IndexEntry[int] | None:
         """Likewise; one that is not ``ready`` lies below."""
         entry = super().find(name, now)
-        spot = self.index.find(name) if entry is None else None
-        return entry if spot is None else entry_on_disk(spot)
+        location = self.segments.find(name) if entry is None else None
+        return entry if location is None else entry_on_disk(location)
 
     def stats(self) -> StoreStats:
         """Likewise."""
         return dataclasses.replace(
             super().stats(),
             disk=DiskStats(
-                self.index.budget,
-                self.index.bytes,
-                len(self.index),
+                self.segments.budget,
+                self.segments.bytes,
+                len(self.segments),
                 self.unsaved(),
                 dataclasses.replace(self.disk),
             ),
@@ -252,18 +248,18 @@ class TieredIndex(BlockIndex[int]):
         wrong = super().audit()
         if coming > self._coming:
             wrong.append(f"coming: {self._coming} is less than {coming}")
-        if self.index.bytes > self.index.budget:
-            wrong.append(f"disk: {self.index.bytes} is more than {self.index.budget}")
-        both = [name for name in self._unsaved if name in self.index]
+        if self.segments.bytes > self.segments.budget:
+            wrong.append(f"disk: {self.segments.bytes} is more than {self.segments.budget}")
+        both = [name for name in self._unsaved if name in self.segments]
         return wrong + ([f"{len(both)} are on disk and unsaved"] if both else [])
 
-    def _bring(self, names: Sequence[bytes], now: float, run: bool = False) -> list[int]:
+    def _bring(self, names: Sequence[bytes], now: float, run: bool = False) -> list[Lease]:
         """Have them come up, of a ``run`` up to its first gap; leases that hold them meanwhile."""
-        kept: list[int] = []
+        kept: list[Lease] = []
         for at, name in enumerate(names):
             if name in self._entries:
                 continue
-            if (spot := self.index.find(name)) is None:
+            if (location := self.segments.find(name)) is None:
                 if run:
                     break
                 continue
@@ -271,38 +267,38 @@ class TieredIndex(BlockIndex[int]):
                 known = names[:at] if run else names
                 there = [self._entries[name] for name in known if name in self._entries]
                 kept.append(self._hold(there, now + HELD_SECONDS, now))
-            if not self._start(spot, now):
+            if not self._start(location, now):
                 break
             kept.append(self._hold((self._entries[name],), now + HELD_SECONDS, now))
         return kept
 
-    def _start(self, spot: DiskLocation, now: float) -> bool:
+    def _start(self, location: DiskLocation, now: float) -> bool:
         """A place for a block, where it will be read to; false if there is none."""
         # Alone any block may come.
-        crowded = self._coming and self._coming + spot.size > self._budget // 2
-        if crowded or spot.name in self._writing:
+        crowded = self._coming and self._coming + location.size > self._options.budget // 2
+        if crowded or location.name in self._writing:
             return False
-        claim = Claim(spot.name, spot.size, False, spot.opening)
+        claim = Claim(location.name, location.size, False, location.opening)
         writing = self._make_room(claim, NO_WRITER)
         if writing is None or writing.place is None:
             return False
-        entry = IndexEntry(claim, writing.place, spot.parent, spot.tokens)
+        entry = IndexEntry(claim, writing.place, location.parent, location.tokens)
         entry.ready = False
         entry.grips = 1
         self._entries.add(entry, now)
-        self._coming += spot.size
-        self.index.touch(spot.name)
-        self.index.pin(spot.segment)
-        self._wanted.append((entry, spot))
+        self._coming += location.size
+        self.segments.touch(location.name)
+        self.segments.pin(location.segment)
+        self._wanted.append((entry, location))
         return True
 
-    def _let_go(self, leases: Iterable[int]) -> None:
+    def _let_go(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
-            self.release(lease)
+            self.release(lease.id)
 
     def _save(self, entry: IndexEntry[int]) -> None:
         """Have it written, unless it is too large for the disk."""
-        if 2 * record_bytes(entry.size) > self.index.budget:
+        if 2 * record_bytes(entry.size) > self.segments.budget:
             self.disk.skipped += 1
         else:
             self._unsaved.add(entry)
@@ -314,7 +310,7 @@ class TieredIndex(BlockIndex[int]):
         if not held and self._entries.get(entry.name) is not entry:
             self.give_back(entry.value, entry.size)
 
-    def _hold(self, entries: Iterable[IndexEntry[int]], deadline: float, now: float) -> int:
+    def _hold(self, entries: Iterable[IndexEntry[int]], deadline: float, now: float) -> Lease:
         held = tuple(entries)
         for entry in held:
             entry.again = True
@@ -327,17 +323,17 @@ class TieredIndex(BlockIndex[int]):
         return lead
 
     def _sizes(self, names: Sequence[bytes]) -> tuple[int, ...]:
-        found = (self._entries.get(name) or self.index.find(name) for name in names)
+        found = (self._entries.get(name) or self.segments.find(name) for name in names)
         return tuple(block.size for block in found if block is not None)
 
     def _has(self, name: bytes) -> bool:
         if name in self._entries:
             return True
-        self.index.touch(name)
-        return name in self.index
+        self.segments.touch(name)
+        return name in self.segments
 
     def _came(self, entry: IndexEntry[int]) -> None:
-        if entry.name in self.index:
+        if entry.name in self.segments:
             entry.opening = None  # counted once
             return
         super()._came(entry)
@@ -346,10 +342,10 @@ class TieredIndex(BlockIndex[int]):
 
     def _left(self, entry: IndexEntry[int], reason: RemovalReason) -> None:
         unsaved = self._unsaved.drop(entry.name)
-        if (spot := self.index.find(entry.name)) is not None:
-            spot.opening = entry.opening
+        if (location := self.segments.find(entry.name)) is not None:
+            location.opening = entry.opening
             if entry.again:
-                self.index.touch(entry.name)
+                self.segments.touch(entry.name)
             return
         super()._left(entry, reason)
         self.disk.skipped += unsaved and reason is RemovalReason.EVICTED

@@ -34,9 +34,14 @@ class SegmentWriter:
     """``start`` it once; ``stop`` it and ``join``. Segments are numbered from ``first`` on."""
 
     def __init__(
-        self, books: LockedIndex, directory: DiskDirectory, arena: Arena, budget: int, first: int
+        self,
+        disk_index: LockedIndex,
+        directory: DiskDirectory,
+        arena: Arena,
+        budget: int,
+        first: int,
     ) -> None:
-        self._books = books
+        self._index = disk_index
         self._directory = directory
         self._arena = arena
         self._segment_bytes = max(1, min(SEGMENT_BYTES, budget // SEGMENTS))
@@ -61,7 +66,7 @@ class SegmentWriter:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            batch = self._books.take(self._batch, IDLE_SECONDS)
+            batch = self._index.take(self._batch, IDLE_SECONDS)
             if batch and not self._write(batch):
                 self._rest = min(max(2 * self._rest, FIRST_REST), LONGEST_REST)
                 self._stop.wait(self._rest)
@@ -72,7 +77,7 @@ class SegmentWriter:
         try:
             segment = self._segment(sum(record_bytes(entry.size) for entry in batch))
             if segment is None:
-                self._books.not_saved(batch, failed=False)
+                self._index.not_saved(batch, failed=False)
                 self._stop.wait(BUSY_SECONDS)
                 return True
             views = [self._arena.view(entry.value, entry.size) for entry in batch]
@@ -81,17 +86,17 @@ class SegmentWriter:
             self._refused(batch, error)
             return False
         self._rest = 0.0
-        self._books.saved(segment.number, segment.end, batch, offsets)
+        self._index.saved(segment.number, segment.end, batch, offsets)
         if segment.end >= self._segment_bytes:
             self._retire()
         return True
 
     def _segment(self, nbytes: int) -> SegmentAppender | None:
         """One with room for so much; what is in the way goes, unless all of it is being read."""
-        if self._current is not None and not self._books.holds(self._current.number):
+        if self._current is not None and not self._index.holds(self._current.number):
             self._retire()  # the store was cleared
         spared = None if self._current is None else self._current.number
-        while gone := self._books.make_room(nbytes, spared):
+        while gone := self._index.make_room(nbytes, spared):
             for segment in gone:
                 self._directory.remove(segment)
         if gone is None and self._current is not None:
@@ -102,21 +107,21 @@ class SegmentWriter:
         if self._current is None:
             number = self._next
             self._next = self._next + 1
-            self._books.open(number, 0)
+            self._index.open(number, 0)
             try:
                 self._current = SegmentAppender(self._directory.file(number), number)
             except OSError:
-                self._books.drop(number)
+                self._index.drop(number)
                 raise
         return self._current
 
     def _refused(self, batch: list[IndexEntry[int]], error: OSError) -> None:
         """A full disk is no reason to stop: the oldest segment makes room, and later we go on."""
-        self._books.not_saved(batch, failed=True)
+        self._index.not_saved(batch, failed=True)
         if not self._rest:
             log.warning("disk: %d blocks could not be written: %s", len(batch), error.strerror)
         self._retire()
-        if error.errno in FULL and (oldest := self._books.oldest()) is not None:
+        if error.errno in FULL and (oldest := self._index.oldest()) is not None:
             self._drop(oldest)
 
     def _retire(self) -> None:
@@ -129,5 +134,5 @@ class SegmentWriter:
                 self._drop(current.number)
 
     def _drop(self, segment: int) -> None:
-        self._books.drop(segment)
+        self._index.drop(segment)
         self._directory.remove(segment)

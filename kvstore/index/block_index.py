@@ -14,27 +14,42 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvrelay.usage import Miss
-from kvstore.claims import Claim, ClaimStatus, Grant, Holding, IndexSurvey, Located, Tail
-from kvstore.index.entries import IndexEntry, PlaceAllocator
-from kvstore.index.events import KEPT_EVENTS, EventLog, RemovalReason
+from kvstore.base import Lease, LookupResult, PutStatus, SurveyResult, Tail
+from kvstore.claims import Claim, Grant, prefix_of
+from kvstore.index.entries import IndexEntry, Located, PlaceAllocator
+from kvstore.index.events import EventLog, RemovalReason
 from kvstore.index.eviction.choosing import VictimSelector
 from kvstore.index.eviction.policy import EvictionNode, EvictionPolicy
-from kvstore.index.reservations import (
-    WHOLE_BUDGET,
-    Borrowed,
-    Reservation,
-    Reservations,
-    ReservationShares,
-)
+from kvstore.index.reservations import Borrowed, Reservation, Reservations
 from kvstore.index.stored_blocks import StoredBlocks
 from kvstore.index.tombstones import MISS_REASONS, Tombstones
-from kvstore.keys import prefix_of
+from kvstore.limits import KEPT_EVENTS, WHOLE_BUDGET, ReservationShares
 from kvstore.stats import StoreCounters, StoreStats
 
 V = TypeVar("V")
+
+ChooseVictim = Callable[[Claim], EvictionNode | None]
+"""The block to evict so that the claimed one may come; ``None`` if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexOptions:
+    """Sizes in bytes. ``boot`` tells this start of the store from every other.
+
+    ``entry_bytes`` is the memory of one block besides its place; ``events`` is how many events are
+    kept for watchers.
+    """
+
+    budget: int
+    partial_life: float
+    boot: bytes
+    entry_bytes: int = 0
+    events: int = KEPT_EVENTS
+    shares: ReservationShares = WHOLE_BUDGET
 
 
 class BlockIndex(Generic[V]):
@@ -42,29 +57,21 @@ class BlockIndex(Generic[V]):
 
     def __init__(
         self,
-        budget: int,
+        options: IndexOptions,
         policy: EvictionPolicy,
-        partial_life: float,
-        boot: bytes,
-        room: PlaceAllocator[V] | None = None,
-        entry_bytes: int = 0,
-        kept_events: int = KEPT_EVENTS,
-        shares: ReservationShares = WHOLE_BUDGET,
+        allocator: PlaceAllocator[V] | None = None,
+        choose: ChooseVictim | None = None,
     ) -> None:
-        self._budget = budget
+        self._options = options
         self._policy = policy
-        self._entry_bytes = entry_bytes
-        self._boot = boot
+        self._allocator = allocator
         self._serial = 0
-        self._entries: StoredBlocks[V] = StoredBlocks(policy, partial_life)
-        self._room = room
-        self._writing: Reservations[V] = Reservations(budget, shares)
-        self.choose: Callable[[Claim], EvictionNode | None] = VictimSelector(
-            policy, self._entries
-        ).victim_for
-        self._gone = Tombstones()
-        self.tally = StoreCounters()
-        self.events: EventLog[V] = EventLog(kept_events)
+        self._entries: StoredBlocks[V] = StoredBlocks(policy, options.partial_life)
+        self._writing: Reservations[V] = Reservations(options.budget, options.shares)
+        self._tombstones = Tombstones()
+        self._choose = choose or VictimSelector(policy, self._entries).victim_for
+        self.counters = StoreCounters()
+        self.events: EventLog[V] = EventLog(options.events)
 
     def lookup(
         self,
@@ -73,7 +80,7 @@ class BlockIndex(Generic[V]):
         ttl: float,
         now: float,
         openings: Sequence[int] = (),
-    ) -> Holding:
+    ) -> LookupResult:
         """The longest leading run of ``names``, then the first tail there is; held for ``ttl``."""
         self.expire(now)
         lead = self._lead(names, held=ttl > 0)
@@ -81,9 +88,9 @@ class BlockIndex(Generic[V]):
             (i for i, t in enumerate(tails) if t.after == lead and t.name in self._entries), None
         )
         found = list(names[:lead]) + ([] if tail is None else [tails[tail].name])
-        self.tally.lookups += 1
-        self.tally.hits += len(found)
-        self.tally.misses += len(names) - lead
+        self.counters.lookups += 1
+        self.counters.hits += len(found)
+        self.counters.misses += len(names) - lead
         held = [self._entries[name] for name in found] if ttl > 0 else []
         sizes = tuple([entry.size for entry in held]) if held else self._sizes(found)
         lease = self._hold(held, now + ttl, now) if held else None
@@ -91,38 +98,38 @@ class BlockIndex(Generic[V]):
         there = tail is not None or (lead == len(names) and not any(t.after == lead for t in tails))
         wanted = [*names[lead : lead + 1], *(t.name for t in tails if t.after == lead)]
         missing = None if there else self._why(wanted, openings if lead == 0 else ())
-        return Holding(lead, tail, sizes, lease, now + ttl, missing)
+        return LookupResult(lead, tail, sizes, lease, missing=missing, boot=self._options.boot)
 
     def _why(self, wanted: Sequence[bytes], openings: Sequence[int] = ()) -> Miss:
         """Why none of ``wanted``, each one way to have the same positions, is there."""
         if any(name in self._writing for name in wanted):
             return Miss.TOO_LATE
-        return self._gone.why(wanted, openings)
+        return self._tombstones.why(wanted, openings)
 
     def survey(
         self, names: Sequence[bytes], ttl: float, now: float, openings: Sequence[int] = ()
-    ) -> IndexSurvey:
+    ) -> SurveyResult:
         """Which of ``names`` are there, each for itself; held for ``ttl``."""
         self.expire(now)
         found = {name: self._entries[name] for name in names if name in self._entries}
         sizes = tuple(found[name].size if name in found else None for name in names)
-        self.tally.lookups += 1
-        self.tally.hits += len(names) - sizes.count(None)
-        self.tally.misses += sizes.count(None)
+        self.counters.lookups += 1
+        self.counters.hits += len(names) - sizes.count(None)
+        self.counters.misses += sizes.count(None)
         lease = self._hold(found.values(), now + ttl, now) if found and ttl > 0 else None
         misses = tuple(None if name in found else self._why([name]) for name in names)
-        return IndexSurvey(sizes, lease, now + ttl, misses, self._gone.begins(openings))
+        return SurveyResult(sizes, lease, misses, self._tombstones.begins(openings))
 
     def get(self, name: bytes, now: float) -> V | None:
         """The block's value, or ``None``; the block counts as just used."""
         self.expire(now)
         entry = self._entries.get(name)
         if entry is None:
-            self.tally.absent += 1
+            self.counters.absent += 1
             return None
         self._entries.use(entry, now)
-        self.tally.served += 1
-        self.tally.bytes_out += entry.size
+        self.counters.served += 1
+        self.counters.bytes_out += entry.size
         return entry.value
 
     def locate(self, names: Sequence[bytes], ttl: float, now: float) -> Located[V]:
@@ -133,9 +140,9 @@ class BlockIndex(Generic[V]):
         lease = self._hold(found.values(), now + ttl, now) if found else None
         entries = [found.get(name) for name in names]
         served = [entry.size for entry in entries if entry is not None]
-        self.tally.served += len(served)
-        self.tally.absent += len(names) - len(served)
-        self.tally.bytes_out += sum(served)
+        self.counters.served += len(served)
+        self.counters.absent += len(names) - len(served)
+        self.counters.bytes_out += sum(served)
         return Located(tuple(None if e is None else (e.size, e.value) for e in entries), lease)
 
     def lend(self, lease: int, first: int, count: int, now: float) -> Located[V]:
@@ -146,7 +153,7 @@ class BlockIndex(Generic[V]):
         held = held[first : first + count]
         return Located(tuple((e.size, e.value) for e in held), self._hold(held, math.inf, now))
 
-    def examine(self, name: bytes, now: float) -> tuple[IndexEntry[V], int] | None:
+    def examine(self, name: bytes, now: float) -> tuple[IndexEntry[V], Lease] | None:
         """A block whose bytes are here, and a lease for whoever looks whether they are right."""
         self.expire(now)
         entry = self._entries.get(name)
@@ -160,7 +167,7 @@ class BlockIndex(Generic[V]):
             return False
         entry.ready = False
         self._remove(entry.name, RemovalReason.CORRUPT)
-        self.tally.corrupt += 1
+        self.counters.corrupt += 1
         return True
 
     def held_by(self, owner: bytes, now: float) -> int:
@@ -208,8 +215,8 @@ class BlockIndex(Generic[V]):
 
     def give_back(self, place: V, size: int) -> None:
         """A borrowed place that nobody writes to any more."""
-        if self._room is not None:
-            self._room.give(place, size)
+        if self._allocator is not None:
+            self._allocator.give(place, size)
 
     def commit(
         self,
@@ -238,8 +245,8 @@ class BlockIndex(Generic[V]):
             parent = self._entries[parent].name  # not another copy of it
         entry = IndexEntry(claim, value, parent, tokens)
         self._entries.add(entry, now)
-        self.tally.stored += 1
-        self.tally.bytes_in += claim.size
+        self.counters.stored += 1
+        self.counters.bytes_in += claim.size
         self._came(entry)
         return True
 
@@ -253,7 +260,7 @@ class BlockIndex(Generic[V]):
         for name in self._writing.names(ticket) if names is None else names:
             if (writing := self._writing.take(ticket, name)) is None:
                 continue
-            self.tally.abandoned += 1
+            self.counters.abandoned += 1
             if writing.place is not None:
                 self.give_back(writing.place, writing.claim.size)
 
@@ -269,7 +276,7 @@ class BlockIndex(Generic[V]):
         idle = [name for name, entry in self._entries.items() if entry.leases == 0]
         for name in idle:
             self._remove(name, RemovalReason.CLEARED)
-        self.tally.cleared += len(idle)
+        self.counters.cleared += len(idle)
         return len(idle)
 
     def expire(self, now: float) -> None:
@@ -283,7 +290,7 @@ class BlockIndex(Generic[V]):
             self.abandon(ticket)
         for name in self._entries.worn(now):
             self._remove(name, RemovalReason.EXPIRED)
-            self.tally.expired += 1
+            self.counters.expired += 1
 
     def find(self, name: bytes, now: float) -> IndexEntry[V] | None:
         """The block, which does not count as used."""
@@ -296,50 +303,55 @@ class BlockIndex(Generic[V]):
         return list(self._entries.values())
 
     def stats(self) -> StoreStats:
-        """A reading; the tally in it is a copy."""
+        """A reading; the counters in it is a copy."""
         return StoreStats(
-            self._boot,
-            self._budget,
+            self._options.boot,
+            self._options.budget,
             len(self._entries),
             self._entries.bytes + self._writing.bytes,
             self._writing.bytes,
             self._entries.leased,
             self._entries.leases,
             len(self._writing),
-            dataclasses.replace(self.tally),
+            dataclasses.replace(self.counters),
             eviction=self._policy.name,
         )
 
     def audit(self) -> list[str]:
         """Sums that do not agree; empty unless there is a bug."""
-        most = max(self._entries.bytes + self._writing.bytes, self._budget)
-        sums = {**self._entries.sums(), "budget": (most, self._budget)}
+        most = max(self._entries.bytes + self._writing.bytes, self._options.budget)
+        sums = {**self._entries.sums(), "budget": (most, self._options.budget)}
         return [f"{what}: {one} is not {two}" for what, (one, two) in sums.items() if one != two]
 
-    def _hold(self, entries: Iterable[IndexEntry[V]], deadline: float, now: float) -> int:
+    def _hold(self, entries: Iterable[IndexEntry[V]], deadline: float, now: float) -> Lease:
         self._serial += 1
         self._entries.hold(self._serial, tuple(entries), deadline, now)
-        return self._serial
+        return Lease(self._serial, self._options.boot, deadline)
 
-    def _claim(self, claim: Claim, ticket: int) -> ClaimStatus:
+    def _claim(self, claim: Claim, ticket: int) -> PutStatus:
         if self._has(claim.name):
-            self.tally.existed += 1
-            return ClaimStatus.EXISTS
+            self.counters.existed += 1
+            return PutStatus.EXISTED
         if claim.name in self._writing or self._writing.is_full(ticket, claim.size):
-            self.tally.pending += 1
-            return ClaimStatus.PENDING
+            self.counters.pending += 1
+            return PutStatus.PENDING
         writing = self._make_room(claim, ticket) if self._writing.allows(claim) else None
         if writing is None:
-            self.tally.rejected += 1
-            return ClaimStatus.NO_ROOM
+            self.counters.rejected += 1
+            return PutStatus.NO_ROOM
         self._writing.add(writing)
-        return ClaimStatus.RESERVED
+        return PutStatus.RESERVED
 
     def _make_room(self, claim: Claim, ticket: int) -> Reservation[V] | None:
         """Evict until there is room, in bytes and in one piece; ``None`` if there cannot be."""
-        entries, room, each = self._entries, self._room, self._entry_bytes
+        entries, room, each = self._entries, self._allocator, self._options.entry_bytes
         # What there is for blocks beside this one and all that is being written.
-        most = self._budget - claim.size - self._writing.bytes - (len(self._writing) + 1) * each
+        most = (
+            self._options.budget
+            - claim.size
+            - self._writing.bytes
+            - (len(self._writing) + 1) * each
+        )
         if entries.leased + entries.holding * each > most:
             return None  # or all the rest would go for nothing
         while True:
@@ -351,11 +363,11 @@ class BlockIndex(Generic[V]):
                 return None
 
     def _evict(self, claim: Claim) -> bool:
-        victim = self.choose(claim)
+        victim = self._choose(claim)
         if victim is None:
             return False
         self._remove(victim.name, RemovalReason.EVICTED)
-        self.tally.evicted += 1
+        self.counters.evicted += 1
         return True
 
     def _remove(self, name: bytes, reason: RemovalReason) -> None:
@@ -364,7 +376,7 @@ class BlockIndex(Generic[V]):
         if not entry.grips and not entry.leases:  # else it goes back with the last of them
             self.give_back(entry.value, entry.size)
 
-    # What a catalog with a tier below does in another way.
+    # What a index with a tier below does in another way.
     def _lead(self, names: Sequence[bytes], held: bool) -> int:
         """How many lead without a gap; ``held``: of those that a lease can be given on."""
         return next((i for i, name in enumerate(names) if name not in self._entries), len(names))
@@ -377,8 +389,8 @@ class BlockIndex(Generic[V]):
 
     def _came(self, entry: IndexEntry[V]) -> None:
         self.events.add(entry)
-        self._gone.came(entry.opening)
+        self._tombstones.came(entry.opening)
 
     def _left(self, entry: IndexEntry[V], reason: RemovalReason) -> None:
         self.events.add(entry, reason)
-        self._gone.went(entry.name, entry.opening, MISS_REASONS[reason])
+        self._tombstones.went(entry.name, entry.opening, MISS_REASONS[reason])

@@ -1,9 +1,11 @@
-"""One block of the catalog, and where blocks lie."""
+"""One block of the index, and where blocks lie."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from kvstore.base import Lease
 from kvstore.claims import Claim
 from kvstore.index.eviction.policy import EvictionNode
 
@@ -49,3 +51,11 @@ class IndexEntry(EvictionNode, Generic[V]):
         self.ready = True
         self.grips = 0
         self.again = False
+
+
+@dataclass(frozen=True, slots=True)
+class Located(Generic[V]):
+    """Size and value of each block asked for, ``None`` for absent blocks; held by ``lease``."""
+
+    blocks: tuple[tuple[int, V] | None, ...]
+    lease: Lease | None

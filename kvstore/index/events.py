@@ -10,10 +10,9 @@ from enum import Enum
 from typing import Generic, TypeVar
 
 from kvstore.index.entries import IndexEntry
+from kvstore.limits import KEPT_EVENTS
 
 V = TypeVar("V")
-
-KEPT_EVENTS = 1 << 15
 
 
 class RemovalReason(Enum):

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
+from kvstore.claims import prefix_of
 from kvstore.index.deadlines import Deadlines
 from kvstore.index.entries import IndexEntry
-from kvstore.keys import prefix_of
 
 V = TypeVar("V")
 

@@ -7,30 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvstore.claims import Claim
+from kvstore.claims import Claim, prefix_of
 from kvstore.index.deadlines import Deadlines
-from kvstore.keys import prefix_of
+from kvstore.limits import WHOLE_BUDGET, ReservationShares
 
 V = TypeVar("V")
 
 Borrowed = tuple[Claim, V] | None
 """A claim and its place, if it stands."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReservationShares:
-    """Parts of the budget that one ticket and all of them may reserve at once.
-
-    A reservation evicts what is there before a byte of it has come. ``owners`` are those that
-    share the budget: none of them may take what the others write into.
-    """
-
-    ticket: float
-    all: float
-    owners: int = 1
-
-
-WHOLE_BUDGET = ReservationShares(1.0, 1.0)
 
 
 class Reservation(Generic[V]):

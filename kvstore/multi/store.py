@@ -26,16 +26,16 @@ from kvstore.base import (
     PutStatus,
     Store,
     SurveyResult,
+    Tail,
     Want,
 )
-from kvstore.claims import Tail
+from kvstore.limits import MAX_NAMES
 from kvstore.multi.backend import StoreBackend
 from kvstore.multi.fetch import fetch
 from kvstore.multi.survey import call_all, survey
 from kvstore.multi.union import boot_of, owners, surveyed, united
 from kvstore.multi.write_behind import copy_of
 from kvstore.stats import StoreStats, total_stats
-from kvstore.wire.messages import MAX_NAMES
 
 
 class MultiStore:
@@ -192,7 +192,7 @@ def _put(
     copies: dict[bytes, Offer] = {}
     outcomes = backend.store.put([_copied(offer, later, copies) for offer in offers], timeout)
     for offer, outcome in zip(offers, outcomes, strict=True):
-        if outcome.kept is PutStatus.STORED:
+        if outcome.status is PutStatus.STORED:
             for other in later:
                 if (copy := copies.get(offer.name)) is not None:
                     other.writer.add(copy)

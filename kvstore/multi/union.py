@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvrelay.usage import Miss
-from kvstore.base import Lease, LookupResult, SurveyResult
-from kvstore.claims import Tail
+from kvstore.base import Lease, LookupResult, SurveyResult, Tail
 
 Answers = Mapping[str, SurveyResult]
 """By backend, the preferred one first."""

@@ -117,7 +117,7 @@ class WriteBehind:
         return list(batch.values())
 
     def _put(self, batch: list[Offer]) -> None:
-        kept = [outcome.kept for outcome in self._store.put(batch, PUT_SECONDS)]
+        kept = [outcome.status for outcome in self._store.put(batch, PUT_SECONDS)]
         stored, existed = kept.count(PutStatus.STORED), kept.count(PutStatus.EXISTED)
         self._done(batch, stored=stored, existed=existed, refused=len(kept) - stored - existed)
 

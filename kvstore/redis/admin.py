@@ -12,8 +12,7 @@ import redis
 from kvrelay.errors import Corrupt, KvrelayError, Unavailable
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.deadline import Deadline
-from kvstore.check import check_block
-from kvstore.claims import Claim
+from kvstore.claims import Claim, check_block
 from kvstore.redis.call import WRONG_TYPE
 from kvstore.redis.connection import library_client
 from kvstore.redis.replies import LONGEST_BULK
@@ -99,10 +98,10 @@ def reports_of(
     return reports
 
 
-def stats_of(reports: Sequence[ServerReport], tally: StoreCounters) -> StoreStats:
+def stats_of(reports: Sequence[ServerReport], counters: StoreCounters) -> StoreStats:
     """The sums of the servers' figures. Redis has no leases and no reservations."""
-    tally.evicted = sum(one.evicted for one in reports)
-    tally.expired = sum(one.expired for one in reports)
+    counters.evicted = sum(one.evicted for one in reports)
+    counters.expired = sum(one.expired for one in reports)
     return StoreStats(
         boot="".join(one.run_id for one in reports).encode(),
         budget=sum(one.maxmemory for one in reports),
@@ -112,7 +111,7 @@ def stats_of(reports: Sequence[ServerReport], tally: StoreCounters) -> StoreStat
         leased_bytes=0,
         leases=0,
         reservations=0,
-        tally=tally,
+        counters=counters,
     )
 
 

@@ -23,9 +23,9 @@ from kvstore.base import (
     Outcome,
     PutStatus,
     SurveyResult,
+    Tail,
     Want,
 )
-from kvstore.claims import Tail
 from kvstore.redis.admin import clear_all, remove_if_wrong, reports_of, stats_of
 from kvstore.redis.call import RedisCall
 from kvstore.redis.reads import read_blocks
@@ -110,7 +110,7 @@ class RedisStore:
         """A block that another writer is putting is not waited for, but sent as well."""
         with self._call(timeout) as call:
             outcomes = PutOperation(call, offers, self._settings).run()
-        kept = [outcome.kept for outcome in outcomes]
+        kept = [outcome.status for outcome in outcomes]
         self._counters.add(
             stored=kept.count(PutStatus.STORED),
             existed=kept.count(PutStatus.EXISTED),

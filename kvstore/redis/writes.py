@@ -9,7 +9,7 @@ from kvrelay.block.header import checksum, fields_of, seal
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt, KvrelayError
 from kvstore.base import Block, Offer, Outcome, PutStatus
-from kvstore.check import check_name
+from kvstore.claims import check_name
 from kvstore.redis.call import ROUNDS, RedisCall, error_code, is_redirect
 from kvstore.redis.connection import RedisConnection
 from kvstore.redis.server import RedisServer, ServerRefused

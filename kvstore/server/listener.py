@@ -44,23 +44,23 @@ class ListenerOptions:
 class TransportListener:
     """Accepts until ``stop``. ``ways`` tells clients where."""
 
-    def __init__(self, vault: BlockStore, options: ListenerOptions) -> None:
-        self._vault = vault
+    def __init__(self, store: BlockStore, options: ListenerOptions) -> None:
+        self._store = store
         self._lock = threading.Lock()
         self._pipes: dict[bool, set[DeadlineSocket]] = {
             True: set(),
             False: set(),
         }  # by whether local
         self._stopping = threading.Event()
-        self.ways = pb.GetTransportsResponse(boot=vault.boot)
+        self.ways = pb.GetTransportsResponse(boot=store.boot)
         self._listeners: list[socket.socket] = []
         if options.lane:
             self._listeners.append(_listen_tcp(options))
             self.ways.socket_port = self._listeners[-1].getsockname()[1]
         if options.shared and sys.platform == "linux":
-            self._listeners.append(_listen_unix(abstract_name(vault.boot)))
-            self.ways.unix_socket = abstract_name(vault.boot)
-            self.ways.arena_bytes = vault.arena.size if vault.arena.fd is not None else 0
+            self._listeners.append(_listen_unix(abstract_name(store.boot)))
+            self.ways.unix_socket = abstract_name(store.boot)
+            self.ways.arena_bytes = store.arena.size if store.arena.fd is not None else 0
 
     @property
     def titles(self) -> list[str]:
@@ -114,7 +114,7 @@ class TransportListener:
             with self._lock:
                 pipes.add(pipe)
             try:
-                Session(pipe, self._vault, local).run()
+                Session(pipe, self._store, local).run()
             except KvrelayError as error:
                 log.debug("lane: %s", error)
             except Exception as error:  # noqa: BLE001 - the edge of a thread: its connection ends

@@ -20,7 +20,7 @@ ReceiveRow = Callable[[WriteSlot | None, BlockRow], None]
 
 
 def place_rows(
-    vault: BlockStore,
+    store: BlockStore,
     ticket: int,
     prefix: bytes | None,
     rows: Sequence[BlockRow],
@@ -34,16 +34,16 @@ def place_rows(
     known, prolonged = prefix is not None, 0.0
     for group in size_batches(rows, GROUP_BYTES, GROUP_BLOCKS):
         names = [row.name for row in group] if not prefix else [prefix + row.name for row in group]
-        slots = [None] * len(group) if prefix is None else vault.slots(ticket, names)
+        slots = [None] * len(group) if prefix is None else store.slots(ticket, names)
         try:
             for slot, row in zip(slots, group, strict=True):
                 if slot is not None and slot.claim.size != row.size:
                     reserved = f"the {slot.claim.size} that was reserved"
                     raise Rejected("rows.size", f"{row.size} is not {reserved}")
-                if known and time.monotonic() - prolonged > vault.limits.ticket_life / 10:
+                if known and time.monotonic() - prolonged > store.limits.ticket_life / 10:
                     prolonged = time.monotonic()
-                    vault.prolong(ticket)
+                    store.prolong(ticket)
                 bring(slot, row)
         finally:
-            outcomes += vault.settle(slots)
+            outcomes += store.settle(slots)
     return outcomes

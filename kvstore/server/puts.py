@@ -11,8 +11,8 @@ from google.protobuf.message import DecodeError
 
 from kvrelay.errors import Corrupt, DeadlineExceeded, Rejected
 from kvrelay.v1 import store_pb2 as pb
-from kvstore.base import NOT_SENT, Outcome
-from kvstore.claims import Claim, ClaimStatus, Grant
+from kvstore.base import Outcome, PutStatus
+from kvstore.claims import Claim, Grant
 from kvstore.server.block_store import BlockStore
 from kvstore.wire.buffers import DATA, HEAD, ScatterBuffers, parse, skip
 
@@ -33,34 +33,34 @@ async def first_head(requests: AsyncIterator[bytes]) -> pb.PutHead:
     raise Rejected("head", "must be the first message of a Put")
 
 
-def grant_for(vault: BlockStore, ticket: int, claims: Sequence[Claim], owner: bytes) -> Grant:
+def grant_for(store: BlockStore, ticket: int, claims: Sequence[Claim], owner: bytes) -> Grant:
     """The grant of an earlier ``Reserve``, or for ticket 0 one made in passing.
 
     A ticket of another tenant is as one that has ended.
     """
     if ticket == 0:
-        return vault.reserve(claims)
-    if vault.owner(ticket) != owner:
+        return store.reserve(claims)
+    if store.owner(ticket) != owner:
         ticket = NO_TICKET
     for index, claim in enumerate(claims):
-        reserved = vault.reserved(ticket, claim.name)
+        reserved = store.reserved(ticket, claim.name)
         if reserved is not None and reserved != claim:
             raise Rejected(f"claims[{index}]", "is not as it was reserved")
-    return Grant(ticket, 0.0, (ClaimStatus.RESERVED,) * len(claims))
+    return Grant(ticket, 0.0, (PutStatus.RESERVED,) * len(claims))
 
 
 async def receive_stream(
-    vault: BlockStore, requests: AsyncIterator[bytes], claims: Sequence[Claim], grant: Grant
+    store: BlockStore, requests: AsyncIterator[bytes], claims: Sequence[Claim], grant: Grant
 ) -> list[Outcome]:
     """Read the stream to its end; an outcome for each claim.
 
     A writer that stands still for longer than a ticket lives is cut off: its places are wanted.
     """
     outcomes: list[Outcome] = []
-    life = vault.limits.ticket_life
+    life = store.limits.ticket_life
     prolonged, now = time.monotonic(), asyncio.get_running_loop().time
     try:
-        with closing(_buffers(vault, claims, grant, outcomes)) as buffers:
+        with closing(_buffers(store, claims, grant, outcomes)) as buffers:
             pour = ScatterBuffers(buffers)
             async with asyncio.timeout(life) as limit:
                 async for message in requests:
@@ -71,7 +71,7 @@ async def receive_stream(
                     pour.feed(body)
                     if grant.ticket is not None and time.monotonic() - prolonged > life / 10:
                         prolonged = time.monotonic()
-                        vault.prolong(grant.ticket)
+                        store.prolong(grant.ticket)
             if not pour.full:
                 raise Rejected("data", "ended before the last block was whole")
     except TimeoutError as error:
@@ -80,15 +80,15 @@ async def receive_stream(
 
 
 def _buffers(
-    vault: BlockStore, claims: Sequence[Claim], grant: Grant, outcomes: list[Outcome]
+    store: BlockStore, claims: Sequence[Claim], grant: Grant, outcomes: list[Outcome]
 ) -> Generator[memoryview, None, None]:
     """A buffer for each claim; when it is full, the block is checked and made visible."""
     for claim, verdict in zip(claims, grant.verdicts, strict=True):
-        if verdict is not ClaimStatus.RESERVED or grant.ticket is None:
+        if verdict is not PutStatus.RESERVED or grant.ticket is None:
             yield from skip(claim.size)
-            outcomes.append(Outcome(NOT_SENT[verdict]))
+            outcomes.append(Outcome(verdict))
             continue
-        slots = vault.slots(grant.ticket, [claim.name])
+        slots = store.slots(grant.ticket, [claim.name])
         try:
             if (slot := slots[0]) is None:
                 yield from skip(claim.size)
@@ -96,4 +96,4 @@ def _buffers(
                 yield slot.buffer
                 slot.check()
         finally:
-            outcomes += vault.settle(slots)
+            outcomes += store.settle(slots)

@@ -8,9 +8,9 @@ from itertools import islice
 from kvrelay.errors import NotFound
 from kvrelay.rpc.security.identity import Caller, CallerKind
 from kvrelay.v1 import store_pb2 as pb
+from kvstore.claims import name_of
 from kvstore.disk.tier import DiskTier
 from kvstore.index.entries import IndexEntry
-from kvstore.keys import name_of
 from kvstore.server.block_store import BlockStore
 from kvstore.wire.messages import stats_message
 
@@ -18,68 +18,68 @@ PAGE = 1000
 """Blocks in one message: about a millisecond of the event loop."""
 
 
-def snapshot_matching(vault: BlockStore, prefix: bytes) -> tuple[int, list[IndexEntry[int]]]:
+def snapshot_matching(store: BlockStore, prefix: bytes) -> tuple[int, list[IndexEntry[int]]]:
     """``BlockStore.snapshot`` of names that begin with ``prefix``. Slow for many blocks."""
-    last, entries = vault.snapshot()
+    last, entries = store.snapshot()
     if prefix:
         entries = [entry for entry in entries if name_of(entry.name).startswith(prefix)]
     return last, entries
 
 
 def list_responses(
-    vault: BlockStore, last: int, entries: list[IndexEntry[int]], limit: int
+    store: BlockStore, last: int, entries: list[IndexEntry[int]], limit: int
 ) -> Iterator[pb.ListResponse]:
     """One page at least."""
-    for page in info_pages(vault, islice(entries, limit or None)):
-        yield pb.ListResponse(boot=vault.boot, sequence=last, blocks=page)
+    for page in info_pages(store, islice(entries, limit or None)):
+        yield pb.ListResponse(boot=store.boot, sequence=last, blocks=page)
 
 
 def info_pages(
-    vault: BlockStore, entries: Iterator[IndexEntry[int]]
+    store: BlockStore, entries: Iterator[IndexEntry[int]]
 ) -> Iterator[list[pb.BlockInfo]]:
     """In messages; the last one is not full, and may be empty."""
     while True:
-        page = [block_info(vault, entry) for entry in islice(entries, PAGE)]
+        page = [block_info(store, entry) for entry in islice(entries, PAGE)]
         yield page
         if len(page) < PAGE:
             return
 
 
-def inspect_response(vault: BlockStore, disk: DiskTier | None, name: bytes) -> pb.InspectResponse:
+def inspect_response(store: BlockStore, disk: DiskTier | None, name: bytes) -> pb.InspectResponse:
     """One block; ``NotFound`` if it is not there. May read from disk."""
-    found = vault.inspect(name)
+    found = store.inspect(name)
     entry, header = found or (None, b"")
     if entry is not None and not header and disk is not None:
         header = disk.header(name)
     if entry is None or not header:
         raise NotFound(f"there is no block {name_of(name).hex()}")
-    return pb.InspectResponse(boot=vault.boot, block=block_info(vault, entry), header=header)
+    return pb.InspectResponse(boot=store.boot, block=block_info(store, entry), header=header)
 
 
-def stats_response(vault: BlockStore, caller: Caller) -> pb.GetStatsResponse:
+def stats_response(store: BlockStore, caller: Caller) -> pb.GetStatsResponse:
     """Of the whole store, and of each tenant for admins; of itself alone for a tenant."""
     rows = [
         pb.TenantStats(name=owner.name, quota=owner.quota, entries=entries, bytes=size)
-        for owner, entries, size in (vault.usage() if vault.tenants.owners else ())
+        for owner, entries, size in (store.usage() if store.tenants.owners else ())
     ]
     if caller.tenant.name:
         mine = [row for row in rows if row.name == caller.tenant.name]
-        return pb.GetStatsResponse(boot=vault.boot, tenants=mine)
-    message = stats_message(vault.stats())
+        return pb.GetStatsResponse(boot=store.boot, tenants=mine)
+    message = stats_message(store.stats())
     if caller.kind is CallerKind.ADMIN:
         message.tenants.extend(rows)
     return message
 
 
-def block_info(vault: BlockStore, entry: IndexEntry[int]) -> pb.BlockInfo:
+def block_info(store: BlockStore, entry: IndexEntry[int]) -> pb.BlockInfo:
     """For the wire."""
     return pb.BlockInfo(
         name=name_of(entry.name),
-        tenant=vault.tenants.title(entry.name),
+        tenant=store.tenants.title(entry.name),
         length=entry.size,
         tokens=entry.tokens,
         partial=entry.partial,
         leases=entry.leases,
         memory=entry.ready,
-        disk=vault.on_disk(entry.name),
+        disk=store.on_disk(entry.name),
     )

@@ -1,6 +1,6 @@
 """The gRPC face of the store: finding, leasing, reserving, and the way that always works.
 
-Everything here runs on one event loop; the vault is shared with the threads of the lane.
+Everything here runs on one event loop; the store is shared with the threads of the lane.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from kvrelay.block.name import NAME_BYTES
 from kvrelay.errors import Corrupt, DeadlineExceeded, Rejected
 from kvrelay.rpc.security.identity import caller
 from kvrelay.v1 import store_pb2 as pb
-from kvstore.base import Outcome
+from kvstore.base import Lease, Outcome
 from kvstore.claims import Claim
 from kvstore.disk.tier import DiskTier
+from kvstore.limits import MAX_LEASE_MS, MAX_NAMES, MAX_OPENINGS, MAX_SMALL
 from kvstore.server.block_store import BlockStore
 from kvstore.server.changes import ChangeSignal
 from kvstore.server.locating import DISK_LOAD_SECONDS, locate_response, reserve_response
@@ -34,17 +35,7 @@ from kvstore.server.responses import (
 from kvstore.server.tenants import TenantScope
 from kvstore.server.watching import WatchOptions, WatchServer, WatchStream
 from kvstore.wire.buffers import data_message, data_messages
-from kvstore.wire.messages import (
-    MAX_LEASE_MS,
-    MAX_NAMES,
-    MAX_OPENINGS,
-    MAX_SMALL,
-    checked_names,
-    claims_of,
-    miss_message,
-    put_message,
-    tails_of,
-)
+from kvstore.wire.messages import checked_names, claims_of, miss_message, put_message, tails_of
 
 log = logging.getLogger("kvrelay.store")
 
@@ -59,18 +50,18 @@ class StoreService:
 
     def __init__(
         self,
-        vault: BlockStore,
+        store: BlockStore,
         ways: pb.GetTransportsResponse | None = None,
         pace: WatchOptions | None = None,
         disk: DiskTier | None = None,
     ) -> None:
         self._disk = disk
-        self._vault = vault
-        self._ways = ways or pb.GetTransportsResponse(boot=vault.boot)
+        self._store = store
+        self._ways = ways or pb.GetTransportsResponse(boot=store.boot)
         self._changed = ChangeSignal()
         self._rechecking = asyncio.Lock()
-        self._watching = WatchServer(vault, pace)
-        vault.watch(self._changed.tell)
+        self._watching = WatchServer(store, pace)
+        store.watch(self._changed.tell)
 
     @property
     def watchers(self) -> int:
@@ -95,13 +86,13 @@ class StoreService:
         scope, seconds = self._scope(), request.lease_ms / 1000
         names, tails = scope.keys(asked), scope.tails(tails_of(request))
         openings = scope.openings(request.first_block_hashes)
-        held = self._vault.lookup(names, tails, seconds, openings)
+        held = self._store.lookup(names, tails, seconds, openings)
         return pb.LookupResponse(
-            boot=self._vault.boot,
+            boot=self._store.boot,
             lead=held.lead,
             tail=held.tail,
             lengths=held.sizes,
-            lease=held.lease or 0,
+            lease=held.lease.id if held.lease else 0,
             lease_ms=request.lease_ms if held.lease else 0,
             first_miss=miss_message(held.missing),
         )
@@ -111,11 +102,11 @@ class StoreService:
             raise Rejected("tails", "must be empty with each: ask for them as names")
         scope, seconds = self._scope(), request.lease_ms / 1000
         openings = scope.openings(request.first_block_hashes)
-        seen = self._vault.survey(scope.keys(asked), seconds, openings)
+        seen = self._store.survey(scope.keys(asked), seconds, openings)
         return pb.LookupResponse(
-            boot=self._vault.boot,
+            boot=self._store.boot,
             lengths=[size or 0 for size in seen.sizes],
-            lease=seen.lease or 0,
+            lease=seen.lease.id if seen.lease else 0,
             lease_ms=request.lease_ms if seen.lease else 0,
             misses=map(miss_message, seen.misses),
             first_block_known=seen.opening,
@@ -127,38 +118,38 @@ class StoreService:
         scope = self._scope()
         seconds = min(DISK_LOAD_SECONDS, request.lease_ms / 2000)
         await self._bring(scope.keys(names), seconds)
-        return locate_response(self._vault, request, scope)
+        return locate_response(self._store, request, scope)
 
     async def get(self, request: pb.GetRequest, context: object) -> AsyncGenerator[bytes, None]:
         """``Get``; messages made by hand, see ``kvstore.wire.buffers``. Held while it lasts."""
         names = self._scope().keys(checked_names("names", request.names, MAX_NAMES))
         await self._bring(names, DISK_LOAD_SECONDS)
-        found = self._vault.locate(names, STREAM_SECONDS)
+        found = self._store.locate(names, STREAM_SECONDS)
         try:
             lengths = [0 if block is None else block[0] for block in found.blocks]
-            head = pb.GetHead(boot=self._vault.boot, lengths=lengths)
+            head = pb.GetHead(boot=self._store.boot, lengths=lengths)
             yield pb.GetResponse(head=head).SerializeToString()
             there = (block for block in found.blocks if block is not None)
-            views = (self._vault.arena.view(place, size) for size, place in there)
+            views = (self._store.arena.view(place, size) for size, place in there)
             for message in data_messages(views):
                 self._still(found.lease)
                 yield message
         finally:
             if found.lease is not None:
-                self._vault.release([found.lease])
+                self._store.release([found.lease.id])
 
     async def reserve(self, request: pb.ReserveRequest, context: object) -> pb.ReserveResponse:
         """``Reserve``."""
-        claims = claims_of(request.claims, len(request.claims), self._vault.limits.max_block)
+        claims = claims_of(request.claims, len(request.claims), self._store.limits.max_block)
         wanted = self._scope().claims(claims)
         if request.wait_ms:
             await self._wait_for_others(wanted, min(request.wait_ms, MAX_LEASE_MS) / 1000)
-        return reserve_response(self._vault, self._vault.reserve(wanted))
+        return reserve_response(self._store, self._store.reserve(wanted))
 
     async def put(self, requests: AsyncIterator[bytes], context: object) -> pb.PutResponse:
         """``Put``."""
         head = await first_head(requests)
-        return put_message(pb.PutResponse, self._vault.boot, await self._put(head, requests))
+        return put_message(pb.PutResponse, self._store.boot, await self._put(head, requests))
 
     async def put_small(self, request: pb.PutSmallRequest, context: object) -> pb.PutSmallResponse:
         """``PutSmall``."""
@@ -169,36 +160,36 @@ class StoreService:
             yield data_message([memoryview(request.data)])
 
         outcomes = await self._put(request.head, data())
-        return put_message(pb.PutSmallResponse, self._vault.boot, outcomes)
+        return put_message(pb.PutSmallResponse, self._store.boot, outcomes)
 
     async def release(self, request: pb.ReleaseRequest, context: object) -> pb.ReleaseResponse:
         """``Release``."""
         if len(request.leases) > MAX_NAMES:
             raise Rejected("leases", f"{len(request.leases)} are more than {MAX_NAMES}")
-        if request.boot == self._vault.boot:
-            self._vault.release(request.leases, self._scope().prefix)
-        return pb.ReleaseResponse(boot=self._vault.boot)
+        if request.boot == self._store.boot:
+            self._store.release(request.leases, self._scope().prefix)
+        return pb.ReleaseResponse(boot=self._store.boot)
 
     async def recheck(self, request: pb.RecheckRequest, context: object) -> pb.RecheckResponse:
         """``Recheck``; one at a time, for threads are there for others too."""
         checked_names("name", [request.name], 1)
         key = self._scope().key(request.name)
         async with self._rechecking:
-            error = await asyncio.to_thread(self._vault.recheck, key)
+            error = await asyncio.to_thread(self._store.recheck, key)
         if error is not None:
             log.warning("block %s was taken out: %s", request.name.hex(), error)
-        return pb.RecheckResponse(boot=self._vault.boot, removed=error is not None)
+        return pb.RecheckResponse(boot=self._store.boot, removed=error is not None)
 
     async def stats(self, request: pb.GetStatsRequest, context: object) -> pb.GetStatsResponse:
         """``GetStats``."""
-        return stats_response(self._vault, caller())
+        return stats_response(self._store, caller())
 
     async def clear(self, request: pb.ClearRequest, context: object) -> pb.ClearResponse:
         """``Clear``."""
-        removed = self._vault.clear()
+        removed = self._store.clear()
         if self._disk is not None:
             await asyncio.to_thread(self._disk.sweep)
-        return pb.ClearResponse(boot=self._vault.boot, removed=removed)
+        return pb.ClearResponse(boot=self._store.boot, removed=removed)
 
     async def list(
         self, request: pb.ListRequest, context: object
@@ -208,8 +199,8 @@ class StoreService:
             raise Rejected("prefix", f"{len(request.prefix)} bytes are more than a name has")
         if request.limit > MAX_LISTED:
             raise Rejected("limit", f"{request.limit} is more than {MAX_LISTED}; 0 is all of them")
-        last, entries = await asyncio.to_thread(snapshot_matching, self._vault, request.prefix)
-        for page in list_responses(self._vault, last, entries, request.limit):
+        last, entries = await asyncio.to_thread(snapshot_matching, self._store, request.prefix)
+        for page in list_responses(self._store, last, entries, request.limit):
             yield page
 
     async def watch(self, request: pb.WatchRequest, context: WatchStream) -> None:
@@ -219,44 +210,44 @@ class StoreService:
     async def inspect(self, request: pb.InspectRequest, context: object) -> pb.InspectResponse:
         """``Inspect``."""
         checked_names("name", [request.name], 1)
-        key = self._vault.tenants.named(request.tenant).key(request.name)
-        return await asyncio.to_thread(inspect_response, self._vault, self._disk, key)
+        key = self._store.tenants.named(request.tenant).key(request.name)
+        return await asyncio.to_thread(inspect_response, self._store, self._disk, key)
 
     async def _put(self, head: pb.PutHead, data: AsyncIterator[bytes]) -> Sequence[Outcome]:
-        scope, most = self._scope(), self._vault.limits.max_block
+        scope, most = self._scope(), self._store.limits.max_block
         claims = scope.claims(claims_of(head.claims, len(head.claims), most))
-        grant = grant_for(self._vault, head.ticket, claims, scope.prefix)
+        grant = grant_for(self._store, head.ticket, claims, scope.prefix)
         try:
-            return await receive_stream(self._vault, data, claims, grant)
+            return await receive_stream(self._store, data, claims, grant)
         except Corrupt as error:
             raise Rejected("data", str(error)) from error
         finally:
             if grant.ticket is not None:
-                self._vault.abandon(grant.ticket)
+                self._store.abandon(grant.ticket)
 
     def _scope(self) -> TenantScope:
         """Whose blocks this call is about; only its credential says so."""
-        return self._vault.tenants.scope(caller())
+        return self._store.tenants.scope(caller())
 
     async def _bring(self, names: Sequence[bytes], seconds: float) -> None:
         """Wait for those of ``names`` that lie on disk; those that are late are absent."""
-        books = self._vault.books
-        if books is None or not books.bring(names):
+        disk_index = self._store.disk_index
+        if disk_index is None or not disk_index.bring(names):
             return
         self._changed.listen()
         end = time.monotonic() + seconds
-        while books.coming(names) and (left := end - time.monotonic()) > 0:
+        while disk_index.coming(names) and (left := end - time.monotonic()) > 0:
             await self._changed.wait(min(left, 1.0))
 
-    def _still(self, lease: int | None) -> None:
+    def _still(self, lease: Lease | None) -> None:
         """What was just copied is what was asked for only if the lease stood until now."""
-        if lease is None or not self._vault.extend(lease, STREAM_SECONDS):
+        if lease is None or not self._store.extend(lease.id, STREAM_SECONDS):
             raise DeadlineExceeded(f"nothing was read from this stream for {STREAM_SECONDS} s")
 
     async def _wait_for_others(self, claims: Sequence[Claim], seconds: float) -> None:
         """Until one of ``claims`` is not being written by another, at most ``seconds``."""
         end = time.monotonic() + seconds
-        while claims and self._vault.all_pending(claims) and (left := end - time.monotonic()) > 0:
+        while claims and self._store.all_pending(claims) and (left := end - time.monotonic()) > 0:
             # In slices: a reservation that runs out by itself tells nobody.
             await self._changed.wait(min(left, 1.0))
 

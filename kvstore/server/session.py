@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from kvrelay.errors import Rejected
 from kvrelay.v1 import store_pb2 as pb
 from kvstore.claims import Claim
+from kvstore.limits import MAX_NAMES
 from kvstore.server.arena import GROW, SEAL, SHRINK, memfd, seal
 from kvstore.server.block_store import BlockStore
 from kvstore.server.locating import DISK_LOAD_SECONDS, locate_response, reserve_response
@@ -35,7 +36,7 @@ from kvstore.wire.frames import (
     parse_request,
     parse_rows,
 )
-from kvstore.wire.messages import MAX_NAMES, checked_names, claims_of, put_message
+from kvstore.wire.messages import checked_names, claims_of, put_message
 from kvstore.wire.sockets import DeadlineSocket
 
 WINDOW_BYTES = 16 << 20
@@ -48,9 +49,9 @@ M = TypeVar("M", bound=Message)
 class Session:
     """``local``: the peer is on this host, and is ourselves or root. ``run`` until it leaves."""
 
-    def __init__(self, pipe: DeadlineSocket, vault: BlockStore, local: bool) -> None:
+    def __init__(self, pipe: DeadlineSocket, store: BlockStore, local: bool) -> None:
         self._pipe = pipe
-        self._vault = vault
+        self._store = store
         self._local = local
         self._window: mmap.mmap | None = None
         self._known = local
@@ -66,11 +67,11 @@ class Session:
             raise
         finally:
             for ticket in self._tickets:
-                self._vault.abandon(ticket)
+                self._store.abandon(ticket)
 
     def _next(self) -> bool:
         # Between requests a connection may rest, once it is known.
-        life = self._vault.limits.ticket_life
+        life = self._store.limits.ticket_life
         self._pipe.limit(life if self._known else STRANGER_SECONDS)
         if not self._pipe.wait_readable(idle=self._known):
             return False
@@ -86,15 +87,15 @@ class Session:
         """Of a peer from anywhere nothing is read before it showed a token of ours."""
         if request.op in LOCAL_ONLY:
             raise Rejected("op", f"{request.op.name} is for peers on this host")
-        if not self._vault.knows(request.serial, request.token):
+        if not self._store.knows(request.serial, request.token):
             raise Rejected("token", "was not given by this start of the store")
         self._known = True
 
     def _answer(self, status: Status, body: bytes = b"") -> None:
-        self._pipe.send([AnswerFrame(status, len(body), self._vault.boot).encode(), body])
+        self._pipe.send([AnswerFrame(status, len(body), self._store.boot).encode(), body])
 
     def _attach(self, request: RequestFrame, body: bytes) -> None:
-        arena = self._vault.arena
+        arena = self._store.arena
         if arena.fd is None:
             raise Rejected("op", "this store's memory cannot be shared")
         self._send_descriptor(arena.fd, arena.size)
@@ -113,54 +114,54 @@ class Session:
             os.close(fd)
 
     def _send_descriptor(self, fd: int, size: int) -> None:
-        answer = AnswerFrame(Status.OK, SIZE_BYTES, self._vault.boot).encode()
+        answer = AnswerFrame(Status.OK, SIZE_BYTES, self._store.boot).encode()
         self._pipe.send_descriptor(answer + size.to_bytes(SIZE_BYTES, "little"), fd)
 
     def _locate(self, request: RequestFrame, body: bytes) -> None:
         message = _parsed(pb.LocateRequest, body)
-        if (books := self._vault.books) is not None:
+        if (disk_index := self._store.disk_index) is not None:
             names = checked_names("names", message.names, MAX_NAMES)
-            if books.bring(names):
-                books.wait_for(names, min(DISK_LOAD_SECONDS, message.lease_ms / 2000))
-        self._answer(Status.OK, locate_response(self._vault, message).SerializeToString())
+            if disk_index.bring(names):
+                disk_index.wait_for(names, min(DISK_LOAD_SECONDS, message.lease_ms / 2000))
+        self._answer(Status.OK, locate_response(self._store, message).SerializeToString())
 
     def _reserve(self, request: RequestFrame, body: bytes) -> None:
         """The first of many claims are answered at once, so that their writer can begin."""
-        vault, message = self._vault, _parsed(pb.ReserveRequest, body)
-        claims = claims_of(message.claims, len(message.claims), vault.limits.max_block)
-        self._tickets = {t: of for t, of in self._tickets.items() if vault.owner(t) is not None}
+        store, message = self._store, _parsed(pb.ReserveRequest, body)
+        claims = claims_of(message.claims, len(message.claims), store.limits.max_block)
+        self._tickets = {t: of for t, of in self._tickets.items() if store.owner(t) is not None}
         ticket: int | None = None
         for part in _parts(claims, request.first):
-            grant = vault.reserve(part, ticket)
+            grant = store.reserve(part, ticket)
             if (ticket := grant.ticket) is not None:
                 self._tickets[ticket] = OPEN_SCOPE.prefix
-            self._answer(Status.OK, reserve_response(vault, grant).SerializeToString())
+            self._answer(Status.OK, reserve_response(store, grant).SerializeToString())
 
     def _release(self, request: RequestFrame, body: bytes) -> None:
-        if self._vault.knows(request.serial, request.token):
-            self._vault.release([request.serial])
+        if self._store.knows(request.serial, request.token):
+            self._store.release([request.serial])
         self._answer(Status.OK)
 
     def _get(self, request: RequestFrame, body: bytes) -> None:
-        known = self._vault.knows(request.serial, request.token)
+        known = self._store.knows(request.serial, request.token)
         first, count = request.first, request.count
-        lent = self._vault.lent(request.serial, first, count) if known else nullcontext()
+        lent = self._store.lent(request.serial, first, count) if known else nullcontext()
         with lent as blocks:
             if blocks is None:
                 self._answer(Status.ENDED)
             elif len(blocks) != count:
                 raise Rejected("count", f"the lease holds {first + len(blocks)} blocks")
             else:
-                answer = AnswerFrame(Status.OK, sum(map(len, blocks)), self._vault.boot)
+                answer = AnswerFrame(Status.OK, sum(map(len, blocks)), self._store.boot)
                 self._pipe.send([answer.encode(), *blocks])
         if request.last:
             if known:
-                self._vault.release([request.serial])
+                self._store.release([request.serial])
             self._answer(Status.OK)  # so that whoever has it all knows that nothing is held
 
     def _put(self, request: RequestFrame, body: bytes) -> None:
         def receive(slot: WriteSlot | None, row: BlockRow) -> None:
-            self._pipe.limit(self._vault.limits.ticket_life)
+            self._pipe.limit(self._store.limits.ticket_life)
             if slot is not None:
                 self._pipe.receive_into([slot.buffer])
                 slot.check()
@@ -185,19 +186,19 @@ class Session:
         self._place(request, body, take)
 
     def _place(self, request: RequestFrame, body: bytes, bring: ReceiveRow) -> None:
-        rows = parse_rows(body, request.count, self._vault.limits.max_block)
+        rows = parse_rows(body, request.count, self._store.limits.max_block)
         prefix, ticket = self._owner_of(request), request.serial
-        outcomes = place_rows(self._vault, ticket, prefix, rows, bring)
+        outcomes = place_rows(self._store, ticket, prefix, rows, bring)
         if request.last and self._tickets.pop(ticket, None) is not None:
-            self._vault.abandon(ticket)
-        answer = put_message(pb.PutResponse, self._vault.boot, outcomes)
+            self._store.abandon(ticket)
+        answer = put_message(pb.PutResponse, self._store.boot, outcomes)
         self._answer(Status.OK, answer.SerializeToString())
 
     def _owner_of(self, request: RequestFrame) -> bytes | None:
         """The prefix of a ticket's owner; ``None`` unless it was given or shown here."""
         ticket = request.serial
-        if ticket not in self._tickets and self._vault.knows(ticket, request.token):
-            self._tickets[ticket] = self._vault.owner(ticket) or b""
+        if ticket not in self._tickets and self._store.knows(ticket, request.token):
+            self._tickets[ticket] = self._store.owner(ticket) or b""
         return self._tickets.get(ticket)
 
 

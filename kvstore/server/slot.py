@@ -5,14 +5,12 @@ from __future__ import annotations
 from kvrelay.block.header import HeaderFields, stated_length
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt
-from kvstore.check import check_block, check_header
-from kvstore.claims import Claim
-from kvstore.keys import name_of
+from kvstore.claims import Claim, check_block, check_header, name_of
 from kvstore.wire.copying import copy_summed
 
 
 class WriteSlot:
-    """``take`` the block, or fill ``buffer`` and ``check`` it; the vault settles it either way.
+    """``take`` the block, or fill ``buffer`` and ``check`` it; the store settles it either way.
 
     Then ``found`` is what its header says, or ``reason`` why it is not what was claimed.
     """

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from kvrelay.config.values import show_size
 from kvrelay.errors import NotFound, Rejected
 from kvrelay.rpc.security.identity import Caller, Tenant
-from kvstore.claims import Claim, Tail
-from kvstore.keys import prefix_of
+from kvstore.base import Tail
+from kvstore.claims import Claim, prefix_of
 
 PREFIX_BYTES = 16
 _PERSON = b"kvrelay.store.v1"

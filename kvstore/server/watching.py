@@ -13,9 +13,9 @@ from typing import Protocol
 
 from kvrelay.errors import Exhausted
 from kvrelay.v1 import store_pb2 as pb
+from kvstore.claims import name_of
 from kvstore.index.entries import IndexEntry
 from kvstore.index.events import RemovalReason
-from kvstore.keys import name_of
 from kvstore.server.block_store import BlockStore
 from kvstore.server.responses import PAGE, block_info, info_pages
 
@@ -50,8 +50,8 @@ class WatchOptions:
 class WatchServer:
     """Serves at most ``most`` calls at once."""
 
-    def __init__(self, vault: BlockStore, pace: WatchOptions | None = None, most: int = 64) -> None:
-        self._vault = vault
+    def __init__(self, store: BlockStore, pace: WatchOptions | None = None, most: int = 64) -> None:
+        self._store = store
         self._pace = pace or WatchOptions()
         self._most = most
         self.count = 0
@@ -62,29 +62,29 @@ class WatchServer:
             raise Exhausted("too many watch this store", retry_after=10.0)
         self.count += 1
         try:
-            known = request.boot == self._vault.boot
+            known = request.boot == self._store.boot
             at = request.sequence if known else None
-            if at is None or self._vault.events(at, 0) is None:
+            if at is None or self._store.events(at, 0) is None:
                 at = await self._tell_all(context)
             await self._follow(at, context)
         finally:
             self.count -= 1
 
     async def _tell_all(self, context: WatchStream) -> int:
-        last, entries = await asyncio.to_thread(self._vault.snapshot)
+        last, entries = await asyncio.to_thread(self._store.snapshot)
         first = True
-        for blocks in info_pages(self._vault, iter(entries)):
+        for blocks in info_pages(self._store, iter(entries)):
             page = pb.SnapshotPage(first=first, last=len(blocks) < PAGE, blocks=blocks)
             await self._write(context, pb.WatchResponse(sequence=last, page=page))
             first = False
-            if self._vault.events(last, 0) is None:  # nor would the list be let go for hours
+            if self._store.events(last, 0) is None:  # nor would the list be let go for hours
                 raise Exhausted(_TOO_SLOW.format(last), 1.0)
         return last
 
     async def _follow(self, at: int, context: WatchStream) -> None:
         said = 0.0
         while True:
-            told = self._vault.events(at, MOST_EVENTS)
+            told = self._store.events(at, MOST_EVENTS)
             if told is None:
                 raise Exhausted(_TOO_SLOW.format(at), 1.0)
             now = time.monotonic()
@@ -96,7 +96,7 @@ class WatchServer:
                 await asyncio.sleep(self._pace.interval)
 
     async def _write(self, context: WatchStream, message: pb.WatchResponse) -> None:
-        message.boot = self._vault.boot
+        message.boot = self._store.boot
         try:
             async with asyncio.timeout(self._pace.stuck):
                 await context.write(message)
@@ -106,10 +106,10 @@ class WatchServer:
 
     def _event(self, entry: IndexEntry[int], reason: RemovalReason | None) -> pb.BlockEvent:
         if reason is None:
-            return pb.BlockEvent(block=block_info(self._vault, entry))
+            return pb.BlockEvent(block=block_info(self._store, entry))
         gone = pb.BlockInfo(
             name=name_of(entry.name),
-            tenant=self._vault.tenants.title(entry.name),
+            tenant=self._store.tenants.title(entry.name),
             length=entry.size,
         )
         return pb.BlockEvent(removal=REASONS[reason], block=gone)

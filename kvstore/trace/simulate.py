@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvstore.claims import Claim, ClaimStatus
-from kvstore.index.block_index import BlockIndex
+from kvstore.base import PutStatus
+from kvstore.claims import Claim
+from kvstore.index.block_index import BlockIndex, IndexOptions
 from kvstore.index.eviction.policy import EvictionPolicy
 from kvstore.trace.requests import BLOCK_TOKENS, TraceRequest
 
@@ -33,26 +34,28 @@ class ReplayResult:
 
 def replay(trace: Sequence[TraceRequest], budget: int, policy: EvictionPolicy) -> ReplayResult:
     """The whole trace against a new store of ``budget`` blocks."""
-    catalog: BlockIndex[None] = BlockIndex(budget, policy, FOREVER, b"simulated")
+    index: BlockIndex[None] = BlockIndex(IndexOptions(budget, FOREVER, b"simulated"), policy)
     for request in trace:
-        _serve(catalog, request)
-    tally = catalog.tally
-    return ReplayResult(sum(len(request.names) for request in trace), tally.hits, tally.evicted)
+        _serve(index, request)
+    counters = index.counters
+    return ReplayResult(
+        sum(len(request.names) for request in trace), counters.hits, counters.evicted
+    )
 
 
-def _serve(catalog: BlockIndex[None], request: TraceRequest) -> None:
+def _serve(index: BlockIndex[None], request: TraceRequest) -> None:
     names, now = request.names, request.at
-    holding = catalog.lookup(names, [], FOREVER, now)
+    holding = index.lookup(names, [], FOREVER, now)
     if holding.lease is not None:
-        catalog.release(holding.lease)
+        index.release(holding.lease.id)
     full = request.tokens // BLOCK_TOKENS
     claims = [Claim(name, 1, depth >= full) for depth, name in enumerate(names)]
     missing = claims[holding.lead :]
     parent = names[holding.lead - 1] if holding.lead else None
-    grant = catalog.reserve(missing, FOREVER, now)
+    grant = index.reserve(missing, FOREVER, now)
     for claim, verdict in zip(missing, grant.verdicts, strict=True):
-        if verdict is ClaimStatus.RESERVED and grant.ticket is not None:
-            catalog.commit(grant.ticket, claim.name, None, now, parent)
+        if verdict is PutStatus.RESERVED and grant.ticket is not None:
+            index.commit(grant.ticket, claim.name, None, now, parent)
         parent = claim.name
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from kvrelay.block.name import NAME_BYTES
 from kvrelay.errors import Corrupt, Rejected
-from kvstore.wire.messages import MAX_NAMES
+from kvstore.limits import MAX_NAMES
 
 MAGIC = b"KVRL"
 VERSION = 2

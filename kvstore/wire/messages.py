@@ -14,25 +14,15 @@ from kvrelay.errors import Corrupt, Rejected
 from kvrelay.usage import Miss
 from kvrelay.v1 import store_pb2 as pb
 from kvrelay.v1 import types_pb2
-from kvstore.base import Offer, Outcome, PutStatus
-from kvstore.claims import Claim, ClaimStatus, Tail
-from kvstore.disk_stats import DiskCounters, DiskStats
-from kvstore.stats import StoreCounters, StoreStats, TenantStats
+from kvstore.base import Offer, Outcome, PutStatus, Tail
+from kvstore.claims import Claim
+from kvstore.limits import MAX_NAMES, MAX_TAILS
+from kvstore.stats import DiskCounters, DiskStats, StoreCounters, StoreStats, TenantStats
 
 P = TypeVar("P", pb.PutResponse, pb.PutSmallResponse)
 
-MAX_NAMES = 1 << 16
-MAX_TAILS = 16
-MAX_LEASE_MS = 600_000
-MAX_SMALL = 1 << 20
-
-VERDICTS: dict[ClaimStatus, pb.Verdict.ValueType] = {
-    ClaimStatus.RESERVED: pb.VERDICT_RESERVED,
-    ClaimStatus.EXISTS: pb.VERDICT_EXISTS,
-    ClaimStatus.PENDING: pb.VERDICT_PENDING,
-    ClaimStatus.NO_ROOM: pb.VERDICT_NO_ROOM,
-}
-KEPT: dict[PutStatus, pb.Verdict.ValueType] = {
+VERDICTS: dict[PutStatus, pb.Verdict.ValueType] = {
+    PutStatus.RESERVED: pb.VERDICT_RESERVED,
     PutStatus.STORED: pb.VERDICT_STORED,
     PutStatus.EXISTED: pb.VERDICT_EXISTS,
     PutStatus.PENDING: pb.VERDICT_PENDING,
@@ -40,9 +30,12 @@ KEPT: dict[PutStatus, pb.Verdict.ValueType] = {
     PutStatus.CORRUPT: pb.VERDICT_CORRUPT,
     PutStatus.EXPIRED: pb.VERDICT_EXPIRED,
 }
-_PLAIN = {wire: Outcome(kept) for kept, wire in KEPT.items()}
+_OUTCOMES = {
+    verdict: Outcome(status)
+    for status, verdict in VERDICTS.items()
+    if status is not PutStatus.RESERVED
+}
 _UNKNOWN = Outcome(PutStatus.CORRUPT)
-MAX_OPENINGS = 16
 
 
 def checked_names(field: str, names: Collection[bytes], limit: int) -> list[bytes]:
@@ -111,7 +104,7 @@ _MISSES = {types_pb2.Miss.Value(_label(missing)): missing for missing in Miss}
 def put_message(kind: type[P], boot: bytes, outcomes: Sequence[Outcome]) -> P:
     """For the wire."""
     reasons = {i: outcome.reason for i, outcome in enumerate(outcomes) if outcome.reason}
-    verdicts = [KEPT[outcome.kept] for outcome in outcomes]
+    verdicts = [VERDICTS[outcome.status] for outcome in outcomes]
     return kind(boot=boot, verdicts=verdicts, reasons=reasons)
 
 
@@ -119,33 +112,33 @@ def outcomes_of(message: pb.PutResponse | pb.PutSmallResponse, count: int) -> li
     """From the wire, for ``count`` blocks; ``CORRUPT`` for a verdict this version does not know."""
     if len(message.verdicts) != count:
         raise Corrupt("verdicts", f"{len(message.verdicts)} came for {count} blocks")
-    outcomes = [_PLAIN.get(verdict, _UNKNOWN) for verdict in message.verdicts]
+    outcomes = [_OUTCOMES.get(verdict, _UNKNOWN) for verdict in message.verdicts]
     for index, reason in message.reasons.items():
         if index < count:
-            outcomes[index] = Outcome(outcomes[index].kept, reason)
+            outcomes[index] = Outcome(outcomes[index].status, reason)
     return outcomes
 
 
 def stats_message(stats: StoreStats) -> pb.GetStatsResponse:
     """For the wire; the fields have the same names there."""
     message = pb.GetStatsResponse()
-    for source in (stats, stats.tally):
+    for source in (stats, stats.counters):
         _fill(message, source)
     if stats.disk is not None:
-        for part in (stats.disk, stats.disk.tally):
+        for part in (stats.disk, stats.disk.counters):
             _fill(message.disk, part)
     return message
 
 
 def _fill(message: Message, source: StoreStats | StoreCounters | DiskStats | DiskCounters) -> None:
     for field in dataclasses.fields(source):
-        if field.name not in ("tally", "disk", "tenants"):
+        if field.name not in ("counters", "disk", "tenants"):
             setattr(message, field.name, getattr(source, field.name))
 
 
 def stats_of(message: pb.GetStatsResponse) -> StoreStats:
     """From the wire."""
-    tally = {
+    counters = {
         field.name: getattr(message, field.name) for field in dataclasses.fields(StoreCounters)
     }
     return StoreStats(
@@ -157,7 +150,7 @@ def stats_of(message: pb.GetStatsResponse) -> StoreStats:
         leased_bytes=message.leased_bytes,
         leases=message.leases,
         reservations=message.reservations,
-        tally=StoreCounters(**tally),
+        counters=StoreCounters(**counters),
         disk=_disk_of(message.disk) if message.HasField("disk") else None,
         eviction=message.eviction,
         tenants=tuple(
@@ -167,11 +160,13 @@ def stats_of(message: pb.GetStatsResponse) -> StoreStats:
 
 
 def _disk_of(message: pb.DiskStats) -> DiskStats:
-    tally = {field.name: getattr(message, field.name) for field in dataclasses.fields(DiskCounters)}
+    counters = {
+        field.name: getattr(message, field.name) for field in dataclasses.fields(DiskCounters)
+    }
     return DiskStats(
         budget=message.budget,
         bytes=message.bytes,
         entries=message.entries,
         unsaved=message.unsaved,
-        tally=DiskCounters(**tally),
+        counters=DiskCounters(**counters),
     )

@@ -146,7 +146,7 @@ def _meaning(worker: KnownWorker, leg: LegCall, error: grpc.RpcError) -> Kvrelay
         return WorkerLost(f"{worker.address} was lost: {meaning}")
     if isinstance(meaning, DeadlineExceeded):  # gRPC's text names neither whose time, nor a way out
         return DeadlineExceeded(
-            "the time of this request was over before its answer was: allow it more, as far as the"
-            " router does (--default-timeout, --max-timeout), or resume it"
+            "the deadline of this request passed before its output was complete: allow it more"
+            " time, within the router's --default-timeout and --max-timeout, or resume it"
         )
     return meaning

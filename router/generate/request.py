@@ -25,8 +25,8 @@ MAX_MESSAGES = 4096
 class AcceptedRequest:
     """What the legs are made of. ``sampling`` carries the seed; ``outputs`` are tokens so far.
 
-    ``weights`` and ``prompt_hash`` are told to the client, to resume with. ``received_at`` is of
-    ``time.monotonic``.
+    ``weights`` and ``prompt_hash`` are sent to the client, which resumes with them.
+    ``received_at`` is of ``time.monotonic``.
     """
 
     id: str
@@ -119,11 +119,11 @@ def build(
 ) -> AcceptedRequest:
     """The request, after the checks that need to know what the fleet serves."""
     vocab_size, weights = info.vocab_size, weights_of(info)
-    if message.weights not in ("", weights):  # the tokens so far are those of another model
+    if message.weights not in ("", weights):  # the tokens so far are another model's
         raise Mismatch(
             "weights",
-            f"this answer was begun with {message.weights[:80]!r}, and {weights!r} are served now:"
-            " ask anew, or resume it where those are",
+            f"the stream began with {message.weights[:80]!r}, and {weights!r} are served now:"
+            " start it again, or resume it where its weights are served",
         )
     if not prompt:
         raise Rejected("prompt", "has no tokens")
@@ -132,8 +132,8 @@ def build(
     if message.prompt_hash not in (0, prompt_hash):
         raise Mismatch(
             "prompt_hash",
-            "this answer was begun with other tokens of its prompt: the tokenizer, the chat"
-            " template or the date in the template has changed: ask anew",
+            "the stream began with other prompt tokens: the tokenizer, the chat template or the"
+            " date in the template has changed: start it again",
         )
     check_ids("output_token_ids", message.output_token_ids, vocab_size)
     sampling = types_pb2.Sampling()

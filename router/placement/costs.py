@@ -96,7 +96,7 @@ class Costs:
             self.transfer.add(leg.fetched, leg.load_seconds)
 
     def prefers_direct(self, tokens: int, prefill: ComputeSite, decode: ComputeSite) -> bool:
-        """Whether the decode worker had better compute a prompt of ``tokens`` itself."""
+        """Whether a prompt of ``tokens`` is computed sooner by the decode worker itself."""
         stall = self.compute.at(self._fresh(tokens, decode)) * STALL * (decode.streams + 1)
         direct = self._first_token(tokens, decode) + stall
         transfer = self.transfer.at(tokens - decode.held)

@@ -195,7 +195,7 @@ class Placer:
                 raise self._none_left(leg)
 
     def _is_direct_better(self, leg: NextLeg, prefill: Placed, hits: PrefixHits) -> bool:
-        """Whether a decode worker had better compute the prompt itself."""
+        """Whether the prompt is computed sooner by a decode worker itself."""
         if self._mode != "auto":
             return False
         decode = self._choose(types_pb2.ROLE_DECODE, leg, hits)

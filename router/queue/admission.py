@@ -2,8 +2,8 @@
 
 As many requests run as the workers can run at once, and a few more. The others wait in a fair queue
 that is bounded in tokens and in the time that it needs at the rate at which it drains; a longer
-queue would only make every request late. A refused request is told when there will be room. That
-time counts the tokens of the requests refused before, so that they do not all return at one moment.
+queue would only make every request late. A refused request gets a time to retry after, which counts
+the tokens of the requests refused before, so that they do not all return at one moment.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from router.queue.service_times import ServiceTimes
 
 UNKNOWN_SECONDS = 1.0  # to wait if no rate is known
 MARGIN = 1.5  # times the usual service time: most requests have ended by then
-SHORTEST, LONGEST = 0.05, 60.0  # seconds that a refused request is told to wait
+SHORTEST, LONGEST = 0.05, 60.0  # seconds to retry after
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionStep:
-    """What follows from one event: keys of requests that run now, and of those refused."""
+    """What follows from one event: keys of requests that run now, and of refused ones."""
 
     started: tuple[int, ...] = ()
     refused: tuple[tuple[int, Exhausted], ...] = ()
@@ -106,12 +106,12 @@ class AdmissionControl:
 
     def evicted(self, tenant: str, weight: float, now: float) -> Exhausted:
         """The error for a request that was evicted before it was offered here."""
-        why = "others have more right to the place"
+        why = "a tenant with fewer requests needs the place"
         return self._refuse("pushed_out", why, self.retry_after(tenant, weight, now))
 
     def timed_out(self, request: QueuedRequest, now: float) -> Exhausted:
         """The error for a request that got no slot in time."""
-        why = "its turn did not come in time"
+        why = "no slot became free in time"
         return self._refuse("no_turn", why, self._retry_after(request, now))
 
     def leave(self, key: int, now: float, whole: bool = True) -> AdmissionStep:
@@ -171,7 +171,7 @@ class AdmissionControl:
 
     def _late(self, request: QueuedRequest, now: float) -> Exhausted:
         left, service = max(0.0, request.until - now), self._service_time(request)
-        why = f"its turn came {left:.1f} s before its deadline, and it would take {service:.1f} s"
+        why = f"its slot came {left:.1f} s before its deadline, and it would take {service:.1f} s"
         return self._refuse("too_late", why, self._retry_after(request, now))
 
     def _full(self, reason: str, request: QueuedRequest, now: float) -> Exhausted:

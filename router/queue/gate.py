@@ -29,7 +29,7 @@ log = logging.getLogger("kvrelay.router")
 PATIENCE = 2.0  # times the longest wait expected
 FULL = 8  # a pool is full if less than one part in so many is free
 HEADROOM = 1.25  # running requests for each that decode workers run: some of them are in prefill
-MAX_RUNNING = 0.75  # of all requests allowed: fairness needs places for those that wait
+MAX_RUNNING = 0.75  # of all requests allowed: a fair choice needs waiting requests
 
 
 class QueueGate:
@@ -39,7 +39,7 @@ class QueueGate:
         self._registry = registry
         self._tokenizing = slots
         self._admission = AdmissionControl(config.queue_tokens, config.queue_seconds)
-        self._turns: dict[int, asyncio.Future[None]] = {}
+        self._grants: dict[int, asyncio.Future[None]] = {}
         self._keys = itertools.count()
         self._queue_seconds = config.queue_seconds
         self._max_open = config.max_requests
@@ -96,18 +96,18 @@ class QueueGate:
             part=part,
             patience=deadline.remaining(),
         )
-        turn = asyncio.get_running_loop().create_future()
+        grant = asyncio.get_running_loop().create_future()
         step, whole = self._admission.offer(request, time.monotonic()), False
-        self._turns[request.key] = turn
+        self._grants[request.key] = grant
         try:
             self._apply(step)
-            await self._wait(request, turn, deadline)
+            await self._wait(request, grant, deadline)
             yield
             whole = True
         finally:
-            del self._turns[request.key]
-            if not turn.cancel() and not turn.cancelled():
-                turn.exception()  # retrieved, also for a request that left at the same moment
+            del self._grants[request.key]
+            if not grant.cancel() and not grant.cancelled():
+                grant.exception()  # retrieved, also for a request that left at the same moment
             self._apply(self._admission.leave(request.key, time.monotonic(), whole))
             self._resize()
 
@@ -141,15 +141,15 @@ class QueueGate:
         self._apply(admission.evict_for(tenant.name, tenant.weight, self._open, now))
 
     async def _wait(
-        self, request: QueuedRequest, turn: asyncio.Future[None], deadline: Deadline
+        self, request: QueuedRequest, grant: asyncio.Future[None], deadline: Deadline
     ) -> None:
         waiting = deadline.earlier(PATIENCE * self._queue_seconds)
         try:
             async with asyncio.timeout(waiting.remaining()):
-                await turn
+                await grant
         except TimeoutError as error:
             if deadline.expired:
-                raise DeadlineExceeded("its time was over while it waited for its turn") from error
+                raise DeadlineExceeded("the deadline passed while it waited for a slot") from error
             raise self._admission.timed_out(request, time.monotonic()) from error
 
     def _resize(self) -> None:
@@ -170,11 +170,11 @@ class QueueGate:
 
     def _apply(self, step: AdmissionStep) -> None:
         for key in step.started:
-            if not self._turns[key].done():
-                self._turns[key].set_result(None)
+            if not self._grants[key].done():
+                self._grants[key].set_result(None)
         for key, error in step.refused:
-            if not self._turns[key].done():
-                self._turns[key].set_exception(error)
+            if not self._grants[key].done():
+                self._grants[key].set_exception(error)
 
 
 def _capacity(worker: KnownWorker) -> int:

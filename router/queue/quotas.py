@@ -1,8 +1,8 @@
 """Quotas: requests at once and tokens a minute of each tenant. Pure; time is passed in.
 
 A request is charged when it begins with all the tokens that it can need, and gets back at its end
-what it did not use. A full minute's tokens may be used at once. Then they come back evenly, those
-of the oldest request first, and tokens that came back in this way are not given back once more.
+what it did not use. A full minute's tokens may be used at once. Then they are restored
+evenly, to the oldest request first, and restored tokens are not given back once more at its end.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ MINUTE = 60.0
 
 @dataclass(slots=True)
 class _Account:
-    spent: float = 0.0  # tokens that have not come back yet
+    spent: float = 0.0  # tokens that are not restored yet
     at: float = 0.0
     open: list[QuotaHold] = field(default_factory=list)  # oldest first
 
     def advance(self, now: float, rate: float) -> None:
-        """Tokens come back: the open holds together may give back no more than is still spent."""
+        """Restore tokens: the open holds together may give back no more than is still spent."""
         self.spent = max(0.0, self.spent - (now - self.at) * rate)
         self.at = now
         over = sum(hold.held for hold in self.open) - self.spent
         for hold in self.open:
             if over <= 0:
                 break
-            returned = min(hold.held, over)
-            hold.held -= returned
-            over -= returned
+            restored = min(hold.held, over)
+            hold.held -= restored
+            over -= restored
 
 
 @dataclass(slots=True, eq=False)
 class QuotaHold:
     """What one request holds of its tenant's quota.
 
-    ``used`` counts the tokens of its prompt and its output; ``held`` those charged that have not
-    come back.
+    ``used`` counts the tokens of its prompt and its output; ``held`` those charged and not yet
+    restored.
     """
 
     tenant: Tenant
@@ -79,7 +79,7 @@ class Quotas:
         if tenant.max_requests is not None and len(account.open) >= tenant.max_requests:
             self.refused["tenant_requests"] += 1
             raise Exhausted(
-                f"tenant {tenant.name!r} has {len(account.open)} requests under way, its limit",
+                f"tenant {tenant.name!r} has {len(account.open)} requests open, its limit",
                 RETRY_SECONDS,
             )
         hold = QuotaHold(tenant, self)
@@ -98,15 +98,15 @@ class Quotas:
         if tokens > allowed:
             raise Rejected(
                 "max_tokens",
-                f"prompt and output can come to {tokens} tokens, and tenant {tenant.name!r} may"
-                f" have {allowed} a minute",
+                f"prompt and output may need {tokens} tokens, and tenant {tenant.name!r} may"
+                f" use {allowed} a minute",
             )
         account, now, rate = self._accounts[tenant.name], self._clock(), allowed / MINUTE
         account.advance(now, rate)
         if (over := account.spent + tokens - allowed) > 0:
             self.refused["tenant_tokens"] += 1
             raise Exhausted(
-                f"tenant {tenant.name!r} has had its {allowed} tokens of this minute", over / rate
+                f"tenant {tenant.name!r} has used its {allowed} tokens of this minute", over / rate
             )
         account.spent += tokens
 

@@ -14,11 +14,11 @@ class Candidate:
 
     key: str
     legs: int  # running there, as far as this router knows
-    tokens: int  # of those legs
+    tokens: int  # of these legs
     max_model_len: int
     capacity: int  # positions that its whole pool holds
     free: int | None = None  # positions that no request holds now; ``None``: unknown
-    queued: int = 0  # tokens to compute before those of a new request
+    queued: int = 0  # tokens to compute before a new request's
 
     @property
     def longest(self) -> int:

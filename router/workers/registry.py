@@ -178,7 +178,7 @@ class Registry:
         wanted = [key for key in dict.fromkeys(every) if self._may_call(key[1])]
         limit = self._config.max_workers
         if (left_out := max(0, len(wanted) - limit)) != self._left_out:
-            log.warning("%d workers are listed, %d at most are used", len(wanted), limit)
+            log.warning("%d workers are listed, only %d are used", len(wanted), limit)
             self._left_out = left_out
         return wanted[:limit]
 
@@ -221,7 +221,7 @@ class Registry:
                 self.update(listed)
 
     def _restarted(self, worker: KnownWorker, before: worker_pb2.WorkerInfo) -> None:
-        """It has another boot token than ``before``: it is another worker, without those legs.
+        """It has another boot token than ``before``: it is another worker, and the legs are lost.
 
         It is not used before it was accepted as such.
         """

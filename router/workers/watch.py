@@ -118,7 +118,7 @@ class Watcher:
         try:
             while waits < WAITS:
                 done, _ = await asyncio.wait((task,), timeout=silence / WAITS)
-                if task.cancelled():  # by gRPC; the watcher goes on
+                if task.cancelled():  # by gRPC; the watcher continues
                     raise Unavailable("the check was cancelled")
                 if done:
                     return task.result()

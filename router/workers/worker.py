@@ -82,8 +82,8 @@ class LegCall:
 class KnownWorker:
     """``health``, ``info`` and ``load`` are results of the last check; the watcher writes them.
 
-    Moments are of ``time.monotonic``. ``key`` is the boot token, and the address until the worker
-    has told its token.
+    Moments are of ``time.monotonic``. ``key`` is the boot token, and the address until the
+    token is known.
     """
 
     def __init__(self, address: str, listed: Role, options: ChannelOptions) -> None:
@@ -211,7 +211,7 @@ class KnownWorker:
                 leg.evict(error)
 
     def candidate(self) -> Candidate:
-        """The view for placement, made anew only after a change."""
+        """The view for placement, made again only after a change."""
         if self._candidate is None:
             self._candidate = self._as_candidate()
         return self._candidate

@@ -90,8 +90,12 @@ def test_an_unknown_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> 
         (("generate", "a", "--system", "b"), 2, "system: needs --chat"),
         (("generate", "--endpoints", "/no/such"), 1, "cannot read /no/such"),
         (("generate", "a", "--max-tokens", "0"), 2, "max_tokens: 0 (from --max-tokens)"),
-        (("up", "--store", "memory://"), 2, "store: memory:// lives in one process"),
-        (("up", "--store", "kvrelay://h:1,memory://"), 2, "store: memory:// lives in one process"),
+        (("up", "--store", "memory://"), 2, "store: memory:// belongs to one process"),
+        (
+            ("up", "--store", "kvrelay://h:1,memory://"),
+            2,
+            "store: memory:// belongs to one process",
+        ),
         (("demo", "--kill", "prefill", "--prefill", "0"), 2, "kill: 'prefill' needs --prefill"),
         (("bench", "--only", "x"), 2, "only: no part 'x'"),
         (

@@ -11,7 +11,7 @@ import pytest
 from kvrelay.cli.doctor import command
 from kvrelay.cli.doctor.machine import Diagnosis
 from kvrelay.cli.doctor.stores import check_stores
-from kvrelay.cluster.layout import ClusterConfig, specs
+from kvrelay.cluster.layout import ClusterConfig, process_specs
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.redis.redisserver import Cluster, Server, running
 
@@ -127,12 +127,12 @@ def test_the_command_shows_it(server: Server, capsys: pytest.CaptureFixture[str]
 def test_a_password_in_a_url_is_on_no_command_line() -> None:
     """``kvrelay up --store``: everybody may read the words that a process was started with."""
     url = "redis://me:hush@127.0.0.1:1"
-    made = specs(ClusterConfig(store=url, port=0))
+    made = process_specs(ClusterConfig(store=url, port=0))
     assert {spec.role for spec in made} == {"prefill", "decode", "router"}, "no store of its own"
     assert "hush" not in str([spec.args for spec in made])
     assert "hush" not in repr(made)
     workers = [spec for spec in made if spec.role != "router"]
     assert all(spec.environ["KVRELAY_STORE"] == url for spec in workers)
-    plain = specs(ClusterConfig(store="redis://127.0.0.1:1", port=0))
+    plain = process_specs(ClusterConfig(store="redis://127.0.0.1:1", port=0))
     assert all("redis://127.0.0.1:1" in spec.args for spec in plain if spec.role != "router")
     assert os.environ.get("KVRELAY_STORE") is None

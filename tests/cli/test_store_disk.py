@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.cluster.layout import ClusterConfig, specs
+from kvrelay.cluster.layout import ClusterConfig, process_specs
 from kvrelay.cluster.supervisor import STOP_SECONDS
 from kvrelay.errors import Rejected
 
 
 def args_of_store(config: ClusterConfig) -> tuple[str, ...]:
-    return next(spec.args for spec in specs(config) if spec.role == "store")
+    return next(spec.args for spec in process_specs(config) if spec.role == "store")
 
 
 def test_the_store_is_told_of_its_disk() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.random_model import make_model
 from kvrelay.cluster.layout import ROOT
-from tests.cli.processes import alive, until
+from tests.cluster.processes import alive, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 START_SECONDS = 90.0

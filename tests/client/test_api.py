@@ -85,7 +85,9 @@ def test_the_defaults_are_told_as_they_are() -> None:
         ("zzz", "the parameters are timeout, prompt"),
     ],
 )
-def test_a_parameter_that_does_not_exist_is_answered_with_a_hint(name: str, hint: str) -> None:
+async def test_a_parameter_that_does_not_exist_is_answered_with_a_hint(
+    name: str, hint: str
+) -> None:
     calls: list[Callable[..., object]] = [
         Client("127.0.0.1:1").generate,
         AsyncClient("127.0.0.1:1").complete,

@@ -101,7 +101,7 @@ def test_no_flipped_byte_is_ever_taken_and_each_is_put_anew(
             assert bench.load() == len(TOKENS), "it was put anew"
         until(lambda: bench.direct.stats(20).leases == 0)
         stats = bench.direct.stats(20)
-        assert (stats.tally.corrupt, stats.tally.stored) == (number, COUNT + number)
+        assert (stats.counters.corrupt, stats.counters.stored) == (number, COUNT + number)
         assert stats.bytes == COUNT * (HEADER + bench.payload)
     finally:
         bench.close()

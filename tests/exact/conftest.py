@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cluster.layout import SHIPPED_MODEL, ClusterConfig, specs
+from kvrelay.cluster.layout import SHIPPED_MODEL, ClusterConfig, process_specs
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster
 from tests.models import tiny_model
@@ -45,7 +45,7 @@ def audited() -> Iterator[None]:
 @contextmanager
 def cluster(
     model: Path,
-    layout: Callable[[ClusterConfig], tuple[ProcessSpec, ...]] = specs,
+    layout: Callable[[ClusterConfig], tuple[ProcessSpec, ...]] = process_specs,
     **settings: int | str,
 ) -> Iterator[Cluster]:
     """A running cluster; its logs are printed when the test fails."""

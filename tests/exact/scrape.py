@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrelay.cluster.layout import ClusterConfig, specs
+from kvrelay.cluster.layout import ClusterConfig, process_specs
 from kvrelay.cluster.ports import free_ports
 from kvrelay.cluster.process import ProcessSpec
 
@@ -60,7 +60,7 @@ def measured(
     """
 
     def layout(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
-        made = specs(config)
+        made = process_specs(config)
         workers = [spec for spec in made if spec.role in WORKERS]
         free = free_ports(len(workers))
         ports.update({spec.name: port for spec, port in zip(workers, free, strict=True)})

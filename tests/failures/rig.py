@@ -15,7 +15,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvrelay.cluster.layout import ClusterConfig, specs
+from kvrelay.cluster.layout import ClusterConfig, process_specs
 from kvrelay.cluster.process import ProcessSpec, RestartBackoff
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.v1 import store_pb2, store_pb2_grpc, worker_pb2, worker_pb2_grpc
@@ -137,7 +137,7 @@ def rig(
         proxies: dict[str, Proxy] = {}
 
         def layout(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
-            made = tuple(_another(spec, module) for spec in specs(config))
+            made = tuple(_another(spec, module) for spec in process_specs(config))
             store = next(spec for spec in made if spec.role == "store")
             for role in ROLES:
                 proxies[role] = stack.enter_context(Proxy(store.address))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvrelay import AsyncClient
 from kvrelay.cli.authority import CertificateAuthority
-from kvrelay.cluster.layout import ClusterConfig, specs
+from kvrelay.cluster.layout import ClusterConfig, process_specs
 from kvrelay.cluster.ports import free_ports
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster
@@ -104,7 +104,7 @@ def standing(folder: Path, tls: bool = False) -> Iterator[Stand]:
     metrics = {role: f"127.0.0.1:{port}" for role, port in zip(roles, free_ports(3), strict=True)}
 
     def layout(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
-        return tuple(_told(spec, metrics) for spec in specs(config))
+        return tuple(_told(spec, metrics) for spec in process_specs(config))
 
     config = ClusterConfig(
         model=str(model),

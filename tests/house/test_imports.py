@@ -1,6 +1,6 @@
-"""Imports go down only: a package sees the floors below its own, and never a sibling.
+"""Imports go down only: a folder sees the layers below its own, and never a sibling.
 
-CONTRIBUTING.md says what belongs on which floor.
+docs/architecture.md has the map.
 """
 
 from __future__ import annotations

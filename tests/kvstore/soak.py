@@ -50,13 +50,13 @@ class Report:
         """``AssertionError`` if something was lost or is still held."""
         stats = self.stats
         assert all(self.taken), "a reader got nothing"
-        assert stats.tally.evicted > 0, "the budget was never reached"
+        assert stats.counters.evicted > 0, "the budget was never reached"
         assert (stats.leases, stats.leased_bytes) == (0, 0), "leases are left"
         assert (stats.reservations, stats.reserved_bytes) == (0, 0), "reservations are left"
-        assert (stats.tally.corrupt, self.breaks) == (0, 0), "something broke"
+        assert (stats.counters.corrupt, self.breaks) == (0, 0), "something broke"
         if stats.disk is not None:
-            assert stats.disk.tally.read > 0, "nothing came from disk"
-            assert (stats.disk.tally.corrupt, stats.disk.tally.failed) == (0, 0), "a bad disk"
+            assert stats.disk.counters.read > 0, "nothing came from disk"
+            assert (stats.disk.counters.corrupt, stats.disk.counters.failed) == (0, 0), "a bad disk"
             assert stats.disk.bytes <= stats.disk.budget
 
 
@@ -102,7 +102,7 @@ class Soak:
         def put_some(source: random.Random) -> None:
             some = source.sample(self.blocks, source.randrange(1, 6))
             for outcome in store.put([offer(block) for block in some], TIMEOUT):
-                assert outcome.kept in (PutStatus.STORED, PutStatus.EXISTED, PutStatus.NO_ROOM), (
+                assert outcome.status in (PutStatus.STORED, PutStatus.EXISTED, PutStatus.NO_ROOM), (
                     outcome
                 )
                 self.put[number] += 1
@@ -160,13 +160,13 @@ def main(argv: list[str]) -> int:
     stats, disk = report.stats, report.stats.disk
     print(
         f"{sum(report.taken):,} blocks read and compared, {report.put:,} put, "
-        f"{stats.tally.stored:,} stored, {stats.tally.evicted:,} evicted; "
+        f"{stats.counters.stored:,} stored, {stats.counters.evicted:,} evicted; "
         f"leases {stats.leases}, reservations {stats.reservations}, "
         f"transports failed {report.breaks}"
     )
     if disk is not None:
-        tally = disk.tally
-        print(f"disk: {tally.written:,} written, {tally.read:,} read, {tally.dropped:,} dropped")
+        done = disk.counters
+        print(f"disk: {done.written:,} written, {done.read:,} read, {done.dropped:,} dropped")
     report.check()
     return 0
 

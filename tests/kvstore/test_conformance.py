@@ -54,7 +54,7 @@ def offer(block: Block, name: bytes | None = None) -> Offer:
 
 def put(store: Store, *blocks: Block) -> list[PutStatus]:
     outcomes = store.put([offer(block) for block in blocks], TIMEOUT)
-    return [outcome.kept for outcome in outcomes]
+    return [outcome.status for outcome in outcomes]
 
 
 def get(store: Store, *blocks: Block) -> list[GetResult]:
@@ -110,7 +110,7 @@ def test_a_large_block_that_exists_is_not_read_again(store: Store) -> None:
 
     put(store, block)
     outcomes = store.put([Offer(name_of(block), block.size, False, read)], TIMEOUT)
-    assert outcomes[0].kept is PutStatus.EXISTED
+    assert outcomes[0].status is PutStatus.EXISTED
 
 
 def test_absent_blocks_are_told_and_the_others_come(store: Store) -> None:
@@ -221,14 +221,14 @@ def test_a_block_whose_bytes_are_wrong_is_refused_by_field(store: Store) -> None
         "payload_bytes": Block(encode(lie), block.payload),
         "magic": Block(bytes(len(block.header)), block.payload),
     }
-    before = store.stats(TIMEOUT).tally.corrupt
+    before = store.stats(TIMEOUT).counters.corrupt
     for field, wrong in cases.items():
         wanted = offer(wrong, name_of(block))
         outcome, beside = store.put([wanted, offer(make())], TIMEOUT)
-        assert (outcome.kept, beside.kept) == (PutStatus.CORRUPT, PutStatus.STORED)
+        assert (outcome.status, beside.status) == (PutStatus.CORRUPT, PutStatus.STORED)
         assert outcome.reason is not None
         assert outcome.reason.startswith(field + ":")
-    assert store.stats(TIMEOUT).tally.corrupt == before + len(cases)
+    assert store.stats(TIMEOUT).counters.corrupt == before + len(cases)
     assert present(store, block) == [False]
     assert put(store, block) == [PutStatus.STORED]
 
@@ -245,7 +245,7 @@ def test_a_name_that_does_not_follow_from_the_header_is_refused(store: Store) ->
     for header in false:
         wrong = Block(encode(header), block.payload)
         (outcome,) = store.put([offer(wrong)], TIMEOUT)
-        assert outcome.kept is PutStatus.CORRUPT
+        assert outcome.status is PutStatus.CORRUPT
         assert outcome.reason is not None
         assert outcome.reason.startswith("name: ")
     assert present(store, block, victim) == [False, False]
@@ -336,7 +336,7 @@ def test_leases_of_another_start_are_ignored(store: Store) -> None:
 def test_concurrent_puts_of_one_name_cost_one_copy(connecting: Connect) -> None:
     stores = [connecting() for _ in range(4)]
     blocks = [make(700_000) for _ in range(10)]
-    before = stores[0].stats(TIMEOUT).tally
+    before = stores[0].stats(TIMEOUT).counters
     results: list[list[PutStatus]] = []
     threads = [threading.Thread(target=lambda s=s: results.append(put(s, *blocks))) for s in stores]
     for thread in threads:
@@ -346,8 +346,8 @@ def test_concurrent_puts_of_one_name_cost_one_copy(connecting: Connect) -> None:
     assert len(results) == 4
     assert all(kept in (PutStatus.STORED, PutStatus.EXISTED) for kepts in results for kept in kepts)
     stats = stores[0].stats(TIMEOUT)
-    assert stats.tally.stored - before.stored == 10
-    assert stats.tally.bytes_in - before.bytes_in == sum(b.size for b in blocks)
+    assert stats.counters.stored - before.stored == 10
+    assert stats.counters.bytes_in - before.bytes_in == sum(b.size for b in blocks)
     assert (stats.reservations, stats.reserved_bytes) == (0, 0)
     get(stores[1], *blocks)
 
@@ -387,8 +387,8 @@ def test_stats_count_what_happened(store: Store) -> None:
     after = store.stats(TIMEOUT)
     assert after.entries == before.entries + 1
     changes = {
-        field.name: getattr(after.tally, field.name) - getattr(before.tally, field.name)
-        for field in dataclasses.fields(after.tally)
+        field.name: getattr(after.counters, field.name) - getattr(before.counters, field.name)
+        for field in dataclasses.fields(after.counters)
     }
     moved = {
         "stored": 1,

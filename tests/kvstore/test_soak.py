@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import PutStatus
-from kvstore.claims import Claim, ClaimStatus
+from kvstore.claims import Claim
 from kvstore.limits import StoreLimits
 from kvstore.server.block_store import BlockStore
 from tests.kvstore.soak import at_once, disk_flags, soak
@@ -28,41 +28,45 @@ def test_so_do_they_with_a_disk_below(tmp_path: Path) -> None:
 
 
 def test_every_place_of_the_arena_has_one_owner_and_comes_back() -> None:
-    vault = BlockStore(StoreLimits(3 << 20, ticket_life=0.05))
+    block_store = BlockStore(StoreLimits(3 << 20, ticket_life=0.05))
     blocks = [make(size) for size in (100, 900, 9_000, 90_000, 700_000) for _ in range(10)]
 
     def write(source: random.Random) -> None:
         some = source.sample(blocks, 4)
-        grant = vault.reserve([Claim(name_of(b), b.size, source.random() < 0.2) for b in some])
+        grant = block_store.reserve(
+            [Claim(name_of(b), b.size, source.random() < 0.2) for b in some]
+        )
         for block, verdict in zip(some, grant.verdicts, strict=True):
-            if verdict is not ClaimStatus.RESERVED or grant.ticket is None or source.random() < 0.1:
+            if verdict is not PutStatus.RESERVED or grant.ticket is None or source.random() < 0.1:
                 continue
-            (slot,) = vault.slots(grant.ticket, [name_of(block)])
+            (slot,) = block_store.slots(grant.ticket, [name_of(block)])
             if slot is None:
                 continue  # the ticket ran out meanwhile
             if source.random() < 0.1:
                 time.sleep(0.06)  # longer than the ticket lives
             if source.random() < 0.9:
                 slot.take(memoryview(block.header + bytes(block.payload)))
-            assert vault.settle([slot])[0].kept in (PutStatus.STORED, PutStatus.EXPIRED)
+            assert block_store.settle([slot])[0].status in (PutStatus.STORED, PutStatus.EXPIRED)
         if grant.ticket is not None and source.random() < 0.8:
-            vault.abandon(grant.ticket)
+            block_store.abandon(grant.ticket)
 
     def read(source: random.Random) -> None:
         some = source.sample(blocks, 6)
-        found = vault.locate([name_of(b) for b in some], 10.0)
+        found = block_store.locate([name_of(b) for b in some], 10.0)
         for block, place in zip(some, found.blocks, strict=True):
             if place is not None:
                 assert place[0] == block.size
-                assert bytes(vault.arena.view(place[1], place[0])[-100:]) == block.payload[-100:]
+                assert (
+                    bytes(block_store.arena.view(place[1], place[0])[-100:]) == block.payload[-100:]
+                )
         if found.lease is not None:
-            vault.release([found.lease])
+            block_store.release([found.lease.id])
 
     at_once(SECONDS, None, [write] * 4 + [read] * 4)
-    assert vault.stats().tally.stored > 100
+    assert block_store.stats().counters.stored > 100
     time.sleep(0.06)  # the last tickets end
-    vault.clear()
-    stats = vault.stats()
+    block_store.clear()
+    stats = block_store.stats()
     assert (stats.entries, stats.bytes, stats.leases, stats.reservations) == (0, 0, 0, 0)
-    slots = vault.arena.slots
+    slots = block_store.arena.slots
     assert (slots.used, slots.free_runs, slots.longest) == (0, 1, slots.capacity)

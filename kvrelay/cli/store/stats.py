@@ -50,7 +50,7 @@ def asked(url: str, timeout: float) -> StoreStats | KvrelayError:
 
 
 def figures(value: object) -> dict[str, object]:
-    """The fields of a record as JSON; what is a record itself stays one, but for the tally."""
+    """The fields of a record as JSON; what is a record itself stays one, but for the counters."""
     if not is_dataclass(value):
         return {}
     found: dict[str, object] = {}
@@ -61,7 +61,7 @@ def figures(value: object) -> dict[str, object]:
         elif isinstance(part, tuple):
             if part:
                 found[field.name] = {one.name or SERVICES: figures(one) for one in part}
-        elif field.name == "tally":
+        elif field.name == "counters":
             found |= figures(part)
         elif is_dataclass(part):
             found[field.name] = figures(part)

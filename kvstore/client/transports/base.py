@@ -15,7 +15,8 @@ from kvrelay.v1 import store_pb2 as pb
 from kvstore.base import Block, GetResult, Offer, Outcome, Want
 from kvstore.client.transports.connection import StoreConnection
 from kvstore.client.transports.grants import PutGrant
-from kvstore.wire.messages import MAX_LEASE_MS, outcomes_of
+from kvstore.limits import MAX_LEASE_MS
+from kvstore.wire.messages import outcomes_of
 from kvstore.wire.pool import ConnectionPool
 
 M = TypeVar("M", bound=Message)

@@ -9,15 +9,17 @@ from dataclasses import dataclass
 from kvrelay.errors import Corrupt, KvrelayError, Unavailable
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import store_pb2 as pb
-from kvstore.base import NOT_SENT, Offer, Outcome
-from kvstore.claims import ClaimStatus
+from kvstore.base import Offer, Outcome, PutStatus
 from kvstore.client.calls import StoreCalls
 from kvstore.wire.messages import VERDICTS, claim_message
 
 ABANDON_SECONDS = 1.0
 
-_RESERVED = VERDICTS[ClaimStatus.RESERVED]
-_OUTCOMES = {VERDICTS[verdict]: Outcome(kept) for verdict, kept in NOT_SENT.items()}
+_RESERVED = VERDICTS[PutStatus.RESERVED]
+_OUTCOMES = {
+    VERDICTS[status]: Outcome(status)
+    for status in (PutStatus.EXISTED, PutStatus.PENDING, PutStatus.NO_ROOM)
+}
 _KNOWN = {_RESERVED, *_OUTCOMES}
 
 

@@ -24,7 +24,7 @@ class VictimSelector(Generic[V]):
         return self._policy.victim() or self._oldest_free()
 
     def victim_for(self, claim: Claim) -> EvictionNode | None:
-        """What a catalog asks."""
+        """What a index asks."""
         return self.victim()
 
     def _oldest_free(self) -> EvictionNode | None:

@@ -16,6 +16,7 @@ from kvstore.index.eviction.ghosts import Ghost, GhostList
 from kvstore.index.eviction.life_table import LifeTable
 from kvstore.index.eviction.policy import EvictionNode, LeastRecentlyUsed
 from kvstore.index.eviction.shadow_lru import ShadowLru
+from kvstore.limits import RETURNS
 
 HAND_OVER = 5.0
 """Seconds in which uses are one use: by the worker that put a block, and by the one it is handed
@@ -49,7 +50,7 @@ uncovers is looked at next, so a run goes block by block."""
 class ExpectedReturns(LeastRecentlyUsed):
     """The policy ``returns``; an eviction costs the same whatever the number of blocks."""
 
-    name = "returns"
+    name = RETURNS
 
     def __init__(self, ghosts: int = GHOSTS) -> None:
         super().__init__()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import heapq
 from typing import Protocol
 
+from kvstore.limits import LRU
+
 SLACK = 1024
 """Stale entries that are always allowed for."""
 
@@ -84,7 +86,7 @@ class LeastRecentlyUsed:
     victim only while nothing follows it, which true names cannot do in a circle.
     """
 
-    name = "lru"
+    name = LRU
 
     def __init__(self) -> None:
         self._children: dict[bytes, int] = {}  # by parent, there or not

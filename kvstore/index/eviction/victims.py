@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kvstore.claims import Claim
+from kvstore.claims import Claim, prefix_of
 from kvstore.index.entries import IndexEntry
 from kvstore.index.eviction.choosing import VictimSelector
 from kvstore.index.eviction.policy import EvictionNode, EvictionPolicy
-from kvstore.keys import prefix_of
-from kvstore.server.tenants import TenantQuota
 
 
 class _Part:
@@ -33,11 +31,11 @@ class QuotaPolicy:
     def __init__(
         self,
         make: Callable[[], EvictionPolicy],
-        owners: Mapping[bytes, TenantQuota],
+        quotas: Mapping[bytes, int],
         entry_bytes: int,
     ) -> None:
         self._make = make
-        self._owners = owners
+        self._quotas = quotas
         self._entry_bytes = entry_bytes
         self._parts: dict[bytes, _Part] = {}
         self._now = 0.0
@@ -113,7 +111,6 @@ class QuotaPolicy:
     def _part(self, node: EvictionNode) -> _Part:
         prefix = prefix_of(node.name)
         if (part := self._parts.get(prefix)) is None:
-            owner = self._owners.get(prefix)
-            part = self._parts[prefix] = _Part(self._make(), 0 if owner is None else owner.quota)
+            part = self._parts[prefix] = _Part(self._make(), self._quotas.get(prefix, 0))
         part.policy.advance(self._now)
         return part

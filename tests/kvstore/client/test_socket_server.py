@@ -34,8 +34,8 @@ def test_only_a_connection_within_one_host_is_kept_short(client: str, short: boo
 
 def test_strangers_keep_nobody_on_this_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "MAX_CONNECTIONS", 2)
-    vault = BlockStore(StoreLimits(1 << 20))
-    made = lanes.TransportListener(vault, lanes.ListenerOptions())
+    block_store = BlockStore(StoreLimits(1 << 20))
+    made = lanes.TransportListener(block_store, lanes.ListenerOptions())
     made.start()
     address = ("127.0.0.1", made.ways.socket_port)
     with ExitStack() as held:
@@ -46,10 +46,10 @@ def test_strangers_keep_nobody_on_this_host_out(monkeypatch: pytest.MonkeyPatch)
             time.sleep(0.01)
         third = held.enter_context(socket.create_connection(address, 30.0))
         assert third.recv(1) == b""
-        connection = dial_unix(made.ways.unix_socket, Deadline.after(30.0), vault.boot)
+        connection = dial_unix(made.ways.unix_socket, Deadline.after(30.0), block_store.boot)
         held.callback(connection.sock.close)
         connection.sock.limit(30.0)
         connection.send(RequestFrame(Op.ATTACH))
         fd, size = connection.receive_descriptor()
         os.close(fd)
-        assert size == vault.arena.size
+        assert size == block_store.arena.size

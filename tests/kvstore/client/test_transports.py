@@ -182,14 +182,14 @@ def test_what_was_reserved_for_a_socket_that_breaks_is_given_up(
     monkeypatch.setattr(socket_transport, "send_blocks", cut)
     store = RemoteStore(address_of(service_url), "socket")
     offers = [offer(make(300_000)) for _ in range(3)]
-    before = store.stats(TIMEOUT).tally.abandoned
+    before = store.stats(TIMEOUT).counters.abandoned
     for wait in (0.0, 1.0):  # reserved by the transport itself, or before one was chosen
         found = store._put_asked(offers, wait, Deadline.after(TIMEOUT), set())
-        assert [outcome.kept for outcome in found] == [PutStatus.PENDING] * 3
+        assert [outcome.status for outcome in found] == [PutStatus.PENDING] * 3
         stats = store.stats(TIMEOUT)
-        assert (stats.reservations, stats.tally.abandoned - before) == (0, 3)
+        assert (stats.reservations, stats.counters.abandoned - before) == (0, 3)
         before += 3
-    assert [outcome.kept for outcome in store.put(offers, TIMEOUT)] == [PutStatus.STORED] * 3
+    assert [outcome.status for outcome in store.put(offers, TIMEOUT)] == [PutStatus.STORED] * 3
     store.close()
 
 
@@ -296,11 +296,11 @@ def test_a_flipped_byte_on_the_way_in_is_refused_or_another_transport_taken(
                 (outcome,) = fresh.put([offer(block)], 3.0)
             except KvrelayError:
                 continue
-        refused += outcome.kept is PutStatus.CORRUPT
+        refused += outcome.status is PutStatus.CORRUPT
         taken, wrong = accepted(plain, [block])
         assert (taken, wrong) == (int(outcome.present), 0)
     assert refused > 3
-    assert plain.stats(TIMEOUT).tally.corrupt >= refused
+    assert plain.stats(TIMEOUT).counters.corrupt >= refused
 
 
 def arena_in(process: subprocess.Popen[str]) -> int:

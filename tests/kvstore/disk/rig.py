@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvstore import Block, PutStatus
-from kvstore.claims import Claim, ClaimStatus
+from kvstore.claims import Claim
 from kvstore.disk.tier import DiskOptions, DiskTier
-from kvstore.disk_stats import DiskStats
 from kvstore.limits import StoreLimits
 from kvstore.server.block_store import BlockStore
+from kvstore.stats import DiskStats
 from tests.kvstore.test_conformance import name_of
 
 SLOW = 60.0
@@ -39,27 +39,27 @@ def size_of(path: Path) -> int:
 class Inside:
     """Puts and gets whole blocks."""
 
-    def __init__(self, vault: BlockStore, tier: DiskTier) -> None:
-        self.vault = vault
+    def __init__(self, block_store: BlockStore, tier: DiskTier) -> None:
+        self.block_store = block_store
         self.tier = tier
 
     @property
     def disk(self) -> DiskStats:
         """Its figures."""
-        stats = self.vault.stats().disk
+        stats = self.block_store.stats().disk
         assert stats is not None
         return stats
 
     def put(self, block: Block) -> PutStatus:
         """As a writer does."""
-        grant = self.vault.reserve([Claim(name_of(block), block.size, partial=False)])
+        grant = self.block_store.reserve([Claim(name_of(block), block.size, partial=False)])
         if grant.ticket is None:
-            assert grant.verdicts == (ClaimStatus.EXISTS,)
+            assert grant.verdicts == (PutStatus.EXISTED,)
             return PutStatus.EXISTED
-        (slot,) = self.vault.slots(grant.ticket, [name_of(block)])
+        (slot,) = self.block_store.slots(grant.ticket, [name_of(block)])
         assert slot is not None
         slot.take(memoryview(block.header + bytes(block.payload)))
-        return self.vault.settle([slot])[0].kept
+        return self.block_store.settle([slot])[0].status
 
     def fill(self, *blocks: Block) -> None:
         """So that each is on disk before memory is short."""
@@ -73,21 +73,21 @@ class Inside:
 
     def get(self, block: Block) -> bytes | None:
         """As a reader does."""
-        name, books = name_of(block), self.vault.books
-        assert books is not None
-        if books.bring([name]):
-            books.wait_for([name], SLOW)
-        found = self.vault.locate([name], SLOW)
+        name, disk_index = name_of(block), self.block_store.disk_index
+        assert disk_index is not None
+        if disk_index.bring([name]):
+            disk_index.wait_for([name], SLOW)
+        found = self.block_store.locate([name], SLOW)
         if found.lease is None or found.blocks[0] is None:
             return None
         size, place = found.blocks[0]
-        data = bytes(self.vault.arena.view(place, size))
-        self.vault.release([found.lease])
+        data = bytes(self.block_store.arena.view(place, size))
+        self.block_store.release([found.lease.id])
         return data
 
     def has(self, *blocks: Block) -> list[bool]:
         """Whether they are there, in memory or below."""
-        sizes = self.vault.survey([name_of(block) for block in blocks], 0.0).sizes
+        sizes = self.block_store.survey([name_of(block) for block in blocks], 0.0).sizes
         return [size is not None for size in sizes]
 
     def right(self, *blocks: Block) -> list[bool]:
@@ -103,13 +103,15 @@ def inside(
     path: Path, budget: int = 1 << 20, disk_budget: int = 64 << 20, restore: bool = False
 ) -> Iterator[Inside]:
     """Opened, restored, and closed as a store is that gets SIGTERM."""
-    vault = BlockStore(StoreLimits(budget, disk_budget=disk_budget))
-    assert vault.books is not None
-    tier = DiskTier(DiskOptions(str(path), disk_budget, restore), vault.books, vault.arena)
+    block_store = BlockStore(StoreLimits(budget, disk_budget=disk_budget))
+    assert block_store.disk_index is not None
+    tier = DiskTier(
+        DiskOptions(str(path), disk_budget, restore), block_store.disk_index, block_store.arena
+    )
     tier.start()
     try:
         assert tier.wait_restored(SLOW)
-        yield Inside(vault, tier)
+        yield Inside(block_store, tier)
         tier.flush(SLOW)
     finally:
         tier.close()

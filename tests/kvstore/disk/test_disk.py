@@ -18,7 +18,7 @@ from kvstore.client.admin import StoreAdmin
 from kvstore.client.mirror import StoreMirror
 from kvstore.client.remote import RemoteStore
 from kvstore.client.transports.selector import TRANSPORTS
-from kvstore.disk_stats import DiskStats
+from kvstore.stats import DiskStats
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, present, put
 
@@ -77,15 +77,15 @@ def test_what_does_not_fit_into_memory_comes_back_from_disk(tmp_path: Path) -> N
     blocks = [make(50_000) for _ in range(60)]
     with running(*flags(tmp_path)) as (store, process):
         fill(store, blocks)
-        assert store.stats(TIMEOUT).tally.evicted > 0
-        assert disk_of(store).tally.skipped == 0
+        assert store.stats(TIMEOUT).counters.evicted > 0
+        assert disk_of(store).counters.skipped == 0
         assert all(present(store, *blocks))
         address = store.url.removeprefix("kvrelay://")
         for number, block in enumerate(blocks):
             reader = RemoteStore(address, TRANSPORTS[number % 3])
             assert get(reader, block)[0].header is not None
             reader.close()
-        assert disk_of(store).tally.read > 0
+        assert disk_of(store).counters.read > 0
         assert put(store, blocks[0]) == [PutStatus.EXISTED]
         found = store.lookup([name_of(b) for b in blocks[:8]], [], 30, TIMEOUT)
         assert found.lead == 8
@@ -113,14 +113,14 @@ def test_a_restart_is_warm(tmp_path: Path) -> None:
         assert all(present(store, *blocks[:30]))
         assert present(store, part) == [False]
         assert all(got.header is not None for got in get(store, *blocks[:30]))
-        assert disk_of(store).tally.restored == 30
+        assert disk_of(store).counters.restored == 30
         put(store, *blocks[30:])
         saved(store)
         process.send_signal(signal.SIGKILL)
         process.wait()
     with running(*flags(tmp_path, "4MiB"), "--restore") as (store, process):
         assert all(got.header is not None for got in get(store, *blocks))
-        assert disk_of(store).tally.corrupt == 0
+        assert disk_of(store).counters.corrupt == 0
         terminate(process)
     with running(*flags(tmp_path)) as (store, process):  # without --restore: an empty store
         assert not any(present(store, *blocks))
@@ -147,17 +147,17 @@ def test_killed_in_the_middle_of_writing_nothing_wrong_comes_back(tmp_path: Path
 
             writing = threading.Thread(target=write)
             writing.start()
-            while disk_of(store).tally.written < 30:
+            while disk_of(store).counters.written < 30:
                 assert writing.is_alive()
             time.sleep(source.random() / 50)
             process.send_signal(signal.SIGKILL)
             process.wait()
             writing.join()
     with running(*flags(tmp_path, "2MiB"), "--restore") as (store, process):
-        assert disk_of(store).tally.restored > 30
+        assert disk_of(store).counters.restored > 30
         came = [got.header is not None for b in blocks.values() for got in get(store, b)]
-        assert sum(came) >= disk_of(store).tally.restored
-        assert disk_of(store).tally.corrupt == 0  # torn ones are not even found
+        assert sum(came) >= disk_of(store).counters.restored
+        assert disk_of(store).counters.corrupt == 0  # torn ones are not even found
         terminate(process)
 
 

@@ -54,9 +54,9 @@ def test_truncated_and_flipped_files_are_misses_with_a_counter(tmp_path: Path) -
     file.write_bytes(data[: 15 * record + 5000])
     bad = {3, 5, *range(15, 20)}
     with inside(tmp_path, restore=True) as store:
-        assert (store.disk.tally.restored, store.disk.tally.damaged) == (14, 2)
+        assert (store.disk.counters.restored, store.disk.counters.damaged) == (14, 2)
         assert store.right(*blocks) == [number not in bad for number in range(20)]
-        assert store.disk.tally.corrupt == 1
+        assert store.disk.counters.corrupt == 1
         assert store.has(blocks[3]) == [False]
         store.fill(*(blocks[number] for number in bad))  # what was wrong can be put again
         assert all(store.right(*blocks))
@@ -91,12 +91,12 @@ def test_a_lease_on_a_damaged_block_is_a_lease_on_the_others(tmp_path: Path) -> 
     data[2 * (len(data) // 6) + 9000] ^= 1
     file.write_bytes(data)
     with inside(tmp_path, restore=True) as store:
-        found = store.vault.lookup([name_of(block) for block in blocks], [], 60.0)
+        found = store.block_store.lookup([name_of(block) for block in blocks], [], 60.0)
         assert found.lead == 6
         assert store.right(*blocks) == [True, True, False, True, True, True]
         assert found.lease is not None
-        store.vault.release([found.lease])
-        stats = store.vault.stats()
+        store.block_store.release([found.lease.id])
+        stats = store.block_store.stats()
         assert (stats.leases, stats.leased_bytes) == (0, 0)
 
 
@@ -119,7 +119,7 @@ def test_the_budget_is_kept_and_the_oldest_go(tmp_path: Path) -> None:
             store.fill(block)
             assert size_of(tmp_path) <= 2 << 20
         assert store.disk.bytes == size_of(tmp_path)
-        assert store.disk.tally.dropped > 0
+        assert store.disk.counters.dropped > 0
         there = store.has(*blocks)
         assert not any(there[:20])
         assert all(there[-30:])
@@ -165,8 +165,8 @@ def test_a_full_disk_is_a_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             assert store.put(block) is PutStatus.STORED
             store.saved()
             assert size_of(tmp_path) <= quota
-        assert store.disk.tally.failed > 0
-        assert store.disk.tally.dropped > 0
+        assert store.disk.counters.failed > 0
+        assert store.disk.counters.dropped > 0
         there = store.right(*blocks)
         assert all(there[-10:])
         assert not all(there)
@@ -174,7 +174,7 @@ def test_a_full_disk_is_a_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         store.fill(*(make(30_000) for _ in range(30)))
         assert size_of(tmp_path) > 600_000
     with inside(tmp_path, restore=True) as store:
-        assert store.disk.tally.damaged == 0
+        assert store.disk.counters.damaged == 0
 
 
 def test_other_failures_of_the_disk_remove_nothing(
@@ -192,8 +192,8 @@ def test_other_failures_of_the_disk_remove_nothing(
 
         monkeypatch.setattr(os, "pwritev", broken)
         store.put(blocks[9])
-        until(lambda: store.disk.tally.failed > 2)
-        assert (store.disk.tally.dropped, store.disk.unsaved) == (0, 1)
+        until(lambda: store.disk.counters.failed > 2)
+        assert (store.disk.counters.dropped, store.disk.unsaved) == (0, 1)
         monkeypatch.setattr(os, "pwritev", true)
         store.saved()
         assert all(store.right(*blocks))
@@ -203,7 +203,7 @@ def test_a_block_too_large_for_the_disk_stays_in_memory(tmp_path: Path) -> None:
     with inside(tmp_path, budget=4 << 20, disk_budget=1 << 20) as store:
         large, small = make(600_000), make(100)
         store.fill(large, small)
-        assert store.disk.tally.skipped == 1
+        assert store.disk.counters.skipped == 1
         assert (store.disk.entries, store.right(large)) == (1, [True])
 
 
@@ -211,8 +211,8 @@ def test_a_block_of_more_than_half_of_the_memory_comes_back(tmp_path: Path) -> N
     with inside(tmp_path, budget=1 << 20) as store:
         large = make(600_000)
         store.fill(large, *(make(100_000) for _ in range(9)))
-        assert store.vault.inspect(name_of(large)) is not None
-        assert store.vault.locate([name_of(large)], 0.0).lease is None  # not in memory
+        assert store.block_store.inspect(name_of(large)) is not None
+        assert store.block_store.locate([name_of(large)], 0.0).lease is None  # not in memory
         assert store.right(large) == [True]
 
 
@@ -225,11 +225,11 @@ def test_a_file_that_cannot_be_made_leaves_nothing_in_the_books(
     monkeypatch.setattr(writer, "FIRST_REST", 0.01)
     monkeypatch.setattr(writer, "LONGEST_REST", 0.01)
     with inside(tmp_path) as store, monkeypatch.context() as context:
-        context.setattr(writer, "Appender", refused)
+        context.setattr(writer, "SegmentAppender", refused)
         store.put(make(30_000))
-        until(lambda: store.disk.tally.failed > 4)
-        assert store.vault.books is not None
-        assert len(store.vault.books.segments()) <= 1  # that of the try under way
+        until(lambda: store.disk.counters.failed > 4)
+        assert store.block_store.disk_index is not None
+        assert len(store.block_store.disk_index.segments()) <= 1  # that of the try under way
         context.undo()
         store.saved()
 
@@ -244,7 +244,7 @@ def test_what_is_no_file_is_no_segment(tmp_path: Path) -> None:
     (tmp_path / f"segment-{9:016x}").symlink_to("/dev/zero")
     with inside(tmp_path, restore=True) as store:
         assert store.right(block) == [True]
-        assert store.disk.tally.damaged == 0
+        assert store.disk.counters.damaged == 0
 
 
 def test_a_start_that_ended_early_leaves_a_directory_that_can_be_used(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_a_scan_ends_at_the_first_head_that_is_none(tmp_path: Path) -> None:
     path = tmp_path / "segment"
     path.write_bytes(os.urandom(5000))
     scan = SegmentScan(path, 1)
-    assert list(scan.spots()) == []
+    assert list(scan.locations()) == []
     assert scan.damaged == 1
 
 

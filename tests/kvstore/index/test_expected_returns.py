@@ -9,14 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.workloads import FAMILIES, requests
-from kvstore.claims import Claim, ClaimStatus
-from kvstore.index.block_index import BlockIndex
+from kvstore.base import PutStatus
+from kvstore.claims import Claim
+from kvstore.index.block_index import BlockIndex, IndexOptions
 from kvstore.index.eviction.expected_returns import ExpectedReturns
 from kvstore.index.eviction.ghosts import Ghost, GhostList
 from kvstore.index.eviction.life_table import OCTAVES, LifeTable
-from kvstore.index.eviction.policies import EVICTIONS, make_policy
+from kvstore.index.eviction.policies import make_policy
 from kvstore.index.eviction.policy import EvictionNode, LeastRecentlyUsed
 from kvstore.index.eviction.shadow_lru import LOSS, NAMES, ShadowLru
+from kvstore.limits import EVICTIONS
 from kvstore.trace.simulate import replay
 from tests.kvstore.index.naive import Naive
 
@@ -243,25 +245,25 @@ def test_never_below_least_recently_used(family: object, budget: int) -> None:
 def test_what_is_handed_over_is_there(name: str) -> None:
     """A decode worker reads each prompt two seconds after it was put."""
     trace = requests(FAMILIES[1](random.Random(6), 900))
-    catalog: BlockIndex[int] = BlockIndex(400, make_policy(name), 1e9, b"boot")
+    index: BlockIndex[int] = BlockIndex(IndexOptions(400, 1e9, b"boot"), make_policy(name))
     steps = [(one.at, one.names, False) for one in trace]
     steps += [(one.at + 2.0, one.names, True) for one in trace]
     lost = [0, 0]
     for number, (now, names, decode) in enumerate(sorted(steps)):
-        found = catalog.lookup(names, [], 5.0, now)
+        found = index.lookup(names, [], 5.0, now)
         if found.lease is not None:
-            catalog.release(found.lease)
+            index.release(found.lease.id)
         if decode:
             lost[number > len(steps) // 4] += len(names) - found.lead
             continue
         missing = names[found.lead :]
-        grant = catalog.reserve([Claim(one, 1, False) for one in missing], 5.0, now)
+        grant = index.reserve([Claim(one, 1, False) for one in missing], 5.0, now)
         parent = names[found.lead - 1] if found.lead else None
         for one in missing:
             if grant.ticket is not None:
-                catalog.commit(grant.ticket, one, 0, now, parent)
+                index.commit(grant.ticket, one, 0, now, parent)
             parent = one
-    assert catalog.tally.evicted > 1000
+    assert index.counters.evicted > 1000
     assert lost[1] == 0  # once it is known that what was put is read soon
     assert lost[0] < 50
 
@@ -274,35 +276,31 @@ def test_the_same_requests_have_the_same_victims() -> None:
 @pytest.mark.parametrize("name", EVICTIONS)
 def test_a_catalog_agrees_with_itself_under_every_policy(name: str) -> None:
     chance, now = random.Random(9), 0.0
-    catalog: BlockIndex[int] = BlockIndex(400, make_policy(name), 30.0, b"boot")
+    index: BlockIndex[int] = BlockIndex(IndexOptions(400, 30.0, b"boot"), make_policy(name))
     leases: list[int] = []
     chains = [[b"%d/%d" % (c, i) for i in range(chance.randrange(1, 25))] for c in range(80)]
     for _ in range(1500):
         now += chance.expovariate(1.0)
         names = chance.choice(chains)
-        found = catalog.lookup(names, [], chance.choice((0.0, 5.0, 60.0)), now)
+        found = index.lookup(names, [], chance.choice((0.0, 5.0, 60.0)), now)
         if found.lease is not None:
-            leases.append(found.lease)
+            leases.append(found.lease.id)
         if leases and chance.random() < 0.7:
-            catalog.release(leases.pop(chance.randrange(len(leases))))
+            index.release(leases.pop(chance.randrange(len(leases))))
         claims = [Claim(n, chance.randrange(1, 4), chance.random() < 0.1) for n in names]
-        grant = catalog.reserve(claims[found.lead :], 5.0, now)
+        grant = index.reserve(claims[found.lead :], 5.0, now)
         parent = names[found.lead - 1] if found.lead else None
         for claim, verdict in zip(claims[found.lead :], grant.verdicts, strict=True):
-            if (
-                verdict is ClaimStatus.RESERVED
-                and grant.ticket is not None
-                and chance.random() < 0.9
-            ):
-                catalog.commit(grant.ticket, claim.name, 0, now, parent)
+            if verdict is PutStatus.RESERVED and grant.ticket is not None and chance.random() < 0.9:
+                index.commit(grant.ticket, claim.name, 0, now, parent)
             parent = claim.name
-        assert catalog.audit() == []
-    assert catalog.tally.evicted > 500
-    assert catalog.stats().eviction == name
-    catalog.expire(now + 100.0)
-    catalog.clear(now + 100.0)
-    assert catalog.stats().entries == 0
-    assert catalog.audit() == []
+        assert index.audit() == []
+    assert index.counters.evicted > 500
+    assert index.stats().eviction == name
+    index.expire(now + 100.0)
+    index.clear(now + 100.0)
+    assert index.stats().entries == 0
+    assert index.audit() == []
 
 
 def test_octaves_reach_for_days() -> None:

@@ -9,9 +9,9 @@ import tracemalloc
 import pytest
 
 from kvrelay.usage import Miss
-from kvstore.base import SurveyResult
-from kvstore.claims import Claim, Tail
-from kvstore.index.block_index import BlockIndex
+from kvstore.base import SurveyResult, Tail
+from kvstore.claims import Claim
+from kvstore.index.block_index import BlockIndex, IndexOptions
 from kvstore.index.eviction.policy import LeastRecentlyUsed
 from kvstore.index.tombstones import MAX_TOMBSTONES, Tombstones
 from kvstore.multi.union import united
@@ -57,15 +57,15 @@ def test_a_full_memory_takes_what_is_said_of_it() -> None:
 
 
 def test_a_partial_block_whose_life_is_over_has_expired() -> None:
-    catalog: BlockIndex[str] = BlockIndex(100, LeastRecentlyUsed(), 10.0, b"boot")
-    grant = catalog.reserve([Claim(A, 10, True)], 5.0, 0.0)
-    assert catalog.lookup([], [Tail(0, A)], 0.0, 0.0).missing is Miss.TOO_LATE
+    index: BlockIndex[str] = BlockIndex(IndexOptions(100, 10.0, b"boot"), LeastRecentlyUsed())
+    grant = index.reserve([Claim(A, 10, True)], 5.0, 0.0)
+    assert index.lookup([], [Tail(0, A)], 0.0, 0.0).missing is Miss.TOO_LATE
     assert grant.ticket is not None
-    catalog.commit(grant.ticket, A, "A", 0.0)
-    assert catalog.lookup([], [Tail(0, A)], 0.0, 5.0).missing is None
-    assert catalog.lookup([], [Tail(0, A)], 0.0, 11.0).missing is Miss.EXPIRED
-    assert catalog.lookup([B], [Tail(0, A)], 0.0, 11.0).missing is Miss.EXPIRED
-    assert catalog.lookup([B], [], 0.0, 11.0).missing is Miss.NEVER_STORED
+    index.commit(grant.ticket, A, "A", 0.0)
+    assert index.lookup([], [Tail(0, A)], 0.0, 5.0).missing is None
+    assert index.lookup([], [Tail(0, A)], 0.0, 11.0).missing is Miss.EXPIRED
+    assert index.lookup([B], [Tail(0, A)], 0.0, 11.0).missing is Miss.EXPIRED
+    assert index.lookup([B], [], 0.0, 11.0).missing is Miss.NEVER_STORED
 
 
 @pytest.mark.parametrize(

@@ -217,7 +217,7 @@ def test_what_one_store_has_is_neither_read_nor_held_in_the_other(rig: Rig) -> N
     assert found.sources == ("near",) * 3
     rig.until(lambda: rig.leases == (1, 0))
     read(rig.store, blocks, found.sources)
-    assert rig.far.stats(1).tally.served == 0
+    assert rig.far.stats(1).counters.served == 0
     assert found.lease is not None
     assert [name for name, _ in found.lease.parts] == ["near"]
 
@@ -264,7 +264,7 @@ def test_nobody_waits_for_an_answer_that_can_add_nothing(rig: Rig) -> None:
     found = rig.lookup(*blocks, timeout=4 * TIMEOUT)  # it would be waited for twice as long
     assert (found.lead, rig.backend("far").late) == (3, False)
     rig.far.go.set()
-    rig.until(lambda: rig.far.stats(1).tally.lookups == 1 and rig.leases == (1, 0))
+    rig.until(lambda: rig.far.stats(1).counters.lookups == 1 and rig.leases == (1, 0))
 
 
 def test_a_store_that_stands_still_is_waited_for_once(rig: Rig) -> None:
@@ -279,7 +279,7 @@ def test_a_store_that_stands_still_is_waited_for_once(rig: Rig) -> None:
     rig.store.release([lease for lease in leases if lease], TIMEOUT)
     assert rig.leases == (1, 0)
     rig.far.go.set()  # what it holds by now goes back, and it is trusted again
-    rig.until(lambda: rig.far.stats(1).tally.lookups >= 3 and rig.leases == (1, 0))
+    rig.until(lambda: rig.far.stats(1).counters.lookups >= 3 and rig.leases == (1, 0))
 
     def again() -> bool:
         found = rig.lookup(*blocks)
@@ -353,7 +353,7 @@ def test_what_is_put_goes_to_all_that_want_it_behind_the_caller(making: Making) 
         Offer(name_of(b), b.size, False, lambda b=b, m=m: Block(b.header, m))  # type: ignore[misc]
         for b, m in zip(blocks, changing, strict=True)
     ]
-    assert {outcome.kept for outcome in rig.store.put(offers, TIMEOUT)} == {PutStatus.STORED}
+    assert {outcome.status for outcome in rig.store.put(offers, TIMEOUT)} == {PutStatus.STORED}
     for memory in changing:  # the pool is used for other blocks now
         memory[:] = bytes(len(memory))
     assert rig.backend("far").writer.counts.waiting == 3
@@ -509,7 +509,7 @@ def test_many_readers_and_failing_stores_lose_nothing(making: Making) -> None:
     rig.flush()
     rig.until(lambda: rig.leases == (0, 0))
     for stage in (rig.near, rig.far):
-        assert stage.stats(1).reservations == stage.stats(1).tally.corrupt == 0
+        assert stage.stats(1).reservations == stage.stats(1).counters.corrupt == 0
 
 
 def test_lists_of_urls() -> None:

@@ -141,7 +141,7 @@ def test_a_server_that_is_full_evicts_or_has_no_room(tmp_path: Path) -> None:
         assert 0 < there.count(True) < 16
         stats = store.stats(TIMEOUT)
         assert stats.budget == 16 << 20
-        assert stats.tally.evicted >= 30 - stats.entries > 0
+        assert stats.counters.evicted >= 30 - stats.entries > 0
         with server.client() as client:
             client.config_set("maxmemory-policy", "noeviction")
         store.clear(TIMEOUT)
@@ -183,7 +183,7 @@ def test_a_block_is_seen_whole_or_not_at_all(making: Make) -> None:
 
     wanted = Offer(name_of(block), block.size, False, slow)
     thread = threading.Thread(
-        target=lambda: results.extend(o.kept for o in writer.put([wanted], 2 * TIMEOUT))
+        target=lambda: results.extend(o.status for o in writer.put([wanted], 2 * TIMEOUT))
     )
     thread.start()
     assert reading.wait(TIMEOUT)
@@ -346,7 +346,7 @@ def test_what_is_wrong_goes_when_its_reader_leaves_and_can_be_put_anew(
     with contextlib.closing(store.get(wants, TIMEOUT)) as arriving:
         assert next(arriving).header == before.header
         next(arriving)  # it is wrong, and the reader goes no further
-    assert store.stats(TIMEOUT).tally.corrupt == 1
+    assert store.stats(TIMEOUT).counters.corrupt == 1
     assert put(store, *blocks) == [PutStatus.EXISTED, PutStatus.STORED, PutStatus.EXISTED]
     assert all(got.header is not None for got in get(store, *blocks))
 
@@ -389,7 +389,7 @@ def test_a_block_that_is_right_stays_when_its_reader_leaves(making: Make) -> Non
         with contextlib.closing(store.get([want], TIMEOUT)) as arriving:
             next(arriving)
     assert present(store, block) == [True]
-    assert store.stats(TIMEOUT).tally.corrupt == 0
+    assert store.stats(TIMEOUT).counters.corrupt == 0
 
 
 def test_a_value_that_is_no_block_does_not_come_as_one(making: Make, redis_server: Server) -> None:

@@ -90,9 +90,9 @@ def test_one_block_is_shown_with_its_header(store: RemoteStore, admin: StoreAdmi
     shown, header = admin.inspect(name_of(block), TIMEOUT)
     assert (shown.name, shown.size, shown.tokens) == (name_of(block), block.size, 5)
     assert header == decode(block.header)
-    served = store.stats(TIMEOUT).tally.served
+    served = store.stats(TIMEOUT).counters.served
     admin.inspect(name_of(block), TIMEOUT)
-    assert store.stats(TIMEOUT).tally.served == served  # to look is not to use
+    assert store.stats(TIMEOUT).counters.served == served  # to look is not to use
     with pytest.raises(NotFound, match="no block"):
         admin.inspect(bytes(32), TIMEOUT)
     with pytest.raises(Rejected, match="name"):

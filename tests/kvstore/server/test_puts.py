@@ -13,12 +13,11 @@ from kvrelay.block.header import Header, checksum, encode
 from kvrelay.block.name import child_name
 from kvrelay.errors import DeadlineExceeded, Rejected, Unavailable
 from kvstore import Block, Offer, PutStatus
-from kvstore.claims import Claim, ClaimStatus, Grant
+from kvstore.claims import Claim, Grant
 from kvstore.client.remote import RemoteStore
 from kvstore.client.transports.selector import TRANSPORTS
 from kvstore.client.transports.staging import MOST_BATCH, batches, first_batch
-from kvstore.index.reservations import ReservationShares
-from kvstore.limits import StoreLimits
+from kvstore.limits import ReservationShares, StoreLimits
 from kvstore.server import placing
 from kvstore.server.block_store import BlockStore
 from kvstore.server.placing import ReceiveRow, place_rows
@@ -31,17 +30,17 @@ BUDGET = 1 << 20
 
 
 class Writer:
-    """One ticket on a vault of its own, for blocks of 1,000 bytes."""
+    """One ticket on a block_store of its own, for blocks of 1,000 bytes."""
 
     def __init__(self, count: int, shares: ReservationShares | None = None) -> None:
-        self.vault = BlockStore(
+        self.block_store = BlockStore(
             StoreLimits(BUDGET) if shares is None else StoreLimits(BUDGET, shares=shares)
         )
         self.blocks = [make(1000) for _ in range(count)]
         self.names = [name_of(block) for block in self.blocks]
         self.rows = [BlockRow(name_of(block), block.size) for block in self.blocks]
         claims = [Claim(name_of(block), block.size, False) for block in self.blocks]
-        self.grant: Grant = self.vault.reserve(claims)
+        self.grant: Grant = self.block_store.reserve(claims)
 
     def bring(self, slot: WriteSlot | None, row: BlockRow) -> None:
         """As it comes through the window."""
@@ -54,22 +53,22 @@ class Writer:
     ) -> list[PutStatus]:
         """What became of each row."""
         found = place_rows(
-            self.vault, self.grant.ticket or 0, b"", rows or self.rows, bring or self.bring
+            self.block_store, self.grant.ticket or 0, b"", rows or self.rows, bring or self.bring
         )
-        return [outcome.kept for outcome in found]
+        return [outcome.status for outcome in found]
 
     def there(self) -> list[bool]:
         """Which of the blocks are visible."""
-        found = self.vault.survey(self.names, 0.0)
+        found = self.block_store.survey(self.names, 0.0)
         return [size is not None for size in found.sizes]
 
     def check(self) -> None:
         """Nothing is held, and every place is a visible block's or free."""
-        self.vault.abandon(self.grant.ticket or 0)
-        self.vault.clear()
-        stats = self.vault.stats()
+        self.block_store.abandon(self.grant.ticket or 0)
+        self.block_store.clear()
+        stats = self.block_store.stats()
         assert (stats.entries, stats.bytes, stats.reservations) == (0, 0, 0)
-        slots = self.vault.arena.slots
+        slots = self.block_store.arena.slots
         assert (slots.used, slots.longest) == (0, slots.capacity)
 
 
@@ -82,7 +81,7 @@ def test_a_wrong_block_among_many_is_the_only_one_refused(service_url: str, tran
         offers = [offer(block) for block in blocks]
         offers[4] = offer(Block(blocks[4].header, wrong.payload))
         outcomes = store.put(offers, TIMEOUT)
-        kept = [outcome.kept for outcome in outcomes]
+        kept = [outcome.status for outcome in outcomes]
         assert kept == [PutStatus.CORRUPT if i == 4 else PutStatus.STORED for i in range(9)]
         assert [outcome.reason is None for outcome in outcomes] == [i != 4 for i in range(9)]
         assert (outcomes[4].reason or "").startswith("payload_checksum:")
@@ -114,7 +113,7 @@ def test_what_exists_is_not_sent_again_wherever_it_stands(service_url: str, ther
                 Offer(name_of(block), block.size, False, partial(reading, block))
                 for block in blocks
             ]
-            kept = [outcome.kept for outcome in store.put(offers, TIMEOUT)]
+            kept = [outcome.status for outcome in store.put(offers, TIMEOUT)]
             assert kept == [
                 PutStatus.EXISTED if i in there else PutStatus.STORED for i in range(12)
             ]
@@ -132,13 +131,13 @@ def test_a_ticket_is_given_more_while_it_stands() -> None:
     writer = Writer(2)
     ticket = writer.grant.ticket
     more = Claim(b"m" * 32, 1000, False)
-    assert writer.vault.reserve([more], ticket) == Grant(ticket, ANY, (ClaimStatus.RESERVED,))
+    assert writer.block_store.reserve([more], ticket) == Grant(ticket, ANY, (PutStatus.RESERVED,))
     assert writer.put() == [PutStatus.STORED] * 2
-    assert writer.vault.reserved(ticket or 0, more.name) == more
-    writer.vault.abandon(ticket or 0)
-    other = writer.vault.reserve([more], ticket)
+    assert writer.block_store.reserved(ticket or 0, more.name) == more
+    writer.block_store.abandon(ticket or 0)
+    other = writer.block_store.reserve([more], ticket)
     assert other.ticket not in (None, ticket)
-    writer.vault.abandon(other.ticket or 0)
+    writer.block_store.abandon(other.ticket or 0)
     writer.check()
 
 
@@ -162,7 +161,7 @@ def test_a_ticket_that_ends_in_the_middle_ends_what_comes_after(
 
     def bring(slot: WriteSlot | None, row: BlockRow) -> None:
         if row.name == writer.names[3]:
-            writer.vault.abandon(writer.grant.ticket or 0)
+            writer.block_store.abandon(writer.grant.ticket or 0)
         assert (slot is None) == (row.name in writer.names[4:])
         writer.bring(slot, row)
 
@@ -187,15 +186,17 @@ def test_a_block_that_stands_twice_in_one_batch_has_one_place() -> None:
 def test_what_was_not_reserved_is_let_pass() -> None:
     """The share of a ticket has room for two of them."""
     writer = Writer(4, ReservationShares(ticket=2.5 * make(1000).size / BUDGET, all=1.0))
-    assert writer.grant.verdicts == (*[ClaimStatus.RESERVED] * 2, *[ClaimStatus.PENDING] * 2)
+    assert writer.grant.verdicts == (*[PutStatus.RESERVED] * 2, *[PutStatus.PENDING] * 2)
     assert writer.put() == [PutStatus.STORED] * 2 + [PutStatus.EXPIRED] * 2
     writer.check()
 
 
 def test_without_a_ticket_nothing_is_lent() -> None:
     writer = Writer(2)
-    outcomes = place_rows(writer.vault, writer.grant.ticket or 0, None, writer.rows, writer.bring)
-    assert [outcome.kept for outcome in outcomes] == [PutStatus.EXPIRED] * 2
+    outcomes = place_rows(
+        writer.block_store, writer.grant.ticket or 0, None, writer.rows, writer.bring
+    )
+    assert [outcome.status for outcome in outcomes] == [PutStatus.EXPIRED] * 2
     assert writer.there() == [False] * 2
     writer.check()
 
@@ -220,16 +221,16 @@ def test_what_was_whole_before_a_fault_is_there_and_the_rest_is_given_back(fault
 def test_what_changes_in_the_window_while_it_is_copied_is_refused() -> None:
     """The header's length is read before the header is: whatever it then says, bytes are bytes."""
     writer = Writer(2)
-    slots = writer.vault.slots(writer.grant.ticket or 0, writer.names)
+    slots = writer.block_store.slots(writer.grant.ticket or 0, writer.names)
     for slot, block in zip(slots, writer.blocks, strict=True):
         assert slot is not None
         raw = bytearray(block.header + bytes(block.payload))
         # A length that another write has left there.
         raw[12:16] = (len(raw) + 128 if slot is slots[0] else 100).to_bytes(4, "little")
         slot.take(memoryview(raw))
-    outcomes = writer.vault.settle(slots)
-    assert [outcome.kept for outcome in outcomes] == [PutStatus.CORRUPT] * 2
-    assert writer.vault.stats().tally.corrupt == 2
+    outcomes = writer.block_store.settle(slots)
+    assert [outcome.status for outcome in outcomes] == [PutStatus.CORRUPT] * 2
+    assert writer.block_store.stats().counters.corrupt == 2
     assert writer.there() == [False] * 2
     writer.check()
 
@@ -277,7 +278,7 @@ def test_a_name_follows_from_a_header_as_from_its_tokens(service_url: str) -> No
         name, payload = child_name(space, parent, tokens), bytes(64)
         header = Header(space, parent, name, tokens, "uint8", (64,), 64, checksum(payload))
         block = Block(encode(header), memoryview(payload))
-        assert [outcome.kept for outcome in store.put([offer(block)], TIMEOUT)] == [
+        assert [outcome.status for outcome in store.put([offer(block)], TIMEOUT)] == [
             PutStatus.STORED
         ]
     finally:

@@ -20,7 +20,7 @@ from kvrelay.rpc.security.identity import Caller, CallerKind, Tenant, set_caller
 from kvrelay.usage import Miss
 from kvrelay.v1 import store_pb2 as pb
 from kvstore import Block, PutStatus, Store, Want, connect
-from kvstore.claims import Claim, ClaimStatus
+from kvstore.claims import Claim
 from kvstore.client import remote
 from kvstore.client.memory import MemoryStore, forget
 from kvstore.client.remote import RemoteStore
@@ -100,7 +100,7 @@ def test_who_leaves_at_a_wrong_block_makes_room_for_the_right_one(
         store.clear(TIMEOUT)
         block, beside = make(SIZE), make(SIZE)
         assert put(store, block, beside) == [PutStatus.STORED] * 2
-        before = store.stats(TIMEOUT).tally.corrupt
+        before = store.stats(TIMEOUT).counters.corrupt
         held = other._calls.locate([name_of(block)], 60_000, Deadline.after(TIMEOUT))
         served.flip(held.offsets[0] + at)
         wrong = served.read(held.offsets[0], block.size)
@@ -112,7 +112,7 @@ def test_who_leaves_at_a_wrong_block_makes_room_for_the_right_one(
         assert get(other, block)[0].header is None
         until(lambda: store.stats(TIMEOUT).leases == 1)  # a stream that was left ends soon
         stats = store.stats(TIMEOUT)
-        assert stats.tally.corrupt == before + 1
+        assert stats.counters.corrupt == before + 1
         assert (stats.leased_bytes, stats.entries) == (block.size, 1)
 
         assert put(store, block) == [PutStatus.STORED]
@@ -123,7 +123,7 @@ def test_who_leaves_at_a_wrong_block_makes_room_for_the_right_one(
         other._calls.release_lease(held.boot, held.lease, TIMEOUT)
         until(lambda: store.stats(TIMEOUT).leases == 0)
         stats = store.stats(TIMEOUT)
-        assert (stats.leased_bytes, stats.tally.corrupt) == (0, before + 1)
+        assert (stats.leased_bytes, stats.counters.corrupt) == (0, before + 1)
         store.clear(TIMEOUT)
         assert store.stats(TIMEOUT).bytes == 0
     finally:
@@ -137,13 +137,13 @@ def test_a_right_block_stays_and_an_absent_one_is_absent(served: Served) -> None
     try:
         block = make(SIZE)
         put(store, block)
-        before = store.stats(TIMEOUT).tally.corrupt
+        before = store.stats(TIMEOUT).counters.corrupt
         assert leave_at(store, block)
         for one in (block, make()):
             request = pb.RecheckRequest(name=name_of(one))
             assert not store._calls.recheck(request, timeout=TIMEOUT).removed
         assert present(store, block) == [True]
-        assert store.stats(TIMEOUT).tally.corrupt == before
+        assert store.stats(TIMEOUT).counters.corrupt == before
         until(lambda: store.stats(TIMEOUT).leases == 0)
     finally:
         store.close()
@@ -171,7 +171,7 @@ def test_in_this_process_too() -> None:
         put(store, block)
         assert leave_at(store, block)
         held = store.lookup([name_of(block)], [], 60.0, TIMEOUT)
-        entry = store._shelf.catalog.find(name_of(block), 0.0)
+        entry = store._shared.index.find(name_of(block), 0.0)
         assert entry is not None
         entry.value = entry.value[:-1] + bytes([entry.value[-1] ^ 1])
         assert put(store, block) == [PutStatus.EXISTED]
@@ -179,75 +179,79 @@ def test_in_this_process_too() -> None:
         assert why(store, name_of(block)) is Miss.FAILED_VERIFICATION
         assert put(store, block) == [PutStatus.STORED]
         assert leave_at(store, block)
-        assert store.stats(TIMEOUT).tally.corrupt == 1
+        assert store.stats(TIMEOUT).counters.corrupt == 1
         assert held.lease is not None
         store.release([held.lease], TIMEOUT)
-        assert store._shelf.catalog.audit() == []
+        assert store._shared.index.audit() == []
     finally:
         forget("recheck")
 
 
 def keep(
-    vault: BlockStore, block: Block, scope: TenantScope = OPEN_SCOPE, partial: bool = False
+    block_store: BlockStore, block: Block, scope: TenantScope = OPEN_SCOPE, partial: bool = False
 ) -> PutStatus:
     """As a writer does."""
     claim = Claim(scope.key(name_of(block)), block.size, partial)
-    grant = vault.reserve([claim])
+    grant = block_store.reserve([claim])
     if grant.ticket is None:
-        assert grant.verdicts == (ClaimStatus.EXISTS,)
+        assert grant.verdicts == (PutStatus.EXISTED,)
         return PutStatus.EXISTED
-    (slot,) = vault.slots(grant.ticket, [claim.name])
+    (slot,) = block_store.slots(grant.ticket, [claim.name])
     assert slot is not None
     slot.take(memoryview(block.header + bytes(block.payload)))
-    return vault.settle([slot])[0].kept
+    return block_store.settle([slot])[0].status
 
 
-def flip(vault: BlockStore, key: bytes) -> int:
+def flip(block_store: BlockStore, key: bytes) -> int:
     """One byte of a block in memory; its place."""
-    found = vault._catalog.find(key, 0.0)
+    found = block_store._index.find(key, 0.0)
     assert found is not None
-    vault.arena.view(found.value, found.size)[-1] ^= 1
+    block_store.arena.view(found.value, found.size)[-1] ^= 1
     return found.value
 
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_its_place_is_free_when_the_last_lease_has_ended(partial: bool) -> None:
-    vault = BlockStore(StoreLimits(1 << 20, partial_life=60.0))
+    block_store = BlockStore(StoreLimits(1 << 20, partial_life=60.0))
     block = make(SIZE)
     name = name_of(block)
-    assert keep(vault, block, partial=partial) is PutStatus.STORED
-    lease = vault.locate([name], 60.0).lease
+    assert keep(block_store, block, partial=partial) is PutStatus.STORED
+    lease = block_store.locate([name], 60.0).lease
     assert lease is not None
-    place = flip(vault, name)
-    assert vault.recheck(name) is not None
-    assert vault.recheck(name) is None, "it is there no more"
-    assert keep(vault, block, partial=partial) is PutStatus.STORED
-    with vault.lent(lease, 0, 1) as lent:  # a lane may send it still
+    place = flip(block_store, name)
+    assert block_store.recheck(name) is not None
+    assert block_store.recheck(name) is None, "it is there no more"
+    assert keep(block_store, block, partial=partial) is PutStatus.STORED
+    with block_store.lent(lease.id, 0, 1) as lent:  # a lane may send it still
         assert lent is not None
-        vault.release([lease])
-        newer = vault.locate([name], 60.0)
+        block_store.release([lease.id])
+        newer = block_store.locate([name], 60.0)
         assert newer.blocks[0] is not None
         assert newer.blocks[0][1] != place
-        assert vault.recheck(name) is None
-        assert vault._catalog.audit() == []
-        assert vault.stats().bytes == 2 * block.size
+        assert block_store.recheck(name) is None
+        assert block_store._index.audit() == []
+        assert block_store.stats().bytes == 2 * block.size
     assert newer.lease is not None
-    assert vault.stats().bytes == block.size
-    told = [(entry.name, reason) for entry, reason in vault.events(0, 10) or []]
+    assert block_store.stats().bytes == block.size
+    told = [(entry.name, reason) for entry, reason in block_store.events(0, 10) or []]
     assert told == [(name, None), (name, RemovalReason.CORRUPT), (name, None)]
-    vault.release([newer.lease])
-    assert vault.clear() == 1
-    assert vault._catalog.audit() == []
-    assert (vault.stats().bytes, vault.stats().leases, vault.arena.slots.used) == (0, 0, 0)
+    block_store.release([newer.lease.id])
+    assert block_store.clear() == 1
+    assert block_store._index.audit() == []
+    assert (
+        block_store.stats().bytes,
+        block_store.stats().leases,
+        block_store.arena.slots.used,
+    ) == (0, 0, 0)
 
 
 def test_a_tenant_has_its_own_blocks_looked_at_only() -> None:
     tenants = [Tenant(name, name.encode(), store_bytes=100_000) for name in ("a", "b")]
-    vault = BlockStore(StoreLimits(1 << 20), TenantTable.of(tenants, 1 << 20))
-    service, block = StoreService(vault), make(SIZE)
-    key = vault.tenants.named("a").key(name_of(block))
-    assert keep(vault, block, vault.tenants.named("a")) is PutStatus.STORED
-    flip(vault, key)
+    block_store = BlockStore(StoreLimits(1 << 20), TenantTable.of(tenants, 1 << 20))
+    service, block = StoreService(block_store), make(SIZE)
+    key = block_store.tenants.named("a").key(name_of(block))
+    assert keep(block_store, block, block_store.tenants.named("a")) is PutStatus.STORED
+    flip(block_store, key)
 
     async def recheck(identity: Caller, name: bytes = name_of(block)) -> bool:
         set_caller(identity)
@@ -261,44 +265,44 @@ def test_a_tenant_has_its_own_blocks_looked_at_only() -> None:
         assert not asyncio.run(recheck(other))
         with pytest.raises(Rejected, match="name"):
             asyncio.run(recheck(other, key))
-    assert vault.stats().entries == 1
+    assert block_store.stats().entries == 1
     assert asyncio.run(recheck(Caller(CallerKind.CLIENT, tenants[0])))
-    assert vault.stats().entries == 0
-    assert vault._catalog.audit() == []
+    assert block_store.stats().entries == 0
+    assert block_store._index.audit() == []
 
 
 def test_a_right_copy_on_disk_comes_up_again(tmp_path: Path) -> None:
     with inside(tmp_path) as store:
         block, name = (made := make(SIZE)), name_of(made)
         store.fill(block)
-        lease = store.vault.locate([name], 60.0).lease
+        lease = store.block_store.locate([name], 60.0).lease
         assert lease is not None
-        flip(store.vault, name)
-        assert store.vault.recheck(name) is not None
+        flip(store.block_store, name)
+        assert store.block_store.recheck(name) is not None
         assert store.put(block) is PutStatus.EXISTED
         assert store.right(block) == [True]
-        store.vault.release([lease])
-        assert store.vault._catalog.audit() == []
-        assert store.vault.stats().tally.corrupt == 1
-        assert store.disk.tally.corrupt == 0
+        store.block_store.release([lease.id])
+        assert store.block_store._index.audit() == []
+        assert store.block_store.stats().counters.corrupt == 1
+        assert store.disk.counters.corrupt == 0
 
 
 def test_what_went_wrong_before_it_was_written_is_not_on_disk() -> None:
-    catalog, ground = new()
-    book(catalog, b"a")
-    batch = catalog.take_unsaved(1 << 20)
-    found = catalog.examine(b"a", 0.0)
+    index, ground = new()
+    book(index, b"a")
+    batch = index.take_unsaved(1 << 20)
+    found = index.examine(b"a", 0.0)
     assert found is not None
     entry, lease = found
-    assert catalog.condemn(entry)
-    assert not catalog.condemn(entry)
-    assert book(catalog, b"a") == [ClaimStatus.RESERVED]
-    catalog.release(lease)
+    assert index.condemn(entry)
+    assert not index.condemn(entry)
+    assert book(index, b"a") == [PutStatus.RESERVED]
+    index.release(lease.id)
     assert len(ground.free) == ground.count - 2, "it is being written still"
-    catalog.index.open(1, 0)
-    catalog.saved(1, 100, batch, [0])
-    assert b"a" not in catalog.index
+    index.segments.open(1, 0)
+    index.saved(1, 100, batch, [0])
+    assert b"a" not in index.segments
     assert len(ground.free) == ground.count - 1
-    assert save(catalog, 2) == 1
-    assert b"a" in catalog.index
-    assert catalog.audit() == []
+    assert save(index, 2) == 1
+    assert b"a" in index.segments
+    assert index.audit() == []

@@ -116,12 +116,12 @@ def test_a_put_without_sense_is_refused_and_leaves_nothing(
         [b""],
         [b"\x0a\x02\xff\xff"],
     ):
-        before = store.stats(TIMEOUT).tally.stored
+        before = store.stats(TIMEOUT).counters.stored
         with pytest.raises(Rejected, match=r"^(head|data): "):
             raw_put(channel, messages)
         stats = store.stats(TIMEOUT)
         assert (stats.reservations, stats.reserved_bytes) == (0, 0)
-        assert stats.tally.stored - before == (messages[1:] == [*data, *half])
+        assert stats.counters.stored - before == (messages[1:] == [*data, *half])
         store.clear(TIMEOUT)
     assert raw_put(channel, [head(claim), *data]).verdicts[0] == pb.VERDICT_STORED
 
@@ -226,17 +226,17 @@ def test_a_writer_that_stands_still_holds_no_place(
 
 async def test_a_get_whose_lease_is_over_sends_no_more() -> None:
     """Its reader took nothing for a minute, say: other blocks may be there by now."""
-    vault, block = BlockStore(StoreLimits(8 << 20)), make(2 << 20)
-    grant = vault.reserve([Claim(name_of(block), block.size, partial=False)])
-    (slot,) = vault.slots(grant.ticket or 0, [name_of(block)])
+    block_store, block = BlockStore(StoreLimits(8 << 20)), make(2 << 20)
+    grant = block_store.reserve([Claim(name_of(block), block.size, partial=False)])
+    (slot,) = block_store.slots(grant.ticket or 0, [name_of(block)])
     assert slot is not None
     slot.take(memoryview(block.header + bytes(block.payload)))
-    assert vault.settle([slot])[0].kept is PutStatus.STORED
-    answers = StoreService(vault).get(pb.GetRequest(names=[name_of(block)]), None)
+    assert block_store.settle([slot])[0].status is PutStatus.STORED
+    answers = StoreService(block_store).get(pb.GetRequest(names=[name_of(block)]), None)
     await anext(answers)
     await anext(answers)
-    assert vault.stats().leases == 1
-    vault.release(range(100))
+    assert block_store.stats().leases == 1
+    block_store.release(range(100))
     with pytest.raises(DeadlineExceeded, match="nothing was read"):
         await anext(answers)
 
@@ -251,7 +251,7 @@ def test_another_writer_is_waited_for_only_so_long(
     )
     claim = pb.Claim(name=name_of(block), length=block.size)
     reserve(pb.ReserveRequest(claims=[claim]), timeout=TIMEOUT)
-    assert store.put([offer(block)], 0.3)[0].kept is PutStatus.PENDING
+    assert store.put([offer(block)], 0.3)[0].status is PutStatus.PENDING
 
 
 def test_a_restart_is_seen_and_old_leases_are_void() -> None:

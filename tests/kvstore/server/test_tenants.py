@@ -19,11 +19,10 @@ from kvrelay.rpc.security.identity import Caller, CallerKind, Tenant
 from kvrelay.rpc.security.policy import Security
 from kvrelay.usage import Miss
 from kvrelay.v1 import store_pb2 as pb
-from kvstore import Block, PutStatus, Tail
-from kvstore.claims import Claim, ClaimStatus
+from kvstore import Block, Lease, PutStatus, Tail
+from kvstore.claims import Claim, prefix_of
 from kvstore.client.admin import StoreAdmin
 from kvstore.client.remote import RemoteStore
-from kvstore.keys import prefix_of
 from kvstore.limits import StoreLimits
 from kvstore.server.block_store import ENTRY_BYTES, BlockStore
 from kvstore.server.tenants import OPEN_SCOPE, TenantScope, TenantTable
@@ -317,70 +316,74 @@ def test_random_floods_evict_only_from_those_over_their_quota(disk_budget: int |
     budget = 400_000
     names = ["a", "b", "c"]
     tenants = TenantTable.of([tenant(name, 100_000) for name in names], budget)
-    vault = BlockStore(StoreLimits(budget, disk_budget=disk_budget), tenants)
+    block_store = BlockStore(StoreLimits(budget, disk_budget=disk_budget), tenants)
     scopes = [OPEN_SCOPE, *(tenants.named(name) for name in names)]
     quota = {scope.prefix: tenants.owners[scope.prefix].quota for scope in scopes}
     leases: list[int] = []
     for _ in range(1500):
         scope = source.choice(scopes)
         block = make(source.choice([100, 3000, 20_000]))
-        before = {owner.prefix: (count, size) for owner, count, size in vault.usage()}
-        grant = vault.reserve(scope.claims([Claim(name_of(block), block.size, partial=False)]))
+        before = {owner.prefix: (count, size) for owner, count, size in block_store.usage()}
+        grant = block_store.reserve(
+            scope.claims([Claim(name_of(block), block.size, partial=False)])
+        )
         if grant.ticket is not None:
-            (slot,) = vault.slots(grant.ticket, [scope.key(name_of(block))])
+            (slot,) = block_store.slots(grant.ticket, [scope.key(name_of(block))])
             assert slot is not None
             slot.take(memoryview(block.header + bytes(block.payload)))
-            assert vault.settle([slot])[0].kept is PutStatus.STORED
-        for owner, count, size in vault.usage():
+            assert block_store.settle([slot])[0].status is PutStatus.STORED
+        for owner, count, size in block_store.usage():
             if owner.prefix != scope.prefix and count < before[owner.prefix][0]:
                 # Up to one block below: the last one that went was over the quota in part.
                 assert size > quota[owner.prefix] - 21_000 - ENTRY_BYTES
                 assert before[owner.prefix][1] > quota[owner.prefix]
         if source.random() < 0.1:
-            lease = vault.lookup([scope.key(name_of(block))], [], 60.0).lease
-            leases += [] if lease is None else [lease]
+            lease = block_store.lookup([scope.key(name_of(block))], [], 60.0).lease
+            leases += [] if lease is None else [lease.id]
         if len(leases) > 5:
-            vault.release([leases.pop(0)])
-    vault.release(leases)
-    assert vault.stats().tally.evicted > 0
-    vault.clear()
-    assert all((count, size) == (0, 0) for _, count, size in vault.usage())
+            block_store.release([leases.pop(0)])
+    block_store.release(leases)
+    assert block_store.stats().counters.evicted > 0
+    block_store.clear()
+    assert all((count, size) == (0, 0) for _, count, size in block_store.usage())
 
 
 def test_what_one_tenant_reserves_leaves_the_others_their_part() -> None:
     """A reservation needs no bytes, so it would be the cheapest way to keep others from writing."""
     budget = 300_000
-    vault = BlockStore(
+    block_store = BlockStore(
         StoreLimits(budget), TenantTable.of([tenant("a", 1000), tenant("b", 1000)], budget)
     )
 
-    def reserve(name: str, size: int) -> ClaimStatus:
+    def reserve(name: str, size: int) -> PutStatus:
         claim = Claim(name_of(make()), size, partial=False)
-        return vault.reserve(vault.tenants.named(name).claims([claim])).verdicts[0]
+        return block_store.reserve(block_store.tenants.named(name).claims([claim])).verdicts[0]
 
     greedy = [reserve("a", 10_000) for _ in range(10)]
-    assert greedy == [ClaimStatus.RESERVED] * 5 + [ClaimStatus.NO_ROOM] * 5
-    assert [reserve(name, 25_000) for name in ("b", "", "b", "")] == [ClaimStatus.RESERVED] * 4
-    assert reserve("b", 1000) is ClaimStatus.NO_ROOM
+    assert greedy == [PutStatus.RESERVED] * 5 + [PutStatus.NO_ROOM] * 5
+    assert [reserve(name, 25_000) for name in ("b", "", "b", "")] == [PutStatus.RESERVED] * 4
+    assert reserve("b", 1000) is PutStatus.NO_ROOM
 
 
 def test_the_leases_of_a_tenant_are_bounded_and_cost_others_nothing() -> None:
     budget = 1 << 20
     tenants = TenantTable.of([tenant("a", 1000), tenant("b", 1000)], budget)
-    vault = BlockStore(StoreLimits(budget, leased=10_000), tenants)
+    block_store = BlockStore(StoreLimits(budget, leased=10_000), tenants)
     names: dict[str, list[bytes]] = {}
     for name in ("a", "b"):
         block, scope = make(100), tenants.named(name)
-        grant = vault.reserve(scope.claims([Claim(name_of(block), block.size, partial=False)]))
-        (slot,) = vault.slots(grant.ticket or 0, [scope.key(name_of(block))])
+        grant = block_store.reserve(
+            scope.claims([Claim(name_of(block), block.size, partial=False)])
+        )
+        (slot,) = block_store.slots(grant.ticket or 0, [scope.key(name_of(block))])
         assert slot is not None
         slot.take(memoryview(block.header + bytes(block.payload)))
-        assert vault.settle([slot])[0].kept is PutStatus.STORED
+        assert block_store.settle([slot])[0].status is PutStatus.STORED
         names[name] = [scope.key(name_of(block))]
-    calls: list[tuple[Callable[[list[bytes]], int | None], int]] = [
-        (lambda names: vault.lookup(names * 900, [], 60.0).lease, 10),
-        (lambda names: vault.survey(names, 60.0).lease, 154),
-        (lambda names: vault.locate(names, 60.0).lease, 154),
+    calls: list[tuple[Callable[[list[bytes]], Lease | None], int]] = [
+        (lambda names: block_store.lookup(names * 900, [], 60.0).lease, 10),
+        (lambda names: block_store.survey(names, 60.0).lease, 154),
+        (lambda names: block_store.locate(names, 60.0).lease, 154),
     ]
     for call, most in calls:
         held = [call(names["a"]) for _ in range(most)]
@@ -388,9 +391,9 @@ def test_the_leases_of_a_tenant_are_bounded_and_cost_others_nothing() -> None:
             call(names["a"])
         held.append(call(names["b"]))
         assert None not in held
-        assert vault.lookup(names["a"], [], 0.0).lead == 1  # without a lease it may ask
-        vault.release(lease for lease in held if lease is not None)
-    assert vault.stats().leases == 0
+        assert block_store.lookup(names["a"], [], 0.0).lead == 1  # without a lease it may ask
+        block_store.release(lease.id for lease in held if lease is not None)
+    assert block_store.stats().leases == 0
 
 
 def test_a_header_of_another_name_is_refused_for_tenants_too(connect: Connect) -> None:

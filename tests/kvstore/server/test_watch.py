@@ -108,7 +108,7 @@ def test_a_model_kept_from_events_is_what_the_store_holds(address: str) -> None:
         kinds += follow(
             admin, mirror, lambda: known(mirror) == content(admin), mirror.boot, mirror.sequence
         )
-    assert store.stats(TIMEOUT).tally.evicted > 0
+    assert store.stats(TIMEOUT).counters.evicted > 0
     assert kinds[0] == "page"
     store.close()
     admin.close()
@@ -208,48 +208,50 @@ class Reader:
         self.messages += 1
 
 
-def fill(vault: BlockStore, count: int) -> None:
+def fill(block_store: BlockStore, count: int) -> None:
     for _ in range(count):
         block = make(10)
-        grant = vault.reserve([Claim(name_of(block), block.size, False)])
+        grant = block_store.reserve([Claim(name_of(block), block.size, False)])
         assert grant.ticket is not None
-        (slot,) = vault.slots(grant.ticket, [name_of(block)])
+        (slot,) = block_store.slots(grant.ticket, [name_of(block)])
         assert slot is not None
         slot.take(memoryview(block.header + bytes(block.payload)))
-        assert vault.settle([slot])[0].kept is PutStatus.STORED
+        assert block_store.settle([slot])[0].status is PutStatus.STORED
 
 
 async def test_who_reads_too_slowly_is_cut_off_with_the_reason() -> None:
-    vault = BlockStore(StoreLimits(1 << 20, events=8))
-    watching = WatchServer(vault, WatchOptions(interval=0.01, silence=0.02, stuck=0.05), most=1)
+    block_store = BlockStore(StoreLimits(1 << 20, events=8))
+    watching = WatchServer(
+        block_store, WatchOptions(interval=0.01, silence=0.02, stuck=0.05), most=1
+    )
     reader = Reader()
     with pytest.raises(Exhausted, match=r"nothing was read .* for 0.05 s"):
         await watching.serve(pb.WatchRequest(), reader)
-    watching = WatchServer(vault, WatchOptions(interval=0.01, silence=0.02), most=1)
+    watching = WatchServer(block_store, WatchOptions(interval=0.01, silence=0.02), most=1)
     reader = Reader()
     serving = asyncio.ensure_future(watching.serve(pb.WatchRequest(), reader))
     await reader.waits.wait()
     with pytest.raises(Exhausted, match="too many"):
         await watching.serve(pb.WatchRequest(), Reader())
-    fill(vault, 20)
+    fill(block_store, 20)
     reader.open.set()
     with pytest.raises(Exhausted, match="watch anew"):
         await asyncio.wait_for(serving, TIMEOUT)
     assert reader.messages == 1  # the snapshot it began with
     with pytest.raises(Exhausted, match="nothing was read"):  # its place is free again
-        await WatchServer(vault, WatchOptions(stuck=0.01), most=1).serve(
+        await WatchServer(block_store, WatchOptions(stuck=0.01), most=1).serve(
             pb.WatchRequest(), Reader()
         )
 
 
 async def test_a_snapshot_that_leads_nowhere_is_not_read_to_its_end() -> None:
     """What is in it is kept for its reader, who could take hours."""
-    vault = BlockStore(StoreLimits(8 << 20, events=8))
-    fill(vault, 2500)
+    block_store = BlockStore(StoreLimits(8 << 20, events=8))
+    fill(block_store, 2500)
     reader = Reader()
-    serving = asyncio.ensure_future(WatchServer(vault).serve(pb.WatchRequest(), reader))
+    serving = asyncio.ensure_future(WatchServer(block_store).serve(pb.WatchRequest(), reader))
     await reader.waits.wait()
-    fill(vault, 20)
+    fill(block_store, 20)
     reader.open.set()
     with pytest.raises(Exhausted, match="watch anew"):
         await asyncio.wait_for(serving, TIMEOUT)
@@ -262,12 +264,12 @@ async def exhaust(call: grpc.aio.UnaryStreamCall[Message, pb.WatchResponse]) -> 
 
 
 async def test_a_silent_client_of_a_real_stream_is_cut_off() -> None:
-    vault = BlockStore(StoreLimits(64 << 20))
-    service = StoreService(vault, pace=WatchOptions(interval=0.001, stuck=0.2))
+    block_store = BlockStore(StoreLimits(64 << 20))
+    service = StoreService(block_store, pace=WatchOptions(interval=0.001, stuck=0.2))
     server = Server()
     server.add(SERVICE_NAME, lambda bare: register(service, bare))
     address = await server.start()
-    fill(vault, 3000)
+    fill(block_store, 3000)
     small = (("grpc.http2.lookahead_bytes", 1 << 16), ("grpc.http2.bdp_probe", 0))
     try:
         async with grpc.aio.insecure_channel(address, options=small) as channel:
@@ -275,10 +277,10 @@ async def test_a_silent_client_of_a_real_stream_is_cut_off() -> None:
                 f"/{SERVICE_NAME}/Watch",
                 pb.WatchRequest.SerializeToString,
                 pb.WatchResponse.FromString,
-            )(pb.WatchRequest(boot=vault.boot, sequence=0), timeout=TIMEOUT)
+            )(pb.WatchRequest(boot=block_store.boot, sequence=0), timeout=TIMEOUT)
             assert isinstance(await call.read(), pb.WatchResponse)
             while service.watchers:  # nothing is read meanwhile
-                fill(vault, 200)
+                fill(block_store, 200)
                 await asyncio.sleep(0)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await exhaust(call)

@@ -13,8 +13,9 @@ import pytest
 from benchmarks.workloads import agents, conversations, requests
 from kvrelay.cli.dispatch import main
 from kvrelay.errors import Rejected
-from kvstore.index.eviction.policies import EVICTIONS, make_policy
+from kvstore.index.eviction.policies import make_policy
 from kvstore.index.eviction.policy import LeastRecentlyUsed
+from kvstore.limits import EVICTIONS
 from kvstore.trace.optimum import optimum
 from kvstore.trace.requests import TraceRequest, read_trace
 from kvstore.trace.simulate import replay, unbounded

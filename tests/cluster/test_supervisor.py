@@ -20,7 +20,7 @@ from kvrelay.cluster.ports import free_ports
 from kvrelay.cluster.process import ProcessSpec, RestartBackoff, SupervisedProcess, describe
 from kvrelay.cluster.supervisor import Cluster, StartInterrupted
 from kvrelay.errors import DeadlineExceeded, Rejected, Unavailable
-from tests.cli.processes import alive, until
+from tests.cluster.processes import alive, until
 
 pytestmark = pytest.mark.cluster
 FAST = RestartBackoff(first=0.05, longest=0.2, tries=3)
@@ -35,7 +35,7 @@ def layout(*manners: str) -> Callable[[ClusterConfig], tuple[ProcessSpec, ...]]:
             ProcessSpec(
                 role="decode",
                 index=index,
-                module="tests.cli.fake_service",
+                module="tests.cluster.fake_service",
                 args=(str(port), manner),
                 host="127.0.0.1",
                 port=port,
@@ -79,7 +79,7 @@ def test_what_dies_is_started_again_on_the_same_port() -> None:
         cluster.wait(timeout=20)
         assert pid_of(cluster) != before
         assert pid_of(cluster, 1) == other
-    assert any("SIGKILL; starting it again" in what for what in said)
+    assert any("SIGKILL; restarting" in what for what in said)
 
 
 def test_it_gives_up_after_so_many_deaths_in_a_row() -> None:
@@ -90,7 +90,7 @@ def test_it_gives_up_after_so_many_deaths_in_a_row() -> None:
             until(partial(_started, process, start), "up")
             cluster.kill("decode", 0)
         assert process.dead.wait(10)
-    assert "not started again" in said[-1]
+    assert "not restarted" in said[-1]
 
 
 def _started(process: SupervisedProcess, times: int) -> bool:
@@ -148,7 +148,7 @@ def test_a_start_that_takes_too_long_names_who_is_missing() -> None:
 def test_killing_the_supervisor_leaves_no_orphan(manner: str) -> None:
     program = f"""
 import sys, threading, signal
-from tests.cli.test_supervisor import fakes, pid_of
+from tests.cluster.test_supervisor import fakes, pid_of
 cluster = fakes({manner!r} if {manner!r} != "stopped" else "good", "good")
 cluster.start()
 if {manner!r} == "stopped":
@@ -196,7 +196,7 @@ def test_a_port_that_is_taken_is_an_error_before_anything_starts() -> None:
 
 @pytest.mark.parametrize(
     ("status", "words"),
-    [(0, "ended with status 0"), (-9, "was ended by SIGKILL"), (-200, "was ended by signal 200")],
+    [(0, "ended with status 0"), (-9, "was killed by SIGKILL"), (-200, "was killed by signal 200")],
 )
 def test_statuses_in_words(status: int, words: str) -> None:
     assert describe(status) == words
@@ -224,8 +224,8 @@ def test_a_script_without_a_guard_is_run_once(tmp_path: Path) -> None:
         "from kvrelay.cluster import spawn\n"
         "print('once', flush=True)\n"
         "spawn.PRELOADED.clear()\n"
-        "running = spawn.forked('this', (), os.environ)\n"
-        "assert running.born()\n"
+        "running = spawn.start_forked('this', (), os.environ)\n"
+        "assert running.wait_started()\n"
         "print(running.output.read().decode())\n"
         "print('status', running.wait(lambda: None))\n"
     )

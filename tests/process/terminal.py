@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from kvrelay.cluster.layout import ROOT
-from tests.cli.processes import until
+from tests.cluster.processes import until
 
 TAKES_IT = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0);"
 TAKES_IT += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"

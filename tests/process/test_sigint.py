@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.random_model import make_model
-from tests.cli.processes import until
-from tests.cli.terminal import Terminal
+from tests.cluster.processes import until
+from tests.process.terminal import Terminal
 
 pytestmark = [
     pytest.mark.cluster,

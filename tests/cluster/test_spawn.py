@@ -11,7 +11,7 @@ import pytest
 from kvrelay.cluster import spawn
 from kvrelay.cluster.layout import ROOT
 from kvrelay.cluster.process import ProcessSpec, SupervisedProcess
-from tests.cli.processes import alive, until
+from tests.cluster.processes import alive, until
 
 pytestmark = pytest.mark.cluster
 ENVIRON = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -28,15 +28,15 @@ def preloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def status(module: str, *args: str) -> int:
-    running = spawn.forked(module, args, ENVIRON)
-    assert running.born()
+    running = spawn.start_forked(module, args, ENVIRON)
+    assert running.wait_started()
     with running.output as stream:
         stream.read()
     return running.wait(lambda: None)
 
 
 def test_a_status_is_that_of_the_module(preloaded: list[str]) -> None:
-    assert status("tests.cli.fake_service", "0", "fails") == 3
+    assert status("tests.cluster.fake_service", "0", "fails") == 3
     assert status("this") == 0
 
 
@@ -47,7 +47,7 @@ def test_what_cannot_be_imported_is_said_by_who_needs_it(preloaded: list[str]) -
 
 def test_who_is_not_born_yet_is_not_waited_for(preloaded: list[str]) -> None:
     """The imports of the fork server last as long as they last; this one's do not end."""
-    preloaded.append("tests.cli.never_imported")
+    preloaded.append("tests.cluster.never_imported")
     spec = ProcessSpec(
         role="decode",
         index=0,
@@ -68,15 +68,15 @@ def test_who_is_not_born_yet_is_not_waited_for(preloaded: list[str]) -> None:
 
 
 def test_a_fork_server_that_was_killed_is_started_again(preloaded: list[str]) -> None:
-    running = spawn.forked("tests.cli.fake_service", ("0", "silent"), ENVIRON)
-    assert running.born()
+    running = spawn.start_forked("tests.cluster.fake_service", ("0", "silent"), ENVIRON)
+    assert running.wait_started()
     pid = running.pid
     assert pid is not None
     spawn.server.end()
     assert alive(pid)
     assert status("this") == 0
     os.kill(pid, signal.SIGKILL)
-    assert running.wait(lambda: None) == spawn.UNKNOWN
+    assert running.wait(lambda: None) == spawn.UNKNOWN_STATUS
     running.output.close()
 
 
