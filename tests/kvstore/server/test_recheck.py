@@ -161,7 +161,7 @@ def test_a_reader_does_not_notice_that_nobody_looked_again(
     store.close()
     with caplog.at_level(logging.INFO, "kvrelay.store"):
         arriving.close()
-    told = [r.levelname for r in caplog.records if "was not looked at again" in r.message]
+    told = [r.levelname for r in caplog.records if "was not verified again" in r.message]
     assert told == ["INFO"]
 
 
