@@ -41,6 +41,26 @@ def test_its_metadata_has_the_extras(wheel: Path) -> None:
     assert len(base) == 3, base
 
 
+def test_every_module_of_it_imports(wheel: Path, with_all: Installed, tmp_path: Path) -> None:
+    """Where no clone is: nothing that lies beside the packages in a clone is needed."""
+    names = zipfile.ZipFile(wheel).namelist()
+    paths = [name.removesuffix(".py") for name in names if name.endswith(".py")]
+    modules = sorted(path.replace("/", ".").removesuffix(".__init__") for path in paths)
+    program = f"from importlib import import_module\nfor name in {modules!r}: import_module(name)"
+    done = with_all.run(with_all.python, "-c", program, cwd=tmp_path, seconds=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [("bench",), ("store", "bench"), ("make-model",)])
+def test_a_command_of_a_clone_says_so(
+    with_all: Installed, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    done = with_all.run(with_all.kvrelay, *words, "--help", cwd=tmp_path)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "clone" in done.stderr
+
+
 def test_the_client_imports_nothing_heavy(with_all: Installed, tmp_path: Path) -> None:
     """Where all of it could be imported."""
     program = (
