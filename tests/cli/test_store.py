@@ -241,7 +241,7 @@ def test_the_store_must_be_named_once(words: list[str], capsys: pytest.CaptureFi
 
 def test_a_store_stands_once_in_a_list(capsys: pytest.CaptureFixture[str]) -> None:
     """Figures are told apart by what a store is called."""
-    with pytest.raises(Rejected, match=r"redis://h\?prefix=a stands twice"):
+    with pytest.raises(Rejected, match=r"redis://h\?prefix=a is in the list twice"):
         stores_of("redis://h?prefix=a,redis://me:hush@h?life=9&prefix=a")
     assert len(stores_of("redis://h?prefix=a,redis://h?prefix=b,redis://h?db=1,redis://h")) == 4
     with pytest.raises(Rejected, match="is empty: give a URL"):

@@ -1,4 +1,4 @@
-"""Running text as it comes: broken between words into lines of a width, indented."""
+"""Streamed text, wrapped between words and indented."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ WIDTH, INDENT = 78, 4
 
 
 class WrappedOutput:
-    """Silent when ``quiet``."""
+    """Writes to standard output; nothing if ``quiet``."""
 
     def __init__(self, quiet: bool = False) -> None:
         self._quiet = quiet
         self._column = 0
 
     def write(self, text: str, style: str | None = None) -> None:
-        """More of it; words are those parts that begin with a space."""
+        """Write more text; a word begins with a space."""
         if self._quiet:
             return
         for part in re.split(r"(\n|(?= ))", text) if style is None else [text]:
@@ -30,7 +30,7 @@ class WrappedOutput:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """The line is over, if one was begun."""
+        """End the current line, if there is one."""
         if self._column and not self._quiet:
             sys.stdout.write("\n")
         self._column = 0

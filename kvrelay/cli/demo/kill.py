@@ -1,7 +1,7 @@
-"""``kvrelay demo --kill``: one long answer, a party killed in the middle of it, and the comparison.
+"""``kvrelay demo --kill``: one long answer, a process killed in the middle, and a comparison.
 
-The same is asked once more when everything is back and left alone. Every token has to be the same;
-they are sampled, with a seed.
+When the cluster is whole again the same prompt is sent once more, undisturbed. Every token must be
+the same; they are sampled, with a seed.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from kvrelay.rpc.protocol import ROLES
 
 TARGETS = ("decode", "prefill", "store")
 TOKENS, SEED, TEMPERATURE = 320, 7, 0.7
-KILL_AT = TOKENS // 8  # what the client sees is some way behind what the worker does
+KILL_AT = TOKENS // 8  # the client is some tokens behind the worker
 PROMPT_CHARACTERS = 2000
-LONG_PROMPT = 4500  # a prefill worker is to be met in the middle of it, in some 80 ms
-LOOK_EVERY = 0.002
+LONG_PROMPT = 4500  # takes some 80 ms, long enough to kill its prefill worker
+POLL_SECONDS = 0.002
 
 
 @dataclass(slots=True)
 class TimedAnswer:
-    """What came, and when, in seconds of ``time.perf_counter``."""
+    """The tokens and their arrival, in seconds of ``time.perf_counter``."""
 
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
@@ -42,17 +42,17 @@ class TimedAnswer:
 
     @property
     def gap(self) -> float:
-        """Usual seconds between two tokens."""
+        """Mean seconds between two tokens."""
         return (self.times[-1] - self.times[0]) / (len(self.times) - 1)
 
     def pause(self, since: float) -> float:
-        """The longest silence from a moment on."""
-        heard = [since, *(at for at in self.times if at > since)]
-        return max((b - a for a, b in pairwise(heard)), default=0.0)
+        """The longest pause after a moment."""
+        arrivals = [since, *(at for at in self.times if at > since)]
+        return max((b - a for a, b in pairwise(arrivals)), default=0.0)
 
 
 class Killer:
-    """Kills one process, once: the store, or the worker that has the request at that moment."""
+    """Kills one process, once: the store, or the worker that serves the request then."""
 
     def __init__(
         self,
@@ -67,29 +67,29 @@ class Killer:
         self._names = names
         self._client = client
         self._flow = flow
-        self._over = threading.Event()
-        self.struck: SupervisedProcess | None = None
+        self._stopped = threading.Event()
+        self.killed: SupervisedProcess | None = None
         self.at = 0.0
 
     def on_tokens(self, count: int) -> None:
-        """In the middle of the answer."""
-        if self._target != "prefill" and self.struck is None and count >= KILL_AT:
-            self._strike(self._serving())
+        """Kill in the middle of the answer."""
+        if self._target != "prefill" and self.killed is None and count >= KILL_AT:
+            self._kill(self._serving())
 
     def watch(self) -> threading.Thread:
-        """In the middle of the prompt, where a prefill worker is meant; until ``over``."""
+        """Kill in the middle of the prompt, for a prefill worker; until ``stop``."""
         thread = threading.Thread(target=self._watch, daemon=True)
         thread.start()
         return thread
 
-    def over(self) -> None:
-        """Nobody is killed any more."""
-        self._over.set()
+    def stop(self) -> None:
+        """Kill no process from now on."""
+        self._stopped.set()
 
     def _watch(self) -> None:
-        while self._target == "prefill" and self.struck is None:
-            self._strike(self._serving())
-            if self._over.wait(LOOK_EVERY):
+        while self._target == "prefill" and self.killed is None:
+            self._kill(self._serving())
+            if self._stopped.wait(POLL_SECONDS):
                 return
 
     def _serving(self) -> SupervisedProcess | None:
@@ -98,9 +98,9 @@ class Killer:
         busy = [w for w in self._client.workers() if w.in_flight and w.role == ROLES[self._target]]
         return self._cluster.named(self._names[busy[0].address]) if busy else None
 
-    def _strike(self, process: SupervisedProcess | None) -> None:
+    def _kill(self, process: SupervisedProcess | None) -> None:
         if process is not None:
-            self.struck = process
+            self.killed = process
             self.at = time.perf_counter()
             process.send(SIGKILL)
             self._flow.write(f" [kill -9 {process.spec.name}]", "red")
@@ -109,42 +109,42 @@ class Killer:
 def kill_demo(
     target: str, cluster: Cluster, document: Document, names: Mapping[str, str], quiet: bool
 ) -> int:
-    """0 if the disturbed and the undisturbed run gave the same tokens."""
-    tell: Callable[[str], None] = (lambda text: None) if quiet else print_out
+    """Run it; 0 if the disturbed and the undisturbed run gave the same tokens."""
+    show: Callable[[str], None] = (lambda text: None) if quiet else print_out
     characters = LONG_PROMPT if target == "prefill" else PROMPT_CHARACTERS
     prompt, flow = whole_sentences(document.text[:characters]), WrappedOutput(quiet)
     with Client(cluster.router) as client:
-        tell(introduction(prompt))
+        show(introduction(prompt))
         killer = Killer(target, cluster, names, client, flow)
         watching = killer.watch()
         disturbed = ask(client, prompt, names, flow, killer.on_tokens)
-        killer.over()
+        killer.stop()
         watching.join()
-        tell("\n" + "\n".join(f"  {describe(hop)}" for hop in disturbed.hops))
+        show("\n" + "\n".join(f"  {describe(hop)}" for hop in disturbed.hops))
         cluster.wait()
-        tell("\nThe same again, and nobody is killed ...")
+        show("\nThe same again, without a kill ...")
         undisturbed = ask(client, prompt, names, WrappedOutput(quiet=True), lambda count: None)
-    right = killer.struck is not None and disturbed.tokens == undisturbed.tokens
+    right = killer.killed is not None and disturbed.tokens == undisturbed.tokens
     print_out(json.dumps(report(killer, disturbed, right), indent=2)) if quiet else None
-    tell("\n" + verdict(killer, disturbed, undisturbed, right))
+    show("\n" + verdict(killer, disturbed, undisturbed, right))
     return 0 if right else 1
 
 
 def whole_sentences(text: str) -> str:
-    """Up to the last full stop."""
+    """The text up to its last full stop."""
     return text[: text.rindex(".") + 1]
 
 
 def introduction(prompt: str) -> str:
-    """What is asked."""
+    """The first lines: the prompt and the sampling."""
     lines = textwrap.wrap(prompt, 74)
     shown = [
         f"    ... {len(lines) - 2} lines of it, then:",
         *(f"    {line}" for line in lines[-2:]),
     ]
-    head = f"The model goes on with a document of {len(prompt):,} characters: {TOKENS} tokens,"
-    told = "\n".join(paint(line, "dim") for line in shown)
-    return f"\n{head}\nsampled at temperature {TEMPERATURE} with seed {SEED}.\n\n{told}\n"
+    head = f"The model continues a document of {len(prompt):,} characters: {TOKENS} tokens,"
+    body = "\n".join(paint(line, "dim") for line in shown)
+    return f"\n{head}\nsampled at temperature {TEMPERATURE} with seed {SEED}.\n\n{body}\n"
 
 
 def ask(
@@ -154,7 +154,7 @@ def ask(
     flow: WrappedOutput,
     on_tokens: Callable[[int], None],
 ) -> TimedAnswer:
-    """Ask; the text goes to ``flow`` as it comes, the count of tokens to ``on_tokens``."""
+    """Ask; passes the text to ``flow`` and the number of tokens to ``on_tokens``."""
     answer = TimedAnswer()
     pieces = client.generate(
         prompt=prompt, max_tokens=TOKENS, temperature=TEMPERATURE, seed=SEED, ignore_eos=True
@@ -171,38 +171,38 @@ def ask(
 
 
 def computed_again(hops: Sequence[DemoLeg]) -> int:
-    """Positions that legs after the first computed, beside the one that each of them must."""
+    """Positions that legs after the first computed, except the one that each must compute."""
     legs = [hop for hop in hops if not hop.lost]
     return sum(max(0, leg.computed - 1) for leg in legs[1:])
 
 
 def verdict(killer: Killer, disturbed: TimedAnswer, undisturbed: TimedAnswer, right: bool) -> str:
-    """The last lines."""
-    if killer.struck is None:
-        return paint("  Nobody was killed: the answer was there too soon. Try again.", "red")
+    """The last lines: the pause and the comparison."""
+    if killer.killed is None:
+        return paint("  Nothing was killed: the answer ended too soon. Try again.", "red")
     same = sum(a == b for a, b in zip(disturbed.tokens, undisturbed.tokens, strict=False))
     pause, gap = disturbed.pause(killer.at) * 1e3, disturbed.gap * 1e3
-    told = (
-        f"{killer.struck.spec.name} was killed: the longest pause after it {pause:.0f} ms (a token"
+    body = (
+        f"{killer.killed.spec.name} was killed: the longest pause after it {pause:.0f} ms (a token"
         f" usually {gap:.1f} ms), {again(disturbed.hops)}."
     )
     compared = f"{same} of {TOKENS} tokens are those of the undisturbed run."
-    return "\n".join([textwrap.fill(told, 78), paint(compared, "green" if right else "red")])
+    return "\n".join([textwrap.fill(body, 78), paint(compared, "green" if right else "red")])
 
 
 def again(hops: Sequence[DemoLeg]) -> str:
-    """What had to be done twice, in words."""
+    """The work that was done twice, in words."""
     first = next(hop for hop in hops if not hop.lost)
-    if hops[0].lost:  # what it had computed, nobody knows
-        return f"{first.computed} positions of the prompt computed by the one that took over"
+    if hops[0].lost:  # its work is unknown
+        return f"{first.computed} positions of the prompt computed by its successor"
     count = computed_again(hops)
     return f"{count} position{'' if count == 1 else 's'} computed again"
 
 
 def report(killer: Killer, answer: TimedAnswer, right: bool) -> dict[str, object]:
-    """The figures for scripts."""
+    """The figures as JSON."""
     return {
-        "killed": None if killer.struck is None else killer.struck.spec.name,
+        "killed": None if killer.killed is None else killer.killed.spec.name,
         "same": right,
         "tokens": len(answer.tokens),
         "computed_again": computed_again(answer.hops),

@@ -1,7 +1,7 @@
-"""The demonstration: questions over one long document, and what each of them cost where.
+"""The demonstration: questions over one long document, and the cost of each on each worker.
 
-A document of stated facts is asked about; its tokens are the prefix of every prompt, so only the
-first question should have to compute it. An answer is right or it is not.
+The document's tokens are the prefix of every prompt, so only the first question should have to
+compute them. An answer is right or wrong.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class DemoLeg:
     computed: int
     recomputed: int
     failed: int
-    lost: bool  # then its figures are those of its beginning
+    lost: bool  # the worker died; the figures are those of its admission
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweredQuestion:
-    """A question, what was answered, and how it went. Times as the client saw them, in seconds."""
+    """A question, its answer and cost. Times are those of the client, in seconds."""
 
     question: str
     expected: str
@@ -70,7 +70,7 @@ class DemoPlan:
         made = document(seed, facts)
         last = len(made.facts) - 1
         places = [round(i * last / max(1, count - 1)) for i in range(count)]
-        # Not in the order of the text: whoever asks does not know it.
+        # Not in the order of the text, which a reader does not know.
         mixed = places[::2] + places[1::2][::-1]
         chosen = (question(made.facts[at], form) for form, at in enumerate(mixed))
         return cls(made, tuple(chosen))
@@ -86,7 +86,7 @@ def ask(
     names: Mapping[str, str],
     on_text: Callable[[str], None],
 ) -> AnsweredQuestion:
-    """Asks one question greedily; ``on_text`` gets the answer as it comes."""
+    """Ask one question greedily; ``on_text`` gets the text as it streams."""
     start = time.perf_counter()
     stamps: list[float] = []
     text = ""
@@ -126,9 +126,9 @@ def hops_of(usage: Usage, names: Mapping[str, str]) -> Iterator[DemoLeg]:
 
 
 def describe(hop: DemoLeg) -> str:
-    """One hop in a line; the numbers add up by construction."""
+    """One leg in a line; the numbers add up by construction."""
     if hop.lost:
-        return f"{hop.worker:<10} was lost on the way; another worker took over"
+        return f"{hop.worker:<10} died; another worker took over"
     outside = "from the store" if hop.role == "prefill" else "transferred"
     line = (
         f"{hop.worker:<10} {hop.length:>5} tokens = {hop.local:>4} local"

@@ -1,4 +1,4 @@
-"""``kvrelay store clear``: removes every block that no lease holds, if that is really wanted."""
+"""``kvrelay store clear``: removes every block without a lease, after a confirmation."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from kvstore.redis import SCHEMES as REDIS
 from kvstore.urls import public_url
 
 DESCRIPTION = """\
-Removes every block that no lease holds from each of the stores; a Redis holds none. Asks before it
-does, unless --yes is given. What was removed is computed again when it is needed."""
+Removes every block without a lease from each of the stores; in a Redis no block has one. Asks for
+confirmation unless --yes is given. Removed blocks are computed again when they are needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClearConfig(StoreSelection):
-    """How sure."""
+    """The stores to clear, and whether to ask."""
 
-    yes: bool = option(False, "do not ask")
+    yes: bool = option(False, "do not ask for confirmation")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,11 +33,11 @@ def main(argv: Sequence[str]) -> int:
     cleared: dict[str, dict[str, int]] = {}
     for url in config.urls():
         with connected(url) as store:
-            if not (config.yes or _sure(url, store, config.timeout)):
+            if not (config.yes or _confirmed(url, store, config.timeout)):
                 print_err(f"{public_url(url)}: nothing was removed")
                 return 1
             removed = store.clear(config.timeout)
-            left = _counted(url, store, config.timeout)
+            left = _count_blocks(url, store, config.timeout)
         cleared[public_url(url)] = {"removed": removed, "left": left}
         if not config.json:
             print_out(f"{public_url(url)}: {removed:,} blocks removed, {left:,} left")
@@ -46,18 +46,18 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _counted(url: str, store: Store, timeout: float) -> int:
-    """Blocks of a store; the figures of a Redis count whatever else lies there."""
+def _count_blocks(url: str, store: Store, timeout: float) -> int:
+    """The number of blocks; a Redis's own figures would count foreign keys too."""
     if urlsplit(url).scheme not in REDIS:
         return store.stats(timeout).entries
     with browsing(url) as browser:
         return sum(1 for _ in browser.list(timeout))
 
 
-def _sure(url: str, store: Store, timeout: float) -> bool:
+def _confirmed(url: str, store: Store, timeout: float) -> bool:
     if not sys.stdin.isatty():
-        raise Rejected("yes", "nobody is there to be asked: give --yes")
-    entries = _counted(url, store, timeout)
+        raise Rejected("yes", "cannot ask for confirmation without a terminal: give --yes")
+    entries = _count_blocks(url, store, timeout)
     sys.stderr.write(f"Remove {entries:,} blocks from {public_url(url)}? [y/N] ")
     sys.stderr.flush()
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -1,4 +1,4 @@
-"""``kvrelay store inspect NAME``: one block: what it says of itself, and whether that is true."""
+"""``kvrelay store inspect NAME``: the header of one block, and whether the block is intact."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ LINE = 88
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InspectConfig(StoreSelection):
-    """Which block."""
+    """The block to inspect."""
 
     name: str = required(str, "first digits of its name", metavar="NAME", positional=True)
 
 
 @dataclass(frozen=True, slots=True)
 class InspectedBlock:
-    """A block of ``store``; ``parent_there``: whether the block before it is in the same one."""
+    """A block of ``store``; ``parent_there``: whether its parent is in the same store."""
 
     store: str
     listed: ListedBlock
@@ -49,7 +49,7 @@ class InspectedBlock:
         return self.state == "right"
 
     def as_json(self) -> dict[str, object]:
-        """Every field."""
+        """Every field as JSON."""
         listed, header = self.listed, self.header
         return {
             "store": self.store,
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _found(config: InspectConfig, urls: Iterable[str]) -> list[InspectedBlock]:
-    """The block in every store that has it."""
+    """The block, from every store that holds it."""
     found: list[InspectedBlock] = []
     absent: KvrelayError = NotFound(f"there is no block {config.name}")
     for url in urls:
@@ -108,7 +108,7 @@ def _inspected(url: str, digits: str, timeout: float) -> InspectedBlock:
 
 
 def state_of(one: VerifiedBlock) -> str:
-    """``right``, or what is wrong."""
+    """``right``, or the error."""
     if one.error is not None:
         return str(one.error)
     if one.removed and one.listed.tenant:
@@ -117,13 +117,13 @@ def state_of(one: VerifiedBlock) -> str:
 
 
 def readers(listed: ListedBlock, header: Header) -> str:
-    """Who may read it."""
+    """The workers that may read it."""
     workers = f"workers of namespace {header.namespace.hex()[:16]}"
     return f"{workers} for tenant {listed.tenant}" if listed.tenant else workers
 
 
 def describe(one: InspectedBlock) -> str:
-    """For people."""
+    """The block as a table for people."""
     listed, header = one.listed, one.header
     places = [name for name, there in (("memory", listed.memory), ("disk", listed.disk)) if there]
     kind = "partial" if listed.partial else "full"

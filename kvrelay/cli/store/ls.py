@@ -16,18 +16,18 @@ from kvstore.client.browse import SHOWN, blocks_by_digits
 from kvstore.urls import public_url
 
 DESCRIPTION = """\
-Lists the blocks of a store: name, tokens, bytes, whether it is partial, how many leases hold it,
-whose it is and where it lies. PREFIX are the first hexadecimal digits of the names wanted. A Redis
-is read by SCAN; it tells no leases, and not which blocks are partial."""
+Lists the blocks of a store: name, tokens, bytes, whether it is partial, its leases,
+its tenant and its place. PREFIX are the first hexadecimal digits of the names wanted. A Redis
+is read by SCAN; it reports neither leases nor which blocks are partial."""
 HEAD = ("name", "tokens", "bytes", "kind", "leases", "tenant", "lies in")
 RIGHT = frozenset({1, 2, 4})
 PAGE = 1000
-"""Lines that share one table."""
+"""Rows of one table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LsConfig(StoreSelection):
-    """What to list."""
+    """The blocks to list."""
 
     prefix: str = option("", "first digits of the names", metavar="PREFIX", positional=True)
     limit: int = option(0, "so many blocks at most; 0 lists all", low=0)
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def as_json(listed: ListedBlock) -> dict[str, object]:
-    """Every field."""
+    """Every field as JSON."""
     return {
         "name": listed.name.hex(),
         "tokens": listed.tokens,
@@ -71,7 +71,7 @@ def _show(name: str, found: Iterator[ListedBlock], config: LsConfig) -> None:
 
 
 def cells(listed: ListedBlock, long: bool) -> list[str]:
-    """One line."""
+    """One row of the table."""
     places = [name for name, there in (("memory", listed.memory), ("disk", listed.disk)) if there]
     return [
         listed.name.hex() if long else listed.name.hex()[:SHOWN],

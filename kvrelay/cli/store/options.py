@@ -1,4 +1,4 @@
-"""What the commands of ``kvrelay store`` have in common: which stores, and how they are reached."""
+"""The options of every ``kvrelay store`` command: the stores, and how they are reached."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from kvstore.urls import public_url, split_urls, standalone_url
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreSelection(SecurityOptions):
-    """Which stores."""
+    """The stores to use."""
 
     store: str | None = option(None, "URL of the store, or several with commas", metavar="URL")
-    endpoints: str | None = option(None, "take the store from kvrelay up's file", metavar="FILE")
+    endpoints: str | None = option(
+        None, "read the store from the file of kvrelay up", metavar="FILE"
+    )
     timeout: float = option(30.0, "seconds for one answer of a store", low=0.01, high=600.0)
     json: bool = option(False, "print JSON")
 
@@ -34,7 +36,7 @@ class StoreSelection(SecurityOptions):
             raise Rejected("store", "give one of --store URL and --endpoints FILE")
 
     def urls(self) -> list[str]:
-        """The stores, once this process shows who it is."""
+        """The stores' URLs, after installing this process's credentials."""
         policy.install(self, ADMIN_FIRST)
         text = store_of(Path(self.endpoints)) if self.endpoints is not None else self.store
         if not text:
@@ -42,19 +44,19 @@ class StoreSelection(SecurityOptions):
         urls = split_urls(text)
         twice = [name for name, count in Counter(map(public_url, urls)).items() if count > 1]
         if twice:
-            raise Rejected("store", f"{twice[0]} stands twice in the list")
+            raise Rejected("store", f"{twice[0]} is in the list twice")
         return urls
 
 
 @contextmanager
 def connected(url: str) -> Iterator[Store]:
-    """A store, for a while."""
+    """A connection to a store, closed at the end of the block."""
     with closing(connect(standalone_url(url))) as store:
         yield store
 
 
 @contextmanager
 def browsing(url: str) -> Iterator[StoreBrowser]:
-    """The same for those who look after it."""
+    """The same for administration."""
     with closing(browse(standalone_url(url))) as browser:
         yield browser

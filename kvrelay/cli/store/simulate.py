@@ -17,28 +17,28 @@ from kvstore.trace.requests import TraceRequest, read_trace
 from kvstore.trace.simulate import ReplayResult, replay, unbounded
 
 DESCRIPTION = """\
-Replays a trace through the store's own bookkeeping, without moving a byte, and prints which share
-of the blocks asked for each eviction policy would have found, beside a store without a limit and
-the offline optimum, which knows the rest of the trace. TRACE has one JSON object a line, as the
-traces of Mooncake's release do: timestamp (ms), input_length, output_length and hash_ids."""
+Replays a trace through the store's own index, without moving a byte, and prints the hit rate of
+each eviction policy, beside a store without a limit and the offline optimum, which knows the rest
+of the trace. TRACE has one JSON object a line, as in Mooncake's published traces: timestamp (ms),
+input_length, output_length and hash_ids."""
 HEAD = ("blocks", "policy", "hit rate", "of the way to the optimum", "evicted")
 RIGHT = frozenset({0, 2, 3, 4})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateConfig:
-    """What to replay, and where."""
+    """The trace, and the stores to simulate."""
 
     trace: str = required(str, "the requests", metavar="FILE", positional=True)
     budgets: tuple[int, ...] = option((1000, 10_000, 50_000), "room in blocks", low=1)
     policy: tuple[str, ...] = option(EVICTIONS, "eviction", choices=EVICTIONS)
-    limit: int | None = option(None, "only so many requests", low=1)
+    limit: int | None = option(None, "most requests to replay", low=1)
     json: bool = option(False, "print JSON")
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyRow:
-    """One line; ``budget`` is ``None`` for the store without a limit."""
+    """One row; ``budget`` is ``None`` for the store without a limit."""
 
     budget: int | None
     policy: str
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
 def rows(
     trace: Sequence[TraceRequest], budgets: Sequence[int], names: Sequence[str]
 ) -> Iterator[PolicyRow]:
-    """LRU and the optimum at each budget and what was asked for between them."""
+    """LRU, the requested policies and the optimum at each budget."""
     for budget in budgets:
         plain = replay(trace, budget, make_policy("lru"))
         best = optimum(trace, budget)
@@ -101,7 +101,7 @@ def rows(
 
 
 def gain(outcome: ReplayResult, plain: ReplayResult, best: ReplayResult) -> float | None:
-    """How far on the way from LRU to the optimum; ``None`` where they are the same."""
+    """The share of the gap from LRU to the optimum; ``None`` where there is no gap."""
     if best.hits == plain.hits:
         return None
     return (outcome.hits - plain.hits) / (best.hits - plain.hits)

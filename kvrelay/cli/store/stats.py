@@ -1,4 +1,4 @@
-"""``kvrelay store stats``: what stores hold now and did since they started, side by side."""
+"""``kvrelay store stats``: contents and counters of stores, side by side."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvstore.stats import StoreStats
 from kvstore.urls import public_url
 
 DESCRIPTION = """\
-Prints what each store holds now and what it did since it started: blocks, bytes, leases, hits.
-Ends with status 1 if one of them is not there."""
+Prints what each store holds, and its counters since it started: blocks, bytes, leases, hits. Ends
+with status 1 if a store cannot be reached."""
 
 SERVICES = "services"
-"""The tenant without a name."""
+"""The label of the unnamed tenant."""
 
 Figures = Mapping[str, object]
 
@@ -27,21 +27,25 @@ Figures = Mapping[str, object]
 def main(argv: Sequence[str]) -> int:
     config = load(StoreSelection, argv, "kvrelay store stats", DESCRIPTION)
     urls = config.urls()
-    found = {public_url(url): asked(url, config.timeout) for url in urls}
-    there = {name: figures(stats) for name, stats in found.items() if isinstance(stats, StoreStats)}
-    gone = {name: stats for name, stats in found.items() if not isinstance(stats, StoreStats)}
+    found = {public_url(url): stats_of(url, config.timeout) for url in urls}
+    reached = {
+        name: figures(stats) for name, stats in found.items() if isinstance(stats, StoreStats)
+    }
+    unreachable = {
+        name: stats for name, stats in found.items() if not isinstance(stats, StoreStats)
+    }
     if config.json:
-        failed = {name: {"error": str(error)} for name, error in gone.items()}
-        print_out(json.dumps({**there, **failed}, indent=2))
-    elif there:
-        print_out(columns(there))
-    for name, error in gone.items():
+        failed = {name: {"error": str(error)} for name, error in unreachable.items()}
+        print_out(json.dumps({**reached, **failed}, indent=2))
+    elif reached:
+        print_out(columns(reached))
+    for name, error in unreachable.items():
         print_err(f"kvrelay store stats: {name}: {error}")
-    return 1 if gone else 0
+    return 1 if unreachable else 0
 
 
-def asked(url: str, timeout: float) -> StoreStats | KvrelayError:
-    """Its figures, or why there are none."""
+def stats_of(url: str, timeout: float) -> StoreStats | KvrelayError:
+    """The stats of a store, or the error."""
     try:
         with connected(url) as store:
             return store.stats(timeout)
@@ -50,7 +54,7 @@ def asked(url: str, timeout: float) -> StoreStats | KvrelayError:
 
 
 def figures(value: object) -> dict[str, object]:
-    """The fields of a record as JSON; what is a record itself stays one, but for the counters."""
+    """The fields of a record as JSON; nested records stay nested, except the counters."""
     if not is_dataclass(value):
         return {}
     found: dict[str, object] = {}

@@ -25,14 +25,14 @@ PROGRESS_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyConfig(StoreSelection):
-    """Which blocks."""
+    """The blocks to verify."""
 
     prefix: str = option("", "first digits of the names", metavar="PREFIX", positional=True)
 
 
 @dataclass(slots=True)
 class VerifyProgress:
-    """Of one store, so far."""
+    """The result for one store so far."""
 
     store: str
     began: float = field(default_factory=time.monotonic)
@@ -43,7 +43,7 @@ class VerifyProgress:
     wrong: list[VerifiedBlock] = field(default_factory=list)
 
     def add(self, one: VerifiedBlock) -> None:
-        """One more."""
+        """Count one block."""
         self.blocks += 1
         if one.error is not None:
             self.wrong.append(one)
@@ -56,14 +56,14 @@ class VerifyProgress:
 
     def __str__(self) -> str:
         seconds = max(time.monotonic() - self.began, 1e-9)
-        more = [f"{self.gone:,} gone meanwhile"] if self.gone else []
+        more = [f"{self.gone:,} evicted meanwhile"] if self.gone else []
         more += [f"{self.foreign:,} of tenants not read"] if self.foreign else []
         rate = f"{show_bytes(self.bytes)} at {self.bytes / seconds / 1e9:.2f} GB/s"
         parts = [f"{self.blocks:,} blocks", rate, *more, f"{len(self.wrong):,} wrong"]
         return f"{self.store}: {', '.join(parts)}"
 
     def as_json(self) -> dict[str, object]:
-        """Every figure, and what is wrong."""
+        """Every figure as JSON, and the wrong blocks."""
         return {
             "store": self.store,
             "blocks": self.blocks,
@@ -103,7 +103,7 @@ def _verified(url: str, config: VerifyConfig) -> VerifyProgress:
 def _watched(
     found: Iterator[VerifiedBlock], progress: VerifyProgress, total: int
 ) -> Iterator[VerifiedBlock]:
-    """The same, and now and then a line for a person who waits."""
+    """The same blocks; on a terminal, a line of progress now and then."""
     shown = time.monotonic()
     watching = sys.stderr.isatty()
     for one in found:
