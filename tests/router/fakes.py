@@ -114,9 +114,7 @@ class Behaviour:
     tokens: asyncio.Event | None = None  # made while it is set
     draining: bool = False
     slow: float = 0.0  # seconds before a check is answered
-    pace: float | None = (
-        None  # seconds reported for each token computed; fetching costs a hundredth
-    )
+    pace: float | None = None  # seconds reported for each token computed, and 100 tokens fetched
 
 
 @dataclass(slots=True)
