@@ -76,6 +76,21 @@ LAZY = {"kvrelay/__init__.py", "kvrelay/__main__.py"}  # they name what is above
 FACES = {"prefill_service", "decode_service"}  # put together where a process begins
 CORE = ("blocks", "plan", "request", "scheduler", "totals", "usage")
 CORE_LINES = 600
+PURE_ROUTER = {
+    "generate/retry.py",
+    "generate/usage.py",
+    "placement/affinity.py",
+    "placement/costs.py",
+    "placement/policy.py",
+    "queue/admission.py",
+    "queue/fair.py",
+    "queue/quotas.py",
+    "queue/service_times.py",
+    "workers/candidate.py",
+    "workers/fleet.py",
+    "workers/health.py",
+}
+IMPURE = {"asyncio", "grpc", "logging", "random", "socket", "threading", "time"}
 NOT_CODE = {
     tokenize.ENCODING,
     tokenize.COMMENT,
@@ -162,6 +177,18 @@ def test_the_pure_engine_sees_the_standard_library_and_plain_values_only() -> No
             if not plain and not any(f"{module}.".startswith(f"{name}.") for name in allowed):
                 wrong.append(f"{show(path)}:{line} imports {module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_pure_router_reads_no_clock_and_waits_for_nothing() -> None:
+    wrong = [
+        f"{show(path)}:{line} imports {module}"
+        for path in python_files("router")
+        if show(path).removeprefix("router/") in PURE_ROUTER
+        for module, line in imported(path)
+        if module.split(".")[0] in IMPURE
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert all((ROOT / "router" / name).is_file() for name in PURE_ROUTER)
 
 
 def test_the_core_of_the_accounting_stays_small() -> None:
