@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.house.sources import python_files, show, tracked, tree
 
 LONGEST_FILE = 400
 LONGEST_FUNCTION = 60
+MOST_MODULES = 16  # of a folder, `__init__.py` not counted
 TEXT = {".py", ".md", ".toml", ".yml", ".yaml", ".proto", ".cfg", ".txt", ".ini", ""}
 
 
@@ -40,6 +42,29 @@ def test_files_and_functions_are_short() -> None:
                 if size > LONGEST_FUNCTION:
                     long.append(f"{show(path)}:{node.lineno} {node.name}: {size} lines")
     assert not long, "\n".join(long)
+
+
+def test_a_folder_holds_few_modules() -> None:
+    folders = Counter(
+        path.parent
+        for path in python_files() + python_files("benchmarks")
+        if path.name != "__init__.py"
+    )
+    large = [
+        f"{show(folder)}: {count}" for folder, count in folders.items() if count > MOST_MODULES
+    ]
+    assert not large, large
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """No two public classes of one name, wherever they are; generated modules apart."""
+    owners: dict[str, list[str]] = {}
+    for path in python_files() + python_files("benchmarks"):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                owners.setdefault(node.name, []).append(show(path))
+    twice = {name: paths for name, paths in owners.items() if len(paths) > 1}
+    assert not twice, twice
 
 
 def test_one_assignment_a_line() -> None:
