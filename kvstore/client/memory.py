@@ -170,7 +170,7 @@ class MemoryStore:
             check_block(Claim(name, entry.size, entry.partial), entry.value, self._digest)
         except Corrupt:
             with self._shelf.changed:
-                self._shelf.index.condemn(entry)
+                self._shelf.index.remove_corrupt(entry)
 
     def _abandon(self, ticket: int | None) -> None:
         with self._shelf.changed:

@@ -67,7 +67,7 @@ class BlockIndex(Generic[V]):
         self._allocator = allocator
         self._serial = 0
         self._entries: StoredBlocks[V] = StoredBlocks(policy, options.partial_life)
-        self._writing: Reservations[V] = Reservations(options.budget, options.shares)
+        self._reservations: Reservations[V] = Reservations(options.budget, options.shares)
         self._tombstones = Tombstones()
         self._choose = choose or VictimSelector(policy, self._entries).victim_for
         self.counters = StoreCounters()
@@ -97,14 +97,14 @@ class BlockIndex(Generic[V]):
         # With a tail there may be a full block that is missing all the same, of later tokens.
         there = tail is not None or (lead == len(names) and not any(t.after == lead for t in tails))
         wanted = [*names[lead : lead + 1], *(t.name for t in tails if t.after == lead)]
-        missing = None if there else self._why(wanted, openings if lead == 0 else ())
+        missing = None if there else self._miss_reason(wanted, openings if lead == 0 else ())
         return LookupResult(lead, tail, sizes, lease, missing=missing, boot=self._options.boot)
 
-    def _why(self, wanted: Sequence[bytes], openings: Sequence[int] = ()) -> Miss:
+    def _miss_reason(self, wanted: Sequence[bytes], openings: Sequence[int] = ()) -> Miss:
         """Why none of ``wanted``, each one way to have the same positions, is there."""
-        if any(name in self._writing for name in wanted):
+        if any(name in self._reservations for name in wanted):
             return Miss.TOO_LATE
-        return self._tombstones.why(wanted, openings)
+        return self._tombstones.reason(wanted, openings)
 
     def survey(
         self, names: Sequence[bytes], ttl: float, now: float, openings: Sequence[int] = ()
@@ -117,8 +117,8 @@ class BlockIndex(Generic[V]):
         self.counters.hits += len(names) - sizes.count(None)
         self.counters.misses += sizes.count(None)
         lease = self._hold(found.values(), now + ttl, now) if found and ttl > 0 else None
-        misses = tuple(None if name in found else self._why([name]) for name in names)
-        return SurveyResult(sizes, lease, misses, self._tombstones.begins(openings))
+        misses = tuple(None if name in found else self._miss_reason([name]) for name in names)
+        return SurveyResult(sizes, lease, misses, self._tombstones.knows_opening(openings))
 
     def get(self, name: bytes, now: float) -> V | None:
         """The block's value, or ``None``; the block counts as just used."""
@@ -148,12 +148,12 @@ class BlockIndex(Generic[V]):
     def lend(self, lease: int, first: int, count: int, now: float) -> Located[V]:
         """Blocks a lease holds, held until their reader releases them; none once it ended."""
         self.expire(now)
-        if (held := self._entries.held(lease)) is None:
+        if (held := self._entries.leased_blocks(lease)) is None:
             return Located((), None)
         held = held[first : first + count]
         return Located(tuple((e.size, e.value) for e in held), self._hold(held, math.inf, now))
 
-    def examine(self, name: bytes, now: float) -> tuple[IndexEntry[V], Lease] | None:
+    def hold_for_check(self, name: bytes, now: float) -> tuple[IndexEntry[V], Lease] | None:
         """A block whose bytes are here, and a lease for whoever looks whether they are right."""
         self.expire(now)
         entry = self._entries.get(name)
@@ -161,7 +161,7 @@ class BlockIndex(Generic[V]):
             return None
         return entry, self._hold((entry,), math.inf, now)
 
-    def condemn(self, entry: IndexEntry[V]) -> bool:
+    def remove_corrupt(self, entry: IndexEntry[V]) -> bool:
         """Its bytes are wrong: it is there no more, nor in the way; whether it was until now."""
         if self._entries.get(entry.name) is not entry:
             return False
@@ -170,7 +170,7 @@ class BlockIndex(Generic[V]):
         self.counters.corrupt += 1
         return True
 
-    def held_by(self, owner: bytes, now: float) -> int:
+    def lease_cost(self, owner: bytes, now: float) -> int:
         """See ``Leases.load``."""
         self.expire(now)
         return self._entries.load(owner)
@@ -188,32 +188,32 @@ class BlockIndex(Generic[V]):
         for claim in reversed(claims):
             if (entry := self._entries.get(claim.name)) is not None:
                 self._entries.use(entry, now)
-        if ticket is None or not self._writing.stands(ticket):
+        if ticket is None or not self._reservations.is_open(ticket):
             ticket = self._serial = self._serial + 1
-            self._writing.open(ticket, now + ttl)
+            self._reservations.open(ticket, now + ttl)
         verdicts = tuple(self._claim(claim, ticket) for claim in claims)
-        ended = self._writing.close_if_empty(ticket)
+        ended = self._reservations.close_if_empty(ticket)
         return Grant(None if ended else ticket, now + ttl, verdicts)
 
-    def reserved(self, ticket: int, name: bytes) -> Claim | None:
+    def reserved_claim(self, ticket: int, name: bytes) -> Claim | None:
         """What was claimed, while the reservation stands."""
-        found = self._writing.find(ticket, name)
+        found = self._reservations.find(ticket, name)
         return None if found is None else found.claim
 
     def is_being_written(self, name: bytes) -> bool:
         """Whether a reservation stands for it."""
-        return name in self._writing
+        return name in self._reservations
 
-    def prolong(self, ticket: int, deadline: float) -> None:
+    def extend_ticket(self, ticket: int, deadline: float) -> None:
         """The writer makes progress: its reservations end later."""
-        self._writing.prolong(ticket, deadline)
+        self._reservations.extend_ticket(ticket, deadline)
 
     def borrow(self, ticket: int, names: Sequence[bytes], now: float) -> list[Borrowed[V]]:
         """Reserved blocks and their places, for a writer to ``commit`` or ``give_back``, once."""
         self.expire(now)
-        return [self._writing.lend(ticket, name) for name in names]
+        return [self._reservations.lend(ticket, name) for name in names]
 
-    def give_back(self, place: V, size: int) -> None:
+    def free_place(self, place: V, size: int) -> None:
         """A borrowed place that nobody writes to any more."""
         if self._allocator is not None:
             self._allocator.give(place, size)
@@ -238,7 +238,7 @@ class BlockIndex(Generic[V]):
         self, ticket: int, name: bytes, value: V, now: float, parent: bytes | None, tokens: int
     ) -> bool:
         """``commit`` for one of many blocks, of which the first made ``expire`` look at ``now``."""
-        if (writing := self._writing.take(ticket, name)) is None:
+        if (writing := self._reservations.take(ticket, name)) is None:
             return False
         claim = writing.claim
         if parent is not None and parent in self._entries:
@@ -247,28 +247,28 @@ class BlockIndex(Generic[V]):
         self._entries.add(entry, now)
         self.counters.stored += 1
         self.counters.bytes_in += claim.size
-        self._came(entry)
+        self._record_added(entry)
         return True
 
     def owner(self, serial: int) -> bytes | None:
         """The tenant's part of the keys of a lease or ticket; ``None`` once it has ended."""
-        held = self._entries.held(serial)
-        return prefix_of(held[0].name) if held else self._writing.owner(serial)
+        held = self._entries.leased_blocks(serial)
+        return prefix_of(held[0].name) if held else self._reservations.owner(serial)
 
     def abandon(self, ticket: int, names: Iterable[bytes] | None = None) -> None:
         """Give up reservations of a ticket: those named, or all that are left."""
-        for name in self._writing.names(ticket) if names is None else names:
-            if (writing := self._writing.take(ticket, name)) is None:
+        for name in self._reservations.names(ticket) if names is None else names:
+            if (writing := self._reservations.take(ticket, name)) is None:
                 continue
             self.counters.abandoned += 1
             if writing.place is not None:
-                self.give_back(writing.place, writing.claim.size)
+                self.free_place(writing.place, writing.claim.size)
 
     def release(self, lease: int) -> None:
         """End a lease early; unknown ones have ended already."""
         for entry in self._entries.release(lease):
-            if not entry.grips:
-                self.give_back(entry.value, entry.size)
+            if not entry.io_count:
+                self.free_place(entry.value, entry.size)
 
     def clear(self, now: float) -> int:
         """Remove every block that no lease holds; how many."""
@@ -282,13 +282,13 @@ class BlockIndex(Generic[V]):
     def expire(self, now: float) -> None:
         """End the leases, reservations and partial blocks whose time is over."""
         self._policy.advance(now)
-        if self._entries.quiet(now) and self._writing.quiet(now):
+        if self._entries.nothing_due(now) and self._reservations.nothing_due(now):
             return
-        for lease in self._entries.ended(now):
+        for lease in self._entries.expired_leases(now):
             self.release(lease)
-        for ticket in self._writing.due(now):
+        for ticket in self._reservations.due(now):
             self.abandon(ticket)
-        for name in self._entries.worn(now):
+        for name in self._entries.expired_partials(now):
             self._remove(name, RemovalReason.EXPIRED)
             self.counters.expired += 1
 
@@ -308,18 +308,18 @@ class BlockIndex(Generic[V]):
             self._options.boot,
             self._options.budget,
             len(self._entries),
-            self._entries.bytes + self._writing.bytes,
-            self._writing.bytes,
+            self._entries.bytes + self._reservations.bytes,
+            self._reservations.bytes,
             self._entries.leased,
             self._entries.leases,
-            len(self._writing),
+            len(self._reservations),
             dataclasses.replace(self.counters),
             eviction=self._policy.name,
         )
 
     def audit(self) -> list[str]:
         """Sums that do not agree; empty unless there is a bug."""
-        most = max(self._entries.bytes + self._writing.bytes, self._options.budget)
+        most = max(self._entries.bytes + self._reservations.bytes, self._options.budget)
         sums = {**self._entries.sums(), "budget": (most, self._options.budget)}
         return [f"{what}: {one} is not {two}" for what, (one, two) in sums.items() if one != two]
 
@@ -329,17 +329,17 @@ class BlockIndex(Generic[V]):
         return Lease(self._serial, self._options.boot, deadline)
 
     def _claim(self, claim: Claim, ticket: int) -> PutStatus:
-        if self._has(claim.name):
+        if self._is_stored(claim.name):
             self.counters.existed += 1
             return PutStatus.EXISTED
-        if claim.name in self._writing or self._writing.is_full(ticket, claim.size):
+        if claim.name in self._reservations or self._reservations.is_full(ticket, claim.size):
             self.counters.pending += 1
             return PutStatus.PENDING
-        writing = self._make_room(claim, ticket) if self._writing.allows(claim) else None
+        writing = self._make_room(claim, ticket) if self._reservations.allows(claim) else None
         if writing is None:
             self.counters.rejected += 1
             return PutStatus.NO_ROOM
-        self._writing.add(writing)
+        self._reservations.add(writing)
         return PutStatus.RESERVED
 
     def _make_room(self, claim: Claim, ticket: int) -> Reservation[V] | None:
@@ -349,8 +349,8 @@ class BlockIndex(Generic[V]):
         most = (
             self._options.budget
             - claim.size
-            - self._writing.bytes
-            - (len(self._writing) + 1) * each
+            - self._reservations.bytes
+            - (len(self._reservations) + 1) * each
         )
         if entries.leased + entries.holding * each > most:
             return None  # or all the rest would go for nothing
@@ -372,9 +372,9 @@ class BlockIndex(Generic[V]):
 
     def _remove(self, name: bytes, reason: RemovalReason) -> None:
         entry = self._entries.take(name)
-        self._left(entry, reason)
-        if not entry.grips and not entry.leases:  # else it goes back with the last of them
-            self.give_back(entry.value, entry.size)
+        self._record_removed(entry, reason)
+        if not entry.io_count and not entry.leases:  # else it goes back with the last of them
+            self.free_place(entry.value, entry.size)
 
     # What a index with a tier below does in another way.
     def _lead(self, names: Sequence[bytes], held: bool) -> int:
@@ -384,13 +384,13 @@ class BlockIndex(Generic[V]):
     def _sizes(self, names: Sequence[bytes]) -> tuple[int, ...]:
         return tuple(self._entries[name].size for name in names)
 
-    def _has(self, name: bytes) -> bool:
+    def _is_stored(self, name: bytes) -> bool:
         return name in self._entries
 
-    def _came(self, entry: IndexEntry[V]) -> None:
+    def _record_added(self, entry: IndexEntry[V]) -> None:
         self.events.add(entry)
-        self._tombstones.came(entry.opening)
+        self._tombstones.added(entry.opening)
 
-    def _left(self, entry: IndexEntry[V], reason: RemovalReason) -> None:
+    def _record_removed(self, entry: IndexEntry[V], reason: RemovalReason) -> None:
         self.events.add(entry, reason)
-        self._tombstones.went(entry.name, entry.opening, MISS_REASONS[reason])
+        self._tombstones.removed(entry.name, entry.opening, MISS_REASONS[reason])

@@ -40,7 +40,7 @@ class Deadlines(Generic[K]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
-    def quiet(self, now: float) -> bool:
+    def nothing_due(self, now: float) -> bool:
         """Whether certainly nothing is due; costs next to nothing."""
         return not self._heap or self._heap[0][0] > now
 

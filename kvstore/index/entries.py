@@ -31,11 +31,11 @@ class IndexEntry(EvictionNode, Generic[V]):
     """
 
     __slots__ = (
-        "again",
-        "grips",
+        "io_count",
         "leases",
         "opening",
         "ready",
+        "reused",
         "size",
         "tokens",
         "value",
@@ -49,8 +49,8 @@ class IndexEntry(EvictionNode, Generic[V]):
         self.tokens = tokens
         self.opening = claim.opening
         self.ready = True
-        self.grips = 0
-        self.again = False
+        self.io_count = 0
+        self.reused = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class LeaseTable(Generic[V]):
         self._ends.set(lease, deadline)
         return True
 
-    def strike(self, block: IndexEntry[V]) -> None:
+    def revoke(self, block: IndexEntry[V]) -> None:
         """No lease holds it any more. Rare: all of them are looked through."""
         for lease, blocks in self._blocks.items():
             if block in blocks:
@@ -74,9 +74,9 @@ class LeaseTable(Generic[V]):
         """As many as there are leases, unless there is a bug."""
         return len(self._ends)
 
-    def quiet(self, now: float) -> bool:
+    def nothing_due(self, now: float) -> bool:
         """Whether certainly none is due."""
-        return self._ends.quiet(now)
+        return self._ends.nothing_due(now)
 
     def due(self, now: float) -> Iterator[int]:
         """Those whose time is over; they must be ended."""

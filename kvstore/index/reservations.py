@@ -52,7 +52,7 @@ class Reservations(dict[bytes, Reservation[V]]):
         self._tickets[ticket] = _Ticket()
         self._ends.set(ticket, deadline)
 
-    def stands(self, ticket: int) -> bool:
+    def is_open(self, ticket: int) -> bool:
         """Whether it has not ended."""
         return ticket in self._tickets
 
@@ -123,14 +123,14 @@ class Reservations(dict[bytes, Reservation[V]]):
         self._ends.drop(ticket)
         return True
 
-    def prolong(self, ticket: int, deadline: float) -> None:
+    def extend_ticket(self, ticket: int, deadline: float) -> None:
         """Move the end of a ticket that still stands."""
         if ticket in self._tickets:
             self._ends.set(ticket, deadline)
 
-    def quiet(self, now: float) -> bool:
+    def nothing_due(self, now: float) -> bool:
         """Whether certainly no ticket's time is over."""
-        return self._ends.quiet(now)
+        return self._ends.nothing_due(now)
 
     def due(self, now: float) -> Iterator[int]:
         """Tickets whose time is over."""

@@ -39,7 +39,7 @@ class StoredBlocks(dict[bytes, IndexEntry[V]]):
         self[entry.name] = entry
         self.bytes += entry.size
         self._policy.add(entry, self.get(entry.parent or b""))
-        self._prolong(entry, now)
+        self._extend_life(entry, now)
 
     def take(self, name: bytes) -> IndexEntry[V]:
         """A block is there no more; its place is free unless leases hold it."""
@@ -55,7 +55,7 @@ class StoredBlocks(dict[bytes, IndexEntry[V]]):
     def use(self, entry: IndexEntry[V], now: float) -> None:
         """It was used just now."""
         self._policy.touch(entry)
-        self._prolong(entry, now)
+        self._extend_life(entry, now)
 
     def hold(
         self, lease: int, entries: tuple[IndexEntry[V], ...], deadline: float, now: float
@@ -63,7 +63,7 @@ class StoredBlocks(dict[bytes, IndexEntry[V]]):
         """A new lease on what is there, or held by another lease."""
         for entry in entries:
             if entry.partial and entry not in self._taken:
-                self._prolong(entry, now)
+                self._extend_life(entry, now)
             if entry.leases == 0:  # that it was used is noted when it is free again
                 self._policy.hold(entry)
                 self.leased += entry.size
@@ -71,7 +71,7 @@ class StoredBlocks(dict[bytes, IndexEntry[V]]):
             entry.leases += 1
         self._leases.give(lease, entries, deadline)
 
-    def held(self, lease: int) -> tuple[IndexEntry[V], ...] | None:
+    def leased_blocks(self, lease: int) -> tuple[IndexEntry[V], ...] | None:
         """What it holds; ``None`` once it has ended."""
         return self._leases.blocks(lease)
 
@@ -92,27 +92,27 @@ class StoredBlocks(dict[bytes, IndexEntry[V]]):
                 gone.append(entry)
         return gone
 
-    def strike(self, entry: IndexEntry[V]) -> None:
+    def revoke(self, entry: IndexEntry[V]) -> None:
         """No lease holds it any more: it is damaged."""
         if entry.leases:
-            self._leases.strike(entry)
+            self._leases.revoke(entry)
             entry.leases = 0
             self._free(entry)
 
-    def quiet(self, now: float) -> bool:
+    def nothing_due(self, now: float) -> bool:
         """Whether certainly no lease and no life is over."""
-        return self._leases.quiet(now) and self._lives.quiet(now)
+        return self._leases.nothing_due(now) and self._lives.nothing_due(now)
 
-    def ended(self, now: float) -> Iterator[int]:
+    def expired_leases(self, now: float) -> Iterator[int]:
         """Leases whose time is over; they must be released."""
         return self._leases.due(now)
 
-    def worn(self, now: float) -> list[bytes]:
+    def expired_partials(self, now: float) -> list[bytes]:
         """Partial blocks whose life is over, to be taken out. Those that are held live on."""
         due = list(self._lives.due(now))
         for name in due:
             if self[name].leases:
-                self._prolong(self[name], now)
+                self._extend_life(self[name], now)
         return [name for name in due if not self[name].leases]
 
     def sums(self) -> Mapping[str, tuple[int, int]]:
@@ -138,6 +138,6 @@ class StoredBlocks(dict[bytes, IndexEntry[V]]):
         self.bytes -= entry.size
         return True
 
-    def _prolong(self, entry: IndexEntry[V], now: float) -> None:
+    def _extend_life(self, entry: IndexEntry[V], now: float) -> None:
         if entry.partial:
             self._lives.set(entry.name, now + self._partial_life)

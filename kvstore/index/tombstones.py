@@ -35,12 +35,12 @@ class Tombstones:
     def __len__(self) -> int:
         return len(self._reasons)
 
-    def came(self, opening: int | None) -> None:
+    def added(self, opening: int | None) -> None:
         """A block is there."""
         if opening is not None:
             self._openings[opening] += 1
 
-    def went(self, name: bytes, opening: int | None, why: Miss) -> None:
+    def removed(self, name: bytes, opening: int | None, why: Miss) -> None:
         """A block is there no more."""
         key = _key(name)
         self._reasons.pop(key, None)
@@ -54,7 +54,7 @@ class Tombstones:
             if not self._openings[opening]:
                 del self._openings[opening]
 
-    def why(self, names: Iterable[bytes], openings: Iterable[int]) -> Miss:
+    def reason(self, names: Iterable[bytes], openings: Iterable[int]) -> Miss:
         """Why none of ``names``, each one way to have the same positions, is there.
 
         ``openings`` are theirs if they begin a sequence.
@@ -62,9 +62,9 @@ class Tombstones:
         known = (self._reasons.get(_key(name)) for name in names)
         if (reason := next(filter(None, known), None)) is not None:
             return reason
-        return Miss.OTHER_NAMESPACE if self.begins(openings) else Miss.NEVER_STORED
+        return Miss.OTHER_NAMESPACE if self.knows_opening(openings) else Miss.NEVER_STORED
 
-    def begins(self, openings: Iterable[int]) -> bool:
+    def knows_opening(self, openings: Iterable[int]) -> bool:
         """Whether a sequence that is there begins with one of them."""
         return any(opening in self._openings for opening in openings)
 

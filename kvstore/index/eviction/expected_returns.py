@@ -79,11 +79,11 @@ class ExpectedReturns(LeastRecentlyUsed):
         self._room = max(self._room, self._size)
         node.continues = _continues(parent)
         if (ghost := self._ghosts.take(node.name)) is not None:
-            self._table.end(ghost.kind, ghost.at, self._now, used=True)
-            node.often = 1.0 + self._worth(ghost.often, ghost.counted)
+            self._table.end(ghost.kind, ghost.used_at, self._now, used=True)
+            node.uses = 1.0 + self._worth(ghost.uses, ghost.counted_at)
         if parent is not None:
             self._cover(parent)
-        node.counted = self._now
+        node.counted_at = self._now
         self._watch(node)
         self._uncover(node)
         self._duel.used(node, False, self._room, self._serial)
@@ -116,9 +116,9 @@ class ExpectedReturns(LeastRecentlyUsed):
         if node is not self._going:
             self._duel.drop(node.name)
         self._going = None
-        ghost = Ghost(node.kind, node.often, node.at, node.counted)
+        ghost = Ghost(node.kind, node.uses, node.at, node.counted_at)
         for lost in self._ghosts.put(node.name, ghost, max(self._remembered, self._size // SHARE)):
-            self._table.end(lost.kind, lost.at, self._now, used=False)
+            self._table.end(lost.kind, lost.used_at, self._now, used=False)
         if parent is not None:
             self._uncover(parent)
             if parent.place >= 0:
@@ -142,7 +142,7 @@ class ExpectedReturns(LeastRecentlyUsed):
         rank, now = self._table.rank, self._now
         worst = sorted(
             (
-                node.often > 1.0 and node.read and now - node.at <= CONTINUED,
+                node.uses > 1.0 and node.read and now - node.at <= CONTINUED,
                 rank(node.kind, now - node.at),
                 node.used,
                 node,
@@ -158,9 +158,9 @@ class ExpectedReturns(LeastRecentlyUsed):
     def _unwatch(self, node: EvictionNode) -> None:
         """It is used: what is learned from that."""
         now = self._now
-        if now - node.counted > HAND_OVER:
-            node.often = 1.0 + self._worth(node.often, node.counted)
-            node.counted = now
+        if now - node.counted_at > HAND_OVER:
+            node.uses = 1.0 + self._worth(node.uses, node.counted_at)
+            node.counted_at = now
         node.read = True
         self._table.end(node.kind, node.at, now, used=True)
 
@@ -197,14 +197,14 @@ def _continues(parent: EvictionNode | None) -> bool:
     """Whether a new block goes on from more than a beginning that all may share."""
     if parent is None:
         return False
-    new = not parent.read and parent.often == 1.0
+    new = not parent.read and parent.uses == 1.0
     return parent.continues if new else parent.parent is not None
 
 
 def _kind(node: EvictionNode) -> int:
     """The class, as one number. What has come back tells more than what it continues."""
-    if node.often > 1.0:
-        return 4 * min(1 + int(2.0 * math.log2(node.often)), LEVELS) + node.partial
+    if node.uses > 1.0:
+        return 4 * min(1 + int(2.0 * math.log2(node.uses)), LEVELS) + node.partial
     return (
         2 * node.continues + node.partial if node.read else -1 - 2 * node.continues - node.partial
     )

@@ -10,9 +10,9 @@ class Ghost(NamedTuple):
     """Of an evicted block what its ``Node`` said."""
 
     kind: int
-    often: float
-    at: float
-    counted: float
+    uses: float
+    used_at: float
+    counted_at: float
 
 
 class GhostList:

@@ -24,16 +24,16 @@ class EvictionNode:
     __slots__ = (
         "at",
         "continues",
-        "counted",
+        "counted_at",
         "held",
         "kind",
         "name",
-        "often",
         "parent",
         "partial",
         "place",
         "read",
         "used",
+        "uses",
     )
 
     def __init__(self, name: bytes, parent: bytes | None, partial: bool = False) -> None:
@@ -43,8 +43,8 @@ class EvictionNode:
         self.held = False
         self.partial = partial
         # The rest is for policies that want to know more, see ``returns.py``.
-        self.at = self.counted = 0.0
-        self.often = 1.0
+        self.at = self.counted_at = 0.0
+        self.uses = 1.0
         self.kind = 0
         self.place = -1
         self.read = self.continues = False

@@ -105,7 +105,7 @@ def plain(service_url: str) -> Iterator[RemoteStore]:
 
 @pytest.mark.parametrize(
     ("flags", "transport"),
-    [((), "shm"), (("--no-shared",), "socket"), (("--no-shared", "--no-lane"), "grpc")],
+    [((), "shm"), (("--no-shared",), "socket"), (("--no-shared", "--no-socket"), "grpc")],
 )
 def test_the_fastest_transport_there_is_is_chosen_and_said_once(
     flags: tuple[str, ...], transport: str, caplog: pytest.LogCaptureFixture
@@ -135,7 +135,7 @@ def test_a_transport_can_be_forced_and_fails_loudly_where_it_is_unavailable(
         get(store, block)
         assert set(store.used) == {transport}
         store.close()
-    process, url = start_service("--budget=1MiB", "--no-shared", "--no-lane")
+    process, url = start_service("--budget=1MiB", "--no-shared", "--no-socket")
     try:
         for transport in ("shm", "socket"):
             store = RemoteStore(address_of(url), transport)

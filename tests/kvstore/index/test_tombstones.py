@@ -22,8 +22,8 @@ A, B, C = (hashlib.sha256(word).digest() for word in (b"a", b"b", b"c"))
 def test_the_newest_are_remembered_with_their_last_reason() -> None:
     gone = Tombstones(remembered=2)
     for name, why in ((A, Miss.EVICTED), (B, Miss.EXPIRED), (A, Miss.CLEARED), (C, Miss.EVICTED)):
-        gone.went(name, None, why)
-    assert [gone.why([name], []) for name in (A, B, C)] == [
+        gone.removed(name, None, why)
+    assert [gone.reason([name], []) for name in (A, B, C)] == [
         Miss.CLEARED,
         Miss.NEVER_STORED,
         Miss.EVICTED,
@@ -33,13 +33,13 @@ def test_the_newest_are_remembered_with_their_last_reason() -> None:
 
 def test_an_opening_counts_while_one_block_of_it_is_there() -> None:
     gone = Tombstones()
-    gone.came(5)
-    gone.came(5)
-    gone.went(A, 5, Miss.EVICTED)
-    assert gone.why([B], [5]) is Miss.OTHER_NAMESPACE
-    gone.went(C, 5, Miss.EVICTED)
-    assert gone.why([B], [5]) is Miss.NEVER_STORED
-    assert gone.why([A], [5]) is Miss.EVICTED
+    gone.added(5)
+    gone.added(5)
+    gone.removed(A, 5, Miss.EVICTED)
+    assert gone.reason([B], [5]) is Miss.OTHER_NAMESPACE
+    gone.removed(C, 5, Miss.EVICTED)
+    assert gone.reason([B], [5]) is Miss.NEVER_STORED
+    assert gone.reason([A], [5]) is Miss.EVICTED
 
 
 def test_a_full_memory_takes_what_is_said_of_it() -> None:
@@ -47,7 +47,7 @@ def test_a_full_memory_takes_what_is_said_of_it() -> None:
     try:
         gone = Tombstones()
         for _ in range(MAX_TOMBSTONES + 1000):
-            gone.went(os.urandom(32), None, Miss.EVICTED)
+            gone.removed(os.urandom(32), None, Miss.EVICTED)
         taken = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()

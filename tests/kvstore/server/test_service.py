@@ -230,7 +230,7 @@ async def test_a_get_whose_lease_is_over_sends_no_more() -> None:
     grant = block_store.reserve([Claim(name_of(block), block.size, partial=False)])
     (slot,) = block_store.slots(grant.ticket or 0, [name_of(block)])
     assert slot is not None
-    slot.take(memoryview(block.header + bytes(block.payload)))
+    slot.copy_from(memoryview(block.header + bytes(block.payload)))
     assert block_store.settle([slot])[0].status is PutStatus.STORED
     answers = StoreService(block_store).get(pb.GetRequest(names=[name_of(block)]), None)
     await anext(answers)
