@@ -27,7 +27,7 @@ from kvstore.base import (
 )
 from kvstore.claims import Claim, check_block, claim_of
 from kvstore.index.block_index import BlockIndex, IndexOptions
-from kvstore.index.eviction.policies import make_policy
+from kvstore.index.eviction import make_policy
 from kvstore.limits import BUDGET, EVICTIONS, PARTIAL_LIFE, TICKET_LIFE
 from kvstore.stats import StoreStats
 

@@ -26,7 +26,7 @@ from kvstore.disk.tiered_index import TieredIndex
 from kvstore.index.block_index import BlockIndex, ChooseVictim, IndexOptions
 from kvstore.index.entries import IndexEntry, Located
 from kvstore.index.events import BlockEvent
-from kvstore.index.eviction.policies import make_policy
+from kvstore.index.eviction import make_policy
 from kvstore.index.eviction.policy import EvictionPolicy
 from kvstore.index.eviction.victims import QuotaPolicy
 from kvstore.limits import StoreLimits

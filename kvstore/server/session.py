@@ -60,7 +60,7 @@ class Session:
         self._tickets: dict[int, bytes] = {}  # to the prefix of their owner
 
     def run(self) -> None:
-        """Serve until the peer leaves; ``KvrelayError`` if it breaks the connection or the rules."""
+        """Serve until the peer leaves; ``KvrelayError`` if it breaks the protocol or is cut off."""
         try:
             while self._next():
                 pass
