@@ -47,7 +47,7 @@ class FleetRequest:
 
 @dataclass(frozen=True, slots=True)
 class FleetResult:
-    """What became of it: seconds in the queue and to the first token; tokens by source."""
+    """The outcome of a request: seconds in the queue and to the first token; tokens by source."""
 
     worker: int
     queue: float

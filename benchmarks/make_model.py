@@ -11,8 +11,8 @@ from kvrelay.config.reader import check, load, option, required
 from kvrelay.process import sigint
 
 DESCRIPTION = """\
-Writes a model of a real shape with random weights, in ordinary transformers format. What it says
-is noise; what it costs to run is that of the real one."""
+Writes a model of a real shape with random weights, in ordinary transformers format. Its text is
+noise; its cost is that of the real model."""
 SHAPES = ("qwen3-0.6b", "llama-toy", "llama-tiny", "qwen3-tiny")  # known before torch is imported
 
 
@@ -32,9 +32,8 @@ class MakeModelConfig:
 def main(argv: Sequence[str]) -> int:
     config = load(MakeModelConfig, argv, "kvrelay make-model", DESCRIPTION)
     with sigint.sigint_exits():
-        from benchmarks.random_model import (
-            make_model,  # imports torch: not before the flags are read
-        )
+        # It imports torch: not before the flags are read.
+        from benchmarks.random_model import make_model
 
     print_err(f"Making {config.shape} in {config.dtype}")
     made = make_model(config.shape, Path(config.out), config.dtype, config.seed)

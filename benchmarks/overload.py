@@ -37,11 +37,11 @@ PATIENT = 60.0  # seconds, while the capacity is measured
 
 @dataclass(slots=True)
 class OverloadTally:
-    """What became of the requests of one load. Times in seconds."""
+    """The outcome of the requests of one load. Times in seconds."""
 
     first: list[float] = field(default_factory=list)
     whole: list[float] = field(default_factory=list)
-    delays: list[float] = field(default_factory=list)  # told to the refused
+    delays: list[float] = field(default_factory=list)  # retry delays sent with refusals
     late: int = 0
 
     @property
@@ -87,7 +87,7 @@ async def closed(address: str, chance: random.Random, clients: int, seconds: flo
 async def open_load(
     address: str, chance: random.Random, rate: float, seconds: float, deadline: float
 ) -> tuple[OverloadTally, float]:
-    """Requests that come at ``rate`` a second; what became of them, and how long that took."""
+    """Send requests at ``rate`` a second; their outcome, and the time it took."""
     tally, begun = OverloadTally(), time.monotonic()
     async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
         due = begun
@@ -95,7 +95,7 @@ async def open_load(
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             group.create_task(one(client, chance, tally, deadline))
         busy_until = time.monotonic()
-    # What is still under way when the load ends was made by it, and so is the time it takes.
+    # Requests still open when the load ends belong to it, and so does the time they take.
     return tally, max(seconds, time.monotonic() - begun) if tally.whole else busy_until - begun
 
 
@@ -135,7 +135,7 @@ HEAD = (
     "first token p50 s",
     "p99",
     "whole p99",
-    "told to wait, median s",
+    "retry after, median s",
 )
 
 

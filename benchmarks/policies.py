@@ -1,4 +1,4 @@
-"""Placement policies behind one call: the router's own, and those that it is compared with."""
+"""Placement policies behind one call: the router's own, and its baselines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Models of a real shape with random weights, in ordinary `transformers` format, for benchmarks.
 
-What a model costs to run depends on its shape alone; what it says is noise. Every token id has a
-text, so a stream of any ids can be shown.
+The cost of a model depends on its shape alone; its text is noise. Every token id has a text, so a
+stream of any ids can be shown.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def make_model(shape: str, out: Path, dtype: str = "bfloat16", seed: int = 0) ->
     """Write config, weights and tokenizer of one of ``SHAPES`` to the directory ``out``.
 
     ``dtype`` is "bfloat16", "float16" or "float32"; weights are normal with the config's
-    ``initializer_range``, norms are 1. Raises ``Rejected`` naming what is not known.
+    ``initializer_range``, norms are 1. Raises ``Rejected`` for an unknown name.
     """
     if shape not in SHAPES:
         raise Rejected("shape", f"{shape!r} is not one of {', '.join(SHAPES)}")
@@ -71,7 +71,7 @@ def make_model(shape: str, out: Path, dtype: str = "bfloat16", seed: int = 0) ->
 
 
 def byte_tokenizer(vocab_size: int) -> Tokenizer:
-    """One token for each byte, then the end of text, then made-up words that only decoding meets.
+    """One token for each byte, then the end of text, then invented words used by decoding only.
 
     Encoding gives one id per byte of the text's UTF-8, so any text goes in and comes out.
     """
@@ -129,7 +129,7 @@ def _weights(config: PreTrainedConfig, dtype: str, seed: int) -> dict[str, torch
 
 
 def _word(token: int) -> str:
-    """A word of its own for every id: a space (as byte-level tokens write it) and letters."""
+    """A distinct word for every id: a space (as byte-level tokens write it) and letters."""
     letters, rest = "", token
     while rest:
         rest, digit = divmod(rest - 1, len(_LETTERS))

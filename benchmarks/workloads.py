@@ -18,7 +18,7 @@ class Numbers:
         self._next = 0
 
     def take(self, count: int) -> Chain:
-        """So many that nobody else has."""
+        """So many ids that were never taken before."""
         self._next += count
         return tuple(range(self._next - count, self._next))
 

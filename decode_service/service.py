@@ -1,4 +1,4 @@
-"""The ``Decode`` service: a thin face over the engine. See protos/kvrelay/v1/decode.proto."""
+"""The ``DecodeService``, defined in protos/kvrelay/v1/decode.proto."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVICE = decode_pb2.DESCRIPTOR.services_by_name["DecodeService"].full_name
 
 
 class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
-    """Pulls what was computed elsewhere, and makes the rest of the answer."""
+    """Loads the blocks that were computed elsewhere, and decodes the rest of the answer."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -40,13 +40,13 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
             else:
                 response.tokens.append(convert.token(update.sampled))
                 response.finish_reason = convert.finish(update.finish)
-                if update.begun is not None:
-                    response.admission.CopyFrom(convert.admitted(update.begun))
+                if update.admission is not None:
+                    response.admission.CopyFrom(convert.admission_message(update.admission))
         return response
 
 
 def register(server: Server, worker: Worker) -> None:
-    """Add the service to a worker's server."""
+    """Add the service to the worker's server."""
     service = DecodeService(worker)
     server.add(
         SERVICE,

@@ -1,18 +1,18 @@
-"""Errors named by whose fault they are; ``kvrelay.rpc.status`` maps them to gRPC codes.
+"""Errors, named by whose fault they are; ``kvrelay.rpc.status`` maps them to gRPC codes.
 
-Each says which field it is about and the way out. Foreign exceptions become one of these at the
-boundary where they enter, and nowhere else.
+A message names the field, the value and what to do. Exceptions of other libraries become one of
+these classes where they enter, and nowhere else. All are exported from ``kvrelay``.
 """
 
 from __future__ import annotations
 
 
 class KvrelayError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base class of every error that kvrelay raises on purpose."""
 
 
 class Rejected(KvrelayError):
-    """The caller asked for something that can never be done: mend ``field`` and ask again."""
+    """The request can never be served as it is: correct ``field`` and send it again."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -21,11 +21,11 @@ class Rejected(KvrelayError):
 
 
 class NotFound(KvrelayError):
-    """The thing named does not exist here."""
+    """The model, block or other object named does not exist here."""
 
 
 class Mismatch(KvrelayError):
-    """Two parties do not agree on ``field``: they must not work together until they do."""
+    """Two parties disagree on ``field``: they must not work together until they agree."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
@@ -34,7 +34,7 @@ class Mismatch(KvrelayError):
 
 
 class Exhausted(KvrelayError):
-    """No room now: ask again after ``retry_after`` seconds."""
+    """No capacity now: retry after ``retry_after`` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -42,19 +42,19 @@ class Exhausted(KvrelayError):
 
 
 class Unavailable(KvrelayError):
-    """The party asked is not there or is leaving: ask another, or later."""
+    """The peer does not answer or is shutting down: ask another one, or retry later."""
 
 
 class Draining(Unavailable):
-    """The party asked is leaving in good order: go on elsewhere, nothing went wrong."""
+    """The peer shuts down in good order: continue elsewhere, nothing went wrong."""
 
 
 class DeadlineExceeded(KvrelayError):
-    """The time given ran out before the answer was there."""
+    """The deadline passed before the answer was complete."""
 
 
 class Corrupt(KvrelayError):
-    """Bytes are not what they claim to be: treat as absent, and count."""
+    """Bytes fail their verification: treat the block or message as absent, and count it."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")

@@ -1,7 +1,7 @@
-"""How the next token is chosen: one frozen record, checked once at the edge.
+"""How the next token is chosen: one frozen value, checked once where a request enters.
 
-The meaning of each field is vLLM's ``SamplingParams``; all are values, so a request can be
-continued anywhere from (prompt, tokens so far, sampling).
+The meaning of each field is that of vLLM's ``SamplingParams``. A request can be continued on any
+worker from (prompt, tokens so far, sampling).
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from kvrelay.errors import Rejected
 
-DEFAULT_MAX_TOKENS = 16  # of a request that names none; as vLLM's
+DEFAULT_MAX_TOKENS = 16  # of a request that names none, as vLLM's; so is the temperature
+DEFAULT_TEMPERATURE = 1.0
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -22,13 +23,13 @@ MAX_TOP_LOGPROBS = 20
 class Sampling:
     """``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
 
-    ``stop_token_ids`` end the request when sampled and ``eos_token_ids`` do so unless
+    A sampled token of ``stop_token_ids`` ends the request, one of ``eos_token_ids`` does unless
     ``ignore_eos``; neither can be sampled before ``min_tokens`` tokens were. ``logprobs`` is
     ``None`` for no log probabilities, else how many of the most likely tokens to report beside the
     chosen one. ``seed`` is an unsigned 64-bit number.
     """
 
-    temperature: float = 1.0
+    temperature: float = DEFAULT_TEMPERATURE
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0

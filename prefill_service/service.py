@@ -1,4 +1,4 @@
-"""The ``Prefill`` service: a thin face over the engine. See protos/kvrelay/v1/prefill.proto."""
+"""The ``PrefillService``, defined in protos/kvrelay/v1/prefill.proto."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERVICE = prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"].full_name
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
-    """Computes prompts, saves their blocks, samples one token each."""
+    """Computes prompts, samples one token each, and saves the blocks."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -39,8 +39,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
             first = prefill_pb2.FirstToken(
                 token=convert.token(update.sampled), finish_reason=convert.finish(update.finish)
             )
-            if update.begun is not None:
-                first.admission.CopyFrom(convert.admitted(update.begun))
+            if update.admission is not None:
+                first.admission.CopyFrom(convert.admission_message(update.admission))
             return prefill_pb2.PrefillResponse(first_token=first)
         return prefill_pb2.PrefillResponse(
             handoff=self._worker.handoff(leg, update), usage=self._worker.usage(update, leg)

@@ -16,17 +16,16 @@ from kvrelay.process import sigint
 DESCRIPTION = """\
 Measures on this machine, side by side in one run: (a) throughput beside transformers' generate
 and generate_batch, (b) the first token cold, with a local hit and with a store hit, (c) the
-hand-over from prefill to decode, (d) what the router adds. A ratio over 1 means that kvrelay is
-ahead of what it is compared with."""
+handoff from prefill to decode, (d) what the router adds. A ratio over 1 means that kvrelay is
+ahead of the baseline."""
 RIGHT = frozenset({2, 3, 4})
 
 
 def main(argv: Sequence[str]) -> int:
     config = load(ClusterBenchConfig, argv, "kvrelay bench", DESCRIPTION)
     with sigint.sigint_exits():
-        from benchmarks.cluster.run import (
-            ClusterBench,  # imports torch: not before the flags are read
-        )
+        # It imports torch: not before the flags are read.
+        from benchmarks.cluster.run import ClusterBench
 
     with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as made:
         bench = ClusterBench(config, model_directory(config, Path(made)))
@@ -41,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(config: ClusterBenchConfig, machine: str, rows: Sequence[BenchRow]) -> None:
-    """The rows as asked for."""
+    """Print the rows as JSON, as Markdown or as tables."""
     if config.json:
         print_out(
             json.dumps({"machine": machine, "rows": [row.as_json() for row in rows]}, indent=2)

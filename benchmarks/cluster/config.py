@@ -14,7 +14,7 @@ from kvrelay.worker.config import DTYPES
 PARTS = {
     "a": "throughput beside plain transformers",
     "b": "first token: cold, local hit, store hit",
-    "c": "the hand-over from prefill to decode",
+    "c": "the handoff from prefill to decode",
     "d": "what the router adds",
 }
 
@@ -23,7 +23,7 @@ PARTS = {
 class ClusterBenchConfig:
     """Flags of ``kvrelay bench``."""
 
-    model: str = option("recall", "model directory; 'recall' is the one shipped", metavar="DIR")
+    model: str = option("recall", "model directory; 'recall' is the shipped model", metavar="DIR")
     shape: str | None = option(None, "make a model of random weights of this shape instead")
     dtype: str = option("auto", "number format", choices=DTYPES)
     only: tuple[str, ...] = option((), "only these parts: a,b", metavar="PARTS")
@@ -62,7 +62,7 @@ class ClusterBenchConfig:
         return max(16, tokens // 4) if self.quick else tokens
 
     def cluster(self, directory: Path, prefill: int, decode: int = 1) -> ClusterConfig:
-        """One phase computes at a time, so every worker may use every core."""
+        """The cluster of a part. One phase runs at a time, so every worker may use every core."""
         return ClusterConfig(
             model=str(directory),
             prefill=prefill,
@@ -72,7 +72,7 @@ class ClusterBenchConfig:
             threads=self.cores,
             block_size=self.block_size,
             num_blocks=self.num_blocks,
-            disaggregate="always",  # the hand-over is measured, whatever it is worth
+            disaggregate="always",  # the handoff is measured even where it does not pay
         )
 
 
@@ -95,7 +95,7 @@ class RandomPrompts:
         self._vocabulary = vocabulary
 
     def draw(self, tokens: int) -> list[int]:
-        """The lower ids are left out: special tokens usually stand there."""
+        """A new prompt. The lower ids are left out: most are special tokens."""
         low = min(300, self._vocabulary // 2)
         return [self._random.randrange(low, self._vocabulary) for _ in range(tokens)]
 

@@ -1,7 +1,7 @@
 """Part b: time to the first token when the prompt is unknown, here already, or in the store.
 
-Asked of the prefill workers directly: the first one computes a prompt and is asked again, the
-second one has never seen it and finds it in the store.
+Sent to the prefill workers directly: the first one computes a prompt and gets it again, the second
+one has never seen it and finds it in the store.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ TIMES = 5
 
 
 def rows(config: ClusterBenchConfig, router: str, prompts: RandomPrompts) -> Iterator[BenchRow]:
-    """One row for every length: the hand-over against the usual gap after it.
+    """One row for every length: the handoff against the usual gap after it.
 
     The usual gap is the median over runs of each run's mean: two tokens that arrive in one
     message have no gap of their own.

@@ -1,6 +1,6 @@
-"""The least that can stand between a client and a worker: bytes of a call in, bytes out.
+"""The least work between a client and a worker: bytes of a call in, bytes out.
 
-    python -m benchmarks.cluster.relay HOST:PORT
+    python -P -m benchmarks.cluster.relay HOST:PORT
 
 No message is parsed and nothing decided; asyncio gRPC on both sides, as in the router.
 """
@@ -30,7 +30,7 @@ Many: TypeAlias = "grpc.aio.UnaryStreamMultiCallable[bytes, bytes]"
 
 
 class RelayHandlers(grpc.GenericRpcHandler):
-    """Passes any call on; those of ``Worker`` are answered once, others stream."""
+    """Forwards any call; those of ``Worker`` are answered once, others stream."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -56,7 +56,7 @@ class RelayHandlers(grpc.GenericRpcHandler):
 
 
 async def serve(target: str) -> None:
-    """Until SIGTERM; prints the address."""
+    """Print the address and forward until SIGTERM."""
     stopping = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
     async with open_channel(target) as channel:
@@ -71,7 +71,7 @@ async def serve(target: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Relay:
-    """One in a process of its own."""
+    """A relay in a process of its own."""
 
     address: str
     pid: int
@@ -79,7 +79,7 @@ class Relay:
 
 @contextmanager
 def relay(target: str) -> Iterator[Relay]:
-    """Start one, and end it."""
+    """Start a relay process, and end it."""
     command = [sys.executable, "-P", "-m", "benchmarks.cluster.relay", target]
     environ = {**os.environ, **import_path(os.environ)}
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as process:

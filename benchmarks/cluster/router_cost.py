@@ -1,8 +1,8 @@
 """Part d: what the router adds to the first token and to every later one, beside a bare gRPC relay.
 
 The same number of streams is sent through a router that knows only one decode worker, through the
-relay, and to the worker directly, in turn; every prompt is new. Then the processor time that router
-and relay take is read from the system: it does not depend on what else the machine does.
+relay, and to the worker directly, in turn; every prompt is new. Then the processor time of router
+and relay is read from the system: other load on the machine hardly changes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NEW_TOKENS = 32
 TIMES = 3
 LONG, SHORT = 129, 1  # tokens of an answer; the difference is what tokens cost
 BURSTS = 4
-Way = tuple[Endpoint, str]
+Route = tuple[Endpoint, str]
 
 
 def rows(
@@ -31,15 +31,15 @@ def rows(
 ) -> Iterator[BenchRow]:
     """Two rows for every number of streams: per request (first token) and per token; then CPU."""
     with relay(worker) as between:
-        ways: tuple[Way, ...] = (("router", router), ("decode", between.address))
+        routes: tuple[Route, ...] = (("router", router), ("decode", between.address))
         for streams in STREAMS:
-            every = (*ways, ("decode", worker))
+            every = (*routes, ("decode", worker))
             bursts = _in_turn(TIMES * config.times, every, prompts, streams)
             name = f"{streams} stream{'s' if streams > 1 else ''}"
             yield _row(f"first token, {name}", bursts, _first)
             yield _row(f"a token, {name}", bursts, _gap)
         if pid is not None and Path("/proc/self/stat").exists():
-            yield from _processor(dict(zip((pid, between.pid), ways, strict=True)), prompts)
+            yield from _processor(dict(zip((pid, between.pid), routes, strict=True)), prompts)
 
 
 def _row(name: str, bursts: list[list[Burst]], what: Callable[[Burst], float]) -> BenchRow:
@@ -56,12 +56,12 @@ def _row(name: str, bursts: list[list[Burst]], what: Callable[[Burst], float]) -
 
 
 def _in_turn(
-    times: int, ways: tuple[Way, ...], prompts: RandomPrompts, streams: int
+    times: int, routes: tuple[Route, ...], prompts: RandomPrompts, streams: int
 ) -> list[list[Burst]]:
-    bursts: list[list[Burst]] = [[] for _ in ways]
+    bursts: list[list[Burst]] = [[] for _ in routes]
     for turn in range(times + 1):
-        for (door, address), made in zip(ways, bursts, strict=True):
-            burst = run(door, address, prompts.many(streams, PROMPT_TOKENS), NEW_TOKENS)
+        for (endpoint, address), made in zip(routes, bursts, strict=True):
+            burst = run(endpoint, address, prompts.many(streams, PROMPT_TOKENS), NEW_TOKENS)
             if turn:  # the first one warms up
                 made.append(burst)
     return bursts
@@ -75,11 +75,11 @@ def _gap(burst: Burst) -> float:
     return median((line.whole - line.first) / max(1, len(line.gaps)) for line in burst.lines)
 
 
-def _processor(ways: dict[int, Way], prompts: RandomPrompts) -> Iterator[BenchRow]:
+def _processor(routes: dict[int, Route], prompts: RandomPrompts) -> Iterator[BenchRow]:
     """Milliseconds of processor time, a request and a token, at the most streams."""
     requests, tokens = [], []
-    for pid, (door, address) in ways.items():
-        short, long = (_spent(pid, door, address, prompts, count) for count in (SHORT, LONG))
+    for pid, (endpoint, address) in routes.items():
+        short, long = (_spent(pid, endpoint, address, prompts, count) for count in (SHORT, LONG))
         tokens.append((long - short) / (LONG - SHORT))
         requests.append(short)
     for what, (ours, bare) in (("request", requests), ("token", tokens)):
@@ -94,12 +94,12 @@ def _processor(ways: dict[int, Way], prompts: RandomPrompts) -> Iterator[BenchRo
         )
 
 
-def _spent(pid: int, door: Endpoint, address: str, prompts: RandomPrompts, count: int) -> float:
+def _spent(pid: int, endpoint: Endpoint, address: str, prompts: RandomPrompts, count: int) -> float:
     """Milliseconds a stream."""
     streams = STREAMS[-1]
     before = _processor_seconds(pid)
     for _ in range(BURSTS):
-        run(door, address, prompts.many(streams, PROMPT_TOKENS), count)
+        run(endpoint, address, prompts.many(streams, PROMPT_TOKENS), count)
     return (_processor_seconds(pid) - before) * 1e3 / (BURSTS * streams)
 
 

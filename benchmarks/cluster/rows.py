@@ -1,4 +1,4 @@
-"""A measured row: what, how much here, how much there, and the ratio that says who is ahead."""
+"""A measured row: the quantity, both figures, and their ratio."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Better = Literal["less", "more"]
 class BenchRow:
     """``ours`` against ``rival`` in the same ``unit``; ``None`` where there is nothing to measure.
 
-    ``rival`` is what the row is compared with, named in ``against``: another program, or another
-    way through ours.
+    ``rival`` is the figure of the baseline that ``against`` names: another program, or another
+    path through kvrelay.
     """
 
     part: str
@@ -28,7 +28,7 @@ class BenchRow:
 
     @property
     def ratio(self) -> float | None:
-        """How many times better than the rival we are; under 1 is worse."""
+        """How many times better kvrelay is; under 1 is worse."""
         if not self.ours or not self.rival:
             return None
         return self.rival / self.ours if self.better == "less" else self.ours / self.rival

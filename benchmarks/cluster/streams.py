@@ -1,6 +1,6 @@
 """Streams of requests with a time for every token: through the router, or straight to a worker.
 
-Greedy, to the length asked for. The times are those of the client, from just before it sent.
+Greedy, to the requested length. Times are the client's, from just before it sends.
 """
 
 from __future__ import annotations
@@ -68,27 +68,27 @@ class Burst:
         return max(line.stamps[-1] for line in self.lines) - min(line.sent for line in self.lines)
 
 
-def run(door: Endpoint, address: str, prompts: Sequence[Sequence[int]], count: int) -> Burst:
-    """Sends every prompt at once and waits for ``count`` tokens of each."""
-    return asyncio.run(_burst(door, address, prompts, count))
+def run(endpoint: Endpoint, address: str, prompts: Sequence[Sequence[int]], count: int) -> Burst:
+    """Send all prompts at once and wait for ``count`` tokens of each."""
+    return asyncio.run(_burst(endpoint, address, prompts, count))
 
 
 async def _burst(
-    door: Endpoint, address: str, prompts: Sequence[Sequence[int]], count: int
+    endpoint: Endpoint, address: str, prompts: Sequence[Sequence[int]], count: int
 ) -> Burst:
     async with open_channel(address) as channel:
-        digest = await _connect(door, channel)
+        digest = await _connect(endpoint, channel)
         lines = await asyncio.gather(
-            *(_one(door, channel, prompt, count, digest) for prompt in prompts)
+            *(_one(endpoint, channel, prompt, count, digest) for prompt in prompts)
         )
     return Burst(tuple(lines))
 
 
-async def _connect(door: Endpoint, channel: grpc.aio.Channel) -> bytes:
-    """Opens the connection before any clock runs; the namespace of a worker."""
+async def _connect(endpoint: Endpoint, channel: grpc.aio.Channel) -> bytes:
+    """Open the connection before any clock runs; returns the namespace of a worker."""
     async with asyncio.timeout(30):
         await channel.channel_ready()
-    if door == "router":
+    if endpoint == "router":
         return b""
     stub = worker_pb2_grpc.WorkerServiceStub(channel)
     answer = await stub.GetInfo(worker_pb2.GetInfoRequest(), timeout=30)
@@ -96,28 +96,28 @@ async def _connect(door: Endpoint, channel: grpc.aio.Channel) -> bytes:
 
 
 async def _one(
-    door: Endpoint, channel: grpc.aio.Channel, prompt: Sequence[int], count: int, digest: bytes
+    endpoint: Endpoint, channel: grpc.aio.Channel, prompt: Sequence[int], count: int, digest: bytes
 ) -> Timeline:
     sent = time.perf_counter()
     stamps: list[float] = []
     tokens: list[int] = []
     legs: Legs = ()
     try:
-        async for new, usage in _events(door, channel, prompt, count, digest):
+        async for new, usage in _events(endpoint, channel, prompt, count, digest):
             stamps += [time.perf_counter()] * len(new)
             tokens += new
             legs += usage
     except grpc.RpcError as error:
         raise from_rpc_error(error) from error
     if not stamps:
-        raise Unavailable(f"{door}: the stream ended without a token")
+        raise Unavailable(f"{endpoint}: the stream ended without a token")
     return Timeline(sent, tuple(stamps), tuple(tokens), legs)
 
 
 def _events(
-    door: Endpoint, channel: grpc.aio.Channel, prompt: Sequence[int], count: int, digest: bytes
+    endpoint: Endpoint, channel: grpc.aio.Channel, prompt: Sequence[int], count: int, digest: bytes
 ) -> AsyncIterator[tuple[list[int], Legs]]:
-    if door == "router":
+    if endpoint == "router":
         return _through_router(channel, prompt, count)
     leg = types_pb2.Leg(
         request_id=uuid.uuid4().hex,
@@ -126,7 +126,7 @@ def _events(
         sampling=SAMPLING,
         namespace_digest=digest,
     )
-    return _at_prefill(channel, leg) if door == "prefill" else _at_decode(channel, leg)
+    return _at_prefill(channel, leg) if endpoint == "prefill" else _at_decode(channel, leg)
 
 
 async def _through_router(

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class Throughput:
-    """Every workload is run by all sides in turn, so that a drift of the machine hits them all."""
+    """Every workload is run by all sides in turn, so that a drift of the machine affects all."""
 
     def __init__(
         self,
@@ -32,9 +32,9 @@ class Throughput:
         self._batch: dict[str, Baseline] = {"generate_batch": model.continuous}
 
     def rows(self) -> Iterator[BenchRow]:
-        """Four workloads against both ways of ``transformers``."""
+        """Four workloads against both batching modes of ``transformers``."""
         long = self._config.scaled(1024)
-        self._run(2, 32, 4)  # everybody's first request is slower
+        self._run(2, 32, 4)  # the first request of each side is slower
         yield from self._compare(f"first token, {long:,}-token prompt", 1, long, 1)
         yield from self._compare(f"8 prompts of {long:,}, prompt tokens/s", 8, long, 1)
         short, new = self._config.scaled(64), self._config.scaled(128)
@@ -77,7 +77,7 @@ class Throughput:
         return burst, timed
 
     def _rivals(self, streams: int) -> dict[str, Baseline]:
-        """Starting a batch takes ``generate_batch`` half a second: no match for one stream."""
+        """``generate_batch`` takes half a second to start: no baseline for one stream."""
         return self._generate if streams == 1 else {**self._generate, **self._batch}
 
 

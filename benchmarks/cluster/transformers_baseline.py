@@ -34,7 +34,7 @@ class _Output(Protocol):
 
 
 class _Model(Protocol):
-    """What is used of a ``transformers`` model, whose own annotations do not say it."""
+    """The used part of a ``transformers`` model, whose own annotations lack it."""
 
     def eval(self) -> object: ...
 
@@ -60,10 +60,10 @@ class TransformersBaseline:
 
     def __init__(self, directory: Path, dtype: str, threads: int) -> None:
         torch.set_num_threads(threads)
-        _hush()
+        _silence()
         chosen = "auto" if dtype == "auto" else getattr(torch, dtype)
         loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=chosen)
-        # Both sides go on to the length asked for, whatever the model would like to end with.
+        # Both sides run to the requested length, past the model's end token.
         loaded.generation_config.eos_token_id = None
         self.vocabulary = int(loaded.config.vocab_size)
         self.longest = int(getattr(loaded.config, "max_position_embeddings", 1 << 20))
@@ -90,7 +90,7 @@ class TransformersBaseline:
         made = self._model.generate_batch(
             inputs,
             generation_config=_greedy(count, -1),
-            # Left alone it takes nine tenths of the memory for its cache, and clears it first.
+            # By default it takes nine tenths of the memory for its cache, and clears it first.
             continuous_batching_config=ContinuousBatchingConfig(
                 num_blocks=CACHE_TOKENS // 256, page_size=256, max_batch_tokens=BATCH_TOKENS
             ),
@@ -102,8 +102,8 @@ class TransformersBaseline:
         return TimedTokens(tuple(tuple(row) for row in rows), seconds)
 
 
-def _hush() -> None:
-    """Progress bars and advice of the rival are no part of our output."""
+def _silence() -> None:
+    """Keep the progress bars and advice of transformers out of the output."""
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""A Redis server of one's own for measurements: found, started on loopback, empty, ended."""
+"""A private Redis server for measurements: found, started empty on loopback, ended."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def find_server() -> Path | None:
 
 
 def version_of(server: Path) -> str:
-    """What it says of itself, in a line."""
+    """The server's version line."""
     command = [str(server), "--version"]
     said = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout
     return said.split(" sha=")[0].strip()
 
 
 class LocalRedis:
-    """A context: one that keeps nothing and evicts nothing; ``settings`` reach it."""
+    """A context: a server that saves and evicts nothing; ``settings`` reach it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -80,7 +80,7 @@ class LocalRedis:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process id."""
         return self._process.pid
 
     def _answers(self, settings: RedisSettings) -> bool:

@@ -1,4 +1,4 @@
-"""What the rows of the store's speed table are measured on: a store, blocks, and a pool."""
+"""The setup that the store's rows are measured on: a store, blocks, and a pool."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StoreRig:
         self._stores: dict[str, RemoteStore] = {}
 
     def __enter__(self) -> StoreRig:
-        """Fill the store; whatever comes between, a store that was started ends."""
+        """Fill the store; on any error it is ended."""
         try:
             line = self._process.stdout.readline() if self._process.stdout else ""
             if not line.startswith("store ready at "):
@@ -91,7 +91,7 @@ class StoreRig:
         return time.process_time(), sum(time.clock_gettime(_clock_of(pid)) for pid in pids)
 
     def store(self, transport: str) -> RemoteStore:
-        """A client of it that goes this way."""
+        """A client of the store over this transport."""
         return self._stores[transport]
 
     def buffer(self, index: int) -> memoryview:
@@ -100,7 +100,7 @@ class StoreRig:
         return self.pool.data[start : start + self.size]
 
     def hold(self) -> None:
-        """Keep the blocks that are read from being evicted by those that are put."""
+        """Lease the blocks that are read, so that puts do not evict them."""
         store, leases = self.store("grpc"), []
         for start in range(0, self.count, MAX_NAMES):
             names = [wanted.name for wanted in self.wanted[start : start + MAX_NAMES]]

@@ -1,7 +1,7 @@
 """``python -m benchmarks.store``: how fast each transport is, beside what it could be at best.
 
-The store is a process of its own, and so is whoever sends to the bare socket. Rows take turns in
-many short rounds, and each is shown at its best: what else the machine does can only slow it down.
+The store is a process of its own, and so is the sender of the bare socket. Rows take turns in many
+short rounds, and each is shown at its best: other load on the machine can only slow it down.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvstore.client.transports.selector import TRANSPORTS
 DESCRIPTION = """\
 Measures on this machine, with a store of its own, how fast each transport gets and puts blocks,
 beside a memcpy of the same bytes and a bare socket, and how long a lookup takes. Where there is a
-redis-server, so is our client of it beside a bare socket that speaks its protocol."""
+redis-server, our Redis client is measured too, beside a bare socket that speaks its protocol."""
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)
 CHECKED = "memcpy, checked"
 LOOKUP_NAMES = 1000
-LEAST = 6
-"""Rounds, however large the blocks are."""
+MIN_ROUNDS = 6
+"""However large the blocks are."""
 FEW, MANY, QUICK_MANY = 1000, 1_000_000, 20_000
 RIVALS = {**dict.fromkeys(("shm get", "shm put", CHECKED), "memcpy"), **redis_rows.RIVALS}
 ALONE = {"memcpy", "bare socket", *redis_rows.RIVALS.values()}
@@ -106,7 +106,7 @@ def measure(config: StoreBenchConfig) -> tuple[list[RateRow], list[LookupTiming]
         # A whole call a round at least; of large blocks in fewer rounds.
         least = 0 if config.quick else GET_BLOCKS * size
         per_round = max(total // rounds, least)
-        turns = rounds if config.quick else max(total // per_round, LEAST)
+        turns = rounds if config.quick else max(total // per_round, MIN_ROUNDS)
         rows += _of_size(size, per_round, turns, config)
     many = QUICK_MANY if config.quick else MANY
     if config.rows:
@@ -168,7 +168,7 @@ def table(rows: Sequence[RateRow], lookups: Sequence[LookupTiming]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str], prog: str = "python -m benchmarks.store") -> int:
+def main(argv: Sequence[str], prog: str = "kvrelay store bench") -> int:
     """Measure and print."""
     config = load(StoreBenchConfig, argv, prog, DESCRIPTION)
     malloc.keep_large_buffers()  # as every worker does

@@ -18,6 +18,7 @@ from kvrelay.client.chunk import Chunk
 from kvrelay.client.client import Client, Stream
 from kvrelay.config.reader import load, option
 from kvrelay.errors import KvrelayError, Rejected, Unavailable
+from kvrelay.sampling import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE
 
 with suppress(ImportError):  # not in every build of Python
     import readline  # noqa: F401 - gives input() a line to edit
@@ -29,8 +30,8 @@ A conversation with a running cluster. Ctrl-C stops an answer, Ctrl-D or /quit e
 conversation, /new begins another one. Lines may also come from a pipe."""
 EPILOG = """\
 examples:
-  kvrelay chat
-  kvrelay chat --system "You are terse." --temperature 0.8 --seed 7
+  kvrelay chat --max-tokens 500
+  kvrelay chat --max-tokens 500 --system "You are terse." --temperature 0.8 --seed 7
 """
 
 
@@ -39,8 +40,8 @@ class ChatConfig(RouterOptions):
     """Whom to talk to, and how."""
 
     system: str | None = option(None, "a system message before the first turn")
-    max_tokens: int = option(512, "length of an answer at most", low=1)
-    temperature: float = option(0.0, "0 takes the likeliest token", low=0)
+    max_tokens: int = option(DEFAULT_MAX_TOKENS, "length of an answer at most", low=1)
+    temperature: float = option(DEFAULT_TEMPERATURE, "0 takes the likeliest token", low=0)
     top_p: float | None = option(None, "sample from that much of the probability", metavar="P")
     seed: int | None = option(None, "the same seed gives the same answers", low=0)
     timeout: float = option(600.0, "give up an answer after that", unit="seconds", low=0.001)
@@ -105,7 +106,9 @@ class Conversation:
         usage = pieces[-1].usage if pieces else None
         if usage is not None and sys.stderr.isatty():
             cached, prompt = usage.cached_prompt_tokens, usage.prompt_tokens
-            print_err(paint(f"({cached} of {prompt} prompt tokens were cached)", "dim", sys.stderr))
+            ended = "; cut at --max-tokens" if pieces[-1].finish_reason == "length" else ""
+            note = f"({cached} of {prompt} prompt tokens were cached{ended})"
+            print_err(paint(note, "dim", sys.stderr))
 
 
 def main(argv: Sequence[str]) -> int:

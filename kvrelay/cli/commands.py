@@ -1,4 +1,4 @@
-"""A word on the command line, and the list of those there are."""
+"""The commands of a program: found by name, loaded on use, listed by ``--help``."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from importlib import import_module
 
 from kvrelay.cli.screen import paint
-from kvrelay.installation import require
+from kvrelay.errors import NotInstalled
+from kvrelay.installation import clone_root, require
 from kvrelay.process import sigint
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command, the module that holds its ``main``, and the extras that this needs."""
+    """A command: the module that holds its ``main``, and the extras that this module needs."""
 
     name: str
     module: str
@@ -22,7 +23,12 @@ class Command:
     extras: tuple[str, ...] = ()
 
     def load(self) -> Callable[[Sequence[str]], int]:
-        """Its ``main``; ``NotInstalled`` if a package of its extras is missing."""
+        """Its ``main``; ``NotInstalled`` if a package is missing, or the benchmarks are."""
+        if self.module.startswith("benchmarks.") and clone_root() is None:
+            raise NotInstalled(
+                f"{self.name!r} measures with code that is not in the wheel: clone kvrelay's"
+                " repository, run `make venv` there, then .venv/bin/kvrelay"
+            )
         require(*self.extras)
         with sigint.sigint_exits():
             main: Callable[[Sequence[str]], int] = import_module(self.module).main
@@ -45,7 +51,7 @@ def usage(prog: str, purpose: str, commands: Sequence[Command], closing: str) ->
 
 
 def find(prog: str, commands: Sequence[Command], word: str) -> Command | str:
-    """The command, or what to say when there is none of this name."""
+    """The command of this name, or the error message if there is none."""
     for command in commands:
         if command.name == word:
             return command

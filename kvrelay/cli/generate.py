@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.cli.router_options import RouterOptions
-from kvrelay.cli.screen import print_err, print_out
+from kvrelay.cli.screen import paint, print_err, print_out
 from kvrelay.cli.usage import usage_json, usage_lines
 from kvrelay.client.chunk import Chunk
 from kvrelay.client.client import Client, Stream
 from kvrelay.config.reader import load, option
 from kvrelay.errors import Rejected
+from kvrelay.sampling import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE
 
 LARGEST_PROMPT = 8 << 20
 DESCRIPTION = """\
@@ -39,8 +40,8 @@ class GenerateConfig(RouterOptions):
     token_ids: tuple[int, ...] = option((), "the prompt as ids: 1,2,3", low=0, metavar="IDS")
     chat: bool = option(False, "the prompt is a user's message, for the model's chat template")
     system: str | None = option(None, "a system message before it; needs --chat")
-    max_tokens: int = option(128, "length of the answer at most", low=1)
-    temperature: float = option(0.0, "0 takes the likeliest token", low=0)
+    max_tokens: int = option(DEFAULT_MAX_TOKENS, "length of the answer at most", low=1)
+    temperature: float = option(DEFAULT_TEMPERATURE, "0 takes the likeliest token", low=0)
     top_p: float | None = option(None, "sample from that much of the probability", metavar="P")
     top_k: int | None = option(None, "sample from so many tokens; 0 is off", metavar="K")
     seed: int | None = option(None, "the same seed gives the same answer", low=0)
@@ -74,6 +75,8 @@ def main(argv: Sequence[str]) -> int:
         print_out(json.dumps(_as_json(pieces), ensure_ascii=False, indent=2))
     else:
         print_out()
+    if pieces and pieces[-1].finish_reason == "length" and sys.stderr.isatty():
+        print_err(paint(f"(cut at {config.max_tokens} tokens: --max-tokens)", "dim", sys.stderr))
     if (config.usage or config.explain) and last is not None:
         print_err(usage_lines(last))
     return 0

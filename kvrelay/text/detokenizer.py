@@ -1,11 +1,12 @@
-"""Token ids to text one by one: the pieces joined are the decoding of all of them at once.
+"""Token ids to text one by one: the parts joined equal the decoding of all tokens at once.
 
-Byte-level tokenizers (GPT-2, Llama 3, Qwen) take a table of bytes per token and an incremental
-UTF-8 decoder: exact for any ids, constant time. Others (sentencepiece-like) are decoded behind an
-anchor token, so that a leading space is kept or dropped as in the middle of a text; a piece waits
-while it ends within a character. Exact too, but for byte tokens that are no UTF-8: the library
-replaces every byte of such a run, also those before the bad one, which were long streamed.
-(``tokenizers.DecodeStream`` has no flush, raises on such runs and rereads its window without end.)
+Byte-level tokenizers (GPT-2, Llama 3, Qwen) use a table of bytes per token and an incremental UTF-8
+decoder: exact for any ids, in constant time. Others (sentencepiece-like) are decoded behind an
+anchor token, so that a leading space is kept or dropped as in the middle of a text; a token that
+ends within a character waits for the next. That is exact too, except for byte tokens that are not
+UTF-8: the library replaces every byte of such a run, also those before the bad one, which were sent
+long before. (``tokenizers.DecodeStream`` has no flush, raises on such runs, and rereads a window
+that grows without bound.)
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ class Detokenizer(Protocol):
     """One stream of tokens."""
 
     def push(self, token: int) -> str:
-        """The text that ``token`` completes, maybe none; never half a character."""
+        """The text that ``token`` completes, possibly none; never half a character."""
         ...
 
     def flush(self) -> str:
-        """What was waiting, at the end: replacement characters for what is incomplete."""
+        """The text still waiting at the end; replacement characters for incomplete ones."""
         ...
 
 
 def detokenizer(tokenizer: Tokenizer) -> Detokenizer:
-    """The right one for this tokenizer."""
+    """A new detokenizer of the kind that this tokenizer needs."""
     if _is_byte_level(tokenizer.backend):
         return ByteLevelDetokenizer(tokenizer)
     return AnchoredDetokenizer(tokenizer)
@@ -111,7 +112,7 @@ class AnchoredDetokenizer:
 
 
 def _state(raw: bytes) -> Literal["whole", "incomplete", "broken"]:
-    """Whether these bytes are characters, may become some, or never will."""
+    """Whether these bytes are characters, the beginning of one, or neither."""
     try:
         raw.decode()
     except UnicodeDecodeError as error:
@@ -120,7 +121,7 @@ def _state(raw: bytes) -> Literal["whole", "incomplete", "broken"]:
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Bytes of each token of a byte-level tokenizer, filled when first asked for."""
+    """The bytes of each token of a byte-level tokenizer, filled on first use."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ class _TokenBytes(dict[int, bytes]):
     def __missing__(self, token: int) -> bytes:
         piece = None if token in self._special else self._backend.id_to_token(token)
         if piece is None:
-            return b""  # special, or outside the vocabulary: not kept, so this stays bounded
+            return b""  # special, or outside the vocabulary: not stored, so the table is bounded
         raw = self[token] = _piece_bytes(piece)
         return raw
 
@@ -142,7 +143,7 @@ def _token_bytes(tokenizer: Tokenizer) -> _TokenBytes:
 
 @lru_cache(maxsize=8)
 def _anchor(tokenizer: Tokenizer) -> tuple[int, str]:
-    """A token with plain text of its own, behind which any other is decoded as if mid-text."""
+    """A token of plain letters: a token decoded behind it is decoded as in mid-text."""
     first = tokenizer.backend.encode("a", add_special_tokens=False).ids
     for token in (*first, *range(tokenizer.vocab_size)):
         text = tokenizer.decode([token])
@@ -153,7 +154,7 @@ def _anchor(tokenizer: Tokenizer) -> tuple[int, str]:
 
 @lru_cache(maxsize=8)
 def _byte_tokens(backend: Backend) -> dict[int, int]:
-    """The byte that each token like <0x0A> stands for, if the decoder takes them so."""
+    """The byte that each token like <0x0A> stands for, if the decoder has byte fallback."""
     if '"ByteFallback"' not in json.dumps(json.loads(backend.to_str()).get("decoder")):
         return {}
     found = {backend.token_to_id(f"<0x{byte:02X}>"): byte for byte in range(256)}

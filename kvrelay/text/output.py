@@ -1,7 +1,7 @@
 """The text of one request's output, token by token, with its stop strings.
 
-Workers use it to end a request at the very token that completes a stop string, the router to make
-the text. The state is a function of the tokens, so a leg resumes by replaying the tokens so far.
+Workers use it to end a request at the token that completes a stop string, the router to produce the
+text. The state is a function of the tokens, so a leg resumes by replaying the tokens so far.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from kvrelay.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """Text to show now; ``stopped`` when a stop string is complete with this token."""
+    """Text to send now; ``stopped`` if this token completes a stop string."""
 
     text: str
     stopped: bool
 
 
 class OutputText:
-    """Push the output tokens in order, then ``flush`` once unless a stop string ended it.
+    """Push the output tokens in order, then ``flush`` once unless a stop string ended the request.
 
-    A stop string ends the request only with a token after the first ``min_tokens``, as a stop token
-    does; one that is complete before is ordinary text.
+    Like a stop token, a stop string ends the request only with a token after the first
+    ``min_tokens``; one that is complete earlier is ordinary text.
     """
 
     def __init__(
@@ -34,19 +34,19 @@ class OutputText:
     ) -> None:
         self._detokenizer = detokenizer(tokenizer)
         self._stops = StopStrings(stops)
-        self._unarmed = min_tokens
+        self._ignored = min_tokens
 
     def push(self, token: int) -> TextDelta:
-        """The text that this token adds and whether it ends the request."""
-        armed = self._unarmed <= 0
-        self._unarmed -= 1
+        """The text that this token adds, and whether it ends the request."""
+        armed = self._ignored <= 0
+        self._ignored -= 1
         return TextDelta(*self._stops.push(self._detokenizer.push(token), armed))
 
     def replay(self, tokens: Iterable[int]) -> bool:
-        """Push tokens whose text was shown before; whether a stop string is complete in them."""
+        """Push tokens whose text was sent before; whether they complete a stop string."""
         return any(self.push(token).stopped for token in tokens)
 
     def flush(self) -> str:
-        """The text still held back, when the request ended without a stop string."""
+        """The text still held back, for a request that ended without a stop string."""
         shown, _ = self._stops.push(self._detokenizer.flush(), armed=False)
         return shown + self._stops.flush()

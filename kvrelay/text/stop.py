@@ -1,7 +1,7 @@
-"""Stop strings over a stream of text: hold back only what may be the beginning of one. Pure.
+"""Stop strings over a stream of text: only a possible beginning of one is held back. Pure.
 
 The match that is *complete* first wins (of two that end together, the longer), so the outcome does
-not depend on how the text was cut into pieces.
+not depend on how the text was split.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Feed text to ``push``; after it said that a stop string is complete, feed no more."""
+    """Feed text to ``push`` until it reports a complete stop string."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(dict.fromkeys(stops))
         self._held = ""
 
     def push(self, text: str, armed: bool = True) -> tuple[str, bool]:
-        """The text that can be shown now, and whether a stop string is complete.
+        """The text that can be sent now, and whether a stop string is complete.
 
-        The text before the stop string is shown, the stop string and what follows are not. While
-        not ``armed``, nothing that ends within ``text`` stops.
+        The text before the stop string is sent, the stop string and the text after it are not.
+        While not ``armed``, a stop string that ends within ``text`` has no effect.
         """
         if not self._stops:
             return text, False
@@ -33,7 +33,7 @@ class StopStrings:
         return whole[: len(whole) - keep], False
 
     def flush(self) -> str:
-        """What was held back, at the end of the text."""
+        """The text held back, at the end of the stream."""
         text = self._held
         self._held = ""
         return text

@@ -1,7 +1,7 @@
 """Text to token ids and back, exactly as ``transformers`` does it for the same folder.
 
-Only local files are read. The class that ``AutoTokenizer`` would choose for most folders is taken
-directly when the folder names it, because ``AutoTokenizer`` itself imports torch (1.3 s more).
+Only local files are read. ``AutoTokenizer`` imports torch (1.3 s more), so the class that it would
+choose for most folders is used directly if the folder names it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Tokenizer:
     """The tokenizer of one model folder. Safe to use from several threads at once."""
 
     def __init__(self, folder: str | Path, max_prompt_bytes: int = MAX_PROMPT_BYTES) -> None:
-        """Raises ``Unservable`` when the folder has no tokenizer that can be used."""
+        """Raises ``Unservable`` if the folder has no usable tokenizer."""
         self._pretrained = _load(Path(folder))
         backend = getattr(self._pretrained, "backend_tokenizer", None)
         if backend is None:
             raise Unservable(f"{folder}: only tokenizers with a tokenizer.json are supported")
         self.backend: Backend = backend
-        self.backend.no_truncation()  # as `tokenizer(text)` does; set once, so threads agree
+        self.backend.no_truncation()  # as `tokenizer(text)` does; set once, before threads share it
         self.backend.no_padding()
         self.max_prompt_bytes = max_prompt_bytes
         self.vocab_size: int = self.backend.get_vocab_size(with_added_tokens=True)
@@ -42,9 +42,9 @@ class Tokenizer:
         )
 
     def encode(self, text: str, field: str = "prompt") -> list[int]:
-        """The ids of ``tokenizer(text)``; ``Rejected`` for ``field`` when the text is too long.
+        """The ids of ``tokenizer(text)``; ``Rejected`` for ``field`` if the text is too long.
 
-        Other threads run meanwhile: the batch call lets go of the interpreter, ``encode`` does not.
+        Other threads run meanwhile: unlike ``encode``, the batch call releases the interpreter.
         """
         self.check_size(text, field)
         return list(self.backend.encode_batch([text])[0].ids)
@@ -55,7 +55,7 @@ class Tokenizer:
         return list(self.backend.encode_batch([text], add_special_tokens=False)[0].ids)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The prompt that the model's chat template makes; ``Rejected`` for the field ``chat``."""
+        """The prompt from the model's chat template; raises ``Rejected`` for the field ``chat``."""
         from jinja2 import TemplateError
 
         if not messages:
@@ -78,14 +78,14 @@ class Tokenizer:
         return self.backend.decode(list(tokens), skip_special_tokens=True)
 
     def check_size(self, text: str, field: str) -> None:
-        """Raise ``Rejected`` for ``field`` when ``text`` is longer than this server tokenises."""
+        """Raise ``Rejected`` for ``field`` if ``text`` exceeds this server's limit."""
         size = len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
         if size > self.max_prompt_bytes:
             raise Rejected(field, f"{size} bytes, more than the limit of {self.max_prompt_bytes}")
 
 
 def eos_token_ids(folder: str | Path) -> tuple[int, ...]:
-    """End-of-sequence ids: of generation_config.json if it names them, else of config.json."""
+    """End-of-sequence ids of generation_config.json, or else of config.json."""
     for name in ("generation_config.json", "config.json"):
         value = _json(Path(folder) / name).get("eos_token_id")
         if isinstance(value, int):

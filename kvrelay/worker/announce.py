@@ -1,4 +1,4 @@
-"""Tells routers where this worker serves, again and again: a router forgets who falls silent."""
+"""Announces this worker to routers, repeatedly: an announcement expires after ``TTL_SECONDS``."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ EVERY_SECONDS = TTL_SECONDS / 4
 
 
 def advertised(bound: str, advertise: str | None) -> str:
-    """The address to tell others; ``Rejected`` if it is none they could use."""
+    """The address to announce; ``Rejected`` if other machines could not use it."""
     address = check_address("advertise", advertise or bound)
     if not address.port or address.host in ("0.0.0.0", "::"):
-        raise Rejected("advertise", f"{address} is no address of one machine: name one for routers")
+        raise Rejected("advertise", f"{address} is not the address of one machine: give one")
     return str(address)
 
 
@@ -36,7 +36,7 @@ def check_address(field: str, text: str) -> Address:
 
 
 class Announcer:
-    """Announces from ``begin`` to ``end``; without routers it does nothing."""
+    """Announces from ``begin`` to ``end``. Without routers it does nothing."""
 
     def __init__(self, routers: tuple[str, ...], advertise: str | None) -> None:
         self._routers = routers
@@ -47,20 +47,22 @@ class Announcer:
             installed().check_call(router)
 
     def begin(self, bound: str) -> None:
-        """Say that this worker serves at ``bound``, or at the address to advertise instead."""
+        """Announce ``bound``, or the address to advertise instead."""
         if self._routers:
             address = advertised(bound, self._advertise)
-            self._tasks = [asyncio.create_task(_announce(one, address)) for one in self._routers]
+            self._tasks = [
+                asyncio.create_task(_announce(router, address)) for router in self._routers
+            ]
 
     def end(self) -> None:
-        """A router that is told nothing more forgets this worker."""
+        """Stop: routers forget this worker once its last announcement expires."""
         for task in self._tasks:
             task.cancel()
 
 
 async def _announce(router: str, address: str) -> None:
     request = router_pb2.AnnounceRequest(address=address, ttl_seconds=TTL_SECONDS)
-    told = None
+    last = None
     async with open_channel(router) as channel:
         stub = router_pb2_grpc.RouterServiceStub(channel)
         while True:
@@ -69,7 +71,7 @@ async def _announce(router: str, address: str) -> None:
                 news = answer.reason or "it uses this worker"
             except grpc.RpcError as error:
                 news = str(from_rpc_error(error))
-            if news != told:
+            if news != last:
                 log.info("announced %s to the router at %s: %s", address, router, news)
-                told = news
+                last = news
             await asyncio.sleep(EVERY_SECONDS)

@@ -28,7 +28,7 @@ class WorkerConfig(SecurityOptions):
     store: str | None = option(
         None,
         "URL of the KV store, such as kvrelay://HOST:PORT, or several with commas, the nearest"
-        " first; without one nothing is shared",
+        " first; default: no store",
     )
     dtype: str = option(
         "auto",
@@ -43,33 +43,33 @@ class WorkerConfig(SecurityOptions):
     )
     kv_memory: int = option(2**29, "bound of the pool without --num-blocks", unit="bytes", low=1)
     max_model_len: int | None = option(
-        None, "positions a request may have; default: what the model can", low=1
+        None, "positions a request may have; default: the model's own limit", low=1
     )
-    max_num_seqs: int = option(64, "requests that compute or load at once", low=1)
+    max_num_seqs: int = option(64, "requests that compute or load at the same time", low=1)
     max_num_batched_tokens: int = option(512, "positions computed in one step", low=1)
-    max_waiting: int = option(1024, "requests that may wait; one more is told to retry", low=1)
+    max_waiting: int = option(1024, "requests that may wait; further ones are refused", low=1)
     step_seconds: float = option(
-        120.0, "a step that takes longer hangs: the worker ends, to be started again", low=1.0
+        120.0, "a step that takes longer counts as hung: the worker exits for a restart", low=1.0
     )
     threads: int | None = option(None, "CPU threads of the model; default: torch's own", low=1)
-    grace: float = option(10.0, "seconds that requests under way get at SIGTERM", low=0.0)
+    grace: float = option(10.0, "seconds that open requests get after SIGTERM", low=0.0)
     audit: bool = option(False, "check every invariant of the accounting after every step")
     metrics_port: int | None = option(
         None, "port for Prometheus; default: no metrics", low=1, high=65535
     )
     metrics_host: str = option(
-        "127.0.0.1", "address of it: plain HTTP, for whoever reaches it", metavar="HOST"
+        "127.0.0.1", "address of the metrics: plain HTTP, without a token", metavar="HOST"
     )
     journal: str | None = option(
         None,
-        "file of this worker alone for every call of the scheduler, prompts too, to replay; what"
-        " is there becomes FILE.before",
+        "file for every call of the scheduler, prompts included, to replay; one file per worker; a"
+        " former journal becomes FILE.before",
         metavar="FILE",
     )
     log_level: str = option("info", "how much to log", choices=LEVELS)
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """Each of ``router``; one text may name several, with commas between them."""
+        """The addresses in ``router``, each item of which may hold several with commas."""
         named = (part.strip() for text in self.router for part in text.split(","))
         return tuple(dict.fromkeys(part for part in named if part))

@@ -1,4 +1,4 @@
-"""Between the messages of the wire and the values of the engine. Every check of a leg is here."""
+"""Converts between messages and the engine's values, and checks the fields of a leg."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import secrets
 from dataclasses import replace
 
 from kvrelay.engine.core.request import Admission, Finish, Order
-from kvrelay.engine.core.updates import Ended, Logprob, Missed, Sampled
+from kvrelay.engine.core.updates import Ended, Logprob, Sampled
 from kvrelay.errors import Rejected
 from kvrelay.rpc.protocol import check_ids, sampling_of
 from kvrelay.sampling import Sampling
-from kvrelay.usage import Miss
+from kvrelay.usage import Miss, MissedBlocks
 from kvrelay.v1 import types_pb2
 
 _FINISH: dict[Finish, types_pb2.FinishReason.ValueType] = {
@@ -27,29 +27,29 @@ SALT_BYTES = 32
 
 
 def sampling(message: types_pb2.Sampling, eos_token_ids: tuple[int, ...]) -> Sampling:
-    """The record of a message; fields that are absent take ``Sampling``'s defaults."""
-    rules = sampling_of(message, eos_token_ids)
-    return rules if message.HasField("seed") else replace(rules, seed=secrets.randbits(64))
+    """The sampling of a message; absent fields take ``Sampling``'s defaults, the seed is drawn."""
+    given = sampling_of(message, eos_token_ids)
+    return given if message.HasField("seed") else replace(given, seed=secrets.randbits(64))
 
 
 def order(
     leg: types_pb2.Leg,
     engine_id: str,
-    rules: Sampling,
+    given: Sampling,
     prefill_only: bool,
     save: bool,
     space: bytes,
 ) -> Order:
-    """What the engine is asked for; ``engine_id`` is this stay's own id, never seen outside.
+    """The engine's order of a leg; ``engine_id`` is the leg's id in this engine only.
 
-    Without a store there is nothing to ``save`` to; ``space`` is that of the leg's tenant.
+    ``space`` is that of the leg's tenant.
     """
     return Order(
         request_id=engine_id,
         tokens=(*leg.prompt_token_ids, *leg.output_token_ids),
         prompt_len=len(leg.prompt_token_ids),
         max_tokens=leg.max_tokens,
-        ending=frozenset(rules.ending_token_ids),
+        ending=frozenset(given.ending_token_ids),
         prefill_only=prefill_only,
         save=save,
         space=space,
@@ -87,8 +87,8 @@ def token(sampled: Sampled) -> types_pb2.Token:
     )
 
 
-def admitted(admission: Admission, frontier: int = 0) -> types_pb2.Admission:
-    """How a residency began, and its ``frontier`` once it has ended."""
+def admission_message(admission: Admission, frontier: int = 0) -> types_pb2.Admission:
+    """An admission; with the ``frontier`` of its residency once that has ended."""
     return types_pb2.Admission(
         epoch=admission.epoch,
         length=admission.length,
@@ -104,14 +104,14 @@ def _logprob(item: Logprob) -> types_pb2.TokenLogprob:
 
 
 def finish(reason: Finish | None) -> types_pb2.FinishReason.ValueType:
-    """The reason on the wire; unspecified while the request goes on."""
+    """The finish reason; unspecified while the request runs."""
     return types_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH[reason]
 
 
 def leg_usage(
     ended: Ended, worker: str, role: types_pb2.Role.ValueType, explain: bool = False
 ) -> types_pb2.LegUsage:
-    """The account of a leg; with ``explain`` it says why blocks were missed."""
+    """The account of a leg; with ``explain`` also the reasons of missed blocks."""
     tokens, timing = ended.tokens, ended.timing
     missed = ended.missed if explain else None
     return types_pb2.LegUsage(
@@ -126,7 +126,7 @@ def leg_usage(
         failed=tokens.failed,
         preemptions=ended.preemptions,
         executed=tokens.executed,
-        admissions=[admitted(run.admission, run.frontier) for run in tokens.runs],
+        admissions=[admission_message(run.admission, run.frontier) for run in tokens.runs],
         queue_seconds=timing.queue,
         load_seconds=timing.load,
         run_seconds=timing.run,
@@ -135,10 +135,9 @@ def leg_usage(
             types_pb2.StoreTokens(store=store, tokens=count)
             for store, count in ended.sources.items()
         ],
-        missed=[] if missed is None else [missed_message(missed)],
+        missed=[] if missed is None else [_missed(missed)],
     )
 
 
-def missed_message(missed: Missed) -> types_pb2.MissedBlocks:
-    """For the wire."""
+def _missed(missed: MissedBlocks) -> types_pb2.MissedBlocks:
     return types_pb2.MissedBlocks(reason=_MISS[missed.reason], blocks=missed.blocks)

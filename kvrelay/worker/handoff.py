@@ -1,8 +1,8 @@
-"""The hand-off from a prefill leg to the leg after it, signed so that it counts for that one only.
+"""The handoff of a prefill leg, signed so that only the next leg of its request can use it.
 
-The router carries it. What the signature covers is framed, so that no two hand-offs have the same
-bytes: the request's id and generation, the number of the leg, the namespace with the tenant's salt,
-the prompt, and what is handed over.
+The router carries the message. The signature covers the request's id and generation, the index of
+the leg, the namespace with the tenant's salt, the prompt, and the handoff itself, framed so that no
+two of them give the same bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NUMBERS = struct.Struct("<QIIII")
 def sign(
     key: bytes | None, leg: types_pb2.Leg, space: bytes, tokens: int, last: bytes
 ) -> types_pb2.Handoff:
-    """What a prefill leg hands over; unsigned without a key. ``space``: its namespace's digest."""
+    """The handoff of a leg, unsigned without a key; ``space`` is its namespace's digest."""
     signature = b"" if key is None else _signature(key, leg, leg.leg_index, space, tokens, last)
     return types_pb2.Handoff(saved_tokens=tokens, last_block_name=last, signature=signature)
 
@@ -32,7 +32,7 @@ def sign(
 def check_signature(
     key: bytes | None, leg: types_pb2.Leg, space: bytes, handoff: types_pb2.Handoff
 ) -> None:
-    """Raise ``Rejected`` for one that is none, ``Mismatch`` for one made for another leg."""
+    """Raise ``Rejected`` for a malformed handoff, ``Mismatch`` for that of another leg."""
     if len(handoff.last_block_name) not in (0, NAME_BYTES):
         raise Rejected("handoff.last_block_name", f"must have {NAME_BYTES} bytes, or none")
     if len(handoff.signature) not in (0, SIGNATURE_BYTES):
@@ -40,8 +40,8 @@ def check_signature(
     if key is None or not handoff.saved_tokens:
         return
     before = (leg.leg_index - 1) % (1 << 32)
-    made = _signature(key, leg, before, space, handoff.saved_tokens, handoff.last_block_name)
-    if not hmac.compare_digest(made, handoff.signature):
+    expected = _signature(key, leg, before, space, handoff.saved_tokens, handoff.last_block_name)
+    if not hmac.compare_digest(expected, handoff.signature):
         raise Mismatch(
             "handoff.signature",
             "was not made for this leg with the key of this fleet: do all workers have the same?",
@@ -51,7 +51,7 @@ def check_signature(
 def check_tokens(
     namer: Namer, block_size: int, tokens: Sequence[int], handoff: types_pb2.Handoff
 ) -> None:
-    """Compare its last name, which commits to all before it, with that of our own ``tokens``."""
+    """Compare the last block's name, which commits to all before it, with that of ``tokens``."""
     if not handoff.saved_tokens:
         return
     covered = tokens[: handoff.saved_tokens]

@@ -1,4 +1,4 @@
-"""The file of a worker's journal: private, written by one worker, kept when that one has died."""
+"""The file of a worker's journal: private, with one writer, kept after the worker's death."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ log = logging.getLogger(__name__)
 
 
 def writer(path: str) -> Callable[[str], object]:
-    """Writes lines to ``path``, empty at first; what was there is now ``path`` + ``BEFORE``.
+    """Writes lines to ``path``, empty at first; a former journal moves to ``path`` + ``BEFORE``.
 
-    One that cannot be written raises; its reader sees where the journal breaks off, the log why.
+    A write that fails raises: the journal ends there, and the log says why.
     """
     try:
-        file = os.fdopen(_opened(path), "w", buffering=1, encoding="utf-8")
+        file = os.fdopen(_open_empty(path), "w", buffering=1, encoding="utf-8")
     except BlockingIOError as error:
         raise Rejected(
             "journal", f"another worker writes {path}: give each worker a file of its own"
@@ -39,20 +39,20 @@ def writer(path: str) -> Callable[[str], object]:
     return write
 
 
-def _opened(path: str) -> int:
-    """Its descriptor. A lock tells who writes it and is gone with the process, however it ends."""
+def _open_empty(path: str) -> int:
+    """The descriptor of the empty file. Its lock ends with the process, however that ends."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode):
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
         return descriptor
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not found.st_size:
-            os.fchmod(descriptor, 0o600)  # it holds prompts, whoever made the file
+        if not status.st_size:
+            os.fchmod(descriptor, 0o600)  # the journal holds prompts
             return descriptor
         os.replace(path, path + BEFORE)
     except OSError:
         os.close(descriptor)
         raise
     os.close(descriptor)
-    return _opened(path)
+    return _open_empty(path)

@@ -20,34 +20,33 @@ from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.worker import metrics
 from kvrelay.worker.announce import Announcer
 from kvrelay.worker.config import WorkerConfig
-from kvrelay.worker.external_kv import counters_of
 from kvrelay.worker.roles import RoleSwitch
 from kvrelay.worker.service import SERVICE, WorkerService
-from kvrelay.worker.worker import Worker
+from kvrelay.worker.worker import Worker, counters_of
 
 log = logging.getLogger(__name__)
 
 Register = Callable[[Server, Worker], None]
 
 
-def main(role: Role, faces: Sequence[Register], argv: Sequence[str]) -> int:
-    """Run a worker; the exit status. ``faces`` add the services of both roles, it begins as one."""
+def main(role: Role, services: Sequence[Register], argv: Sequence[str]) -> int:
+    """Run a worker and return the exit status. ``services`` add the services of both roles."""
     name = NAMES[role]
     config = load(WorkerConfig, argv, f"python -m {name}_service", f"The {name} worker of kvrelay.")
     logs.setup(name, config.log_level)
-    return run_service(config, lambda config: _serve(Worker.build(config, role), faces))
+    return run_service(config, lambda config: _serve(Worker.build(config, role), services))
 
 
-async def _serve(worker: Worker, faces: Sequence[Register]) -> int:
+async def _serve(worker: Worker, services: Sequence[Register]) -> int:
     config = worker.config
     if not Address(config.host, config.port).local:
         policy.installed().check_signed()
     server = Server(ServerOptions(f"{config.host}:{config.port}"))
-    service = WorkerService(worker, RoleSwitch(worker, server.health))
+    service = WorkerService(worker, RoleSwitch(worker.identity, worker.streams, server.health))
     server.add(
         SERVICE, lambda made: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, made)
     )
-    for register in faces:
+    for register in services:
         register(server, worker)
     announcer = Announcer(config.routers, config.advertise)
 
@@ -57,7 +56,7 @@ async def _serve(worker: Worker, faces: Sequence[Register]) -> int:
 
     worker.start()
     if config.metrics_port is not None:
-        started_as = NAMES[worker.identity.started_as]  # one series, whatever it is told later
+        started_as = NAMES[worker.identity.started_as]  # one series, whatever its role becomes
         registry = metrics.registry_of(
             worker.engine, started_as, counters_of(worker.connector), config.store is not None
         )
@@ -85,5 +84,5 @@ def _ready(worker: Worker, address: str) -> str:
 
 
 async def _leave(worker: Worker, deadline: Deadline) -> None:
-    log.info("draining, %d requests under way", worker.streams.open)
+    log.info("draining, %d open legs", worker.streams.open)
     await worker.streams.drain(deadline)

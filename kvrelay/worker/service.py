@@ -1,4 +1,4 @@
-"""The ``Worker`` service: what a worker tells about itself, and how it is told to leave."""
+"""The ``WorkerService``: information, load, drain, role and audit of a worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Q, R]"  # generic in the type stu
 
 @contextmanager
 def _in_time(doing: str) -> Iterator[None]:
-    """The caller's time may be over here before gRPC has ended the call."""
+    """The deadline may pass here before gRPC has ended the call."""
     try:
         yield
     except TimeoutError:
@@ -34,7 +34,7 @@ def _in_time(doing: str) -> Iterator[None]:
 
 
 class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
-    """See protos/kvrelay/v1/worker.proto."""
+    """Defined in protos/kvrelay/v1/worker.proto."""
 
     def __init__(self, worker: Worker, roles: RoleSwitch) -> None:
         self._worker = worker
@@ -65,7 +65,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
             executed=load.executed,
             preemptions=load.totals.preemptions,
             draining=self._worker.streams.draining,
-            worker_id=self._worker.identity.boot,
+            worker_id=self._worker.identity.id,
         )
         return worker_pb2.GetLoadResponse(load=message)
 
@@ -75,7 +75,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         context: Context[worker_pb2.DrainRequest, worker_pb2.DrainResponse],
     ) -> worker_pb2.DrainResponse:
         deadline = Deadline.from_context(context, DRAIN_SECONDS, DRAIN_SECONDS)
-        with _in_time("to drain: its legs go on"):
+        with _in_time("to drain: legs are still open"):
             await self._worker.streams.drain(deadline)
         return worker_pb2.DrainResponse()
 
@@ -95,7 +95,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     ) -> worker_pb2.AuditResponse:
         deadline = Deadline.from_context(context, AUDIT_SECONDS, AUDIT_SECONDS)
         future = asyncio.wrap_future(self._worker.engine.audit())
-        with _in_time("to audit: the step under way takes longer"):
+        with _in_time("to audit: the current step takes longer"):
             async with asyncio.timeout(deadline.remaining()):
                 findings = await future
         return worker_pb2.AuditResponse(

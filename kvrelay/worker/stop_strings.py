@@ -1,4 +1,4 @@
-"""The text of an output, for requests that name stop strings; the rest pay nothing for it."""
+"""Stop strings: the text of an output is made only for requests that name some."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrelay.text.tokenizer import Tokenizer
 
 
 class StopStringChecker:
-    """Watches one output for its stop strings (``kvrelay.engine.core.legs.StopText``)."""
+    """The ``StopChecker`` of one output."""
 
     def __init__(self, text: OutputText) -> None:
         self._text = text
@@ -22,23 +22,23 @@ class StopStringChecker:
 
 
 class StopCheckers:
-    """Makes the watch of a request. A folder without a tokenizer can still serve token ids."""
+    """Makes stop checkers. Without a tokenizer, requests without stop strings are still served."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Read at start: later it would block the event loop."""
+        """Read the tokenizer now: later it would block the event loop."""
         self._tokenizer: Tokenizer | None = None
-        self._why_not = ""
+        self._reason = ""
         try:
             self._tokenizer = Tokenizer(folder)
         except Unservable as error:
-            self._why_not = str(error)
+            self._reason = str(error)
 
     def of(self, order: Order, sampling: Sampling) -> StopStringChecker | None:
-        """``None`` without stop strings; the tokens so far are replayed."""
+        """The checker of a request, after its output so far; ``None`` without stop strings."""
         if not sampling.stop:
             return None
         if self._tokenizer is None:
-            raise Rejected("sampling.stop", f"this worker has no tokenizer: {self._why_not}")
+            raise Rejected("sampling.stop", f"this worker has no tokenizer: {self._reason}")
         text = OutputText(self._tokenizer, sampling.stop, sampling.min_tokens)
         if text.replay(order.tokens[order.prompt_len :]):
             raise Rejected("leg.output_token_ids", "a stop string is complete in them already")

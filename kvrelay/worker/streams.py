@@ -1,4 +1,4 @@
-"""From the engine's thread to the event loop: one queue of updates for each leg under way."""
+"""Carries updates from the engine's thread to the event loop: one queue for each open leg."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.sampling import Sampling
 
 LegUpdates = list[Token | Ended]
-LAST_SECONDS = 2.0  # of a deadline: for the legs that are handed back, and for the answer
+LAST_SECONDS = 2.0  # kept of a deadline to end the legs that are left, and to answer
 
 
 class LegStreams:
-    """The legs of one worker. All methods but ``deliver`` are for the event loop's thread."""
+    """The open legs of one worker. All methods but ``deliver`` run on the event loop's thread."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -28,25 +28,25 @@ class LegStreams:
         self._ids = itertools.count(1)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._leaving = False  # for good
-        self._emptying = False  # for a while
+        self._leaving = False
+        self._emptying = False
 
     def attach(self) -> None:
-        """Deliver into the running loop from now on."""
+        """Deliver into the running event loop."""
         self._loop = asyncio.get_running_loop()
 
     @property
     def open(self) -> int:
-        """How many legs are under way."""
+        """The number of open legs."""
         return len(self._queues)
 
     @property
     def draining(self) -> bool:
-        """Whether new legs are turned away."""
+        """Whether new legs are refused."""
         return self._leaving or self._emptying
 
     def deliver(self, updates: Sequence[tuple[str, Update]]) -> None:
-        """Called by the engine, once a step."""
+        """Hand over the updates of a step; the engine's thread calls it."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self._dispatch, updates)
@@ -54,54 +54,54 @@ class LegStreams:
     def _dispatch(self, updates: Sequence[tuple[str, Update]]) -> None:
         for leg_id, update in updates:
             queue = self._queues.get(leg_id)
-            if queue is not None:  # else: its client has left
+            if queue is not None:  # None: the client has left
                 queue.put_nowait(update)
 
     def new_id(self, request_id: str) -> str:
-        """An id of this stay of the request on this worker."""
+        """A new id for a leg of the request on this worker."""
         return f"{request_id}/{next(self._ids)}"
 
     @asynccontextmanager
     async def run(
-        self, engine: Engine, order: Order, sampling: Sampling, stop_text: StopChecker | None
+        self, engine: Engine, order: Order, sampling: Sampling, stop_checker: StopChecker | None
     ) -> AsyncGenerator[AsyncGenerator[LegUpdates]]:
-        """Submit an order; its updates as they come. Leaving early aborts it in the engine."""
+        """Submit an order and yield its updates. Leaving the context early aborts the leg."""
         if self.draining:
-            raise Draining("this worker is draining: ask another one")
+            raise Draining("this worker is draining: use another one")
         queue: asyncio.Queue[Update] = asyncio.Queue()
         self._queues[order.request_id] = queue
         self._idle.clear()
         try:
-            engine.submit(order, sampling, stop_text)
+            engine.submit(order, sampling, stop_checker)
             async with aclosing(_batches(queue)) as batches:
                 yield batches
         finally:
             del self._queues[order.request_id]
-            engine.abort(order.request_id)  # without effect on one that has ended
+            engine.abort(order.request_id)  # without effect if it has ended
             if not self._queues:
                 self._idle.set()
 
     async def drain(self, deadline: Deadline) -> None:
-        """Turn new legs away and wait for the last one to end.
+        """Refuse new legs for good and wait until the last one has ended.
 
-        A router that sees this moves the streams it can. What is left when most of the time is
-        over ends ``Draining`` after its last whole step, to be resumed from there.
+        A router that sees this moves its streams. Legs that are still open when most of the time
+        has passed end with ``Draining`` after their last whole step, to be resumed elsewhere.
         """
         self._leaving = True
         with suppress(TimeoutError):
             async with asyncio.timeout(_most_of(deadline)):
                 await self._idle.wait()
         for queue in self._queues.values():
-            queue.put_nowait(Failed(Draining("this worker is draining: go on elsewhere")))
+            queue.put_nowait(Failed(Draining("this worker is draining: resume elsewhere")))
         async with asyncio.timeout(deadline.remaining()):
             await self._idle.wait()
 
     @asynccontextmanager
     async def emptied(self, deadline: Deadline) -> AsyncGenerator[None]:
-        """Turn new legs away for a while: inside of it no leg is here.
+        """Refuse new legs; inside of the context no leg is open.
 
-        Nothing makes this worker go, so a leg that no router moves ends where it is, or
-        ``TimeoutError`` is raised and all is as before. ``Draining`` for one that leaves.
+        No leg is cut off: raises ``TimeoutError`` if some are still open when most of the time has
+        passed, and ``Draining`` if the worker drains for good.
         """
         self._emptying = True
         try:
@@ -115,13 +115,13 @@ class LegStreams:
 
 
 def _most_of(deadline: Deadline) -> float:
-    """Seconds of it, without the last ones."""
+    """The seconds that remain, less those kept for the end."""
     remaining = deadline.remaining()
     return remaining - min(LAST_SECONDS, remaining / 4)
 
 
 async def _batches(queue: asyncio.Queue[Update]) -> AsyncGenerator[LegUpdates]:
-    """Everything that is there at a time, until the account of the leg has come."""
+    """The updates of a leg, each time all that are queued, up to its account."""
     while True:
         updates = [await queue.get()]
         while not queue.empty():

@@ -1,15 +1,20 @@
-"""One worker: a model, its engine, and what it says about itself. Both roles are made of it."""
+"""One worker process of either role: the model, the engine, the connector, the open legs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from kvrelay.block.name import Namer
 from kvrelay.block.namespace import Namespace
+from kvrelay.connector.counters import ConnectorCounters
+from kvrelay.connector.mock import MockConnector
+from kvrelay.connector.none import NoConnector
+from kvrelay.connector.script import PREFIX, read_script
+from kvrelay.connector.store import StoreConnector
 from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Connector
 from kvrelay.engine.core.plan import EngineLimits
@@ -25,11 +30,11 @@ from kvrelay.v1 import types_pb2, worker_pb2
 from kvrelay.version import VERSION
 from kvrelay.worker import convert, journal_file
 from kvrelay.worker.config import WorkerConfig
-from kvrelay.worker.external_kv import connector
 from kvrelay.worker.handoff import check_signature, check_tokens, sign
-from kvrelay.worker.identity import WorkerIdentity
+from kvrelay.worker.roles import WorkerIdentity
 from kvrelay.worker.stop_strings import StopCheckers
 from kvrelay.worker.streams import LegStreams, LegUpdates
+from kvstore.client.connect import connect
 from kvstore.urls import public_urls
 
 TENANTS = 1024
@@ -50,12 +55,12 @@ class Worker:
     connector: Connector
     engine: Engine
     streams: LegStreams
-    stop_texts: StopCheckers
+    stop_checkers: StopCheckers
     credentials: Credentials = field(default_factory=Credentials)
 
     @classmethod
     def build(cls, config: WorkerConfig, role: Role) -> Worker:
-        """Load the model, make the rest; nothing runs yet. ``Unservable``, ``Rejected``."""
+        """Load the model and build the parts; nothing runs yet. ``Unservable``, ``Rejected``."""
         model = load_model(config.model, config.dtype, config.device, config.max_model_len)
         info = model.info
         namespace = Namespace(info.name, info.revision, info.dtype, LAYOUT, config.block_size)
@@ -63,13 +68,14 @@ class Worker:
         runner = Runner(
             model, limits.num_blocks, limits.block_size, config.attention_backend, config.threads
         )
-        namer, streams = Namer(namespace), LegStreams()
-        outside = connector(config.store, runner, namespace, namer)
+        namer = Namer(namespace)
+        streams = LegStreams()
+        connector = open_connector(config.store, runner, namespace, namer)
         engine = Engine(
             runner,
             limits,
             naming_of(namer),
-            outside,
+            connector,
             streams.deliver,
             EngineOptions(
                 max_waiting=config.max_waiting,
@@ -80,44 +86,46 @@ class Worker:
             ),
         )
         return cls(
-            config,
-            WorkerIdentity(role),
-            model,
-            runner,
-            namespace,
-            namer,
-            limits,
-            outside,
-            engine,
-            streams,
-            StopCheckers(config.model),
-            installed().credentials,
+            config=config,
+            identity=WorkerIdentity(role),
+            model=model,
+            runner=runner,
+            namespace=namespace,
+            namer=namer,
+            limits=limits,
+            connector=connector,
+            engine=engine,
+            streams=streams,
+            stop_checkers=StopCheckers(config.model),
+            credentials=installed().credentials,
         )
 
     def start(self) -> None:
-        """Serve legs; called on the event loop that gets the updates."""
+        """Start the engine; called on the event loop that the updates go to."""
         self.streams.attach()
         self.engine.start()
 
     def run(
         self, role: Role, leg: types_pb2.Leg, handoff: types_pb2.Handoff | None = None
     ) -> AbstractAsyncContextManager[AsyncGenerator[LegUpdates]]:
-        """Check a leg for a worker of that role and submit it; see ``LegStreams.run``."""
+        """Check a leg of this role and submit it; see ``LegStreams.run``."""
         if role != self.identity.role:
             raise Mismatch("role", f"this is a {self.identity.name} worker now")
         convert.check_leg(leg, self.model.info.vocab_size, self.limits.max_model_len)
         space = self._space(leg)
         if handoff is not None:
             self._check_handoff(leg, handoff)
-        rules = convert.sampling(leg.sampling, self.model.info.eos_token_ids)
-        rules.check(self.model.info.vocab_size)
-        engine_id, save = self.streams.new_id(leg.request_id), self.config.store is not None
-        prefills = role == types_pb2.ROLE_PREFILL
-        order = convert.order(leg, engine_id, rules, prefills, save, space)
-        return self.streams.run(self.engine, order, rules, self.stop_texts.of(order, rules))
+        sampling = convert.sampling(leg.sampling, self.model.info.eos_token_ids)
+        sampling.check(self.model.info.vocab_size)
+        engine_id = self.streams.new_id(leg.request_id)
+        prefill_only = role == types_pb2.ROLE_PREFILL
+        save = self.config.store is not None
+        order = convert.order(leg, engine_id, sampling, prefill_only, save, space)
+        stop_checker = self.stop_checkers.of(order, sampling)
+        return self.streams.run(self.engine, order, sampling, stop_checker)
 
     def handoff(self, leg: types_pb2.Leg, ended: Ended) -> types_pb2.Handoff:
-        """What a prefill leg leaves for the next one, signed."""
+        """The signed handoff of a prefill leg to the decode leg."""
         space = self.namespace.of_tenant(leg.tenant_salt).digest
         return sign(self.credentials.fleet_key, leg, space, ended.saved, ended.last_name or b"")
 
@@ -129,13 +137,13 @@ class Worker:
         check_tokens(namer, self.limits.block_size, tokens, handoff)
 
     def usage(self, ended: Ended, leg: types_pb2.Leg) -> types_pb2.LegUsage:
-        """The account of one leg, signed with who did it; explained if it asked for that."""
-        return convert.leg_usage(ended, self.identity.boot, self.identity.role, leg.explain)
+        """The account of one leg; with the reasons of missed blocks if the leg asks to explain."""
+        return convert.leg_usage(ended, self.identity.id, self.identity.role, leg.explain)
 
     def info(self) -> worker_pb2.WorkerInfo:
-        """What ``GetInfo`` answers."""
+        """The answer to ``GetInfo``."""
         return worker_pb2.WorkerInfo(
-            worker_id=self.identity.boot,
+            worker_id=self.identity.id,
             role=self.identity.role,
             started_as=self.identity.started_as,
             protocol=PROTOCOL,
@@ -154,7 +162,7 @@ class Worker:
         )
 
     def _space(self, leg: types_pb2.Leg) -> bytes:
-        """Digest of the namespace of the leg's tenant, empty without one."""
+        """Digest of the namespace of the leg's tenant, empty without a tenant."""
         digest = self.namespace.of_tenant(leg.tenant_salt).digest
         if leg.namespace_digest and leg.namespace_digest != digest:
             raise Mismatch(
@@ -164,19 +172,38 @@ class Worker:
         return digest if leg.tenant_salt else b""
 
 
+def open_connector(
+    url: str | None, runner: Runner, namespace: Namespace, namer: Namer
+) -> Connector:
+    """External KV at ``url``: none, a store, or a script that distorts one (``mock:FILE``)."""
+    if url is None:
+        return NoConnector()
+    if not url.startswith(PREFIX):
+        return StoreConnector(connect(url), namer, namespace, runner.pool)
+    mock = read_script(url)
+    return MockConnector(mock.script, open_connector(mock.store, runner, namespace, namer))
+
+
+def counters_of(connector: Connector) -> Callable[[], ConnectorCounters] | None:
+    """Reads the counters of the store connector; ``None`` without one."""
+    if isinstance(connector, MockConnector) and connector.inner is not None:
+        return counters_of(connector.inner)
+    return (lambda: connector.counters) if isinstance(connector, StoreConnector) else None
+
+
 def naming_of(namer: Namer) -> Naming:
-    """The engine's names: of this worker's namespace, and of those of tenants lately seen."""
+    """The engine's block names: of this worker's namespace, and of recent tenants' namespaces."""
 
     @lru_cache(maxsize=TENANTS)
     def within(space: bytes) -> Naming:
-        made = namer.within(space)
-        return Naming(made.root, made.child)
+        tenant = namer.within(space)
+        return Naming(tenant.root, tenant.child)
 
     return Naming(namer.root, namer.child, within)
 
 
 def limits_of(config: WorkerConfig, model: LoadedModel) -> EngineLimits:
-    """The bounds of this worker. Without a number of blocks: what memory and requests can use."""
+    """The bounds of this worker; by default as many blocks as memory holds and requests can use."""
     size, length = config.block_size, model.info.max_model_len
     blocks = config.num_blocks
     if blocks is None:
@@ -187,14 +214,14 @@ def limits_of(config: WorkerConfig, model: LoadedModel) -> EngineLimits:
         num_blocks=blocks,
         block_size=size,
         max_model_len=length,
-        # Every running request gets its position in a step, so that none waits behind others.
+        # Every running request gets a position in each step, so that none waits behind others.
         max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
 
 
 def namespace_message(namespace: Namespace) -> worker_pb2.Namespace:
-    """A namespace on the wire; the tenant's salt is in the digest and nowhere else."""
+    """The message of a namespace; the tenant's salt is only in the digest."""
     return worker_pb2.Namespace(
         model=namespace.model,
         revision=namespace.revision,

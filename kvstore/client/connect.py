@@ -1,4 +1,4 @@
-"""From a URL to a store."""
+"""``connect``: from a URL to a store."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ ESCAPES = "write / ? # @ within a part of a URL as %2F %3F %23 %40"
 
 
 def _memory(parts: SplitResult, parameters: Parameters) -> Store:
-    _known(parameters, ())
+    _check_names(parameters, ())
     return MemoryStore(parts.netloc)
 
 
 def _kvrelay(parts: SplitResult, parameters: Parameters) -> Store:
-    _known(parameters, ("transport",))
+    _check_names(parameters, ("transport",))
     return BreakerStore(RemoteStore(str(Address.parse(parts.netloc)), parameters.get("transport")))
 
 
 def _kvrelays(parts: SplitResult, parameters: Parameters) -> Store:
     if installed().tls is None:
-        raise Rejected("store", "is to be reached by TLS: give --tls-ca")
+        raise Rejected("store", "needs TLS: give --tls-ca")
     return _kvrelay(parts, parameters)
 
 
 def _redis(parts: SplitResult, parameters: Parameters) -> Store:
-    _known(parameters, redis.PARAMETERS)
+    _check_names(parameters, redis.PARAMETERS)
     return redis.RedisStore(redis.settings_of(parts, parameters))
 
 
-def _known(parameters: Parameters, known: tuple[str, ...]) -> None:
+def _check_names(parameters: Parameters, known: tuple[str, ...]) -> None:
     for name in parameters:
         if name not in known:
             raise Rejected(name, f"is no parameter here; these are: {', '.join(known) or 'none'}")
@@ -61,48 +61,47 @@ SCHEMES: dict[str, Callable[[SplitResult, Parameters], Store]] = {
 def connect(url: str) -> Store:
     """The store at ``url``; ``Rejected`` for the field ``store`` if it names none.
 
-    ``kvrelay://HOST:PORT?transport=shm``, ``socket`` or ``grpc`` forces a transport. It is
-    connected to as this process is set up (``kvrelay.rpc.security.policy``); ``kvrelays://``
-    insists on TLS. ``redis://[USER:PASSWORD@]HOST:PORT[/DB]`` is a Redis, ``unix:///PATH`` one by
-    its socket, ``redis+cluster://HOST:PORT,HOST:PORT`` a cluster as these of its servers tell it;
-    ``rediss://`` and ``rediss+cluster://`` go by TLS. Their parameters are in
-    ``kvstore/README.md``.
+    ``kvrelay://HOST:PORT?transport=shm``, ``socket`` or ``grpc`` forces a transport. TLS and
+    credentials are those of this process (``kvrelay.rpc.security.policy``); ``kvrelays://``
+    requires TLS. ``redis://[USER:PASSWORD@]HOST:PORT[/DB]`` is a Redis server, ``unix:///PATH``
+    one by its Unix socket, ``redis+cluster://HOST:PORT,HOST:PORT`` the cluster of these servers;
+    ``rediss://`` and ``rediss+cluster://`` use TLS. Parameters are in ``kvstore/README.md``.
 
-    A list of URLs with commas between them is several stores in one, the first one preferred.
-    Those after it are only read, unless they say ``write=yes`` (what is saved goes there too) or
-    ``promote=yes`` (what is read there is put into the first).
+    URLs with commas between them are several stores in one, the first one preferred. Later ones
+    are only read, unless they say ``write=yes`` (puts go there too) or ``promote=yes`` (blocks
+    read there are put into the first).
 
-    Nothing is sent yet: a store that is not there is found out, and waited for, by its users.
+    Connects at the first call, which raises ``Unavailable`` if the store cannot be reached.
     """
     urls = split_urls(url)
     if len(urls) == 1:
         return _one(url.strip())
-    return MultiStore([_arm(one, index) for index, one in enumerate(urls)])
+    return MultiStore([_backend(one, index) for index, one in enumerate(urls)])
 
 
-def _arm(url: str, index: int) -> StoreBackend:
+def _backend(url: str, index: int) -> StoreBackend:
     name = public_url(url)
-    with _naming(url):
-        parts, parameters = _parsed(url)
+    with _url_in_errors(url):
+        parts, parameters = _parse(url)
         chosen = {name: parameters.pop(name) for name in ("write", "promote") if name in parameters}
         for word, value in chosen.items():
             if value not in ("yes", "no"):
                 raise Rejected("store", f"{word}={value} is neither yes nor no")
             if not index:
                 raise Rejected("store", f"the first store has no {word}=")
-        store = _made(parts, parameters)
+        store = _make(parts, parameters)
     yes = {word for word, value in chosen.items() if value == "yes"}
     return StoreBackend(name, store, "write" in yes, "promote" in yes)
 
 
 def _one(url: str) -> Store:
-    with _naming(url):
-        return _made(*_parsed(url))
+    with _url_in_errors(url):
+        return _make(*_parse(url))
 
 
 @contextmanager
-def _naming(url: str) -> Iterator[None]:
-    """Every error says which URL it is about."""
+def _url_in_errors(url: str) -> Iterator[None]:
+    """Add the URL to every error."""
     try:
         yield
     except Rejected as error:
@@ -110,15 +109,15 @@ def _naming(url: str) -> Iterator[None]:
         raise Rejected("store", f"{public_url(url)!r}: {why}") from error
 
 
-def _made(parts: SplitResult, parameters: Parameters) -> Store:
+def _make(parts: SplitResult, parameters: Parameters) -> Store:
     if parts.scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise Rejected("store", f"has none of the schemes {known}")
     return SCHEMES[parts.scheme](parts, parameters)
 
 
-def _parsed(url: str) -> tuple[SplitResult, Parameters]:
-    """A password that ended too soon is found out before anything of its rest is shown."""
+def _parse(url: str) -> tuple[SplitResult, Parameters]:
+    """Refuses a URL with an unescaped password before any part of the password is shown."""
     try:
         parts = urlsplit(url)
     except ValueError as error:

@@ -1,6 +1,6 @@
-"""``memory://NAME``: a store within this process, for tests and one-process use.
+"""``memory://NAME``: a store within this process, for tests and use by a single process.
 
-All stores of one name share their blocks, as clients of one service would.
+Stores of one name share their blocks, as clients of one service do.
 """
 
 from __future__ import annotations
@@ -33,45 +33,45 @@ from kvstore.stats import StoreStats
 
 
 @dataclass(slots=True)
-class _Shelf:
-    """What the stores of one name share; ``changed`` guards it."""
+class _SharedState:
+    """The state that stores of one name share; ``changed`` guards it."""
 
     boot: bytes
     index: BlockIndex[bytes]
     changed: threading.Condition = field(default_factory=threading.Condition)
 
 
-_SHELVES: dict[str, _Shelf] = {}
-_SHELVES_LOCK = threading.Lock()
+_SHARED: dict[str, _SharedState] = {}
+_SHARED_LOCK = threading.Lock()
 
 
-def _shelf(name: str, budget: int) -> _Shelf:
-    with _SHELVES_LOCK:
-        if name not in _SHELVES:
+def _shared_state(name: str, budget: int) -> _SharedState:
+    with _SHARED_LOCK:
+        if name not in _SHARED:
             boot = os.urandom(16)
             index: BlockIndex[bytes] = BlockIndex(
                 IndexOptions(budget, PARTIAL_LIFE, boot), make_policy(EVICTIONS[0])
             )
-            _SHELVES[name] = _Shelf(boot, index)
-        return _SHELVES[name]
+            _SHARED[name] = _SharedState(boot, index)
+        return _SHARED[name]
 
 
 def forget(name: str) -> None:
     """Drop the blocks of ``memory://NAME``; a store connected later starts empty."""
-    with _SHELVES_LOCK:
-        _SHELVES.pop(name, None)
+    with _SHARED_LOCK:
+        _SHARED.pop(name, None)
 
 
 class MemoryStore:
     """A ``Store``. ``budget`` counts for the first store of a name.
 
-    ``digest`` is what blocks are named with; another one than the default is for tests.
+    ``digest`` names blocks; tests pass another one than the default.
     """
 
     def __init__(self, name: str, budget: int = BUDGET, digest: Digest = sha256) -> None:
         self.url = f"memory://{name}"
         self._digest = digest
-        self._shelf = _shelf(name, budget)
+        self._shared = _shared_state(name, budget)
 
     def lookup(
         self,
@@ -81,22 +81,19 @@ class MemoryStore:
         timeout: float,
         openings: Sequence[int] = (),
     ) -> LookupResult:
-        """As the protocol says."""
-        with self._shelf.changed:
-            return self._shelf.index.lookup(names, tails, ttl, time.monotonic(), openings)
+        with self._shared.changed:
+            return self._shared.index.lookup(names, tails, ttl, time.monotonic(), openings)
 
     def survey(
         self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
     ) -> SurveyResult:
-        """As the protocol says."""
-        with self._shelf.changed:
-            return self._shelf.index.survey(names, ttl, time.monotonic(), openings)
+        with self._shared.changed:
+            return self._shared.index.survey(names, ttl, time.monotonic(), openings)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
-        """As the protocol says."""
         for index, want in enumerate(wants):
-            with self._shelf.changed:
-                data = self._shelf.index.get(want.name, time.monotonic())
+            with self._shared.changed:
+                data = self._shared.index.get(want.name, time.monotonic())
             if data is None or len(data) < len(want.buffer):
                 yield GetResult(index, None)
                 continue
@@ -109,11 +106,10 @@ class MemoryStore:
                 raise
 
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
-        """As the protocol says."""
         deadline = time.monotonic() + timeout
         claims = [claim_of(offer) for offer in offers]
-        with self._shelf.changed:
-            grant = self._shelf.index.reserve(claims, TICKET_LIFE, time.monotonic())
+        with self._shared.changed:
+            grant = self._shared.index.reserve(claims, TICKET_LIFE, time.monotonic())
         outcomes: list[Outcome] = []
         try:
             for claim, offer, verdict in zip(claims, offers, grant.verdicts, strict=True):
@@ -126,73 +122,70 @@ class MemoryStore:
         return self._wait_for_others(offers, outcomes, deadline)
 
     def release(self, leases: Sequence[Lease], timeout: float) -> None:
-        """As the protocol says."""
-        with self._shelf.changed:
+        with self._shared.changed:
             for lease in leases:
-                if lease.boot == self._shelf.boot:
-                    self._shelf.index.release(lease.id)
+                if lease.boot == self._shared.boot:
+                    self._shared.index.release(lease.id)
 
     def stats(self, timeout: float) -> StoreStats:
-        """As the protocol says."""
-        with self._shelf.changed:
-            self._shelf.index.expire(time.monotonic())
-            return self._shelf.index.stats()
+        with self._shared.changed:
+            self._shared.index.expire(time.monotonic())
+            return self._shared.index.stats()
 
     def clear(self, timeout: float) -> int:
-        """As the protocol says."""
-        with self._shelf.changed:
-            return self._shelf.index.clear(time.monotonic())
+        with self._shared.changed:
+            return self._shared.index.clear(time.monotonic())
 
     def close(self) -> None:
-        """As the protocol says."""
+        """Nothing: the blocks stay for the other stores of this name."""
 
     def _write(self, ticket: int, claim: Claim, block: Block) -> Outcome:
         data = b"".join((block.header, block.payload))
         try:
             header = check_block(claim, data, self._digest)
         except Corrupt as error:
-            with self._shelf.changed:
-                self._shelf.index.counters.corrupt += 1
+            with self._shared.changed:
+                self._shared.index.counters.corrupt += 1
             return Outcome(PutStatus.CORRUPT, str(error))
-        with self._shelf.changed:
-            stored = self._shelf.index.commit(
+        with self._shared.changed:
+            stored = self._shared.index.commit(
                 ticket, claim.name, data, time.monotonic(), header.parent, header.positions
             )
         return Outcome(PutStatus.STORED if stored else PutStatus.EXPIRED)
 
     def _recheck(self, name: bytes) -> None:
-        """A reader left at this block. If it is wrong it goes, and may be put anew."""
-        with self._shelf.changed:
-            entry = self._shelf.index.find(name, time.monotonic())
+        """A reader stopped at this block: remove it if it is wrong."""
+        with self._shared.changed:
+            entry = self._shared.index.find(name, time.monotonic())
         if entry is None:
             return
         try:
             check_block(Claim(name, entry.size, entry.partial), entry.value, self._digest)
         except Corrupt:
-            with self._shelf.changed:
-                self._shelf.index.remove_corrupt(entry)
+            with self._shared.changed:
+                self._shared.index.remove_corrupt(entry)
 
     def _abandon(self, ticket: int | None) -> None:
-        with self._shelf.changed:
+        with self._shared.changed:
             if ticket is not None:
-                self._shelf.index.abandon(ticket)
-            self._shelf.changed.notify_all()
+                self._shared.index.abandon(ticket)
+            self._shared.changed.notify_all()
 
     def _wait_for_others(
         self, offers: Sequence[Offer], outcomes: list[Outcome], deadline: float
     ) -> list[Outcome]:
-        """Put again what another writer was at, once something has changed."""
+        """Put again the blocks that another writer was putting, after a change."""
         late = [i for i, outcome in enumerate(outcomes) if outcome.status is PutStatus.PENDING]
         remaining = deadline - time.monotonic()
         if not late or remaining <= 0:
             return outcomes
-        with self._shelf.changed:
-            self._shelf.changed.wait_for(lambda: self._settled(offers[late[0]].name), remaining)
+        with self._shared.changed:
+            self._shared.changed.wait_for(lambda: self._is_settled(offers[late[0]].name), remaining)
         again = self.put([offers[i] for i in late], deadline - time.monotonic())
         for i, outcome in zip(late, again, strict=True):
             outcomes[i] = outcome
         return outcomes
 
-    def _settled(self, name: bytes) -> bool:
-        self._shelf.index.expire(time.monotonic())
-        return not self._shelf.index.is_being_written(name)
+    def _is_settled(self, name: bytes) -> bool:
+        self._shared.index.expire(time.monotonic())
+        return not self._shared.index.is_being_written(name)

@@ -1,9 +1,9 @@
-"""One of several stores: its name, its threads, and whether it is worth waiting for.
+"""One store of a ``MultiStore``: its name, its threads, and whether calls wait for it.
 
-A store that kept a caller waiting in vain is late: nobody waits for it again until it has answered
-promptly once more. It is asked all the same, so that its recovery is seen. One that broke a promise
-(a block that it had was not there, or was refused by its reader) is doubted: for a while it comes
-after the others.
+A backend that did not answer a survey in time is late: no call waits for it until it has answered
+promptly again. It is still asked, so that its recovery is noticed. A backend that broke a promise
+(a block that it had was absent, or its reader refused it) is doubted: for a while it comes after
+the others.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from kvstore.multi.write_behind import WriteBehind
 
 THREADS = 4
 MOST_CALLS = 64
-"""Under way or waiting for a thread; one more fails at once."""
+"""Calls running or waiting for a thread; one more fails at once."""
 
 PROMPT_SECONDS = 0.25
 DOUBT_SECONDS = 10.0
 RELEASE_SECONDS = 1.0
-LOOK_SECONDS = 2.0
+RECHECK_SECONDS = 2.0
 
 R = TypeVar("R")
 
 
 class StoreBackend:
-    """``write``: what is saved goes here too. ``promote``: what is read here goes to the first."""
+    """``write``: puts go here too. ``promote``: blocks read here are put into the first backend."""
 
     def __init__(self, name: str, store: Store, write: bool = False, promote: bool = False) -> None:
         self.name = name
         self.store = store
         self.write = write
         self.promote = promote
-        self.behind = WriteBehind(name, store)
+        self.writer = WriteBehind(name, store)
         self.late = False
         self._doubted_until = 0.0
         self._threads = ThreadPoolExecutor(THREADS, f"store {name}")
         self._room = threading.BoundedSemaphore(MOST_CALLS)
 
-    def ask(self, call: Callable[[Store, float], R], timeout: float) -> Future[R]:
-        """Call with the store and the seconds left, in another thread."""
+    def submit(self, call: Callable[[Store, float], R], timeout: float) -> Future[R]:
+        """Run ``call`` in another thread with the store and the seconds left then."""
         asked = time.monotonic()
 
         def run() -> R:
             left = asked + timeout - time.monotonic()
             if left <= 0:
-                raise DeadlineExceeded(f"{self.name} had no thread for this call in time")
+                raise DeadlineExceeded(f"{self.name} had no free thread for this call in time")
             answer = call(self.store, left)
             if time.monotonic() - asked <= PROMPT_SECONDS:
                 self.late = False
@@ -63,7 +63,7 @@ class StoreBackend:
             return _failed(Unavailable(f"{MOST_CALLS} calls wait for {self.name}"))
         try:
             future = self._threads.submit(run)
-        except RuntimeError:  # its threads are no more
+        except RuntimeError:  # the threads were shut down
             self._room.release()
             return _failed(Unavailable("this store was closed"))
         future.add_done_callback(lambda _: self._room.release())
@@ -71,46 +71,46 @@ class StoreBackend:
 
     @property
     def doubted(self) -> bool:
-        """Whether it broke a promise of late."""
+        """Whether it broke a promise lately."""
         return time.monotonic() < self._doubted_until
 
     def doubt(self) -> None:
-        """It broke a promise."""
+        """Record that it broke a promise."""
         self._doubted_until = time.monotonic() + DOUBT_SECONDS
 
-    def give_back(self, lease: Lease | None) -> None:
-        """Nobody needs it; nobody waits. If that fails it ends by its deadline."""
+    def release(self, lease: Lease | None) -> None:
+        """Release a lease in the background. If that fails, it ends by its deadline."""
         if lease is not None:
             held = [lease]
-            self.ask(lambda store, left: store.release(held, left), RELEASE_SECONDS)
+            self.submit(lambda store, left: store.release(held, left), RELEASE_SECONDS)
 
-    def look_again(self, want: Want) -> None:
-        """A reader left at this block, which was read ahead of him: the store is told in its words.
+    def recheck(self, want: Want) -> None:
+        """Make the store verify a block after which a reader stopped, in the background.
 
-        Nobody waits.
+        The block had been read ahead of the reader, so the store did not see where it stopped.
         """
         alone = dataclasses.replace(want, buffer=memoryview(bytearray(want.buffer.nbytes)))
 
-        def leave(store: Store, left: float) -> None:
+        def stop_at_block(store: Store, left: float) -> None:
             with closing(store.get([alone], left)) as arriving:
                 next(arriving, None)
 
-        self.ask(leave, LOOK_SECONDS)
+        self.submit(stop_at_block, RECHECK_SECONDS)
 
-    def disown(self, asked: Future[SurveyResult]) -> None:
-        """Nobody waits for this answer any more: what it holds goes back when it comes."""
-        asked.add_done_callback(self._returned)
+    def abandon(self, asked: Future[SurveyResult]) -> None:
+        """No call waits for this answer: its lease is released when it comes."""
+        asked.add_done_callback(self._release_late)
 
     def close(self) -> None:
-        """End the calls under way."""
-        self.behind.close()
+        """Calls under way fail."""
+        self.writer.close()
         self.store.close()
-        self.behind.join()
+        self.writer.join()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _returned(self, asked: Future[SurveyResult]) -> None:
+    def _release_late(self, asked: Future[SurveyResult]) -> None:
         if not asked.cancelled() and asked.exception() is None:
-            self.give_back(asked.result().lease)
+            self.release(asked.result().lease)
 
 
 def _failed(error: Exception) -> Future[R]:

@@ -1,4 +1,4 @@
-"""Blocks of one call that come from several stores at once, in the order they were asked for."""
+"""A get from several backends at once; blocks come in the order in which they were wanted."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ log = logging.getLogger("kvrelay.store")
 
 
 class BackendFetch:
-    """The blocks of one store, fetched in a thread of their own. As a context it ends with it:
+    """A get from one backend in a thread of its own, as a context.
 
-    when ``with`` is left nobody writes into the buffers any more.
+    At the end of ``with`` the thread has ended: nothing is written into the buffers after it.
     """
 
-    def __init__(self, arm: StoreBackend, wants: Sequence[Want], timeout: float) -> None:
-        self._arm = arm
+    def __init__(self, backend: StoreBackend, wants: Sequence[Want], timeout: float) -> None:
+        self._backend = backend
         self._wants = wants
         self._timeout = timeout
-        self._came: SimpleQueue[GetResult | None] = SimpleQueue()
+        self._arrived: SimpleQueue[GetResult | None] = SimpleQueue()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"fetch {arm.name}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"fetch {backend.name}", daemon=True)
 
     def __enter__(self) -> BackendFetch:
         self._thread.start()
@@ -38,67 +38,69 @@ class BackendFetch:
         self._thread.join()
 
     def __iter__(self) -> Iterator[GetResult]:
-        """What comes; it ends early when the store fails."""
-        while (got := self._came.get()) is not None:
+        """The blocks in order; ends early if the backend fails."""
+        while (got := self._arrived.get()) is not None:
             yield got
 
     def _run(self) -> None:
         try:
-            with closing(self._arm.store.get(self._wants, self._timeout)) as arriving:
+            with closing(self._backend.store.get(self._wants, self._timeout)) as arriving:
                 for got in arriving:
-                    self._came.put(got)
+                    self._arrived.put(got)
                     if self._stopping.is_set():
                         break
         except KvrelayError as error:
-            _failed(self._arm, error)
+            _log_failure(self._backend, error)
         except Exception as error:  # noqa: BLE001 - the edge of a thread: it ends this fetch
-            _crashed(self._arm, error)
+            _log_crash(self._backend, error)
         finally:
-            self._came.put(None)
+            self._arrived.put(None)
 
 
 def fetch(
-    arms: Sequence[StoreBackend | None], wants: Sequence[Want], timeout: float
+    backends: Sequence[StoreBackend | None], wants: Sequence[Want], timeout: float
 ) -> Generator[GetResult, None, None]:
-    """Each of ``wants`` from the store beside it, ``None``: absent. A failing store's are absent.
+    """Each of ``wants`` from its backend; ``None``: absent. Blocks of a failing backend are absent.
 
-    The first store is read in the caller's thread and the others at the same time; a call that
-    needs one store only fails with it.
+    The first backend is read in the caller's thread and the others at the same time. A call that
+    needs one backend only raises its error.
     """
     groups: dict[str, list[int]] = {}
-    by_name = {arm.name: arm for arm in arms if arm is not None}
-    for index, arm in enumerate(arms):
-        if arm is not None:
-            groups.setdefault(arm.name, []).append(index)
+    by_name = {backend.name: backend for backend in backends if backend is not None}
+    for index, backend in enumerate(backends):
+        if backend is not None:
+            groups.setdefault(backend.name, []).append(index)
     parts = {name: [wants[index] for index in indices] for name, indices in groups.items()}
-    with ExitStack() as held:
+    with ExitStack() as stack:
         streams: dict[str, Iterator[GetResult]] = {}
         for name in list(groups)[1:]:
             streams[name] = iter(
-                held.enter_context(BackendFetch(by_name[name], parts[name], timeout))
+                stack.enter_context(BackendFetch(by_name[name], parts[name], timeout))
             )
         for name in list(groups)[:1]:
-            arriving = held.enter_context(closing(by_name[name].store.get(parts[name], timeout)))
-            streams[name] = arriving if len(groups) == 1 else _misses(by_name[name], arriving)
-        for index, arm in enumerate(arms):
-            got = None if arm is None else next(streams[arm.name], None)
-            if arm is None or got is None:
+            arriving = stack.enter_context(closing(by_name[name].store.get(parts[name], timeout)))
+            streams[name] = (
+                arriving if len(groups) == 1 else _until_failure(by_name[name], arriving)
+            )
+        for index, backend in enumerate(backends):
+            got = None if backend is None else next(streams[backend.name], None)
+            if backend is None or got is None:
                 yield GetResult(index, None)
             else:
-                yield GetResult(index, got.header, got.summed, arm.name)
+                yield GetResult(index, got.header, got.summed, backend.name)
 
 
-def _misses(arm: StoreBackend, arriving: Iterator[GetResult]) -> Iterator[GetResult]:
-    """What comes until the store fails."""
+def _until_failure(backend: StoreBackend, arriving: Iterator[GetResult]) -> Iterator[GetResult]:
+    """The blocks until the backend fails."""
     try:
         yield from arriving
     except KvrelayError as error:
-        _failed(arm, error)
+        _log_failure(backend, error)
 
 
-def _crashed(arm: StoreBackend, error: Exception) -> None:
-    log.error("a fetch from %s failed", arm.name, exc_info=error)
+def _log_crash(backend: StoreBackend, error: Exception) -> None:
+    log.error("a fetch from %s failed", backend.name, exc_info=error)
 
 
-def _failed(arm: StoreBackend, error: KvrelayError) -> None:
-    log.info("%s: the rest of a get is absent: %s", arm.name, error)
+def _log_failure(backend: StoreBackend, error: KvrelayError) -> None:
+    log.info("%s: the rest of a get counts as absent: %s", backend.name, error)

@@ -1,9 +1,9 @@
-"""Several stores as one: an ordered list, the nearest first.
+"""Several stores as one: an ordered list of backends, the nearest first.
 
-Block by block the first store that has it is its source, so a lead goes on across stores. All are
-asked at once, and nobody waits for one whose answer could add nothing, or which was late before.
-What is put goes to the first; to others, and what is read from others into the first, only if so
-configured, and then behind everybody's back. A store that fails is a store that has nothing.
+The first backend that has a block is its source, so a lead continues across backends. All are
+asked at once; a call does not wait for one that is late or could add nothing. Puts go to the first
+backend. If configured, they also go to later backends, and blocks read from later ones into the
+first, by write-behind. A backend that fails counts as empty.
 """
 
 from __future__ import annotations
@@ -39,19 +39,18 @@ from kvstore.stats import StoreStats, total_stats
 
 
 class MultiStore:
-    """A ``Store`` of stores, each with its name."""
+    """A ``Store`` of backends with distinct names."""
 
-    def __init__(self, arms: Sequence[StoreBackend]) -> None:
-        names = [arm.name for arm in arms]
+    def __init__(self, backends: Sequence[StoreBackend]) -> None:
+        names = [backend.name for backend in backends]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise Rejected("store", f"{twice[0]} stands twice in the list")
-        self.arms = tuple(arms)
-        self._by_name = {arm.name: arm for arm in arms}
+            raise Rejected("store", f"{twice[0]} is in the list twice")
+        self.backends = tuple(backends)
+        self._by_name = {backend.name: backend for backend in backends}
 
     @property
     def url(self) -> str:
-        """As the protocol says."""
-        return ",".join(arm.store.url for arm in self.arms)
+        return ",".join(backend.store.url for backend in self.backends)
 
     def lookup(
         self,
@@ -61,49 +60,49 @@ class MultiStore:
         timeout: float,
         openings: Sequence[int] = (),
     ) -> LookupResult:
-        """As the protocol says, over all stores."""
         names = names[: MAX_NAMES - len(tails)]
         asked = [*names, *(tail.name for tail in tails)]
-        answers = survey(self.arms, asked, len(names), ttl, timeout, openings)
+        answers = survey(self.backends, asked, len(names), ttl, timeout, openings)
         found = united(answers, len(names), tails)
-        self._give_back(answers, found.lease)
-        if len(answers) < len(self.arms) and found.missing is Miss.NEVER_STORED:
+        self._release_unused(answers, found.lease)
+        if len(answers) < len(self.backends) and found.missing is Miss.NEVER_STORED:
             return dataclasses.replace(found, missing=Miss.UNREACHABLE)
         return found
 
     def survey(
         self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
     ) -> SurveyResult:
-        """As the protocol says, over all stores."""
-        answers = survey(self.arms, names, len(names), ttl, timeout, openings)
+        answers = survey(self.backends, names, len(names), ttl, timeout, openings)
         seen = surveyed(answers, len(names))
-        self._give_back(answers, seen.lease)
+        self._release_unused(answers, seen.lease)
         return seen
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
-        """As the protocol says. What the caller goes on after is taken to be right, and promoted;
-        a store whose block he leaves at is doubted."""
+        """A block counts as right, and is promoted, if the caller continues after it.
+
+        If the caller stops at a block, its backend is doubted.
+        """
         deadline = time.monotonic() + timeout
-        arms = self._sources(wants, timeout)
-        with closing(fetch(arms, wants, deadline - time.monotonic())) as arriving:
+        backends = self._sources(wants, timeout)
+        with closing(fetch(backends, wants, deadline - time.monotonic())) as arriving:
             for got in arriving:
-                arm, want = arms[got.index], wants[got.index]
-                if arm is not None and got.header is None and want.source is not None:
-                    arm.doubt()
+                backend, want = backends[got.index], wants[got.index]
+                if backend is not None and got.header is None and want.source is not None:
+                    backend.doubt()
                 try:
                     yield got
                 except GeneratorExit:
-                    if arm is not None:
-                        arm.doubt()
-                        arm.look_again(want)
+                    if backend is not None:
+                        backend.doubt()
+                        backend.recheck(want)
                     raise
-                if arm is not None and got.header is not None and arm.promote:
+                if backend is not None and got.header is not None and backend.promote:
                     self._promote(want, got.header)
 
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
-        """As the protocol says: into the first of those to be written that is there."""
+        """Puts into the first available backend of those that are written to."""
         deadline = time.monotonic() + timeout
-        writers = [self.arms[0], *(arm for arm in self.arms[1:] if arm.write)]
+        writers = [self.backends[0], *(backend for backend in self.backends[1:] if backend.write)]
         while True:
             first, *later = writers
             try:
@@ -114,36 +113,39 @@ class MultiStore:
                 writers = later
 
     def release(self, leases: Sequence[Lease], timeout: float) -> None:
-        """As the protocol says; a store that was late is told and not waited for."""
+        """Does not wait for backends that are late."""
         held: dict[str, list[Lease]] = {}
         for lease in leases:
             if lease.boot == boot_of(lease.parts):
                 for name, part in lease.parts:
                     held.setdefault(name, []).append(part)
-        told = {arm: arm.ask(_releasing(held[arm.name]), timeout) for arm in self._named(held)}
-        done, open_ = wait([told[arm] for arm in told if not arm.late], timeout)
+        named = [backend for backend in self.backends if backend.name in held]
+        released = {
+            backend: backend.submit(_releasing(held[backend.name]), timeout) for backend in named
+        }
+        done, running = wait([released[backend] for backend in named if not backend.late], timeout)
         for future in done:
             future.result()
-        if open_:
-            raise DeadlineExceeded("leases were not taken back in time; they end by their deadline")
+        if running:
+            raise DeadlineExceeded("leases were not released in time; they end by their deadline")
 
     def stats(self, timeout: float) -> StoreStats:
-        """The sums over the stores that answer; ``each`` has them one by one."""
+        """The sums over the backends that answer; ``each`` returns them one by one."""
         found = [stats for _, stats in self.each(timeout)]
-        there = [stats for stats in found if isinstance(stats, StoreStats)]
-        if not there:
+        answered = [stats for stats in found if isinstance(stats, StoreStats)]
+        if not answered:
             raise next(error for error in found if isinstance(error, KvrelayError))
-        return total_stats(there)
+        return total_stats(answered)
 
     def each(self, timeout: float) -> list[tuple[str, StoreStats | KvrelayError]]:
-        """Name and figures of each store, or why there are none."""
-        found = call_all(self.arms, lambda store, left: store.stats(left), timeout)
-        return [(arm.name, stats) for arm, stats in zip(self.arms, found, strict=True)]
+        """Name, and figures or error, of each backend."""
+        found = call_all(self.backends, lambda store, left: store.stats(left), timeout)
+        return [(backend.name, stats) for backend, stats in zip(self.backends, found, strict=True)]
 
     def clear(self, timeout: float) -> int:
-        """As the protocol says, in every store; the first error after all have been told."""
+        """Clears every backend, then raises the first error if there is one."""
         removed = 0
-        found = call_all(self.arms, lambda store, left: store.clear(left), timeout)
+        found = call_all(self.backends, lambda store, left: store.clear(left), timeout)
         for count in found:
             if isinstance(count, KvrelayError):
                 raise count
@@ -151,64 +153,60 @@ class MultiStore:
         return removed
 
     def close(self) -> None:
-        """As the protocol says."""
-        for arm in self.arms:
-            arm.close()
+        for backend in self.backends:
+            backend.close()
 
-    def _named(self, names: dict[str, list[Lease]]) -> list[StoreBackend]:
-        return [arm for arm in self.arms if arm.name in names]
-
-    def _give_back(self, answers: dict[str, SurveyResult], kept: Lease | None) -> None:
-        """The leases that are no part of the one that is kept."""
+    def _release_unused(self, answers: dict[str, SurveyResult], kept: Lease | None) -> None:
+        """Release the leases that are no part of the one that is kept."""
         needed = {name for name, _ in kept.parts} if kept is not None else set()
         for name, seen in answers.items():
             if name not in needed:
-                self._by_name[name].give_back(seen.lease)
+                self._by_name[name].release(seen.lease)
 
     def _sources(self, wants: Sequence[Want], timeout: float) -> list[StoreBackend | None]:
-        """The store of each; those that no lookup has told are looked for."""
-        arms = [self._by_name.get(want.source or "") for want in wants]
-        unknown = [index for index, arm in enumerate(arms) if arm is None]
+        """The backend of each want; blocks without a source are looked up."""
+        backends = [self._by_name.get(want.source or "") for want in wants]
+        unknown = [index for index, backend in enumerate(backends) if backend is None]
         for start in range(0, len(unknown), MAX_NAMES):
             indices = unknown[start : start + MAX_NAMES]
             names = [wants[index].name for index in indices]
-            answers = survey(self.arms, names, len(names), 0.0, timeout)
+            answers = survey(self.backends, names, len(names), 0.0, timeout)
             for index, owner in zip(indices, owners(answers, len(names)), strict=True):
-                arms[index] = self._by_name.get(owner or "")
-        return arms
+                backends[index] = self._by_name.get(owner or "")
+        return backends
 
     def _promote(self, want: Want, header: bytes) -> None:
-        behind = self.arms[0].behind
-        if behind.room(len(header) + want.buffer.nbytes):
-            behind.add(copy_of(want.name, Block(header, want.buffer), want.partial))
+        writer = self.backends[0].writer
+        if writer.has_room(len(header) + want.buffer.nbytes):
+            writer.add(copy_of(want.name, Block(header, want.buffer), want.partial))
         else:
-            behind.drop()
+            writer.drop()
 
 
 def _put(
-    arm: StoreBackend, later: Sequence[StoreBackend], offers: Sequence[Offer], timeout: float
+    backend: StoreBackend, later: Sequence[StoreBackend], offers: Sequence[Offer], timeout: float
 ) -> list[Outcome]:
-    """Put into one store; what it took is written to the ``later`` ones in the background."""
+    """Put into one backend; new blocks are also written to the ``later`` ones by write-behind."""
     if not later:
-        return arm.store.put(offers, timeout)
+        return backend.store.put(offers, timeout)
     copies: dict[bytes, Offer] = {}
-    outcomes = arm.store.put([_copied(offer, later, copies) for offer in offers], timeout)
+    outcomes = backend.store.put([_copied(offer, later, copies) for offer in offers], timeout)
     for offer, outcome in zip(offers, outcomes, strict=True):
         if outcome.status is PutStatus.STORED:
             for other in later:
                 if (copy := copies.get(offer.name)) is not None:
-                    other.behind.add(copy)
+                    other.writer.add(copy)
                 else:
-                    other.behind.drop()
+                    other.writer.drop()
     return outcomes
 
 
 def _copied(offer: Offer, later: Sequence[StoreBackend], copies: dict[bytes, Offer]) -> Offer:
-    """The offer; once it is read there is a copy of it, if any of ``later`` has room."""
+    """The offer; reading it also copies the block if any of ``later`` has room."""
 
     def read() -> Block:
         block = offer.read()
-        if any(arm.behind.room(offer.size) for arm in later):
+        if any(backend.writer.has_room(offer.size) for backend in later):
             copies[offer.name] = copy_of(offer.name, block, offer.partial)
         return block
 

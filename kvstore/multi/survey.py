@@ -1,4 +1,4 @@
-"""One question to several stores at once, and how long their answers are waited for."""
+"""A survey of several backends at once, and how long it waits for each of them."""
 
 from __future__ import annotations
 
@@ -13,42 +13,45 @@ from kvstore.multi.backend import StoreBackend
 from kvstore.multi.union import owners
 
 PATIENCE = 0.5
-"""The part of a survey's time that a store may take before the others' answers are told."""
+"""The part of a survey's timeout after which it returns without the missing answers."""
 
 R = TypeVar("R")
 
 
 def survey(
-    arms: Sequence[StoreBackend],
+    backends: Sequence[StoreBackend],
     names: Sequence[bytes],
     leading: int,
     ttl: float,
     timeout: float,
     openings: Sequence[int] = (),
 ) -> dict[str, SurveyResult]:
-    """The answers that came in time, doubted stores last; what is held by others goes back.
+    """The answers that came in time by backend, doubted backends last; late leases are released.
 
-    Nobody is waited for when the first ``leading`` names have been found before him, nor when he
-    was late. The first error when all failed.
+    Does not wait for a backend that is late, nor if backends before it have the first ``leading``
+    names. Raises the first error if every backend failed.
     """
     deadline = time.monotonic() + timeout * PATIENCE
-    arms = sorted(arms, key=lambda arm: arm.doubted)
-    asked = {arm.name: arm.ask(_surveying(names, ttl, openings), timeout) for arm in arms}
-    while waited := _worth_waiting(arms, asked, leading):
+    backends = sorted(backends, key=lambda backend: backend.doubted)
+    asked = {
+        backend.name: backend.submit(_surveying(names, ttl, openings), timeout)
+        for backend in backends
+    }
+    while waited := _worth_waiting(backends, asked, leading):
         left = deadline - time.monotonic()
         if left <= 0:
-            for arm in waited:
-                arm.late = True
+            for backend in waited:
+                backend.late = True
             break
-        wait([asked[arm.name] for arm in waited], left, FIRST_COMPLETED)
+        wait([asked[backend.name] for backend in waited], left, FIRST_COMPLETED)
     answers: dict[str, SurveyResult] = {}
     errors: list[KvrelayError] = []
-    for arm in arms:
-        found = result(asked[arm.name])
+    for backend in backends:
+        found = result(asked[backend.name])
         if isinstance(found, SurveyResult):
-            answers[arm.name] = found
+            answers[backend.name] = found
         else:
-            arm.disown(asked[arm.name])
+            backend.abandon(asked[backend.name])
             errors.append(found)
     if not answers:
         raise errors[0]
@@ -56,10 +59,10 @@ def survey(
 
 
 def call_all(
-    arms: Sequence[StoreBackend], call: Callable[[Store, float], R], timeout: float
+    backends: Sequence[StoreBackend], call: Callable[[Store, float], R], timeout: float
 ) -> list[R | KvrelayError]:
-    """The answer of each, or why there is none."""
-    asked = [arm.ask(call, timeout) for arm in arms]
+    """The answer or the error of each backend."""
+    asked = [backend.submit(call, timeout) for backend in backends]
     wait(asked, timeout)
     answers: list[R | KvrelayError] = []
     for future in asked:
@@ -69,7 +72,7 @@ def call_all(
 
 
 def result(future: Future[R]) -> R | KvrelayError:
-    """What has come, or why nothing has."""
+    """The answer, or the error, of a call that may still be running."""
     if not future.done():
         return DeadlineExceeded("a store did not answer in time")
     error = future.exception()
@@ -83,26 +86,26 @@ def result(future: Future[R]) -> R | KvrelayError:
 def _surveying(
     names: Sequence[bytes], ttl: float, openings: Sequence[int]
 ) -> Callable[[Store, float], SurveyResult]:
-    def ask(store: Store, left: float) -> SurveyResult:
+    def call(store: Store, left: float) -> SurveyResult:
         seen = store.survey(names, ttl, left, openings)
         if len(seen.sizes) != len(names):
             raise Corrupt("sizes", f"{len(seen.sizes)} came for {len(names)} names")
         return seen
 
-    return ask
+    return call
 
 
 def _worth_waiting(
-    arms: Sequence[StoreBackend], asked: Mapping[str, Future[SurveyResult]], leading: int
+    backends: Sequence[StoreBackend], asked: Mapping[str, Future[SurveyResult]], leading: int
 ) -> list[StoreBackend]:
-    """The stores still to answer that were not late before and could add anything."""
+    """The backends without an answer that are not late and could add blocks."""
     waited: list[StoreBackend] = []
     before: dict[str, SurveyResult] = {}
-    for arm in arms:
-        if not asked[arm.name].done():
-            waited += [] if arm.late else [arm]
-        elif isinstance(seen := result(asked[arm.name]), SurveyResult):
-            before[arm.name] = seen
+    for backend in backends:
+        if not asked[backend.name].done():
+            waited += [] if backend.late else [backend]
+        elif isinstance(seen := result(asked[backend.name]), SurveyResult):
+            before[backend.name] = seen
             if None not in owners(before, len(seen.sizes))[:leading]:
                 break
     return waited

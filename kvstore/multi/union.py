@@ -1,4 +1,4 @@
-"""What several stores have together: block by block, the first one that has it. Pure."""
+"""The union of several backends: each block belongs to the first backend that has it. Pure."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from kvrelay.usage import Miss
 from kvstore.base import Lease, LookupResult, SurveyResult, Tail
 
 Answers = Mapping[str, SurveyResult]
-"""By store, the one to be preferred first."""
+"""By backend, the preferred one first."""
 
 
 def owners(answers: Answers, count: int) -> list[str | None]:
-    """Of each of ``count`` blocks the store to get it from."""
+    """For each of ``count`` blocks, the backend to get it from; ``None``: absent."""
     found: list[str | None] = [None] * count
     for name, seen in reversed(list(answers.items())):
         pairs = zip(seen.sizes, found, strict=True)
@@ -21,7 +21,7 @@ def owners(answers: Answers, count: int) -> list[str | None]:
 
 
 def united(answers: Answers, leading: int, tails: Sequence[Tail]) -> LookupResult:
-    """The lead of the first ``leading`` blocks asked about, and a tail of the others."""
+    """The lookup result of all backends: ``leading`` names were asked about, then the tails."""
     having = owners(answers, leading + len(tails))
     lead = next((i for i in range(leading) if having[i] is None), leading)
     tail = next((i for i, t in enumerate(tails) if t.after == lead and having[leading + i]), None)
@@ -37,25 +37,25 @@ def united(answers: Answers, leading: int, tails: Sequence[Tail]) -> LookupResul
 
 
 def _why(answers: Answers, wanted: Sequence[int], first: bool) -> Miss:
-    """Why none of the blocks ``wanted``, each a way to have the same positions, is anywhere.
+    """Why every block ``wanted``, each an alternative for the same positions, is absent.
 
-    What one store knows counts more than that another one never had it.
+    A reason known to one backend counts more than that another one never had the block.
     """
-    told = [
+    reasons = [
         seen.misses[i] or Miss.UNKNOWN if seen.misses else Miss.UNKNOWN
         for seen in answers.values()
         for i in wanted
     ]
-    known = (miss for miss in told if miss not in (Miss.NEVER_STORED, Miss.UNKNOWN))
+    known = (miss for miss in reasons if miss not in (Miss.NEVER_STORED, Miss.UNKNOWN))
     if (reason := next(known, None)) is not None:
         return reason
     if first and any(seen.opening for seen in answers.values()):
         return Miss.OTHER_NAMESPACE
-    return Miss.UNKNOWN if Miss.UNKNOWN in told else Miss.NEVER_STORED
+    return Miss.UNKNOWN if Miss.UNKNOWN in reasons else Miss.NEVER_STORED
 
 
 def surveyed(answers: Answers, count: int) -> SurveyResult:
-    """Which of ``count`` blocks are anywhere."""
+    """The survey result of all backends."""
     having = owners(answers, count)
     sizes = tuple(
         None if owner is None else answers[owner].sizes[i] for i, owner in enumerate(having)
@@ -68,7 +68,7 @@ def surveyed(answers: Answers, count: int) -> SurveyResult:
 
 
 def lease_of(answers: Answers, used: set[str]) -> Lease | None:
-    """The leases of the stores that are ``used``, as one that ends with the first of them."""
+    """The leases of the backends that are ``used``, as one that ends with the first of them."""
     parts = tuple(
         (name, seen.lease)
         for name, seen in answers.items()
@@ -80,5 +80,5 @@ def lease_of(answers: Answers, used: set[str]) -> Lease | None:
 
 
 def boot_of(parts: Sequence[tuple[str, Lease]]) -> bytes:
-    """Stands for the starts of all the stores of a lease."""
+    """The boots of all backends of a lease, as one."""
     return b"".join(lease.boot for _, lease in parts)

@@ -1,6 +1,6 @@
-"""Blocks on their way into a store for which nobody waits: copies, bounded, written in order.
+"""Write-behind: copies of blocks in a bounded queue, put into a backend by a thread in order.
 
-What does not fit is dropped and counted: a slow store costs its own blocks and nobody's time.
+What does not fit is dropped and counted: a slow backend loses blocks, and no call waits for it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ JOIN_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class WriteBehindCounts:
-    """Blocks that were to be written so far, by what became of them."""
+    """Blocks added so far, by what became of them."""
 
     stored: int = 0
     existed: int = 0
     refused: int = 0  # no room, or not what the header says
-    failed: int = 0  # the store was gone
-    dropped: int = 0  # too much was waiting
+    failed: int = 0  # the backend was unavailable
+    dropped: int = 0  # the queue was full
     waiting: int = 0
 
 
 class WriteBehind:
-    """Writes to ``store`` in a thread of its own, which begins with the first block."""
+    """Puts into ``store`` in a thread of its own, which starts with the first block."""
 
     def __init__(self, name: str, store: Store, limit: int = LIMIT_BYTES) -> None:
         self._name = name
@@ -43,45 +43,45 @@ class WriteBehind:
         self._wake = threading.Condition()
         self._queue: deque[Offer] = deque()
         self._bytes = 0
-        self._written = WriteBehindCounts()
+        self._counts = WriteBehindCounts()
         self._closed = False
         self._thread: threading.Thread | None = None
 
     @property
-    def written(self) -> WriteBehindCounts:
-        """What became of all blocks so far."""
-        return self._written
+    def counts(self) -> WriteBehindCounts:
+        """What became of the blocks so far."""
+        return self._counts
 
-    def room(self, size: int) -> bool:
-        """Whether a block of ``size`` bytes would be taken now."""
+    def has_room(self, size: int) -> bool:
+        """Whether a block of ``size`` bytes fits into the queue now."""
         return self._bytes + size <= self._limit and not self._closed
 
     def drop(self) -> None:
-        """A block for which there was no room, so that it was not even copied."""
+        """Count a block that was not copied because there was no room for it."""
         with self._wake:
             self._count(dropped=1)
 
     def add(self, offer: Offer) -> None:
-        """Write this block, whose bytes are the store's from now on, when its turn comes."""
+        """Queue a block, whose bytes must not change from now on."""
         with self._wake:
-            if not self.room(offer.size):
+            if not self.has_room(offer.size):
                 self._count(dropped=1)
                 return
             self._queue.append(offer)
             self._bytes += offer.size
             self._count(waiting=1)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="store-behind", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="write-behind", daemon=True)
                 self._thread.start()
             self._wake.notify()
 
-    def settle(self, timeout: float) -> bool:
-        """Wait until all has been written; false if the time was over first."""
+    def flush(self, timeout: float) -> bool:
+        """Wait until the queue is empty; false if it was not within ``timeout``."""
         with self._wake:
-            return self._wake.wait_for(lambda: not self._written.waiting, timeout)
+            return self._wake.wait_for(lambda: not self._counts.waiting, timeout)
 
     def close(self) -> None:
-        """Drop what waits; ``join`` when the store is closed too."""
+        """Drop the queue; call ``join`` after the store is closed too."""
         with self._wake:
             self._closed = True
             self._count(dropped=len(self._queue), waiting=-len(self._queue))
@@ -89,7 +89,7 @@ class WriteBehind:
             self._wake.notify_all()
 
     def join(self) -> None:
-        """Wait for the put under way."""
+        """Wait for the running put."""
         if self._thread is not None:
             self._thread.join(JOIN_SECONDS)
 
@@ -101,7 +101,7 @@ class WriteBehind:
                 log.info("%s: %d blocks were not written: %s", self._name, len(batch), error)
                 self._done(batch, failed=len(batch))
             except Exception as error:  # noqa: BLE001 - the edge of a thread: it ends this batch
-                self._crashed(batch, error)
+                self._crash(batch, error)
 
     def _next(self) -> list[Offer]:
         with self._wake:
@@ -121,7 +121,7 @@ class WriteBehind:
         stored, existed = kept.count(PutStatus.STORED), kept.count(PutStatus.EXISTED)
         self._done(batch, stored=stored, existed=existed, refused=len(kept) - stored - existed)
 
-    def _crashed(self, batch: list[Offer], error: Exception) -> None:
+    def _crash(self, batch: list[Offer], error: Exception) -> None:
         log.error("%s: %d blocks were not written", self._name, len(batch), exc_info=error)
         self._done(batch, failed=len(batch))
 
@@ -132,11 +132,11 @@ class WriteBehind:
             self._wake.notify_all()
 
     def _count(self, **changes: int) -> None:
-        now = self._written
-        self._written = replace(now, **{k: getattr(now, k) + n for k, n in changes.items()})
+        now = self._counts
+        self._counts = replace(now, **{k: getattr(now, k) + n for k, n in changes.items()})
 
 
 def copy_of(name: bytes, block: Block, partial: bool) -> Offer:
-    """An offer of a block whose payload is another's memory."""
+    """An offer of a copy of a block whose payload lies in a caller's buffer."""
     copied = Block(block.header, memoryview(bytes(block.payload)), block.sealed)
     return Offer(name, block.size, partial, lambda: copied)

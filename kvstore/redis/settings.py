@@ -1,4 +1,4 @@
-"""What a Redis URL says, checked; secrets are kept out of every text that is made of it."""
+"""The settings in a Redis URL, checked; no text made of them shows a secret."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ SCHEMES = ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster")
 FILES = ("ca", "cert", "key", "password_file")
 PARAMETERS = ("db", "prefix", "life", "partial_life", "username", *FILES)
 DAY = 86_400.0
-SHORTEST_LIFE, LONGEST_LIFE = 1.0, 365 * DAY
-MAX_PREFIX, MAX_SECRET = 64, 4096
+SHORTEST_LIFE = 1.0
+LONGEST_LIFE = 365 * DAY
+MAX_PREFIX = 64
+MAX_SECRET = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisSecrets:
-    """What the environment may say, so that no command line has to."""
+    """Environment variables, so that no secret is on a command line."""
 
     redis_username: str | None = option(None, "user of a Redis store")
     redis_password: str | None = option(None, "password of a Redis store", secret=True)
@@ -34,7 +36,7 @@ class RedisSecrets:
 
 @dataclass(frozen=True, slots=True)
 class RedisTls:
-    """Files: whom to trust (the system's own authorities if ``None``), and who we are."""
+    """Files: authorities to trust (``None``: the system's), and this client's certificate."""
 
     ca: str | None
     cert: str | None
@@ -43,7 +45,7 @@ class RedisTls:
 
 @dataclass(frozen=True, slots=True)
 class RedisSettings:
-    """``life`` seconds after its last use a block expires, a partial one after ``partial_life``."""
+    """A block expires ``life`` seconds after its last use, a partial one after ``partial_life``."""
 
     url: str  # without user and password
     addresses: tuple[Address, ...]
@@ -57,7 +59,7 @@ class RedisSettings:
     password: str | None = field(repr=False)
 
     def lives(self, partial: bool) -> bytes:
-        """Milliseconds until a block expires that is not used, as an argument of a command."""
+        """Milliseconds until an unused block expires, as the argument of a command."""
         return b"%d" % round(1000 * (self.partial_life if partial else self.life))
 
 
@@ -71,7 +73,8 @@ def settings_of(
     parts: SplitResult, given: Mapping[str, str], environ: Mapping[str, str] | None = None
 ) -> RedisSettings:
     """The settings of a URL with parameters ``given``; ``Rejected`` names what is wrong with it."""
-    cluster, safe = parts.scheme.endswith("+cluster"), parts.scheme.startswith("rediss")
+    cluster = parts.scheme.endswith("+cluster")
+    safe = parts.scheme.startswith("rediss")
     userinfo, _, hosts = parts.netloc.rpartition("@")
     path = unquote(parts.path)
     if parts.scheme == "unix":
@@ -99,7 +102,7 @@ def settings_of(
 
 
 def _secrets(environ: Mapping[str, str]) -> RedisSecrets:
-    """From the environment alone: a file with options is another configuration's."""
+    """From the environment only: a file with options belongs to another configuration."""
     names = {item.variable for item in options(RedisSecrets)}
     own = {name: value for name, value in environ.items() if name in names}
     return read(RedisSecrets, (), "", "", own)
@@ -122,12 +125,12 @@ def _address(text: str, scheme: str) -> Address:
         return Address.parse(f"{text}:{PORT}" if named else text)
     except Rejected:
         more = ",HOST:PORT" if "cluster" in scheme else ""
-        # What stands there is not shown: it may be the beginning of a password.
+        # The text is not shown: it may be the beginning of a password.
         raise Rejected("host", f"is not HOST:PORT: {scheme}://HOST:PORT{more}") from None
 
 
 def _tls(given: Mapping[str, str]) -> RedisTls:
-    """The files are tried here, so that a wrong one is found before the first connection."""
+    """The files are loaded here, so that a wrong one is found before the first connection."""
     for name in ("ca", "cert", "key"):
         if name in given and not Path(given[name]).is_file():
             raise Rejected(name, f"{given[name]!r} is no file")
@@ -156,7 +159,7 @@ def _db(path: str, given: Mapping[str, str], cluster: bool) -> int:
 
 
 def _prefix(text: str, cluster: bool) -> str:
-    """Letters and such only: a brace would decide the slot, a star what ``clear`` removes."""
+    """No braces, which would decide the slot, and no characters of a pattern."""
     if cluster and text[-2:-1] == ":" and text[-1].isdigit():  # see ``Topology``
         raise Rejected("prefix", f"{text!r} ends as the other places of {text[:-2]!r} do")
     if not 0 < len(text) <= MAX_PREFIX or not all(c.isalnum() or c in "._:-" for c in text):

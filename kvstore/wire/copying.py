@@ -1,7 +1,6 @@
-"""Copies between segments and pools, without holding up the other threads of the process.
+"""Copies between shared memory and pools that release the GIL, with checksums on the way.
 
-Hashing what was just copied is nearly free while it lies in the CPU's cache, so both are done a
-piece at a time.
+Hashing is nearly free while the copied bytes are in the CPU's cache: both go chunk by chunk.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ import xxhash
 from kvrelay.block.header import checksum
 
 LARGE = 128 << 10
-"""From here on a copy takes longer than calling numpy, which lets other threads run meanwhile."""
+"""From this size on a copy takes longer than the call of numpy, which releases the GIL."""
 
 HASH_CHUNK = 512 << 10
-"""Copied and then hashed: both sides of it lie in a second level of cache of 1 MiB or more."""
+"""Copied and then hashed: source and target fit into a second level cache of 1 MiB."""
 
 Receive = Callable[[Sequence[memoryview]], None]
-"""Fills all of some buffers with what comes next."""
+"""Fills buffers with the next bytes of a connection."""
 
 
 def copy(target: memoryview, source: memoryview) -> None:
-    """Copy as many bytes as both have; ``ValueError`` if they differ in length."""
+    """Copy all of ``source``; ``ValueError`` if the lengths differ."""
     if len(source) < LARGE:
         target[:] = source
     else:
@@ -32,26 +31,26 @@ def copy(target: memoryview, source: memoryview) -> None:
 
 
 def copy_summed(target: memoryview, source: memoryview) -> int:
-    """The same, and the checksum of what then lies in ``target``."""
+    """Copy, and the checksum of ``target`` after it."""
     if len(source) <= HASH_CHUNK:
         copy(target, source)
         return checksum(target)
     hasher = xxhash.xxh3_64()
     for start in range(0, len(source), HASH_CHUNK):
-        piece = target[start : start + HASH_CHUNK]
-        copy(piece, source[start : start + HASH_CHUNK])
-        hasher.update(piece)
+        chunk = target[start : start + HASH_CHUNK]
+        copy(chunk, source[start : start + HASH_CHUNK])
+        hasher.update(chunk)
     return hasher.intdigest()
 
 
 def receive_summed(receive: Receive, header: memoryview, payload: memoryview) -> int:
-    """Both, as they come, and the checksum of ``payload``."""
+    """Receive header and payload, and the checksum of ``payload``."""
     hasher = xxhash.xxh3_64()
-    piece = payload[:HASH_CHUNK]
-    receive([header, piece])
-    hasher.update(piece)
+    chunk = payload[:HASH_CHUNK]
+    receive([header, chunk])
+    hasher.update(chunk)
     for start in range(HASH_CHUNK, len(payload), HASH_CHUNK):
-        piece = payload[start : start + HASH_CHUNK]
-        receive([piece])
-        hasher.update(piece)
+        chunk = payload[start : start + HASH_CHUNK]
+        receive([chunk])
+        hasher.update(chunk)
     return hasher.intdigest()

@@ -1,7 +1,7 @@
-"""What is said on a lane: a small binary header each way, then its body, then blocks' bytes.
+"""The frames of a socket connection: a binary header each way, then its body, then blocks' bytes.
 
-A lane is a plain socket beside gRPC, TCP or Unix. What may be read or written on it is shown by the
-lease or ticket that gRPC gave, and its token. Requests are answered in order. Little-endian::
+The socket, TCP or Unix, is beside gRPC. A request may read or write what its lease or ticket
+covers, which gRPC gave, and proves it with the token. Answers come in order. Little-endian::
 
     request   0 magic 4s | 4 version u8 | 5 op u8 | 6 flags u16 | 8 lease or ticket u64
              16 token 16s | 32 first u32 | 36 count u32 | 40 length of the body u64
@@ -26,7 +26,7 @@ TOKEN_BYTES = 16
 SIZE_BYTES = 8
 MAX_BODY = 4 << 20
 LAST = 1
-"""Flag: the lease or ticket is given back after this request."""
+"""Flag: the lease or ticket ends with this request."""
 
 _REQUEST = struct.Struct("<4sBBHQ16sIIQ")
 _ANSWER = struct.Struct("<4sBBHQ16s")
@@ -37,12 +37,12 @@ ANSWER_BYTES = _ANSWER.size
 
 
 class Op(IntEnum):
-    """What is asked. Those without lease or ticket only over a Unix socket."""
+    """Operations. Those without lease or ticket are allowed on a Unix socket only."""
 
     ATTACH = 1  # answered with the arena's descriptor; body of the answer: its size, u64
     WINDOW = 2  # answered with the descriptor of a writable segment; its size, u64
     LOCATE = 3  # LocateRequest -> LocateResponse
-    STAGE = 4  # rows, their bytes lie in the window -> PutResponse
+    STAGE = 4  # rows, whose bytes are in the window -> PutResponse
     GET = 5  # bytes of the blocks ``first`` to ``first + count`` of the lease; LAST: and an answer
     PUT = 6  # rows, then their bytes -> PutResponse
     RELEASE = 7  # of the lease
@@ -50,7 +50,7 @@ class Op(IntEnum):
 
 
 class Status(IntEnum):
-    """How it went."""
+    """The result of a request."""
 
     OK = 0
     ENDED = 1  # lease or ticket has ended, or was never given
@@ -74,7 +74,6 @@ class RequestFrame:
     last: bool = False
 
     def encode(self) -> bytes:
-        """As bytes."""
         return _REQUEST.pack(
             MAGIC,
             VERSION,
@@ -90,31 +89,29 @@ class RequestFrame:
 
 @dataclass(frozen=True, slots=True)
 class AnswerFrame:
-    """``length`` bytes follow."""
+    """``length`` bytes follow it."""
 
     status: Status
     length: int
     boot: bytes
 
     def encode(self) -> bytes:
-        """As bytes."""
         return _ANSWER.pack(MAGIC, VERSION, self.status, 0, self.length, self.boot)
 
 
 class BlockRow(NamedTuple):
-    """One block of a put: what is claimed, and for STAGE where in the window it lies."""
+    """One block of a put: its name and size, and for STAGE its offset in the window."""
 
     name: bytes
     size: int
     offset: int = 0
 
     def encode(self) -> bytes:
-        """As bytes."""
         return _ROW.pack(self.name, self.size, self.offset)
 
 
 def parse_request(data: bytes) -> RequestFrame:
-    """Read a request; ``Rejected`` names the field that is wrong."""
+    """``Rejected`` names the field that is wrong."""
     magic, version, op, flags, serial, token, first, count, body = _REQUEST.unpack(data)
     if (magic, version) != (MAGIC, VERSION):
         raise Rejected("magic", f"{magic!r} version {version} is not {MAGIC!r} version {VERSION}")
@@ -128,7 +125,7 @@ def parse_request(data: bytes) -> RequestFrame:
 
 
 def parse_frame(data: bytes) -> AnswerFrame:
-    """Read an answer; ``Corrupt`` names the field that is wrong."""
+    """``Corrupt`` names the field that is wrong."""
     magic, version, status, _, length, boot = _ANSWER.unpack(data)
     if (magic, version) != (MAGIC, VERSION):
         raise Corrupt("magic", f"{magic!r} version {version} is not {MAGIC!r} version {VERSION}")
@@ -138,7 +135,7 @@ def parse_frame(data: bytes) -> AnswerFrame:
 
 
 def parse_rows(body: bytes, count: int, max_block: int) -> list[BlockRow]:
-    """Read ``count`` rows; ``Rejected`` when there are others or a length is out of bounds."""
+    """``count`` rows; ``Rejected`` if their number differs or a size is out of bounds."""
     if len(body) != count * _ROW.size:
         raise Rejected("body", f"{len(body)} bytes are not those of {count} rows")
     rows = list(map(BlockRow._make, _ROW.iter_unpack(body)))

@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.connector.mock import MockEnd, Script
-from kvrelay.worker.metrics import registry_of
-from kvrelay.worker.store_metrics import COUNTED, MEASURED
+from kvrelay.worker.metrics import COUNTED, MEASURED, registry_of
 from tests.accounting.bench import limits
 from tests.accounting.journalled import Sums
 from tests.accounting.served import Served
@@ -65,7 +64,9 @@ def test_a_worker_without_a_store_has_looked_nothing_up_there() -> None:
     with Served(limits(12, 4), Script()) as served:
         served.submit("r", range(9), 3)
         served.wait("r")
-        seen = parsed(generate_latest(registry_of(served.engine, "decode", outside=False)).decode())
+        seen = parsed(
+            generate_latest(registry_of(served.engine, "decode", has_store=False)).decode()
+        )
         assert seen("prompt_tokens") == 9
         assert seen("external_prefix_cache_queries") == seen("external_prefix_cache_hits") == 0
         seen = parsed(generate_latest(registry_of(served.engine, "decode")).decode())

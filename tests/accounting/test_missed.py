@@ -8,11 +8,10 @@ import pytest
 
 from kvrelay.connector.mock import MockConnector, MockEnd, Script
 from kvrelay.engine.core.request import Admission, Order
-from kvrelay.engine.core.updates import Missed
 from kvrelay.engine.core.usage import missed_blocks
 from kvrelay.engine.engine import Engine
 from kvrelay.sampling import Sampling
-from kvrelay.usage import Miss
+from kvrelay.usage import Miss, MissedBlocks
 from tests.accounting.bench import limits
 from tests.accounting.served import Served
 from tests.engine.fakes import ChainRunner, naming
@@ -36,13 +35,13 @@ def test_every_block_is_here_or_outside_or_missed_or_computed_here_whatever_is_f
 @pytest.mark.parametrize(
     ("script", "missed"),
     [
-        (Script(), Missed(Miss.NEVER_STORED, 3)),
+        (Script(), MissedBlocks(Miss.NEVER_STORED, 3)),
         (Script(lookups={"*": [99]}), None),
-        (Script(lookups={"*": [8]}, misses={"*": [Miss.EVICTED]}), Missed(Miss.EVICTED, 1)),
-        (Script(lookups={"*": [-9]}, misses={"*": [Miss.EXPIRED]}), Missed(Miss.EXPIRED, 3)),
+        (Script(lookups={"*": [8]}, misses={"*": [Miss.EVICTED]}), MissedBlocks(Miss.EVICTED, 1)),
+        (Script(lookups={"*": [-9]}, misses={"*": [Miss.EXPIRED]}), MissedBlocks(Miss.EXPIRED, 3)),
         (
             Script(lookups={"*": [99]}, loads={"*": [MockEnd(4, missed=Miss.FAILED_VERIFICATION)]}),
-            Missed(Miss.FAILED_VERIFICATION, 2),
+            MissedBlocks(Miss.FAILED_VERIFICATION, 2),
         ),
         (
             Script(
@@ -50,7 +49,7 @@ def test_every_block_is_here_or_outside_or_missed_or_computed_here_whatever_is_f
                 loads={"*": [MockEnd(0, times=3, missed=Miss.TOO_LATE)]},
                 misses={"*": [Miss.EVICTED]},
             ),
-            Missed(Miss.TOO_LATE, 3),
+            MissedBlocks(Miss.TOO_LATE, 3),
         ),
         (
             Script(
@@ -58,12 +57,12 @@ def test_every_block_is_here_or_outside_or_missed_or_computed_here_whatever_is_f
                 loads={"*": [MockEnd(after=3)]},
                 misses={"*": [Miss.OTHER_NAMESPACE]},
             ),
-            Missed(Miss.OTHER_NAMESPACE, 2),
+            MissedBlocks(Miss.OTHER_NAMESPACE, 2),
         ),
     ],
 )
 def test_a_leg_says_how_many_blocks_it_missed_and_why(
-    script: Script, missed: Missed | None
+    script: Script, missed: MissedBlocks | None
 ) -> None:
     with Served(limits(12, SIZE), script) as served:
         served.submit("r", range(LENGTH), 6)
@@ -89,7 +88,7 @@ def test_the_reason_is_that_of_the_admission_that_made_the_first_token() -> None
         first, last = ended.tokens.runs
         assert (first.admission.local, first.admission.external) == (0, 4)
         assert (last.admission.local, last.admission.external) == (8, 8)
-        assert ended.missed == Missed(Miss.EXPIRED, 3)
+        assert ended.missed == MissedBlocks(Miss.EXPIRED, 3)
         assert served.engine.load().totals.missed == {Miss.NEVER_STORED: 4, Miss.EXPIRED: 3}
 
 

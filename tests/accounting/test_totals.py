@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from kvrelay.engine.core.request import Admission, Finish
 from kvrelay.engine.core.totals import Totals
-from kvrelay.engine.core.updates import Missed
 from kvrelay.engine.core.usage import LegTokens
-from kvrelay.usage import Miss
+from kvrelay.usage import Miss, MissedBlocks
 
 LEG = LegTokens(
     length=20,
@@ -25,7 +24,7 @@ def test_every_leg_adds_to_what_was_there() -> None:
     totals = Totals()
     for _ in range(2):
         admission = Admission(1, 20, 4, 8)
-        totals = totals.with_first_token(admission, {"a": 8}, Missed(Miss.EVICTED, 2))
+        totals = totals.with_first_token(admission, {"a": 8}, MissedBlocks(Miss.EVICTED, 2))
         totals = totals.with_late(6)
     for how in (Finish.STOP, None, None):
         totals = totals.with_leg(LEG, 7, how)

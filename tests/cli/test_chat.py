@@ -15,7 +15,8 @@ MAX_TOKENS = 6
 
 
 async def _chat(router: str, lines: str, *flags: str) -> tuple[int | None, str, str]:
-    words = ["chat", "--router", router, "--max-tokens", str(MAX_TOKENS), *flags]
+    bounds = ("--max-tokens", str(MAX_TOKENS), "--temperature", "0")
+    words = ["chat", "--router", router, *bounds, *flags]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "kvrelay", *words),
         cwd=ROOT,

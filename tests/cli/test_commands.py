@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks import make_model
 from benchmarks import random_model as kvrelay_make_model
+from kvrelay.cli import commands
 from kvrelay.cli.dispatch import COMMANDS, main
 from kvrelay.cli.store import command as store
 from kvrelay.cluster import endpoints
@@ -53,6 +54,17 @@ def test_every_command_has_a_page(
     assert ended.value.code == 0
     assert page.startswith(f"usage: kvrelay {' '.join(words)} ")
     assert max(map(len, page.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("words", [("bench",), ("make-model",), ("store", "bench")], ids=" ".join)
+def test_a_wheel_says_where_the_benchmarks_are(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(commands, "clone_root", lambda: None)
+    assert main([*words, "--help"]) == 1
+    said = capsys.readouterr().err
+    assert "clone kvrelay's repository" in said
+    assert len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize("words", LEAVES, ids=" ".join)

@@ -66,7 +66,8 @@ def test_a_killed_party_changes_no_token_of_the_demo(target: str) -> None:
 def test_generate_streams_text_from_standard_input(cluster: Cluster) -> None:
     made = document(1, 20)
     asked = question(made.facts[3])
-    done = kvrelay("generate", "--router", cluster.router, stdin=prompt(made, asked).encode())
+    flags = ("--router", cluster.router, "--temperature", "0")
+    done = kvrelay("generate", *flags, stdin=prompt(made, asked).encode())
     assert done.stdout.decode().strip() == asked.answer
     assert done.stderr == b""
 
@@ -84,7 +85,7 @@ def test_generate_takes_token_ids_and_tells_the_usage(cluster: Cluster) -> None:
 def test_generate_chats(cluster: Cluster) -> None:
     made = document(1, 20)
     asked = question(made.facts[0])
-    flags = ("--router", cluster.router, "--system", made.text, "--chat")
+    flags = ("--router", cluster.router, "--system", made.text, "--chat", "--temperature", "0")
     assert kvrelay("generate", asked.text, *flags).stdout.decode().strip() == asked.answer
 
 

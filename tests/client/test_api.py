@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import pydoc
 import random
+import re
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 
@@ -15,12 +16,15 @@ from google.protobuf.message import Message
 
 import kvrelay
 from kvrelay import AsyncClient, Client, KvrelayError, LegUsage, Rejected, Sampling, Usage, errors
+from kvrelay.cli.chat import ChatConfig
+from kvrelay.cli.generate import GenerateConfig
 from kvrelay.cli.usage import usage_json
 from kvrelay.client import AsyncStream, Stream
 from kvrelay.client.convert import logprobs_of, usage_of
 from kvrelay.client.parameters import HINTS, Parameters
 from kvrelay.sampling import DEFAULT_MAX_TOKENS
 from kvrelay.v1 import types_pb2
+from tests.house.sources import ROOT
 
 PARAMETERS = list(inspect.signature(Parameters).parameters)
 
@@ -68,10 +72,23 @@ def test_help_shows_every_parameter(kind: type, method: str) -> None:
         assert name in doc, name
 
 
-def test_the_defaults_are_told_as_they_are() -> None:
+def test_there_is_one_set_of_defaults() -> None:
+    """In the library, in the commands and in the contract."""
     doc = inspect.getdoc(Parameters) or ""
     assert f"default {DEFAULT_MAX_TOKENS}" in doc
     assert f"default {Sampling().temperature:g}." in doc
+    for config in (GenerateConfig(), ChatConfig()):
+        assert config.max_tokens == DEFAULT_MAX_TOKENS
+        assert config.temperature == Sampling().temperature
+    contract = ROOT / "protos" / "kvrelay" / "v1"
+    told = re.search(r" max_tokens = 7;.*default (\d+)", (contract / "router.proto").read_text())
+    assert told is not None
+    assert int(told[1]) == DEFAULT_MAX_TOKENS
+    types = (contract / "types.proto").read_text()
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens"):
+        told = re.search(rf" {name} = \d+;.*default (\d+)", types)
+        assert told is not None, name
+        assert float(told[1]) == getattr(Sampling(), name)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ PROMPT = list(range(10, 21))
 
 @dataclass(eq=False)
 class Listener:
-    """A stream, as a pulse sees it."""
+    """A stream, as a liveness monitor sees it."""
 
     transit: int = 0
     lost: list[Unavailable] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Listener:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock of a pulse."""
+    """The clock of a liveness monitor."""
     clock = [1000.0]
     monkeypatch.setattr("kvrelay.client.liveness.time.monotonic", lambda: clock[0])
     return clock

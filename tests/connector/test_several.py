@@ -102,7 +102,7 @@ def test_a_store_that_is_lost_after_the_lookup_costs_its_blocks(halves: Halves) 
 def test_what_was_loaded_is_promoted(halves: Halves) -> None:
     halves.worker.ask("r", (*TOKENS, 7))
     halves.load((*TOKENS, 7), 0, len(TOKENS))
-    assert halves.store.arms[0].behind.settle(TIMEOUT)
+    assert halves.store.backends[0].writer.flush(TIMEOUT)
     assert halves.worker.ask("again", (*TOKENS, 7)) == len(TOKENS)
     event = halves.load((*TOKENS, 7), 0, len(TOKENS))
     assert dict(event.sources) in ({"near": len(TOKENS)}, {"near": 3 * B, "far": 2 * B + 3})
@@ -127,4 +127,4 @@ def test_wrong_bytes_of_one_store_never_count_and_the_other_is_asked_first_then(
         event = halves.load(tokens, 0, found)
         assert event.valid in (B, 3 * B)
     assert halves.worker.counters.corrupt > 0
-    assert halves.store.arms[1].doubted
+    assert halves.store.backends[1].doubted

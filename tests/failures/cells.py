@@ -16,7 +16,7 @@ from tests.exact.idle import check_idle
 from tests.exact.oracle import Oracle
 from tests.failures.moments import BEFORE, LAST, LOADING, MIDDLE, Moment, Scene
 from tests.failures.rig import BLOCK, Observer, Rig, Seen
-from tests.failures.streams import Asked, Stream, draw, run_all, undisturbed
+from tests.failures.streams import Query, Stream, draw, run_all, undisturbed
 
 MOMENT_SECONDS = 60.0
 TIE = 1e-4  # of logits, which differ by up to 6e-5 between one way to compute them and another
@@ -94,7 +94,7 @@ class Cell:
         self.rig.settle()
         return strike
 
-    def _draw(self) -> list[Asked]:
+    def _draw(self) -> list[Query]:
         """Prompts whose greedy answers rounding cannot change: recomputation, or
         another library, rounds differently, and one answer in some hundred has such a token."""
         while True:
@@ -104,16 +104,16 @@ class Cell:
             if self.moment.streams > 2 or not any(map(self._tied, drawn)):
                 return drawn
 
-    def _tied(self, asked: Asked) -> bool:
-        if asked.seed is not None:
+    def _tied(self, query: Query) -> bool:
+        if query.seed is not None:
             return False
-        made = self._oracle.greedy(asked.prompt, asked.max_tokens)
-        return self._oracle.gap(asked.prompt, made) < TIE
+        made = self._oracle.greedy(query.prompt, query.max_tokens)
+        return self._oracle.gap(query.prompt, made) < TIE
 
     def _prepare(self) -> None:
         if self.moment is LOADING and self.role == "prefill":
             # What it will load has to be in the store, and no longer in its own pool.
-            undisturbed(self.rig.cluster.router, [stream.asked for stream in self.streams])
+            undisturbed(self.rig.cluster.router, [stream.query for stream in self.streams])
             self.rig.restart("prefill")
         self.moment.prepare(self.rig, self.role)
 
@@ -162,16 +162,16 @@ class Cell:
             go_on = partial(self.rig.cluster.kill, self.target, index, signal.SIGCONT)
             asyncio.get_running_loop().call_later(self.silent, go_on)
         self.rig.heal()  # slowness was there to hold the moment, not the recovery
-        met = any(len(stream.tokens) < stream.asked.max_tokens for stream in self.streams)
+        met = any(len(stream.tokens) < stream.query.max_tokens for stream in self.streams)
         return Strike(index, time.monotonic(), loads, met, tokens)
 
     def check(self, strike: Strike) -> None:
         """The tokens are those of an undisturbed run, all are accounted for, nothing is held."""
-        asked = [stream.asked for stream in self.streams]
-        again = undisturbed(self.rig.cluster.router, asked)
+        queries = [stream.query for stream in self.streams]
+        again = undisturbed(self.rig.cluster.router, queries)
         for stream, expected in zip(self.streams, again, strict=True):
             assert stream.tokens == expected
-            self._check_greedy(stream.asked, stream.tokens)
+            self._check_greedy(stream.query, stream.tokens)
             stream.check_usage()
         waited = check_idle(self.rig.cluster)
         self._check_slots()
@@ -202,9 +202,9 @@ class Cell:
                 found.append(leg.computed - 1 - since - unsaved(strike))
         return max(found, default=0)
 
-    def _check_greedy(self, asked: Asked, tokens: list[int]) -> None:
-        if asked.seed is None and self.moment.streams <= 2:
-            assert tokens == self._oracle.greedy(asked.prompt, asked.max_tokens)
+    def _check_greedy(self, query: Query, tokens: list[int]) -> None:
+        if query.seed is None and self.moment.streams <= 2:
+            assert tokens == self._oracle.greedy(query.prompt, query.max_tokens)
 
 
 def _resumed(stream: Stream) -> list[tuple[LegUsage, LegUsage]]:

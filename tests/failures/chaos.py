@@ -86,8 +86,8 @@ class Round:
 
     async def _streams(self, client: AsyncClient, chance: random.Random) -> None:
         while time.monotonic() < self._until:
-            (asked,) = draw(chance, 1, chance.randrange(4, 200), chance.randrange(1, 120))
-            stream = Stream(asked)
+            (query,) = draw(chance, 1, chance.randrange(4, 200), chance.randrange(1, 120))
+            stream = Stream(query)
             await stream.run(client, may_break=True, may_refuse=True)
             self.done.append(stream)
 
@@ -102,10 +102,10 @@ class Round:
     def check(self) -> None:
         """Every stream has the tokens of an undisturbed run, and nothing is held."""
         self._stand.settle()
-        again = undisturbed(self._stand.cluster.router, [stream.asked for stream in self.done])
+        again = undisturbed(self._stand.cluster.router, [stream.query for stream in self.done])
         for stream, expected in zip(self.done, again, strict=True):
             if stream.tokens != expected:
-                raise AssertionError(f"{stream.asked}\n{stream.tokens}\n{expected}")
+                raise AssertionError(f"{stream.query}\n{stream.tokens}\n{expected}")
             stream.check_usage()
         check_idle(self._stand.cluster, IDLE_SECONDS)
 

@@ -31,7 +31,7 @@ class Parameters(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Query:
     """A prompt and how to answer it; ``seed`` is ``None`` for greedy."""
 
     prompt: tuple[int, ...]
@@ -39,18 +39,18 @@ class Asked:
     seed: int | None
 
     @property
-    def ask(self) -> Parameters:
+    def parameters(self) -> Parameters:
         """As the client library takes it."""
-        ask = Parameters(token_ids=self.prompt, max_tokens=self.max_tokens, ignore_eos=True)
+        parameters = Parameters(token_ids=self.prompt, max_tokens=self.max_tokens, ignore_eos=True)
         if self.seed is None:
-            return {**ask, "temperature": 0.0}
-        return {**ask, "temperature": 0.8, "top_p": 0.95, "seed": self.seed}
+            return {**parameters, "temperature": 0.0}
+        return {**parameters, "temperature": 0.8, "top_p": 0.95, "seed": self.seed}
 
 
-def draw(chance: random.Random, count: int, prompt: int, max_tokens: int) -> list[Asked]:
+def draw(chance: random.Random, count: int, prompt: int, max_tokens: int) -> list[Query]:
     """Fresh prompts; every other one is sampled."""
     return [
-        Asked(
+        Query(
             tuple(chance.randrange(VOCAB) for _ in range(prompt)),
             max_tokens,
             chance.randrange(1 << 32) if index % 2 else None,
@@ -64,7 +64,7 @@ class Stream:
     """One answer as it comes. ``broken`` counts errors after which the client resumed, ``refused``
     those that refused a poison request."""
 
-    asked: Asked
+    query: Query
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     usage: Usage | None = None
@@ -74,13 +74,13 @@ class Stream:
     async def run(self, client: AsyncClient, may_break: bool, may_refuse: bool = False) -> None:
         """To the end; an error counts as the client's fault unless it ``may_break``."""
         deadline = time.monotonic() + PATIENCE
-        call = client.generate(timeout=PATIENCE, **self.asked.ask)
+        call = client.generate(timeout=PATIENCE, **self.query.parameters)
         while True:
             try:
-                async for piece in call:
-                    self.tokens += piece.token_ids
-                    self.times += [time.monotonic()] * len(piece.token_ids)
-                    self.usage = piece.usage or self.usage
+                async for chunk in call:
+                    self.tokens += chunk.token_ids
+                    self.times += [time.monotonic()] * len(chunk.token_ids)
+                    self.usage = chunk.usage or self.usage
                 return
             except KvrelayError as error:
                 refused = REFUSAL in str(error)
@@ -103,7 +103,7 @@ class Stream:
     def check_usage(self) -> None:
         """Every token is in the account of exactly one leg of the last call."""
         assert self.usage is not None
-        assert self.usage.completion_tokens == self.asked.max_tokens
+        assert self.usage.completion_tokens == self.query.max_tokens
         for leg in self.usage.legs:  # of lost ones too, as of their first token
             assert leg.length == leg.local + leg.external + leg.computed, leg
             assert leg.length or not leg.generated, leg
@@ -118,8 +118,8 @@ async def run_all(address: str, streams: list[Stream], may_break: bool = False) 
             group.create_task(stream.run(client, may_break))
 
 
-def undisturbed(address: str, asked: list[Asked]) -> list[list[int]]:
+def undisturbed(address: str, queries: list[Query]) -> list[list[int]]:
     """The tokens of an undisturbed cluster."""
-    streams = [Stream(one) for one in asked]
+    streams = [Stream(query) for query in queries]
     asyncio.run(run_all(address, streams))
     return [stream.tokens for stream in streams]

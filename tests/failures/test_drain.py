@@ -40,14 +40,14 @@ class Load:
 
     async def _one_after_another(self, client: AsyncClient) -> None:
         while not self.stop:
-            (asked,) = draw(self._chance, 1, self._chance.randrange(20, 200), 100)
-            stream = Stream(asked)
+            (query,) = draw(self._chance, 1, self._chance.randrange(20, 200), 100)
+            stream = Stream(query)
             await stream.run(client, may_break=False)
             self.done.append(stream)
 
     def check(self) -> None:
         """Every stream has the tokens of an undisturbed run."""
-        again = undisturbed(self._rig.cluster.router, [stream.asked for stream in self.done])
+        again = undisturbed(self._rig.cluster.router, [stream.query for stream in self.done])
         assert [stream.tokens for stream in self.done] == again
         for stream in self.done:
             stream.check_usage()
@@ -117,10 +117,10 @@ def test_drain_moves_the_streams_away(stand: Rig) -> None:
     print(f"seed {seed}")
     moved = False
     for _ in range(TRIES):  # a stream that ended before the worker was told cannot be moved
-        streams = [Stream(asked) for asked in draw(chance, 2, 100, 800)]
+        streams = [Stream(query) for query in draw(chance, 2, 100, 800)]
         drained = asyncio.run(_drain(stand, streams))
         print(f"DRAIN answered after {drained:.2f} s")
-        expected = undisturbed(stand.cluster.router, [stream.asked for stream in streams])
+        expected = undisturbed(stand.cluster.router, [stream.query for stream in streams])
         assert [stream.tokens for stream in streams] == expected
         moved = any(len(s.usage.legs) > 2 for s in streams if s.usage is not None)
         _replace(stand)

@@ -10,7 +10,7 @@ import pytest
 from kvrelay import AsyncClient
 from tests.exact.idle import check_idle
 from tests.failures.rig import Rig
-from tests.failures.streams import Asked, draw
+from tests.failures.streams import Query, draw
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 STREAMS = 1000
@@ -18,9 +18,9 @@ AT_ONCE = 50
 FREE_WITHIN = 1.0
 
 
-async def _open_and_drop(client: AsyncClient, asked: Asked, tokens: int, seconds: float) -> None:
+async def _open_and_drop(client: AsyncClient, query: Query, tokens: int, seconds: float) -> None:
     """Leave after so many tokens, or after so many seconds, whichever is first."""
-    async with client.generate(timeout=60.0, **asked.ask) as stream:
+    async with client.generate(timeout=60.0, **query.parameters) as stream:
         try:
             async with asyncio.timeout(seconds):
                 while tokens > 0:
@@ -32,12 +32,12 @@ async def _open_and_drop(client: AsyncClient, asked: Asked, tokens: int, seconds
 async def _storm(address: str, chance: random.Random) -> None:
     room = asyncio.Semaphore(AT_ONCE)
     async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
-        for asked in draw(chance, STREAMS, 120, 60):
+        for query in draw(chance, STREAMS, 120, 60):
 
-            async def one(asked: Asked = asked) -> None:
+            async def one(query: Query = query) -> None:
                 async with room:
                     tokens = chance.choice([0, 1, 1, 2, 20])
-                    await _open_and_drop(client, asked, tokens, chance.expovariate(10.0))
+                    await _open_and_drop(client, query, tokens, chance.expovariate(10.0))
 
             group.create_task(one())
 

@@ -32,7 +32,7 @@ def linked(model: Path) -> Iterator[Rig]:
 def streams(count: int = 2, prompt: int = 200, tokens: int = 300) -> list[Stream]:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    return [Stream(asked) for asked in draw(random.Random(seed), count, prompt, tokens)]
+    return [Stream(query) for query in draw(random.Random(seed), count, prompt, tokens)]
 
 
 async def _fault_in_the_middle(stand: Rig, running: list[Stream], faults: Faults) -> float:
@@ -104,7 +104,7 @@ def test_the_way_to_the_store_fails(linked: Rig, faults: Faults, direction: str)
 
 
 def _check(stand: Rig, running: list[Stream]) -> None:
-    expected = undisturbed(stand.cluster.router, [stream.asked for stream in running])
+    expected = undisturbed(stand.cluster.router, [stream.query for stream in running])
     assert [stream.tokens for stream in running] == expected
     for stream in running:
         stream.check_usage()

@@ -77,7 +77,7 @@ def test_a_poisonous_request_kills_two_workers_and_no_more(fleet: Rig, count: in
     assert deaths(fleet) - before == count * DEATHS
     reported = [line for line in fleet.lines if "ERROR" in line and "workers died" in line]
     assert len(reported) >= count
-    expected = undisturbed(fleet.cluster.router, [stream.asked for stream in streams])
+    expected = undisturbed(fleet.cluster.router, [stream.query for stream in streams])
     assert [stream.tokens for stream in streams] == expected
     for stream in streams:
         stream.check_usage()

@@ -22,7 +22,7 @@ from kvrelay.usage import Usage
 from kvstore import connect
 from tests.exact.oracle import Oracle
 from tests.failures.rig import BACKOFF
-from tests.failures.streams import Asked, draw
+from tests.failures.streams import Query, draw
 from tests.kvstore.redis import redisserver
 
 pytestmark = pytest.mark.cluster
@@ -68,9 +68,9 @@ def workers(model: Path, redis: redisserver.Cluster) -> Iterator[Cluster]:
 class Load:
     """Clients that ask one thing after another until they are told to stop."""
 
-    def __init__(self, address: str, asked: list[Asked], expected: list[list[int]]) -> None:
+    def __init__(self, address: str, queries: list[Query], expected: list[list[int]]) -> None:
         self._address = address
-        self._asked = asked
+        self._queries = queries
         self._expected = expected
         self._stop = threading.Event()
         self.answered = 0
@@ -98,9 +98,9 @@ class Load:
         chance = random.Random(number)
         with Client(self._address) as client:
             while not self._stop.is_set():
-                index = chance.randrange(len(self._asked))
+                index = chance.randrange(len(self._queries))
                 try:
-                    tokens, _ = ask(client, self._asked[index])
+                    tokens, _ = complete(client, self._queries[index])
                 except Exception as error:  # noqa: BLE001 - whatever it is, the test shows it
                     self.wrong.append(repr(error))
                     return
@@ -109,13 +109,13 @@ class Load:
                 self.answered += 1
 
 
-def ask(client: Client, asked: Asked) -> tuple[list[int], Usage]:
+def complete(client: Client, query: Query) -> tuple[list[int], Usage]:
     """The tokens of an answer and its account."""
     tokens: list[int] = []
     usage = None
-    for piece in client.generate(timeout=TIMEOUT, **asked.ask):
-        tokens += piece.token_ids
-        usage = piece.usage or usage
+    for chunk in client.generate(timeout=TIMEOUT, **query.parameters):
+        tokens += chunk.token_ids
+        usage = chunk.usage or usage
     assert usage is not None
     return tokens, usage
 
@@ -127,13 +127,13 @@ def anew(cluster: Cluster) -> None:
     cluster.wait()
 
 
-def cached(cluster: Cluster, asked: list[Asked], expected: list[list[int]]) -> list[int]:
+def cached(cluster: Cluster, queries: list[Query], expected: list[list[int]]) -> list[int]:
     """Prompt tokens of each that were found in the store, by workers that have nothing."""
     anew(cluster)
     found = []
     with Client(cluster.router) as client:
-        for one, tokens in zip(asked, expected, strict=True):
-            made, usage = ask(client, one)
+        for one, tokens in zip(queries, expected, strict=True):
+            made, usage = complete(client, one)
             assert made == tokens
             found.append(usage.cached_prompt_tokens)
     return found
@@ -154,14 +154,14 @@ def test_one_of_three_masters_is_killed_under_load(
 ) -> None:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
-    asked = draw(random.Random(seed), COUNT, PROMPT, MAX_TOKENS)
+    queries = draw(random.Random(seed), COUNT, PROMPT, MAX_TOKENS)
     with Client(workers.router) as client:
-        expected = [ask(client, one)[0] for one in asked]
-    for one, tokens in zip(asked, expected, strict=True):
+        expected = [complete(client, one)[0] for one in queries]
+    for one, tokens in zip(queries, expected, strict=True):
         if one.seed is None:
             assert tokens == oracle.greedy(one.prompt, MAX_TOKENS)
 
-    with Load(workers.router, asked, expected) as load:
+    with Load(workers.router, queries, expected) as load:
         load.wait(4)
         before = names_by_server(redis)
         redis.servers[1].kill()
@@ -178,5 +178,5 @@ def test_one_of_three_masters_is_killed_under_load(
     assert 0.4 < len(blocks - lost) / len(blocks) < 0.9
 
     # Workers that start now find what the load has put to second places as well.
-    cached(workers, asked, expected)
-    assert min(cached(workers, asked, expected)) >= PROMPT - BLOCK
+    cached(workers, queries, expected)
+    assert min(cached(workers, queries, expected)) >= PROMPT - BLOCK

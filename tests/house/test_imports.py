@@ -1,6 +1,6 @@
-"""Imports go down only: a package sees the floors below its own, and never a sibling.
+"""Imports go down only: a folder sees the layers below its own, and never a sibling.
 
-CONTRIBUTING.md says what belongs on which floor.
+docs/architecture.md has the map.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ BARRED = {
     "kvrelay/text": {"kvrelay/v1"},
 }
 WITHOUT_TORCH = ("block", "client", "config", "process", "rpc", "text")
-# They measure: the code that they call comes with a clone.
-BENCHES = {"kvrelay/cli/demo/command.py", "kvrelay/cli/store/bench.py"}
 LAZY = {"kvrelay/__init__.py", "kvrelay/__main__.py"}  # they name what is above them, on first use
 FACES = {"prefill_service", "decode_service"}  # put together where a process begins
 CORE = ("blocks", "plan", "request", "scheduler", "totals", "usage")
@@ -127,7 +125,7 @@ def test_products_do_not_import_tests() -> None:
         f"{show(path)}:{line}"
         for path in python_files()
         for module, line in imported(path)
-        if module.split(".")[0] in ("tests", "benchmarks") and show(path) not in BENCHES
+        if module.split(".")[0] in ("tests", "benchmarks")
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -23,14 +23,14 @@ def prompt(number: int, length: int = 100) -> list[int]:
 
 @pytest.mark.parametrize("length", [5, 15, 100])
 def test_a_tenant_hits_its_own_blocks_only(secured: Secured, length: int) -> None:
-    asked = prompt(length, length)
-    first = secured.complete(ALICE, asked)
-    strangers = [secured.complete(BOB, asked), secured.complete(ADMIN, asked)]
-    again = secured.complete(ALICE, asked)
+    prompt_ids = prompt(length, length)
+    first = secured.complete(ALICE, prompt_ids)
+    strangers = [secured.complete(BOB, prompt_ids), secured.complete(ADMIN, prompt_ids)]
+    again = secured.complete(ALICE, prompt_ids)
     assert [cached(answer) for answer in (first, *strangers)] == [0, 0, 0]
     assert cached(again) >= (length - 1) // 16 * 16
     assert {answer.token_ids for answer in (first, *strangers, again)} == {first.token_ids}
-    assert cached(secured.complete(BOB, asked)) == cached(again)
+    assert cached(secured.complete(BOB, prompt_ids)) == cached(again)
 
 
 def test_within_a_tenant_the_hand_over_goes_through_the_store(secured: Secured) -> None:
@@ -43,10 +43,10 @@ def test_within_a_tenant_the_hand_over_goes_through_the_store(secured: Secured) 
 
 def test_a_longer_prompt_of_another_tenant_finds_nothing_either(secured: Secured) -> None:
     """Neither a prefix, nor a block in the middle."""
-    asked = prompt(300, 64)
-    secured.complete(ALICE, asked)
-    assert cached(secured.complete(BOB, [*asked, 1, 2, 3])) == 0
-    assert cached(secured.complete(ALICE, [*asked, 1, 2, 3])) == 64
+    prompt_ids = prompt(300, 64)
+    secured.complete(ALICE, prompt_ids)
+    assert cached(secured.complete(BOB, [*prompt_ids, 1, 2, 3])) == 0
+    assert cached(secured.complete(ALICE, [*prompt_ids, 1, 2, 3])) == 64
 
 
 def test_a_request_has_no_place_for_a_salt_or_an_address() -> None:

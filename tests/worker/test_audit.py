@@ -74,7 +74,7 @@ def live(tmp_path: Path) -> Iterator[Live]:
     server = Server(ServerOptions("127.0.0.1:0"))
 
     async def start() -> None:
-        service = WorkerService(worker, RoleSwitch(worker, server.health))
+        service = WorkerService(worker, RoleSwitch(worker.identity, worker.streams, server.health))
         server.add(
             SERVICE, lambda made: worker_pb2_grpc.add_WorkerServiceServicer_to_server(service, made)
         )

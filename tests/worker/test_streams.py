@@ -61,6 +61,6 @@ async def test_a_worker_that_leaves_hands_its_legs_back() -> None:
     streams = LegStreams()
     leg = await _begun(streams)
     await streams.drain(Deadline.after(SOON))
-    with pytest.raises(Draining, match="go on elsewhere"):
+    with pytest.raises(Draining, match="resume elsewhere"):
         await leg
     assert (streams.open, streams.draining) == (0, True)

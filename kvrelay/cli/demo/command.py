@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 
-from benchmarks.cluster.streams import run
 from kvrelay.cli.demo.kill import TARGETS, kill_demo
 from kvrelay.cli.demo.questions import AnsweredQuestion, DemoPlan, ask, describe
+from kvrelay.cli.demo.warm_up import warm_up
 from kvrelay.cli.screen import paint, print_out, table
 from kvrelay.cli.signals import Signals, end_now
 from kvrelay.client.client import Client
@@ -28,25 +28,24 @@ from kvrelay.installation import command, make
 DESCRIPTION = """\
 Starts a store, prefill workers, decode workers and a router on free ports, and asks questions
 over one long document. Shows for each answer which workers it passed, how many tokens of the
-prompt they found in their own pool, took from the store or had to compute, and whether the
+prompt they found in their own pool, loaded from the store or had to compute, and whether the
 answer is right. Kills workers on the way. Ends with status 0 only if every answer is right.
-With --kill it shows one long answer instead, in the middle of which a party dies, and compares
+With --kill it shows one long answer instead, kills a process in the middle of it, and compares
 it, token for token, with an undisturbed run."""
 WIDTH = 78
 COLOUR = re.compile(r"\x1b\[\d+m")
 NOTICE_SECONDS = 10.0
-KILL_AT_PIECE = 2
-WARM_UP_TOKEN, WARM_UP_TOKENS = 8, 40
+KILL_AT_CHUNK = 2
 KIND = {
     "cold": ("computed", "yellow"),
     "local": ("found in its pool", "green"),
-    "store": ("taken from the store", "cyan"),
+    "store": ("loaded from the store", "cyan"),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoConfig:
-    """What to bring up and what to ask."""
+    """The cluster to start and the questions to ask."""
 
     prefill: int = option(2, "prefill workers; with 0 the decode workers do it", low=0, high=16)
     decode: int = option(2, "decode workers", low=1, high=16)
@@ -56,7 +55,7 @@ class DemoConfig:
     seed: int = option(2, "which document", low=0)
     kill: str | None = option(
         None,
-        "kill one of these in the middle of one long answer, and compare; none: kill nobody",
+        "kill one of these in the middle of one long answer, and compare; none: kill no process",
         choices=(*TARGETS, "none"),
     )
     json: bool = option(False, "print the figures as JSON, and nothing else")
@@ -86,12 +85,12 @@ class Demo:
             prefill=config.prefill,
             decode=config.decode,
             port=0,
-            disaggregate="always",  # what is to be seen is the hand-over
+            disaggregate="always",  # the demo shows the handoff
         )
         self._cluster = Cluster(size, on_change=self._on_change)
         self._names = {spec.address: spec.name for spec in self._cluster.specs}
         self._starting = True
-        self._column = 0  # where the line that is being written stands
+        self._column = 0  # of the line being written
 
     def run(self) -> int:
         config = self._config
@@ -101,7 +100,7 @@ class Demo:
         with self._cluster as cluster, Client(cluster.router) as client:
             self._starting = False
             took = time.monotonic() - since
-            self._say(f"  all of it serves after {took:.1f} s")
+            self._say(f"  every process serves after {took:.1f} s")
             warm_up(cluster)
             if config.kill in TARGETS:
                 quiet = config.json
@@ -115,7 +114,7 @@ class Demo:
         return 0 if all(one.right for one in asked) else 1
 
     def heard(self, number: int) -> None:
-        """A signal: there is nothing to put in order here."""
+        """A signal: there is nothing to clean up."""
         end_now(self._cluster, number)
 
     def _size(self) -> str:
@@ -145,13 +144,13 @@ class Demo:
             write: Callable[[str], None] = self._write
             if self._kills and number == last and done and self._config.decode > 1:
                 write = KillAfterChunks(
-                    KILL_AT_PIECE, done[-1].hops[-1].worker, self._cluster, self._write
+                    KILL_AT_CHUNK, done[-1].hops[-1].worker, self._cluster, self._write
                 )
             done.append(ask(client, self._plan, asked, self._names, write))
-            self._tell_how(done[-1])
+            self._show_cost(done[-1])
         return done
 
-    def _tell_how(self, asked: AnsweredQuestion) -> None:
+    def _show_cost(self, asked: AnsweredQuestion) -> None:
         verdict = paint("right", "green") if asked.right else paint("WRONG", "red")
         room = " " * max(2, WIDTH - self._column - 5)
         self._say(room + verdict)
@@ -161,12 +160,12 @@ class Demo:
             self._say(f"   {describe(hop)}")
         what, colour = KIND[asked.source]
         first = paint(f"first token {asked.first_token * 1e3:.0f} ms", colour)
-        lost = "\n   (the take-over among them)" if any(hop.lost for hop in asked.hops) else ""
+        lost = "\n   (with the migration)" if any(hop.lost for hop in asked.hops) else ""
         gap = f"{asked.token_gap * 1e3:.1f} ms a token{lost}"
         self._say(f"   {first} (prompt {what}), then {gap}")
 
     def _kill_prefill(self, client: Client, asked: AnsweredQuestion) -> None:
-        """Kills the prefill worker that holds the document, if another one can take over."""
+        """Kill the prefill worker that holds the document, if there is another one."""
         hop = asked.hops[0]
         if hop.role != "prefill" or self._config.prefill < 2:
             return
@@ -194,12 +193,12 @@ class Demo:
 
 
 class KillAfterChunks:
-    """Passes an answer on, and kills a worker in the middle of it."""
+    """Passes an answer on and kills a worker after some chunks of it."""
 
     def __init__(
-        self, piece: int, worker: str, cluster: Cluster, write: Callable[[str], None]
+        self, chunks: int, worker: str, cluster: Cluster, write: Callable[[str], None]
     ) -> None:
-        self._left = piece
+        self._left = chunks
         self._process = cluster.named(worker)
         self._write = write
 
@@ -211,20 +210,8 @@ class KillAfterChunks:
             self._write(paint(f" [kill -9 {self._process.spec.name}]", "red"))
 
 
-def warm_up(cluster: Cluster) -> None:
-    """One short prompt to every worker, so that no time below is that of a process's first run.
-
-    The first worker computes it, the others load it: both ways have then been gone once.
-    """
-    prompt = [WARM_UP_TOKEN] * WARM_UP_TOKENS
-    for address in cluster.addresses("prefill"):
-        run("prefill", address, [prompt], 2)
-    for address in cluster.addresses("decode"):
-        run("decode", address, [prompt], 2)
-
-
 def wait_until_noticed(client: Client, address: str) -> None:
-    """Returns when the router knows that a worker is gone, so that its delay is not measured."""
+    """Wait until the router knows that a worker died, so that no figure contains the delay."""
     deadline = time.monotonic() + NOTICE_SECONDS
     while time.monotonic() < deadline:
         if not any(one.healthy for one in client.workers() if one.address == address):
@@ -233,7 +220,7 @@ def wait_until_noticed(client: Client, address: str) -> None:
 
 
 def summary(asked: Sequence[AnsweredQuestion]) -> str:
-    """The end: times by where the prompt came from, the verdict, and how to go on."""
+    """The end: times by source of the prompt, the result, and the next commands."""
     cold = [one.first_token for one in asked if one.source == "cold"]
     rows = []
     for kind, (what, _) in KIND.items():

@@ -1,4 +1,4 @@
-"""``kvrelay store COMMAND``: one file a command, each named here."""
+"""``kvrelay store COMMAND``: the table of its commands, one module each."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from kvrelay.cli.screen import print_err, print_out
 
 PROG = "kvrelay store"
 COMMANDS = (
-    Command("stats", "kvrelay.cli.store.stats", "what a store holds and did", ("store",)),
+    Command("stats", "kvrelay.cli.store.stats", "what a store holds and has done", ("store",)),
     Command("ls", "kvrelay.cli.store.ls", "its blocks, by name", ("store",)),
     Command(
         "inspect",
         "kvrelay.cli.store.inspect",
-        "one block: what it is, whether it is whole",
+        "one block: its header, and whether it is intact",
         ("store",),
     ),
     Command("verify", "kvrelay.cli.store.verify", "read every block back and check it", ("store",)),
-    Command("clear", "kvrelay.cli.store.clear", "remove every block that is not held", ("store",)),
+    Command("clear", "kvrelay.cli.store.clear", "remove every block without a lease", ("store",)),
     Command(
         "bench",
-        "kvrelay.cli.store.bench",
-        "how fast the bytes go, beside memcpy and sockets",
+        "benchmarks.store.run",
+        "speed of each transport, beside memcpy and sockets",
         ("store",),
     ),
     Command(
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         print_out(
             commands.usage(
                 PROG,
-                "Looks into the store of KV blocks.",
+                "Inspects the store of KV blocks.",
                 COMMANDS,
                 f"{PROG} COMMAND --help says more.",
             )

@@ -13,11 +13,11 @@ from typing import Protocol
 from kvrelay.engine.core.external import BlockContent, Load, Loaded, Save, Saved, apportion
 from kvrelay.engine.core.request import Admission, Request, RequestState
 from kvrelay.engine.core.totals import Totals
-from kvrelay.engine.core.updates import Ended, Failed, Missed, Timing, Update
+from kvrelay.engine.core.updates import Ended, Failed, Timing, Update
 from kvrelay.engine.core.usage import LegTokens, first_run, leg_tokens, missed_blocks
 from kvrelay.errors import KvrelayError
 from kvrelay.sampling import Sampling
-from kvrelay.usage import Miss
+from kvrelay.usage import Miss, MissedBlocks
 
 
 class StopChecker(Protocol):
@@ -37,7 +37,7 @@ class Leg:
     submitted: float
     epoch: int = 0  # of the last admission that was noted
     miss: Miss | None = None  # why the last lookup or load ended where it did
-    missed: Missed | None = None  # by the admission that made the first token
+    missed: MissedBlocks | None = None  # by the admission that made the first token
     admitted: float | None = None
     running: float | None = None
     first_token: float | None = None
@@ -63,7 +63,7 @@ class Leg:
         """Note the first token, made out of ``admission``; called once."""
         self.first_token = now
         blocks = missed_blocks(admission, block_size)
-        self.missed = Missed(self.miss, blocks) if self.miss is not None and blocks else None
+        self.missed = MissedBlocks(self.miss, blocks) if self.miss is not None and blocks else None
 
     def note_save(self, save: Save, block_size: int) -> None:
         """Note the start of a save."""

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field, replace
 
 from kvrelay.engine.core.external import add_counts
 from kvrelay.engine.core.request import Admission, Finish
-from kvrelay.engine.core.updates import Missed
 from kvrelay.engine.core.usage import LegTokens
-from kvrelay.usage import Miss
+from kvrelay.usage import Miss, MissedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class Totals:
         return min(self.local, self.external, self.computed) >= 0 and by_store == self.external
 
     def with_first_token(
-        self, admission: Admission, sources: Mapping[str, int], missed: Missed | None
+        self, admission: Admission, sources: Mapping[str, int], missed: MissedBlocks | None
     ) -> Totals:
         """A leg made its first token out of ``admission``.
 

@@ -12,7 +12,7 @@ from kvrelay.engine.core.request import Admission, Finish
 from kvrelay.engine.core.usage import LegTokens
 from kvrelay.errors import KvrelayError
 from kvrelay.sampling import Sampling
-from kvrelay.usage import Miss
+from kvrelay.usage import MissedBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +70,7 @@ class Token:
 
     sampled: Sampled
     finish: Finish | None
-    begun: Admission | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Missed:
-    """``blocks`` were looked up in the store and not loaded; ``reason`` is that of the first."""
-
-    reason: Miss
-    blocks: int
+    admission: Admission | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +88,7 @@ class Ended:
     saved: int
     last_name: bytes | None
     sources: Mapping[str, int] = field(default_factory=dict)
-    missed: Missed | None = None
+    missed: MissedBlocks | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -518,7 +518,7 @@ def tcp_line(url: str) -> tuple[StoreConnection, RemoteStore]:
     return connection, store
 
 
-def test_nothing_is_read_from_a_lane_without_a_lookup(service_url: str) -> None:
+def test_nothing_is_read_from_a_socket_without_a_lookup(service_url: str) -> None:
     connection, store = tcp_line(service_url)
     mine, theirs = make(1000), make(1000)
     put(store, mine, theirs)
@@ -548,7 +548,7 @@ def test_nothing_is_read_from_a_lane_without_a_lookup(service_url: str) -> None:
     store.close()
 
 
-def test_a_bad_request_on_a_lane_is_refused_and_ends_the_connection(service_url: str) -> None:
+def test_a_bad_request_on_a_socket_is_refused_and_ends_the_connection(service_url: str) -> None:
     row = BlockRow(b"n" * 32, 1 << 40).encode()
     connection, store = tcp_line(service_url)
     block = make(300 << 10)

@@ -46,7 +46,7 @@ class Stage(MemoryStore):
         self.name = f"several-{next(_NUMBERS)}"
         super().__init__(self.name)
         self.go = threading.Event()
-        self.gone = False
+        self.unavailable = False
         self.fail_after = 1 << 30
         self.go.set()
         self.lies: tuple[int, ...] | None = None
@@ -84,7 +84,7 @@ class Stage(MemoryStore):
     def _pass(self) -> None:
         self.asked.release()
         self.go.wait(TIMEOUT)
-        if self.gone:
+        if self.unavailable:
             raise Unavailable("as told")
 
 
@@ -111,15 +111,15 @@ class Rig:
             assert time.monotonic() < deadline
             threading.Event().wait(0.005)
 
-    def settled(self) -> None:
-        for arm in self.store.arms:
-            assert arm.behind.settle(TIMEOUT)
+    def flush(self) -> None:
+        for backend in self.store.backends:
+            assert backend.writer.flush(TIMEOUT)
 
     def lookup(self, *blocks: Block, ttl: float = 60, timeout: float = TIMEOUT) -> LookupResult:
         return self.store.lookup([name_of(b) for b in blocks], [], ttl, timeout)
 
-    def arm(self, name: str) -> StoreBackend:
-        return next(arm for arm in self.store.arms if arm.name == name)
+    def backend(self, name: str) -> StoreBackend:
+        return next(backend for backend in self.store.backends if backend.name == name)
 
     def close(self) -> None:
         for stage in (self.near, self.far):
@@ -227,16 +227,16 @@ def test_a_store_that_is_gone_is_a_store_that_has_nothing(rig: Rig, which: str) 
     blocks = [make() for _ in range(4)]
     put(rig.near, *blocks[:2])
     put(rig.far, *blocks[2:], blocks[0])
-    gone = rig.near if which == "near" else rig.far
+    unreachable = rig.near if which == "near" else rig.far
     sources = rig.lookup(*blocks).sources
     assert sources == ("near", "near", "far", "far")
-    gone.gone = True
+    unreachable.unavailable = True
     there = [source != which for source in sources]
     assert came(read(rig.store, blocks, sources)) == there
     found = rig.lookup(*blocks)
     assert found.sources == (("far",) if which == "near" else ("near", "near"))
     assert put(rig.store, make(), make()) if which == "far" else True
-    rig.near.gone = rig.far.gone = True
+    rig.near.unavailable = rig.far.unavailable = True
     with pytest.raises(Unavailable):
         rig.lookup(*blocks)
     with pytest.raises(Unavailable):
@@ -262,7 +262,7 @@ def test_nobody_waits_for_an_answer_that_can_add_nothing(rig: Rig) -> None:
     put(rig.far, *blocks)
     rig.far.go.clear()
     found = rig.lookup(*blocks, timeout=4 * TIMEOUT)  # it would be waited for twice as long
-    assert (found.lead, rig.arm("far").late) == (3, False)
+    assert (found.lead, rig.backend("far").late) == (3, False)
     rig.far.go.set()
     rig.until(lambda: rig.far.stats(1).counters.lookups == 1 and rig.leases == (1, 0))
 
@@ -273,7 +273,7 @@ def test_a_store_that_stands_still_is_waited_for_once(rig: Rig) -> None:
     put(rig.far, *blocks)
     rig.far.go.clear()
     assert rig.lookup(*blocks, timeout=2.0).lead == 2
-    assert rig.arm("far").late
+    assert rig.backend("far").late
     leases = [rig.lookup(*blocks, timeout=4 * TIMEOUT).lease for _ in range(3)]
     assert rig.leases == (4, 0)
     rig.store.release([lease for lease in leases if lease], TIMEOUT)
@@ -287,7 +287,7 @@ def test_a_store_that_stands_still_is_waited_for_once(rig: Rig) -> None:
         return found.lead == 3
 
     rig.until(again)
-    assert not rig.arm("far").late
+    assert not rig.backend("far").late
 
 
 def test_a_store_that_lies_is_asked_last(rig: Rig) -> None:
@@ -337,9 +337,9 @@ def test_an_answer_of_the_wrong_length_is_none(rig: Rig) -> None:
 def test_what_is_put_goes_to_the_first(rig: Rig) -> None:
     block = make()
     assert put(rig.store, block) == [PutStatus.STORED]
-    rig.settled()
+    rig.flush()
     assert (rig.near.stats(1).entries, rig.far.stats(1).entries) == (1, 0)
-    rig.near.gone = True
+    rig.near.unavailable = True
     with pytest.raises(Unavailable):
         put(rig.store, make())
 
@@ -356,17 +356,17 @@ def test_what_is_put_goes_to_all_that_want_it_behind_the_caller(making: Making) 
     assert {outcome.status for outcome in rig.store.put(offers, TIMEOUT)} == {PutStatus.STORED}
     for memory in changing:  # the pool is used for other blocks now
         memory[:] = bytes(len(memory))
-    assert rig.arm("far").behind.written.waiting == 3
+    assert rig.backend("far").writer.counts.waiting == 3
     rig.far.go.set()
-    rig.settled()
+    rig.flush()
     assert all(came(read(rig.store, blocks, ["far"] * 3)))
     assert put(rig.store, *blocks) == [PutStatus.EXISTED] * 3
-    assert rig.arm("far").behind.written.stored == 3
+    assert rig.backend("far").writer.counts.stored == 3
 
 
 def test_the_next_store_is_written_when_the_first_is_gone(making: Making) -> None:
     rig = making(write=True)
-    rig.near.gone = True
+    rig.near.unavailable = True
     block = make()
     assert put(rig.store, block) == [PutStatus.STORED]
     assert rig.lookup(block).sources == ("far",)
@@ -374,21 +374,21 @@ def test_the_next_store_is_written_when_the_first_is_gone(making: Making) -> Non
 
 def test_what_does_not_fit_is_dropped_and_counted(making: Making) -> None:
     rig = making(write=True)
-    arm = rig.arm("far")
-    arm.behind = WriteBehind("far", rig.far, limit=10_000)
+    backend = rig.backend("far")
+    backend.writer = WriteBehind("far", rig.far, limit=10_000)
     rig.far.go.clear()
     blocks = [make(4000) for _ in range(5)]
     assert set(put(rig.store, *blocks)) == {PutStatus.STORED}
-    assert (arm.behind.written.waiting, arm.behind.written.dropped) == (2, 3)
+    assert (backend.writer.counts.waiting, backend.writer.counts.dropped) == (2, 3)
     rig.far.go.set()
-    assert arm.behind.settle(TIMEOUT)
+    assert backend.writer.flush(TIMEOUT)
     put(rig.store, make(4000))
-    assert arm.behind.settle(TIMEOUT)
-    assert arm.behind.written.stored == 3
-    rig.far.gone = True
+    assert backend.writer.flush(TIMEOUT)
+    assert backend.writer.counts.stored == 3
+    rig.far.unavailable = True
     put(rig.store, make(4000))
-    assert arm.behind.settle(TIMEOUT)
-    assert arm.behind.written.failed == 1
+    assert backend.writer.flush(TIMEOUT)
+    assert backend.writer.counts.failed == 1
 
 
 def test_what_is_read_from_a_later_store_is_promoted_once_it_was_accepted(making: Making) -> None:
@@ -400,7 +400,7 @@ def test_what_is_read_from_a_later_store_is_promoted_once_it_was_accepted(making
         assert came([next(gots), next(gots), next(gots)]) == [True] * 3  # leaves at the third
     for want in wants:
         want.buffer[:] = bytes(len(want.buffer))
-    rig.settled()
+    rig.flush()
     found = rig.lookup(*blocks)
     assert found.sources == ("near", "near", "far", "far")
     assert all(came(read(rig.store, blocks, found.sources)))
@@ -410,7 +410,7 @@ def test_without_promotion_nothing_is_written_by_readers(rig: Rig) -> None:
     block = make()
     put(rig.far, block)
     read(rig.store, [block], rig.lookup(block).sources)
-    rig.settled()
+    rig.flush()
     assert rig.near.stats(1).entries == 0
 
 
@@ -481,7 +481,7 @@ def test_many_readers_and_failing_stores_lose_nothing(making: Making) -> None:
     def request(chance: random.Random) -> int:
         """Put, look up and read while stores come and go; how many blocks came."""
         stage = chance.choice([rig.near, rig.far])
-        stage.gone = chance.random() < 0.3
+        stage.unavailable = chance.random() < 0.3
         stage.fail_after = chance.choice([1, 1 << 30])
         chosen = blocks[(start := chance.randrange(36)) : start + 4]
         lease = None
@@ -506,7 +506,7 @@ def test_many_readers_and_failing_stores_lose_nothing(making: Making) -> None:
         thread.join()
     assert len(right) == 4
     assert sum(right) > 0
-    rig.settled()
+    rig.flush()
     rig.until(lambda: rig.leases == (0, 0))
     for stage in (rig.near, rig.far):
         assert stage.stats(1).reservations == stage.stats(1).counters.corrupt == 0
@@ -526,7 +526,7 @@ def test_lists_of_urls() -> None:
     assert public_urls("") == ""
     store = connect("memory://a,memory://b?write=yes,memory://c?promote=yes&write=no")
     assert isinstance(store, MultiStore)
-    assert [(arm.name, arm.write, arm.promote) for arm in store.arms] == [
+    assert [(backend.name, backend.write, backend.promote) for backend in store.backends] == [
         ("memory://a", False, False),
         ("memory://b", True, False),
         ("memory://c", False, True),

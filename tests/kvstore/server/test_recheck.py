@@ -161,7 +161,7 @@ def test_a_reader_does_not_notice_that_nobody_looked_again(
     store.close()
     with caplog.at_level(logging.INFO, "kvrelay.store"):
         arriving.close()
-    told = [r.levelname for r in caplog.records if "was not looked at again" in r.message]
+    told = [r.levelname for r in caplog.records if "was not verified again" in r.message]
     assert told == ["INFO"]
 
 
@@ -171,7 +171,7 @@ def test_in_this_process_too() -> None:
         put(store, block)
         assert leave_at(store, block)
         held = store.lookup([name_of(block)], [], 60.0, TIMEOUT)
-        entry = store._shelf.index.find(name_of(block), 0.0)
+        entry = store._shared.index.find(name_of(block), 0.0)
         assert entry is not None
         entry.value = entry.value[:-1] + bytes([entry.value[-1] ^ 1])
         assert put(store, block) == [PutStatus.EXISTED]
@@ -182,7 +182,7 @@ def test_in_this_process_too() -> None:
         assert store.stats(TIMEOUT).counters.corrupt == 1
         assert held.lease is not None
         store.release([held.lease], TIMEOUT)
-        assert store._shelf.index.audit() == []
+        assert store._shared.index.audit() == []
     finally:
         forget("recheck")
 

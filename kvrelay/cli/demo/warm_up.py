@@ -1,0 +1,55 @@
+"""Sends one short prompt to every worker, so that no time shown later is a process's first run."""
+
+from __future__ import annotations
+
+import uuid
+
+import grpc
+
+from kvrelay.cluster.supervisor import Cluster
+from kvrelay.rpc.channel import open_sync_channel
+from kvrelay.rpc.status import from_rpc_error
+from kvrelay.v1 import (
+    decode_pb2,
+    decode_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+    types_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+PROMPT = [8] * 40
+MAX_TOKENS = 2
+SECONDS = 60.0
+
+
+def warm_up(cluster: Cluster) -> None:
+    """The first worker computes the prompt, the others load it: both paths then have run once."""
+    for role in ("prefill", "decode"):
+        for address in cluster.addresses(role):
+            try:
+                _run_leg(role, address)
+            except grpc.RpcError as error:
+                raise from_rpc_error(error) from error
+
+
+def _run_leg(role: str, address: str) -> None:
+    with open_sync_channel(address) as channel:
+        worker = worker_pb2_grpc.WorkerServiceStub(channel)
+        answer = worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=SECONDS)
+        leg = types_pb2.Leg(
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=PROMPT,
+            max_tokens=MAX_TOKENS,
+            sampling=types_pb2.Sampling(temperature=0.0, ignore_eos=True),
+            namespace_digest=answer.info.namespace.digest,
+        )
+        if role == "prefill":
+            prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
+            for _ in prefill.Prefill(prefill_pb2.PrefillRequest(leg=leg), timeout=SECONDS):
+                pass
+        else:
+            decode = decode_pb2_grpc.DecodeServiceStub(channel)
+            for _ in decode.Decode(decode_pb2.DecodeRequest(leg=leg), timeout=SECONDS):
+                pass

@@ -1,0 +1,77 @@
+"""What is missing is said by name, with the line that installs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvrelay.installation import CLUSTER, EXTRAS
+from tests.house.test_dependencies import declared
+from tests.install.conftest import Installed
+
+COMMANDS = {
+    ("up",): ("all", CLUSTER),
+    ("demo",): ("all", CLUSTER),
+    ("replay", "journal"): ("worker", ("worker",)),
+    ("store", "stats"): ("store", ("store",)),
+    ("make-certs", "certs"): ("certs", ("certs",)),
+}
+SERVICES = {
+    "kvstore": "store",
+    "router": "router",
+    "prefill_service": "worker",
+    "decode_service": "worker",
+}
+
+
+def lacks(*extras: str) -> set[str]:
+    return {name for extra in extras for name in EXTRAS[extra].values()} - declared()
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_command_names_it(client_only: Installed, tmp_path: Path, words: tuple[str, ...]) -> None:
+    extra, needed = COMMANDS[words]
+    done = client_only.run(client_only.kvrelay, *words, cwd=tmp_path)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert done.stderr.startswith(f"kvrelay {words[0]}: ")
+    assert f"pip install 'kvrelay[{extra}]'" in done.stderr
+    assert all(name in done.stderr for name in lacks(*needed))
+
+
+@pytest.mark.parametrize("module", SERVICES)
+def test_a_service_names_it(client_only: Installed, tmp_path: Path, module: str) -> None:
+    done = client_only.run(client_only.python, "-P", "-m", module, cwd=tmp_path)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"pip install 'kvrelay[{SERVICES[module]}]'" in done.stderr
+    assert all(name in done.stderr for name in lacks(SERVICES[module]))
+
+
+def test_doctor_names_it(client_only: Installed, tmp_path: Path) -> None:
+    done = client_only.run(client_only.kvrelay, "doctor", "--json", cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    findings = json.loads(done.stdout)["findings"]
+    missing = {one["name"] for one in findings if one["state"] == "missing"}
+    assert missing == lacks(*CLUSTER)
+    for one in findings:
+        assert one["state"] != "missing" or "pip install 'kvrelay[all]'" in one["means"]
+
+
+def test_doctor_asked_for_a_store_names_it(client_only: Installed, tmp_path: Path) -> None:
+    url = "kvrelay://127.0.0.1:1"
+    done = client_only.run(client_only.kvrelay, "doctor", "--store", url, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "pip install 'kvrelay[store]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_nothing_is_missing_where_all_is_installed(with_all: Installed, tmp_path: Path) -> None:
+    done = with_all.run(with_all.kvrelay, "doctor", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert f"Try: {with_all.kvrelay} demo" in done.stdout, "this is no clone, and not on the path"
+    for service in ("kvstore", "router"):  # a worker imports torch first
+        page = with_all.run(with_all.python, "-P", "-m", service, "--help", cwd=tmp_path)
+        assert page.returncode == 0, page.stderr
