@@ -147,7 +147,7 @@ def test_ghosts_forget_the_oldest_first_and_stay_few() -> None:
     ghosts = GhostList()
     names = [number.to_bytes(32, "big") for number in range(100)]
     lost = [g for i, n in enumerate(names) for g in ghosts.put(n, Ghost(i, 1, 0, i), 10)]
-    assert [ghost.kind for ghost in lost] == list(range(90))
+    assert [ghost.use_class for ghost in lost] == list(range(90))
     assert ghosts.take(names[0]) is None
     for serial in range(50):  # those that come and go leave nothing in the queue for long
         assert ghosts.take(names[99]) is not None
