@@ -22,6 +22,7 @@ from benchmarks.fleet import Fleet, FleetRequest, FleetResult, FleetShape
 from benchmarks.policies import POLICIES, placement_policy
 from kvrelay.rpc.channel import ChannelOptions
 from kvrelay.rpc.deadline import Deadline
+from kvrelay.sampling import stored_positions
 from kvrelay.v1.types_pb2 import ROLE_DECODE, ROLE_PREFILL
 from kvrelay.v1.worker_pb2 import Namespace, WorkerInfo, WorkerLoad
 from kvstore.trace.requests import BLOCK_TOKENS, read_trace
@@ -149,7 +150,7 @@ def _leg(chain: tuple[bytes, ...]) -> NextLeg:
     return NextLeg(
         prompt_tokens=prompt,
         so_far=0,
-        positions=prompt + 63,
+        positions=stored_positions(prompt, 64),
         prefix=Prefix(chain, 16),
         deadline=Deadline.after(600.0),
     )

@@ -47,12 +47,12 @@ class Runner:
         return self._executed
 
     def execute(self, works: Sequence[Work]) -> list[Sampled | None]:
-        """Compute all works in one forward pass; ``None`` where no sample was wanted."""
+        """Compute all works in one forward pass; ``None`` for works that do not sample."""
         answers: list[Sampled | None] = [None] * len(works)
         if not works:
             return answers
         if self._threads is not None and torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)  # kept per thread by OpenMP: hence here
+            torch.set_num_threads(self._threads)  # OpenMP keeps it per thread
         with torch.inference_mode():
             batch = pack(works, self.pool.shape, self.pool.device)
             self.pool.clear(batch.opened)
@@ -67,7 +67,7 @@ class Runner:
 
 
 def choose_attention(name: str, pool: KVPool) -> AttentionBackend:
-    """The attention backend asked for, or with "auto" the best one; ``Rejected`` if unknown."""
+    """The attention backend of this name, or with "auto" the best one; ``Rejected`` if unknown."""
     if name not in ("auto", "sdpa"):
         raise Rejected("attention_backend", f"{name!r} is not known: auto or sdpa")
     return SdpaBackend(pool)

@@ -200,5 +200,5 @@ def test_a_finding_says_who_holds_the_block(bench: Bench) -> None:
     count_a_holder_too_few(bench.scheduler)
     (finding, *_) = audit(bench.scheduler)
     block = residency(bench.scheduler, "loads").blocks[-1]
-    assert finding.message.startswith(f"block {block} counts ")
+    assert finding.message.startswith(f"block {block} has ")
     assert "request loads" in finding.message

@@ -36,7 +36,7 @@ def test_a_broken_book_is_named_and_the_worker_goes_on() -> None:
         served.engine._call(forget_a_holder).result(10)
         (finding,) = served.engine.audit().result(10)
         assert finding.invariant == "I1"
-        assert f"block {BLOCK} counts 1 holders and has 0" in finding.message
+        assert f"block {BLOCK} has 1 references and 0 holders" in finding.message
         for name, prompt in (("a", [1, 2, 3]), ("b", [1, 2, 3, 4, 5, 6])):
             served.submit(name, prompt, 8)
             served.wait(name)

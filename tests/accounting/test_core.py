@@ -33,7 +33,7 @@ def test_a_request_changes_state_by_the_table_only(
         request.move(target)
         assert request.state is target
     else:
-        with pytest.raises(RuntimeError, match="no way"):
+        with pytest.raises(RuntimeError, match="no transition"):
             request.move(target)
 
 

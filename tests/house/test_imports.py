@@ -25,7 +25,11 @@ FLOORS = {
     "kvrelay/text": 2,
     "kvrelay/rpc": 3,
     "kvrelay/client": 4,
-    "kvrelay/engine": 4,
+    "kvrelay/engine/core": 2,
+    "kvrelay/engine/attention": 3,
+    "kvrelay/engine/sampling": 3,
+    "kvrelay/engine/model": 4,
+    "kvrelay/engine": 5,
     "kvstore": 4,
     "kvrelay/connector": 5,
     "kvrelay/worker": 6,
@@ -58,11 +62,35 @@ BARRED = {
     "kvrelay/block": {"kvrelay/v1"},
     "kvrelay/text": {"kvrelay/v1"},
 }
-WITHOUT_TORCH = ("block", "client", "config", "process", "rpc", "text")
+WITHOUT_TORCH = (
+    "block",
+    "client",
+    "config",
+    "connector",
+    "engine/core",
+    "process",
+    "rpc",
+    "text",
+)
 LAZY = {"kvrelay/__init__.py", "kvrelay/__main__.py"}  # they name what is above them, on first use
 FACES = {"prefill_service", "decode_service"}  # put together where a process begins
 CORE = ("blocks", "plan", "request", "scheduler", "totals", "usage")
 CORE_LINES = 600
+PURE_ROUTER = {
+    "generate/retry.py",
+    "generate/usage.py",
+    "placement/affinity.py",
+    "placement/costs.py",
+    "placement/policy.py",
+    "queue/admission.py",
+    "queue/fair.py",
+    "queue/quotas.py",
+    "queue/service_times.py",
+    "workers/candidate.py",
+    "workers/fleet.py",
+    "workers/health.py",
+}
+IMPURE = {"asyncio", "grpc", "logging", "random", "socket", "threading", "time"}
 NOT_CODE = {
     tokenize.ENCODING,
     tokenize.COMMENT,
@@ -88,7 +116,13 @@ def test_every_package_has_a_floor() -> None:
 
 
 def test_every_folder_of_the_library_has_a_floor() -> None:
-    folders = {f"kvrelay/{path.name}" for path in (ROOT / "kvrelay").iterdir() if _is_package(path)}
+    """Its rooms, and those of the engine."""
+    folders = {
+        show(path)
+        for house in ("kvrelay", "kvrelay/engine")
+        for path in (ROOT / house).iterdir()
+        if _is_package(path)
+    }
     assert folders == {folder for folder in FLOORS if folder.startswith("kvrelay/")}
 
 
@@ -115,9 +149,13 @@ def test_imports_go_down(folder: str) -> None:
                 continue
             if path.name == "__main__.py" and other in FACES:
                 continue
-            if FLOORS[other] >= FLOORS[folder] or other in BARRED.get(folder, ()):
+            if FLOORS[other] >= FLOORS[folder] or _barred(folder, other):
                 wrong.append(f"{show(path)}:{line} imports {module}")
     assert not wrong, "\n".join(wrong)
+
+
+def _barred(folder: str, other: str) -> bool:
+    return any(f"{other}/".startswith(f"{barred}/") for barred in BARRED.get(folder, ()))
 
 
 def test_products_do_not_import_tests() -> None:
@@ -139,6 +177,18 @@ def test_the_pure_engine_sees_the_standard_library_and_plain_values_only() -> No
             if not plain and not any(f"{module}.".startswith(f"{name}.") for name in allowed):
                 wrong.append(f"{show(path)}:{line} imports {module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_pure_router_reads_no_clock_and_waits_for_nothing() -> None:
+    wrong = [
+        f"{show(path)}:{line} imports {module}"
+        for path in python_files("router")
+        if show(path).removeprefix("router/") in PURE_ROUTER
+        for module, line in imported(path)
+        if module.split(".")[0] in IMPURE
+    ]
+    assert not wrong, "\n".join(wrong)
+    assert all((ROOT / "router" / name).is_file() for name in PURE_ROUTER)
 
 
 def test_the_core_of_the_accounting_stays_small() -> None:

@@ -71,7 +71,7 @@ def next_token(tokens: Sequence[int], seed: int) -> int:
 
 
 def answer(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
-    """What the undisturbed model says."""
+    """The output of an undisturbed run."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(next_token(tokens, seed))
@@ -91,7 +91,7 @@ def namespace(**changes: str | int) -> worker_pb2.Namespace:
 
 
 class Garbage:
-    """Serialised in place of a message."""
+    """Serialized in place of a message."""
 
 
 def serialised(message: Garbage | decode_pb2.DecodeResponse) -> bytes:
@@ -100,9 +100,9 @@ def serialised(message: Garbage | decode_pb2.DecodeResponse) -> bytes:
 
 @dataclass(slots=True)
 class Behaviour:
-    """What a fake worker does beside serving well."""
+    """How a fake worker differs from one that serves well."""
 
-    die_after: int | None = None  # tokens of a leg, then the whole server goes
+    die_after: int | None = None  # tokens of a leg, then the whole server stops
     fail: KvrelayError | None = None  # instead of the first token
     fail_after: int = 0  # tokens before `fail`
     step: asyncio.Semaphore | None = None  # one permit for each token
@@ -114,7 +114,7 @@ class Behaviour:
     tokens: asyncio.Event | None = None  # made while it is set
     draining: bool = False
     slow: float = 0.0  # seconds before a check is answered
-    pace: float | None = None  # seconds told for each token computed; fetching costs a hundredth
+    pace: float | None = None  # seconds reported for each token computed, and 100 tokens fetched
 
 
 @dataclass(slots=True)
@@ -157,7 +157,7 @@ class FakeWorker(
         return self.address
 
     def _register_decode(self, server: grpc.aio.Server) -> None:
-        """As generated code does it, with a serialiser that lets garbage through."""
+        """As generated code does, with a serializer that accepts garbage."""
         handler = grpc.unary_stream_rpc_method_handler(
             self.Decode,
             request_deserializer=decode_pb2.DecodeRequest.FromString,
@@ -346,7 +346,7 @@ class Running:
         return [response async for response in self.call(request, seconds)]
 
     async def settled(self, used: int, listed: int | None = None) -> None:
-        """Wait until so many workers are used and all others were judged."""
+        """Wait until ``used`` workers are usable and all others were checked."""
 
         def done() -> bool:
             workers = self.registry.workers

@@ -1,4 +1,4 @@
-"""The router's page for Prometheus says what happened."""
+"""The router's metrics for Prometheus."""
 
 from __future__ import annotations
 

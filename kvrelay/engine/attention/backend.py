@@ -1,7 +1,7 @@
-"""Attention over paged KV: what a backend is, and the plug-in that `transformers` models call.
+"""Attention over paged KV: the backend's interface and the plug-in for `transformers`.
 
-Every model is run with ``ATTENTION`` as its attention implementation; the step in progress travels
-as an argument of the forward pass, so nothing here is global and workers can share a process.
+Every model runs with ``ATTENTION`` as its attention implementation. The current step is an argument
+of the forward pass, so nothing here is global and several workers can share a process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ATTENTION = "kvrelay_paged"
 
 
 class AttentionStep(Protocol):
-    """Attention of one step: all indices are built, and it is called once for each layer."""
+    """Attention of one step, with all indices built; called once for each layer."""
 
     def attend(
         self,
@@ -35,11 +35,11 @@ class AttentionStep(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """A way to compute attention over one pool, chosen at start."""
+    """An implementation of attention over one pool, chosen at start."""
 
     @property
     def name(self) -> str:
-        """What logs and tables print."""
+        """The name in logs and tables."""
 
     def step(self, batch: Batch) -> AttentionStep:
         """Build every index that the batch needs in any layer."""
@@ -55,7 +55,7 @@ def paged_attention(
     kvrelay_step: AttentionStep | None = None,
     **unused: object,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function of `transformers`: what ``unused`` may hold was checked at start."""
+    """The attention function of `transformers`; the probe has checked ``unused`` at start."""
     if kvrelay_step is None:
         raise Unservable("the model does not pass its keyword arguments on to the attention")
     layer: int = module.layer_idx  # type: ignore[assignment]

@@ -1,9 +1,9 @@
-"""One step's works packed into one row of tokens, with every index the step needs built once.
+"""The works of one step packed into one row of tokens, with every index built once.
 
 Decode entries (one position, with context) come first, longest first; prefill entries follow.
-The order inside a batch is this file's business: results are aligned with the caller's works again
-through ``samples``. On the CPU a row's KV and logits do not depend, to the bit, on where a prompt
-is cut or on what is beside it (dense models; see ``attention.index``).
+``samples`` aligns the results with the caller's works again. On the CPU a row's KV and logits do
+not depend, to the bit, on where a prompt is cut or on what is beside it (dense models; see
+``attention.index``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Batch:
 
 
 def pack(works: Sequence[Work], shape: PoolShape, device: torch.device) -> Batch:
-    """Lay the works out for one forward pass over a pool of the given shape."""
+    """Pack the works for one forward pass over a pool of this shape."""
     order = sorted(range(len(works)), key=lambda index: _rank(works[index]))
     packed = [works[index] for index in order]
     first_prefill = sum(map(is_decode, packed))
@@ -71,7 +71,7 @@ def pack(works: Sequence[Work], shape: PoolShape, device: torch.device) -> Batch
 
 
 def is_decode(work: Work) -> bool:
-    """One position with context before it: what the batched kernel computes."""
+    """Whether a work is one position with context before it."""
     return work.count == 1 and work.start > 0
 
 

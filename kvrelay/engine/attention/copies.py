@@ -1,4 +1,4 @@
-"""The bytes of a pool's blocks, copied in and out by I/O threads: host memory and CUDA."""
+"""Copies the bytes of a pool's blocks in and out, for I/O threads: host memory and CUDA."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HostBlockCopier:
 class DeviceBlockCopier:
     """Bytes of blocks in CUDA memory: a stream of its own and pinned staging, one copy at a time.
 
-    Written with care and not yet run on a GPU. A read waits, on the device, for the end of the last
+    Has not run on a GPU yet. A read waits, on the device, for the end of the last
     step; a write is complete when it returns, and so before any step that could use it is launched.
     """
 

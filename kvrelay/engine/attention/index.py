@@ -88,7 +88,7 @@ class IndexBuilder:
             width = len(tables[first])
             last = first + 1
             while last < len(tables) and (last + 1 - first) * width <= limit:
-                if 2 * len(tables[last]) < width:  # more than half of it would be padding
+                if 2 * len(tables[last]) < width:  # more than half would be padding
                     break
                 last += 1
             lengths = [work.start + 1 for work in batch.decodes[first:last]]

@@ -1,8 +1,8 @@
 """The KV cache of one worker: one block-major tensor, and its blocks as bytes for transfers.
 
 Layout ``[block, layer, k|v, position, kv head, head dim]``, so a block is one contiguous range. The
-engine's thread computes into some blocks while I/O threads read and write others; who may touch
-which block is decided by the holders of references (docs/accounting.md), not here.
+engine's thread computes into some blocks while I/O threads read and write others; references
+(docs/accounting.md) decide which of them may use a block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """What a pool holds; ``num_kv_heads`` and ``head_dim`` are those of one layer's K (and V)."""
+    """The shape of a pool; ``num_kv_heads`` and ``head_dim`` are those of one layer's K (and V)."""
 
     num_blocks: int
     num_layers: int
@@ -63,7 +63,7 @@ class KVPool:
             ),
             dtype=DTYPES[shape.dtype],
             device=self.device,
-        ).zero_()  # not torch.zeros: the first touch of a page is slow, so it happens here
+        ).zero_()  # not torch.zeros: the slow first touch of each page happens here
         row = shape.num_kv_heads * shape.head_dim
         self._rows = self.tensor.view(-1, row)
         self._runs = self.tensor.view(-1, shape.block_size * row)
@@ -80,8 +80,8 @@ class KVPool:
     def read(self, block: int, count: int) -> memoryview:
         """The first ``count`` positions: ``[layer, k|v, position, kv head, head dim]``.
 
-        Read-only. A full block on the CPU is a view of the pool, valid while the caller holds the
-        block; anything else is a copy.
+        Read-only. A full block on the CPU is a view of the pool, valid while the caller has a
+        reference to the block; anything else is a copy.
         """
         self._check(block, count)
         return self._copier.read(block, count)
@@ -89,7 +89,7 @@ class KVPool:
     def write(self, block: int, count: int, payload: memoryview) -> None:
         """Fill the first ``count`` positions of a block, as ``read`` lays them out; zero the rest.
 
-        Raises ``ValueError``, and writes nothing, when the payload has another length.
+        Raises ``ValueError``, and writes nothing, if the payload has another length.
         """
         self._check(block, count)
         if payload.nbytes != self.nbytes(count):
@@ -105,14 +105,14 @@ class KVPool:
         return self._copier.buffer(block)
 
     def computed(self) -> None:
-        """Mark the end of a step: reads from now on see what it wrote (a no-op on the CPU)."""
+        """Mark the end of a step: later reads see its writes (a no-op on the CPU)."""
         self._copier.computed()
 
     def clear(self, blocks: Sequence[int]) -> None:
         """Zero whole blocks that are about to be filled in part.
 
-        Masked positions are multiplied by zero, and zero times an infinity or a NaN that a former
-        owner left there would not be zero.
+        Masked positions are multiplied by zero, and zero times an infinity or a NaN of a former
+        request would not be zero.
         """
         for block in blocks:
             self.tensor[block].zero_()

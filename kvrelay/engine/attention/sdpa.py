@@ -42,7 +42,7 @@ class SdpaBackend:
         return SdpaStep(self.pool, batch, groups, prefills, self._room(needed))
 
     def _room(self, runs: int) -> torch.Tensor:
-        """A workspace of at least so many runs; it only grows, by doubling."""
+        """A workspace of at least ``runs`` runs; it only grows, by doubling."""
         shape = self.pool.shape
         width = shape.block_size * shape.num_kv_heads * shape.head_dim
         if self._workspace.numel() < runs * width:
@@ -77,7 +77,7 @@ class SdpaStep:
     ) -> torch.Tensor:
         """Store, then attend group by group and entry by entry."""
         self._pool.store(layer, self._rows, key, value)
-        if len(self._groups) == 1 and not self._prefills:  # plain decode: nothing to put together
+        if len(self._groups) == 1 and not self._prefills:  # nothing to assemble
             return self._decode(layer, self._groups[0], query, scaling)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for group in self._groups:
@@ -130,7 +130,7 @@ def _prefill(
 
 
 def _rows(query: torch.Tensor) -> torch.Tensor:
-    """[.., queries, head dim] with as many queries as are to be computed."""
+    """[.., queries, head dim], padded to the number of queries to compute."""
     count = query.shape[-2]
     missing = queries_computed(count) - count
     return pad(query, (0, 0, 0, missing)) if missing else query

@@ -21,10 +21,10 @@ class Finding:
 
 
 def audit(scheduler: Scheduler) -> list[Finding]:
-    """Everything that is wrong; empty when nothing is."""
-    findings = list(_strangers(scheduler))
+    """All broken invariants; empty if there are none."""
+    findings = list(_unknown_blocks(scheduler))
     if findings:
-        return findings  # the rest is about blocks
+        return findings  # the other checks look these blocks up
     findings += _references(scheduler)
     findings += _names(scheduler)
     findings += _tables(scheduler)
@@ -34,19 +34,19 @@ def audit(scheduler: Scheduler) -> list[Finding]:
     return findings
 
 
-def _strangers(scheduler: Scheduler) -> Iterator[Finding]:
-    """I1: every number that is written down as a block is one."""
+def _unknown_blocks(scheduler: Scheduler) -> Iterator[Finding]:
+    """I1: every block number is one of the pool's."""
     pool, size = scheduler.pool, len(scheduler.pool.references)
     held = [*_held(scheduler)]
     held += [(block, None, "the free list") for block in pool.free]
     held += [(block, None, "the names") for block in pool.by_name.values()]
     for block, request_id, who in held:
         if not 0 <= block < size:
-            yield Finding("I1", request_id, f"{who} has block {block}, and the pool {size}")
+            yield Finding("I1", request_id, f"{who} has block {block} of {size}")
 
 
 def _held(scheduler: Scheduler) -> Iterator[tuple[int, str | None, str]]:
-    """Every block with who may read or write it: the request, and in words."""
+    """Every referenced block, with the request and the name of the holder."""
     for request in scheduler.requests.values():
         for block in request.residency.blocks if request.residency is not None else ():
             yield block, request.id, f"request {request.id}"
@@ -57,34 +57,33 @@ def _held(scheduler: Scheduler) -> Iterator[tuple[int, str | None, str]]:
 
 
 def _references(scheduler: Scheduler) -> Iterator[Finding]:
-    """I1: references of a block are its holders; what nobody holds is free, and nothing else."""
+    """I1: a block has as many references as holders; only blocks without holders are free."""
     pool, holders = scheduler.pool, defaultdict[int, list[str]](list)
     for block, _, who in _held(scheduler):
         holders[block].append(who)
     for block, references in enumerate(pool.references):
-        told = holders[block]
-        if references != len(told):
-            message = f"block {block} counts {references} holders and has {len(told)}: {told}"
+        held = holders[block]
+        if references != len(held):
+            message = f"block {block} has {references} references and {len(held)} holders: {held}"
             yield Finding("I1", None, message)
         if (block in pool.free) != (references == 0):
-            filed = "is filed as free" if block in pool.free else "is not filed as free"
-            yield Finding("I1", None, f"block {block} has {references} holders and {filed}: {told}")
+            state = "free" if block in pool.free else "not free"
+            message = f"block {block} has {references} references and is {state}: {held}"
+            yield Finding("I1", None, message)
 
 
 def _names(scheduler: Scheduler) -> Iterator[Finding]:
-    """I4: names and blocks agree; a block with an outside writer is neither free nor named."""
+    """I4: names and blocks agree; a block that a load writes is neither free nor named."""
     pool = scheduler.pool
     for name, block in pool.by_name.items():
         if pool.names[block] != name:
-            yield Finding("I4", None, f"block {block} is found by a name it does not carry")
+            yield Finding("I4", None, f"block {block} is found by a name that it does not have")
     if sum(name is not None for name in pool.names) != len(pool.by_name):
-        yield Finding("I4", None, "a block carries a name it is not found by")
+        yield Finding("I4", None, "a block has a name that does not find it")
     for (request_id, _), blocks in scheduler.loads.items():
         for block in blocks:
             if block in pool.free or pool.names[block] is not None:
-                yield Finding(
-                    "I4", request_id, f"block {block} is written from outside and visible"
-                )
+                yield Finding("I4", request_id, f"block {block} is written by a load and visible")
 
 
 def _request(scheduler: Scheduler, request: Request) -> Iterator[Finding]:
@@ -108,8 +107,11 @@ def _request(scheduler: Scheduler, request: Request) -> Iterator[Finding]:
 
 
 def _tables(scheduler: Scheduler) -> Iterator[Finding]:
-    """I1: a block stands once in a table, and one that is not full yet in no other table. I4: what
-    is full has the name of its tokens or none, what is not has none (D6)."""
+    """I1 and I4 (D6) of block tables.
+
+    A block is in a table at most once, and a block that is not full in no other table. A full block
+    has the name of its tokens or none; one that is not full has none.
+    """
     pool, size = scheduler.pool, scheduler.limits.block_size
     residents = [request for request in scheduler.requests.values() if request.residency]
     shares = Counter(block for request in residents for block in request.resident.blocks)
@@ -124,31 +126,31 @@ def _tables(scheduler: Scheduler) -> Iterator[Finding]:
             wanted = request.names[index] if index < min(full, len(request.names)) else None
             if pool.names[block] not in (None, wanted):
                 of = f"positions {index * size} to {(index + 1) * size - 1}, {full * size} are full"
-                yield Finding("I4", request.id, f"block {block} has a name not its own: {of}")
+                yield Finding("I4", request.id, f"block {block} has another block's name: {of}")
 
 
 def _queues(scheduler: Scheduler) -> Iterator[Finding]:
-    """I8, its half that can be seen at rest: every request stands in the one place of its state."""
+    """I8, as far as it can be seen at rest: every request is in the queue of its state."""
     for request in scheduler.waiting:
         if (
             request.state is not RequestState.WAITING
             or scheduler.requests.get(request.id) is not request
         ):
-            yield Finding("I8", request.id, f"waits in the queue and is {request.state}")
+            yield Finding("I8", request.id, f"is in the waiting queue and {request.state}")
     for request in scheduler.running:
         if (
             request.state is not RequestState.RUNNING
             or scheduler.requests.get(request.id) is not request
         ):
-            yield Finding("I8", request.id, f"stands among the running and is {request.state}")
+            yield Finding("I8", request.id, f"is among the running and {request.state}")
     for queue in (scheduler.waiting, scheduler.running):
         for before, request in pairwise(queue):
             if before.arrival > request.arrival:
-                yield Finding("I8", request.id, f"stands behind {before.id}, which came later")
+                yield Finding("I8", request.id, f"is queued behind {before.id}, which came later")
     for request in scheduler.requests.values():
         epoch = request.residency.admission.epoch if request.residency else None
         if request.state is RequestState.LOADING and (request.id, epoch) not in scheduler.loads:
-            yield Finding("I8", request.id, "waits for a load that nobody carries out")
+            yield Finding("I8", request.id, "waits for a load that is not open")
     states = Counter(request.state for request in scheduler.requests.values())
     if (states[RequestState.WAITING], states[RequestState.RUNNING]) != (
         len(scheduler.waiting),

@@ -1,9 +1,9 @@
-"""A scheduler that writes down every call, every answer of the store and every outcome.
+"""A scheduler that records every call, every lookup answer and every outcome.
 
-One JSON object a line: the first says the limits, each other one is a call with what it was
-``given``, the ``answers`` its lookups got, and its ``result`` with the counters after it. That is
-all the core depends on, so ``kvrelay.engine.core.replay`` can repeat it. Prompts are in it: keep it
-private. Of a tenant it tells a digest, by which its requests are told from those of others.
+One JSON object a line. The first has the limits; each other one is a call with what it was
+``given``, the ``answers`` its lookups got, and its ``result`` with the counters after it. The core
+depends on nothing else, so ``core.replay`` can repeat it. A journal holds prompts: keep it private.
+Tenants appear as digests.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ Record = dict[str, Json]
 
 
 class Journal(Scheduler):
-    """Does what ``Scheduler`` does, and hands ``write`` a line, newline included, for each call."""
+    """A ``Scheduler`` that gives ``write`` a line, newline included, for each call."""
 
     def __init__(
         self, limits: EngineLimits, naming: Naming, lookup: Lookup, write: Callable[[str], object]
     ) -> None:
-        super().__init__(limits, naming, self._ask_and_note)
-        self._store = lookup
+        super().__init__(limits, naming, self._record_lookup)
+        self._unrecorded_lookup = lookup
         self._write = write
         self._answers: list[Json] = []
         self._line({"journal": VERSION, "limits": asdict(limits)})
@@ -82,8 +82,8 @@ class Journal(Scheduler):
         super().saved(request_id, epoch, serial)
         self._note("saved", {"id": request_id, "epoch": epoch, "serial": serial}, {})
 
-    def _ask_and_note(self, query: Query) -> int | None:
-        answer = self._store(query)
+    def _record_lookup(self, query: Query) -> int | None:
+        answer = self._unrecorded_lookup(query)
         self._answers.append(answer)
         return answer
 
@@ -94,7 +94,7 @@ class Journal(Scheduler):
         self._line({"call": call, "given": given, "answers": answers, "result": result})
 
     def _line(self, record: Record) -> None:
-        """A journal that cannot be written ends here, not the worker."""
+        """The end of a journal whose file cannot be written; the worker continues."""
         try:
             self._write(json.dumps(record, separators=(",", ":")) + "\n")
         except OSError:
@@ -102,16 +102,16 @@ class Journal(Scheduler):
 
 
 def _nowhere(line: str) -> None:
-    """After the disk was full: a reader sees where the journal breaks off."""
+    """The writer after a failed write."""
 
 
 def is_empty(plan: Plan) -> bool:
-    """Such a plan changes nothing, so a worker that idles writes nothing."""
+    """Whether a plan changes nothing: an idle worker writes nothing."""
     return not (plan.entries or plan.loads or plan.saves or plan.preempted)
 
 
 def counters(scheduler: Scheduler) -> Record:
-    """How the scheduler stands, in numbers. No name here is one of an outcome's own."""
+    """The counters of the scheduler; no outcome has a field of one of these names."""
     return {
         "waiting": len(scheduler.waiting),
         "running": len(scheduler.running),
@@ -124,7 +124,7 @@ def counters(scheduler: Scheduler) -> Record:
 
 
 def describe_plan(plan: Plan) -> Record:
-    """A plan as it is written; blocks included, names left out, for they follow from the tokens."""
+    """A plan with its blocks, but without block names: they follow from the tokens."""
     return {
         "entries": [
             [entry.request.id, entry.epoch, entry.start, entry.count, entry.samples]
@@ -138,7 +138,7 @@ def describe_plan(plan: Plan) -> Record:
 
 
 def describe_committed(committed: Committed) -> Record:
-    """The outcome of a step, with the accounts of those it ended."""
+    """The outcome of a step, with the accounts of the requests that it ended."""
     outputs = committed.outputs
     return {
         "outputs": [

@@ -1,4 +1,4 @@
-"""What one leg did, derived from its log of runs when it has ended (invariants I5 and I6)."""
+"""The account of one leg, derived from its log of runs when it has ended (I5 and I6)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvrelay.engine.core.request import Admission, Request, Run
 class LegTokens:
     """``length = local + external + computed``: the tokens the leg started from, by source.
 
-    They are those of the admission that made the leg's first token: of the last one, if none was
-    made. ``executed`` positions went through the runner: ``computed``, the generated tokens' own
-    positions, and what was ``recomputed`` after preemptions.
+    They are those of the admission that made the leg's first token, or of the last admission if
+    there is no token. ``executed`` positions went through the runner: ``computed``, the positions
+    of generated tokens, and those ``recomputed`` after preemptions.
     """
 
     length: int
@@ -28,7 +28,7 @@ class LegTokens:
 
 
 def first_run(request: Request) -> Run | None:
-    """The run that made the leg's first token; the last one if none did, ``None`` without any."""
+    """The run that made the leg's first token; else the last run, ``None`` without runs."""
     runs, length = request.runs, len(request.order.tokens)
     return next((run for run in runs if run.frontier >= length), runs[-1] if runs else None)
 
@@ -55,8 +55,8 @@ def leg_tokens(request: Request) -> LegTokens:
 
 
 def missed_blocks(admission: Admission, block_size: int) -> int:
-    """Blocks of an admission that were found neither here nor outside, and could have been.
+    """Blocks of an admission that were found neither in the pool nor in the store.
 
-    That is all but those found, up to the position that is computed here whatever is found.
+    The last position is always computed here, so its block counts only if other positions share it.
     """
     return -((admission.length - 1) // -block_size) + admission.hit // -block_size

@@ -1,8 +1,8 @@
-"""Whether a model can be served exactly: checks of what it *is*, made before its weights load.
+"""Checks, before the weights load, whether a model can be served exactly.
 
-Each check asks for the property that would make an answer wrong (a window shorter than the longest
-sequence, frequencies that depend on the batch), never for a model's name;
-``kvrelay/engine/model/probe.py`` then observes the loaded model and compares it with itself.
+Each check is for a property that would make an answer wrong (a window shorter than the longest
+sequence, frequencies that depend on the batch), never for a model's name. ``model.probe`` then
+observes the loaded model and compares it with itself.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attenti
 
 
 def longest(config: PreTrainedConfig, asked: int | None) -> int:
-    """The longest sequence to serve: what was asked for, or all that the model was made for.
+    """The longest sequence to serve: ``asked``, or the limit in the model's config.
 
-    Raises ``Unservable`` when the model names no limit and none was asked for, or a smaller one.
+    Raises ``Unservable`` if neither exists, or if ``asked`` exceeds the limit.
     """
     limit = next((n for name in _LENGTHS if (n := _integer(config, name)) is not None), None)
     if asked is None and limit is None:
@@ -35,7 +35,7 @@ def longest(config: PreTrainedConfig, asked: int | None) -> int:
 
 
 def check_config(config: PreTrainedConfig, max_len: int) -> None:
-    """Raise ``Unservable`` for what the config alone gives away."""
+    """Raise ``Unservable`` for what the config shows."""
     if getattr(config, "is_encoder_decoder", False):
         raise Unservable("an encoder-decoder model: only decoders are served")
     if config.get_text_config() is not config or getattr(config, "vision_config", None):
@@ -52,7 +52,7 @@ def check_config(config: PreTrainedConfig, max_len: int) -> None:
 
 
 def check_modules(model: PreTrainedModel, max_len: int) -> None:
-    """Raise ``Unservable`` for what the modules (on the meta device, say) give away."""
+    """Raise ``Unservable`` for what the modules show, for example on the meta device."""
     kind = type(model).__name__
     if not type(model)._supports_attention_backend or not model._can_set_attn_implementation():
         raise Unservable(f"{kind} does not call its attention through the attention interface")
@@ -74,7 +74,7 @@ def _layer_types(config: PreTrainedConfig, max_len: int) -> Iterator[str]:
 
 
 def _windows(config: PreTrainedConfig, max_len: int) -> Iterator[str]:
-    if getattr(config, "layer_types", None):  # then each layer's type says whether it is in use
+    if getattr(config, "layer_types", None):  # each layer's type says whether it uses the window
         return
     window = _integer(config, "sliding_window")
     if window is not None and window < max_len and getattr(config, "use_sliding_window", True):
@@ -96,7 +96,7 @@ def _ropes(module: torch.nn.Module) -> list[str]:
 
 
 def _check_rope(name: str, rope: str, module: torch.nn.Module, max_len: int) -> None:
-    """`transformers` picks these frequencies by the longest position in the whole batch."""
+    """`transformers` chooses these frequencies by the longest position in the batch."""
     if "dynamic" in rope:
         limit = getattr(module, "original_max_seq_len", None)
     elif rope == "longrope":

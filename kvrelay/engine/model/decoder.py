@@ -1,8 +1,7 @@
-"""Llama, Mistral, Qwen2 and Qwen3 written out: the same arithmetic with fewer, larger operations.
+"""Our forward pass of Llama, Mistral, Qwen2 and Qwen3: fewer and larger operations.
 
-Q and K are normed and rotated together. Every rounding stands where `transformers` has it, so
-bfloat16 agrees too. Which forward runs is decided at start, and the probe holds either against
-the model's own.
+Q and K are normed and rotated together. Every rounding is where `transformers` has it, so bfloat16
+agrees too. The probe compares it with the model's own forward at start.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Decoder:
         step: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """See ``Forward.logits``."""
+        """See ``CausalModel.logits``."""
         hidden = self._weights.embedding[tokens[0]]
         cos, sin = self._angles(hidden, positions)
         for number, layer in enumerate(self._weights.layers):

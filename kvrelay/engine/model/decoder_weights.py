@@ -1,7 +1,7 @@
 """The weights of Llama, Mistral, Qwen2 and Qwen3, taken out of `transformers` modules and packed.
 
-Q, K and V become one product and gate and up another. The modules are taken apart on the way, so
-that both copies of the weights never stand side by side.
+Q, K and V become one product, gate and up another. Each module is dropped as soon as its weights
+are packed, so memory never holds both copies of all weights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausal
 Rotary = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-class _TheirNorm(Protocol):
+class _HfNorm(Protocol):
     weight: torch.Tensor
     variance_epsilon: float
 
 
-class _TheirAttention(Protocol):
+class _HfAttention(Protocol):
     q_proj: torch.nn.Linear
     k_proj: torch.nn.Linear
     v_proj: torch.nn.Linear
@@ -39,35 +39,35 @@ class _TheirAttention(Protocol):
     scaling: float
 
 
-class _NormedAttention(Protocol):
-    q_norm: _TheirNorm
-    k_norm: _TheirNorm
+class _HfNormedAttention(Protocol):
+    q_norm: _HfNorm
+    k_norm: _HfNorm
 
 
-class _TheirMlp(Protocol):
+class _HfMlp(Protocol):
     gate_proj: torch.nn.Linear
     up_proj: torch.nn.Linear
     down_proj: torch.nn.Linear
 
 
-class _TheirLayer(Protocol):
-    input_layernorm: _TheirNorm
-    self_attn: _TheirAttention
-    post_attention_layernorm: _TheirNorm
-    mlp: _TheirMlp
+class _HfLayer(Protocol):
+    input_layernorm: _HfNorm
+    self_attn: _HfAttention
+    post_attention_layernorm: _HfNorm
+    mlp: _HfMlp
 
 
-class _TheirBase(Protocol):
+class _HfBase(Protocol):
     embed_tokens: torch.nn.Embedding
     rotary_emb: Rotary
-    norm: _TheirNorm
+    norm: _HfNorm
     layers: torch.nn.ModuleList
 
 
-class _Theirs(Protocol):
+class _HfModel(Protocol):
     """The modules of a known model, as `transformers` names them."""
 
-    model: _TheirBase
+    model: _HfBase
     lm_head: torch.nn.Linear
 
 
@@ -109,7 +109,7 @@ class HeadLayout:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All of a model: ``embedding`` [vocab, hidden], the layers, and what stands around them."""
+    """All weights of a model; ``embedding`` is [vocab, hidden]."""
 
     heads: HeadLayout
     embedding: torch.Tensor
@@ -119,29 +119,29 @@ class DecoderWeights:
     head: Linear
 
 
-def weights(model: PreTrainedModel) -> DecoderWeights | None:
-    """The weights of a known model, which is of no use afterwards; ``None`` for any other."""
+def extract_weights(model: PreTrainedModel) -> DecoderWeights | None:
+    """The weights of a known model, whose modules are dropped; ``None`` for any other model."""
     config = model.config
     if type(model) not in _KNOWN or getattr(config, "hidden_act", None) != "silu":
         return None
-    theirs = cast(_Theirs, model)
-    modules = theirs.model.layers
-    first = cast(_TheirLayer, modules[0]).self_attn
+    source = cast(_HfModel, model)
+    modules = source.model.layers
+    first = cast(_HfLayer, modules[0]).self_attn
     heads = HeadLayout(
         config.num_attention_heads, config.num_key_value_heads, first.head_dim, first.scaling
     )
     layers = []
     for number, layer in enumerate(modules):
-        layers.append(_layer(cast(_TheirLayer, layer), heads))
+        layers.append(_layer(cast(_HfLayer, layer), heads))
         modules[number] = torch.nn.Identity()
-    base = theirs.model
+    base = source.model
     embedding, norm = base.embed_tokens.weight.detach(), _norm(base.norm)
     return DecoderWeights(
-        heads, embedding, base.rotary_emb, tuple(layers), norm, linear(theirs.lm_head)
+        heads, embedding, base.rotary_emb, tuple(layers), norm, linear(source.lm_head)
     )
 
 
-def _layer(layer: _TheirLayer, heads: HeadLayout) -> DecoderLayer:
+def _layer(layer: _HfLayer, heads: HeadLayout) -> DecoderLayer:
     attention, mlp = layer.self_attn, layer.mlp
     return DecoderLayer(
         before_attention=_norm(layer.input_layernorm),
@@ -154,14 +154,14 @@ def _layer(layer: _TheirLayer, heads: HeadLayout) -> DecoderLayer:
     )
 
 
-def _norm(module: _TheirNorm) -> RmsNorm:
+def _norm(module: _HfNorm) -> RmsNorm:
     return RmsNorm(module.weight.detach(), module.variance_epsilon)
 
 
-def _heads_norm(attention: _TheirAttention, heads: HeadLayout) -> RmsNorm | None:
+def _heads_norm(attention: _HfAttention, heads: HeadLayout) -> RmsNorm | None:
     if not hasattr(attention, "q_norm"):
         return None
-    normed = cast(_NormedAttention, attention)
+    normed = cast(_HfNormedAttention, attention)
     queries, keys = _norm(normed.q_norm), _norm(normed.k_norm)
     weights = [queries.weight] * heads.queries + [keys.weight] * heads.keys
     return RmsNorm(torch.stack(weights), queries.epsilon)

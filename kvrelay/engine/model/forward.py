@@ -1,7 +1,7 @@
-"""The one boundary to a `transformers` model: packed tokens in, logits of chosen rows out.
+"""The only boundary to a `transformers` model: packed tokens in, logits of chosen rows out.
 
-The model's own forward does everything outside attention, logit scaling and caps included; the
-head is computed for the rows that sample alone (``logits_to_keep``).
+The model's own forward does everything outside attention, logit scaling and caps included. The
+head is computed only for the rows that sample (``logits_to_keep``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class _Output(Protocol):
 
 
 class _Causal(Protocol):
-    """How this file calls a causal model; `transformers` leaves these calls untyped."""
+    """The typed call of a causal model; `transformers` leaves it untyped."""
 
     def __call__(
         self,
@@ -32,7 +32,7 @@ class _Causal(Protocol):
 
 
 class CausalModel(Protocol):
-    """What the runner asks of a model: `transformers`' own forward, or one written out."""
+    """A model as the runner calls it: `transformers`' own forward, or ours."""
 
     def logits(
         self,
@@ -60,7 +60,7 @@ class TransformersModel:
     ) -> torch.Tensor:
         """Logits [R, vocab] of the packed ``rows`` [R], tokens and positions [1, T].
 
-        ``step`` is what the attention function in use expects (see ``attention.AttentionStep``).
+        ``step`` is passed to the attention function (see ``AttentionStep``).
         """
         out = self._call(
             input_ids=tokens,
@@ -76,5 +76,5 @@ class TransformersModel:
         return self._call(input_ids=tokens[None], use_cache=False).logits[0, -1]
 
     def set_attention(self, name: str) -> None:
-        """Use another attention function from here on."""
+        """Use another attention function from now on."""
         self.model.set_attn_implementation(name)

@@ -1,7 +1,7 @@
-"""Loading a `transformers` decoder from a local directory, or refusing it with the reason.
+"""Loads a `transformers` decoder from a local directory, or refuses it with the reason.
 
-Checks of the config and the modules come before the weights are read, a comparison of the model as
-it will run with the model as it came after.
+The config and the modules are checked before the weights are read. Afterwards the model as it will
+run is compared with `transformers`' own.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from kvrelay.engine.attention.backend import ATTENTION
 from kvrelay.engine.attention.pool import DTYPES, PoolShape
 from kvrelay.engine.model.capability import check_config, check_modules, longest
 from kvrelay.engine.model.decoder import Decoder
-from kvrelay.engine.model.decoder_weights import weights
+from kvrelay.engine.model.decoder_weights import extract_weights
 from kvrelay.engine.model.forward import CausalModel, TransformersModel
 from kvrelay.engine.model.packed_linear import bound_kernel_caches, pack_linears
 from kvrelay.engine.model.pretrained import read_config, read_weights, revision, skeleton
 from kvrelay.engine.model.probe import compare_logits, observe_model, reference_logits
 from kvrelay.errors import Unservable
 
-# What reading a broken or unknown model raises inside `transformers`, before it serves anybody.
+# What `transformers` raises while it reads a broken or unknown model.
 _FOREIGN = (
     ArithmeticError,
     AssertionError,
@@ -143,8 +143,8 @@ def _checked(
 
 
 def _computes(forward: TransformersModel) -> CausalModel:
-    """The model written out where it is a known one, else its own forward with packed layers."""
-    known = weights(forward.model)
+    """Our forward if the model is a known one, else its own with packed layers."""
+    known = extract_weights(forward.model)
     if known is not None:
         return Decoder(known)
     pack_linears(forward.model)

@@ -42,7 +42,7 @@ def bound_kernel_caches() -> None:
 
 
 class PackedLinear(torch.nn.Module):
-    """What ``nn.Linear`` computes, without its ``weight``."""
+    """``nn.Linear`` without its ``weight`` attribute."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class PackedLinear(torch.nn.Module):
 
 
 def linear(layer: torch.nn.Linear) -> Linear:
-    """The layer packed where that is possible, else itself."""
+    """The layer, packed if possible."""
     return PackedLinear(layer.weight, layer.bias).forward if _packable(layer.weight) else layer
 
 
@@ -83,7 +83,7 @@ def stacked(layers: Sequence[torch.nn.Linear]) -> Linear:
 def pack_linears(model: torch.nn.Module) -> int:
     """Replace every plain linear layer that oneDNN can pack; returns how many were replaced.
 
-    GPT-2's ``Conv1D`` is one whose weight lies the other way. Nothing is replaced on a GPU, in
+    GPT-2's ``Conv1D`` is one with a transposed weight. Nothing is replaced on a GPU, in
     float16, or where this torch was built without oneDNN.
     """
     found = [

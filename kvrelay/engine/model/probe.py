@@ -1,9 +1,9 @@
-"""What a loaded model does, by watching it, and whether paging changes it.
+"""Observes a loaded model, and checks that paging does not change its logits.
 
 ``observe_model`` records every call of the attention in one forward pass: from that come the
-layers, heads and widths of the pool, and refusals for what the plug-in does not implement.
-``compare_logits`` computes two short sequences in chunks over a scattered pool and holds them
-against the model's own.
+layers, heads and widths of the pool, and refusals of what the plug-in does not implement.
+``compare_logits`` computes two short sequences in chunks over a scattered pool and compares them
+with the model's own logits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.25}
 
 @dataclass(frozen=True, slots=True)
 class ObservedModel:
-    """What every layer's attention was seen to be, and how many layers and logits there are."""
+    """The shape of every layer's attention, and the numbers of layers and logits."""
 
     layers: int
     heads: int
@@ -48,7 +48,7 @@ class _Call:
 
 
 class _Observer:
-    """Stands in for a step: notes each call, and answers something of the right shape."""
+    """Takes the place of a step: records each call."""
 
     def __init__(self, max_len: int) -> None:
         self.max_len = max_len
@@ -102,9 +102,9 @@ AttentionInterface.register(_OBSERVED, _observed_attention)
 
 
 def observe_model(forward: TransformersModel, device: torch.device, max_len: int) -> ObservedModel:
-    """Run three tokens and look; all layers must be alike and numbered in order.
+    """Run three tokens; all layers must have the same shape and be numbered in order.
 
-    Raises ``Unservable`` when a layer has no attention, or one that shares another's KV.
+    Raises ``Unservable`` if a layer has no attention, or shares the KV of another.
     """
     observer = _Observer(max_len)
     forward.set_attention(_OBSERVED)
@@ -134,7 +134,7 @@ def compare_logits(
 ) -> float:
     """The largest difference between paged and ``own`` logits, relative to the largest of these.
 
-    Raises ``Unservable`` when it is more than rounding.
+    Raises ``Unservable`` if it is more than rounding.
     """
     paged = _paged_logits(forward, shape, device, _sequences(own.shape[1]))
     difference = (own.float() - paged.float()).abs().max().item()

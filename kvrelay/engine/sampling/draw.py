@@ -1,8 +1,8 @@
-"""Drawing one token from each row of logits: temperature, top-k, top-p, min-p, inverse CDF.
+"""Draws one token from each row of logits: temperature, top-k, top-p, min-p, inverse CDF.
 
 A filter is a threshold on the logit: every token at least as likely as the last one needed is kept,
-so ties do not depend on a sort, nor any row on another. The distribution that is left is summed in
-vocabulary order in float64 and cut at one uniform number; the most likely token always survives.
+so ties do not depend on a sort, nor any row on another. The remaining distribution is summed in
+vocabulary order in float64 and cut at one uniform number; the most likely token always remains.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _keep_top_k(scaled: torch.Tensor, samplings: Sequence[Sampling]) -> None:
 
 
 def _keep_top_p(scaled: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """The weights exp(scaled) of what top-p leaves; consumes ``scaled``."""
+    """The weights exp(scaled) of the tokens that top-p keeps; consumes ``scaled``."""
     rows = [row for row, sampling in enumerate(samplings) if sampling.top_p < 1.0]
     if not rows:
         return scaled.exp_()

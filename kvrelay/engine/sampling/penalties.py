@@ -1,6 +1,6 @@
-"""What changes a row of logits before temperature: penalties, then ``min_tokens``.
+"""Changes a row of logits before temperature: penalties, then ``min_tokens``.
 
-Each is computed from the sequence's token list, so there is nothing to carry from step to step.
+Both are computed from the sequence's token list, so no state passes from step to step.
 """
 
 from __future__ import annotations

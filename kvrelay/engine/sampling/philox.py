@@ -1,7 +1,7 @@
 """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
-A counter-based generator: the number for a (seed, position) is a function of the two, so a request
-continued on another worker draws what it would have drawn, and there is no state to carry.
+A counter-based generator without state: the number is a function of (seed, position), so a request
+draws the same numbers on any worker.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Choosing the next token of each row, and its log probabilities when asked for.
+"""Samples the next token of each row, with log probabilities if requested.
 
 The order is penalties, ``min_tokens``, temperature, top-k, top-p, min-p; log probabilities are of
 the raw logits. A token depends on (seed, position, logits) and on no other row of the batch.
@@ -24,7 +24,7 @@ def sample(logits: torch.Tensor, works: Sequence[Work]) -> list[Sampled]:
     """
     asked = [(row, work, _sampling(work)) for row, work in enumerate(works)]
     plain = not any(_adjusts(work, sampling) for _, work, sampling in asked)
-    # In float32 even to find the largest: in bfloat16 that takes five times as long.
+    # In float32 even for the argmax: in bfloat16 it takes five times as long.
     tokens = _tokens(logits.float() if plain else _adjusted(logits, asked), asked)
     return [
         Sampled(token)
@@ -59,7 +59,7 @@ def _adjusted(logits: torch.Tensor, asked: Sequence[_Row]) -> torch.Tensor:
 
 
 def _tokens(logits: torch.Tensor, asked: Sequence[_Row]) -> list[int]:
-    """Greedy for all rows at once, and a draw for those with a temperature."""
+    """The argmax for all rows at once, and a draw for rows with a temperature."""
     drawn = [entry for entry in asked if entry[2].temperature > 0]
     tokens: list[int] = logits.argmax(-1).tolist() if len(drawn) < len(asked) else [0] * len(asked)
     if not drawn:

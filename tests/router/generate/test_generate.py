@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 
-import grpc
 import pytest
 
 from kvrelay.errors import (
@@ -16,8 +15,7 @@ from kvrelay.errors import (
     Rejected,
     Unavailable,
 )
-from kvrelay.rpc.status import from_rpc_error
-from kvrelay.v1 import router_pb2, types_pb2
+from kvrelay.v1 import router_pb2
 from tests.router.fakes import (
     LENGTH,
     STOP,
@@ -31,23 +29,9 @@ from tests.router.fakes import (
     text_of,
     tokenizer,
 )
+from tests.router.rig import PROMPT, failing, request
 
-PROMPT = list(range(10, 21))
-LONG = 380  # tokens: a worker that goes on is far from done when it is cancelled
-
-
-def request(max_tokens: int = 8, **sampling: object) -> router_pb2.GenerateRequest:
-    result = router_pb2.GenerateRequest(max_tokens=max_tokens)
-    result.token_ids.ids.extend(PROMPT)
-    values = types_pb2.Sampling(**{"seed": 5, **sampling})  # type: ignore[arg-type]
-    result.sampling.CopyFrom(values)
-    return result
-
-
-async def failing(call: object) -> KvrelayError:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call  # type: ignore[misc]
-    return from_rpc_error(caught.value)
+LONG = 380  # tokens: a worker that was not cancelled would be far from done
 
 
 async def test_two_legs_one_stream() -> None:

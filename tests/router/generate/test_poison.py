@@ -1,4 +1,4 @@
-"""What workers died of is refused for a while, however it is asked again, and nothing else is."""
+"""A request that workers died of is refused for a while, in any form, and no other is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvrelay.v1 import types_pb2
 from router.generate.request import AcceptedRequest
 from router.generate.retry import MAX_POISONS, PoisonList, PoisonRequest
 from tests.router.fakes import Behaviour, answer, decode_worker, ids, running
-from tests.router.generate.test_generate import PROMPT, failing, request
+from tests.router.rig import PROMPT, failing, request
 
 ASKED = AcceptedRequest(
     "a", (6, 6, 6), (), 8, types_pb2.Sampling(seed=1, top_k=3), Deadline.after(60)

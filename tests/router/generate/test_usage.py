@@ -1,4 +1,4 @@
-"""The account of a whole request: what a lost leg took with it is not made up from another."""
+"""The usage of a whole request: what a lost leg did not report is not taken from another."""
 
 from __future__ import annotations
 

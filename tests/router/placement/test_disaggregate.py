@@ -1,4 +1,4 @@
-"""Which prompts are worth a hand-over: estimates, what they are learnt from, and what is done."""
+"""Which prompts are worth a handoff: the estimates, their sources, and the placement."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from kvrelay.v1 import router_pb2
 from router.placement.costs import ComputeSite, Costs, LegTimings, LinearFit
 from tests.router.fakes import answer, decode_worker, ids, prefill_worker, running
-from tests.router.workers.test_registry import join
+from tests.router.rig import join
 
 
 def asked(prompt: list[int], seed: int = 1) -> router_pb2.GenerateRequest:

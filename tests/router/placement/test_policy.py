@@ -72,7 +72,7 @@ def test_a_worker_is_believed_to_hold_what_its_pool_can() -> None:
     affinity.record(names(3, 4), "a", 3)
     assert len(affinity) == 3
     assert affinity.leading(names(3, 4)) == {"a": 2}
-    assert affinity.leading(names(1, 2)) == {"a": 1}  # the end of a chain goes before its head
+    assert affinity.leading(names(1, 2)) == {"a": 1}  # the end of a chain goes first
     affinity.mistaken("a")
     assert len(affinity) == 2
     affinity.mistaken("nobody")

@@ -86,7 +86,7 @@ def test_tenants_differ_by_one_request_of_each_at_most(weights: list[float], see
 
 
 def test_a_tenant_gains_nothing_by_asking_one_after_another() -> None:
-    """Its virtual time is not forgotten while the others wait."""
+    """Its virtual time is kept while the others wait."""
     queue, served = FairQueue(1 << 30), Counter[str]()
     for key in range(1000):
         queue.push(QueuedRequest(key, 100, "crowd"))
@@ -131,7 +131,7 @@ def test_a_tenant_below_its_share_pushes_out_the_greediest() -> None:
     assert queue.push(QueuedRequest(10, 100, "greedy")) is None
     out = queue.push(QueuedRequest(11, 250, "small"))
     assert out is not None
-    assert [one.key for one in out] == [9, 8, 7]  # those that came last
+    assert [one.key for one in out] == [9, 8, 7]  # the newest ones
     assert queue.push(QueuedRequest(12, 250, "small")) is not None
     assert queue.push(QueuedRequest(13, 50, "small")) is None  # it has its half
     assert queue.tokens <= 1000
@@ -178,7 +178,7 @@ def test_no_slot_is_empty_while_somebody_waits(
             del states[key]
             continue
         for other in step.started:
-            assert states[other] == "waits"  # nobody goes twice, or after it left
+            assert states[other] == "waits"  # no request runs twice, or after it left
             states[other] = "runs"
         for other, _ in step.refused:
             assert states.pop(other) == "waits"
@@ -191,7 +191,7 @@ def test_no_slot_is_empty_while_somebody_waits(
 
 
 def saturated(queue_tokens: int = 100_000, queue_seconds: float = 1e9) -> AdmissionControl:
-    """One slot that a request of 100 tokens takes for a second, and twenty that wait."""
+    """One slot, a second for each request of 100 tokens, and twenty requests that wait."""
     admission = AdmissionControl(queue_tokens, queue_seconds)
     admission.resize(1, 0.0)
     for key in range(41):
@@ -207,13 +207,13 @@ def test_the_rate_is_that_of_the_queue_while_there_is_one() -> None:
     for key in range(20, 41):
         admission.leave(key, key + 1.0)
     measured = admission.rate
-    admission.resize(1, 1000.0)  # nobody waits: the time that passes says nothing
+    admission.resize(1, 1000.0)  # the queue is empty: time that passes says nothing
     assert admission.rate == measured == pytest.approx(100, rel=0.05)
     assert AdmissionControl(1, 1.0).rate is None
 
 
 def test_a_measure_ages_while_nobody_waits() -> None:
-    """After a standstill, a queue of an hour later is not judged by it."""
+    """The estimate of a standstill does not hold for a queue of an hour later."""
     admission = AdmissionControl(100_000, 120.0)
     admission.resize(1, 0.0)
     for key in range(3):
@@ -232,7 +232,7 @@ def test_a_measure_ages_while_nobody_waits() -> None:
 
 
 def test_the_first_few_to_end_do_not_say_how_fast_it_goes() -> None:
-    """Forty begin at the same moment; two that are short end long before the others."""
+    """Forty begin at the same moment; two short ones end long before the others."""
     admission = AdmissionControl(1_000_000, 120.0)
     admission.resize(40, 0.0)
     for key in range(300):
@@ -240,7 +240,7 @@ def test_the_first_few_to_end_do_not_say_how_fast_it_goes() -> None:
     for key in range(2):
         admission.leave(key, 1.0)
     assert admission.rate == pytest.approx(4000, rel=0.01)  # as if all were so short
-    # 26,000 tokens wait, and 200 have gone in a second.
+    # 26,000 tokens wait, and 200 were served in a second.
     admission.offer(QueuedRequest(300, 100, until=101.0), 1.0)
     for key in range(2, 40):
         admission.leave(key, 2.0)
@@ -279,7 +279,7 @@ def test_who_cannot_be_in_time_is_refused_early() -> None:
     assert admission.offer(QueuedRequest(99, 100, until=50.0), 20.0).started == ()
     with pytest.raises(Exhausted):
         saturated(queue_seconds=5.0).offer(QueuedRequest(99, 100), 20.0)
-    # Another tenant has nobody of its own before it: it is next but one.
+    # Another tenant has no request before it: it is next but one.
     assert saturated().offer(QueuedRequest(99, 100, "other", until=25.0), 20.0).started == ()
 
 

@@ -1,4 +1,4 @@
-"""The admission before an ideal server, in simulated time: what it says, and what then happens."""
+"""Admission control before an ideal server, in simulated time: estimates and outcomes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.queue.admission import LONGEST, AdmissionControl
 from router.queue.fair import QueuedRequest
 
 TOKENS = 100
-EVER = 1e9  # as patient as those of whom ``crowd`` consists
+EVER = 1e9  # as patient as the requests of ``crowd``
 
 
 class Server:
@@ -33,7 +33,7 @@ class Server:
         self._keys = itertools.count()
 
     def run(self, now: float) -> None:
-        """Until then."""
+        """Run the server until ``now``."""
         while self._ends and self._ends[0][0] <= now:
             at, key = heapq.heappop(self._ends)
             _, until = self._waiting.pop(key)
@@ -43,7 +43,7 @@ class Server:
     def ask(
         self, now: float, timeout: float = EVER, tenant: str = "", takes: float | None = None
     ) -> int | None:
-        """The key of a request that came, unless it was refused."""
+        """The key of a new request, ``None`` if it was refused."""
         key = next(self._keys)
         try:
             one = QueuedRequest(key, TOKENS, tenant, until=now + timeout, patience=timeout)
@@ -73,7 +73,7 @@ def arrivals(seed: int, rate: float, until: float) -> Iterator[float]:
 
 
 def crowd(slots: int, seconds: float, until: float) -> Server:
-    """As many come as can be served, and a few more: somebody always waits."""
+    """Slightly more requests than can be served: some always wait."""
     server, every = Server(slots, seconds, 1e9), seconds / slots
     for _ in range(slots):
         server.ask(0.0)
@@ -90,7 +90,7 @@ def crowd(slots: int, seconds: float, until: float) -> Server:
 def test_at_five_times_the_capacity_as_many_are_served_in_time(
     timeout: float, spread: random.Random | None
 ) -> None:
-    """Far less patient than the queue is long, and an answer takes much of their time."""
+    """The deadline is far shorter than the queue, and service takes much of it."""
     slots, seconds, lasts = 10, 7.0, 600.0
     server, capacity = Server(slots, seconds), slots / seconds
     server.spread = spread
@@ -102,7 +102,7 @@ def test_at_five_times_the_capacity_as_many_are_served_in_time(
 
 @pytest.mark.parametrize("slots", [1, 2, 9])
 def test_the_rate_of_long_answers_is_known_at_any_moment(slots: int) -> None:
-    """They end once in many half-lives of the measure."""
+    """One ends in many half-lives of the estimate."""
     seconds = 90.0
     server, rate = crowd(slots, seconds, 600.0), slots * TOKENS / seconds
     for moment in range(600, 1200, 7):
@@ -124,14 +124,14 @@ def test_what_waits_in_a_long_queue_waits_as_long_as_was_said() -> None:
 
 
 def test_after_a_standstill_of_a_minute_the_same_is_said_soon() -> None:
-    """The process was stopped: what ended meanwhile says little of what follows."""
+    """The process was stopped: requests that ended meanwhile say little of the rate."""
     server = crowd(8, 2.0, 60.0)
     server.run(60.0)
     for _ in range(400):
         server.ask(60.0)
     before = server.admission.rate
     late = [heapq.heappop(server._ends) for _ in range(len(server._ends))]
-    for _, key in late:  # all ended meanwhile, and it is heard of at once
+    for _, key in late:  # all ended meanwhile, and their ends are seen at once
         server._waiting.pop(key)
         server._go(server.admission.leave(key, 122.0).started, 122.0)
     server.run(146.0)
@@ -154,7 +154,7 @@ def test_workers_that_come_and_go_change_the_rate_at_once() -> None:
 
 
 def test_many_tenants_with_one_request_each_wait_for_one_another() -> None:
-    """A newcomer has none of its own before it, and does not go at once for that."""
+    """A new tenant has no request before its first one, which does not run at once for that."""
     server = crowd(1, 1.0, 60.0)
     for tenant in range(60):
         server.ask(60.0, tenant=f"t{tenant}")
@@ -167,7 +167,7 @@ def test_many_tenants_with_one_request_each_wait_for_one_another() -> None:
 
 
 def delays(admission: AdmissionControl, tenant: str, count: int, now: float) -> list[float]:
-    """Told to so many that come where there is no place."""
+    """``retry_after`` of ``count`` requests for which there is no place."""
     told = []
     for _ in range(count):
         with pytest.raises(Exhausted) as refused:
@@ -177,7 +177,7 @@ def delays(admission: AdmissionControl, tenant: str, count: int, now: float) -> 
 
 
 def test_those_for_whom_there_is_no_place_come_back_one_after_another() -> None:
-    """Their size is not known; each is taken for a usual one."""
+    """Their size is not known; each counts as a usual request."""
     server = crowd(1, 1.0, 60.0)
     told = delays(server.admission, "", 50, 60.0)
     assert told[-1] == pytest.approx(50.0, rel=0.2)
@@ -191,7 +191,7 @@ def test_before_anything_is_known_not_all_come_back_at_one_moment() -> None:
         admission.offer(QueuedRequest(key, TOKENS), 0.0)
     told = delays(admission, "", 1000, 0.0)
     assert told[0] == 1.0
-    assert told[-1] == pytest.approx(10.0, rel=0.1)  # ten times as many as are here
+    assert told[-1] == pytest.approx(10.0, rel=0.1)  # ten times as many as are present
 
 
 def test_whoever_asks_without_end_does_not_lengthen_the_delay_of_others() -> None:
@@ -224,7 +224,7 @@ def test_who_would_be_late_makes_room_when_its_turn_comes() -> None:
     while admission.waiting:
         server.run(server._ends[0][0])
     now = server._ends[0][0] - 8.0
-    # It would wait for 5 s on average and take 15 s at most, but its turn comes in 8.
+    # It would wait for 5 s on average and take 15 s at most, but its slot comes in 8.
     admission.offer(QueuedRequest(1 << 40, TOKENS, until=now + 22.0, patience=EVER), now)
     admission.offer(QueuedRequest((1 << 40) + 1, TOKENS, until=now + 100.0, patience=EVER), now)
     step = admission.leave(server._ends[0][1], now + 8.0)
@@ -234,7 +234,7 @@ def test_who_would_be_late_makes_room_when_its_turn_comes() -> None:
 
 
 def test_an_answer_that_is_nearly_whole_needs_little_time() -> None:
-    """It is resumed: what there is of it is not made again."""
+    """It is resumed: its tokens so far are not made again."""
     server = crowd(10, 20.0, 200.0)
     server.run(200.0)
     server.ask(200.0)

@@ -1,4 +1,4 @@
-"""More than the workers can run: who waits, who goes next, who is refused, who leaves."""
+"""More requests than the workers can run: which wait, run next, are refused, leave."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def request(prompt: int, priority: int = 0, tokens: int = 4) -> router_pb2.Gener
 
 
 def held() -> FakeWorker:
-    """Runs two at once, and makes no token before it is told to."""
+    """Runs two requests at once; each token waits for a permit."""
     behaviour = Behaviour(step=asyncio.Semaphore(0))
     return decode_worker(max_num_seqs=2, behaviour=behaviour)
 
@@ -49,7 +49,7 @@ async def status(router: Running) -> router_pb2.QueueStatus:
 
 
 async def waiting(router: Running, count: int, slots: int = SLOTS) -> None:
-    """Until so many wait, and as many run as may."""
+    """Until ``count`` requests wait and ``slots`` run."""
     async with asyncio.timeout(20):
         while True:
             seen = await status(router)
@@ -98,7 +98,7 @@ async def test_a_client_that_leaves_the_queue_leaves_at_once() -> None:
         await waiting(router, 0)
         later = router.call(request(50))
         await waiting(router, 1)
-        calls[0].cancel()  # its slot goes to the one that waits
+        calls[0].cancel()  # its slot goes to the waiting request
         await waiting(router, 0)
         assert worker.behaviour.step is not None
         for _ in range(100):
@@ -107,7 +107,7 @@ async def test_a_client_that_leaves_the_queue_leaves_at_once() -> None:
 
 
 async def test_a_client_that_leaves_as_its_turn_comes() -> None:
-    """In the same turn of the event loop: the slot is not lost to a request that nobody awaits."""
+    """In one iteration of the event loop: the slot is not lost to the request that left."""
     async with running([held()]) as router:
         gate = router.service.gate
 
@@ -184,7 +184,7 @@ async def test_requests_of_one_tenant_do_not_take_every_place(
 async def test_long_prompts_of_one_tenant_do_not_take_every_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They are there before any queue, while they wait to be made tokens."""
+    """They wait to be tokenized, before they enter the queue."""
     tenant, go_on, places = Tenant("greedy"), threading.Event(), 12
     monkeypatch.setattr(service, "caller", lambda: Caller(CallerKind.CLIENT, tenant))
 
@@ -207,12 +207,12 @@ async def test_long_prompts_of_one_tenant_do_not_take_every_place(
         tenant = Tenant("small")
         for n in range(3):
             assert ids(await router.generate(request(n))) == answer([n], 4, 1)
-        error = await refusal(router, long, 0.2)  # it has a place, and waits too long there
+        error = await refusal(router, long, 0.2)  # it is open, and waits too long for its slot
         assert isinstance(error, DeadlineExceeded)
         go_on.set()
         got = await asyncio.gather(*greedy, return_exceptions=True)
         errors = [from_rpc_error(one) for one in got if isinstance(one, grpc.RpcError)]
-        assert 0 < len(errors) <= 5  # a place may be taken before the one pushed out has left
+        assert 0 < len(errors) <= 5  # a place may be taken before the evicted request has left
         assert all(isinstance(one, Exhausted) for one in errors)
         assert router.service.gate.refused["pushed_out"] == len(errors)
 
@@ -220,7 +220,7 @@ async def test_long_prompts_of_one_tenant_do_not_take_every_place(
 async def test_what_one_tenant_resumes_does_not_take_every_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Text of many tokens is made in threads, a few at once for each tenant."""
+    """The text of many tokens is made in threads, in a few slots of each tenant."""
     tenant, go_on, inside = Tenant("greedy"), threading.Event(), threading.Semaphore(0)
     monkeypatch.setattr(service, "caller", lambda: Caller(CallerKind.CLIENT, tenant))
     monkeypatch.setattr(generation, "MANY_TOKENS", 2)
@@ -334,7 +334,7 @@ async def test_a_worker_that_is_full_is_left_alone_for_as_long_as_it_says() -> N
             assert 0 < error.retry_after <= 0.5
             asked.append(len(worker.legs))
             if asked[-1] > 1:
-                break  # a slow machine: its time was over
+                break  # a slow machine: the rest was over
         assert asked[:2] == [1, 1] or asked[-1] == 2
         worker.behaviour.fail = None
         async with asyncio.timeout(20):
@@ -370,7 +370,7 @@ async def test_a_tenant_with_many_requests_does_not_hold_up_another_one() -> Non
 
 
 async def test_who_leaves_as_its_turn_comes_leaves() -> None:
-    """Both happen in one turn of the event loop."""
+    """Both happen in one iteration of the event loop."""
     worker = held()
     async with running([worker]) as router:
         gate, inside = router.service.gate, asyncio.Event()
@@ -395,7 +395,7 @@ async def test_who_leaves_as_its_turn_comes_leaves() -> None:
 
 
 async def test_requests_under_way_do_not_take_every_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers run more at once than the router takes: who waits is still chosen fairly."""
+    """Workers run more requests than the router takes: waiting ones are still chosen fairly."""
     tenant, places = Tenant("greedy"), 8
     monkeypatch.setattr(service, "caller", lambda: Caller(CallerKind.CLIENT, tenant))
     worker = decode_worker(max_num_seqs=64, behaviour=Behaviour(step=asyncio.Semaphore(0)))
@@ -419,7 +419,7 @@ async def test_requests_under_way_do_not_take_every_place(monkeypatch: pytest.Mo
 async def test_text_of_resumed_tokens_is_made_for_those_whose_turn_it_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not for those that wait, or are refused: else whoever asks without end keeps it busy."""
+    """Not for waiting or refused requests: a client that retries for ever cannot keep it busy."""
     worker, made = held(), list[int]()
     replay = Generation.replay_tokens
 

@@ -1,4 +1,4 @@
-"""Tokenising what is long: never on the event loop, and a little of each tenant at once."""
+"""Long inputs are tokenized off the event loop, a few of each tenant at once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECONDS = 20
 
 
 class Slow:
-    """A tokenizer that waits to be let on; ``threads`` says who was in it."""
+    """A tokenizer that waits for a permit; ``threads`` are those that called it."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
@@ -84,7 +84,7 @@ async def test_one_tenants_long_prompts_leave_room_for_those_of_others(
     made = prompts(slow)
     greedy = [asyncio.ensure_future(made.tokenize(text(), Tenant("greedy"))) for _ in range(10)]
     await slow.entered(2)
-    for task in greedy[:2]:  # who leaves does not make place for more of the same
+    for task in greedy[:2]:  # a client that leaves does not free its slot
         task.cancel()
     other = asyncio.ensure_future(made.tokenize(text("other"), Tenant("small")))
     await slow.entered(1)
@@ -121,7 +121,7 @@ async def test_the_last_of_whoever_has_most_waiting_makes_room() -> None:
     assert not slots.evict_for(Tenant("light", weight=0.1), lambda _: left)
     slots.release(many)
     for task in waiting:
-        task.cancel()  # the one whose turn has just come gives it back
+        task.cancel()  # the task that was just given a slot releases it
     await asyncio.gather(*waiting, return_exceptions=True)
     await asyncio.wait_for(slots.acquire(many), SECONDS)
     assert slots.max_load == 0

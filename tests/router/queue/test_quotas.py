@@ -1,4 +1,4 @@
-"""What a tenant may have, and what it gets back."""
+"""Quotas of tenants: charged at the start, restored over time, unused tokens given back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from router.queue.quotas import Quotas
 
 
 class Clock:
-    """Time that passes when told."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -71,7 +71,7 @@ def test_what_was_not_used_comes_back() -> None:
 
 
 def test_what_came_back_by_itself_is_not_given_back_again() -> None:
-    """Else who keeps requests open that use little could have twice its tokens."""
+    """A tenant that keeps requests open and uses little would get twice its tokens."""
     clock = Clock()
     quotas, alice = Quotas(clock), Tenant("alice", tokens_per_minute=600)
     with ExitStack() as late:

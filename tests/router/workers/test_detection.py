@@ -1,4 +1,4 @@
-"""Who is silent, restarted or leaving is noticed, and its streams go on elsewhere at once."""
+"""Silent, restarted and draining workers are detected; their streams continue elsewhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.router.fakes import (
     prefill_worker,
     running,
 )
-from tests.router.generate.test_generate import PROMPT, failing, request
+from tests.router.rig import PROMPT, failing, join, request
 
 
 class Pace(TypedDict):
@@ -65,7 +65,7 @@ async def states(router: Running) -> dict[str, str]:
 
 
 async def first(call: AsyncIterator[router_pb2.GenerateResponse], count: int) -> list[int]:
-    """So many tokens of a stream."""
+    """The first ``count`` tokens of a stream."""
     seen: list[int] = []
     while len(seen) < count:
         seen += ids([await anext(call)])
@@ -91,7 +91,7 @@ async def test_streams_leave_a_silent_worker(pace: Pace) -> None:
         assert pause < pace["health_interval"] + pace["health_timeout"] + SLACK
         assert (await states(router))[sleeping.address] == "WORKER_STATE_SUSPECT"
         assert seen + await rest(call) == answer(PROMPT, 8, 5)
-        await asyncio.wait_for(sleeping.cancelled.wait(), 2)  # the ghost's leg has ended
+        await asyncio.wait_for(sleeping.cancelled.wait(), 2)  # its leg has ended
         event.set()
         await router.settled(used=2)
         assert set((await states(router)).values()) == {"WORKER_STATE_READY"}
@@ -99,9 +99,7 @@ async def test_streams_leave_a_silent_worker(pace: Pace) -> None:
 
 
 async def stand_by(router: Running, *workers: FakeWorker) -> None:
-    """List exactly these, and wait until all are used."""
-    from tests.router.workers.test_registry import join
-
+    """List exactly these workers, and wait until all are used."""
     await join(router, *workers)
     await router.settled(used=len(workers), listed=len(workers))
 
@@ -207,7 +205,7 @@ async def test_streams_leave_a_draining_worker_if_they_can() -> None:
         leaving.behaviour.draining = True
         await router.settled(used=0)
         assert (await states(router))[leaving.address] == "WORKER_STATE_DRAINING"
-        assert not leaving.cancelled.is_set()  # nobody else could go on
+        assert not leaving.cancelled.is_set()  # no other worker could continue
         await stand_by_draining(router, leaving, other := decode_worker("d1"))
         responses = [response async for response in call]
         assert seen + ids(responses) == answer(PROMPT, 8, 5)
@@ -216,7 +214,7 @@ async def test_streams_leave_a_draining_worker_if_they_can() -> None:
 
 
 class Asked(asyncio.Event):
-    """Set always; counts who asks."""
+    """Always set; counts its waiters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,8 +227,6 @@ class Asked(asyncio.Event):
 
 
 async def test_a_silent_worker_does_not_lose_its_fleet_to_another_one() -> None:
-    from tests.router.workers.test_registry import join
-
     sleeping, event = sleeper("d0")
     async with running([sleeping], **FAST) as router:
         other = decode_worker(
@@ -260,7 +256,7 @@ async def test_streams_are_not_moved_to_one_that_leaves_as_well() -> None:
         asked.set()
         other = decode_worker("d1", behaviour=Behaviour(checks=asked))
         await stand_by(router, leaving, other)
-        asked.clear()  # what it says to the next check is not known yet
+        asked.clear()  # its answer to the next check is not known yet
         other.behaviour.draining = True
         other.behaviour.fail = Draining("leaving too")
         leaving.behaviour.draining = True
@@ -276,7 +272,7 @@ async def test_streams_are_not_moved_to_one_that_leaves_as_well() -> None:
 
 
 async def test_a_worker_that_stays_after_all_gets_its_stream_back() -> None:
-    """As after a change of role that did not come off in time."""
+    """As after a change of role that was given up."""
     only, _ = sleeper("d0")
     async with running([only], resume_wait=5.0, **FAST) as router:
         only.behaviour = Behaviour(fail=Draining("leaving"), fail_after=3)
@@ -287,8 +283,6 @@ async def test_a_worker_that_stays_after_all_gets_its_stream_back() -> None:
 
 
 async def stand_by_draining(router: Running, leaving: FakeWorker, other: FakeWorker) -> None:
-    from tests.router.workers.test_registry import join
-
     await join(router, leaving, other)
     await router.settled(used=1, listed=2)
 
@@ -303,7 +297,7 @@ async def test_a_worker_that_says_draining_is_no_failure() -> None:
 
 
 class Life(asyncio.Event):
-    """Set: checks are answered; else they fail at once."""
+    """While set, checks are answered; otherwise they fail at once."""
 
     async def wait(self) -> Literal[True]:
         if not self.is_set():
@@ -320,7 +314,7 @@ async def test_who_died_at_the_same_moment_did_not_die_of_the_request() -> None:
         (alive := Life()).set()
         second = decode_worker("d1", behaviour=Behaviour(checks=alive, die_after=0))
         await stand_by(router, first_one, second)
-        alive.clear()  # it is dead, and the router has not seen it yet
+        alive.clear()  # it is dead, and the router does not know yet
         step.release()
         await router.settled(used=0)
         await stand_by_draining(router, second, third := decode_worker("d2"))
@@ -356,7 +350,7 @@ async def test_the_wait_for_a_handoff_has_an_end() -> None:
     async with running([prefill, decode], handoff_wait=0.1, max_failures=0) as router:
         responses = await router.generate(request())
         assert prefill.legs
-        assert router.registry.workers[0].usable  # late is no fault
+        assert router.registry.workers[0].usable  # a late handoff is no failure
     assert ids(responses) == answer(PROMPT, 8, 5)
     assert decode.handoffs == [(0, b"")]
     assert [leg.role for leg in responses[-1].usage.legs] == [
@@ -378,7 +372,7 @@ def test_states() -> None:
 
 
 class Spoilt:
-    """The control stub of a worker; its answers are lost on the way while ``how`` says so."""
+    """The control stub of a worker, which spoils answers in the way that ``how`` names."""
 
     def __init__(self, control: worker_pb2_grpc.WorkerServiceAsyncStub, how: str) -> None:
         self._control = control
@@ -412,7 +406,7 @@ async def test_a_check_that_goes_wrong_in_a_strange_way_is_not_the_last_one(how:
 
 
 async def test_a_long_leg_on_a_slow_way_is_no_silence() -> None:
-    """Checks wait behind it, until it has arrived."""
+    """Checks wait behind the leg until it has arrived."""
     prompt, step = [10 + index % 300 for index in range(80_000)], asyncio.Semaphore(2)
     ask = request(4)
     ask.token_ids.ids[:] = prompt
@@ -446,7 +440,7 @@ async def test_a_way_that_is_fast_needs_no_patience() -> None:
         with worker.sending(1_000_000):
             assert worker.transit == pytest.approx(20.0)
             worker.arrived(100, 0.0)
-            assert worker.transit == pytest.approx(20.0)  # so little says nothing
+            assert worker.transit == pytest.approx(20.0)  # too small to tell
         assert ids(await router.generate(long)) == answer(prompt, 2, 5)
         with worker.sending(1_000_000):
             assert worker.transit < 20.0
@@ -478,4 +472,4 @@ async def test_a_leg_that_was_ended_on_its_way_says_nothing_of_it(
             known.evict(Unavailable("silent"))
             proxy.heal()
             assert ids(await asked) == answer(prompt, 2, 5)
-    assert len(told) == 1  # of the other one
+    assert len(told) == 1  # of the second leg

@@ -1,4 +1,4 @@
-"""How workers join: names that are looked up, announcements; and who may not, with the field."""
+"""How workers join: DNS names and announcements; and which are refused, with the field."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_announcements_hold_for_a_time_and_are_bounded() -> None:
     with pytest.raises(Exhausted):
         announced.add("h:3", 10.0, 2.9, 2)
     assert announced.listed(2.9) == ("h:1", "h:2")
-    announced.add("h:3", 10.0, 3.0, 2)  # the first one's time was over
+    announced.add("h:3", 10.0, 3.0, 2)  # the first one has expired
     assert announced.listed(3.0) == ("h:2", "h:3")
 
 
@@ -189,7 +189,7 @@ async def test_an_announced_worker_is_asked_back_used_and_forgotten() -> None:
             said = await announce(router, worker.address, 60.0)
             assert (
                 said.state == HealthState.STARTING.value
-            )  # nothing is believed before it was asked
+            )  # nothing is believed before it was checked
         await router.settled(used=2, listed=2)
         assert (await announce(router, second.address, 60.0)).state == HealthState.READY.value
         assert ids(await router.generate(request())) == answer([9], 3, 1)
@@ -197,7 +197,7 @@ async def test_an_announced_worker_is_asked_back_used_and_forgotten() -> None:
         assert second.legs
         for worker in (first, second):
             await announce(router, worker.address, 1.0)
-        await router.settled(used=0, listed=0)  # neither said so again
+        await router.settled(used=0, listed=0)  # neither announced itself again
     for worker in (first, second):
         await worker.stop()
 
@@ -205,7 +205,7 @@ async def test_an_announced_worker_is_asked_back_used_and_forgotten() -> None:
 async def test_an_announcement_alone_brings_nobody_in() -> None:
     good, other = decode_worker(), decode_worker("d1", namespace=namespace(dtype="float16"))
     async with running([good], announce=True, max_workers=3) as router:
-        await announce(router, "127.0.0.1:9", 60.0)  # nobody there
+        await announce(router, "127.0.0.1:9", 60.0)  # no worker there
         await announce(router, await other.start(), 60.0)
         await router.settled(used=1, listed=3)
         said = await announce(router, other.address, 60.0)
@@ -218,7 +218,7 @@ async def test_an_announcement_alone_brings_nobody_in() -> None:
 
 
 async def test_a_worker_at_two_addresses_is_one_worker() -> None:
-    """As behind a name that has an A and an AAAA record; else it would be given twice its share."""
+    """As behind a name with an A and an AAAA record; it would be given twice its share."""
     worker = decode_worker()
     async with running([worker]) as router:
         twin = f"localhost:{worker.address.rpartition(':')[2]}"
@@ -273,7 +273,7 @@ async def test_another_protocol_is_refused(protocol: int) -> None:
 
 @pytest.mark.parametrize("started_as", [types_pb2.ROLE_PREFILL, types_pb2.ROLE_UNSPECIFIED])
 async def test_a_role_must_be_the_one_listed_or_changed_since(started_as: int) -> None:
-    """Listed for prefill, decodes: right only if it began as a prefill worker."""
+    """Listed for prefill, decodes: accepted only if it began as a prefill worker."""
     changed = decode_worker("d1", started_as=started_as)
     address = await changed.start()
     right = started_as == types_pb2.ROLE_PREFILL

@@ -1,4 +1,4 @@
-"""Who is used and who is not, and why: namespaces, roles, restarts, the workers file."""
+"""Which workers are used, and why others are not: namespace, role, restart, workers file."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2
 from router.config import RouterConfig
 from router.workers.registry import Registry
-from router.workers.sources import WorkerAddresses, read_workers_file
+from router.workers.sources import read_workers_file
 from tests.router.fakes import (
-    FakeWorker,
     Running,
     answer,
     decode_worker,
@@ -26,6 +25,7 @@ from tests.router.fakes import (
     prefill_worker,
     running,
 )
+from tests.router.rig import join
 
 
 async def listed(router: Running) -> dict[str, router_pb2.WorkerStatus]:
@@ -65,16 +65,6 @@ async def test_another_namespace_is_refused(
     assert all(statuses[worker.address].healthy for worker in good)
     assert all(statuses[worker.address].reason == "" for worker in good)
     await bad.stop()
-
-
-async def join(router: Running, *workers: FakeWorker) -> None:
-    """List exactly these, as a changed workers file would."""
-    for worker in workers:
-        if not worker.address:
-            await worker.start()
-    roles = types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE
-    by_role = [tuple(w.address for w in workers if w.role == role) for role in roles]
-    router.registry.update(WorkerAddresses(*by_role))
 
 
 async def test_a_wrong_role_is_refused() -> None:
@@ -150,7 +140,7 @@ async def test_the_workers_file_is_read_again(
             with pytest.raises(Rejected, match=r"workers_file|decode"):
                 await router.registry._sources.read()
         await _told(caplog, "the workers listed before stay")
-        await router.settled(used=2, listed=2)  # and the file is read on
+        await router.settled(used=2, listed=2)  # and the file is still read
         file.write_text(json.dumps({"decode": addresses[1:]}))
         await router.settled(used=1, listed=1)
         assert router.registry.workers[0].address == addresses[1]
@@ -191,7 +181,7 @@ async def test_two_fleets_are_never_used_together() -> None:
     registry = Registry(RouterConfig(model=str(model()), decode=addresses, health_interval=0.05))
     used: list[set[str]] = []
     registry.listen(lambda: used.append({w.key for w in registry.workers if w.usable}))
-    await registry.start()  # both are asked at the same time
+    await registry.start()  # both are checked at the same time
 
     def judged() -> bool:
         problems = [worker.problem for worker in registry.workers]
