@@ -12,8 +12,8 @@ from kvstore import PutStatus
 from kvstore.claims import Claim
 from kvstore.limits import StoreLimits
 from kvstore.server.block_store import BlockStore
+from tests.kvstore.rig import make, name_of
 from tests.kvstore.soak import at_once, disk_flags, soak
-from tests.kvstore.test_conformance import make, name_of
 
 SECONDS = 3.0
 

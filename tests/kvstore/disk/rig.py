@@ -13,7 +13,7 @@ from kvstore.disk.tier import DiskOptions, DiskTier
 from kvstore.limits import StoreLimits
 from kvstore.server.block_store import BlockStore
 from kvstore.stats import DiskStats
-from tests.kvstore.test_conformance import name_of
+from tests.kvstore.rig import name_of
 
 SLOW = 60.0
 

@@ -25,7 +25,7 @@ from kvstore.disk.record import (
 )
 from kvstore.disk.segment import SegmentScan
 from tests.kvstore.disk.rig import files, inside, size_of, until
-from tests.kvstore.test_conformance import make, name_of
+from tests.kvstore.rig import make, name_of
 
 
 def test_a_record_is_read_as_it_was_written_and_no_flipped_byte_passes() -> None:

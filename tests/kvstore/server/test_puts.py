@@ -24,7 +24,7 @@ from kvstore.server.puts import ReceiveRow, place_rows
 from kvstore.server.slot import WriteSlot
 from kvstore.wire.frames import BlockRow
 from kvstore.wire.sockets import DeadlineSocket
-from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, present
+from tests.kvstore.rig import TIMEOUT, get, make, name_of, offer, present
 
 BUDGET = 1 << 20
 

@@ -30,12 +30,11 @@ from kvstore.limits import StoreLimits
 from kvstore.server.block_store import BlockStore
 from kvstore.server.service import StoreService
 from kvstore.server.tenants import OPEN_SCOPE, TenantScope, TenantTable
-from tests.kvstore.client.test_transports import address_of, arena_in
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.disk.rig import inside, until
 from tests.kvstore.disk.test_tiered_index import new, save
 from tests.kvstore.disk.test_tiered_index import put as book
-from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, present, put, why
+from tests.kvstore.rig import TIMEOUT, address_of, arena_in, get, make, name_of, present, put, why
 
 SIZE = 30_000
 PLACES = pytest.mark.parametrize("at", [100, SIZE - 1], ids=["header", "payload"])

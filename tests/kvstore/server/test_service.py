@@ -24,7 +24,7 @@ from kvstore.server.block_store import BlockStore
 from kvstore.server.service import StoreService
 from kvstore.wire.buffers import data_messages
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, put
+from tests.kvstore.rig import TIMEOUT, get, make, name_of, offer, put
 
 PATH = "/kvrelay.v1.StoreService/"
 

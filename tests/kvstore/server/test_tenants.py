@@ -28,7 +28,7 @@ from kvstore.server.block_store import ENTRY_BYTES, BlockStore
 from kvstore.server.tenants import OPEN_SCOPE, TenantScope, TenantTable
 from kvstore.wire.buffers import data_messages
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, present, put
+from tests.kvstore.rig import TIMEOUT, get, make, name_of, present, put
 from tests.secured import ADMIN, ALICE, BOB, SERVICE, write_credentials
 
 CAROL = "carol-secret-of-the-test"

@@ -27,7 +27,7 @@ from kvstore.server.block_store import BlockStore
 from kvstore.server.service import SERVICE_NAME, StoreService, register
 from kvstore.server.watching import WatchOptions, WatchServer
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.test_conformance import TIMEOUT, make, name_of, put
+from tests.kvstore.rig import TIMEOUT, make, name_of, put
 
 
 def entry(number: int) -> IndexEntry[int]:
