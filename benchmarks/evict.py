@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.workloads import FAMILIES, bursts, eager, requests
-from kvstore.index.eviction.policies import make_policy
+from kvstore.index.eviction import make_policy
 from kvstore.trace.optimum import optimum
 from kvstore.trace.requests import TraceRequest, read_trace
 from kvstore.trace.simulate import replay

@@ -28,18 +28,20 @@ class StoreConfig(SecurityOptions):
     budget: int = option(BUDGET, "memory for blocks", unit="bytes", low=1 << 10)
     max_block: int = option(MAX_BLOCK, "largest block taken", unit="bytes", low=1 << 10)
     partial_life: float = option(PARTIAL_LIFE, "seconds an unused partial block is kept", low=0.1)
-    ticket_life: float = option(TICKET_LIFE, "seconds a writer may stand still", low=0.1)
-    eviction: str = option(EVICTIONS[0], "which blocks go first", choices=EVICTIONS)
-    events: int = option(KEPT_EVENTS, "events kept for those who watch", low=1, high=1 << 24)
-    lane_port: int = option(0, "port of the socket lane; 0 picks a free one", low=0, high=65535)
-    lane: bool = option(True, "do not offer the socket lane; with TLS there is none")
-    shared: bool = option(True, "do not offer shared memory to this user's processes here")
-    prefault: bool = option(True, "do not touch all memory at start, in the background")
+    ticket_life: float = option(TICKET_LIFE, "seconds a writer may pause", low=0.1)
+    eviction: str = option(EVICTIONS[0], "eviction policy", choices=EVICTIONS)
+    events: int = option(KEPT_EVENTS, "events kept for watchers", low=1, high=1 << 24)
+    socket_port: int = option(
+        0, "port of the socket transport; 0 picks a free one", low=0, high=65535
+    )
+    socket: bool = option(True, "do not offer the socket transport; TLS turns it off too")
+    shared: bool = option(True, "do not offer shared memory to this user's local processes")
+    prefault: bool = option(True, "do not touch all memory in the background at start")
     disk: str | None = option(None, "directory for blocks that leave memory", metavar="DIR")
-    disk_budget: int = option(DISK_BUDGET, "bytes of it to use", unit="bytes", low=1 << 20)
-    restore: bool = option(False, "begin with the blocks that are in --disk")
+    disk_budget: int = option(DISK_BUDGET, "bytes of --disk to use", unit="bytes", low=1 << 20)
+    restore: bool = option(False, "start with the blocks that are in --disk")
     flush_seconds: float = option(
-        10.0, "seconds to bring memory to --disk after SIGTERM", low=0.0, high=600.0
+        10.0, "seconds to write memory to --disk after SIGTERM", low=0.0, high=600.0
     )
     log_level: str = option("info", "least severe level to log", choices=LEVELS)
 

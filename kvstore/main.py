@@ -26,45 +26,45 @@ log = logging.getLogger("kvrelay.store")
 
 GRACE_SECONDS = 10.0
 RESTORE_SECONDS = 3.0
-"""How long serving waits for what is on disk to be known; the rest is found meanwhile."""
+"""How long the start waits for the blocks on disk to be found; the rest is found while serving."""
 
 LAST_SECONDS = 2.0
-"""For what came while memory was being brought to disk."""
+"""For blocks that arrive while memory is written to disk."""
 
-SELDOM = (20_000, 10, 500)
-"""Blocks come and go without cycles, and a full look through a million of them takes a second."""
+GC_THRESHOLDS = (20_000, 10, 500)
+"""Blocks form no reference cycles, and a full collection among a million takes a second."""
 
 
 async def serve(config: StoreConfig) -> int:
-    """Until a signal; the exit status."""
+    """Serve until a signal; returns the exit status."""
     limits = StoreLimits(
-        config.budget,
-        config.max_block,
-        config.partial_life,
-        config.ticket_life,
-        config.events,
-        None if config.disk is None else config.disk_budget,
-        config.eviction,
+        budget=config.budget,
+        max_block=config.max_block,
+        partial_life=config.partial_life,
+        ticket_life=config.ticket_life,
+        events=config.events,
+        disk_budget=None if config.disk is None else config.disk_budget,
+        eviction=config.eviction,
     )
     known = policy.installed().credentials.tenants
     tenants = TenantTable.of(known, config.budget)
     store = BlockStore(limits, tenants)
     disk = _disk(config, store)
-    shared = config.shared and not tenants.owners  # whoever maps the memory can read all of it
-    plain = policy.installed().tls is None  # what a lane carries is not encrypted
-    offered = ListenerOptions(config.host, config.lane_port, config.lane and plain, shared)
-    lanes = TransportListener(store, offered)
-    service = StoreService(store, lanes.ways, disk=disk)
+    shared = config.shared and not tenants.owners  # a process that maps the memory reads it all
+    plain = policy.installed().tls is None  # the socket transport is not encrypted
+    offered = ListenerOptions(config.host, config.socket_port, config.socket and plain, shared)
+    listener = TransportListener(store, offered)
+    service = StoreService(store, listener.transports, disk=disk)
     address = f"{config.host}:{config.port}"
     server = Server(ServerOptions(address))
     server.add(SERVICE_NAME, lambda bare: register(service, bare))
 
     def ready(bound: str) -> str:
-        lanes.start()
-        gc.set_threshold(*SELDOM)
+        listener.start()
+        gc.set_threshold(*GC_THRESHOLDS)
         if config.prefault:
             Prefault(store.arena.whole).start()
-        log.info("blocks go by %s", ", ".join(lanes.titles))
+        log.info("blocks go by %s", ", ".join(listener.titles))
         log.info("eviction: %s", config.eviction)
         size = show_size(config.budget)
         return f"store ready at {bound}, budget {size}, boot {store.boot.hex()}"
@@ -78,7 +78,7 @@ async def serve(config: StoreConfig) -> int:
         await asyncio.to_thread(disk.wait_restored, RESTORE_SECONDS)
     grace = GRACE_SECONDS + (config.flush_seconds if disk is not None else 0.0)
     status = await serve_until_signal(server, ready, flush, grace)
-    lanes.stop()
+    listener.stop()
     if disk is not None:
         disk.flush(LAST_SECONDS)
         disk.close()

@@ -84,7 +84,7 @@ class DiskBench:
         began = time.perf_counter()
         with self._store(restore=True) as (block_store, _):
             restore = time.perf_counter() - began
-            back = self._bring(block_store)
+            back = self._load(block_store)
         rate = self._bytes / GB
         return DiskRow(
             len(self._payload),
@@ -128,13 +128,13 @@ class DiskBench:
         if [outcome.status for outcome in block_store.settle(slots)] != [PutStatus.STORED]:
             raise Corrupt("put", "was not stored")
 
-    def _bring(self, block_store: BlockStore) -> float:
+    def _load(self, block_store: BlockStore) -> float:
         """Seconds until all are in memory, some asked for at a time."""
         names, disk_index = [name for name, _ in self._blocks], block_store.disk_index
         began = time.perf_counter()
         for start in range(0, len(names), 64):
             some = names[start : start + 64]
-            if disk_index is not None and disk_index.bring(some):
+            if disk_index is not None and disk_index.load(some):
                 disk_index.wait_for(some, SECONDS)
             found = block_store.locate(some, SECONDS)
             if None in found.blocks or found.lease is None:

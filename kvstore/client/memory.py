@@ -27,7 +27,7 @@ from kvstore.base import (
 )
 from kvstore.claims import Claim, check_block, claim_of
 from kvstore.index.block_index import BlockIndex, IndexOptions
-from kvstore.index.eviction.policies import make_policy
+from kvstore.index.eviction import make_policy
 from kvstore.limits import BUDGET, EVICTIONS, PARTIAL_LIFE, TICKET_LIFE
 from kvstore.stats import StoreStats
 
@@ -163,7 +163,7 @@ class MemoryStore:
             check_block(Claim(name, entry.size, entry.partial), entry.value, self._digest)
         except Corrupt:
             with self._shared.changed:
-                self._shared.index.condemn(entry)
+                self._shared.index.remove_corrupt(entry)
 
     def _abandon(self, ticket: int | None) -> None:
         with self._shared.changed:

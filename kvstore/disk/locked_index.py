@@ -27,26 +27,26 @@ class LockedIndex:
         self._index = index
         self._lock = lock
         self._told = told
-        self._arrived = threading.Condition(lock)
-        self._wanted = threading.Condition(lock)
-        self._unsaved = threading.Condition(lock)
+        self._loaded = threading.Condition(lock)
+        self._reads = threading.Condition(lock)
+        self._write_queue = threading.Condition(lock)
 
     def wake(self) -> None:
         """There may be something to write or read; call it under the lock."""
-        self._unsaved.notify()
-        self._wanted.notify_all()
+        self._write_queue.notify()
+        self._reads.notify_all()
 
-    def bring(self, names: Sequence[bytes]) -> bool:
+    def load(self, names: Sequence[bytes]) -> bool:
         """See the index."""
         with self._lock:
-            coming = self._index.bring(names, time.monotonic())
-            self._wanted.notify_all()
+            coming = self._index.load(names, time.monotonic())
+            self._reads.notify_all()
             return coming
 
-    def coming(self, names: Sequence[bytes]) -> bool:
+    def is_loading(self, names: Sequence[bytes]) -> bool:
         """Likewise."""
         with self._lock:
-            return self._index.coming(names)
+            return self._index.is_loading(names)
 
     def has(self, name: bytes) -> bool:
         """Whether it lies on disk."""
@@ -59,22 +59,22 @@ class LockedIndex:
     def wait_for(self, names: Sequence[bytes], seconds: float) -> None:
         """Until none of ``names`` is on its way, at most so long."""
         with self._lock:
-            self._arrived.wait_for(lambda: not self._index.coming(names), seconds)
+            self._loaded.wait_for(lambda: not self._index.is_loading(names), seconds)
 
-    def next_job(self, seconds: float) -> ReadJob | None:
+    def next_read(self, seconds: float) -> ReadJob | None:
         """What to read next; ``None`` if nothing is for so long."""
         with self._lock:
-            wanted = self._index.next_wanted()
+            wanted = self._index.next_read()
             if wanted is None:
-                self._wanted.wait(seconds)
-                wanted = self._index.next_wanted()
+                self._reads.wait(seconds)
+                wanted = self._index.next_read()
         return None if wanted is None else ReadJob(*wanted)
 
-    def arrived(self, job: ReadJob, good: bool) -> bool:
+    def finish_read(self, job: ReadJob, good: bool) -> bool:
         """See the index. Whether the segment's file is still needed."""
         with self._lock:
-            self._index.arrived(job.entry, job.location, good)
-            self._arrived.notify_all()
+            self._index.finish_read(job.entry, job.location, good)
+            self._loaded.notify_all()
             needed = self._index.segments.needs(job.location.segment)
         self._told()
         return needed
@@ -82,24 +82,24 @@ class LockedIndex:
     def take(self, limit: int, seconds: float) -> list[IndexEntry[int]]:
         """What to write next; empty if nothing is for so long."""
         with self._lock:
-            batch = self._index.take_unsaved(limit)
+            batch = self._index.take_write_queue(limit)
             if not batch:
-                self._unsaved.wait(seconds)
-                batch = self._index.take_unsaved(limit)
+                self._write_queue.wait(seconds)
+                batch = self._index.take_write_queue(limit)
             return batch
 
-    def saved(
+    def finish_write(
         self, segment: int, nbytes: int, batch: Sequence[IndexEntry[int]], offsets: Sequence[int]
     ) -> None:
         """See the index."""
         with self._lock:
-            self._index.saved(segment, nbytes, batch, offsets)
+            self._index.finish_write(segment, nbytes, batch, offsets)
 
-    def not_saved(self, batch: Sequence[IndexEntry[int]], failed: bool) -> None:
+    def abandon_write(self, batch: Sequence[IndexEntry[int]], failed: bool) -> None:
         """Likewise."""
         with self._lock:
             self._index.disk.failed += len(batch) if failed else 0
-            self._index.not_saved(batch)
+            self._index.abandon_write(batch)
 
     def make_room(self, nbytes: int, spared: int | None) -> list[int] | None:
         """Likewise."""
@@ -147,7 +147,7 @@ class LockedIndex:
         """Have everything written."""
         with self._lock:
             self._index.save_all()
-            self._unsaved.notify()
+            self._write_queue.notify()
 
     def unsaved(self) -> int:
         """Blocks yet to be written."""

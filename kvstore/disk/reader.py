@@ -51,8 +51,8 @@ class BlockReaders:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            job = self._index.next_job(IDLE_SECONDS)
-            if job is not None and not self._index.arrived(job, self._read(job)):
+            job = self._index.next_read(IDLE_SECONDS)
+            if job is not None and not self._index.finish_read(job, self._read(job)):
                 self._directory.remove(job.location.segment)  # the store was cleared meanwhile
 
     def _read(self, job: ReadJob) -> bool:

@@ -45,9 +45,9 @@ class TieredIndex(BlockIndex[int]):
         super().__init__(options, policy, allocator, choose)
         self.segments = segments
         self.disk = DiskCounters()
-        self._unsaved = WriteQueue()
-        self._wanted: deque[tuple[IndexEntry[int], DiskLocation]] = deque()
-        self._coming = 0  # bytes of blocks that are not ready
+        self._write_queue = WriteQueue()
+        self._reads: deque[tuple[IndexEntry[int], DiskLocation]] = deque()
+        self._loading_bytes = 0  # bytes of blocks that are not ready
 
     def lookup(
         self,
@@ -59,9 +59,9 @@ class TieredIndex(BlockIndex[int]):
     ) -> LookupResult:
         """As above; a lease on what is below makes it come up."""
         self.expire(now)
-        kept = self._bring(names, now, run=True) if ttl > 0 else []
+        kept = self._load(names, now, run=True) if ttl > 0 else []
         held = super().lookup(names, tails, ttl, now, openings)
-        self._let_go(kept)
+        self._release_all(kept)
         return held
 
     def survey(
@@ -70,9 +70,9 @@ class TieredIndex(BlockIndex[int]):
         """Likewise."""
         self.expire(now)
         if ttl > 0:
-            kept = self._bring(names, now)
+            kept = self._load(names, now)
             seen = super().survey(names, ttl, now, openings)
-            self._let_go(kept)
+            self._release_all(kept)
             return seen
         seen = super().survey(names, ttl, now, openings)
         below = [
@@ -92,24 +92,24 @@ class TieredIndex(BlockIndex[int]):
         )
         return dataclasses.replace(seen, sizes=sizes, misses=misses)
 
-    def bring(self, names: Sequence[bytes], now: float) -> bool:
+    def load(self, names: Sequence[bytes], now: float) -> bool:
         """Have those that are below come up; whether any of ``names`` is on its way."""
         self.expire(now)
-        self._let_go(self._bring(names, now))
-        return self.coming(names)
+        self._release_all(self._load(names, now))
+        return self.is_loading(names)
 
-    def coming(self, names: Iterable[bytes]) -> bool:
+    def is_loading(self, names: Iterable[bytes]) -> bool:
         """Whether any of them is on its way."""
         entries = (self._entries.get(name) for name in names)
         return any(entry is not None and not entry.ready for entry in entries)
 
-    def next_wanted(self) -> tuple[IndexEntry[int], DiskLocation] | None:
+    def next_read(self) -> tuple[IndexEntry[int], DiskLocation] | None:
         """A block to read into its place, and where it lies; ``arrived`` must follow."""
-        return self._wanted.popleft() if self._wanted else None
+        return self._reads.popleft() if self._reads else None
 
-    def arrived(self, entry: IndexEntry[int], location: DiskLocation, good: bool) -> None:
+    def finish_read(self, entry: IndexEntry[int], location: DiskLocation, good: bool) -> None:
         """Its bytes were read, and are ``good`` or not."""
-        self._coming -= entry.size
+        self._loading_bytes -= entry.size
         self.segments.unpin(location.segment)
         if good:
             entry.ready = True
@@ -120,20 +120,20 @@ class TieredIndex(BlockIndex[int]):
         elif self.segments.forget(location):
             self.disk.corrupt += 1
             if entry.name not in self._entries:
-                super()._left(entry, RemovalReason.CORRUPT)
+                super()._record_removed(entry, RemovalReason.CORRUPT)
         if not good and self._entries.get(entry.name) is entry:
-            self._entries.strike(entry)
+            self._entries.revoke(entry)
             self._remove(entry.name, RemovalReason.CORRUPT)
-        self._loosen(entry)
+        self._end_io(entry)
 
-    def take_unsaved(self, limit: int) -> list[IndexEntry[int]]:
+    def take_write_queue(self, limit: int) -> list[IndexEntry[int]]:
         """Blocks to write, of about ``limit`` bytes; ``saved`` or ``not_saved`` must follow."""
-        batch = self._unsaved.take(limit)
+        batch = self._write_queue.take(limit)
         for entry in batch:
-            entry.grips += 1
+            entry.io_count += 1
         return batch
 
-    def saved(
+    def finish_write(
         self, segment: int, nbytes: int, batch: Sequence[IndexEntry[int]], offsets: Sequence[int]
     ) -> None:
         """They lie in ``segment`` at ``offsets``; it is ``nbytes`` long now.
@@ -141,7 +141,7 @@ class TieredIndex(BlockIndex[int]):
         Those that turned out to be wrong meanwhile do not count.
         """
         if not self.segments.holds(segment):  # cleared meanwhile
-            self.not_saved(batch)
+            self.abandon_write(batch)
             return
         self.segments.grow(segment, nbytes)
         new = self.segments.add(
@@ -151,27 +151,27 @@ class TieredIndex(BlockIndex[int]):
         )
         added = {location.name for location in new}
         for entry in batch:
-            self._loosen(entry)
+            self._end_io(entry)
             if not entry.ready:
                 continue
-            self._unsaved.drop(entry.name)
-            entry.again = False
+            self._write_queue.drop(entry.name)
+            entry.reused = False
             self.disk.written += 1
             self.disk.bytes_written += entry.size
             if entry.name in added and entry.name not in self._entries:
-                super()._came(entry)  # evicted meanwhile, and there again
-        self._unsaved.end(len(batch))
+                super()._record_added(entry)  # evicted meanwhile, and there again
+        self._write_queue.end(len(batch))
 
-    def not_saved(self, batch: Sequence[IndexEntry[int]]) -> None:
+    def abandon_write(self, batch: Sequence[IndexEntry[int]]) -> None:
         """Nothing was written: what is still there is to be taken again."""
         there = [e for e in batch if self._entries.get(e.name) is e and e.name not in self.segments]
-        self._unsaved.end(len(batch), again=there)
+        self._write_queue.end(len(batch), again=there)
         for entry in batch:
-            self._loosen(entry)
+            self._end_io(entry)
 
     def unsaved(self) -> int:
         """Blocks that are to be written or are being written."""
-        return len(self._unsaved)
+        return len(self._write_queue)
 
     def save_all(self) -> None:
         """Have everything written that is in memory only; what is there is used last."""
@@ -196,8 +196,8 @@ class TieredIndex(BlockIndex[int]):
             entry = self._entries.get(location.name)
             if entry is None:
                 self.disk.dropped += 1
-                super()._left(entry_on_disk(location), RemovalReason.EVICTED)
-            elif entry.again and entry.ready:
+                super()._record_removed(entry_on_disk(location), RemovalReason.EVICTED)
+            elif entry.reused and entry.ready:
                 self._save(entry)
 
     def restored(self, locations: Iterable[DiskLocation]) -> None:
@@ -207,7 +207,7 @@ class TieredIndex(BlockIndex[int]):
             if location.name not in self._entries:
                 self.events.add(entry_on_disk(location))
             else:
-                self._unsaved.drop(location.name)
+                self._write_queue.drop(location.name)
 
     def clear(self, now: float) -> int:
         """Likewise; the segments are told by ``index``, which is empty then."""
@@ -217,7 +217,7 @@ class TieredIndex(BlockIndex[int]):
             for location in self.segments.drop(segment):
                 if location.name not in self._entries:
                     below += 1
-                    super()._left(entry_on_disk(location), RemovalReason.CLEARED)
+                    super()._record_removed(entry_on_disk(location), RemovalReason.CLEARED)
         self.counters.cleared += below
         removed = super().clear(now)
         self.save_all()
@@ -246,14 +246,14 @@ class TieredIndex(BlockIndex[int]):
         """Likewise."""
         coming = sum(e.size for e in self._entries.values() if not e.ready)
         wrong = super().audit()
-        if coming > self._coming:
-            wrong.append(f"coming: {self._coming} is less than {coming}")
+        if coming > self._loading_bytes:
+            wrong.append(f"coming: {self._loading_bytes} is less than {coming}")
         if self.segments.bytes > self.segments.budget:
             wrong.append(f"disk: {self.segments.bytes} is more than {self.segments.budget}")
-        both = [name for name in self._unsaved if name in self.segments]
+        both = [name for name in self._write_queue if name in self.segments]
         return wrong + ([f"{len(both)} are on disk and unsaved"] if both else [])
 
-    def _bring(self, names: Sequence[bytes], now: float, run: bool = False) -> list[Lease]:
+    def _load(self, names: Sequence[bytes], now: float, run: bool = False) -> list[Lease]:
         """Have them come up, of a ``run`` up to its first gap; leases that hold them meanwhile."""
         kept: list[Lease] = []
         for at, name in enumerate(names):
@@ -267,16 +267,18 @@ class TieredIndex(BlockIndex[int]):
                 known = names[:at] if run else names
                 there = [self._entries[name] for name in known if name in self._entries]
                 kept.append(self._hold(there, now + HELD_SECONDS, now))
-            if not self._start(location, now):
+            if not self._start_read(location, now):
                 break
             kept.append(self._hold((self._entries[name],), now + HELD_SECONDS, now))
         return kept
 
-    def _start(self, location: DiskLocation, now: float) -> bool:
+    def _start_read(self, location: DiskLocation, now: float) -> bool:
         """A place for a block, where it will be read to; false if there is none."""
         # Alone any block may come.
-        crowded = self._coming and self._coming + location.size > self._options.budget // 2
-        if crowded or location.name in self._writing:
+        crowded = (
+            self._loading_bytes and self._loading_bytes + location.size > self._options.budget // 2
+        )
+        if crowded or location.name in self._reservations:
             return False
         claim = Claim(location.name, location.size, False, location.opening)
         writing = self._make_room(claim, NO_WRITER)
@@ -284,15 +286,15 @@ class TieredIndex(BlockIndex[int]):
             return False
         entry = IndexEntry(claim, writing.place, location.parent, location.tokens)
         entry.ready = False
-        entry.grips = 1
+        entry.io_count = 1
         self._entries.add(entry, now)
-        self._coming += location.size
+        self._loading_bytes += location.size
         self.segments.touch(location.name)
         self.segments.pin(location.segment)
-        self._wanted.append((entry, location))
+        self._reads.append((entry, location))
         return True
 
-    def _let_go(self, leases: Iterable[Lease]) -> None:
+    def _release_all(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
             self.release(lease.id)
 
@@ -301,24 +303,24 @@ class TieredIndex(BlockIndex[int]):
         if 2 * record_bytes(entry.size) > self.segments.budget:
             self.disk.skipped += 1
         else:
-            self._unsaved.add(entry)
+            self._write_queue.add(entry)
 
-    def _loosen(self, entry: IndexEntry[int]) -> None:
+    def _end_io(self, entry: IndexEntry[int]) -> None:
         """A read or write at its place has ended."""
-        entry.grips -= 1
-        held = entry.grips or entry.leases
+        entry.io_count -= 1
+        held = entry.io_count or entry.leases
         if not held and self._entries.get(entry.name) is not entry:
-            self.give_back(entry.value, entry.size)
+            self.free_place(entry.value, entry.size)
 
     def _hold(self, entries: Iterable[IndexEntry[int]], deadline: float, now: float) -> Lease:
         held = tuple(entries)
         for entry in held:
-            entry.again = True
+            entry.reused = True
         return super()._hold(held, deadline, now)
 
     def _lead(self, names: Sequence[bytes], held: bool) -> int:
         lead = super()._lead(names, held)
-        while not held and lead < len(names) and self._has(names[lead]):
+        while not held and lead < len(names) and self._is_stored(names[lead]):
             lead += 1
         return lead
 
@@ -326,26 +328,26 @@ class TieredIndex(BlockIndex[int]):
         found = (self._entries.get(name) or self.segments.find(name) for name in names)
         return tuple(block.size for block in found if block is not None)
 
-    def _has(self, name: bytes) -> bool:
+    def _is_stored(self, name: bytes) -> bool:
         if name in self._entries:
             return True
         self.segments.touch(name)
         return name in self.segments
 
-    def _came(self, entry: IndexEntry[int]) -> None:
+    def _record_added(self, entry: IndexEntry[int]) -> None:
         if entry.name in self.segments:
             entry.opening = None  # counted once
             return
-        super()._came(entry)
+        super()._record_added(entry)
         if not entry.partial:
             self._save(entry)
 
-    def _left(self, entry: IndexEntry[int], reason: RemovalReason) -> None:
-        unsaved = self._unsaved.drop(entry.name)
+    def _record_removed(self, entry: IndexEntry[int], reason: RemovalReason) -> None:
+        unsaved = self._write_queue.drop(entry.name)
         if (location := self.segments.find(entry.name)) is not None:
             location.opening = entry.opening
-            if entry.again:
+            if entry.reused:
                 self.segments.touch(entry.name)
             return
-        super()._left(entry, reason)
+        super()._record_removed(entry, reason)
         self.disk.skipped += unsaved and reason is RemovalReason.EVICTED

@@ -12,10 +12,10 @@ class WriteQueue:
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, IndexEntry[int]] = {}
-        self._writing = 0
+        self._reservations = 0
 
     def __len__(self) -> int:
-        return len(self._waiting) + self._writing
+        return len(self._waiting) + self._reservations
 
     def __iter__(self) -> Iterator[bytes]:
         """The names of those that wait."""
@@ -40,10 +40,10 @@ class WriteQueue:
             batch.append(entry)
         for entry in batch:
             del self._waiting[entry.name]
-        self._writing += len(batch)
+        self._reservations += len(batch)
         return batch
 
     def end(self, count: int, again: Iterable[IndexEntry[int]] = ()) -> None:
         """So many are not being written any more; those to write ``again`` come first."""
-        self._writing -= count
+        self._reservations -= count
         self._waiting = {**{entry.name: entry for entry in again}, **self._waiting}

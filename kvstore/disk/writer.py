@@ -77,7 +77,7 @@ class SegmentWriter:
         try:
             segment = self._segment(sum(record_bytes(entry.size) for entry in batch))
             if segment is None:
-                self._index.not_saved(batch, failed=False)
+                self._index.abandon_write(batch, failed=False)
                 self._stop.wait(BUSY_SECONDS)
                 return True
             views = [self._arena.view(entry.value, entry.size) for entry in batch]
@@ -86,7 +86,7 @@ class SegmentWriter:
             self._refused(batch, error)
             return False
         self._rest = 0.0
-        self._index.saved(segment.number, segment.end, batch, offsets)
+        self._index.finish_write(segment.number, segment.end, batch, offsets)
         if segment.end >= self._segment_bytes:
             self._retire()
         return True
@@ -117,7 +117,7 @@ class SegmentWriter:
 
     def _refused(self, batch: list[IndexEntry[int]], error: OSError) -> None:
         """A full disk is no reason to stop: the oldest segment makes room, and later we go on."""
-        self._index.not_saved(batch, failed=True)
+        self._index.abandon_write(batch, failed=True)
         if not self._rest:
             log.warning("disk: %d blocks could not be written: %s", len(batch), error.strerror)
         self._retire()

@@ -1,1 +1,1 @@
-"""What the store knows of its blocks: who holds them, which go and when. Pure."""
+"""The store's bookkeeping of blocks: leases, reservations, eviction, events. Pure, no I/O."""

@@ -1,9 +1,9 @@
-"""The store's bookkeeping: which blocks there are, who holds them, which go and when.
+"""The index of a store: which blocks are stored, which leases hold them, which are evicted when.
 
 Pure: time is passed in, nothing blocks, nothing is copied. A block is put in two phases, reserve
 then commit, so it is visible whole or not at all and concurrent writers of one name cost one copy.
-What a lease holds is neither evicted nor cleared before the lease ends. A block that turns out to
-be wrong goes at once, but its place is another's only after the last lease on it.
+A leased block is neither evicted nor cleared. A corrupt block is removed at once, but its place is
+reused only when the last lease on it has ended.
 
 With a ``PlaceAllocator`` every block has a place from its reservation on. A place has one owner at
 a time: the reservation, the writer that borrowed it, or the block.
@@ -22,8 +22,8 @@ from kvstore.base import Lease, LookupResult, PutStatus, SurveyResult, Tail
 from kvstore.claims import Claim, Grant, prefix_of
 from kvstore.index.entries import IndexEntry, Located, PlaceAllocator
 from kvstore.index.events import EventLog, RemovalReason
-from kvstore.index.eviction.choosing import VictimSelector
 from kvstore.index.eviction.policy import EvictionNode, EvictionPolicy
+from kvstore.index.eviction.victims import VictimSelector
 from kvstore.index.reservations import Borrowed, Reservation, Reservations
 from kvstore.index.stored_blocks import StoredBlocks
 from kvstore.index.tombstones import MISS_REASONS, Tombstones
@@ -53,7 +53,7 @@ class IndexOptions:
 
 
 class BlockIndex(Generic[V]):
-    """Blocks by name, each with a value of which nothing is known here but its size."""
+    """Blocks by name, each with a value of which only the size is known here."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class BlockIndex(Generic[V]):
         self._allocator = allocator
         self._serial = 0
         self._entries: StoredBlocks[V] = StoredBlocks(policy, options.partial_life)
-        self._writing: Reservations[V] = Reservations(options.budget, options.shares)
+        self._reservations: Reservations[V] = Reservations(options.budget, options.shares)
         self._tombstones = Tombstones()
         self._choose = choose or VictimSelector(policy, self._entries).victim_for
         self.counters = StoreCounters()
@@ -81,7 +81,7 @@ class BlockIndex(Generic[V]):
         now: float,
         openings: Sequence[int] = (),
     ) -> LookupResult:
-        """The longest leading run of ``names``, then the first tail there is; held for ``ttl``."""
+        """Find the longest leading run of ``names``, then the first tail; held for ``ttl``."""
         self.expire(now)
         lead = self._lead(names, held=ttl > 0)
         tail = next(
@@ -94,22 +94,22 @@ class BlockIndex(Generic[V]):
         held = [self._entries[name] for name in found] if ttl > 0 else []
         sizes = tuple([entry.size for entry in held]) if held else self._sizes(found)
         lease = self._hold(held, now + ttl, now) if held else None
-        # With a tail there may be a full block that is missing all the same, of later tokens.
+        # Even with a tail a full block of later tokens can be missing.
         there = tail is not None or (lead == len(names) and not any(t.after == lead for t in tails))
         wanted = [*names[lead : lead + 1], *(t.name for t in tails if t.after == lead)]
-        missing = None if there else self._why(wanted, openings if lead == 0 else ())
+        missing = None if there else self._miss_reason(wanted, openings if lead == 0 else ())
         return LookupResult(lead, tail, sizes, lease, missing=missing, boot=self._options.boot)
 
-    def _why(self, wanted: Sequence[bytes], openings: Sequence[int] = ()) -> Miss:
-        """Why none of ``wanted``, each one way to have the same positions, is there."""
-        if any(name in self._writing for name in wanted):
+    def _miss_reason(self, wanted: Sequence[bytes], openings: Sequence[int] = ()) -> Miss:
+        """Why none of ``wanted``, alternatives for the same positions, is stored."""
+        if any(name in self._reservations for name in wanted):
             return Miss.TOO_LATE
-        return self._tombstones.why(wanted, openings)
+        return self._tombstones.reason(wanted, openings)
 
     def survey(
         self, names: Sequence[bytes], ttl: float, now: float, openings: Sequence[int] = ()
     ) -> SurveyResult:
-        """Which of ``names`` are there, each for itself; held for ``ttl``."""
+        """Find each of ``names`` by itself; held for ``ttl``."""
         self.expire(now)
         found = {name: self._entries[name] for name in names if name in self._entries}
         sizes = tuple(found[name].size if name in found else None for name in names)
@@ -117,11 +117,11 @@ class BlockIndex(Generic[V]):
         self.counters.hits += len(names) - sizes.count(None)
         self.counters.misses += sizes.count(None)
         lease = self._hold(found.values(), now + ttl, now) if found and ttl > 0 else None
-        misses = tuple(None if name in found else self._why([name]) for name in names)
-        return SurveyResult(sizes, lease, misses, self._tombstones.begins(openings))
+        misses = tuple(None if name in found else self._miss_reason([name]) for name in names)
+        return SurveyResult(sizes, lease, misses, self._tombstones.knows_opening(openings))
 
     def get(self, name: bytes, now: float) -> V | None:
-        """The block's value, or ``None``; the block counts as just used."""
+        """The block's value, or ``None``; the block counts as used now."""
         self.expire(now)
         entry = self._entries.get(name)
         if entry is None:
@@ -133,7 +133,7 @@ class BlockIndex(Generic[V]):
         return entry.value
 
     def locate(self, names: Sequence[bytes], ttl: float, now: float) -> Located[V]:
-        """Size and value of each of ``names`` that is there, and a lease on them all."""
+        """Size and value of each of ``names`` that is stored, under one lease."""
         self.expire(now)
         there = {name: self._entries[name] for name in names if name in self._entries}
         found = {name: entry for name, entry in there.items() if entry.ready}
@@ -146,23 +146,23 @@ class BlockIndex(Generic[V]):
         return Located(tuple(None if e is None else (e.size, e.value) for e in entries), lease)
 
     def lend(self, lease: int, first: int, count: int, now: float) -> Located[V]:
-        """Blocks a lease holds, held until their reader releases them; none once it ended."""
+        """Blocks that a lease holds, leased to their reader as well; none if it has ended."""
         self.expire(now)
-        if (held := self._entries.held(lease)) is None:
+        if (held := self._entries.leased_blocks(lease)) is None:
             return Located((), None)
         held = held[first : first + count]
         return Located(tuple((e.size, e.value) for e in held), self._hold(held, math.inf, now))
 
-    def examine(self, name: bytes, now: float) -> tuple[IndexEntry[V], Lease] | None:
-        """A block whose bytes are here, and a lease for whoever looks whether they are right."""
+    def hold_for_check(self, name: bytes, now: float) -> tuple[IndexEntry[V], Lease] | None:
+        """A block whose bytes are in memory, and a lease for the reader that verifies them."""
         self.expire(now)
         entry = self._entries.get(name)
         if entry is None or not entry.ready:
             return None
         return entry, self._hold((entry,), math.inf, now)
 
-    def condemn(self, entry: IndexEntry[V]) -> bool:
-        """Its bytes are wrong: it is there no more, nor in the way; whether it was until now."""
+    def remove_corrupt(self, entry: IndexEntry[V]) -> bool:
+        """Remove a block whose bytes are wrong; returns whether it was still stored."""
         if self._entries.get(entry.name) is not entry:
             return False
         entry.ready = False
@@ -170,51 +170,54 @@ class BlockIndex(Generic[V]):
         self.counters.corrupt += 1
         return True
 
-    def held_by(self, owner: bytes, now: float) -> int:
-        """See ``Leases.load``."""
+    def lease_cost(self, owner: bytes, now: float) -> int:
+        """See ``LeaseTable.cost``."""
         self.expire(now)
-        return self._entries.load(owner)
+        return self._entries.lease_cost(owner)
 
     def extend(self, lease: int, deadline: float, now: float) -> bool:
-        """Move the end of a lease; false when it has ended already."""
+        """Move the end of a lease; false if it has ended."""
         self.expire(now)
         return self._entries.extend(lease, deadline)
 
     def reserve(
         self, claims: Sequence[Claim], ttl: float, now: float, ticket: int | None = None
     ) -> Grant:
-        """Room for what nobody has put or is putting, under a new ticket or one that stands."""
+        """Reserve room for blocks that are neither stored nor being written.
+
+        The reservations are under ``ticket`` if it is open, else under a new one.
+        """
         self.expire(now)
         for claim in reversed(claims):
             if (entry := self._entries.get(claim.name)) is not None:
                 self._entries.use(entry, now)
-        if ticket is None or not self._writing.stands(ticket):
+        if ticket is None or not self._reservations.is_open(ticket):
             ticket = self._serial = self._serial + 1
-            self._writing.open(ticket, now + ttl)
+            self._reservations.open(ticket, now + ttl)
         verdicts = tuple(self._claim(claim, ticket) for claim in claims)
-        ended = self._writing.close_if_empty(ticket)
+        ended = self._reservations.close_if_empty(ticket)
         return Grant(None if ended else ticket, now + ttl, verdicts)
 
-    def reserved(self, ticket: int, name: bytes) -> Claim | None:
-        """What was claimed, while the reservation stands."""
-        found = self._writing.find(ticket, name)
+    def reserved_claim(self, ticket: int, name: bytes) -> Claim | None:
+        """The claim of a reservation; ``None`` if it has ended."""
+        found = self._reservations.find(ticket, name)
         return None if found is None else found.claim
 
     def is_being_written(self, name: bytes) -> bool:
-        """Whether a reservation stands for it."""
-        return name in self._writing
+        """Whether the block is reserved."""
+        return name in self._reservations
 
-    def prolong(self, ticket: int, deadline: float) -> None:
+    def extend_ticket(self, ticket: int, deadline: float) -> None:
         """The writer makes progress: its reservations end later."""
-        self._writing.prolong(ticket, deadline)
+        self._reservations.extend_ticket(ticket, deadline)
 
     def borrow(self, ticket: int, names: Sequence[bytes], now: float) -> list[Borrowed[V]]:
         """Reserved blocks and their places, for a writer to ``commit`` or ``give_back``, once."""
         self.expire(now)
-        return [self._writing.lend(ticket, name) for name in names]
+        return [self._reservations.borrow(ticket, name) for name in names]
 
-    def give_back(self, place: V, size: int) -> None:
-        """A borrowed place that nobody writes to any more."""
+    def free_place(self, place: V, size: int) -> None:
+        """Give back a borrowed place."""
         if self._allocator is not None:
             self._allocator.give(place, size)
 
@@ -227,9 +230,9 @@ class BlockIndex(Generic[V]):
         parent: bytes | None = None,
         tokens: int = 0,
     ) -> bool:
-        """Make a reserved block visible; false when the reservation has run out.
+        """Make a reserved block visible; false if the reservation has ended.
 
-        Its value is then still the writer's. ``parent`` is the block that it continues.
+        The writer then still owns the value. ``parent`` is the block that this one continues.
         """
         self.expire(now)
         return self.publish(ticket, name, value, now, parent, tokens)
@@ -237,41 +240,41 @@ class BlockIndex(Generic[V]):
     def publish(
         self, ticket: int, name: bytes, value: V, now: float, parent: bytes | None, tokens: int
     ) -> bool:
-        """``commit`` for one of many blocks, of which the first made ``expire`` look at ``now``."""
-        if (writing := self._writing.take(ticket, name)) is None:
+        """``commit`` without ``expire``, which the caller has called for all blocks at once."""
+        if (writing := self._reservations.take(ticket, name)) is None:
             return False
         claim = writing.claim
         if parent is not None and parent in self._entries:
-            parent = self._entries[parent].name  # not another copy of it
+            parent = self._entries[parent].name  # one copy of the name, not two
         entry = IndexEntry(claim, value, parent, tokens)
         self._entries.add(entry, now)
         self.counters.stored += 1
         self.counters.bytes_in += claim.size
-        self._came(entry)
+        self._record_added(entry)
         return True
 
     def owner(self, serial: int) -> bytes | None:
-        """The tenant's part of the keys of a lease or ticket; ``None`` once it has ended."""
-        held = self._entries.held(serial)
-        return prefix_of(held[0].name) if held else self._writing.owner(serial)
+        """The tenant prefix of a lease or ticket; ``None`` if it has ended."""
+        held = self._entries.leased_blocks(serial)
+        return prefix_of(held[0].name) if held else self._reservations.owner(serial)
 
     def abandon(self, ticket: int, names: Iterable[bytes] | None = None) -> None:
-        """Give up reservations of a ticket: those named, or all that are left."""
-        for name in self._writing.names(ticket) if names is None else names:
-            if (writing := self._writing.take(ticket, name)) is None:
+        """Give up the named reservations of a ticket, or all that remain."""
+        for name in self._reservations.names(ticket) if names is None else names:
+            if (writing := self._reservations.take(ticket, name)) is None:
                 continue
             self.counters.abandoned += 1
             if writing.place is not None:
-                self.give_back(writing.place, writing.claim.size)
+                self.free_place(writing.place, writing.claim.size)
 
     def release(self, lease: int) -> None:
-        """End a lease early; unknown ones have ended already."""
+        """End a lease early; unknown leases have ended."""
         for entry in self._entries.release(lease):
-            if not entry.grips:
-                self.give_back(entry.value, entry.size)
+            if not entry.io_count:
+                self.free_place(entry.value, entry.size)
 
     def clear(self, now: float) -> int:
-        """Remove every block that no lease holds; how many."""
+        """Remove every block that no lease holds; returns how many."""
         self.expire(now)
         idle = [name for name, entry in self._entries.items() if entry.leases == 0]
         for name in idle:
@@ -282,44 +285,44 @@ class BlockIndex(Generic[V]):
     def expire(self, now: float) -> None:
         """End the leases, reservations and partial blocks whose time is over."""
         self._policy.advance(now)
-        if self._entries.quiet(now) and self._writing.quiet(now):
+        if self._entries.nothing_due(now) and self._reservations.nothing_due(now):
             return
-        for lease in self._entries.ended(now):
+        for lease in self._entries.expired_leases(now):
             self.release(lease)
-        for ticket in self._writing.due(now):
+        for ticket in self._reservations.due(now):
             self.abandon(ticket)
-        for name in self._entries.worn(now):
+        for name in self._entries.expired_partials(now):
             self._remove(name, RemovalReason.EXPIRED)
             self.counters.expired += 1
 
     def find(self, name: bytes, now: float) -> IndexEntry[V] | None:
-        """The block, which does not count as used."""
+        """The block, without counting as a use."""
         self.expire(now)
         return self._entries.get(name)
 
     def entries(self, now: float) -> list[IndexEntry[V]]:
-        """Every block there is now, oldest first."""
+        """Every stored block, oldest first."""
         self.expire(now)
         return list(self._entries.values())
 
     def stats(self) -> StoreStats:
-        """A reading; the counters in it is a copy."""
+        """Content and a copy of the counters."""
         return StoreStats(
             self._options.boot,
             self._options.budget,
             len(self._entries),
-            self._entries.bytes + self._writing.bytes,
-            self._writing.bytes,
+            self._entries.bytes + self._reservations.bytes,
+            self._reservations.bytes,
             self._entries.leased,
             self._entries.leases,
-            len(self._writing),
+            len(self._reservations),
             dataclasses.replace(self.counters),
             eviction=self._policy.name,
         )
 
     def audit(self) -> list[str]:
         """Sums that do not agree; empty unless there is a bug."""
-        most = max(self._entries.bytes + self._writing.bytes, self._options.budget)
+        most = max(self._entries.bytes + self._reservations.bytes, self._options.budget)
         sums = {**self._entries.sums(), "budget": (most, self._options.budget)}
         return [f"{what}: {one} is not {two}" for what, (one, two) in sums.items() if one != two]
 
@@ -329,31 +332,31 @@ class BlockIndex(Generic[V]):
         return Lease(self._serial, self._options.boot, deadline)
 
     def _claim(self, claim: Claim, ticket: int) -> PutStatus:
-        if self._has(claim.name):
+        if self._is_stored(claim.name):
             self.counters.existed += 1
             return PutStatus.EXISTED
-        if claim.name in self._writing or self._writing.is_full(ticket, claim.size):
+        if claim.name in self._reservations or self._reservations.is_full(ticket, claim.size):
             self.counters.pending += 1
             return PutStatus.PENDING
-        writing = self._make_room(claim, ticket) if self._writing.allows(claim) else None
+        writing = self._make_room(claim, ticket) if self._reservations.allows(claim) else None
         if writing is None:
             self.counters.rejected += 1
             return PutStatus.NO_ROOM
-        self._writing.add(writing)
+        self._reservations.add(writing)
         return PutStatus.RESERVED
 
     def _make_room(self, claim: Claim, ticket: int) -> Reservation[V] | None:
-        """Evict until there is room, in bytes and in one piece; ``None`` if there cannot be."""
+        """Evict until there is room, in bytes and in one piece; ``None`` if it is impossible."""
         entries, room, each = self._entries, self._allocator, self._options.entry_bytes
-        # What there is for blocks beside this one and all that is being written.
+        # Room for stored blocks beside this one and all reservations.
         most = (
             self._options.budget
             - claim.size
-            - self._writing.bytes
-            - (len(self._writing) + 1) * each
+            - self._reservations.bytes
+            - (len(self._reservations) + 1) * each
         )
-        if entries.leased + entries.holding * each > most:
-            return None  # or all the rest would go for nothing
+        if entries.leased + entries.leased_count * each > most:
+            return None  # evicting every other block would not be enough
         while True:
             if entries.bytes + len(entries) * each <= most:
                 place = None if room is None else room.take(claim.size)
@@ -371,26 +374,26 @@ class BlockIndex(Generic[V]):
         return True
 
     def _remove(self, name: bytes, reason: RemovalReason) -> None:
-        entry = self._entries.take(name)
-        self._left(entry, reason)
-        if not entry.grips and not entry.leases:  # else it goes back with the last of them
-            self.give_back(entry.value, entry.size)
+        entry = self._entries.remove(name)
+        self._record_removed(entry, reason)
+        if not entry.io_count and not entry.leases:  # else the last of them gives it back
+            self.free_place(entry.value, entry.size)
 
-    # What a index with a tier below does in another way.
+    # Overridden by an index with a disk tier.
     def _lead(self, names: Sequence[bytes], held: bool) -> int:
-        """How many lead without a gap; ``held``: of those that a lease can be given on."""
+        """How many lead without a gap; ``held``: counting only blocks that can be leased."""
         return next((i for i, name in enumerate(names) if name not in self._entries), len(names))
 
     def _sizes(self, names: Sequence[bytes]) -> tuple[int, ...]:
         return tuple(self._entries[name].size for name in names)
 
-    def _has(self, name: bytes) -> bool:
+    def _is_stored(self, name: bytes) -> bool:
         return name in self._entries
 
-    def _came(self, entry: IndexEntry[V]) -> None:
+    def _record_added(self, entry: IndexEntry[V]) -> None:
         self.events.add(entry)
-        self._tombstones.came(entry.opening)
+        self._tombstones.added(entry.opening)
 
-    def _left(self, entry: IndexEntry[V], reason: RemovalReason) -> None:
+    def _record_removed(self, entry: IndexEntry[V], reason: RemovalReason) -> None:
         self.events.add(entry, reason)
-        self._tombstones.went(entry.name, entry.opening, MISS_REASONS[reason])
+        self._tombstones.removed(entry.name, entry.opening, MISS_REASONS[reason])

@@ -1,4 +1,4 @@
-"""Keys with a time each, and the question which of them are due. No clock: time is passed in."""
+"""Deadlines by key, and which of them are due. No clock: time is passed in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ K = TypeVar("K", int, bytes)
 
 
 class Deadlines(Generic[K]):
-    """A heap whose entries may be moved and dropped; both cost O(log n) amortised."""
+    """A heap whose entries can be moved and dropped, each in O(log n) amortised."""
 
     def __init__(self) -> None:
         self._times: dict[K, float] = {}
@@ -23,7 +23,7 @@ class Deadlines(Generic[K]):
         return key in self._times
 
     def set(self, key: K, time: float) -> None:
-        """``key`` is due at ``time``, whatever was said before."""
+        """Set the deadline of ``key``, replacing an earlier one."""
         self._times[key] = time
         heapq.heappush(self._heap, (time, key))
         if len(self._heap) > 2 * len(self._times) + 64:
@@ -31,21 +31,21 @@ class Deadlines(Generic[K]):
             heapq.heapify(self._heap)
 
     def drop(self, key: K) -> None:
-        """``key`` is not due any more; unknown keys are let pass."""
+        """Remove the deadline of ``key``; unknown keys are ignored."""
         self._times.pop(key, None)
 
     def next(self) -> float | None:
-        """The earliest time set."""
+        """The earliest deadline."""
         while self._heap and self._times.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
-    def quiet(self, now: float) -> bool:
-        """Whether certainly nothing is due; costs next to nothing."""
+    def nothing_due(self, now: float) -> bool:
+        """Whether certainly nothing is due; a cheap test."""
         return not self._heap or self._heap[0][0] > now
 
     def due(self, now: float) -> Iterator[K]:
-        """Take out the keys whose time is ``now`` or earlier, earliest first."""
+        """Remove and yield the keys whose deadline is ``now`` or earlier, earliest first."""
         while (earliest := self.next()) is not None and earliest <= now:
             _, key = heapq.heappop(self._heap)
             del self._times[key]

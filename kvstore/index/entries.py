@@ -1,4 +1,4 @@
-"""One block of the index, and where blocks lie."""
+"""An entry of the index, and the interface of the memory that blocks are placed in."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ V = TypeVar("V")
 
 
 class PlaceAllocator(Protocol[V]):
-    """Where blocks lie."""
+    """Memory that blocks are placed in."""
 
     def take(self, size: int) -> V | None:
-        """A place for ``size`` bytes, ``None`` when there is none."""
+        """A place for ``size`` bytes, ``None`` if there is no room."""
 
     def give(self, place: V, size: int) -> None:
-        """Nobody uses the place any more."""
+        """Give a place back."""
 
 
 class IndexEntry(EvictionNode, Generic[V]):
-    """A block that is there, of ``tokens`` positions; ``leases`` is how many hold it.
+    """A stored block of ``tokens`` positions; ``leases`` is the number of leases that hold it.
 
-    ``ready`` is false once its bytes turned out to be wrong. With a tier below it is also false
-    until they have come from there, ``grips`` are the reads and writes under way at its place, and
-    ``again`` says that it was used since it was saved.
+    ``ready`` is false once its bytes have proved wrong. With a disk tier it is also false until
+    they are loaded, ``io_count`` is the number of reads and writes under way at its place, and
+    ``reused`` says that the block was leased after it was saved.
     """
 
     __slots__ = (
-        "again",
-        "grips",
+        "io_count",
         "leases",
         "opening",
         "ready",
+        "reused",
         "size",
         "tokens",
         "value",
@@ -49,8 +49,8 @@ class IndexEntry(EvictionNode, Generic[V]):
         self.tokens = tokens
         self.opening = claim.opening
         self.ready = True
-        self.grips = 0
-        self.again = False
+        self.io_count = 0
+        self.reused = False
 
 
 @dataclass(frozen=True, slots=True)

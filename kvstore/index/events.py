@@ -1,7 +1,6 @@
-"""What came into the store and what left it, in order, numbered from 1 at every start.
+"""The log of added and removed blocks, numbered from 1 at every start of the store.
 
-Pure. The last so many are kept: who asks for older ones is told that they are gone, and begins with
-a snapshot.
+Pure. A bounded number of events is kept; a watcher that needs older ones begins with a snapshot.
 """
 
 from __future__ import annotations
@@ -16,29 +15,29 @@ V = TypeVar("V")
 
 
 class RemovalReason(Enum):
-    """Why a block left."""
+    """Why a block was removed."""
 
-    __hash__ = object.__hash__  # as of ``Verdict``
+    __hash__ = object.__hash__  # as of ``PutStatus``
 
     EVICTED = "evicted"
     EXPIRED = "expired"  # partial blocks
     CLEARED = "cleared"
-    CORRUPT = "corrupt"  # its bytes were not those that were put
+    CORRUPT = "corrupt"  # its bytes are not those that were put
 
 
 BlockEvent = tuple[IndexEntry[V], RemovalReason | None]
-"""A block and why it left; ``None``: it came."""
+"""A block and why it was removed; ``None``: it was added."""
 
 
 class EventLog(Generic[V]):
-    """A ring. ``last`` is the number of the newest event, 0 before the first."""
+    """A ring buffer. ``last`` is the number of the newest event, 0 before the first."""
 
     def __init__(self, keep: int = KEPT_EVENTS) -> None:
         self._ring: list[BlockEvent[V] | None] = [None] * keep
         self.last = 0
 
     def add(self, entry: IndexEntry[V], reason: RemovalReason | None = None) -> None:
-        """A block has come, or has left for ``reason``."""
+        """A block was added, or removed for ``reason``."""
         self.last += 1
         self._ring[self.last % len(self._ring)] = (entry, reason)
 
@@ -47,5 +46,5 @@ class EventLog(Generic[V]):
         if not self.last - len(self._ring) <= number <= self.last:
             return None
         end = min(self.last, number + limit) + 1
-        told = (self._ring[at % len(self._ring)] for at in range(number + 1, end))
-        return [one for one in told if one is not None]
+        events = (self._ring[at % len(self._ring)] for at in range(number + 1, end))
+        return [event for event in events if event is not None]

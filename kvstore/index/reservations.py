@@ -1,4 +1,4 @@
-"""Blocks that are being written: who may commit what, and how much room is kept for them."""
+"""Reservations: which ticket may commit which block, and the room that is kept for them. Pure."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvstore.limits import WHOLE_BUDGET, ReservationShares
 V = TypeVar("V")
 
 Borrowed = tuple[Claim, V] | None
-"""A claim and its place, if it stands."""
+"""A claim and its place; ``None`` if the reservation has ended."""
 
 
 class Reservation(Generic[V]):
-    """A claim and the place kept for it, ``None`` once its writer has borrowed it."""
+    """A claim and the place kept for it, ``None`` once its writer has borrowed the place."""
 
     __slots__ = ("claim", "place", "ticket")
 
@@ -35,7 +35,7 @@ class _Ticket:
 
 
 class Reservations(dict[bytes, Reservation[V]]):
-    """What is being written, by name: each block by one ticket, until that commits it."""
+    """Reservations by name: each block is written under one ticket, which commits it."""
 
     def __init__(self, budget: int, shares: ReservationShares = WHOLE_BUDGET) -> None:
         super().__init__()
@@ -48,16 +48,16 @@ class Reservations(dict[bytes, Reservation[V]]):
         self.bytes = 0
 
     def open(self, ticket: int, deadline: float) -> None:
-        """A new ticket, without claims; it ends by itself at ``deadline``."""
+        """Open a ticket without claims; it ends by itself at ``deadline``."""
         self._tickets[ticket] = _Ticket()
         self._ends.set(ticket, deadline)
 
-    def stands(self, ticket: int) -> bool:
-        """Whether it has not ended."""
+    def is_open(self, ticket: int) -> bool:
+        """Whether the ticket has not ended."""
         return ticket in self._tickets
 
     def add(self, writing: Reservation[V]) -> None:
-        """Its ticket is the one writer of this claim from now on."""
+        """Add a reservation; its ticket is the only writer of the block from now on."""
         claim, ticket = writing.claim, self._tickets[writing.ticket]
         self[claim.name] = writing
         ticket.names[claim.name] = None
@@ -66,30 +66,27 @@ class Reservations(dict[bytes, Reservation[V]]):
         self.bytes += claim.size
 
     def is_full(self, ticket: int, size: int) -> bool:
-        """Whether so many bytes more exceed a ticket's share: the rest is for another ticket.
-
-        One block it may have, whatever its size.
-        """
+        """Whether ``size`` more bytes exceed a ticket's share. One block of any size is allowed."""
         has = self._tickets[ticket].bytes
         return has > 0 and has + size > self._of_ticket
 
     def allows(self, claim: Claim) -> bool:
-        """Whether it may be reserved beside the others of its owner; alone any block may."""
+        """Whether the claim fits its tenant's share. One block of any size is allowed."""
         owned = self._owned[prefix_of(claim.name)]
         return owned == 0 or owned + claim.size <= self._of_owner
 
     def owner(self, ticket: int) -> bytes | None:
-        """The tenant's part of the keys of a ticket, which has claims while it stands."""
+        """The tenant prefix of a ticket; ``None`` if the ticket has ended."""
         key = next(iter(self.names(ticket)), None)
         return None if key is None else prefix_of(key)
 
     def find(self, ticket: int, name: bytes) -> Reservation[V] | None:
-        """The claim of a ticket, while it stands."""
+        """The reservation of a block under a ticket, if there is one."""
         found = self.get(name)
         return found if found is not None and found.ticket == ticket else None
 
-    def lend(self, ticket: int, name: bytes) -> Borrowed[V]:
-        """A claim and its place, once: whoever has it gives it back."""
+    def borrow(self, ticket: int, name: bytes) -> Borrowed[V]:
+        """Hand out a claim and its place, once; the borrower gives the place back."""
         found = self.find(ticket, name)
         if found is None or (place := found.place) is None:
             return None
@@ -97,25 +94,27 @@ class Reservations(dict[bytes, Reservation[V]]):
         return found.claim, place
 
     def names(self, ticket: int) -> list[bytes]:
-        """What ``ticket`` has not committed yet."""
+        """The blocks that ``ticket`` has not committed yet."""
         found = self._tickets.get(ticket)
         return [] if found is None else list(found.names)
 
     def take(self, ticket: int, name: bytes) -> Reservation[V] | None:
-        """End one claim; the ticket ends with its last one."""
+        """End one reservation; the ticket ends with its last one."""
         if (found := self.find(ticket, name)) is None:
             return None
-        size, of = found.claim.size, self._tickets[ticket]
-        del self[name], of.names[name]
-        of.bytes -= size
+        size = found.claim.size
+        owner = self._tickets[ticket]
+        del self[name]
+        del owner.names[name]
+        owner.bytes -= size
         self._owned[prefix_of(name)] -= size
         self.bytes -= size
-        if not of.names:
+        if not owner.names:
             self.close_if_empty(ticket)
         return found
 
     def close_if_empty(self, ticket: int) -> bool:
-        """End a ticket without claims; whether it has ended."""
+        """End a ticket if it has no claims; returns whether it has ended."""
         found = self._tickets.get(ticket)
         if found is not None and found.names:
             return False
@@ -123,15 +122,15 @@ class Reservations(dict[bytes, Reservation[V]]):
         self._ends.drop(ticket)
         return True
 
-    def prolong(self, ticket: int, deadline: float) -> None:
-        """Move the end of a ticket that still stands."""
+    def extend_ticket(self, ticket: int, deadline: float) -> None:
+        """Move the end of an open ticket."""
         if ticket in self._tickets:
             self._ends.set(ticket, deadline)
 
-    def quiet(self, now: float) -> bool:
-        """Whether certainly no ticket's time is over."""
-        return self._ends.quiet(now)
+    def nothing_due(self, now: float) -> bool:
+        """Whether certainly no ticket has expired."""
+        return self._ends.nothing_due(now)
 
     def due(self, now: float) -> Iterator[int]:
-        """Tickets whose time is over."""
+        """Tickets whose time is over, to be ended."""
         return self._ends.due(now)

@@ -1,4 +1,4 @@
-"""The common heap of the arena: runs of equal granules, taken whole and merged when given back.
+"""Best-fit allocator of runs of equal granules; freed runs are merged with their neighbours.
 
 Pure. A run is taken where it leaves the smallest rest, so that a heap whose blocks have few sizes
 gives the same places again and again.
@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 
 
 class RunAllocator:
-    """Granules ``0 .. total - 1``, all free at first. Costs O(log n) and one short ``memmove``."""
+    """Granules ``0 .. total - 1``, free at first. Calls cost O(log n) and a short ``memmove``."""
 
     def __init__(self, total: int) -> None:
         self._length: dict[int, int] = {}  # of the free run that starts here
@@ -23,7 +23,7 @@ class RunAllocator:
 
     @property
     def count(self) -> int:
-        """Free runs: 1 when nothing is taken."""
+        """The number of free runs: 1 when nothing is taken."""
         return len(self._by_length)
 
     @property
@@ -32,7 +32,7 @@ class RunAllocator:
         return self._by_length[-1][0] if self._by_length else 0
 
     def take(self, count: int) -> int | None:
-        """Start of a run of ``count`` granules, ``None`` when no free run is as long."""
+        """The start of a run of ``count`` granules, ``None`` if no free run is as long."""
         index = bisect_left(self._by_length, (count, 0))
         if index == len(self._by_length):
             return None
@@ -43,7 +43,7 @@ class RunAllocator:
         return start
 
     def take_last(self, count: int) -> int | None:
-        """The same from the far end: what stays long is kept apart from what is taken whole."""
+        """The same from the far end, apart from runs that are allocated whole."""
         for start in reversed(self._by_start):
             if (length := self._length[start]) >= count:
                 self._remove(start)
@@ -53,7 +53,7 @@ class RunAllocator:
         return None
 
     def give(self, start: int, count: int) -> None:
-        """Give a run back; it is merged with the free runs beside it."""
+        """Free a run and merge it with the free runs beside it."""
         after = self._length.get(start + count)
         if after is not None:
             self._remove(start + count)

@@ -1,7 +1,7 @@
-"""Which bytes of the arena belong to which block: slots of a few sizes. Pure, no I/O.
+"""Slab allocator of the arena: slots of a few sizes. Pure, no I/O.
 
-Large slots are runs of 4 KiB granules. Small ones share slabs of 64 KiB, each of equal slots; a
-slab that is empty goes back to the heap. Slabs lie at the far end, so they do not cut up the rest.
+Large slots are runs of 4 KiB granules. Small slots share slabs of 64 KiB, each of equal slots; an
+empty slab is freed. Slabs are at the far end, so that they do not fragment the rest.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ ALIGNMENT = 128
 GRANULE = 4096
 SLAB = 64 << 10
 SMALL = 32 << 10
-"""Slots up to this size are kept in slabs."""
+"""Slots up to this size are in slabs."""
 
 
 @lru_cache(maxsize=4096)
 def slot_bytes(size: int) -> int:
-    """Bytes of the slot for ``size``: at most an eighth more, for large ones a 32nd."""
+    """Bytes of the slot for ``size``: at most an eighth more, for large slots a 32nd."""
     parts = 3 if size <= SMALL else 5
     step = max((1 << max(size - 1, 1).bit_length() - 1) >> parts, ALIGNMENT)
     rounded = -(-max(size, 1) // step) * step
@@ -29,48 +29,48 @@ def slot_bytes(size: int) -> int:
 
 @dataclass(slots=True)
 class _Slab:
-    """One slab: slots given back and, after ``fresh``, those never taken."""
+    """One slab: slots that were freed and, after ``fresh``, slots that were never taken."""
 
     start: int
     size: int
-    back: list[int] = field(default_factory=list)
+    freed: list[int] = field(default_factory=list)
     fresh: int = 0
     used: int = 0
 
     @property
     def full(self) -> bool:
-        return not self.back and self.fresh + self.size > SLAB
+        return not self.freed and self.fresh + self.size > SLAB
 
     def take(self) -> int:
         self.used += 1
-        if self.back:
-            return self.back.pop()
+        if self.freed:
+            return self.freed.pop()
         self.fresh += self.size
         return self.start + self.fresh - self.size
 
 
 class SlotAllocator:
-    """Places for blocks in ``capacity`` bytes. What is taken is given back with the same size."""
+    """Places for blocks in ``capacity`` bytes. A place is freed with the size it was taken with."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity // GRANULE * GRANULE
         self._runs = RunAllocator(self.capacity // GRANULE)
-        self._slabs: dict[int, _Slab] = {}  # by every granule they cover
-        self._open: dict[int, dict[int, _Slab]] = {}  # by slot size, then start: not full
+        self._slabs: dict[int, _Slab] = {}  # by every granule in them
+        self._open: dict[int, dict[int, _Slab]] = {}  # slabs with room, by slot size, then start
         self.used = 0  # bytes of slots taken
 
     @property
     def free_runs(self) -> int:
-        """Pieces the free memory outside of slabs is in."""
+        """The number of free runs outside of slabs."""
         return self._runs.count
 
     @property
     def longest(self) -> int:
-        """Bytes of the largest slot there is room for."""
+        """Bytes of the largest slot that can be taken."""
         return self._runs.longest * GRANULE
 
     def take(self, size: int) -> int | None:
-        """Offset of a slot for ``size`` bytes; ``None`` when there is no room in one piece."""
+        """Offset of a slot for ``size`` bytes; ``None`` if there is no free run as long."""
         slot = slot_bytes(size)
         offset = self._take_small(slot) if slot <= SMALL else self._take_large(slot)
         if offset is not None:
@@ -78,7 +78,7 @@ class SlotAllocator:
         return offset
 
     def give(self, offset: int, size: int) -> None:
-        """Give the slot of ``size`` bytes at ``offset`` back."""
+        """Free the slot of ``size`` bytes at ``offset``."""
         slot = slot_bytes(size)
         self.used -= slot
         if slot > SMALL:
@@ -86,7 +86,7 @@ class SlotAllocator:
             return
         slab = self._slabs[offset // GRANULE]
         slab.used -= 1
-        slab.back.append(offset)
+        slab.freed.append(offset)
         self._open.setdefault(slot, {})[slab.start] = slab
         if slab.used == 0:
             self._drop(slab)

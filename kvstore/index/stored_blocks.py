@@ -1,4 +1,4 @@
-"""The blocks that are there: what they take, who holds them, how long partial ones live. Pure."""
+"""The stored blocks: their bytes, the leases on them, the lifetime of partial blocks. Pure."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ V = TypeVar("V")
 
 
 class StoredBlocks(dict[bytes, IndexEntry[V]]):
-    """By name. They come by ``add`` and go by ``take``; ``leased`` bytes are held by a lease.
+    """Entries by name, changed by ``add`` and ``remove`` only.
 
-    Those are the bytes of ``holding`` blocks. One that was taken while leases hold it counts on,
-    out of reach, until the last of them has ended.
+    ``leased`` bytes, of ``leased_count`` blocks, are held by leases. A block that is removed while
+    leases hold it is no longer found, but counts until the last of them has ended.
     """
 
     def __init__(self, policy: EvictionPolicy, partial_life: float) -> None:
@@ -25,27 +25,29 @@ class StoredBlocks(dict[bytes, IndexEntry[V]]):
         self._policy = policy
         self._partial_life = partial_life
         self._leases: LeaseTable[V] = LeaseTable()
-        self._taken: set[IndexEntry[V]] = set()  # and held still
+        self._removed: set[IndexEntry[V]] = set()  # and still held by leases
         self._lives: Deadlines[bytes] = Deadlines()
-        self.bytes = self.leased = self.holding = 0
+        self.bytes = 0
+        self.leased = 0
+        self.leased_count = 0
 
     @property
     def leases(self) -> int:
-        """How many there are."""
+        """The number of leases."""
         return len(self._leases)
 
     def add(self, entry: IndexEntry[V], now: float) -> None:
-        """A block is there."""
+        """Store a block."""
         self[entry.name] = entry
         self.bytes += entry.size
         self._policy.add(entry, self.get(entry.parent or b""))
-        self._prolong(entry, now)
+        self._extend_life(entry, now)
 
-    def take(self, name: bytes) -> IndexEntry[V]:
-        """A block is there no more; its place is free unless leases hold it."""
+    def remove(self, name: bytes) -> IndexEntry[V]:
+        """Remove a block; its place is free unless leases hold it."""
         entry = self.pop(name)
         if entry.leases:
-            self._taken.add(entry)
+            self._removed.add(entry)
         else:
             self.bytes -= entry.size
         self._policy.remove(entry, self.get(entry.parent or b""))
@@ -53,91 +55,91 @@ class StoredBlocks(dict[bytes, IndexEntry[V]]):
         return entry
 
     def use(self, entry: IndexEntry[V], now: float) -> None:
-        """It was used just now."""
+        """The block was used now."""
         self._policy.touch(entry)
-        self._prolong(entry, now)
+        self._extend_life(entry, now)
 
     def hold(
         self, lease: int, entries: tuple[IndexEntry[V], ...], deadline: float, now: float
     ) -> None:
-        """A new lease on what is there, or held by another lease."""
+        """A new lease on blocks that are stored, or held by another lease."""
         for entry in entries:
-            if entry.partial and entry not in self._taken:
-                self._prolong(entry, now)
-            if entry.leases == 0:  # that it was used is noted when it is free again
+            if entry.partial and entry not in self._removed:
+                self._extend_life(entry, now)
+            if entry.leases == 0:  # its use is recorded when the last lease ends
                 self._policy.hold(entry)
                 self.leased += entry.size
-                self.holding += 1
+                self.leased_count += 1
             entry.leases += 1
-        self._leases.give(lease, entries, deadline)
+        self._leases.add(lease, entries, deadline)
 
-    def held(self, lease: int) -> tuple[IndexEntry[V], ...] | None:
-        """What it holds; ``None`` once it has ended."""
+    def leased_blocks(self, lease: int) -> tuple[IndexEntry[V], ...] | None:
+        """The blocks that a lease holds; ``None`` if it has ended."""
         return self._leases.blocks(lease)
 
-    def load(self, owner: bytes) -> int:
+    def lease_cost(self, owner: bytes) -> int:
         """See ``LeaseTable.load``."""
-        return self._leases.load(owner)
+        return self._leases.cost(owner)
 
     def extend(self, lease: int, deadline: float) -> bool:
-        """Move its end; false when it has ended already."""
+        """Move the end of a lease; false if it has ended."""
         return self._leases.extend(lease, deadline)
 
     def release(self, lease: int) -> list[IndexEntry[V]]:
-        """End a lease; unknown ones have ended already. The taken ones that nobody holds now."""
-        gone = []
+        """End a lease, if it has not ended; returns removed blocks whose last lease it was."""
+        freed = []
         for entry in reversed(self._leases.end(lease)):
             entry.leases -= 1
             if entry.leases == 0 and self._free(entry):
-                gone.append(entry)
-        return gone
+                freed.append(entry)
+        return freed
 
-    def strike(self, entry: IndexEntry[V]) -> None:
-        """No lease holds it any more: it is damaged."""
+    def revoke(self, entry: IndexEntry[V]) -> None:
+        """Take a damaged block out of every lease."""
         if entry.leases:
-            self._leases.strike(entry)
+            self._leases.revoke(entry)
             entry.leases = 0
             self._free(entry)
 
-    def quiet(self, now: float) -> bool:
-        """Whether certainly no lease and no life is over."""
-        return self._leases.quiet(now) and self._lives.quiet(now)
+    def nothing_due(self, now: float) -> bool:
+        """Whether certainly no lease and no partial block has expired."""
+        return self._leases.nothing_due(now) and self._lives.nothing_due(now)
 
-    def ended(self, now: float) -> Iterator[int]:
-        """Leases whose time is over; they must be released."""
+    def expired_leases(self, now: float) -> Iterator[int]:
+        """Leases whose time is over; the caller must release them."""
         return self._leases.due(now)
 
-    def worn(self, now: float) -> list[bytes]:
-        """Partial blocks whose life is over, to be taken out. Those that are held live on."""
+    def expired_partials(self, now: float) -> list[bytes]:
+        """Partial blocks whose time is over, to be removed. Leased ones live on."""
         due = list(self._lives.due(now))
         for name in due:
             if self[name].leases:
-                self._prolong(self[name], now)
+                self._extend_life(self[name], now)
         return [name for name in due if not self[name].leases]
 
     def sums(self) -> Mapping[str, tuple[int, int]]:
-        """What is counted, and the same counted anew: equal unless there is a bug."""
-        entries = [*self.values(), *self._taken]
+        """Each running sum beside the same sum counted anew; they differ only by a bug."""
+        entries = [*self.values(), *self._removed]
         return {
             "bytes": (self.bytes, sum(entry.size for entry in entries)),
             "leased": (self.leased, sum(entry.size for entry in entries if entry.leases)),
-            "holding": (self.holding, sum(entry.leases > 0 for entry in entries)),
-            "leases": (self._leases.held(), sum(entry.leases for entry in entries)),
+            "leased_count": (self.leased_count, sum(entry.leases > 0 for entry in entries)),
+            "leases": (self._leases.total_blocks(), sum(entry.leases for entry in entries)),
             "deadlines": (self._leases.deadlines(), len(self._leases)),
             "lives": (len(self._lives), sum(entry.partial for entry in self.values())),
         }
 
     def _free(self, entry: IndexEntry[V]) -> bool:
-        """No lease holds it any more; whether it was taken before."""
+        """The last lease on a block ended; returns whether the block had been removed."""
         self.leased -= entry.size
-        self.holding -= 1
-        if entry not in self._taken:
+        self.leased_count -= 1
+        if entry not in self._removed:
             self._policy.free(entry)
             return False
-        self._taken.remove(entry)
+        self._removed.remove(entry)
         self.bytes -= entry.size
         return True
 
-    def _prolong(self, entry: IndexEntry[V], now: float) -> None:
+    def _extend_life(self, entry: IndexEntry[V], now: float) -> None:
         if entry.partial:
             self._lives.set(entry.name, now + self._partial_life)

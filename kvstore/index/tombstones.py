@@ -1,6 +1,6 @@
-"""What the store remembers of blocks that are not there: why the last ones went. Pure.
+"""Tombstones: why recently removed blocks were removed. Pure.
 
-And, for the first block of a sequence, whether the same tokens are there under another namespace.
+And, for the first block of a sequence, whether its tokens are stored under another namespace.
 """
 
 from __future__ import annotations
@@ -18,56 +18,56 @@ MISS_REASONS = {
     RemovalReason.CLEARED: Miss.CLEARED,
     RemovalReason.CORRUPT: Miss.FAILED_VERIFICATION,
 }
-"""What a reader misses it for."""
+"""The miss that a reader is told for each reason of removal."""
 
 MAX_TOMBSTONES = 1 << 16
-"""Names remembered; measured, a full memory takes 5 MiB beside the budget."""
+"""That many tombstones take 5 MiB beside the budget, measured."""
 
 
 class Tombstones:
-    """Why blocks went, by a hash of their names, newest last; and openings that stay."""
+    """Reasons of removal by a hash of the name, newest last; and the openings of stored blocks."""
 
-    def __init__(self, remembered: int = MAX_TOMBSTONES) -> None:
-        self._most = remembered
+    def __init__(self, limit: int = MAX_TOMBSTONES) -> None:
+        self._limit = limit
         self._reasons: dict[int, Miss] = {}
         self._openings: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._reasons)
 
-    def came(self, opening: int | None) -> None:
-        """A block is there."""
+    def added(self, opening: int | None) -> None:
+        """A block was stored."""
         if opening is not None:
             self._openings[opening] += 1
 
-    def went(self, name: bytes, opening: int | None, why: Miss) -> None:
-        """A block is there no more."""
+    def removed(self, name: bytes, opening: int | None, reason: Miss) -> None:
+        """A block was removed."""
         key = _key(name)
         self._reasons.pop(key, None)
-        self._reasons[key] = why
-        if len(self._reasons) > self._most:
-            # Many at once: a dictionary looks for its first key past all that were deleted.
-            for oldest in list(islice(self._reasons, max(1, self._most >> 10))):
+        self._reasons[key] = reason
+        if len(self._reasons) > self._limit:
+            # Many at once: the search for a dictionary's first key passes all deleted ones.
+            for oldest in list(islice(self._reasons, max(1, self._limit >> 10))):
                 del self._reasons[oldest]
         if opening is not None:
             self._openings[opening] -= 1
             if not self._openings[opening]:
                 del self._openings[opening]
 
-    def why(self, names: Iterable[bytes], openings: Iterable[int]) -> Miss:
-        """Why none of ``names``, each one way to have the same positions, is there.
+    def reason(self, names: Iterable[bytes], openings: Iterable[int]) -> Miss:
+        """Why none of ``names``, alternatives for the same positions, is stored.
 
-        ``openings`` are theirs if they begin a sequence.
+        ``openings`` are given if they begin a sequence.
         """
         known = (self._reasons.get(_key(name)) for name in names)
         if (reason := next(filter(None, known), None)) is not None:
             return reason
-        return Miss.OTHER_NAMESPACE if self.begins(openings) else Miss.NEVER_STORED
+        return Miss.OTHER_NAMESPACE if self.knows_opening(openings) else Miss.NEVER_STORED
 
-    def begins(self, openings: Iterable[int]) -> bool:
-        """Whether a sequence that is there begins with one of them."""
+    def knows_opening(self, openings: Iterable[int]) -> bool:
+        """Whether a stored block begins a sequence with one of ``openings``."""
         return any(opening in self._openings for opening in openings)
 
 
 def _key(name: bytes) -> int:
-    return hash(name)  # 64 bits, and other ones in every process
+    return hash(name)  # 64 bits, salted anew in every process

@@ -156,7 +156,7 @@ class RedisStore:
             if remove_if_wrong(place, name, self._settings, limit):
                 self._counters.add(corrupt=1)
         except KvrelayError as error:
-            log.info("%s: block %s was not checked again: %s", self.url, name.hex(), error)
+            log.info("%s: block %s was not verified again: %s", self.url, name.hex(), error)
 
     def _survey(self, names: Sequence[bytes], full: int, ttl: float, timeout: float) -> _Survey:
         """The first ``full`` names are of full blocks. With a ``ttl`` their expiry is reset."""

@@ -1,7 +1,8 @@
-"""Catalog and arena as one thing that many threads may use: what every face of the store calls.
+"""The block store: index and arena behind one lock, used by every transport.
 
 A block's bytes are written into its place in the arena by one writer and checked there before they
-become visible. Nothing here blocks for longer than the bookkeeping takes.
+become visible. No method blocks for longer than the bookkeeping takes, but ``recheck``, which reads
+a block.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvstore.disk.tiered_index import TieredIndex
 from kvstore.index.block_index import BlockIndex, ChooseVictim, IndexOptions
 from kvstore.index.entries import IndexEntry, Located
 from kvstore.index.events import BlockEvent
-from kvstore.index.eviction.policies import make_policy
+from kvstore.index.eviction import make_policy
 from kvstore.index.eviction.policy import EvictionPolicy
 from kvstore.index.eviction.victims import QuotaPolicy
 from kvstore.limits import StoreLimits
@@ -37,11 +38,11 @@ from kvstore.stats import StoreStats
 STORED, EXPIRED = Outcome(PutStatus.STORED), Outcome(PutStatus.EXPIRED)
 
 ENTRY_BYTES = 480
-"""Memory of one block besides its place, measured at a million blocks."""
+"""Memory of one block besides its place, measured with a million blocks."""
 
 
 class BlockStore:
-    """Thread-safe. ``boot`` tells this start from every other."""
+    """Thread-safe. ``boot`` tells this start of the store from every other."""
 
     def __init__(self, limits: StoreLimits, tenants: TenantTable | None = None) -> None:
         self.boot = os.urandom(16)
@@ -50,8 +51,8 @@ class BlockStore:
         self.arena = Arena(self.boot, capacity_for(limits.budget))
         self._lock = threading.Lock()
         self._key = os.urandom(32)
-        self._watchers: list[Callable[[], None]] = []
-        self.disk_index: LockedIndex | None = None  # of the disk
+        self._listeners: list[Callable[[], None]] = []
+        self.disk_index: LockedIndex | None = None
         owners = self.tenants.owners
         eviction = limits.eviction
         quotas = {prefix: owner.quota for prefix, owner in owners.items()}
@@ -83,20 +84,20 @@ class BlockStore:
         return tiered
 
     def _notify(self) -> None:
-        for changed in self._watchers:
-            changed()
+        for notify in self._listeners:
+            notify()
 
-    def watch(self, changed: Callable[[], None]) -> None:
-        """``changed`` is called, in any thread, when reservations have ended or blocks came up."""
-        self._watchers.append(changed)
+    def on_change(self, notify: Callable[[], None]) -> None:
+        """Call ``notify``, in any thread, when reservations end or blocks arrive from disk."""
+        self._listeners.append(notify)
 
-    def token(self, serial: int) -> bytes:
-        """What only those can know who were given the lease or ticket ``serial`` by this start."""
+    def proof(self, serial: int) -> bytes:
+        """A secret that only those know who were given lease or ticket ``serial`` by this start."""
         return hashlib.blake2b(serial.to_bytes(8, "little"), key=self._key, digest_size=16).digest()
 
-    def knows(self, serial: int, token: bytes) -> bool:
-        """Whether ``token`` is that of ``serial``; in constant time."""
-        return hmac.compare_digest(self.token(serial), token)
+    def check_proof(self, serial: int, proof: bytes) -> bool:
+        """Whether ``proof`` is that of ``serial``; in constant time."""
+        return hmac.compare_digest(self.proof(serial), proof)
 
     def lookup(
         self,
@@ -107,9 +108,9 @@ class BlockStore:
     ) -> LookupResult:
         """See ``BlockIndex.lookup``."""
         with self._lock:
-            self._may_hold([*names[:1], *(tail.name for tail in tails)], len(names), ttl)
+            self._check_lease_limit([*names[:1], *(tail.name for tail in tails)], len(names), ttl)
             held = self._index.lookup(names, tails, ttl, time.monotonic(), openings)
-            self._wake()
+            self._wake_disk()
             return held
 
     def survey(
@@ -117,23 +118,23 @@ class BlockStore:
     ) -> SurveyResult:
         """See ``BlockIndex.survey``."""
         with self._lock:
-            self._may_hold(names, len(names), ttl)
+            self._check_lease_limit(names, len(names), ttl)
             seen = self._index.survey(names, ttl, time.monotonic(), openings)
-            self._wake()
+            self._wake_disk()
             return seen
 
     def locate(self, names: Sequence[bytes], ttl: float) -> Located[int]:
         """See ``BlockIndex.locate``; the values are offsets in the arena."""
         with self._lock:
-            self._may_hold(names, len(names), ttl)
+            self._check_lease_limit(names, len(names), ttl)
             return self._index.locate(names, ttl, time.monotonic())
 
     @contextmanager
-    def lent(self, lease: int, first: int, count: int) -> Iterator[list[memoryview] | None]:
-        """The bytes of blocks a lease holds, ``None`` once it has ended.
+    def lend(self, lease: int, first: int, count: int) -> Iterator[list[memoryview] | None]:
+        """The bytes of blocks that a lease holds, ``None`` if it has ended.
 
-        They stay what they are until they are given back, though the lease may end before: what
-        is being sent must not become another block, which may be another tenant's.
+        They do not change before the context ends, even if the lease ends earlier: bytes that are
+        being sent must not become those of another block, perhaps of another tenant.
         """
         with self._lock:
             lent = self._index.lend(lease, first, count, time.monotonic())
@@ -147,12 +148,12 @@ class BlockStore:
             self.release([lent.lease.id])
 
     def recheck(self, name: bytes) -> Corrupt | None:
-        """Look at a block in memory, and take it out if it is wrong; what is wrong. Reads all.
+        """Verify a block in memory and remove it if it is corrupt; returns what is wrong.
 
-        It is held meanwhile; for other leases too it stays where it is until they end.
+        The block is held meanwhile. Its place is reused only when the last lease on it has ended.
         """
         with self._lock:
-            found = self._index.examine(name, time.monotonic())
+            found = self._index.hold_for_check(name, time.monotonic())
         if found is None:
             return None
         entry, lease = found
@@ -161,7 +162,7 @@ class BlockStore:
             check_block(Claim(name, entry.size, entry.partial), view)
         except Corrupt as error:
             with self._lock:
-                return error if self._index.condemn(entry) else None
+                return error if self._index.remove_corrupt(entry) else None
         finally:
             self.release([lease.id])
         return None
@@ -173,7 +174,7 @@ class BlockStore:
             return self._index.extend(lease, now + seconds, now)
 
     def release(self, leases: Iterable[int], owner: bytes | None = None) -> None:
-        """See ``BlockIndex.release``; with ``owner`` those of this tenant only."""
+        """See ``BlockIndex.release``; with ``owner`` only leases of this tenant."""
         with self._lock:
             for lease in leases:
                 if owner is None or self._index.owner(lease) == owner:
@@ -185,7 +186,7 @@ class BlockStore:
             return self._index.owner(ticket)
 
     def usage(self) -> list[tuple[TenantQuota, int, int]]:
-        """Blocks and bytes in memory of each tenant; those that are not known have no quota."""
+        """Blocks and bytes in memory of each tenant; a tenant without credentials has no quota."""
         with self._lock:
             known = self.tenants.owners
             found = {
@@ -202,82 +203,84 @@ class BlockStore:
         with self._lock:
             return self._index.reserve(claims, life, time.monotonic(), ticket)
 
-    def reserved(self, ticket: int, name: bytes) -> Claim | None:
+    def reserved_claim(self, ticket: int, name: bytes) -> Claim | None:
         """See ``BlockIndex.reserved``."""
         with self._lock:
-            return self._index.reserved(ticket, name)
+            return self._index.reserved_claim(ticket, name)
 
-    def prolong(self, ticket: int) -> None:
-        """The writer makes progress."""
+    def extend_ticket(self, ticket: int) -> None:
+        """The writer makes progress: its ticket ends later."""
         with self._lock:
-            self._index.prolong(ticket, time.monotonic() + self.limits.ticket_life)
+            self._index.extend_ticket(ticket, time.monotonic() + self.limits.ticket_life)
 
     def abandon(self, ticket: int) -> None:
-        """Give up what is left of a ticket, and tell those who wait."""
+        """Give up the remaining reservations of a ticket and notify waiters."""
         with self._lock:
             self._index.abandon(ticket)
         self._notify()
 
     def all_pending(self, claims: Sequence[Claim]) -> bool:
-        """Whether each is being written by somebody."""
+        """Whether every claimed block is being written."""
         with self._lock:
             self._index.expire(time.monotonic())
             return all(self._index.is_being_written(claim.name) for claim in claims)
 
     def slots(self, ticket: int, names: Sequence[bytes]) -> list[WriteSlot | None]:
-        """Where to write reserved blocks, ``None`` for those whose reservation has run out.
+        """Slots for reserved blocks, ``None`` for each block whose reservation has ended.
 
-        ``settle`` must follow, whatever happens.
+        ``settle`` must follow, also after an error.
         """
         with self._lock:
-            lent = self._index.borrow(ticket, names, time.monotonic())
+            borrowed = self._index.borrow(ticket, names, time.monotonic())
         return [
             None if one is None else WriteSlot(ticket, *one, self.arena.view(one[1], one[0].size))
-            for one in lent
+            for one in borrowed
         ]
 
     def settle(self, slots: Sequence[WriteSlot | None]) -> list[Outcome]:
-        """Make the blocks that are right visible; other slots are given back. At once for all."""
+        """Make the verified blocks visible and give the other slots back, under one lock."""
         now = time.monotonic()
         with self._lock:
             self._index.expire(now)
             outcomes = [EXPIRED if slot is None else self._settle(slot, now) for slot in slots]
-            self._wake()
+            self._wake_disk()
         return outcomes
 
     def stats(self) -> StoreStats:
-        """A reading."""
+        """Read content and counters."""
         with self._lock:
             self._index.expire(time.monotonic())
             return self._index.stats()
 
     def clear(self) -> int:
-        """Remove every block that no lease holds; how many."""
+        """Remove every block that no lease holds; returns how many."""
         with self._lock:
             return self._index.clear(time.monotonic())
 
     def snapshot(self) -> tuple[int, list[IndexEntry[int]]]:
-        """The number of the last event, and every block there is after it.
+        """The number of the last event, and every block that is stored after it.
 
-        Of a block all but the number of leases stays as it is, so this may be read at leisure.
+        Only the number of leases of an entry changes later, so the list may be read without a lock.
         """
         with self._lock:
             entries = self._index.entries(time.monotonic())
-            below = [] if self._segments is None else self._segments.locations()
+            on_disk = [] if self._segments is None else self._segments.locations()
             last = self._index.events.last
-        if below:
-            above = {entry.name for entry in entries}
-            entries += [entry_on_disk(location) for location in below if location.name not in above]
+        if on_disk:
+            in_memory = {entry.name for entry in entries}
+            entries += [
+                entry_on_disk(location) for location in on_disk if location.name not in in_memory
+            ]
         return last, entries
 
     def events(self, after: int, limit: int) -> list[BlockEvent[int]] | None:
-        """See ``Events.after``."""
+        """See ``EventLog.after``."""
         with self._lock:
             self._index.expire(time.monotonic())
             return self._index.events.after(after, limit)
 
     def inspect(self, name: bytes) -> tuple[IndexEntry[int], bytes] | None:
-        """A block and the bytes of its header; none of one that lies on disk only."""
+        """A block and the bytes of its header, which are empty if the block is on disk only."""
         with self._lock:
             if (entry := self._index.find(name, time.monotonic())) is None:
                 return None
@@ -285,34 +288,34 @@ class BlockStore:
             return entry, bytes(data[: stated_length(data)])
 
     def on_disk(self, name: bytes) -> bool:
-        """Whether the block lies there."""
+        """Whether the block is on disk."""
         return self.disk_index is not None and self.disk_index.has(name)
 
-    def _may_hold(self, names: Sequence[bytes], count: int, ttl: float) -> None:
-        """Leases are memory too, which no budget counts: ``Exhausted`` when a tenant has many."""
+    def _check_lease_limit(self, names: Sequence[bytes], count: int, ttl: float) -> None:
+        """``Exhausted`` if a tenant has too many leases: they take memory that no budget counts."""
         if ttl <= 0 or not names:
             return
-        load = self._index.held_by(prefix_of(names[0]), time.monotonic())
+        cost = self._index.lease_cost(prefix_of(names[0]), time.monotonic())
         most = self.limits.leased
-        if load + count > most:
+        if cost + count > most:
             raise Exhausted(
-                f"leases hold {load} blocks and {count} more are over {most}: give some back", 1.0
+                f"leases hold {cost} blocks and {count} more are over {most}: give some back", 1.0
             )
 
-    def _wake(self) -> None:
+    def _wake_disk(self) -> None:
         if self.disk_index is not None:
             self.disk_index.wake()
 
     def _settle(self, slot: WriteSlot, now: float) -> Outcome:
-        claim, found = slot.claim, slot.found
-        if found is not None:
-            parent = prefix_of(claim.name) + found.parent
+        claim, header = slot.claim, slot.header
+        if header is not None:
+            parent = prefix_of(claim.name) + header.parent
             if self._index.publish(
-                slot.ticket, claim.name, slot.place, now, parent, found.positions
+                slot.ticket, claim.name, slot.place, now, parent, header.positions
             ):
                 return STORED
         else:
             self._index.counters.corrupt += slot.reason is not None
             self._index.abandon(slot.ticket, [claim.name])
-        self._index.give_back(slot.place, claim.size)
+        self._index.free_place(slot.place, claim.size)
         return EXPIRED if slot.reason is None else Outcome(PutStatus.CORRUPT, slot.reason)

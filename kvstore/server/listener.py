@@ -1,7 +1,7 @@
-"""The store's lanes: a TCP port and a Unix socket, a thread for each connection.
+"""The server of the socket and shared-memory transports: a TCP port and a Unix socket.
 
-The Unix socket lives in the abstract namespace and takes peers of our own user and root only; what
-comes over TCP is shown by tokens.
+Each connection has a thread. The Unix socket is in the abstract namespace and accepts peers of our
+own user and root only; a peer over TCP must show proofs of its leases and tickets.
 """
 
 from __future__ import annotations
@@ -22,70 +22,68 @@ from kvstore.wire.sockets import DeadlineSocket, abstract_name, is_trusted, unix
 log = logging.getLogger("kvrelay.store")
 
 MAX_CONNECTIONS = 1024
-"""Of each listener: strangers on the network keep nobody on this host out."""
+"""Of each listener, so that remote peers cannot exhaust the connections of local ones."""
 
 RETRY_SECONDS = 0.2
 
 NEAR_BUFFER = 128 << 10
-"""Sent ahead to a reader on this host, over TCP. What waits longer has left the CPU's cache when it
-is read, and what waits for room in the reader's window is sent on in the reader's own time."""
+"""Send buffer of a TCP connection within this host. Bytes that wait longer have left the CPU's
+cache when they are read, and bytes that wait for the reader's window are sent in its time."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListenerOptions:
-    """Which there are. ``port`` 0 picks a free one."""
+    """Where to listen; ``port`` 0 picks a free one."""
 
     host: str = "127.0.0.1"
     port: int = 0
-    lane: bool = True
+    socket: bool = True
     shared: bool = True
 
 
 class TransportListener:
-    """Accepts until ``stop``. ``ways`` tells clients where."""
+    """Accepts until ``stop``. ``transports`` tells clients where to connect."""
 
     def __init__(self, store: BlockStore, options: ListenerOptions) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._pipes: dict[bool, set[DeadlineSocket]] = {
-            True: set(),
-            False: set(),
-        }  # by whether local
+        self._open: dict[bool, set[DeadlineSocket]] = {True: set(), False: set()}  # by ``local``
         self._stopping = threading.Event()
-        self.ways = pb.GetTransportsResponse(boot=store.boot)
+        self.transports = pb.GetTransportsResponse(boot=store.boot)
         self._listeners: list[socket.socket] = []
-        if options.lane:
+        if options.socket:
             self._listeners.append(_listen_tcp(options))
-            self.ways.socket_port = self._listeners[-1].getsockname()[1]
+            self.transports.socket_port = self._listeners[-1].getsockname()[1]
         if options.shared and sys.platform == "linux":
             self._listeners.append(_listen_unix(abstract_name(store.boot)))
-            self.ways.unix_socket = abstract_name(store.boot)
-            self.ways.arena_bytes = store.arena.size if store.arena.fd is not None else 0
+            self.transports.unix_socket = abstract_name(store.boot)
+            self.transports.arena_bytes = store.arena.size if store.arena.fd is not None else 0
 
     @property
     def titles(self) -> list[str]:
-        """The ways there are, for people; gRPC is always one."""
-        shared = ["shared memory"] if self.ways.arena_bytes else []
-        lane = [f"a socket lane on port {self.ways.socket_port}"] if self.ways.socket_port else []
-        return [*shared, *lane, "gRPC streams"]
+        """The transports for log lines; gRPC is always one."""
+        shared = ["shared memory"] if self.transports.arena_bytes else []
+        port = self.transports.socket_port
+        sockets = [f"sockets on port {port}"] if port else []
+        return [*shared, *sockets, "gRPC streams"]
 
     def start(self) -> None:
-        """Begin to accept."""
+        """Start accepting."""
         for listener in self._listeners:
             threading.Thread(
-                target=self._accept, args=(listener,), name="lane-accept", daemon=True
+                target=self._accept, args=(listener,), name="socket-accept", daemon=True
             ).start()
 
     def stop(self) -> None:
-        """Accept no more, and cut what is open."""
+        """Stop accepting and close every open connection."""
         self._stopping.set()
         for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
         with self._lock:
-            for pipe in (pipe for pipes in self._pipes.values() for pipe in pipes):
-                pipe.cut()
+            for sock in (sock for socks in self._open.values() for sock in socks):
+                sock.cut()
 
     def _accept(self, listener: socket.socket) -> None:
         local = listener.family == socket.AF_UNIX
@@ -94,44 +92,44 @@ class TransportListener:
                 sock, _ = listener.accept()
             except OSError as error:
                 if not self._stopping.wait(RETRY_SECONDS):  # too many open files, most likely
-                    log.warning("lane: a connection could not be taken: %s", error)
+                    log.warning("socket: a connection could not be accepted: %s", error)
                 continue
             threading.Thread(
-                target=self._serve, args=(sock, local), name="lane", daemon=True
+                target=self._serve, args=(sock, local), name="socket", daemon=True
             ).start()
 
     def _serve(self, sock: socket.socket, local: bool) -> None:
-        pipes = self._pipes[local]
+        connections = self._open[local]
         with sock:
             try:
-                if (local and not is_trusted(sock)) or len(pipes) >= MAX_CONNECTIONS:
-                    log.warning("lane: a connection was refused, of another user or one too many")
+                if (local and not is_trusted(sock)) or len(connections) >= MAX_CONNECTIONS:
+                    log.warning("socket: connection refused: another user's, or too many are open")
                     return
                 _keep_short(sock)
-                pipe = DeadlineSocket(sock)
+                connection = DeadlineSocket(sock)
             except OSError:
-                return  # gone already
+                return  # the peer has left
             with self._lock:
-                pipes.add(pipe)
+                connections.add(connection)
             try:
-                Session(pipe, self._store, local).run()
+                Session(connection, self._store, local).run()
             except KvrelayError as error:
-                log.debug("lane: %s", error)
+                log.debug("socket: %s", error)
             except Exception as error:  # noqa: BLE001 - the edge of a thread: its connection ends
                 _report(error)
             finally:
                 with self._lock:
-                    pipes.discard(pipe)
+                    connections.discard(connection)
 
 
 def _keep_short(sock: socket.socket) -> None:
-    """Of a connection within this host; between hosts the system knows what a line can hold."""
+    """Set the send buffer of a connection within this host; else the system's choice is better."""
     if sock.family != socket.AF_UNIX and sock.getpeername()[0] == sock.getsockname()[0]:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, NEAR_BUFFER)
 
 
 def _report(error: Exception) -> None:
-    log.error("lane: a connection failed", exc_info=error)
+    log.error("socket: a connection failed", exc_info=error)
 
 
 def _listen_tcp(options: ListenerOptions) -> socket.socket:
@@ -142,7 +140,7 @@ def _listen_tcp(options: ListenerOptions) -> socket.socket:
         return socket.create_server(address[:2], family=family, backlog=128)
     except OSError as error:
         raise Rejected(
-            "lane_port", f"cannot listen on {options.host}:{options.port}: {error}"
+            "socket_port", f"cannot listen on {options.host}:{options.port}: {error}"
         ) from error
 
 

@@ -1,21 +1,55 @@
-"""The answers to ``List`` and ``Inspect``: what those see who look after the store."""
+"""Response messages of the store: the same on gRPC and on the socket transport."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
 
-from kvrelay.errors import NotFound
+from kvrelay.errors import NotFound, Rejected
 from kvrelay.rpc.security.identity import Caller, CallerKind
 from kvrelay.v1 import store_pb2 as pb
-from kvstore.claims import name_of
+from kvstore.claims import Grant, name_of
 from kvstore.disk.tier import DiskTier
 from kvstore.index.entries import IndexEntry
+from kvstore.limits import MAX_LEASE_MS, MAX_NAMES
 from kvstore.server.block_store import BlockStore
-from kvstore.wire.messages import stats_message
+from kvstore.server.tenants import OPEN_SCOPE, TenantScope
+from kvstore.wire.messages import VERDICTS, checked_names, stats_message
 
 PAGE = 1000
 """Blocks in one message: about a millisecond of the event loop."""
+
+DISK_LOAD_SECONDS = 5.0
+"""A block whose load from disk takes longer counts as absent."""
+
+
+def locate_response(
+    store: BlockStore, request: pb.LocateRequest, scope: TenantScope = OPEN_SCOPE
+) -> pb.LocateResponse:
+    """The offsets of the requested blocks in the arena, and a lease on them."""
+    names = checked_names("names", request.names, MAX_NAMES)
+    if not 0 < request.lease_ms <= MAX_LEASE_MS:
+        raise Rejected("lease_ms", f"{request.lease_ms} is not in 1 .. {MAX_LEASE_MS}")
+    found = store.locate(scope.keys(names), request.lease_ms / 1000)
+    return pb.LocateResponse(
+        boot=store.boot,
+        lengths=[0 if block is None else block[0] for block in found.blocks],
+        offsets=[0 if block is None else block[1] for block in found.blocks],
+        lease=found.lease.id if found.lease else 0,
+        lease_ms=request.lease_ms if found.lease else 0,
+        proof=b"" if found.lease is None else store.proof(found.lease.id),
+    )
+
+
+def reserve_response(store: BlockStore, grant: Grant) -> pb.ReserveResponse:
+    """The verdicts of a grant, and a proof for its ticket."""
+    return pb.ReserveResponse(
+        boot=store.boot,
+        ticket=grant.ticket or 0,
+        verdicts=[VERDICTS[verdict] for verdict in grant.verdicts],
+        ticket_ms=round(store.limits.ticket_life * 1000),
+        proof=b"" if grant.ticket is None else store.proof(grant.ticket),
+    )
 
 
 def snapshot_matching(store: BlockStore, prefix: bytes) -> tuple[int, list[IndexEntry[int]]]:
@@ -29,7 +63,7 @@ def snapshot_matching(store: BlockStore, prefix: bytes) -> tuple[int, list[Index
 def list_responses(
     store: BlockStore, last: int, entries: list[IndexEntry[int]], limit: int
 ) -> Iterator[pb.ListResponse]:
-    """One page at least."""
+    """The pages of a ``List``, at least one."""
     for page in info_pages(store, islice(entries, limit or None)):
         yield pb.ListResponse(boot=store.boot, sequence=last, blocks=page)
 
@@ -37,7 +71,7 @@ def list_responses(
 def info_pages(
     store: BlockStore, entries: Iterator[IndexEntry[int]]
 ) -> Iterator[list[pb.BlockInfo]]:
-    """In messages; the last one is not full, and may be empty."""
+    """The blocks page by page; the last page is not full, and may be empty."""
     while True:
         page = [block_info(store, entry) for entry in islice(entries, PAGE)]
         yield page
@@ -46,7 +80,7 @@ def info_pages(
 
 
 def inspect_response(store: BlockStore, disk: DiskTier | None, name: bytes) -> pb.InspectResponse:
-    """One block; ``NotFound`` if it is not there. May read from disk."""
+    """One block and its header; ``NotFound`` if it is absent. May read from disk."""
     found = store.inspect(name)
     entry, header = found or (None, b"")
     if entry is not None and not header and disk is not None:
@@ -57,7 +91,7 @@ def inspect_response(store: BlockStore, disk: DiskTier | None, name: bytes) -> p
 
 
 def stats_response(store: BlockStore, caller: Caller) -> pb.GetStatsResponse:
-    """Of the whole store, and of each tenant for admins; of itself alone for a tenant."""
+    """The figures of the store; admins get each tenant's too, a tenant gets its own alone."""
     rows = [
         pb.TenantStats(name=owner.name, quota=owner.quota, entries=entries, bytes=size)
         for owner, entries, size in (store.usage() if store.tenants.owners else ())
@@ -72,7 +106,7 @@ def stats_response(store: BlockStore, caller: Caller) -> pb.GetStatsResponse:
 
 
 def block_info(store: BlockStore, entry: IndexEntry[int]) -> pb.BlockInfo:
-    """For the wire."""
+    """The message that describes one block."""
     return pb.BlockInfo(
         name=name_of(entry.name),
         tenant=store.tenants.title(entry.name),

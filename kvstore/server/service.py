@@ -1,6 +1,7 @@
-"""The gRPC face of the store: finding, leasing, reserving, and the way that always works.
+"""The gRPC service of the store: lookups, leases, reservations, and the gRPC transport.
 
-Everything here runs on one event loop; the store is shared with the threads of the lane.
+Everything here runs on one event loop; the block store is shared with the threads of the socket
+transport.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from kvstore.claims import Claim
 from kvstore.disk.tier import DiskTier
 from kvstore.limits import MAX_LEASE_MS, MAX_NAMES, MAX_OPENINGS, MAX_SMALL
 from kvstore.server.block_store import BlockStore
-from kvstore.server.changes import ChangeSignal
-from kvstore.server.locating import DISK_LOAD_SECONDS, locate_response, reserve_response
 from kvstore.server.puts import first_head, grant_for, receive_stream
 from kvstore.server.responses import (
+    DISK_LOAD_SECONDS,
     inspect_response,
     list_responses,
+    locate_response,
+    reserve_response,
     snapshot_matching,
     stats_response,
 )
@@ -42,37 +44,67 @@ log = logging.getLogger("kvrelay.store")
 SERVICE_NAME = "kvrelay.v1.StoreService"
 MAX_LISTED = 1 << 31
 STREAM_SECONDS = 60.0
-"""A reader of ``Get`` that takes no message for so long loses the rest."""
+"""A ``Get`` whose reader takes no message for this long is ended."""
+
+
+class ChangeSignal:
+    """Wakes waiters on one event loop when any thread reports a change."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._next = asyncio.Event()
+
+    def notify(self) -> None:
+        """Report a change, from any thread."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def listen(self) -> None:
+        """Miss no change from now on: call this, test whether to wait, then ``wait``."""
+        self._loop = asyncio.get_running_loop()
+
+    async def wait(self, seconds: float) -> None:
+        """Return at the next change or after ``seconds``."""
+        self.listen()
+        try:
+            async with asyncio.timeout(seconds):
+                await self._next.wait()
+        except TimeoutError:
+            return
+
+    def _wake(self) -> None:
+        self._next.set()
+        self._next = asyncio.Event()
 
 
 class StoreService:
-    """Handlers of ``kvrelay.v1.StoreService``; ``ways`` is what ``GetTransports`` answers."""
+    """Handlers of ``kvrelay.v1.StoreService``; ``transports`` is what ``GetTransports`` answers."""
 
     def __init__(
         self,
         store: BlockStore,
-        ways: pb.GetTransportsResponse | None = None,
-        pace: WatchOptions | None = None,
+        transports: pb.GetTransportsResponse | None = None,
+        watch_options: WatchOptions | None = None,
         disk: DiskTier | None = None,
     ) -> None:
         self._disk = disk
         self._store = store
-        self._ways = ways or pb.GetTransportsResponse(boot=store.boot)
+        self._transports = transports or pb.GetTransportsResponse(boot=store.boot)
         self._changed = ChangeSignal()
         self._rechecking = asyncio.Lock()
-        self._watching = WatchServer(store, pace)
-        store.watch(self._changed.tell)
+        self._watching = WatchServer(store, watch_options)
+        store.on_change(self._changed.notify)
 
     @property
     def watchers(self) -> int:
-        """How many calls of ``Watch`` there are."""
+        """The number of running ``Watch`` calls."""
         return self._watching.count
 
-    async def ways(
+    async def transports(
         self, request: pb.GetTransportsRequest, context: object
     ) -> pb.GetTransportsResponse:
         """``GetTransports``."""
-        return self._ways
+        return self._transports
 
     async def lookup(self, request: pb.LookupRequest, context: object) -> pb.LookupResponse:
         """``Lookup``."""
@@ -86,15 +118,15 @@ class StoreService:
         scope, seconds = self._scope(), request.lease_ms / 1000
         names, tails = scope.keys(asked), scope.tails(tails_of(request))
         openings = scope.openings(request.first_block_hashes)
-        held = self._store.lookup(names, tails, seconds, openings)
+        found = self._store.lookup(names, tails, seconds, openings)
         return pb.LookupResponse(
             boot=self._store.boot,
-            lead=held.lead,
-            tail=held.tail,
-            lengths=held.sizes,
-            lease=held.lease.id if held.lease else 0,
-            lease_ms=request.lease_ms if held.lease else 0,
-            first_miss=miss_message(held.missing),
+            lead=found.lead,
+            tail=found.tail,
+            lengths=found.sizes,
+            lease=found.lease.id if found.lease else 0,
+            lease_ms=request.lease_ms if found.lease else 0,
+            first_miss=miss_message(found.missing),
         )
 
     def _surveyed(self, request: pb.LookupRequest, asked: Sequence[bytes]) -> pb.LookupResponse:
@@ -102,14 +134,14 @@ class StoreService:
             raise Rejected("tails", "must be empty with each: ask for them as names")
         scope, seconds = self._scope(), request.lease_ms / 1000
         openings = scope.openings(request.first_block_hashes)
-        seen = self._store.survey(scope.keys(asked), seconds, openings)
+        found = self._store.survey(scope.keys(asked), seconds, openings)
         return pb.LookupResponse(
             boot=self._store.boot,
-            lengths=[size or 0 for size in seen.sizes],
-            lease=seen.lease.id if seen.lease else 0,
-            lease_ms=request.lease_ms if seen.lease else 0,
-            misses=map(miss_message, seen.misses),
-            first_block_known=seen.opening,
+            lengths=[size or 0 for size in found.sizes],
+            lease=found.lease.id if found.lease else 0,
+            lease_ms=request.lease_ms if found.lease else 0,
+            misses=map(miss_message, found.misses),
+            first_block_known=found.opening,
         )
 
     async def locate(self, request: pb.LocateRequest, context: object) -> pb.LocateResponse:
@@ -117,13 +149,13 @@ class StoreService:
         names = checked_names("names", request.names, MAX_NAMES)
         scope = self._scope()
         seconds = min(DISK_LOAD_SECONDS, request.lease_ms / 2000)
-        await self._bring(scope.keys(names), seconds)
+        await self._load(scope.keys(names), seconds)
         return locate_response(self._store, request, scope)
 
     async def get(self, request: pb.GetRequest, context: object) -> AsyncGenerator[bytes, None]:
-        """``Get``; messages made by hand, see ``kvstore.wire.buffers``. Held while it lasts."""
+        """``Get``. The blocks are leased while the call lasts; see ``kvstore.wire.buffers``."""
         names = self._scope().keys(checked_names("names", request.names, MAX_NAMES))
-        await self._bring(names, DISK_LOAD_SECONDS)
+        await self._load(names, DISK_LOAD_SECONDS)
         found = self._store.locate(names, STREAM_SECONDS)
         try:
             lengths = [0 if block is None else block[0] for block in found.blocks]
@@ -132,7 +164,7 @@ class StoreService:
             there = (block for block in found.blocks if block is not None)
             views = (self._store.arena.view(place, size) for size, place in there)
             for message in data_messages(views):
-                self._still(found.lease)
+                self._check_lease(found.lease)
                 yield message
         finally:
             if found.lease is not None:
@@ -171,13 +203,13 @@ class StoreService:
         return pb.ReleaseResponse(boot=self._store.boot)
 
     async def recheck(self, request: pb.RecheckRequest, context: object) -> pb.RecheckResponse:
-        """``Recheck``; one at a time, for threads are there for others too."""
+        """``Recheck``; one at a time, so that it does not occupy every thread."""
         checked_names("name", [request.name], 1)
         key = self._scope().key(request.name)
         async with self._rechecking:
             error = await asyncio.to_thread(self._store.recheck, key)
         if error is not None:
-            log.warning("block %s was taken out: %s", request.name.hex(), error)
+            log.warning("block %s is corrupt and was removed: %s", request.name.hex(), error)
         return pb.RecheckResponse(boot=self._store.boot, removed=error is not None)
 
     async def stats(self, request: pb.GetStatsRequest, context: object) -> pb.GetStatsResponse:
@@ -226,39 +258,39 @@ class StoreService:
                 self._store.abandon(grant.ticket)
 
     def _scope(self) -> TenantScope:
-        """Whose blocks this call is about; only its credential says so."""
+        """The tenant's scope, which follows from the call's credential alone."""
         return self._store.tenants.scope(caller())
 
-    async def _bring(self, names: Sequence[bytes], seconds: float) -> None:
-        """Wait for those of ``names`` that lie on disk; those that are late are absent."""
+    async def _load(self, names: Sequence[bytes], seconds: float) -> None:
+        """Load blocks that are on disk; a block that takes longer counts as absent."""
         disk_index = self._store.disk_index
-        if disk_index is None or not disk_index.bring(names):
+        if disk_index is None or not disk_index.load(names):
             return
         self._changed.listen()
         end = time.monotonic() + seconds
-        while disk_index.coming(names) and (left := end - time.monotonic()) > 0:
+        while disk_index.is_loading(names) and (left := end - time.monotonic()) > 0:
             await self._changed.wait(min(left, 1.0))
 
-    def _still(self, lease: Lease | None) -> None:
-        """What was just copied is what was asked for only if the lease stood until now."""
+    def _check_lease(self, lease: Lease | None) -> None:
+        """A copied message holds the right blocks only if their lease has not ended meanwhile."""
         if lease is None or not self._store.extend(lease.id, STREAM_SECONDS):
             raise DeadlineExceeded(f"nothing was read from this stream for {STREAM_SECONDS} s")
 
     async def _wait_for_others(self, claims: Sequence[Claim], seconds: float) -> None:
-        """Until one of ``claims`` is not being written by another, at most ``seconds``."""
+        """Return when a claim is no longer being written by another, or after ``seconds``."""
         end = time.monotonic() + seconds
         while claims and self._store.all_pending(claims) and (left := end - time.monotonic()) > 0:
-            # In slices: a reservation that runs out by itself tells nobody.
+            # In slices: a reservation that times out notifies no waiter.
             await self._changed.wait(min(left, 1.0))
 
 
 def register(service: StoreService, server: grpc.aio.Server) -> None:
-    """Add the handlers; ``Get`` and ``Put`` with messages as bytes."""
+    """Add the handlers; the messages of ``Get`` and ``Put`` stay bytes."""
     unary = grpc.unary_unary_rpc_method_handler
     bytes_out = grpc.unary_stream_rpc_method_handler
     bytes_in = grpc.stream_unary_rpc_method_handler
     table = {
-        "GetTransports": unary(service.ways, pb.GetTransportsRequest.FromString, _serialized),
+        "GetTransports": unary(service.transports, pb.GetTransportsRequest.FromString, _serialized),
         "Lookup": unary(service.lookup, pb.LookupRequest.FromString, _serialized),
         "Locate": unary(service.locate, pb.LocateRequest.FromString, _serialized),
         "Reserve": unary(service.reserve, pb.ReserveRequest.FromString, _serialized),

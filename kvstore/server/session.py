@@ -1,7 +1,7 @@
-"""One connection of a lane, from the store's side: requests are read and answered in order.
+"""One connection of the socket or shared-memory transport: the server's side.
 
-What a peer sends is checked before anything is allocated or written. Any fault ends the
-connection, and with it the tickets it wrote under.
+Requests are answered in order. A request is checked before anything is allocated or written. Any
+error ends the connection, and with it the tickets it wrote under.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvstore.claims import Claim
 from kvstore.limits import MAX_NAMES
 from kvstore.server.arena import GROW, SEAL, SHRINK, memfd, seal
 from kvstore.server.block_store import BlockStore
-from kvstore.server.locating import DISK_LOAD_SECONDS, locate_response, reserve_response
-from kvstore.server.placing import ReceiveRow, place_rows
+from kvstore.server.puts import ReceiveRow, place_rows
+from kvstore.server.responses import DISK_LOAD_SECONDS, locate_response, reserve_response
 from kvstore.server.slot import WriteSlot
 from kvstore.server.tenants import OPEN_SCOPE
 from kvstore.wire.buffers import skip
@@ -40,25 +40,27 @@ from kvstore.wire.messages import checked_names, claims_of, put_message
 from kvstore.wire.sockets import DeadlineSocket
 
 WINDOW_BYTES = 16 << 20
-STRANGER_SECONDS = 30.0  # for a first request that shows a token
+STRANGER_SECONDS = 30.0
+"""For the first request of a remote peer, which must show a proof."""
+
 LOCAL_ONLY = (Op.ATTACH, Op.WINDOW, Op.LOCATE, Op.RESERVE, Op.STAGE)
 
 M = TypeVar("M", bound=Message)
 
 
 class Session:
-    """``local``: the peer is on this host, and is ourselves or root. ``run`` until it leaves."""
+    """``run`` serves until the peer leaves. ``local``: a peer on this host of our user or root."""
 
-    def __init__(self, pipe: DeadlineSocket, store: BlockStore, local: bool) -> None:
-        self._pipe = pipe
+    def __init__(self, sock: DeadlineSocket, store: BlockStore, local: bool) -> None:
+        self._sock = sock
         self._store = store
         self._local = local
         self._window: mmap.mmap | None = None
-        self._known = local
-        self._tickets: dict[int, bytes] = {}  # and whose they are
+        self._trusted = local
+        self._tickets: dict[int, bytes] = {}  # to the prefix of their owner
 
     def run(self) -> None:
-        """Raises ``KvrelayError`` when the connection breaks or its peer is at fault."""
+        """Serve until the peer leaves; ``KvrelayError`` if it breaks the protocol or is cut off."""
         try:
             while self._next():
                 pass
@@ -70,29 +72,29 @@ class Session:
                 self._store.abandon(ticket)
 
     def _next(self) -> bool:
-        # Between requests a connection may rest, once it is known.
+        # A trusted connection may be idle between requests.
         life = self._store.limits.ticket_life
-        self._pipe.limit(life if self._known else STRANGER_SECONDS)
-        if not self._pipe.wait_readable(idle=self._known):
+        self._sock.limit(life if self._trusted else STRANGER_SECONDS)
+        if not self._sock.wait_readable(idle=self._trusted):
             return False
-        self._pipe.limit(life)
-        request = parse_request(self._pipe.receive(REQUEST_BYTES))
+        self._sock.limit(life)
+        request = parse_request(self._sock.receive(REQUEST_BYTES))
         if not self._local:
             self._check_stranger(request)
-        body = self._pipe.receive(request.body)
+        body = self._sock.receive(request.body)
         _TABLE[request.op](self, request, body)
         return True
 
     def _check_stranger(self, request: RequestFrame) -> None:
-        """Of a peer from anywhere nothing is read before it showed a token of ours."""
+        """Nothing else is read from a remote peer before it shows a proof given by this start."""
         if request.op in LOCAL_ONLY:
             raise Rejected("op", f"{request.op.name} is for peers on this host")
-        if not self._store.knows(request.serial, request.token):
+        if not self._store.check_proof(request.serial, request.token):
             raise Rejected("token", "was not given by this start of the store")
-        self._known = True
+        self._trusted = True
 
     def _answer(self, status: Status, body: bytes = b"") -> None:
-        self._pipe.send([AnswerFrame(status, len(body), self._store.boot).encode(), body])
+        self._sock.send([AnswerFrame(status, len(body), self._store.boot).encode(), body])
 
     def _attach(self, request: RequestFrame, body: bytes) -> None:
         arena = self._store.arena
@@ -101,7 +103,7 @@ class Session:
         self._send_descriptor(arena.fd, arena.size)
 
     def _make_window(self, request: RequestFrame, body: bytes) -> None:
-        """A segment of this connection's own, writable for both; it cannot be cut short."""
+        """Create the connection's window: both sides write to it and neither can shrink it."""
         fd = memfd("kvrelay-window", WINDOW_BYTES)
         if fd is None or self._window is not None:
             raise Rejected("op", "there is one window for a connection, on Linux")
@@ -115,21 +117,25 @@ class Session:
 
     def _send_descriptor(self, fd: int, size: int) -> None:
         answer = AnswerFrame(Status.OK, SIZE_BYTES, self._store.boot).encode()
-        self._pipe.send_descriptor(answer + size.to_bytes(SIZE_BYTES, "little"), fd)
+        self._sock.send_descriptor(answer + size.to_bytes(SIZE_BYTES, "little"), fd)
 
     def _locate(self, request: RequestFrame, body: bytes) -> None:
         message = _parsed(pb.LocateRequest, body)
         if (disk_index := self._store.disk_index) is not None:
             names = checked_names("names", message.names, MAX_NAMES)
-            if disk_index.bring(names):
+            if disk_index.load(names):
                 disk_index.wait_for(names, min(DISK_LOAD_SECONDS, message.lease_ms / 2000))
         self._answer(Status.OK, locate_response(self._store, message).SerializeToString())
 
     def _reserve(self, request: RequestFrame, body: bytes) -> None:
-        """The first of many claims are answered at once, so that their writer can begin."""
+        """The first of many claims are answered at once, so that their writer can start."""
         store, message = self._store, _parsed(pb.ReserveRequest, body)
         claims = claims_of(message.claims, len(message.claims), store.limits.max_block)
-        self._tickets = {t: of for t, of in self._tickets.items() if store.owner(t) is not None}
+        self._tickets = {
+            open_ticket: prefix
+            for open_ticket, prefix in self._tickets.items()
+            if store.owner(open_ticket) is not None
+        }
         ticket: int | None = None
         for part in _parts(claims, request.first):
             grant = store.reserve(part, ticket)
@@ -138,36 +144,36 @@ class Session:
             self._answer(Status.OK, reserve_response(store, grant).SerializeToString())
 
     def _release(self, request: RequestFrame, body: bytes) -> None:
-        if self._store.knows(request.serial, request.token):
+        if self._store.check_proof(request.serial, request.token):
             self._store.release([request.serial])
         self._answer(Status.OK)
 
     def _get(self, request: RequestFrame, body: bytes) -> None:
-        known = self._store.knows(request.serial, request.token)
+        known = self._store.check_proof(request.serial, request.token)
         first, count = request.first, request.count
-        lent = self._store.lent(request.serial, first, count) if known else nullcontext()
-        with lent as blocks:
+        lending = self._store.lend(request.serial, first, count) if known else nullcontext()
+        with lending as blocks:
             if blocks is None:
                 self._answer(Status.ENDED)
             elif len(blocks) != count:
                 raise Rejected("count", f"the lease holds {first + len(blocks)} blocks")
             else:
                 answer = AnswerFrame(Status.OK, sum(map(len, blocks)), self._store.boot)
-                self._pipe.send([answer.encode(), *blocks])
+                self._sock.send([answer.encode(), *blocks])
         if request.last:
             if known:
                 self._store.release([request.serial])
-            self._answer(Status.OK)  # so that whoever has it all knows that nothing is held
+            self._answer(Status.OK)  # the client then knows that the lease has ended
 
     def _put(self, request: RequestFrame, body: bytes) -> None:
         def receive(slot: WriteSlot | None, row: BlockRow) -> None:
-            self._pipe.limit(self._store.limits.ticket_life)
+            self._sock.limit(self._store.limits.ticket_life)
             if slot is not None:
-                self._pipe.receive_into([slot.buffer])
+                self._sock.receive_into([slot.buffer])
                 slot.check()
                 return
             for scratch in skip(row.size):
-                self._pipe.receive_into([scratch])
+                self._sock.receive_into([scratch])
 
         self._place(request, body, receive)
 
@@ -181,28 +187,28 @@ class Session:
             if end > len(window):
                 raise Rejected("rows.offset", f"{row.offset} + {row.size} is beyond the window")
             if slot is not None:
-                slot.take(window[row.offset : end])
+                slot.copy_from(window[row.offset : end])
 
         self._place(request, body, take)
 
-    def _place(self, request: RequestFrame, body: bytes, bring: ReceiveRow) -> None:
+    def _place(self, request: RequestFrame, body: bytes, receive: ReceiveRow) -> None:
         rows = parse_rows(body, request.count, self._store.limits.max_block)
         prefix, ticket = self._owner_of(request), request.serial
-        outcomes = place_rows(self._store, ticket, prefix, rows, bring)
+        outcomes = place_rows(self._store, ticket, prefix, rows, receive)
         if request.last and self._tickets.pop(ticket, None) is not None:
             self._store.abandon(ticket)
         answer = put_message(pb.PutResponse, self._store.boot, outcomes)
         self._answer(Status.OK, answer.SerializeToString())
 
     def _owner_of(self, request: RequestFrame) -> bytes | None:
-        """The prefix of a ticket's owner; ``None`` unless it was given or shown here."""
+        """The prefix of a ticket's owner; ``None`` if this connection has not proved the ticket."""
         ticket = request.serial
-        if ticket not in self._tickets and self._store.knows(ticket, request.token):
+        if ticket not in self._tickets and self._store.check_proof(ticket, request.token):
             self._tickets[ticket] = self._store.owner(ticket) or b""
         return self._tickets.get(ticket)
 
 
-# Not in the session itself: a circle would keep its window until the collector comes by.
+# Outside of the session: a reference cycle would keep its window until the next collection.
 _TABLE: dict[Op, Callable[[Session, RequestFrame, bytes], None]] = {
     Op.ATTACH: Session._attach,
     Op.WINDOW: Session._make_window,
@@ -216,7 +222,7 @@ _TABLE: dict[Op, Callable[[Session, RequestFrame, bytes], None]] = {
 
 
 def _parts(claims: Sequence[Claim], first: int) -> list[Sequence[Claim]]:
-    """One or two."""
+    """The claims before ``first`` and the rest, if both exist."""
     return [claims[:first], claims[first:]] if 0 < first < len(claims) else [claims]
 
 

@@ -10,37 +10,37 @@ from kvstore.wire.copying import copy_summed
 
 
 class WriteSlot:
-    """``take`` the block, or fill ``buffer`` and ``check`` it; the store settles it either way.
+    """``copy_from`` memory, or fill ``buffer`` and ``check``; then the block store settles it.
 
-    Then ``found`` is what its header says, or ``reason`` why it is not what was claimed.
+    ``header`` is then the block's header, or ``reason`` says why the block is not the one claimed.
     """
 
-    __slots__ = ("buffer", "claim", "found", "place", "reason", "ticket")
+    __slots__ = ("buffer", "claim", "header", "place", "reason", "ticket")
 
     def __init__(self, ticket: int, claim: Claim, place: int, buffer: memoryview) -> None:
         self.ticket = ticket
         self.claim = claim
         self.place = place
         self.buffer = buffer
-        self.found: HeaderFields | None = None
+        self.header: HeaderFields | None = None
         self.reason: str | None = None
 
-    def take(self, source: memoryview) -> None:
-        """Copy the block from memory that somebody may still write to: only the copy counts."""
+    def copy_from(self, source: memoryview) -> None:
+        """Copy the block from memory that its writer can still change; the copy is checked."""
         start = min(stated_length(source), len(source))
         head, payload = bytes(source[:start]), self.buffer[start:]
         try:
-            found = check_header(name_of(self.claim.name), head)
+            header = check_header(name_of(self.claim.name), head)
             self.buffer[:start] = head
-            verify_payload(found, payload, copy_summed(payload, source[start:]))
+            verify_payload(header, payload, copy_summed(payload, source[start:]))
         except Corrupt as error:
             self.reason = str(error)
         else:
-            self.found = found
+            self.header = header
 
     def check(self) -> None:
-        """All of it lies in ``buffer``."""
+        """Verify the whole block in ``buffer``."""
         try:
-            self.found = check_block(self.claim, self.buffer)
+            self.header = check_block(self.claim, self.buffer)
         except Corrupt as error:
             self.reason = str(error)

@@ -1,8 +1,8 @@
-"""Whose blocks are whose: what a caller names is found under a key that only its credential gives.
+"""Tenants of a store: a block is found under a key that follows from the caller's credential.
 
-A key is a prefix made of the tenant's salt, and the name. So a tenant can neither read, probe, list
-nor overwrite what another has, whatever it writes into a request. The tenant without a name, whom
-services and a store without credentials act for, has no prefix: its keys are the names.
+A key is a prefix made of the tenant's salt, then the name. So no request of a tenant can read,
+probe, list or overwrite another tenant's blocks. Services, and every caller of a store without
+credentials, act for the tenant without a name. It has no prefix: its keys are the names.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _PERSON = b"kvrelay.store.v1"
 
 @dataclass(frozen=True, slots=True)
 class TenantScope:
-    """From what a caller says to what the store knows."""
+    """Translates what a caller of one tenant names into keys of the store."""
 
     prefix: bytes = b""
 
     def key(self, name: bytes) -> bytes:
-        """Of one block."""
+        """The key of one block."""
         return self.prefix + name
 
     def keys(self, names: Sequence[bytes]) -> Sequence[bytes]:
-        """Of many."""
+        """The keys of many blocks."""
         return [self.prefix + name for name in names] if self.prefix else names
 
     def tails(self, tails: Sequence[Tail]) -> Sequence[Tail]:
-        """Likewise."""
+        """The same tails by keys."""
         return [Tail(tail.after, self.key(tail.name)) for tail in tails] if self.prefix else tails
 
     def claims(self, claims: Sequence[Claim]) -> Sequence[Claim]:
-        """Likewise."""
+        """The same claims by keys."""
         if not self.prefix:
             return claims
         return [
@@ -48,7 +48,7 @@ class TenantScope:
         ]
 
     def openings(self, openings: Iterable[int]) -> list[int]:
-        """Of another tenant's prompts nothing is said either."""
+        """Hashes of first blocks, mixed so that they reveal nothing of other tenants' prompts."""
         return [self._mixed(opening) if self.prefix else opening for opening in openings]
 
     def _opening(self, opening: int | None) -> int | None:
@@ -64,7 +64,7 @@ OPEN_SCOPE = TenantScope()
 
 @dataclass(frozen=True, slots=True)
 class TenantQuota:
-    """A tenant as the store sees it; ``quota`` is in bytes of memory."""
+    """A tenant's key prefix and quota in bytes of memory."""
 
     name: str
     prefix: bytes
@@ -73,13 +73,13 @@ class TenantQuota:
 
 @dataclass(frozen=True, slots=True)
 class TenantTable:
-    """Those that have a place in this store, by prefix. Without any, all is one tenant's."""
+    """The tenants with a quota in this store, by prefix. Without any, all blocks share one."""
 
     owners: Mapping[bytes, TenantQuota] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tenants: Iterable[Tenant], budget: int) -> TenantTable:
-        """Those with ``store_bytes``; ``Rejected`` if they have more together than there is."""
+        """The tenants with ``store_bytes``; ``Rejected`` if their sum exceeds the budget."""
         owners: dict[bytes, TenantQuota] = {}
         for tenant in tenants:
             if tenant.store_bytes is not None:
@@ -100,11 +100,11 @@ class TenantTable:
         return cls({b"": TenantQuota("", b"", budget - total), **owners})
 
     def scope(self, caller: Caller) -> TenantScope:
-        """What a caller may name."""
+        """The scope of a caller."""
         return TenantScope(_prefix(caller.tenant)) if caller.tenant.name else OPEN_SCOPE
 
     def named(self, name: str) -> TenantScope:
-        """That of a tenant, for admins; ``NotFound`` if there is none."""
+        """The scope of the tenant ``name``, for admins; ``NotFound`` if it is unknown."""
         if not name:
             return OPEN_SCOPE
         for owner in self.owners.values():
@@ -113,7 +113,7 @@ class TenantTable:
         raise NotFound(f"there is no tenant {name!r} in this store")
 
     def title(self, key: bytes) -> str:
-        """Name of the tenant whose key it is; of one that is not known here, its prefix."""
+        """The name of a key's tenant; the prefix in hex if the tenant is unknown."""
         prefix = prefix_of(key)
         owner = self.owners.get(prefix)
         return owner.name if owner is not None else prefix.hex()

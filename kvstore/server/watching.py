@@ -1,7 +1,7 @@
-"""``Watch``: events as they come, and a snapshot for whoever is new or was away for too long.
+"""``Watch``: a snapshot for a reader that is new or was away for too long, then events.
 
-What waits for a reader is one message and, while it gets a snapshot, the list of blocks; the events
-themselves are kept once for all, and for so long. Who does not keep up is cut off and told so.
+For each reader one message waits and, during a snapshot, the list of blocks. Events are kept once
+for all readers, a bounded number of them. A reader that is too slow is cut off with the reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvstore.server.block_store import BlockStore
 from kvstore.server.responses import PAGE, block_info, info_pages
 
 _TOO_SLOW = "more came after event {} than is kept: watch anew"
-MOST_EVENTS = 1000
-"""In one message."""
+MAX_EVENTS = 1000
+"""Events in one message."""
 
 REASONS: dict[RemovalReason, pb.Removal.ValueType] = {
     RemovalReason.EVICTED: pb.REMOVAL_EVICTED,
@@ -32,32 +32,34 @@ REASONS: dict[RemovalReason, pb.Removal.ValueType] = {
 
 
 class WatchStream(Protocol):
-    """What is asked of a call's context."""
+    """The part of a call's context that is used."""
 
     async def write(self, message: pb.WatchResponse, /) -> None:
-        """Returns when there is room for the next message."""
+        """Send a message; returns when there is room for the next."""
 
 
 @dataclass(frozen=True, slots=True)
 class WatchOptions:
-    """Seconds. What gathers in ``interval`` is told at once."""
+    """Seconds. Events of one ``interval`` go in one message."""
 
     interval: float = 0.05
-    silence: float = 5.0  # then an empty message says that all is told
-    stuck: float = 30.0  # a reader that takes no message for so long is cut off
+    silence: float = 5.0  # without events, then an empty message follows
+    stuck: float = 30.0  # a reader that takes no message for this long is cut off
 
 
 class WatchServer:
     """Serves at most ``most`` calls at once."""
 
-    def __init__(self, store: BlockStore, pace: WatchOptions | None = None, most: int = 64) -> None:
+    def __init__(
+        self, store: BlockStore, options: WatchOptions | None = None, most: int = 64
+    ) -> None:
         self._store = store
-        self._pace = pace or WatchOptions()
+        self._options = options or WatchOptions()
         self._most = most
         self.count = 0
 
     async def serve(self, request: pb.WatchRequest, context: WatchStream) -> None:
-        """Until the client leaves or is cut off with ``Exhausted``."""
+        """Serve until the client leaves; ``Exhausted`` if it is too slow."""
         if self.count == self._most:
             raise Exhausted("too many watch this store", retry_after=10.0)
         self.count += 1
@@ -65,51 +67,52 @@ class WatchServer:
             known = request.boot == self._store.boot
             at = request.sequence if known else None
             if at is None or self._store.events(at, 0) is None:
-                at = await self._tell_all(context)
+                at = await self._send_snapshot(context)
             await self._follow(at, context)
         finally:
             self.count -= 1
 
-    async def _tell_all(self, context: WatchStream) -> int:
+    async def _send_snapshot(self, context: WatchStream) -> int:
         last, entries = await asyncio.to_thread(self._store.snapshot)
         first = True
         for blocks in info_pages(self._store, iter(entries)):
             page = pb.SnapshotPage(first=first, last=len(blocks) < PAGE, blocks=blocks)
             await self._write(context, pb.WatchResponse(sequence=last, page=page))
             first = False
-            if self._store.events(last, 0) is None:  # nor would the list be let go for hours
+            if self._store.events(last, 0) is None:  # else the list would be kept for hours
                 raise Exhausted(_TOO_SLOW.format(last), 1.0)
         return last
 
     async def _follow(self, at: int, context: WatchStream) -> None:
         said = 0.0
         while True:
-            told = self._store.events(at, MOST_EVENTS)
-            if told is None:
+            events = self._store.events(at, MAX_EVENTS)
+            if events is None:
                 raise Exhausted(_TOO_SLOW.format(at), 1.0)
             now = time.monotonic()
-            if told or now - said >= self._pace.silence:
-                at, said = at + len(told), now
-                events = pb.BlockEvents(events=(self._event(*one) for one in told))
-                await self._write(context, pb.WatchResponse(sequence=at, events=events))
-            if len(told) < MOST_EVENTS:
-                await asyncio.sleep(self._pace.interval)
+            if events or now - said >= self._options.silence:
+                at += len(events)
+                said = now
+                batch = pb.BlockEvents(events=(self._event(*event) for event in events))
+                await self._write(context, pb.WatchResponse(sequence=at, events=batch))
+            if len(events) < MAX_EVENTS:
+                await asyncio.sleep(self._options.interval)
 
     async def _write(self, context: WatchStream, message: pb.WatchResponse) -> None:
         message.boot = self._store.boot
         try:
-            async with asyncio.timeout(self._pace.stuck):
+            async with asyncio.timeout(self._options.stuck):
                 await context.write(message)
         except TimeoutError as error:
-            reason = f"nothing was read from this watch for {self._pace.stuck} s: watch anew"
+            reason = f"nothing was read from this watch for {self._options.stuck} s: watch anew"
             raise Exhausted(reason, 1.0) from error
 
     def _event(self, entry: IndexEntry[int], reason: RemovalReason | None) -> pb.BlockEvent:
         if reason is None:
             return pb.BlockEvent(block=block_info(self._store, entry))
-        gone = pb.BlockInfo(
+        removed = pb.BlockInfo(
             name=name_of(entry.name),
             tenant=self._store.tenants.title(entry.name),
             length=entry.size,
         )
-        return pb.BlockEvent(removal=REASONS[reason], block=gone)
+        return pb.BlockEvent(removal=REASONS[reason], block=removed)

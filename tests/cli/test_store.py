@@ -20,11 +20,10 @@ from kvrelay.rpc.deadline import Deadline
 from kvstore import Block, Store, connect
 from kvstore.client.remote import RemoteStore
 from kvstore.urls import standalone_url
-from tests.kvstore.client.test_transports import arena_in
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.redis.redisserver import Server
 from tests.kvstore.redis.redisserver import running as ready
-from tests.kvstore.test_conformance import TIMEOUT, make, name_of, put
+from tests.kvstore.rig import TIMEOUT, arena_in, make, name_of, put
 
 pytestmark = pytest.mark.cluster
 

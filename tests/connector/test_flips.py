@@ -20,10 +20,10 @@ from kvstore.client import remote
 from kvstore.client.remote import RemoteStore
 from tests.connector.rig import B, Worker, blocks_for
 from tests.connector.test_store import saved
-from tests.kvstore.client.test_transports import arena_in
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.disk.rig import until
 from tests.kvstore.redis.redisserver import Server, running
+from tests.kvstore.rig import arena_in
 
 COUNT = 3
 TOKENS = tuple(range(100, 100 + COUNT * B))

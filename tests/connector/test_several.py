@@ -14,8 +14,7 @@ from kvstore.multi.backend import StoreBackend
 from kvstore.multi.store import MultiStore
 from tests.connector.rig import B, Stage, Worker, blocks_for
 from tests.connector.test_store import saved
-from tests.kvstore.multi.test_multi import copied
-from tests.kvstore.test_conformance import TIMEOUT
+from tests.kvstore.rig import TIMEOUT, copied
 
 PATIENT = ConnectorOptions(lookup_seconds=20)
 TOKENS = tuple(range(100, 100 + 5 * B + 3))

@@ -20,7 +20,7 @@ from tests.exact.conftest import Models, cluster
 from tests.exact.idle import check_idle
 from tests.exact.queries import Query, check_usage, complete_all
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.multi.test_multi import copied
+from tests.kvstore.rig import copied
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 SIZE, COUNT, TIMEOUT = 8, 8, 30.0

@@ -9,7 +9,7 @@ from kvrelay.block.header import decode
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt, KvrelayError
 from kvstore.base import Block, Store, Want
-from tests.kvstore.test_conformance import name_of
+from tests.kvstore.rig import name_of
 
 
 def accepted(

@@ -22,7 +22,7 @@ from kvstore.client.remote import RemoteStore
 from kvstore.client.transports.selector import TRANSPORTS
 from kvstore.stats import StoreStats
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.test_conformance import TIMEOUT, make, name_of, offer
+from tests.kvstore.rig import TIMEOUT, make, name_of, offer
 
 SIZES = (200, 5_000, 70_000, 300_000, 1_000_000)
 READERS, WRITERS = 8, 4

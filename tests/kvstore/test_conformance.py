@@ -3,76 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from kvrelay.block.header import Header, checksum, decode, encode
-from kvrelay.block.name import child_name
+from kvrelay.block.header import decode, encode
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt, Rejected
 from kvrelay.usage import Miss
-from kvstore import Block, GetResult, Offer, PutStatus, Store, SurveyResult, Tail, Want, connect
+from kvstore import Block, Offer, PutStatus, Store, SurveyResult, Tail, Want, connect
 from kvstore.multi.store import MultiStore
 from tests.kvstore.conftest import ours_only
+from tests.kvstore.rig import TIMEOUT, get, make, name_of, offer, present, put, why
 
-TIMEOUT = 10.0
 Connect = Callable[[], Store]
-
-
-def make(
-    size: int = 4096, like: Block | None = None, count: int = 4, parent: bytes | None = None
-) -> Block:
-    """A block with random payload, after a random parent unless told; or the name of ``like``."""
-    payload, space, tokens = os.urandom(size), b"n" * 32, tuple(range(count))
-    parent = decode(like.header).parent if like else parent or os.urandom(32)
-    header = Header(
-        namespace=space,
-        parent=parent,
-        name=child_name(space, parent, tokens),
-        tokens=tokens,
-        dtype="uint8",
-        shape=(size,),
-        payload_bytes=size,
-        payload_checksum=checksum(payload),
-    )
-    return Block(encode(header), memoryview(payload))
-
-
-def name_of(block: Block) -> bytes:
-    return decode(block.header).name
-
-
-def offer(block: Block, name: bytes | None = None) -> Offer:
-    return Offer(name or name_of(block), block.size, False, lambda: block)
-
-
-def put(store: Store, *blocks: Block) -> list[PutStatus]:
-    outcomes = store.put([offer(block) for block in blocks], TIMEOUT)
-    return [outcome.status for outcome in outcomes]
-
-
-def get(store: Store, *blocks: Block) -> list[GetResult]:
-    """Gets blocks of these names and lengths; checks the bytes of those that came."""
-    wants = [Want(name_of(b), memoryview(bytearray(b.payload.nbytes))) for b in blocks]
-    gots = list(store.get(wants, TIMEOUT))
-    assert [got.index for got in gots] == list(range(len(blocks)))
-    for got, want, block in zip(gots, wants, blocks, strict=True):
-        if got.header is not None:
-            assert got.header == block.header
-            assert want.buffer == block.payload
-            assert got.summed in (None, checksum(want.buffer))
-            verify_payload(decode(got.header), want.buffer)
-    return gots
-
-
-def present(store: Store, *blocks: Block) -> list[bool]:
-    return [store.lookup([name_of(b)], [], 0, TIMEOUT).lead == 1 for b in blocks]
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, 262_144, 2 << 20, (5 << 20) + 3])
@@ -434,12 +382,6 @@ def test_an_impossible_url_is_refused_with_what_would_be_possible(url: str) -> N
         connect(url)
     assert caught.value.field == "store"
     assert "kvrelay" in str(caught.value) or "HOST:PORT" in str(caught.value)
-
-
-def why(
-    store: Store, *names: bytes, tails: Sequence[Tail] = (), openings: Sequence[int] = ()
-) -> Miss | None:
-    return store.lookup(list(names), tails, 0, TIMEOUT, openings).missing
 
 
 @ours_only

@@ -31,7 +31,7 @@ CLIENT = (
     WITHOUT
     + """
 from kvstore import Want, connect
-from tests.kvstore.test_conformance import make, name_of, put, get
+from tests.kvstore.rig import make, name_of, put, get
 
 for transport in sys.argv[2:]:
     store = connect(f"{sys.argv[1]}?transport={transport}")

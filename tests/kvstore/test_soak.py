@@ -12,8 +12,8 @@ from kvstore import PutStatus
 from kvstore.claims import Claim
 from kvstore.limits import StoreLimits
 from kvstore.server.block_store import BlockStore
+from tests.kvstore.rig import make, name_of
 from tests.kvstore.soak import at_once, disk_flags, soak
-from tests.kvstore.test_conformance import make, name_of
 
 SECONDS = 3.0
 
@@ -45,7 +45,7 @@ def test_every_place_of_the_arena_has_one_owner_and_comes_back() -> None:
             if source.random() < 0.1:
                 time.sleep(0.06)  # longer than the ticket lives
             if source.random() < 0.9:
-                slot.take(memoryview(block.header + bytes(block.payload)))
+                slot.copy_from(memoryview(block.header + bytes(block.payload)))
             assert block_store.settle([slot])[0].status in (PutStatus.STORED, PutStatus.EXPIRED)
         if grant.ticket is not None and source.random() < 0.8:
             block_store.abandon(grant.ticket)

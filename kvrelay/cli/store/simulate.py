@@ -10,7 +10,7 @@ from pathlib import Path
 from kvrelay.cli.screen import print_err, print_out, table
 from kvrelay.config.reader import load, option, required
 from kvrelay.errors import Rejected
-from kvstore.index.eviction.policies import make_policy
+from kvstore.index.eviction import make_policy
 from kvstore.limits import EVICTIONS
 from kvstore.trace.optimum import optimum
 from kvstore.trace.requests import TraceRequest, read_trace

@@ -21,7 +21,7 @@ from kvstore.client.transports.base import GetProgress, borrowed, lease_ms, pars
 from kvstore.client.transports.connection import StoreConnection, dial_unix
 from kvstore.client.transports.grants import PutGrant, reserve_request
 from kvstore.client.transports.staging import Staging, batches, first_batch
-from kvstore.server.arena import open_arena
+from kvstore.wire.arena import open_arena
 from kvstore.wire.copying import copy_summed
 from kvstore.wire.frames import Op, RequestFrame
 from kvstore.wire.pool import ConnectionPool

@@ -1,4 +1,4 @@
-"""A bounded memory of blocks that were evicted: what they were, should they come back."""
+"""A ghost list: a bounded memory of evicted blocks, used if they are stored again."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 
 class Ghost(NamedTuple):
-    """Of an evicted block what its ``Node`` said."""
+    """The use statistics of an evicted block, see ``EvictionNode``."""
 
-    kind: int
-    often: float
-    at: float
-    counted: float
+    use_class: int
+    uses: float
+    used_at: float
+    counted_at: float
 
 
 class GhostList:
-    """At most ``limit`` of them; those evicted longest ago are forgotten first."""
+    """At most ``limit`` ghosts; the oldest evictions are forgotten first."""
 
     def __init__(self) -> None:
         self._ghosts: dict[int, Ghost] = {}  # by a part of the name
@@ -26,7 +26,7 @@ class GhostList:
         return len(self._ghosts)
 
     def put(self, name: bytes, ghost: Ghost, limit: int) -> list[Ghost]:
-        """Remember one; those forgotten for it."""
+        """Remember a block; returns the ghosts forgotten for it."""
         key = _key(name)
         lost = [] if (old := self._ghosts.get(key)) is None else [old]
         self._ghosts[key] = ghost
@@ -38,11 +38,10 @@ class GhostList:
         return lost
 
     def take(self, name: bytes) -> Ghost | None:
-        """What is remembered of a block that comes back."""
+        """Remove and return the ghost of a block that is stored again."""
         return self._ghosts.pop(_key(name), None)
 
 
 def _key(name: bytes) -> int:
-    return int.from_bytes(
-        name[-8:], "little"
-    )  # of a digest: who meets another is mistaken, no more
+    # A name is a digest; two names with equal keys only blur the statistics.
+    return int.from_bytes(name[-8:], "little")

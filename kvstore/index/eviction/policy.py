@@ -1,7 +1,7 @@
-"""Which block goes first when the store is full.
+"""Eviction policies: the interface, and least recently used.
 
-A policy knows every block and who follows whom. What a lease holds is no victim until it is free
-again, so a victim is found without searching.
+A policy knows every block and which block each continues. A leased block is no candidate until its
+last lease ends, so a victim is found without a search.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from typing import Protocol
 from kvstore.limits import LRU
 
 SLACK = 1024
-"""Stale entries that are always allowed for."""
+"""Stale heap entries that are always tolerated."""
 
 
 class EvictionNode:
-    """What a policy knows of one block; ``parent`` is the name of the block it continues, if any.
+    """A policy's record of one block; ``parent`` is the name of the block it continues, if any.
 
-    The store's own records are nodes, so that a block is one object and not three.
+    Index entries are nodes, so that a block is one object and not three.
     """
 
     __slots__ = (
-        "at",
         "continues",
-        "counted",
+        "counted_at",
         "held",
-        "kind",
+        "leaf_index",
         "name",
-        "often",
         "parent",
         "partial",
-        "place",
-        "read",
+        "use_class",
         "used",
+        "used_at",
+        "uses",
+        "was_read",
     )
 
     def __init__(self, name: bytes, parent: bytes | None, partial: bool = False) -> None:
@@ -42,54 +42,56 @@ class EvictionNode:
         self.used = 0
         self.held = False
         self.partial = partial
-        # The rest is for policies that want to know more, see ``returns.py``.
-        self.at = self.counted = 0.0
-        self.often = 1.0
-        self.kind = 0
-        self.place = -1
-        self.read = self.continues = False
+        # The rest is for ``expected_returns``.
+        self.used_at = 0.0
+        self.counted_at = 0.0
+        self.uses = 1.0
+        self.use_class = 0
+        self.leaf_index = -1
+        self.was_read = False
+        self.continues = False
 
 
 class EvictionPolicy(Protocol):
-    """Order among the blocks of the store."""
+    """Decides which block is evicted next."""
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The policy's name in ``--eviction``."""
 
     def advance(self, now: float) -> None:
-        """It is ``now``, in seconds, until the next call of this."""
+        """The time is ``now``, in seconds, until the next call."""
 
     def add(self, node: EvictionNode, parent: EvictionNode | None) -> None:
-        """A new block, free and just used; ``parent`` is the one it continues, if that is there."""
+        """A new block, free and just used; ``parent`` is the block it continues, if stored."""
 
     def touch(self, node: EvictionNode) -> None:
-        """A block was just used."""
+        """A block was used now."""
 
     def hold(self, node: EvictionNode) -> None:
-        """A free block is no victim from now on."""
+        """A free block is leased: it is no candidate from now on."""
 
     def free(self, node: EvictionNode) -> None:
-        """A held block may be a victim again, and was just used."""
+        """A leased block is free again, and was used now."""
 
     def remove(self, node: EvictionNode, parent: EvictionNode | None) -> None:
-        """A block is gone, free or held; ``parent`` is the one it continued, if that is there."""
+        """A block was removed, free or leased; ``parent`` is the one it continued, if stored."""
 
     def victim(self) -> EvictionNode | None:
-        """The free block to go next, left in place; ``None`` when the policy knows of none."""
+        """The free block to evict next, not yet removed; ``None`` if there is no candidate."""
 
 
 class LeastRecentlyUsed:
-    """The block not used for the longest time goes first, but none before those that continue it.
+    """Evicts the block that was not used for the longest time, but none before its children.
 
-    A run whose head is gone is of no use to anybody: lookups count from the head. So a block is a
-    victim only while nothing follows it, which true names cannot do in a circle.
+    A run without its head is useless, because lookups count from the head. So only a block without
+    children is a candidate. Names are hashes of their parents, so there is no cycle.
     """
 
     name = LRU
 
     def __init__(self) -> None:
-        self._children: dict[bytes, int] = {}  # by parent, there or not
+        self._children: dict[bytes, int] = {}  # by parent, stored or not
         self._heap: list[
             tuple[int, EvictionNode]
         ] = []  # free leaves by last use, and stale entries
@@ -97,30 +99,25 @@ class LeastRecentlyUsed:
         self._limit = SLACK
 
     def advance(self, now: float) -> None:
-        """As the protocol says. The order of uses is all that counts here."""
+        """Unused: only the order of uses counts."""
 
     def add(self, node: EvictionNode, parent: EvictionNode | None) -> None:
-        """As the protocol says."""
         if node.parent is not None:
             self._children[node.parent] = self._children.get(node.parent, 0) + 1
         self._stamp(node)
 
     def touch(self, node: EvictionNode) -> None:
-        """As the protocol says."""
         self._stamp(node)
 
     def hold(self, node: EvictionNode) -> None:
-        """As the protocol says."""
         node.held = True
 
     def free(self, node: EvictionNode) -> None:
-        """As the protocol says."""
         node.held = False
         self._stamp(node)
 
     def remove(self, node: EvictionNode, parent: EvictionNode | None) -> None:
-        """As the protocol says."""
-        node.held = True  # no entry of it stands any more
+        node.held = True  # makes its heap entries stale
         if node.parent is None:
             return
         left = self._children[node.parent] - 1
@@ -132,9 +129,8 @@ class LeastRecentlyUsed:
             self._offer(parent)
 
     def victim(self) -> EvictionNode | None:
-        """As the protocol says."""
         while self._heap:
-            if self._stands(self._heap[0]):
+            if self._is_current(self._heap[0]):
                 return self._heap[0][1]
             heapq.heappop(self._heap)
         return None
@@ -144,7 +140,7 @@ class LeastRecentlyUsed:
         node.used = self._serial
         self._offer(node)
 
-    def _stands(self, entry: tuple[int, EvictionNode]) -> bool:
+    def _is_current(self, entry: tuple[int, EvictionNode]) -> bool:
         used, node = entry
         return node.used == used and self._is_leaf(node)
 
@@ -155,6 +151,6 @@ class LeastRecentlyUsed:
         if self._is_leaf(node):
             heapq.heappush(self._heap, (node.used, node))
             if len(self._heap) > self._limit:
-                self._heap = [entry for entry in self._heap if self._stands(entry)]
+                self._heap = [entry for entry in self._heap if self._is_current(entry)]
                 heapq.heapify(self._heap)
                 self._limit = 2 * len(self._heap) + SLACK

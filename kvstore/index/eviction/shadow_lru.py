@@ -1,12 +1,12 @@
-"""Would the plain rule have done better? It is run beside, on names only, and hits are compared.
+"""A shadow LRU: least-recently-used eviction simulated on names, to compare its hits with ours.
 
-The names are those a least-recently-used store of as many blocks would have: all of them while
-they are few, else those of a sample, each of which stands for as many (Waldspurger et al., "Cache
-modeling and optimization using miniature simulations", USENIX ATC 2017).
+The names are those that an LRU store of as many blocks would hold: all of them while they are few,
+else a sample, each name of which stands for as many (Waldspurger et al., "Cache modeling and
+optimization using miniature simulations", USENIX ATC 2017).
 
-``lead`` is how many more blocks were found than the plain rule would have found. What is behind by
-``LOSS`` of the store copies the plain rule for a while, each time for twice as long; what is ahead
-by as much is ``sure``. A lead counts up to one store's worth, so a change is seen in time.
+``lead`` is how many more blocks our policy found than LRU would have found. A policy that is behind
+by ``LOSS`` of the store follows LRU for a while, each time for twice as long; one that is ahead by
+as much is ``sure``. The lead is at most one store's worth, so a change is noticed in time.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from __future__ import annotations
 from kvstore.index.eviction.policy import EvictionNode, LeastRecentlyUsed
 
 NAMES = 4096
-"""At most so many names, about 1 MB."""
+"""Names in the simulation at most, about 1 MB."""
 
 LOSS = 8
-"""An eighth of the store's blocks is a lead: less is what luck does with a few prompts."""
+"""An eighth of the store's blocks decides: a smaller difference can be chance."""
 
 SPELL, LONGEST = 4, 64
-"""How long the plain rule is copied, in turnovers of the store: until its contents are the plain
-rule's own and some have been used; and at most."""
+"""How long LRU is followed, in turnovers of the store: until the content is that of LRU and some of
+it has been used; and at most."""
 
 
 class ShadowLru:
-    """``plain`` says whether to copy the plain rule now, ``sure`` whether it is well beaten."""
+    """``follow_lru`` says whether to evict as LRU does now, ``sure`` whether LRU is well beaten."""
 
     def __init__(self) -> None:
         self._order = LeastRecentlyUsed()
@@ -34,10 +34,11 @@ class ShadowLru:
         self._until = 0
         self._spell = SPELL
         self._lead = 0
-        self.plain = self.sure = False
+        self.follow_lru = False
+        self.sure = False
 
     def used(self, node: EvictionNode, there: bool, size: int, serial: int) -> None:
-        """A block was read, or put because it was not ``there``; the store has room for ``size``.
+        """A block was read, or put because it was not ``there``; the store holds ``size`` blocks.
 
         ``serial`` counts the uses.
         """
@@ -50,18 +51,18 @@ class ShadowLru:
             self._add(EvictionNode(node.name, node.parent), size // weight)
         if there != (had is not None):
             self._lead = min(self._lead + (weight if there else -weight), size)
-        if self.plain:
+        if self.follow_lru:
             if serial >= self._until:
-                self.plain = False
+                self.follow_lru = False
                 self._lead = 0
         elif self._lead < -(size // LOSS):
-            self.plain = True
+            self.follow_lru = True
             self._until = serial + self._spell * size
             self._spell = min(2 * self._spell, LONGEST)
         self.sure = self._lead >= size // LOSS
 
     def drop(self, name: bytes) -> None:
-        """A block is gone under either rule."""
+        """A block was removed under either policy."""
         if (node := self._names.pop(name, None)) is not None:
             self._order.remove(node, self._parent(node))
 
@@ -80,4 +81,4 @@ class ShadowLru:
 
 
 def _key(name: bytes) -> int:
-    return int.from_bytes(name[-8:], "little")  # of a digest: any part of it is a draw
+    return int.from_bytes(name[-8:], "little")  # a digest: every part of it is random

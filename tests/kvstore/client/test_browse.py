@@ -14,7 +14,7 @@ from kvstore.client.browse import blocks_by_digits, browse, resolve_digits
 from kvstore.client.verify import verify_blocks
 from tests.kvstore.conftest import url_of
 from tests.kvstore.redis.redisserver import Server
-from tests.kvstore.test_conformance import TIMEOUT, make, name_of, put
+from tests.kvstore.rig import TIMEOUT, make, name_of, put
 
 
 @pytest.fixture(params=["shm", "redis", "cluster"])

@@ -37,16 +37,16 @@ def test_strangers_keep_nobody_on_this_host_out(monkeypatch: pytest.MonkeyPatch)
     block_store = BlockStore(StoreLimits(1 << 20))
     made = lanes.TransportListener(block_store, lanes.ListenerOptions())
     made.start()
-    address = ("127.0.0.1", made.ways.socket_port)
+    address = ("127.0.0.1", made.transports.socket_port)
     with ExitStack() as held:
         held.callback(made.stop)
         for _ in range(2):
             held.enter_context(socket.create_connection(address, 30.0))
-        while len(made._pipes[False]) < 2:
+        while len(made._open[False]) < 2:
             time.sleep(0.01)
         third = held.enter_context(socket.create_connection(address, 30.0))
         assert third.recv(1) == b""
-        connection = dial_unix(made.ways.unix_socket, Deadline.after(30.0), block_store.boot)
+        connection = dial_unix(made.transports.unix_socket, Deadline.after(30.0), block_store.boot)
         held.callback(connection.sock.close)
         connection.sock.limit(30.0)
         connection.send(RequestFrame(Op.ATTACH))

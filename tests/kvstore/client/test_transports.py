@@ -6,7 +6,6 @@ import contextlib
 import logging
 import os
 import random
-import re
 import signal
 import socket
 import subprocess
@@ -40,7 +39,16 @@ from tests.failures.proxy import Proxy as SlowProxy
 from tests.kvstore.client.proxy import Fault, Proxy
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.reading import accepted
-from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, put
+from tests.kvstore.rig import (
+    TIMEOUT,
+    address_of,
+    arena_in,
+    get,
+    make,
+    name_of,
+    offer,
+    put,
+)
 
 Proxied = Callable[[str], tuple[RemoteStore, Proxy]]
 
@@ -49,10 +57,6 @@ def seeded() -> random.Random:
     seed = random.randrange(1 << 32)
     print(f"seed {seed}")
     return random.Random(seed)
-
-
-def address_of(url: str) -> str:
-    return url.removeprefix("kvrelay://")
 
 
 @pytest.fixture
@@ -105,7 +109,7 @@ def plain(service_url: str) -> Iterator[RemoteStore]:
 
 @pytest.mark.parametrize(
     ("flags", "transport"),
-    [((), "shm"), (("--no-shared",), "socket"), (("--no-shared", "--no-lane"), "grpc")],
+    [((), "shm"), (("--no-shared",), "socket"), (("--no-shared", "--no-socket"), "grpc")],
 )
 def test_the_fastest_transport_there_is_is_chosen_and_said_once(
     flags: tuple[str, ...], transport: str, caplog: pytest.LogCaptureFixture
@@ -135,7 +139,7 @@ def test_a_transport_can_be_forced_and_fails_loudly_where_it_is_unavailable(
         get(store, block)
         assert set(store.used) == {transport}
         store.close()
-    process, url = start_service("--budget=1MiB", "--no-shared", "--no-lane")
+    process, url = start_service("--budget=1MiB", "--no-shared", "--no-socket")
     try:
         for transport in ("shm", "socket"):
             store = RemoteStore(address_of(url), transport)
@@ -301,13 +305,6 @@ def test_a_flipped_byte_on_the_way_in_is_refused_or_another_transport_taken(
         assert (taken, wrong) == (int(outcome.present), 0)
     assert refused > 3
     assert plain.stats(TIMEOUT).counters.corrupt >= refused
-
-
-def arena_in(process: subprocess.Popen[str]) -> int:
-    """Address of the arena in the store's process."""
-    with open(f"/proc/{process.pid}/maps", encoding="ascii") as maps:
-        line = next(line for line in maps if "kvrelay-arena" in line)
-    return int(re.split("[- ]", line)[0], 16)
 
 
 def test_a_flipped_byte_in_shared_memory_is_found() -> None:

@@ -13,7 +13,7 @@ from kvstore.disk.tier import DiskOptions, DiskTier
 from kvstore.limits import StoreLimits
 from kvstore.server.block_store import BlockStore
 from kvstore.stats import DiskStats
-from tests.kvstore.test_conformance import name_of
+from tests.kvstore.rig import name_of
 
 SLOW = 60.0
 
@@ -58,16 +58,16 @@ class Inside:
             return PutStatus.EXISTED
         (slot,) = self.block_store.slots(grant.ticket, [name_of(block)])
         assert slot is not None
-        slot.take(memoryview(block.header + bytes(block.payload)))
+        slot.copy_from(memoryview(block.header + bytes(block.payload)))
         return self.block_store.settle([slot])[0].status
 
     def fill(self, *blocks: Block) -> None:
         """So that each is on disk before memory is short."""
         for block in blocks:
             assert self.put(block) is PutStatus.STORED
-            self.saved()
+            self.finish_write()
 
-    def saved(self) -> None:
+    def finish_write(self) -> None:
         """Returns when all is on disk."""
         until(lambda: self.disk.unsaved == 0)
 
@@ -75,7 +75,7 @@ class Inside:
         """As a reader does."""
         name, disk_index = name_of(block), self.block_store.disk_index
         assert disk_index is not None
-        if disk_index.bring([name]):
+        if disk_index.load([name]):
             disk_index.wait_for([name], SLOW)
         found = self.block_store.locate([name], SLOW)
         if found.lease is None or found.blocks[0] is None:

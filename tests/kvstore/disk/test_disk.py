@@ -20,7 +20,7 @@ from kvstore.client.remote import RemoteStore
 from kvstore.client.transports.selector import TRANSPORTS
 from kvstore.stats import DiskStats
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, present, put
+from tests.kvstore.rig import TIMEOUT, get, make, name_of, offer, present, put
 
 SLOW = 60.0
 

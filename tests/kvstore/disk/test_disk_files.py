@@ -25,7 +25,7 @@ from kvstore.disk.record import (
 )
 from kvstore.disk.segment import SegmentScan
 from tests.kvstore.disk.rig import files, inside, size_of, until
-from tests.kvstore.test_conformance import make, name_of
+from tests.kvstore.rig import make, name_of
 
 
 def test_a_record_is_read_as_it_was_written_and_no_flipped_byte_passes() -> None:
@@ -124,7 +124,7 @@ def test_the_budget_is_kept_and_the_oldest_go(tmp_path: Path) -> None:
         assert not any(there[:20])
         assert all(there[-30:])
         assert store.put(make(1 << 19)) is PutStatus.STORED  # large beside the segments
-        store.saved()
+        store.finish_write()
         assert size_of(tmp_path) <= 2 << 20
     with inside(tmp_path, disk_budget=1 << 20, restore=True) as store:  # less than before
         assert store.disk.bytes == size_of(tmp_path) <= 1 << 20
@@ -163,7 +163,7 @@ def test_a_full_disk_is_a_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with inside(tmp_path, budget=200_000, disk_budget=2 << 20) as store:
         for block in blocks:
             assert store.put(block) is PutStatus.STORED
-            store.saved()
+            store.finish_write()
             assert size_of(tmp_path) <= quota
         assert store.disk.counters.failed > 0
         assert store.disk.counters.dropped > 0
@@ -195,7 +195,7 @@ def test_other_failures_of_the_disk_remove_nothing(
         until(lambda: store.disk.counters.failed > 2)
         assert (store.disk.counters.dropped, store.disk.unsaved) == (0, 1)
         monkeypatch.setattr(os, "pwritev", true)
-        store.saved()
+        store.finish_write()
         assert all(store.right(*blocks))
 
 
@@ -231,7 +231,7 @@ def test_a_file_that_cannot_be_made_leaves_nothing_in_the_books(
         assert store.block_store.disk_index is not None
         assert len(store.block_store.disk_index.segments()) <= 1  # that of the try under way
         context.undo()
-        store.saved()
+        store.finish_write()
 
 
 def test_what_is_no_file_is_no_segment(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def put(
 
 def save(index: TieredIndex, segment: int, limit: int = 1 << 20) -> int:
     """Everything unsaved into one new segment; how many blocks."""
-    batch = index.take_unsaved(limit)
+    batch = index.take_write_queue(limit)
     _write(index, segment, batch)
     return len(batch)
 
@@ -65,10 +65,10 @@ def _write(index: TieredIndex, segment: int, batch: list[IndexEntry[int]]) -> No
     while gone := index.make_room_below(need, None):
         assert not any(index.segments.needs(segment) for segment in gone)
     if gone is None:  # all that is in the way is being read
-        index.not_saved(batch)
+        index.abandon_write(batch)
         return
     index.segments.open(segment, 0)
-    index.saved(segment, need, batch, list(range(len(batch))))
+    index.finish_write(segment, need, batch, list(range(len(batch))))
 
 
 def lead(index: TieredIndex, *names: bytes, ttl: float = 0.0, now: float = 0.0) -> int:
@@ -77,8 +77,8 @@ def lead(index: TieredIndex, *names: bytes, ttl: float = 0.0, now: float = 0.0) 
 
 def arrive(index: TieredIndex, good: bool = True) -> int:
     count = 0
-    while (wanted := index.next_wanted()) is not None:
-        index.arrived(*wanted, good)
+    while (wanted := index.next_read()) is not None:
+        index.finish_read(*wanted, good)
         count += 1
     return count
 
@@ -95,11 +95,11 @@ def test_what_is_evicted_from_memory_is_there_still() -> None:
     assert (stats.entries, stats.disk.entries, stats.disk.unsaved) == (3, 3, 2)
     found = index.locate([b"a"], 5.0, 0.0)
     assert found.blocks == (None,)  # it was not asked to come up
-    assert index.bring([b"a", b"d"], 0.0)
+    assert index.load([b"a", b"d"], 0.0)
     assert index.locate([b"a"], 5.0, 0.0).blocks == (None,)  # its bytes are not there yet
     assert arrive(index) == 1
     assert index.locate([b"a"], 5.0, 0.0).blocks[0] is not None
-    assert not index.bring([b"a", b"d"], 0.0)
+    assert not index.load([b"a", b"d"], 0.0)
     assert index.audit() == []
 
 
@@ -156,18 +156,18 @@ def test_what_is_used_in_memory_is_saved_again_when_its_segment_goes() -> None:
     assert lease is not None
     index.release(lease.id)
     put(index, b"d")  # a is evicted from memory, and lies on disk
-    batch = index.take_unsaved(1 << 20)
+    batch = index.take_write_queue(1 << 20)
     assert [entry.name for entry in batch] == [b"d"]
     _write(index, 2, batch)  # there is no room for both segments
     assert lead(index, b"a") == 0
-    assert [entry.name for entry in index.take_unsaved(1 << 20)] == [b"b"]
+    assert [entry.name for entry in index.take_write_queue(1 << 20)] == [b"b"]
     assert lead(index, b"c") == 1  # in memory only
 
 
 def test_what_is_evicted_while_it_is_written_gives_its_place_back_later() -> None:
     index, ground = new(20, places=2)
     put(index, b"a", b"b")
-    batch = index.take_unsaved(1 << 20)
+    batch = index.take_write_queue(1 << 20)
     assert put(index, b"c") == [PutStatus.NO_ROOM]  # no place is free before the write ends
     assert ground.free == set()
     _write(index, 1, batch)
@@ -180,10 +180,10 @@ def test_what_is_evicted_while_it_is_written_gives_its_place_back_later() -> Non
 def test_clear_during_a_write_is_final() -> None:
     index, ground = new()
     put(index, b"a", b"b")
-    batch = index.take_unsaved(1 << 20)
+    batch = index.take_write_queue(1 << 20)
     index.segments.open(1, 0)
     assert index.clear(0.0) == 2
-    index.saved(1, 1000, batch, [0, 1])
+    index.finish_write(1, 1000, batch, [0, 1])
     assert (lead(index, b"a"), lead(index, b"b"), len(ground.free)) == (0, 0, ground.count)
     assert index.unsaved() == 0
     assert index.audit() == []
@@ -213,39 +213,39 @@ def test_random_use_keeps_every_sum_and_every_event(budget: int, disk: int) -> N
             lease = index.survey(picked, source.choice([0.0, 3.0]), now).lease
             leases += [] if lease is None else [lease.id]
         elif action == 5:
-            index.bring(picked, now)
+            index.load(picked, now)
             lease = index.locate(picked, 3.0, now).lease
             leases += [] if lease is None else [lease.id]
         elif action == 6 and leases:
             index.release(leases.pop(source.randrange(len(leases))))
         elif action == 7:
-            batches.append(index.take_unsaved(source.randrange(1, 60)))
+            batches.append(index.take_write_queue(source.randrange(1, 60)))
         elif action == 8 and batches:
             batch = batches.pop(source.randrange(len(batches)))
             if not batch or source.random() < 0.2:
-                index.not_saved(batch)
+                index.abandon_write(batch)
             else:
                 segment += 1
                 _write(index, segment, batch)
-        elif action == 9 and (wanted := index.next_wanted()) is not None:
+        elif action == 9 and (wanted := index.next_read()) is not None:
             reads.append(wanted)
         elif action == 10 and reads:
-            index.arrived(*reads.pop(source.randrange(len(reads))), source.random() < 0.8)
+            index.finish_read(*reads.pop(source.randrange(len(reads))), source.random() < 0.8)
         elif action == 11 and source.random() < 0.1:
             index.clear(now)
-        elif action == 12 and (found := index.examine(picked[0], now)) is not None:
+        elif action == 12 and (found := index.hold_for_check(picked[0], now)) is not None:
             leases.append(found[1].id)
-            assert index.condemn(found[0])
+            assert index.remove_corrupt(found[0])
         assert index.audit() == []
         index.expire(now)
         at = follow(index, known, at)
         assert known == content(index, now)
     for batch in batches:
-        index.not_saved(batch)
-    while (wanted := index.next_wanted()) is not None:
+        index.abandon_write(batch)
+    while (wanted := index.next_read()) is not None:
         reads.append(wanted)
     for read in reads:
-        index.arrived(*read, True)
+        index.finish_read(*read, True)
     for number in leases:
         index.release(number)
     index.clear(now)

@@ -46,7 +46,7 @@ def test_a_block_is_there_only_after_commit() -> None:
     assert (lead(index, b"a"), index.get(b"a", 0.0)) == (0, None)
     assert index.commit(grant.ticket, b"a", "A", 1.0)
     assert (lead(index, b"a"), index.get(b"a", 1.0)) == (1, "A")
-    assert not index.commit(grant.ticket, b"a", "again", 1.0)
+    assert not index.commit(grant.ticket, b"a", "reused", 1.0)
 
 
 def test_a_block_that_cannot_have_room_costs_no_other() -> None:
@@ -81,7 +81,7 @@ def test_a_writer_that_stands_still_loses_its_reservation() -> None:
     grant = index.reserve([claim(b"a", 60), claim(b"b", 40)], 5.0, 0.0)
     assert grant.ticket is not None
     assert put(index, b"c", now=4.9) == [PutStatus.NO_ROOM]
-    index.prolong(grant.ticket, 8.0)
+    index.extend_ticket(grant.ticket, 8.0)
     assert index.commit(grant.ticket, b"a", "A", 7.0)
     assert put(index, b"c", size=30, now=8.1) == [PutStatus.RESERVED]
     assert not index.commit(grant.ticket, b"b", "B", 8.2)
@@ -249,9 +249,9 @@ def test_random_use_keeps_every_sum(budget: int) -> None:
             leases += [] if lease is None else [lease.id]
         elif action == 5 and leases:
             index.release(leases.pop(source.randrange(len(leases))))
-        elif action == 6 and (found := index.examine(picked[0], now)) is not None:
+        elif action == 6 and (found := index.hold_for_check(picked[0], now)) is not None:
             leases.append(found[1].id)
-            assert index.condemn(found[0])
+            assert index.remove_corrupt(found[0])
         else:
             index.get(picked[0], now)
         assert index.audit() == []

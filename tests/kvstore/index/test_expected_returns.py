@@ -12,10 +12,10 @@ from benchmarks.workloads import FAMILIES, requests
 from kvstore.base import PutStatus
 from kvstore.claims import Claim
 from kvstore.index.block_index import BlockIndex, IndexOptions
+from kvstore.index.eviction import make_policy
 from kvstore.index.eviction.expected_returns import ExpectedReturns
 from kvstore.index.eviction.ghosts import Ghost, GhostList
 from kvstore.index.eviction.life_table import OCTAVES, LifeTable
-from kvstore.index.eviction.policies import make_policy
 from kvstore.index.eviction.policy import EvictionNode, LeastRecentlyUsed
 from kvstore.index.eviction.shadow_lru import LOSS, NAMES, ShadowLru
 from kvstore.limits import EVICTIONS
@@ -85,7 +85,7 @@ def test_what_the_policy_knows_is_bounded_and_is_given_back() -> None:
     assert len(policy._ghosts) == 500
     assert len(policy._ghosts._queue) <= 1000
     assert len(policy._leaves) == len(naive.leaves())
-    assert len(policy._duel._names) <= policy._room <= 301
+    assert len(policy._shadow._names) <= policy._room <= 301
     assert sum(sum(cohort.values()) for cohort in policy._table._cohorts) == 800
     assert len(policy._table._starts) < 120
     assert len(policy._heap) <= 2 * len(naive.leaves()) + 2048
@@ -147,7 +147,7 @@ def test_ghosts_forget_the_oldest_first_and_stay_few() -> None:
     ghosts = GhostList()
     names = [number.to_bytes(32, "big") for number in range(100)]
     lost = [g for i, n in enumerate(names) for g in ghosts.put(n, Ghost(i, 1, 0, i), 10)]
-    assert [ghost.kind for ghost in lost] == list(range(90))
+    assert [ghost.use_class for ghost in lost] == list(range(90))
     assert ghosts.take(names[0]) is None
     for serial in range(50):  # those that come and go leave nothing in the queue for long
         assert ghosts.take(names[99]) is not None
@@ -156,66 +156,66 @@ def test_ghosts_forget_the_oldest_first_and_stay_few() -> None:
     assert len(ghosts._queue) <= 20
 
 
-def played(duel: ShadowLru, serial: int, names: range, there: bool, size: int) -> int:
+def played(shadow: ShadowLru, serial: int, names: range, there: bool, size: int) -> int:
     for number in names:
         serial += 1
-        duel.used(EvictionNode(b"%d" % number, None), there, size, serial)
+        shadow.used(EvictionNode(b"%d" % number, None), there, size, serial)
     return serial
 
 
-def test_the_duel_is_lost_by_an_eighth_and_copies_for_longer_each_time() -> None:
-    duel, size = ShadowLru(), 800
+def test_the_shadow_is_lost_by_an_eighth_and_copies_for_longer_each_time() -> None:
+    shadow, size = ShadowLru(), 800
     spells: list[int] = []
-    serial = played(duel, 0, range(size), False, size)
+    serial = played(shadow, 0, range(size), False, size)
     for _ in range(3):
-        serial = played(duel, serial, range(size // LOSS), False, size)  # the plain rule has them
-        assert not duel.plain
-        serial = played(duel, serial, range(1), False, size)
-        assert duel.plain
+        serial = played(shadow, serial, range(size // LOSS), False, size)  # the plain rule has them
+        assert not shadow.follow_lru
+        serial = played(shadow, serial, range(1), False, size)
+        assert shadow.follow_lru
         begun = serial
-        while duel.plain:
-            serial = played(duel, serial, range(1), True, size)
+        while shadow.follow_lru:
+            serial = played(shadow, serial, range(1), True, size)
         spells.append((serial - begun) // size)
     assert spells == [4, 8, 16]
 
 
 def test_a_lead_makes_sure_and_counts_up_to_one_store() -> None:
-    duel, size = ShadowLru(), 80
-    serial = played(duel, 0, range(1000), False, size)
-    assert not duel.sure
-    serial = played(duel, serial, range(9), True, size)  # gone from a plain store long ago
-    assert not duel.sure
-    serial = played(duel, serial, range(9, 900), True, size)
-    assert duel.sure
-    serial = played(duel, serial, range(820, 900), False, size)
-    assert not duel.sure  # a store's worth is lost again
-    assert not duel.plain
-    played(duel, serial, range(820, 831), False, size)
-    assert duel.plain
+    shadow, size = ShadowLru(), 80
+    serial = played(shadow, 0, range(1000), False, size)
+    assert not shadow.sure
+    serial = played(shadow, serial, range(9), True, size)  # gone from a plain store long ago
+    assert not shadow.sure
+    serial = played(shadow, serial, range(9, 900), True, size)
+    assert shadow.sure
+    serial = played(shadow, serial, range(820, 900), False, size)
+    assert not shadow.sure  # a store's worth is lost again
+    assert not shadow.follow_lru
+    played(shadow, serial, range(820, 831), False, size)
+    assert shadow.follow_lru
 
 
-def test_the_duel_finds_what_a_plain_store_finds() -> None:
+def test_the_shadow_finds_what_a_plain_store_finds() -> None:
     trace = requests(FAMILIES[1](random.Random(7), 600))
     plain = replay(trace, 200, LeastRecentlyUsed())
     policy = ExpectedReturns()
-    policy._duel._until = 10**9
-    policy._duel.plain = True
+    policy._shadow._until = 10**9
+    policy._shadow.follow_lru = True
     assert replay(trace, 200, policy) == plain
-    assert policy._duel._lead == 0
-    assert len(policy._duel._names) == 200
+    assert policy._shadow._lead == 0
+    assert len(policy._shadow._names) == 200
 
 
-def test_of_many_names_the_duel_keeps_a_sample_and_counts_each_for_more() -> None:
-    duel, size = ShadowLru(), 64 * NAMES
+def test_of_many_names_the_shadow_keeps_a_sample_and_counts_each_for_more() -> None:
+    shadow, size = ShadowLru(), 64 * NAMES
     chance = random.Random(8)
     names = [chance.randbytes(32) for _ in range(8 * NAMES)]
     for serial, name in enumerate(names):
-        duel.used(EvictionNode(name, None), False, size, serial)
-        assert len(duel._names) <= NAMES
-    assert duel._lead == 0
+        shadow.used(EvictionNode(name, None), False, size, serial)
+        assert len(shadow._names) <= NAMES
+    assert shadow._lead == 0
     for name in names:
-        duel.used(EvictionNode(name, None), False, size, len(names))
-    assert 0.8 * len(names) < -duel._lead < 1.2 * len(names)
+        shadow.used(EvictionNode(name, None), False, size, len(names))
+    assert 0.8 * len(names) < -shadow._lead < 1.2 * len(names)
 
 
 def test_what_ends_by_itself_is_gone_under_either_rule() -> None:
@@ -224,11 +224,11 @@ def test_what_ends_by_itself_is_gone_under_either_rule() -> None:
     naive.add(b"a", None)
     naive.add(b"b", None)
     naive.remove(b"a")  # its time was over
-    assert set(policy._duel._names) == {b"b"}
+    assert set(policy._shadow._names) == {b"b"}
     victim = policy.victim()
     assert victim is not None
     naive.remove(victim.name)
-    assert set(policy._duel._names) == {b"b"}  # a plain store might have kept it
+    assert set(policy._shadow._names) == {b"b"}  # a plain store might have kept it
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: str(family.__name__))

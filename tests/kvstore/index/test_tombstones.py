@@ -20,39 +20,39 @@ A, B, C = (hashlib.sha256(word).digest() for word in (b"a", b"b", b"c"))
 
 
 def test_the_newest_are_remembered_with_their_last_reason() -> None:
-    gone = Tombstones(remembered=2)
+    tombstones = Tombstones(limit=2)
     for name, why in ((A, Miss.EVICTED), (B, Miss.EXPIRED), (A, Miss.CLEARED), (C, Miss.EVICTED)):
-        gone.went(name, None, why)
-    assert [gone.why([name], []) for name in (A, B, C)] == [
+        tombstones.removed(name, None, why)
+    assert [tombstones.reason([name], []) for name in (A, B, C)] == [
         Miss.CLEARED,
         Miss.NEVER_STORED,
         Miss.EVICTED,
     ]
-    assert len(gone) == 2
+    assert len(tombstones) == 2
 
 
 def test_an_opening_counts_while_one_block_of_it_is_there() -> None:
-    gone = Tombstones()
-    gone.came(5)
-    gone.came(5)
-    gone.went(A, 5, Miss.EVICTED)
-    assert gone.why([B], [5]) is Miss.OTHER_NAMESPACE
-    gone.went(C, 5, Miss.EVICTED)
-    assert gone.why([B], [5]) is Miss.NEVER_STORED
-    assert gone.why([A], [5]) is Miss.EVICTED
+    tombstones = Tombstones()
+    tombstones.added(5)
+    tombstones.added(5)
+    tombstones.removed(A, 5, Miss.EVICTED)
+    assert tombstones.reason([B], [5]) is Miss.OTHER_NAMESPACE
+    tombstones.removed(C, 5, Miss.EVICTED)
+    assert tombstones.reason([B], [5]) is Miss.NEVER_STORED
+    assert tombstones.reason([A], [5]) is Miss.EVICTED
 
 
 def test_a_full_memory_takes_what_is_said_of_it() -> None:
     tracemalloc.start()
     try:
-        gone = Tombstones()
+        tombstones = Tombstones()
         for _ in range(MAX_TOMBSTONES + 1000):
-            gone.went(os.urandom(32), None, Miss.EVICTED)
+            tombstones.removed(os.urandom(32), None, Miss.EVICTED)
         taken = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
     print(f"{taken / 2**20:.1f} MiB")
-    assert MAX_TOMBSTONES * 0.99 < len(gone) <= MAX_TOMBSTONES
+    assert MAX_TOMBSTONES * 0.99 < len(tombstones) <= MAX_TOMBSTONES
     assert taken < 6 << 20
 
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import pytest
 
-from kvrelay.block.header import decode, header_bytes, stated_length
+from kvrelay.block.header import decode
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import DeadlineExceeded, Rejected, Unavailable
 from kvstore import (
@@ -23,7 +23,6 @@ from kvstore import (
     Offer,
     Outcome,
     PutStatus,
-    Store,
     SurveyResult,
     Tail,
     Want,
@@ -34,7 +33,7 @@ from kvstore.multi.backend import StoreBackend
 from kvstore.multi.store import MultiStore
 from kvstore.multi.write_behind import WriteBehind
 from kvstore.urls import public_url, public_urls, split_urls
-from tests.kvstore.test_conformance import TIMEOUT, make, name_of, put
+from tests.kvstore.rig import TIMEOUT, make, name_of, put
 
 _NUMBERS = itertools.count()
 
@@ -170,22 +169,6 @@ def read(
 
 def came(gots: Sequence[GetResult]) -> list[bool]:
     return [got.header is not None for got in gots]
-
-
-def copied(source: Store, target: Store, name: bytes) -> bool:
-    """Whether a block of one store is in another now."""
-    (size,) = source.survey([name], 0, TIMEOUT).sizes
-    if size is None:
-        return False
-    for header in range(header_bytes(0), size, 128):  # headers are as long as their tokens need
-        buffer = memoryview(bytearray(size - header))
-        (got,) = source.get([Want(name, buffer)], TIMEOUT)
-        if got.header is not None and stated_length(got.header) == len(got.header):
-            return put(target, Block(got.header, buffer))[0] in (
-                PutStatus.STORED,
-                PutStatus.EXISTED,
-            )
-    return False
 
 
 def test_a_lead_goes_on_across_stores(rig: Rig) -> None:

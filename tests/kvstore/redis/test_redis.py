@@ -29,17 +29,11 @@ from kvstore.redis.reads import WINDOW, ReadPipeline
 from kvstore.redis.server import RedisServer
 from kvstore.urls import public_url
 from tests.kvstore.redis.redisserver import Cluster, Server, running, version
-from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, present, put
+from tests.kvstore.rig import TIMEOUT, get, make, name_of, offer, open_store, present, put
 
 Make = Callable[..., RedisStore]
 LIFE, PARTIAL = 5000.0, 300.0
 _PREFIXES = itertools.count()
-
-
-def open_store(url: str) -> RedisStore:
-    store = connect(url)
-    assert isinstance(store, RedisStore)
-    return store
 
 
 @pytest.fixture

@@ -18,8 +18,7 @@ from tests.failures.proxy import Faults, Proxy
 from tests.kvstore import reading
 from tests.kvstore.conftest import serving
 from tests.kvstore.redis.redisserver import Cluster, Server
-from tests.kvstore.redis.test_redis import open_store
-from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, present, put
+from tests.kvstore.rig import TIMEOUT, get, make, name_of, open_store, present, put
 from tests.secured import Files, write_files
 
 SHORT = 0.7

@@ -8,8 +8,9 @@ import sys
 import pytest
 
 from kvrelay.errors import Corrupt
-from kvstore.server.arena import Arena, capacity_for, open_arena
+from kvstore.server.arena import Arena, capacity_for
 from kvstore.server.prefault import Prefault
+from kvstore.wire.arena import open_arena
 
 BOOT = b"b" * 16
 

@@ -15,7 +15,7 @@ from kvstore.client.admin import StoreAdmin
 from kvstore.client.remote import RemoteStore
 from kvstore.server.responses import PAGE
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.test_conformance import TIMEOUT, make, name_of, put
+from tests.kvstore.rig import TIMEOUT, make, name_of, put
 
 
 @pytest.fixture(scope="module")

@@ -18,13 +18,13 @@ from kvstore.client.remote import RemoteStore
 from kvstore.client.transports.selector import TRANSPORTS
 from kvstore.client.transports.staging import MOST_BATCH, batches, first_batch
 from kvstore.limits import ReservationShares, StoreLimits
-from kvstore.server import placing
+from kvstore.server import puts
 from kvstore.server.block_store import BlockStore
-from kvstore.server.placing import ReceiveRow, place_rows
+from kvstore.server.puts import ReceiveRow, place_rows
 from kvstore.server.slot import WriteSlot
 from kvstore.wire.frames import BlockRow
 from kvstore.wire.sockets import DeadlineSocket
-from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, present
+from tests.kvstore.rig import TIMEOUT, get, make, name_of, offer, present
 
 BUDGET = 1 << 20
 
@@ -46,7 +46,7 @@ class Writer:
         """As it comes through the window."""
         if slot is not None:
             block = self.blocks[self.names.index(row.name)]
-            slot.take(memoryview(block.header + bytes(block.payload)))
+            slot.copy_from(memoryview(block.header + bytes(block.payload)))
 
     def put(
         self, bring: ReceiveRow | None = None, rows: list[BlockRow] | None = None
@@ -133,7 +133,7 @@ def test_a_ticket_is_given_more_while_it_stands() -> None:
     more = Claim(b"m" * 32, 1000, False)
     assert writer.block_store.reserve([more], ticket) == Grant(ticket, ANY, (PutStatus.RESERVED,))
     assert writer.put() == [PutStatus.STORED] * 2
-    assert writer.block_store.reserved(ticket or 0, more.name) == more
+    assert writer.block_store.reserved_claim(ticket or 0, more.name) == more
     writer.block_store.abandon(ticket or 0)
     other = writer.block_store.reserve([more], ticket)
     assert other.ticket not in (None, ticket)
@@ -156,7 +156,7 @@ def test_a_group_is_visible_when_all_of_it_has_come() -> None:
 def test_a_ticket_that_ends_in_the_middle_ends_what_comes_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(placing, "GROUP_BLOCKS", 2)
+    monkeypatch.setattr(puts, "GROUP_BLOCKS", 2)
     writer = Writer(6)
 
     def bring(slot: WriteSlot | None, row: BlockRow) -> None:
@@ -227,7 +227,7 @@ def test_what_changes_in_the_window_while_it_is_copied_is_refused() -> None:
         raw = bytearray(block.header + bytes(block.payload))
         # A length that another write has left there.
         raw[12:16] = (len(raw) + 128 if slot is slots[0] else 100).to_bytes(4, "little")
-        slot.take(memoryview(raw))
+        slot.copy_from(memoryview(raw))
     outcomes = writer.block_store.settle(slots)
     assert [outcome.status for outcome in outcomes] == [PutStatus.CORRUPT] * 2
     assert writer.block_store.stats().counters.corrupt == 2

@@ -30,12 +30,11 @@ from kvstore.limits import StoreLimits
 from kvstore.server.block_store import BlockStore
 from kvstore.server.service import StoreService
 from kvstore.server.tenants import OPEN_SCOPE, TenantScope, TenantTable
-from tests.kvstore.client.test_transports import address_of, arena_in
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.disk.rig import inside, until
 from tests.kvstore.disk.test_tiered_index import new, save
 from tests.kvstore.disk.test_tiered_index import put as book
-from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, present, put, why
+from tests.kvstore.rig import TIMEOUT, address_of, arena_in, get, make, name_of, present, put, why
 
 SIZE = 30_000
 PLACES = pytest.mark.parametrize("at", [100, SIZE - 1], ids=["header", "payload"])
@@ -198,7 +197,7 @@ def keep(
         return PutStatus.EXISTED
     (slot,) = block_store.slots(grant.ticket, [claim.name])
     assert slot is not None
-    slot.take(memoryview(block.header + bytes(block.payload)))
+    slot.copy_from(memoryview(block.header + bytes(block.payload)))
     return block_store.settle([slot])[0].status
 
 
@@ -222,7 +221,7 @@ def test_its_place_is_free_when_the_last_lease_has_ended(partial: bool) -> None:
     assert block_store.recheck(name) is not None
     assert block_store.recheck(name) is None, "it is there no more"
     assert keep(block_store, block, partial=partial) is PutStatus.STORED
-    with block_store.lent(lease.id, 0, 1) as lent:  # a lane may send it still
+    with block_store.lend(lease.id, 0, 1) as lent:  # a lane may send it still
         assert lent is not None
         block_store.release([lease.id])
         newer = block_store.locate([name], 60.0)
@@ -290,17 +289,17 @@ def test_a_right_copy_on_disk_comes_up_again(tmp_path: Path) -> None:
 def test_what_went_wrong_before_it_was_written_is_not_on_disk() -> None:
     index, ground = new()
     book(index, b"a")
-    batch = index.take_unsaved(1 << 20)
-    found = index.examine(b"a", 0.0)
+    batch = index.take_write_queue(1 << 20)
+    found = index.hold_for_check(b"a", 0.0)
     assert found is not None
     entry, lease = found
-    assert index.condemn(entry)
-    assert not index.condemn(entry)
+    assert index.remove_corrupt(entry)
+    assert not index.remove_corrupt(entry)
     assert book(index, b"a") == [PutStatus.RESERVED]
     index.release(lease.id)
     assert len(ground.free) == ground.count - 2, "it is being written still"
     index.segments.open(1, 0)
-    index.saved(1, 100, batch, [0])
+    index.finish_write(1, 100, batch, [0])
     assert b"a" not in index.segments
     assert len(ground.free) == ground.count - 1
     assert save(index, 2) == 1

@@ -24,7 +24,7 @@ from kvstore.server.block_store import BlockStore
 from kvstore.server.service import StoreService
 from kvstore.wire.buffers import data_messages
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, offer, put
+from tests.kvstore.rig import TIMEOUT, get, make, name_of, offer, put
 
 PATH = "/kvrelay.v1.StoreService/"
 
@@ -230,7 +230,7 @@ async def test_a_get_whose_lease_is_over_sends_no_more() -> None:
     grant = block_store.reserve([Claim(name_of(block), block.size, partial=False)])
     (slot,) = block_store.slots(grant.ticket or 0, [name_of(block)])
     assert slot is not None
-    slot.take(memoryview(block.header + bytes(block.payload)))
+    slot.copy_from(memoryview(block.header + bytes(block.payload)))
     assert block_store.settle([slot])[0].status is PutStatus.STORED
     answers = StoreService(block_store).get(pb.GetRequest(names=[name_of(block)]), None)
     await anext(answers)

@@ -28,7 +28,7 @@ from kvstore.server.block_store import ENTRY_BYTES, BlockStore
 from kvstore.server.tenants import OPEN_SCOPE, TenantScope, TenantTable
 from kvstore.wire.buffers import data_messages
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.test_conformance import TIMEOUT, get, make, name_of, present, put
+from tests.kvstore.rig import TIMEOUT, get, make, name_of, present, put
 from tests.secured import ADMIN, ALICE, BOB, SERVICE, write_credentials
 
 CAROL = "carol-secret-of-the-test"
@@ -330,7 +330,7 @@ def test_random_floods_evict_only_from_those_over_their_quota(disk_budget: int |
         if grant.ticket is not None:
             (slot,) = block_store.slots(grant.ticket, [scope.key(name_of(block))])
             assert slot is not None
-            slot.take(memoryview(block.header + bytes(block.payload)))
+            slot.copy_from(memoryview(block.header + bytes(block.payload)))
             assert block_store.settle([slot])[0].status is PutStatus.STORED
         for owner, count, size in block_store.usage():
             if owner.prefix != scope.prefix and count < before[owner.prefix][0]:
@@ -377,7 +377,7 @@ def test_the_leases_of_a_tenant_are_bounded_and_cost_others_nothing() -> None:
         )
         (slot,) = block_store.slots(grant.ticket or 0, [scope.key(name_of(block))])
         assert slot is not None
-        slot.take(memoryview(block.header + bytes(block.payload)))
+        slot.copy_from(memoryview(block.header + bytes(block.payload)))
         assert block_store.settle([slot])[0].status is PutStatus.STORED
         names[name] = [scope.key(name_of(block))]
     calls: list[tuple[Callable[[list[bytes]], Lease | None], int]] = [

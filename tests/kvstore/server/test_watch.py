@@ -27,7 +27,7 @@ from kvstore.server.block_store import BlockStore
 from kvstore.server.service import SERVICE_NAME, StoreService, register
 from kvstore.server.watching import WatchOptions, WatchServer
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.test_conformance import TIMEOUT, make, name_of, put
+from tests.kvstore.rig import TIMEOUT, make, name_of, put
 
 
 def entry(number: int) -> IndexEntry[int]:
@@ -215,7 +215,7 @@ def fill(block_store: BlockStore, count: int) -> None:
         assert grant.ticket is not None
         (slot,) = block_store.slots(grant.ticket, [name_of(block)])
         assert slot is not None
-        slot.take(memoryview(block.header + bytes(block.payload)))
+        slot.copy_from(memoryview(block.header + bytes(block.payload)))
         assert block_store.settle([slot])[0].status is PutStatus.STORED
 
 
@@ -265,7 +265,7 @@ async def exhaust(call: grpc.aio.UnaryStreamCall[Message, pb.WatchResponse]) -> 
 
 async def test_a_silent_client_of_a_real_stream_is_cut_off() -> None:
     block_store = BlockStore(StoreLimits(64 << 20))
-    service = StoreService(block_store, pace=WatchOptions(interval=0.001, stuck=0.2))
+    service = StoreService(block_store, watch_options=WatchOptions(interval=0.001, stuck=0.2))
     server = Server()
     server.add(SERVICE_NAME, lambda bare: register(service, bare))
     address = await server.start()

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.workloads import agents, conversations, requests
 from kvrelay.cli.dispatch import main
 from kvrelay.errors import Rejected
-from kvstore.index.eviction.policies import make_policy
+from kvstore.index.eviction import make_policy
 from kvstore.index.eviction.policy import LeastRecentlyUsed
 from kvstore.limits import EVICTIONS
 from kvstore.trace.optimum import optimum

@@ -1,0 +1,106 @@
+"""What tests of stores share: blocks, puts, gets and lookups, and the service's memory."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+
+from kvrelay.block.header import Header, checksum, decode, encode, header_bytes, stated_length
+from kvrelay.block.name import child_name
+from kvrelay.block.verify import verify_payload
+from kvrelay.usage import Miss
+from kvstore import Block, GetResult, Offer, PutStatus, Store, Tail, Want, connect
+from kvstore.redis import RedisStore
+
+TIMEOUT = 10.0
+
+
+def make(
+    size: int = 4096, like: Block | None = None, count: int = 4, parent: bytes | None = None
+) -> Block:
+    """A block with random payload, after a random parent unless told; or the name of ``like``."""
+    payload, space, tokens = os.urandom(size), b"n" * 32, tuple(range(count))
+    parent = decode(like.header).parent if like else parent or os.urandom(32)
+    header = Header(
+        namespace=space,
+        parent=parent,
+        name=child_name(space, parent, tokens),
+        tokens=tokens,
+        dtype="uint8",
+        shape=(size,),
+        payload_bytes=size,
+        payload_checksum=checksum(payload),
+    )
+    return Block(encode(header), memoryview(payload))
+
+
+def name_of(block: Block) -> bytes:
+    return decode(block.header).name
+
+
+def offer(block: Block, name: bytes | None = None) -> Offer:
+    return Offer(name or name_of(block), block.size, False, lambda: block)
+
+
+def put(store: Store, *blocks: Block) -> list[PutStatus]:
+    outcomes = store.put([offer(block) for block in blocks], TIMEOUT)
+    return [outcome.status for outcome in outcomes]
+
+
+def get(store: Store, *blocks: Block) -> list[GetResult]:
+    """Gets blocks of these names and lengths; checks the bytes of those that came."""
+    wants = [Want(name_of(b), memoryview(bytearray(b.payload.nbytes))) for b in blocks]
+    gots = list(store.get(wants, TIMEOUT))
+    assert [got.index for got in gots] == list(range(len(blocks)))
+    for got, want, block in zip(gots, wants, blocks, strict=True):
+        if got.header is not None:
+            assert got.header == block.header
+            assert want.buffer == block.payload
+            assert got.summed in (None, checksum(want.buffer))
+            verify_payload(decode(got.header), want.buffer)
+    return gots
+
+
+def present(store: Store, *blocks: Block) -> list[bool]:
+    return [store.lookup([name_of(b)], [], 0, TIMEOUT).lead == 1 for b in blocks]
+
+
+def why(
+    store: Store, *names: bytes, tails: Sequence[Tail] = (), openings: Sequence[int] = ()
+) -> Miss | None:
+    return store.lookup(list(names), tails, 0, TIMEOUT, openings).missing
+
+
+def address_of(url: str) -> str:
+    return url.removeprefix("kvrelay://")
+
+
+def arena_in(process: subprocess.Popen[str]) -> int:
+    """Address of the arena in the store's process."""
+    with open(f"/proc/{process.pid}/maps", encoding="ascii") as maps:
+        line = next(line for line in maps if "kvrelay-arena" in line)
+    return int(re.split("[- ]", line)[0], 16)
+
+
+def copied(source: Store, target: Store, name: bytes) -> bool:
+    """Whether a block of one store is in another now."""
+    (size,) = source.survey([name], 0, TIMEOUT).sizes
+    if size is None:
+        return False
+    for header in range(header_bytes(0), size, 128):  # headers are as long as their tokens need
+        buffer = memoryview(bytearray(size - header))
+        (got,) = source.get([Want(name, buffer)], TIMEOUT)
+        if got.header is not None and stated_length(got.header) == len(got.header):
+            return put(target, Block(got.header, buffer))[0] in (
+                PutStatus.STORED,
+                PutStatus.EXISTED,
+            )
+    return False
+
+
+def open_store(url: str) -> RedisStore:
+    store = connect(url)
+    assert isinstance(store, RedisStore)
+    return store
