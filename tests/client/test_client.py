@@ -48,19 +48,19 @@ async def test_pieces_and_completion() -> None:
 
         def use() -> tuple[list[Chunk], str, int]:
             with Client(router.address) as client:
-                pieces = list(client.generate(token_ids=PROMPT, max_tokens=5, seed=3))
+                chunks = list(client.generate(token_ids=PROMPT, max_tokens=5, seed=3))
                 done = client.complete(prompt="The fox", max_tokens=4, temperature=0.0)
                 assert len(client.workers()) == 2
-                return pieces, done.text, done.usage.prompt_tokens
+                return chunks, done.text, done.usage.prompt_tokens
 
-        pieces, text, prompt_tokens = await in_thread(use)
+        chunks, text, prompt_tokens = await in_thread(use)
     tokens = answer(PROMPT, 5, 3)
-    assert [token for piece in pieces for token in piece.token_ids] == tokens
-    assert "".join(piece.text for piece in pieces) == text_of(tokens)
-    assert [piece.finish_reason for piece in pieces][-1] == "length"
-    assert all(piece.finish_reason is None and piece.usage is None for piece in pieces[:-1])
-    assert {piece.seed for piece in pieces} == {3}
-    assert len({piece.request_id for piece in pieces}) == 1
+    assert [token for chunk in chunks for token in chunk.token_ids] == tokens
+    assert "".join(chunk.text for chunk in chunks) == text_of(tokens)
+    assert [chunk.finish_reason for chunk in chunks][-1] == "length"
+    assert all(chunk.finish_reason is None and chunk.usage is None for chunk in chunks[:-1])
+    assert {chunk.seed for chunk in chunks} == {3}
+    assert len({chunk.request_id for chunk in chunks}) == 1
     assert prompt_tokens == len(tokenizer().encode("The fox"))
     assert text
 
@@ -68,9 +68,9 @@ async def test_pieces_and_completion() -> None:
 async def test_asyncio() -> None:
     async with running([decode_worker()]) as router, AsyncClient(router.address) as client:
         async with client.generate(token_ids=PROMPT, max_tokens=5, seed=3) as stream:
-            pieces = [piece async for piece in stream]
+            chunks = [chunk async for chunk in stream]
         done = await client.complete(token_ids=PROMPT, max_tokens=5, seed=3)
-        assert completion_of(pieces).token_ids == done.token_ids == tuple(answer(PROMPT, 5, 3))
+        assert completion_of(chunks).token_ids == done.token_ids == tuple(answer(PROMPT, 5, 3))
         turns: list[tuple[str, str] | dict[str, str]] = [
             ("user", "Hi"),
             {"role": "user", "content": "Hi"},
@@ -146,11 +146,11 @@ async def test_resume_after_the_router_died() -> None:
         async with running([FakeWorker(worker.role, "d1")]) as second:
             await stream.aclose()
             async with AsyncClient(second.address) as other:
-                got += [piece async for piece in other.resume(stream)]
+                got += [chunk async for chunk in other.resume(stream)]
     tokens = answer(PROMPT, 10, seed)
-    assert [token for piece in got for token in piece.token_ids] == tokens
-    assert "".join(piece.text for piece in got) == text_of(tokens)
-    assert {piece.seed for piece in got} == {seed}
+    assert [token for chunk in got for token in chunk.token_ids] == tokens
+    assert "".join(chunk.text for chunk in got) == text_of(tokens)
+    assert {chunk.seed for chunk in got} == {seed}
 
 
 class BreaksAfterItsEnd:
@@ -187,9 +187,9 @@ async def test_an_answer_is_whole_with_its_last_message() -> None:
     """Resumed after it, what was held back to the end would come a second time."""
     request = router_pb2.GenerateRequest(prompt="x", max_tokens=1)
     stream = Stream(request, BreaksAfterItsEnd(), Liveness())
-    assert "".join(piece.text for piece in stream) == "a\ufffd"
+    assert "".join(chunk.text for chunk in stream) == "a\ufffd"
     other = AsyncStream(request, BreaksAfterItsEnd(), Liveness())  # type: ignore[arg-type]
-    assert "".join([piece.text async for piece in other]) == "a\ufffd"
+    assert "".join([chunk.text async for chunk in other]) == "a\ufffd"
     with Client("127.0.0.1:1") as client, pytest.raises(Rejected, match="has ended"):
         client.resume(stream)
     with pytest.raises(Rejected, match="has ended"):
@@ -209,8 +209,8 @@ async def test_an_answer_is_not_gone_on_with_by_another_model() -> None:
         assert caught.value.field == "weights"
         smaller = decode_worker("d2", namespace=namespace(block_size=2))
         async with running([smaller]) as third, AsyncClient(third.address) as other:
-            got += [piece async for piece in other.resume(stream)]
-    assert [t for piece in got for t in piece.token_ids] == answer(PROMPT, 10, got[0].seed)
+            got += [chunk async for chunk in other.resume(stream)]
+    assert [t for chunk in got for t in chunk.token_ids] == answer(PROMPT, 10, got[0].seed)
 
 
 async def test_an_answer_is_not_gone_on_with_from_other_tokens_of_its_prompt() -> None:

@@ -132,9 +132,9 @@ def _read(address: str, other: str) -> list[int]:
     with Client(address) as client, Client(other) as second:
         stream = client.generate(token_ids=PROMPT, max_tokens=8, seed=5, ignore_eos=True)
         with pytest.raises(Unavailable, match="the router was silent"):
-            seen.extend(token for piece in stream for token in piece.token_ids)
-        for piece in second.resume(stream):
-            seen += piece.token_ids
+            seen.extend(token for chunk in stream for token in chunk.token_ids)
+        for chunk in second.resume(stream):
+            seen += chunk.token_ids
     return seen
 
 
@@ -149,8 +149,8 @@ async def _read_async(address: str, other: str) -> list[int]:
 
 
 async def _take(stream: AsyncStream, seen: list[int]) -> None:
-    async for piece in stream:
-        seen += piece.token_ids
+    async for chunk in stream:
+        seen += chunk.token_ids
 
 
 @pytest.mark.usefixtures("quick")

@@ -1,4 +1,4 @@
-"""The client library used in ways nobody planned: typed errors, never somebody else's."""
+"""The client library used in unexpected ways: the errors are typed and of kvrelay."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT = [5, 6, 7]
 
 
 async def _read(stream: AsyncStream) -> list[Chunk]:
-    return [piece async for piece in stream]
+    return [chunk async for chunk in stream]
 
 
 @pytest.mark.parametrize("closed", ["stream", "client"])
