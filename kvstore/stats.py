@@ -1,4 +1,4 @@
-"""Figures of a store: what it holds now, and what it has done since it started."""
+"""Figures of a store: its content now, and counters since its start."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ class StoreCounters:
     """Counts of events, in blocks unless said otherwise. They only grow."""
 
     lookups: int = 0  # calls
-    hits: int = 0  # names a lookup found
+    hits: int = 0  # names that a lookup found
     misses: int = 0  # names a lookup asked for and did not find
-    served: int = 0  # blocks handed out by a get
-    absent: int = 0  # blocks a get asked for that were not there
+    served: int = 0  # blocks that a get sent
+    absent: int = 0  # blocks that a get asked for in vain
     stored: int = 0
-    existed: int = 0  # put again, and not copied
-    pending: int = 0  # put while another writer was at it
+    existed: int = 0  # put again, not copied
+    pending: int = 0  # put while another writer was sending it
     rejected: int = 0  # no room
-    corrupt: int = 0  # not what the header says: refused, or taken out later
-    abandoned: int = 0  # reservations given up or run out
+    corrupt: int = 0  # not what the header says: refused, or removed later
+    abandoned: int = 0  # reservations given up or expired
     evicted: int = 0
-    expired: int = 0  # partial blocks whose life was over
+    expired: int = 0  # partial blocks whose time was over
     cleared: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
@@ -35,18 +35,18 @@ class DiskCounters:
     written: int = 0
     read: int = 0  # brought back into memory
     restored: int = 0  # found at the start
-    dropped: int = 0  # there was no room for them any more
-    skipped: int = 0  # left memory before they were written, or are too large
-    failed: int = 0  # writes that the system refused; they are tried again
-    corrupt: int = 0  # were not what had been written, when they were read
-    damaged: int = 0  # records that were not whole, at the start
+    dropped: int = 0  # for want of room
+    skipped: int = 0  # evicted before they were written, or too large
+    failed: int = 0  # writes that the system refused, to be retried
+    corrupt: int = 0  # not what had been written
+    damaged: int = 0  # incomplete records at the start
     bytes_written: int = 0
     bytes_read: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class DiskStats:
-    """One reading. ``bytes`` are those of all files, ``unsaved`` blocks are yet to be written."""
+    """One reading. ``bytes`` is the sum of all files, ``unsaved`` blocks are yet to be written."""
 
     budget: int
     bytes: int
@@ -57,7 +57,7 @@ class DiskStats:
 
 @dataclass(frozen=True, slots=True)
 class TenantStats:
-    """What a tenant has in memory now; ``name`` is empty for services. Sizes are in bytes."""
+    """A tenant's content in memory; ``name`` is empty for services. Sizes are in bytes."""
 
     name: str
     quota: int
@@ -80,11 +80,11 @@ class StoreStats:
     counters: StoreCounters
     disk: DiskStats | None = None
     eviction: str = ""  # the policy's name
-    tenants: tuple[TenantStats, ...] = ()  # told to admins only
+    tenants: tuple[TenantStats, ...] = ()  # for admins only
 
 
 def total_stats(found: Sequence[StoreStats]) -> StoreStats:
-    """The sums of several readings, at least one; ``boot`` is all of theirs."""
+    """The sums of several readings, at least one; ``boot`` joins their boots."""
     sums = {
         field.name: sum(getattr(stats, field.name) for stats in found)
         for field in fields(StoreStats)

@@ -1,1 +1,1 @@
-"""The tier below memory: a directory of segments, written behind and read on demand."""
+"""The disk tier below memory: segment files, written behind and read on demand."""

@@ -1,7 +1,7 @@
-"""The directory of the disk tier: whose it is, of which format, and the names of its files.
+"""The directory of the disk tier: its lock, its format, and the names of its files.
 
-One store at a time: a lock that ends with its process. Nothing is touched in a directory that holds
-other files, or one of another format.
+One store at a time uses it: the lock ends with the process. A directory of another format, or with
+other files, is refused and left as it is.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ FORMAT = f"kvrelay store, disk format 1, header format {HEADER_VERSION}\n"
 FIELD = "disk"
 _FORMAT, _LOCK = "FORMAT", "lock"
 _OURS = re.compile(r"segment-([0-9a-f]{16})")
-_NEW = f"{_FORMAT}.new"  # of a start that ended while it wrote it
-_ALLOWED = {"lost+found", _LOCK, _NEW}  # the first is of a file system's root
+_NEW = f"{_FORMAT}.new"  # left by a start that ended early
+_ALLOWED = {"lost+found", _LOCK, _NEW}  # lost+found is in the root of a file system
 
 
 class DiskDirectory:
-    """Opened and locked; ``Rejected`` if it cannot be. ``close`` gives it back."""
+    """Opened and locked; ``Rejected`` if it cannot be used. ``close`` unlocks it."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -48,15 +48,15 @@ class DiskDirectory:
             raise Rejected(FIELD, f"{path} cannot be used: {error.strerror}") from error
 
     def close(self) -> None:
-        """Another store may have it."""
+        """Unlock the directory."""
         os.close(self._lock)
 
     def file(self, segment: int) -> Path:
-        """Of a segment."""
+        """The path of a segment's file."""
         return self.path / f"segment-{segment:016x}"
 
     def segments(self) -> list[tuple[int, int]]:
-        """Numbers and bytes of those there are, the one not used for the longest time first."""
+        """Numbers and bytes of the segment files, least recently used first."""
         found = []
         for entry in os.scandir(self.path):
             if (match := _OURS.fullmatch(entry.name)) and entry.is_file(follow_symlinks=False):
@@ -65,13 +65,13 @@ class DiskDirectory:
         return [(segment, size) for _, segment, size in sorted(found)]
 
     def used(self, segment: int) -> None:
-        """Remember across restarts that it was used just now."""
-        now = time.time_ns()  # more exact than what the system would take
+        """Record the use of a segment in its file's time, for later starts."""
+        now = time.time_ns()  # more precise than the system's own stamp
         with contextlib.suppress(OSError):
             os.utime(self.file(segment), ns=(now, now))
 
     def remove(self, segment: int) -> None:
-        """Its file; one that is gone already is let pass."""
+        """Remove a segment's file, if it exists."""
         with contextlib.suppress(OSError):
             self.file(segment).unlink()
 

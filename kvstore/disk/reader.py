@@ -1,4 +1,4 @@
-"""The threads that bring blocks up: read into their places, checked there, and only then ready."""
+"""The threads that load blocks from disk: read into place, verified, and only then ready."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ log = logging.getLogger("kvrelay.store")
 THREADS = 2
 IDLE_SECONDS = 0.5
 USED_SECONDS = 60.0
-"""How exactly the last use of a segment is remembered across restarts."""
+"""The precision of a segment's last use that later starts see."""
 
 
 class BlockReaders:
-    """``start`` them once; ``stop`` them and ``join``."""
+    """``start`` once; ``stop`` and ``join`` at the end."""
 
     def __init__(self, disk_index: LockedIndex, directory: DiskDirectory, arena: Arena) -> None:
         self._index = disk_index
@@ -36,16 +36,16 @@ class BlockReaders:
         ]
 
     def start(self) -> None:
-        """Begin."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """End after what is being read."""
+        """End after the current reads."""
         self._stop.set()
 
     def join(self, seconds: float) -> None:
-        """Wait for the end."""
+        """Wait until the threads have ended."""
         for thread in self._threads:
             thread.join(seconds)
 

@@ -1,6 +1,7 @@
-"""What an earlier start left: segments are found at once, their blocks by their headers, behind.
+"""Restores what an earlier start left: segments at once, their blocks in the background.
 
-The most recently used segment comes first. What is not found yet is a miss, and is put again.
+Blocks are found by their headers, the most recently used segment first. A block that has not been
+found yet is a miss, and is put again.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from kvstore.disk.segment import SegmentScan
 log = logging.getLogger("kvrelay.store")
 
 CHUNK = 256
-"""Blocks told at a time."""
+"""Blocks added to the index at a time."""
 
 REPORT_SECONDS = 2.0
 MIB = 1 << 20
 
 
 class Restorer:
-    """``start`` it once; ``wait`` for its end as long as seems right; ``stop`` ends it early."""
+    """``start`` once; ``wait`` for the end; ``stop`` ends it early."""
 
     def __init__(self, disk_index: LockedIndex, directory: DiskDirectory) -> None:
         self._index = disk_index
@@ -39,31 +40,33 @@ class Restorer:
         self._thread = threading.Thread(target=self._run, name="disk-restore", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End with what has been found."""
+        """End with the blocks found so far."""
         self._stop.set()
 
     def wait(self, seconds: float) -> bool:
-        """Whether the end has come by then."""
+        """Wait for the end; returns whether it has come."""
         return self._done.wait(seconds)
 
     def _run(self) -> None:
         began = reported = time.monotonic()
         total = sum(self._sizes.values())
-        past = blocks = damaged = 0
+        scanned = blocks = damaged = 0
         for segment in reversed(self._sizes):
             if not self._index.holds(segment):
-                continue  # there was no room for it
+                continue  # dropped: there was no room for it
             found, wrong = self._scan(segment)
-            blocks, damaged, past = blocks + found, damaged + wrong, past + self._sizes[segment]
+            blocks += found
+            damaged += wrong
+            scanned += self._sizes[segment]
             if time.monotonic() - reported > REPORT_SECONDS:
                 reported = time.monotonic()
                 log.info(
-                    "disk: %d %% of %.0f MiB looked through",
-                    100 * past / max(total, 1),
+                    "disk: %d %% of %.0f MiB scanned",
+                    100 * scanned / max(total, 1),
                     total / MIB,
                 )
         log.info(
@@ -76,7 +79,7 @@ class Restorer:
         self._done.set()
 
     def _scan(self, segment: int) -> tuple[int, int]:
-        """How many blocks were found in it, and how many records are no blocks."""
+        """The number of blocks found in a segment, and of damaged records."""
         scan = SegmentScan(self._directory.file(segment), segment)
         locations, found = scan.locations(), 0
         try:

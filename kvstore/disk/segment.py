@@ -1,4 +1,4 @@
-"""The file of a segment: blocks are appended to it, read from it, and found after a restart."""
+"""A segment file: blocks are appended to it, read from it, and found after a restart."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from kvstore.disk.record import (
 from kvstore.disk.segment_index import DiskLocation
 
 SCAN_BYTES = 1024
-"""Read of each record first: its head and, unless it has very many tokens, its block's header."""
+"""Bytes read first of each record: its head and, in most cases, the whole header of its block."""
 
 _VECTORS = 1023  # IOV_MAX is 1024
-_FIXED_BYTES = 16  # of a header until its length is known
+_FIXED_BYTES = 16  # of a header, enough to know its length
 
 
 class SegmentAppender:
-    """A new segment; ``end`` is how long its good part is."""
+    """Writes a new segment; ``end`` is the length of its complete records."""
 
     def __init__(self, path: Path, number: int) -> None:
         self.number = number
@@ -35,9 +35,9 @@ class SegmentAppender:
         self._fd = os.open(path, flags, 0o600)
 
     def append(self, parts: Sequence[tuple[bytes, memoryview]]) -> list[int]:
-        """Write blocks by their keys; where each one begins.
+        """Append blocks with their keys; returns the offset of each block.
 
-        When this raises ``OSError``, nothing of it counts and the segment is as long as before.
+        After an ``OSError`` the segment is as it was before.
         """
         start, offsets = self.end, []
         vectors: list[bytes | memoryview] = []
@@ -54,7 +54,7 @@ class SegmentAppender:
         return offsets
 
     def close(self) -> None:
-        """Nothing is appended any more."""
+        """Close the file."""
         os.close(self._fd)
 
     def _write(self, vectors: list[bytes | memoryview]) -> None:
@@ -69,11 +69,11 @@ class SegmentAppender:
 
 
 def read_into(path: Path, offset: int, view: memoryview) -> None:
-    """Fill ``view`` from a segment; ``Corrupt`` if it is not there or too short."""
+    """Fill ``view`` from a segment; ``Corrupt`` if the file is absent or too short."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError as error:
-        raise Corrupt("segment", f"{path.name} is gone") from error
+        raise Corrupt("segment", f"{path.name} does not exist") from error
     except OSError as error:
         raise Corrupt("segment", f"{path.name} cannot be opened: {error.strerror}") from error
     try:
@@ -89,9 +89,9 @@ def read_into(path: Path, offset: int, view: memoryview) -> None:
 
 
 class SegmentScan:
-    """The blocks in a segment, found by their headers alone. ``damaged`` counts what is not one.
+    """Finds the blocks of a segment by their headers. ``damaged`` counts all other records.
 
-    After a head that is wrong nothing more is found: where the next one begins is not known.
+    The scan ends at a damaged head: the start of the next record is unknown.
     """
 
     def __init__(self, path: Path, number: int) -> None:
@@ -101,7 +101,7 @@ class SegmentScan:
         self.end = 0
 
     def locations(self) -> Iterator[DiskLocation]:
-        """Those that are whole as far as the file's length tells."""
+        """The locations of blocks that are complete by the file's length."""
         with self._path.open("rb", buffering=0) as file:
             fd = file.fileno()
             size = os.fstat(fd).st_size

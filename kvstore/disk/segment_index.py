@@ -1,7 +1,7 @@
-"""Which blocks lie on disk and where, and which segment goes first. Pure, no I/O.
+"""The index of the disk: which blocks are on it, where, and which segment is dropped next. Pure.
 
-Segments are used up whole, the one not used for the longest time first, as in CacheLib's block
-cache: nothing is moved and the disk sees long writes only. Using one block uses its segment.
+Whole segments are dropped, least recently used first, as in CacheLib's block cache: nothing is
+moved and the disk sees only long writes. The use of a block is a use of its segment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstore.index.entries import IndexEntry
 
 @dataclass(slots=True)
 class DiskLocation:
-    """Where a block lies: ``size`` bytes at ``offset`` of ``segment``. What it is, besides."""
+    """A block on disk: ``size`` bytes at ``offset`` of ``segment``."""
 
     name: bytes
     parent: bytes | None
@@ -28,7 +28,7 @@ class DiskLocation:
 
 
 def entry_on_disk(location: DiskLocation) -> IndexEntry[int]:
-    """A record of a block that lies on disk only, for those who ask what there is."""
+    """An index entry for a block that is on disk only, for listings and events."""
     claim = Claim(location.name, location.size, False, location.opening)
     entry = IndexEntry(claim, 0, location.parent, location.tokens)
     entry.ready = False
@@ -42,7 +42,7 @@ class _Segment:
 
 
 class SegmentIndex:
-    """Spots by name, segments by last use. ``bytes`` is what all files have together."""
+    """Locations by name, segments by last use. ``bytes`` is the sum of all files."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -58,29 +58,29 @@ class SegmentIndex:
         return name in self._locations
 
     def find(self, name: bytes) -> DiskLocation | None:
-        """Where it lies."""
+        """The location of a block."""
         return self._locations.get(name)
 
     def locations(self) -> list[DiskLocation]:
-        """All of them."""
+        """All locations."""
         return list(self._locations.values())
 
     def holds(self, segment: int) -> bool:
-        """Whether the segment has not been used up."""
+        """Whether the segment is in the index."""
         return segment in self._segments
 
     def open(self, segment: int, nbytes: int) -> None:
-        """A file that there is from now on, the most recently used."""
+        """Add a segment, the most recently used one."""
         self._segments[segment] = _Segment(nbytes)
         self.bytes += nbytes
 
     def grow(self, segment: int, nbytes: int) -> None:
-        """The file is ``nbytes`` long now."""
+        """A segment's file is now ``nbytes`` long."""
         self.bytes += nbytes - self._segments[segment].nbytes
         self._segments[segment].nbytes = nbytes
 
     def add(self, locations: Iterable[DiskLocation]) -> list[DiskLocation]:
-        """Blocks in a segment; those that are new here. What is known already stays where it is."""
+        """Add blocks of a segment; returns the new ones. A known block keeps its location."""
         new = [
             s for s in locations if s.segment in self._segments and s.name not in self._locations
         ]
@@ -90,41 +90,41 @@ class SegmentIndex:
         return new
 
     def touch(self, name: bytes) -> None:
-        """A block was used."""
+        """A block was used, and so its segment."""
         if (location := self._locations.get(name)) is not None:
             self._segments.move_to_end(location.segment)
 
     def forget(self, location: DiskLocation) -> bool:
-        """A block whose bytes are wrong; whether it was still known there."""
+        """Forget a block whose bytes are wrong; returns whether this was its location."""
         if self._locations.get(location.name) is not location:
             return False
         del self._locations[location.name]
         return True
 
     def pin(self, segment: int) -> None:
-        """A block in it is about to be read: it stays until it is unpinned as often."""
+        """A block of the segment is to be read: keep its file until ``unpin``."""
         self._pins[segment] = self._pins.get(segment, 0) + 1
 
     def unpin(self, segment: int) -> None:
-        """The read has ended."""
+        """A read has ended."""
         self._pins[segment] -= 1
         if not self._pins[segment]:
             del self._pins[segment]
 
     def needs(self, segment: int) -> bool:
-        """Whether its file must stay."""
+        """Whether the segment's file must stay."""
         return segment in self._segments or segment in self._pins
 
     def victim(self, spared: int | None) -> int | None:
-        """The segment to go next, other than ``spared``."""
+        """The segment to drop next, other than ``spared``."""
         free = (s for s in self._segments if s != spared and s not in self._pins)
         return next(free, None)
 
     def drop(self, segment: int) -> list[DiskLocation]:
-        """Forget a segment; the blocks that are not on disk any more."""
-        gone = self._segments.pop(segment)
-        self.bytes -= gone.nbytes
-        locations = (self._locations.get(name) for name in gone.names)
+        """Drop a segment; returns the blocks that are no longer on disk."""
+        dropped = self._segments.pop(segment)
+        self.bytes -= dropped.nbytes
+        locations = (self._locations.get(name) for name in dropped.names)
         lost = [
             location
             for location in locations
@@ -135,5 +135,5 @@ class SegmentIndex:
         return lost
 
     def by_age(self) -> list[int]:
-        """All of them, the one to go first first."""
+        """The segments, least recently used first."""
         return list(self._segments)

@@ -1,4 +1,4 @@
-"""The disk tier: a directory, what writes into it, what reads from it, and what is left there."""
+"""The disk tier: a directory with its writer, its readers and the restore of earlier blocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
-    """``restore``: begin with what is there; else it is removed."""
+    """``restore``: start with the blocks in the directory; else they are removed."""
 
     path: str
     budget: int
@@ -32,7 +32,7 @@ class DiskOptions:
 
 
 class DiskTier:
-    """Takes the directory when made; ``Rejected`` if that cannot be. ``start``, then ``close``."""
+    """Locks the directory when made; ``Rejected`` if it cannot. ``start``, then ``close``."""
 
     def __init__(self, options: DiskOptions, disk_index: LockedIndex, arena: Arena) -> None:
         self._index = disk_index
@@ -46,17 +46,17 @@ class DiskTier:
         self._readers = BlockReaders(disk_index, self._directory, arena)
 
     def start(self) -> None:
-        """Begin to write, read and restore."""
+        """Start to write, read and restore."""
         self._restorer.start()
         self._writer.start()
         self._readers.start()
 
     def wait_restored(self, seconds: float) -> bool:
-        """Whether all that is left of earlier starts is known by then."""
+        """Wait until all blocks of earlier starts are known; returns whether they are."""
         return self._restorer.wait(seconds)
 
     def flush(self, seconds: float) -> bool:
-        """Have all full blocks that are in memory written; whether they are by then."""
+        """Write all full blocks in memory; returns whether all were written in time."""
         self._index.save_all()
         deadline = time.monotonic() + seconds
         while (left := self._index.unsaved()) and time.monotonic() < deadline:
@@ -66,7 +66,7 @@ class DiskTier:
         return not left
 
     def header(self, name: bytes) -> bytes:
-        """The bytes of a block's header; none if it cannot be read."""
+        """The bytes of a block's header; empty if it cannot be read."""
         if (location := self._index.location(name)) is None:
             return b""
         data = bytearray(header_bytes(location.tokens))
@@ -79,13 +79,13 @@ class DiskTier:
         return bytes(data)
 
     def sweep(self) -> None:
-        """Remove the files of segments that do not count any more."""
+        """Remove the files of segments that are no longer needed."""
         for segment, _ in self._directory.segments():
             if not self._index.needs(segment):
                 self._directory.remove(segment)
 
     def close(self) -> None:
-        """End, and give the directory back."""
+        """Stop every thread and unlock the directory."""
         for part in (self._restorer, self._writer, self._readers):
             part.stop()
         self._writer.join(JOIN_SECONDS)

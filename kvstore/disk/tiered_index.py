@@ -1,9 +1,9 @@
-"""The bookkeeping of a store with a disk below its memory. Pure: what is to be done is told.
+"""The index of a store with a disk tier below its memory. Pure: the caller does the I/O.
 
-Every full block is saved, in the order in which they came; so to evict one from memory is to forget
-it there. A block below counts as there. Whoever gets a lease on it, or asks where it lies, makes it
-come up: from then on it has an entry and a place, and it is ``ready`` when its bytes were checked.
-One that turns out to be damaged is taken out of the leases that hold it: it is a miss.
+Every full block is saved to disk, in the order in which blocks are stored, so evicting a block from
+memory only forgets it there. A block on disk counts as stored. A lease on it, or a ``Locate``,
+loads it: from then on it has an entry and a place, and it is ``ready`` when its bytes are verified.
+A damaged block is taken out of the leases that hold it and is a miss.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kvstore.index.eviction.policy import EvictionPolicy
 from kvstore.stats import DiskCounters, DiskStats, StoreStats
 
 HELD_SECONDS = 60.0
-"""Longer than one method takes: what is there must not make room for what comes beside it."""
+"""Longer than one call takes: blocks in memory are not evicted for blocks loaded beside them."""
 
 
 NO_WRITER = 0
-"""In place of a ticket: what comes up has no writer."""
+"""In place of a ticket: a block that is loaded has no writer."""
 
 
 class TieredIndex(BlockIndex[int]):
-    """A ``BlockIndex`` of places, and the ``index`` of what lies on disk."""
+    """A ``BlockIndex`` of places; ``segments`` is the index of the disk."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class TieredIndex(BlockIndex[int]):
         now: float,
         openings: Sequence[int] = (),
     ) -> LookupResult:
-        """As above; a lease on what is below makes it come up."""
+        """See ``BlockIndex.lookup``; a lease on blocks on disk loads them."""
         self.expire(now)
         kept = self._load(names, now, run=True) if ttl > 0 else []
         held = super().lookup(names, tails, ttl, now, openings)
@@ -67,39 +67,39 @@ class TieredIndex(BlockIndex[int]):
     def survey(
         self, names: Sequence[bytes], ttl: float, now: float, openings: Sequence[int] = ()
     ) -> SurveyResult:
-        """Likewise."""
+        """See ``BlockIndex.survey``; a lease on blocks on disk loads them."""
         self.expire(now)
         if ttl > 0:
             kept = self._load(names, now)
-            seen = super().survey(names, ttl, now, openings)
+            found = super().survey(names, ttl, now, openings)
             self._release_all(kept)
-            return seen
-        seen = super().survey(names, ttl, now, openings)
-        below = [
+            return found
+        found = super().survey(names, ttl, now, openings)
+        on_disk = [
             self.segments.find(name) if size is None else None
-            for name, size in zip(names, seen.sizes, strict=True)
+            for name, size in zip(names, found.sizes, strict=True)
         ]
-        found = sum(location is not None for location in below)
-        self.counters.hits += found
-        self.counters.misses -= found
+        count = sum(location is not None for location in on_disk)
+        self.counters.hits += count
+        self.counters.misses -= count
         sizes = tuple(
             size if location is None else location.size
-            for size, location in zip(seen.sizes, below, strict=True)
+            for size, location in zip(found.sizes, on_disk, strict=True)
         )
         misses = tuple(
             miss if location is None else None
-            for miss, location in zip(seen.misses, below, strict=True)
+            for miss, location in zip(found.misses, on_disk, strict=True)
         )
-        return dataclasses.replace(seen, sizes=sizes, misses=misses)
+        return dataclasses.replace(found, sizes=sizes, misses=misses)
 
     def load(self, names: Sequence[bytes], now: float) -> bool:
-        """Have those that are below come up; whether any of ``names`` is on its way."""
+        """Load the blocks that are on disk; returns whether any of ``names`` is being loaded."""
         self.expire(now)
         self._release_all(self._load(names, now))
         return self.is_loading(names)
 
     def is_loading(self, names: Iterable[bytes]) -> bool:
-        """Whether any of them is on its way."""
+        """Whether any of ``names`` is being loaded."""
         entries = (self._entries.get(name) for name in names)
         return any(entry is not None and not entry.ready for entry in entries)
 
@@ -108,7 +108,7 @@ class TieredIndex(BlockIndex[int]):
         return self._reads.popleft() if self._reads else None
 
     def finish_read(self, entry: IndexEntry[int], location: DiskLocation, good: bool) -> None:
-        """Its bytes were read, and are ``good`` or not."""
+        """A block was read; ``good``: its bytes are right."""
         self._loading_bytes -= entry.size
         self.segments.unpin(location.segment)
         if good:
@@ -116,7 +116,7 @@ class TieredIndex(BlockIndex[int]):
             self.disk.read += 1
             self.disk.bytes_read += entry.size
             if entry.name not in self.segments and self._entries.get(entry.name) is entry:
-                self._save(entry)  # its segment went meanwhile
+                self._save(entry)  # its segment was dropped meanwhile
         elif self.segments.forget(location):
             self.disk.corrupt += 1
             if entry.name not in self._entries:
@@ -126,8 +126,8 @@ class TieredIndex(BlockIndex[int]):
             self._remove(entry.name, RemovalReason.CORRUPT)
         self._end_io(entry)
 
-    def take_write_queue(self, limit: int) -> list[IndexEntry[int]]:
-        """Blocks to write, of about ``limit`` bytes; ``saved`` or ``not_saved`` must follow."""
+    def next_writes(self, limit: int) -> list[IndexEntry[int]]:
+        """Blocks to write, about ``limit`` bytes; ``finish_write`` or ``abandon_write`` follows."""
         batch = self._write_queue.take(limit)
         for entry in batch:
             entry.io_count += 1
@@ -136,9 +136,9 @@ class TieredIndex(BlockIndex[int]):
     def finish_write(
         self, segment: int, nbytes: int, batch: Sequence[IndexEntry[int]], offsets: Sequence[int]
     ) -> None:
-        """They lie in ``segment`` at ``offsets``; it is ``nbytes`` long now.
+        """A batch is in ``segment`` at ``offsets``; the segment is ``nbytes`` long now.
 
-        Those that turned out to be wrong meanwhile do not count.
+        Blocks that have proved wrong meanwhile do not count.
         """
         if not self.segments.holds(segment):  # cleared meanwhile
             self.abandon_write(batch)
@@ -159,39 +159,39 @@ class TieredIndex(BlockIndex[int]):
             self.disk.written += 1
             self.disk.bytes_written += entry.size
             if entry.name in added and entry.name not in self._entries:
-                super()._record_added(entry)  # evicted meanwhile, and there again
+                super()._record_added(entry)  # evicted meanwhile, stored again
         self._write_queue.end(len(batch))
 
     def abandon_write(self, batch: Sequence[IndexEntry[int]]) -> None:
-        """Nothing was written: what is still there is to be taken again."""
+        """A batch was not written: queue again the blocks that are still stored."""
         there = [e for e in batch if self._entries.get(e.name) is e and e.name not in self.segments]
         self._write_queue.end(len(batch), again=there)
         for entry in batch:
             self._end_io(entry)
 
     def unsaved(self) -> int:
-        """Blocks that are to be written or are being written."""
+        """The number of blocks that wait for writing or are being written."""
         return len(self._write_queue)
 
     def save_all(self) -> None:
-        """Have everything written that is in memory only; what is there is used last."""
+        """Queue every full block that is in memory only; blocks in memory count as used last."""
         for name, entry in self._entries.items():
             self.segments.touch(name)
             if not entry.partial and entry.ready and name not in self.segments:
                 self._save(entry)
 
-    def make_room_below(self, nbytes: int, spared: int | None) -> list[int] | None:
-        """Segments forgotten so that there is room for ``nbytes`` more; ``None``: there is none."""
-        gone: list[int] = []
+    def make_room_on_disk(self, nbytes: int, spared: int | None) -> list[int] | None:
+        """Drop segments to make room for ``nbytes``; returns them, ``None`` if there is no room."""
+        dropped: list[int] = []
         while self.segments.bytes + nbytes > self.segments.budget:
             if (segment := self.segments.victim(spared)) is None:
-                return gone or None
+                return dropped or None
             self.drop_segment(segment)
-            gone.append(segment)
-        return gone
+            dropped.append(segment)
+        return dropped
 
     def drop_segment(self, segment: int) -> None:
-        """Forget it. What was used since it was saved, and is still in memory, is saved again."""
+        """Drop a segment. Its blocks that were reused and are still in memory are saved again."""
         for location in self.segments.drop(segment):
             entry = self._entries.get(location.name)
             if entry is None:
@@ -201,7 +201,7 @@ class TieredIndex(BlockIndex[int]):
                 self._save(entry)
 
     def restored(self, locations: Iterable[DiskLocation]) -> None:
-        """Blocks of an earlier start were found."""
+        """Add blocks of an earlier start."""
         for location in self.segments.add(locations):
             self.disk.restored += 1
             if location.name not in self._entries:
@@ -210,27 +210,26 @@ class TieredIndex(BlockIndex[int]):
                 self._write_queue.drop(location.name)
 
     def clear(self, now: float) -> int:
-        """Likewise; the segments are told by ``index``, which is empty then."""
+        """See ``BlockIndex.clear``; drops every segment too."""
         self.expire(now)
-        below = 0
+        on_disk = 0
         for segment in self.segments.by_age():
             for location in self.segments.drop(segment):
                 if location.name not in self._entries:
-                    below += 1
+                    on_disk += 1
                     super()._record_removed(entry_on_disk(location), RemovalReason.CLEARED)
-        self.counters.cleared += below
+        self.counters.cleared += on_disk
         removed = super().clear(now)
         self.save_all()
-        return below + removed
+        return on_disk + removed
 
     def find(self, name: bytes, now: float) -> IndexEntry[int] | None:
-        """Likewise; one that is not ``ready`` lies below."""
+        """See ``BlockIndex.find``; a block that is not ``ready`` is on disk."""
         entry = super().find(name, now)
         location = self.segments.find(name) if entry is None else None
         return entry if location is None else entry_on_disk(location)
 
     def stats(self) -> StoreStats:
-        """Likewise."""
         return dataclasses.replace(
             super().stats(),
             disk=DiskStats(
@@ -243,7 +242,6 @@ class TieredIndex(BlockIndex[int]):
         )
 
     def audit(self) -> list[str]:
-        """Likewise."""
         coming = sum(e.size for e in self._entries.values() if not e.ready)
         wrong = super().audit()
         if coming > self._loading_bytes:
@@ -254,7 +252,7 @@ class TieredIndex(BlockIndex[int]):
         return wrong + ([f"{len(both)} are on disk and unsaved"] if both else [])
 
     def _load(self, names: Sequence[bytes], now: float, run: bool = False) -> list[Lease]:
-        """Have them come up, of a ``run`` up to its first gap; leases that hold them meanwhile."""
+        """Load blocks, of a ``run`` up to its first gap; returns leases that hold them."""
         kept: list[Lease] = []
         for at, name in enumerate(names):
             if name in self._entries:
@@ -273,8 +271,8 @@ class TieredIndex(BlockIndex[int]):
         return kept
 
     def _start_read(self, location: DiskLocation, now: float) -> bool:
-        """A place for a block, where it will be read to; false if there is none."""
-        # Alone any block may come.
+        """Give a block a place and queue its read; false if there is no place."""
+        # One block of any size may be loaded.
         crowded = (
             self._loading_bytes and self._loading_bytes + location.size > self._options.budget // 2
         )
@@ -299,14 +297,14 @@ class TieredIndex(BlockIndex[int]):
             self.release(lease.id)
 
     def _save(self, entry: IndexEntry[int]) -> None:
-        """Have it written, unless it is too large for the disk."""
+        """Queue a block for writing, unless it is too large for the disk."""
         if 2 * record_bytes(entry.size) > self.segments.budget:
             self.disk.skipped += 1
         else:
             self._write_queue.add(entry)
 
     def _end_io(self, entry: IndexEntry[int]) -> None:
-        """A read or write at its place has ended."""
+        """A read or write at the block's place has ended."""
         entry.io_count -= 1
         held = entry.io_count or entry.leases
         if not held and self._entries.get(entry.name) is not entry:

@@ -1,4 +1,4 @@
-"""Which blocks are to be written to disk, in the order in which they came. Pure."""
+"""The write-behind queue of the disk: blocks in the order in which they were stored. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvstore.index.entries import IndexEntry
 
 
 class WriteQueue:
-    """Those that wait, by name, and how many are being written; ``len`` is both."""
+    """Waiting blocks by name, and the number being written; ``len`` is the sum of both."""
 
     def __init__(self) -> None:
         self._waiting: dict[bytes, IndexEntry[int]] = {}
@@ -18,19 +18,19 @@ class WriteQueue:
         return len(self._waiting) + self._reservations
 
     def __iter__(self) -> Iterator[bytes]:
-        """The names of those that wait."""
+        """The names of the waiting blocks."""
         return iter(self._waiting)
 
     def add(self, entry: IndexEntry[int]) -> None:
-        """It waits from now on, if it did not before."""
+        """Queue a block, if it is not waiting."""
         self._waiting[entry.name] = entry
 
     def drop(self, name: bytes) -> bool:
-        """It is not to be written any more; whether it waited."""
+        """Remove a block from the queue; returns whether it was waiting."""
         return self._waiting.pop(name, None) is not None
 
     def take(self, limit: int) -> list[IndexEntry[int]]:
-        """The next ones, of about ``limit`` bytes, to write; ``end`` must follow."""
+        """The next blocks, about ``limit`` bytes, to write; ``end`` must follow."""
         batch: list[IndexEntry[int]] = []
         size = 0
         for entry in self._waiting.values():
@@ -44,6 +44,6 @@ class WriteQueue:
         return batch
 
     def end(self, count: int, again: Iterable[IndexEntry[int]] = ()) -> None:
-        """So many are not being written any more; those to write ``again`` come first."""
+        """The write of ``count`` blocks has ended; blocks to write ``again`` go first."""
         self._reservations -= count
         self._waiting = {**{entry.name: entry for entry in again}, **self._waiting}

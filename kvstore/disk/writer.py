@@ -1,6 +1,7 @@
-"""The thread that writes behind: what came into memory goes to disk, in long writes, oldest first.
+"""The write-behind thread: blocks in memory go to disk in long writes, oldest first.
 
-Nobody waits for it. What it cannot write in time is forgotten when memory is short, and counted.
+No request waits for it. A block that it cannot write in time is dropped when memory is short, and
+counted.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ log = logging.getLogger("kvrelay.store")
 BATCH_BYTES = 8 << 20
 SEGMENT_BYTES = 64 << 20
 SEGMENTS = 16
-"""At least so many, or else one would be too large a part of the budget."""
+"""The budget is divided into at least this many segments."""
 
 IDLE_SECONDS = 0.5
-BUSY_SECONDS = 0.02  # until a read in the way has ended
+BUSY_SECONDS = 0.02  # until a read of the segment has ended
 FULL = (errno.ENOSPC, errno.EDQUOT)
-FIRST_REST, LONGEST_REST = 1.0, 30.0
-"""Seconds without a write after the system refused one."""
+FIRST_PAUSE = 1.0
+LONGEST_PAUSE = 30.0
+"""Seconds of pause after the system refused a write."""
 
 
 class SegmentWriter:
-    """``start`` it once; ``stop`` it and ``join``. Segments are numbered from ``first`` on."""
+    """``start`` once; ``stop`` and ``join`` at the end. Segments are numbered from ``first`` on."""
 
     def __init__(
         self,
@@ -48,32 +50,32 @@ class SegmentWriter:
         self._batch = min(BATCH_BYTES, self._segment_bytes, arena.size // 8)
         self._next = first
         self._current: SegmentAppender | None = None
-        self._rest = 0.0
+        self._pause = 0.0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="disk-write", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End after what is being written."""
+        """End after the current write."""
         self._stop.set()
 
     def join(self, seconds: float) -> None:
-        """Wait for the end."""
+        """Wait until the thread has ended."""
         self._thread.join(seconds)
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            batch = self._index.take(self._batch, IDLE_SECONDS)
+            batch = self._index.next_writes(self._batch, IDLE_SECONDS)
             if batch and not self._write(batch):
-                self._rest = min(max(2 * self._rest, FIRST_REST), LONGEST_REST)
-                self._stop.wait(self._rest)
+                self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
+                self._stop.wait(self._pause)
         self._retire()
 
     def _write(self, batch: list[IndexEntry[int]]) -> bool:
-        """Whether the system took it."""
+        """Write a batch; returns whether the system accepted it."""
         try:
             segment = self._segment(sum(record_bytes(entry.size) for entry in batch))
             if segment is None:
@@ -85,14 +87,14 @@ class SegmentWriter:
         except OSError as error:
             self._refused(batch, error)
             return False
-        self._rest = 0.0
+        self._pause = 0.0
         self._index.finish_write(segment.number, segment.end, batch, offsets)
         if segment.end >= self._segment_bytes:
             self._retire()
         return True
 
     def _segment(self, nbytes: int) -> SegmentAppender | None:
-        """One with room for so much; what is in the way goes, unless all of it is being read."""
+        """A segment with room for ``nbytes``; drops old ones. ``None`` if all are being read."""
         if self._current is not None and not self._index.holds(self._current.number):
             self._retire()  # the store was cleared
         spared = None if self._current is None else self._current.number
@@ -116,16 +118,16 @@ class SegmentWriter:
         return self._current
 
     def _refused(self, batch: list[IndexEntry[int]], error: OSError) -> None:
-        """A full disk is no reason to stop: the oldest segment makes room, and later we go on."""
+        """Handle a refused write. On a full disk the oldest segment is dropped, to retry later."""
         self._index.abandon_write(batch, failed=True)
-        if not self._rest:
+        if not self._pause:
             log.warning("disk: %d blocks could not be written: %s", len(batch), error.strerror)
         self._retire()
         if error.errno in FULL and (oldest := self._index.oldest()) is not None:
             self._drop(oldest)
 
     def _retire(self) -> None:
-        """Nothing more goes into the current segment."""
+        """Close the current segment."""
         current = self._current
         self._current = None
         if current is not None:

@@ -1,1 +1,1 @@
-"""The service: the faces of a store and the memory behind them."""
+"""The store service: its transports and the block store behind them."""

@@ -1,7 +1,7 @@
-"""The arena's pages, made before anybody needs them: the first touch of a page is ten times a copy.
+"""Creates the arena's pages in the background: the first touch of a page costs ten copies.
 
-In the background, from the start of the arena on, in small steps at the lowest priority; a store
-answers meanwhile. What is stored already is left as it is.
+It goes from the start of the arena on, in small steps at the lowest priority, while the store
+serves. Stored bytes do not change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Prefault:
         self._thread = threading.Thread(target=self._run, name="prefault", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -39,7 +39,7 @@ class Prefault:
         self._stop.set()
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end; whether it has come."""
+        """Wait for the end; returns whether it has come."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -51,7 +51,7 @@ class Prefault:
         total = len(self._memory)
         for start in range(0, total, STEP):
             if _memory_is_short():
-                log.warning("arena: memory is short; the rest of it is touched when it is needed")
+                log.warning("arena: memory is short; the rest is touched when it is needed")
                 return
             if self._stop.is_set() or not _populate(self._memory[start : start + STEP]):
                 return
@@ -69,7 +69,7 @@ def _memory_is_short() -> bool:
 
 
 def _populate(memory: memoryview) -> bool:
-    """Make the pages; false where the system cannot without changing what they hold."""
+    """Create the pages; false if the system cannot do it without changing their content."""
     libc = ctypes.CDLL(None, use_errno=True)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     size = ctypes.c_size_t(len(memory))

@@ -1,1 +1,1 @@
-"""Traces of requests replayed through the store's own bookkeeping."""
+"""Replay of request traces through the store's index."""

@@ -1,9 +1,9 @@
-"""The offline optimum: what a store that knew the rest of the trace would find.
+"""The offline optimum: the hits of a store that knows the rest of the trace.
 
-Belady's rule: the block asked for again last of all goes first. A block is asked for whenever one
-that continues it is, so the rule breaks no chain; of blocks asked for equally late the deepest
-goes. As in the store itself, room is made for all of a prompt before it is put, and every prompt
-is put. L. A. Belady, "A study of replacement algorithms", IBM Systems Journal 5(2), 1966.
+Belady's rule: evict the block whose next use is latest. A block is used whenever one that continues
+it is, so the rule breaks no chain; of equally late blocks the deepest is evicted. As in the store
+itself, room is made for all of a prompt before it is put, and every prompt is put. L. A. Belady,
+"A study of replacement algorithms", IBM Systems Journal 5(2), 1966.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstore.trace.simulate import ReplayResult
 
 
 def optimum(trace: Sequence[TraceRequest], budget: int) -> ReplayResult:
-    """The most that ``budget`` blocks can find of ``trace``."""
+    """The most hits that ``budget`` blocks can have on ``trace``."""
     store = _Clairvoyant(budget)
     hits = 0
     for request, again in zip(trace, _next_uses(trace), strict=True):
@@ -36,7 +36,7 @@ def _next_uses(trace: Sequence[TraceRequest]) -> list[list[int]]:
 
 
 class _Clairvoyant:
-    """Blocks by next use; the heap has entries that do not stand any more."""
+    """Blocks by next use; the heap has stale entries."""
 
     def __init__(self, budget: int) -> None:
         self._budget = budget
@@ -45,11 +45,11 @@ class _Clairvoyant:
         self.evicted = 0
 
     def serve(self, names: Sequence[bytes], again: Sequence[int]) -> int:
-        """Look a prompt up, put what is missing; how many blocks led."""
+        """Look a prompt up and put the missing blocks; returns how many led."""
         there = self._again
         lead = next((i for i, name in enumerate(names) if name not in there), len(names))
         for name in names[:lead]:
-            del there[name]  # held: no victim
+            del there[name]  # leased: not evicted
         room = self._make_room(len(names))
         for depth, name in enumerate(names[:room]):
             there[name] = again[depth]

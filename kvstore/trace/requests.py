@@ -22,7 +22,7 @@ MOST = 10**15
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One line; ``at`` in seconds from the start of the trace, ``names`` as a store has them."""
+    """One line; ``at`` in seconds from the start of the trace, ``names`` as in a store."""
 
     at: float
     tokens: int
@@ -31,7 +31,7 @@ class TraceRequest:
 
 
 def read_trace(path: Path, limit: int | None = None) -> Iterator[TraceRequest]:
-    """The requests of a file, the first ``limit``; ``Rejected`` names the line that is none."""
+    """The first ``limit`` requests of a file; ``Rejected`` names a line that is not a request."""
     last = 0.0
     try:
         with path.open(encoding="utf-8") as lines:

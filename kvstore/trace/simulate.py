@@ -1,7 +1,7 @@
-"""A trace of requests replayed through the store's own bookkeeping, no bytes moved.
+"""Replays a trace of requests through the store's own index; no bytes are moved.
 
-A request looks its prompt up, holds what leads, gives it back and puts the rest, as a worker does.
-Every block counts one, partial ones too, and all of a prompt is put at once.
+A request looks its prompt up, holds the blocks found, releases them and puts the rest, as a worker
+does. Every block has size one, partial ones too, and all of a prompt is put at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FOREVER = 1e18
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What became of a trace: ``blocks`` asked for, ``hits`` of them found."""
+    """The result for a trace: ``blocks`` asked for, ``hits`` of them found."""
 
     blocks: int
     hits: int
@@ -28,12 +28,12 @@ class ReplayResult:
 
     @property
     def rate(self) -> float:
-        """Share of blocks found; 0 of an empty trace."""
+        """The share of blocks found; 0 for an empty trace."""
         return self.hits / self.blocks if self.blocks else 0.0
 
 
 def replay(trace: Sequence[TraceRequest], budget: int, policy: EvictionPolicy) -> ReplayResult:
-    """The whole trace against a new store of ``budget`` blocks."""
+    """Replay the whole trace against a new store of ``budget`` blocks."""
     index: BlockIndex[None] = BlockIndex(IndexOptions(budget, FOREVER, b"simulated"), policy)
     for request in trace:
         _serve(index, request)
@@ -60,7 +60,7 @@ def _serve(index: BlockIndex[None], request: TraceRequest) -> None:
 
 
 def unbounded(trace: Sequence[TraceRequest]) -> ReplayResult:
-    """What a store that never evicts finds."""
+    """The hits of a store that never evicts."""
     seen: set[bytes] = set()
     hits = 0
     for request in trace:

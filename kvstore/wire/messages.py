@@ -1,4 +1,4 @@
-"""Between the store's protobuf messages and its own values: one table, both ways."""
+"""Conversion between the store's protobuf messages and its own values, both ways."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _UNKNOWN = Outcome(PutStatus.CORRUPT)
 
 
 def checked_names(field: str, names: Collection[bytes], limit: int) -> list[bytes]:
-    """The names; ``Rejected`` unless there are at most ``limit``, all of the right length."""
+    """The names; ``Rejected`` if there are more than ``limit`` or one has the wrong length."""
     if len(names) > limit:
         raise Rejected(field, f"{len(names)} are more than {limit}: split the call")
     found = list(names)
@@ -56,7 +56,7 @@ def tails_of(request: pb.LookupRequest) -> list[Tail]:
 
 
 def claims_of(claims: Iterable[pb.Claim], count: int, max_block: int) -> list[Claim]:
-    """Claims, checked: number, names (none twice) and lengths."""
+    """The claims; ``Rejected`` for too many, a bad name or length, or a name given twice."""
     if count > MAX_NAMES:
         raise Rejected("claims", f"{count} are more than {MAX_NAMES}: split the call")
     values, least = [], header_bytes(0)
@@ -73,24 +73,24 @@ def claims_of(claims: Iterable[pb.Claim], count: int, max_block: int) -> list[Cl
         opening = claim.first_block_hash if claim.HasField("first_block_hash") else None
         values.append(Claim(name, size, claim.partial, opening))
     if len({claim.name for claim in values}) != count:
-        raise Rejected("claims", "a name stands there twice: send each block once")
+        raise Rejected("claims", "a name is given twice: send each block once")
     return values
 
 
 def claim_message(offer: Offer) -> pb.Claim:
-    """For the wire."""
+    """The message of an offer's claim."""
     return pb.Claim(
         name=offer.name, length=offer.size, partial=offer.partial, first_block_hash=offer.opening
     )
 
 
 def miss_message(missing: Miss | None) -> types_pb2.Miss.ValueType:
-    """For the wire; unspecified when nothing is missing."""
+    """The message's value; unspecified if nothing is missing."""
     return types_pb2.MISS_UNSPECIFIED if missing is None else types_pb2.Miss.Value(_label(missing))
 
 
 def miss_of(wire: types_pb2.Miss.ValueType) -> Miss | None:
-    """From the wire; ``UNKNOWN`` for one this version does not know."""
+    """The miss in a message; ``UNKNOWN`` for a value that this version does not know."""
     return None if wire == types_pb2.MISS_UNSPECIFIED else _MISSES.get(wire, Miss.UNKNOWN)
 
 
@@ -102,14 +102,14 @@ _MISSES = {types_pb2.Miss.Value(_label(missing)): missing for missing in Miss}
 
 
 def put_message(kind: type[P], boot: bytes, outcomes: Sequence[Outcome]) -> P:
-    """For the wire."""
+    """The response to a put."""
     reasons = {i: outcome.reason for i, outcome in enumerate(outcomes) if outcome.reason}
     verdicts = [VERDICTS[outcome.status] for outcome in outcomes]
     return kind(boot=boot, verdicts=verdicts, reasons=reasons)
 
 
 def outcomes_of(message: pb.PutResponse | pb.PutSmallResponse, count: int) -> list[Outcome]:
-    """From the wire, for ``count`` blocks; ``CORRUPT`` for a verdict this version does not know."""
+    """The outcomes of ``count`` blocks; ``CORRUPT`` for a verdict that is unknown here."""
     if len(message.verdicts) != count:
         raise Corrupt("verdicts", f"{len(message.verdicts)} came for {count} blocks")
     outcomes = [_OUTCOMES.get(verdict, _UNKNOWN) for verdict in message.verdicts]
@@ -120,7 +120,7 @@ def outcomes_of(message: pb.PutResponse | pb.PutSmallResponse, count: int) -> li
 
 
 def stats_message(stats: StoreStats) -> pb.GetStatsResponse:
-    """For the wire; the fields have the same names there."""
+    """The message of a reading; its fields have the names of the values' fields."""
     message = pb.GetStatsResponse()
     for source in (stats, stats.counters):
         _fill(message, source)
@@ -137,7 +137,7 @@ def _fill(message: Message, source: StoreStats | StoreCounters | DiskStats | Dis
 
 
 def stats_of(message: pb.GetStatsResponse) -> StoreStats:
-    """From the wire."""
+    """The reading in a message."""
     counters = {
         field.name: getattr(message, field.name) for field in dataclasses.fields(StoreCounters)
     }

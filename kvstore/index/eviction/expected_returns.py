@@ -163,7 +163,7 @@ class ExpectedReturns(LeastRecentlyUsed):
         if self._serial >= self._learned:
             self._learned = self._serial + max(LEARN, self._size // TURN)
             self._table.refresh(self._now)
-            self._half_life = self._table.long(LONG) or math.inf
+            self._half_life = self._table.reuse_age(LONG) or math.inf
             self._room = self._peak
             self._peak = self._size
 

@@ -1,6 +1,6 @@
 """A life table: how soon blocks are used again, learned by class while it happens.
 
-The actuary's count. For each class and each octave of age (time since the last use), ``uses`` is
+As an actuary counts: for each class and each octave of age (time since the last use), ``uses`` is
 how often a block of that age was used again and ``waits`` the block-seconds in which it could have
 been; their quotient is the hazard of reuse at that age. Blocks that still wait are counted by
 cohort, so what has not come back weighs as much as what has.
@@ -22,10 +22,10 @@ OCTAVES = 20
 
 _WIDTHS = [2.0, *(2.0**b for b in range(1, OCTAVES))]
 _FEW = 4.0
-"""Blocks' worth of the common hazards in each class: less than one prompt, so it fades at once."""
+"""Prior weight of the common hazards in each class, in blocks: less than one prompt."""
 
 _FADE = 0.98
-"""What a count keeps at each ``refresh``: half of what is known is 34 refreshes old."""
+"""The factor of every count at each ``refresh``: a count halves in 34 refreshes."""
 
 
 class LifeTable:
@@ -36,51 +36,51 @@ class LifeTable:
         self._waits: dict[int, list[float]] = {}
         self._starts: list[float] = []  # of the cohorts, oldest first
         self._cohorts: list[dict[int, int]] = []
-        self._counted = 0.0  # until when waiting is counted
+        self._counted = 0.0  # waiting is counted until this time
         self._ranks: dict[int, list[float]] = {}
         self._common = [0.0] * (OCTAVES + 1)
 
     @property
     def ready(self) -> bool:
-        """Whether there is anything to go by."""
+        """Whether any reuse has been counted."""
         return any(self._common)
 
-    def begin(self, kind: int, at: float) -> None:
-        """A block of class ``kind`` was used now and waits."""
+    def begin(self, use_class: int, at: float) -> None:
+        """A block of class ``use_class`` was used now and waits."""
         if not self._starts:
             self._open(at)
             self._counted = at
-        self._cohorts[-1][kind] += 1
+        self._cohorts[-1][use_class] += 1
 
-    def end(self, kind: int, since: float, now: float, used: bool) -> None:
-        """It has been used again, or is not watched any more."""
+    def end(self, use_class: int, since: float, now: float, used: bool) -> None:
+        """A waiting block was used again, or is forgotten."""
         cohort = self._cohorts[bisect_right(self._starts, since) - 1]
-        cohort[kind] -= 1
-        if not cohort[kind]:
-            del cohort[kind]
-        waits = self._waits.setdefault(kind, [0.0] * OCTAVES)
+        cohort[use_class] -= 1
+        if not cohort[use_class]:
+            del cohort[use_class]
+        waits = self._waits.setdefault(use_class, [0.0] * OCTAVES)
         octave = _octave(now - since)
         waits[octave] += now - max(since, self._counted)
         if used:
-            self._uses.setdefault(kind, [0.0] * OCTAVES)[octave] += 1.0
+            self._uses.setdefault(use_class, [0.0] * OCTAVES)[octave] += 1.0
 
-    def rank(self, kind: int, age: float) -> float:
-        """Uses a second that are to be expected of a block; between octaves it is interpolated."""
+    def rank(self, use_class: int, age: float) -> float:
+        """The expected uses per second of a block, interpolated between octaves."""
         if age < 2.0:
             place = age / 2.0 - 0.5
         else:
             mantissa, exponent = math.frexp(age)
             place = exponent + 2.0 * mantissa - 2.5
         if place <= 0.0:
-            return self._ranks.get(kind, self._common)[0]
+            return self._ranks.get(use_class, self._common)[0]
         octave = int(place)
         if octave >= OCTAVES - 1:
-            return self._ranks.get(kind, self._common)[OCTAVES - 1]
-        row = self._ranks.get(kind, self._common)
+            return self._ranks.get(use_class, self._common)[OCTAVES - 1]
+        row = self._ranks.get(use_class, self._common)
         return row[octave] + (row[octave + 1] - row[octave]) * (place - octave)
 
-    def long(self, share: float) -> float | None:
-        """The age by which ``share`` of all reuse comes, ``None`` when none was seen."""
+    def reuse_age(self, share: float) -> float | None:
+        """The age by which ``share`` of all reuse has happened, ``None`` without any reuse."""
         ages = [sum(row[b] for row in self._uses.values()) for b in range(OCTAVES)]
         left = share * sum(ages)
         if not left:
@@ -93,15 +93,15 @@ class LifeTable:
         return 2.0**OCTAVES
 
     def refresh(self, now: float) -> None:
-        """Fade what is old, count who waited since the last time, and rank anew."""
+        """Fade old counts, add the waiting time since the last call, and compute the ranks."""
         for table in (self._uses, self._waits):
-            for kind, row in table.items():
-                table[kind] = [count * _FADE for count in row]
+            for use_class, row in table.items():
+                table[use_class] = [count * _FADE for count in row]
         for start, end, cohort in zip(
             self._starts, [*self._starts[1:], now], self._cohorts, strict=True
         ):
-            for kind, count in cohort.items():
-                self._wait(kind, count, (start + end) / 2, now)
+            for use_class, count in cohort.items():
+                self._wait(use_class, count, (start + end) / 2, now)
         self._counted = now
         self._merge(now)
         self._rank_all()
@@ -110,23 +110,23 @@ class LifeTable:
         self._starts.append(start)
         self._cohorts.append(defaultdict(int))
 
-    def _wait(self, kind: int, count: int, since: float, now: float) -> None:
-        row = self._waits.setdefault(kind, [0.0] * OCTAVES)
+    def _wait(self, use_class: int, count: int, since: float, now: float) -> None:
+        row = self._waits.setdefault(use_class, [0.0] * OCTAVES)
         old, new = max(self._counted - since, 0.0), now - since
         for octave in range(_octave(old), _octave(new) + 1):
             low = 0.0 if octave == 0 else 2.0**octave
             row[octave] += count * max(min(new, low + _WIDTHS[octave]) - max(old, low), 0.0)
 
     def _merge(self, now: float) -> None:
-        """A new cohort begins; an old one joins the one before if that is wide for its age."""
+        """Start a cohort; merge an old one into the one before if both are short for their age."""
         pairs = list(zip(self._starts, self._cohorts, strict=True))
         self._starts = []
         self._cohorts = []
         for number, (start, cohort) in enumerate(pairs):
             end = pairs[number + 1][0] if number + 1 < len(pairs) else now
             if self._starts and end - self._starts[-1] < (now - end) / 8:
-                for kind, count in cohort.items():
-                    self._cohorts[-1][kind] += count
+                for use_class, count in cohort.items():
+                    self._cohorts[-1][use_class] += count
             else:
                 self._starts.append(start)
                 self._cohorts.append(cohort)
@@ -139,9 +139,9 @@ class LifeTable:
         self._common = _index(common)
         none = [0.0] * OCTAVES
         self._ranks = {}
-        for kind, row in self._waits.items():
-            mine = self._uses.get(kind, none)
-            self._ranks[kind] = _index(
+        for use_class, row in self._waits.items():
+            mine = self._uses.get(use_class, none)
+            self._ranks[use_class] = _index(
                 [
                     (u + _FEW * c * width) / (w + _FEW * width)
                     for u, w, c, width in zip(mine, row, common, _WIDTHS, strict=True)
@@ -158,7 +158,7 @@ def _sums(table: dict[int, list[float]]) -> list[float]:
 
 
 def _index(hazards: list[float]) -> list[float]:
-    """For each octave to begin in, the best quotient of uses to be expected and time to wait."""
+    """For each starting octave the best quotient of expected uses and waiting time."""
     steps = []
     for hazard, width in zip(hazards, _WIDTHS, strict=True):
         chance = -math.expm1(-hazard * width)

@@ -157,8 +157,8 @@ def test_a_full_disk_is_a_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         return wrote
 
     monkeypatch.setattr(os, "pwritev", pwritev)
-    monkeypatch.setattr(writer, "FIRST_REST", 0.01)
-    monkeypatch.setattr(writer, "LONGEST_REST", 0.01)
+    monkeypatch.setattr(writer, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(writer, "LONGEST_PAUSE", 0.01)
     blocks = [make(30_000) for _ in range(60)]
     with inside(tmp_path, budget=200_000, disk_budget=2 << 20) as store:
         for block in blocks:
@@ -181,8 +181,8 @@ def test_other_failures_of_the_disk_remove_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     true = os.pwritev
-    monkeypatch.setattr(writer, "FIRST_REST", 0.01)
-    monkeypatch.setattr(writer, "LONGEST_REST", 0.01)
+    monkeypatch.setattr(writer, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(writer, "LONGEST_PAUSE", 0.01)
     blocks = [make(30_000) for _ in range(10)]
     with inside(tmp_path) as store:
         store.fill(*blocks[:9])
@@ -222,8 +222,8 @@ def test_a_file_that_cannot_be_made_leaves_nothing_in_the_books(
     def refused(*_: object) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(writer, "FIRST_REST", 0.01)
-    monkeypatch.setattr(writer, "LONGEST_REST", 0.01)
+    monkeypatch.setattr(writer, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(writer, "LONGEST_PAUSE", 0.01)
     with inside(tmp_path) as store, monkeypatch.context() as context:
         context.setattr(writer, "SegmentAppender", refused)
         store.put(make(30_000))

@@ -55,14 +55,14 @@ def put(
 
 def save(index: TieredIndex, segment: int, limit: int = 1 << 20) -> int:
     """Everything unsaved into one new segment; how many blocks."""
-    batch = index.take_write_queue(limit)
+    batch = index.next_writes(limit)
     _write(index, segment, batch)
     return len(batch)
 
 
 def _write(index: TieredIndex, segment: int, batch: list[IndexEntry[int]]) -> None:
     need = sum(record_bytes(entry.size) for entry in batch)
-    while gone := index.make_room_below(need, None):
+    while gone := index.make_room_on_disk(need, None):
         assert not any(index.segments.needs(segment) for segment in gone)
     if gone is None:  # all that is in the way is being read
         index.abandon_write(batch)
@@ -156,18 +156,18 @@ def test_what_is_used_in_memory_is_saved_again_when_its_segment_goes() -> None:
     assert lease is not None
     index.release(lease.id)
     put(index, b"d")  # a is evicted from memory, and lies on disk
-    batch = index.take_write_queue(1 << 20)
+    batch = index.next_writes(1 << 20)
     assert [entry.name for entry in batch] == [b"d"]
     _write(index, 2, batch)  # there is no room for both segments
     assert lead(index, b"a") == 0
-    assert [entry.name for entry in index.take_write_queue(1 << 20)] == [b"b"]
+    assert [entry.name for entry in index.next_writes(1 << 20)] == [b"b"]
     assert lead(index, b"c") == 1  # in memory only
 
 
 def test_what_is_evicted_while_it_is_written_gives_its_place_back_later() -> None:
     index, ground = new(20, places=2)
     put(index, b"a", b"b")
-    batch = index.take_write_queue(1 << 20)
+    batch = index.next_writes(1 << 20)
     assert put(index, b"c") == [PutStatus.NO_ROOM]  # no place is free before the write ends
     assert ground.free == set()
     _write(index, 1, batch)
@@ -180,7 +180,7 @@ def test_what_is_evicted_while_it_is_written_gives_its_place_back_later() -> Non
 def test_clear_during_a_write_is_final() -> None:
     index, ground = new()
     put(index, b"a", b"b")
-    batch = index.take_write_queue(1 << 20)
+    batch = index.next_writes(1 << 20)
     index.segments.open(1, 0)
     assert index.clear(0.0) == 2
     index.finish_write(1, 1000, batch, [0, 1])
@@ -219,7 +219,7 @@ def test_random_use_keeps_every_sum_and_every_event(budget: int, disk: int) -> N
         elif action == 6 and leases:
             index.release(leases.pop(source.randrange(len(leases))))
         elif action == 7:
-            batches.append(index.take_write_queue(source.randrange(1, 60)))
+            batches.append(index.next_writes(source.randrange(1, 60)))
         elif action == 8 and batches:
             batch = batches.pop(source.randrange(len(batches)))
             if not batch or source.random() < 0.2:

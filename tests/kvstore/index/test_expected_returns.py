@@ -110,7 +110,7 @@ def test_a_life_table_finds_the_hazards_it_was_fed() -> None:
     assert 0.8 / 20 < table.rank(1, 10.0) < 1.6 / 20
     assert 0.8 / 200 < table.rank(2, 10.0) < 1.6 / 200
     assert 0.8 / 200 < table.rank(2, 100.0) < 1.6 / 200
-    assert 100.0 < (table.long(0.9) or 0.0) < 600.0
+    assert 100.0 < (table.reuse_age(0.9) or 0.0) < 600.0
     assert table.rank(1, 1e30) >= 0.0
     assert table.rank(1, 0.0) >= 0.0
 
@@ -132,7 +132,7 @@ def test_before_anything_is_learned_the_oldest_goes() -> None:
     policy = ExpectedReturns()
     assert not LifeTable().ready
     assert LifeTable().rank(0, 3.0) == 0.0
-    assert LifeTable().long(0.9) is None
+    assert LifeTable().reuse_age(0.9) is None
     naive = Naive(policy)
     for name in (b"a", b"b", b"c"):
         naive.wait(1.0)

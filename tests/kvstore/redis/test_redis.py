@@ -661,7 +661,7 @@ def test_a_password_that_is_not_escaped_is_told_and_not_shown(url: str, form: st
     [
         ("redis://h?prefix=", "prefix: has no value"),
         ("redis://h?bogus", "bogus: has no value"),
-        ("redis://h?life=5&life=6", "life: stands there twice"),
+        ("redis://h?life=5&life=6", "life: is given twice"),
         ("redis://h/2?db=3", "db: '3' and, in the path, '2'"),
         ("redis://h#x", "has a #"),
     ],

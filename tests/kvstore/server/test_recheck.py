@@ -289,7 +289,7 @@ def test_a_right_copy_on_disk_comes_up_again(tmp_path: Path) -> None:
 def test_what_went_wrong_before_it_was_written_is_not_on_disk() -> None:
     index, ground = new()
     book(index, b"a")
-    batch = index.take_write_queue(1 << 20)
+    batch = index.next_writes(1 << 20)
     found = index.hold_for_check(b"a", 0.0)
     assert found is not None
     entry, lease = found
