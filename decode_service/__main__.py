@@ -1,4 +1,4 @@
-"""``python -m decode_service``: one decode worker, which may be told to prefill."""
+"""``python -m decode_service``: one decode worker, whose role may change to prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m prefill_service``: one prefill worker, which may be told to decode."""
+"""``python -m prefill_service``: one prefill worker, whose role may change to decode."""
 
 from __future__ import annotations
 

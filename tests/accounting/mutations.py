@@ -555,4 +555,11 @@ MUTATIONS = (
         "(admission.length - 1) // -block_size",
         "admission.length // -block_size",
     ),
+    # --- the positions formula (D5) ---
+    Mutation(
+        "the KV of the last token is stored",
+        "kvrelay.sampling",
+        "return prompt_tokens + max_tokens - 1",
+        "return prompt_tokens + max_tokens",
+    ),
 )

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 
 from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Load
-from kvrelay.engine.core.plan import Entry, Plan
+from kvrelay.engine.core.plan import EngineLimits, Entry, Plan
 from kvrelay.engine.core.updates import Sampled, Work
 
 VOCABULARY = 97
+LIMITS = EngineLimits(
+    num_blocks=16, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32
+)
 
 
 def digest(parent: bytes, token: int) -> bytes:

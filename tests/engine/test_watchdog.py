@@ -12,8 +12,7 @@ from kvrelay.engine.core.updates import Ended, Failed, Sampled, Update, Work
 from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.engine.watchdog import TURNS, Watchdog
 from kvrelay.sampling import Sampling
-from tests.engine.fakes import ChainRunner, naming
-from tests.engine.test_steps import LIMITS
+from tests.engine.fakes import LIMITS, ChainRunner, naming
 
 PATIENCE = 10.0
 

@@ -87,12 +87,12 @@ class Residency:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What is asked of the engine. ``tokens`` are the prompt and the output tokens so far.
+    """A request as it is submitted. ``tokens`` are the prompt and the output tokens so far.
 
-    ``max_tokens`` counts output tokens in all, those so far included. ``ending`` holds the token
-    ids that end the request when sampled. A ``prefill_only`` order ends with its first new token
-    and saves its partial last block too; ``save`` offers full blocks to the store. ``space`` is
-    whose blocks it may find: the digest of a tenant's namespace, empty where there are none.
+    ``max_tokens`` counts all output tokens, those so far included. ``ending`` holds the token ids
+    that end the request when sampled. A ``prefill_only`` order ends with its first new token and
+    saves its partial last block too; ``save`` offers full blocks to the store. ``space`` is the
+    digest of the tenant's namespace, empty without tenants: only its blocks can be found.
     """
 
     request_id: str
@@ -107,7 +107,7 @@ class Order:
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """An order under way."""
+    """An order that the engine has accepted."""
 
     order: Order
     tokens: list[int]
@@ -117,8 +117,8 @@ class Request:
     residency: Residency | None = None
     runs: list[Run] = field(default_factory=list)
     finish: Finish | None = None
-    lookups_left: int | None = None  # None: as many as it likes; set by a failed load
-    failed: int = 0  # external tokens promised and not delivered
+    lookups_left: int | None = None  # None: no limit; set by a failed load
+    failed: int = 0  # external tokens that a lookup found and the load did not
 
     @classmethod
     def of(cls, order: Order, arrival: int = 0) -> Request:

@@ -8,16 +8,11 @@ import pytest
 
 from kvrelay.connector.none import NoConnector
 from kvrelay.engine.core.external import Connector, Load, Query, Save, TransferEvent
-from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.core.request import Order
 from kvrelay.engine.core.updates import Failed, Sampled, Token, Update, Work
 from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.sampling import Sampling
-from tests.engine.fakes import ChainRunner, answer, naming
-
-LIMITS = EngineLimits(
-    num_blocks=16, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=32
-)
+from tests.engine.fakes import LIMITS, ChainRunner, answer, naming
 
 
 class NoText:
