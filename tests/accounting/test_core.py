@@ -247,7 +247,7 @@ def test_the_names_of_a_tenant_are_nobody_elses() -> None:
         assert first.parent == roots[save.space]
         assert last.name == names.of(save.space).child(first.name, (4, 5, 6))
         assert first.name == names.of(save.space).child(first.parent, (0, 1, 2, 3))
-    assert len({piece.name for save in saves for piece in save.contents}) == 6
+    assert len({content.name for save in saves for content in save.contents}) == 6
     again = one.submit(Order("again", tuple(range(7)), 7, 1, space=b"t2"))
     one.schedule()
     assert again.resident.admission.local == 4

@@ -14,12 +14,12 @@ def saved(bench: Bench, request: Request) -> list[int]:
     names, found = naming(), list[int]()
     parent = names.root
     for save in bench.saves:
-        for piece in save.contents if save.request_id == request.id else ():
-            assert (piece.parent, piece.name) == (parent, names.child(parent, piece.tokens))
-            found += piece.tokens
-            here = bench.runner.slots[piece.block][: len(piece.tokens)]
-            assert here == chain(found)[-len(piece.tokens) :]
-            parent = piece.name
+        for content in save.contents if save.request_id == request.id else ():
+            assert (content.parent, content.name) == (parent, names.child(parent, content.tokens))
+            found += content.tokens
+            here = bench.runner.slots[content.block][: len(content.tokens)]
+            assert here == chain(found)[-len(content.tokens) :]
+            parent = content.name
     return found
 
 
@@ -33,7 +33,7 @@ def test_a_prefill_leg_saves_its_whole_prompt(length: int, size: int, budget: in
     while bench.scheduler.requests:
         bench.step()
     assert saved(bench, request) == list(range(length))
-    sizes = [len(piece.tokens) for save in bench.saves for piece in save.contents]
+    sizes = [len(content.tokens) for save in bench.saves for content in save.contents]
     assert sizes == [size] * (length // size) + [length % size] * (length % size > 0)
 
 
@@ -57,8 +57,8 @@ def test_what_was_found_here_is_offered_too_and_what_was_loaded_is_not() -> None
     bench.end_load(bench.loads[0])
     while bench.scheduler.requests:
         bench.step()
-    pieces = [list(piece.tokens) for save in bench.saves for piece in save.contents]
-    assert pieces == [[0, 1, 2, 3], [8, 9, 10, 11], [12, 13]]
+    contents = [list(content.tokens) for save in bench.saves for content in save.contents]
+    assert contents == [[0, 1, 2, 3], [8, 9, 10, 11], [12, 13]]
     assert request.runs[0].admission.hit == 8
 
 

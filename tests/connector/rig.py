@@ -220,13 +220,13 @@ class Worker:
         self, name: str, tokens: Sequence[int], blocks: Sequence[int], space: bytes = b""
     ) -> Save:
         namer = self.named(space)
-        pieces, parent = [], namer.root
+        contents, parent = [], namer.root
         for index, block in enumerate(blocks):
             held = tuple(tokens[index * B : (index + 1) * B])
             child = namer.child(parent, held)
-            pieces.append(BlockContent(block, child, parent, held))
+            contents.append(BlockContent(block, child, parent, held))
             parent = child
-        save = Save(name, next(self.epochs), 0, tuple(pieces), space)
+        save = Save(name, next(self.epochs), 0, tuple(contents), space)
         self.connector.save(save)
         return save
 

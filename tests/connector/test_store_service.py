@@ -63,23 +63,23 @@ def test_a_prompt_goes_from_pool_to_pool(dtype: str) -> None:
     try:
         for epoch, prompt in enumerate((1, SIZE - 1, SIZE, SIZE + 1, 3 * SIZE, 3 * SIZE + 5)):
             tokens = [epoch * 1000 + position for position in range(prompt)]
-            pieces, parent = [], prefill.namer.root
+            contents, parent = [], prefill.namer.root
             for block, start in enumerate(range(0, prompt, SIZE)):
                 held = tuple(tokens[start : start + SIZE])
                 name = prefill.namer.child(parent, held)
-                pieces.append(BlockContent(block, name, parent, held))
+                contents.append(BlockContent(block, name, parent, held))
                 parent = name
-            prefill.connector.save(Save("r", epoch, 0, tuple(pieces)))
-            assert prefill.event() == Saved("r", epoch, 0, len(pieces))
+            prefill.connector.save(Save("r", epoch, 0, tuple(contents)))
+            assert prefill.event() == Saved("r", epoch, 0, len(contents))
             whole = [*tokens, 7]
             assert decode.ask(whole) == prompt
             names = tuple(decode.namer.chain(whole, SIZE))
-            to = tuple(7 - block for block in range(len(pieces)))
+            to = tuple(7 - block for block in range(len(contents)))
             decode.connector.load(Load("r", epoch, 0, prompt, tuple(whole), names, to))
             assert decode.event() == Loaded("r", epoch, prompt)
-            for piece, block in zip(pieces, to, strict=True):
-                count = len(piece.tokens)
-                same = one.tensor[piece.block, :, :, :count], two.tensor[block, :, :, :count]
+            for content, block in zip(contents, to, strict=True):
+                count = len(content.tokens)
+                same = one.tensor[content.block, :, :, :count], two.tensor[block, :, :, :count]
                 assert torch.equal(*same)
     finally:
         prefill.connector.close()

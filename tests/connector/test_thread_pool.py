@@ -30,18 +30,18 @@ class Failing:
 @pytest.mark.parametrize("closed", [False, True])
 def test_a_job_that_raises(closed: bool, caplog: pytest.LogCaptureFixture) -> None:
     crashes: list[int] = []
-    lane, job = ThreadPool("test", 1, lambda: crashes.append(1)), Failing()
-    lane.start()
-    lane.submit(job)
+    pool, job = ThreadPool("test", 1, lambda: crashes.append(1)), Failing()
+    pool.start()
+    pool.submit(job)
     assert job.begun.wait(PATIENCE)
     if closed:
-        lane.close()
+        pool.close()
     job.fails.set()
     if not closed:
-        lane.submit(after := Failing())  # the thread lives, and has reported
+        pool.submit(after := Failing())  # the thread lives, and has reported
         assert after.begun.wait(PATIENCE)
         after.fails.set()
-    lane.close()
-    lane.join(PATIENCE)
+    pool.close()
+    pool.join(PATIENCE)
     assert bool(crashes) != closed
     assert ("Failing failed" in caplog.text) != closed
