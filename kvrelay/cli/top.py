@@ -111,11 +111,11 @@ def _show(
     lines: Sequence[WorkerRow], queue: router_pb2.QueueStatus, address: str, config: TopConfig
 ) -> None:
     if config.json:
-        told = MessageToDict(
+        status = MessageToDict(
             queue, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
         )
         workers = [asdict(line) for line in lines]
-        print_out(json.dumps({"router": address, "queue": told, "workers": workers}))
+        print_out(json.dumps({"router": address, "queue": status, "workers": workers}))
         return
     if not config.once and coloured(sys.stdout):
         sys.stdout.write(HOME)

@@ -42,7 +42,7 @@ MODULES = {
 class ClusterConfig(SecurityOptions):
     """A cluster on this machine. A field that is ``None`` has the worker's own default."""
 
-    model: str = option("recall", "model directory; 'recall' is the one shipped", metavar="DIR")
+    model: str = option("recall", "model directory; 'recall' is the shipped one", metavar="DIR")
     prefill: int = option(1, "prefill workers; with 0 the decode workers do it", low=0, high=64)
     decode: int = option(1, "decode workers", low=1, high=64)
     store: str | None = option(None, "URL of a running store; default: start one", metavar="URL")

@@ -175,7 +175,7 @@ def _redis() -> Iterator[Diagnosis]:
         yield Diagnosis("redis", "ok", f"something listens on {REDIS_PORT}")
     else:
         yield Diagnosis(
-            "redis", "absent", f"nobody listens on 127.0.0.1:{REDIS_PORT}", "not needed"
+            "redis", "absent", f"nothing listens on 127.0.0.1:{REDIS_PORT}", "not needed"
         )
 
 

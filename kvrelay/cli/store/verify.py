@@ -38,7 +38,7 @@ class VerifyProgress:
     began: float = field(default_factory=time.monotonic)
     blocks: int = 0
     bytes: int = 0
-    gone: int = 0
+    evicted: int = 0
     foreign: int = 0
     wrong: list[VerifiedBlock] = field(default_factory=list)
 
@@ -50,13 +50,13 @@ class VerifyProgress:
         elif one.removed and one.listed.tenant:
             self.foreign += 1
         elif one.removed:
-            self.gone += 1
+            self.evicted += 1
         else:
             self.bytes += one.listed.size
 
     def __str__(self) -> str:
         seconds = max(time.monotonic() - self.began, 1e-9)
-        more = [f"{self.gone:,} evicted meanwhile"] if self.gone else []
+        more = [f"{self.evicted:,} evicted meanwhile"] if self.evicted else []
         more += [f"{self.foreign:,} of tenants not read"] if self.foreign else []
         rate = f"{show_bytes(self.bytes)} at {self.bytes / seconds / 1e9:.2f} GB/s"
         parts = [f"{self.blocks:,} blocks", rate, *more, f"{len(self.wrong):,} wrong"]
@@ -68,7 +68,7 @@ class VerifyProgress:
             "store": self.store,
             "blocks": self.blocks,
             "bytes": self.bytes,
-            "gone": self.gone,
+            "gone": self.evicted,
             "not_read": self.foreign,
             "wrong": [
                 {"name": one.listed.name.hex(), "error": str(one.error)} for one in self.wrong
