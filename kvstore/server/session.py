@@ -89,8 +89,8 @@ class Session:
         """Nothing else is read from a remote peer before it shows a proof given by this start."""
         if request.op in LOCAL_ONLY:
             raise Rejected("op", f"{request.op.name} is for peers on this host")
-        if not self._store.check_proof(request.serial, request.token):
-            raise Rejected("token", "was not given by this start of the store")
+        if not self._store.check_proof(request.serial, request.proof):
+            raise Rejected("proof", "was not given by this start of the store")
         self._trusted = True
 
     def _answer(self, status: Status, body: bytes = b"") -> None:
@@ -144,12 +144,12 @@ class Session:
             self._answer(Status.OK, reserve_response(store, grant).SerializeToString())
 
     def _release(self, request: RequestFrame, body: bytes) -> None:
-        if self._store.check_proof(request.serial, request.token):
+        if self._store.check_proof(request.serial, request.proof):
             self._store.release([request.serial])
         self._answer(Status.OK)
 
     def _get(self, request: RequestFrame, body: bytes) -> None:
-        known = self._store.check_proof(request.serial, request.token)
+        known = self._store.check_proof(request.serial, request.proof)
         first, count = request.first, request.count
         lending = self._store.lend(request.serial, first, count) if known else nullcontext()
         with lending as blocks:
@@ -203,7 +203,7 @@ class Session:
     def _owner_of(self, request: RequestFrame) -> bytes | None:
         """The prefix of a ticket's owner; ``None`` if this connection has not proved the ticket."""
         ticket = request.serial
-        if ticket not in self._tickets and self._store.check_proof(ticket, request.token):
+        if ticket not in self._tickets and self._store.check_proof(ticket, request.proof):
             self._tickets[ticket] = self._store.owner(ticket) or b""
         return self._tickets.get(ticket)
 

@@ -1,10 +1,10 @@
 """The frames of a socket connection: a binary header each way, then its body, then blocks' bytes.
 
 The socket, TCP or Unix, is beside gRPC. A request may read or write what its lease or ticket
-covers, which gRPC gave, and proves it with the token. Answers come in order. Little-endian::
+covers, both given by gRPC together with the proof. Answers come in order. Little-endian::
 
     request   0 magic 4s | 4 version u8 | 5 op u8 | 6 flags u16 | 8 lease or ticket u64
-             16 token 16s | 32 first u32 | 36 count u32 | 40 length of the body u64
+             16 proof 16s | 32 first u32 | 36 count u32 | 40 length of the body u64
     answer    0 magic 4s | 4 version u8 | 5 status u8 | 6 zero u16 | 8 length of what follows u64
              16 boot 16s
 """
@@ -22,7 +22,7 @@ from kvstore.limits import MAX_NAMES
 
 MAGIC = b"KVRL"
 VERSION = 2
-TOKEN_BYTES = 16
+PROOF_BYTES = 16
 SIZE_BYTES = 8
 MAX_BODY = 4 << 20
 LAST = 1
@@ -67,7 +67,7 @@ class RequestFrame:
 
     op: Op
     serial: int = 0
-    token: bytes = bytes(TOKEN_BYTES)
+    proof: bytes = bytes(PROOF_BYTES)
     first: int = 0
     count: int = 0
     body: int = 0
@@ -80,7 +80,7 @@ class RequestFrame:
             self.op,
             LAST if self.last else 0,
             self.serial,
-            self.token,
+            self.proof,
             self.first,
             self.count,
             self.body,
@@ -112,7 +112,7 @@ class BlockRow(NamedTuple):
 
 def parse_request(data: bytes) -> RequestFrame:
     """``Rejected`` names the field that is wrong."""
-    magic, version, op, flags, serial, token, first, count, body = _REQUEST.unpack(data)
+    magic, version, op, flags, serial, proof, first, count, body = _REQUEST.unpack(data)
     if (magic, version) != (MAGIC, VERSION):
         raise Rejected("magic", f"{magic!r} version {version} is not {MAGIC!r} version {VERSION}")
     if op not in _OPS:
@@ -121,7 +121,7 @@ def parse_request(data: bytes) -> RequestFrame:
         raise Rejected("count", f"{count} is more than {MAX_NAMES}")
     if body > MAX_BODY:
         raise Rejected("body", f"{body} bytes are more than {MAX_BODY}")
-    return RequestFrame(_OPS[op], serial, token, first, count, body, bool(flags & LAST))
+    return RequestFrame(_OPS[op], serial, proof, first, count, body, bool(flags & LAST))
 
 
 def parse_frame(data: bytes) -> AnswerFrame:

@@ -92,6 +92,17 @@ PURE_ROUTER = {
     "workers/health.py",
 }
 IMPURE = {"asyncio", "grpc", "logging", "random", "socket", "threading", "time"}
+# What each room of the store may see of its siblings: no code of the client is the server's.
+STORE_ROOMS: dict[str, set[str]] = {
+    "index": set(),
+    "wire": set(),
+    "multi": set(),
+    "redis": {"wire"},
+    "client": {"index", "multi", "redis", "wire"},
+    "disk": {"index", "server"},
+    "server": {"disk", "index", "wire"},
+    "trace": {"index"},
+}
 NOT_CODE = {
     tokenize.ENCODING,
     tokenize.COMMENT,
@@ -152,6 +163,22 @@ def test_imports_go_down(folder: str) -> None:
             if path.name == "__main__.py" and other in FACES:
                 continue
             if FLOORS[other] >= FLOORS[folder] or _barred(folder, other):
+                wrong.append(f"{show(path)}:{line} imports {module}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("room", sorted(STORE_ROOMS))
+def test_rooms_of_the_store_see_what_they_may(room: str) -> None:
+    siblings = {show(path).split("/")[1] for path in (ROOT / "kvstore").iterdir() if path.is_dir()}
+    assert siblings - {"__pycache__"} == set(STORE_ROOMS)
+    process = {"config", "main"}  # what makes a service of the parts
+    wrong = []
+    for path in python_files(f"kvstore/{room}"):
+        for module, line in imported(path):
+            parts = module.split(".")
+            seen = parts[1] if parts[0] == "kvstore" and len(parts) > 1 else ""
+            barred = (set(STORE_ROOMS) - STORE_ROOMS[room] - {room}) | process
+            if seen in barred:
                 wrong.append(f"{show(path)}:{line} imports {module}")
     assert not wrong, "\n".join(wrong)
 

@@ -46,10 +46,10 @@ class StoreConnection:
         body = self.sock.receive(answer.length)
         return None if answer.status is Status.ENDED else body
 
-    def release(self, lease: int, token: bytes) -> None:
+    def release(self, lease: int, proof: bytes) -> None:
         """Release a lease. If that fails it ends by its deadline, and this connection is closed."""
         try:
-            self.send(RequestFrame(Op.RELEASE, lease, token))
+            self.send(RequestFrame(Op.RELEASE, lease, proof))
             self.receive_body()
         except KvrelayError:
             self.usable = False

@@ -28,7 +28,7 @@ class PutTicket:
     """The right to send reserved blocks, given by ``Reserve`` at the store's start ``boot``."""
 
     serial: int
-    token: bytes
+    proof: bytes
     boot: bytes
 
 

@@ -93,7 +93,7 @@ def _fill(
     body = b"".join(rows)
     count = len(offers)
     connection.send(
-        RequestFrame(Op.STAGE, ticket.serial, ticket.token, 0, count, len(body), last=last), body
+        RequestFrame(Op.STAGE, ticket.serial, ticket.proof, 0, count, len(body), last=last), body
     )
 
 
@@ -104,7 +104,7 @@ def send_blocks(
     body = b"".join(BlockRow(offer.name, offer.size).encode() for offer in offers)
     count = len(offers)
     connection.send(
-        RequestFrame(Op.PUT, ticket.serial, ticket.token, 0, count, len(body), last=last), body
+        RequestFrame(Op.PUT, ticket.serial, ticket.proof, 0, count, len(body), last=last), body
     )
     for offer in offers:
         block = read_offer(offer).seal()

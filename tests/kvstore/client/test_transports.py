@@ -530,7 +530,7 @@ def test_nothing_is_read_from_a_socket_without_a_lookup(service_url: str) -> Non
     ):
         stranger, unused = tcp_line(service_url)
         stranger.send(RequestFrame(Op.GET, serial, token, 0, 1))
-        with pytest.raises(Corrupt, match="refused: token"):
+        with pytest.raises(Corrupt, match="refused: proof"):
             stranger.receive_frame()
         stranger.sock.close()
         unused.close()
@@ -562,7 +562,7 @@ def test_a_bad_request_on_a_socket_is_refused_and_ends_the_connection(service_ur
         (RequestFrame(Op.GET).encode()[:5] + b"\x63" + RequestFrame(Op.GET).encode()[6:], "op"),
         (RequestFrame(Op.GET, body=1 << 40).encode(), "body"),
         (RequestFrame(Op.GET, count=1 << 20).encode(), "count"),
-        (RequestFrame(Op.PUT, count=2, body=len(row)).encode() + row, "token"),
+        (RequestFrame(Op.PUT, count=2, body=len(row)).encode() + row, "proof"),
         (shown.encode() + row, "body"),
         (replace(shown, count=1).encode() + row, r"rows\[0\].size"),
         *((RequestFrame(op).encode(), "op") for op in local),
