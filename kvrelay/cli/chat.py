@@ -64,16 +64,16 @@ class Conversation:
 
     def ask(self, text: str) -> None:
         """One turn: the answer is written as it streams. Raises ``KvrelayError``."""
-        pieces: list[Chunk] = []
+        chunks: list[Chunk] = []
         asked = [*self._turns, ("user", text)]
         stream = self._stream(asked)
         try:
-            self._read(stream, pieces)
+            self._read(stream, chunks)
         except KeyboardInterrupt:
             stream.close()
             print_out()
             print_err(paint("(stopped)", "dim", sys.stderr))
-        answer = "".join(piece.text for piece in pieces)
+        answer = "".join(chunk.text for chunk in chunks)
         self._turns = [*asked, ("assistant", answer)]
 
     def _stream(self, messages: Sequence[tuple[str, str]]) -> Stream:
@@ -87,28 +87,28 @@ class Conversation:
             timeout=config.timeout,
         )
 
-    def _read(self, stream: Stream, pieces: list[Chunk]) -> None:
+    def _read(self, stream: Stream, chunks: list[Chunk]) -> None:
         """Read to the end. A broken stream is resumed, ``RETRIES`` times in a row at most."""
         left = RETRIES
         while True:
             try:
-                for piece in stream:
+                for chunk in stream:
                     left = RETRIES
-                    pieces.append(piece)
-                    sys.stdout.write(piece.text)
+                    chunks.append(chunk)
+                    sys.stdout.write(chunk.text)
                     sys.stdout.flush()
                 break
             except Unavailable:
-                if not pieces or not left:
+                if not chunks or not left:
                     raise
                 left -= 1
                 time.sleep(RETRY_SECONDS)
                 stream = self._client.resume(stream, self._config.timeout)
         print_out()
-        usage = pieces[-1].usage if pieces else None
+        usage = chunks[-1].usage if chunks else None
         if usage is not None and sys.stderr.isatty():
             cached, prompt = usage.cached_prompt_tokens, usage.prompt_tokens
-            ended = "; cut at --max-tokens" if pieces[-1].finish_reason == "length" else ""
+            ended = "; cut at --max-tokens" if chunks[-1].finish_reason == "length" else ""
             note = f"({cached} of {prompt} prompt tokens were cached{ended})"
             print_err(paint(note, "dim", sys.stderr))
 

@@ -65,19 +65,19 @@ class GenerateConfig(RouterOptions):
 
 def main(argv: Sequence[str]) -> int:
     config = load(GenerateConfig, argv, "kvrelay generate", DESCRIPTION, epilog=EPILOG)
-    pieces: list[Chunk] = []
+    chunks: list[Chunk] = []
     with Client(config.address()) as client, _stream(client, config) as stream:
-        for piece in stream:
-            pieces.append(piece)
+        for chunk in stream:
+            chunks.append(chunk)
             if not config.json:
-                sys.stdout.write(piece.text)
+                sys.stdout.write(chunk.text)
                 sys.stdout.flush()
-    last = pieces[-1].usage if pieces else None
+    last = chunks[-1].usage if chunks else None
     if config.json:
-        print_out(json.dumps(_as_json(pieces), ensure_ascii=False, indent=2))
+        print_out(json.dumps(_as_json(chunks), ensure_ascii=False, indent=2))
     else:
         print_out()
-    if pieces and pieces[-1].finish_reason == "length" and sys.stderr.isatty():
+    if chunks and chunks[-1].finish_reason == "length" and sys.stderr.isatty():
         print_err(paint(f"(cut at {config.max_tokens} tokens: --max-tokens)", "dim", sys.stderr))
     if (config.usage or config.explain) and last is not None:
         print_err(usage_lines(last))
@@ -122,11 +122,11 @@ def _text(config: GenerateConfig) -> str:
         raise Rejected("prompt", f"standard input is not UTF-8: {error}") from None
 
 
-def _as_json(pieces: Sequence[Chunk]) -> dict[str, object]:
-    last = pieces[-1] if pieces else None
+def _as_json(chunks: Sequence[Chunk]) -> dict[str, object]:
+    last = chunks[-1] if chunks else None
     return {
-        "text": "".join(piece.text for piece in pieces),
-        "token_ids": [token for piece in pieces for token in piece.token_ids],
+        "text": "".join(chunk.text for chunk in chunks),
+        "token_ids": [token for chunk in chunks for token in chunk.token_ids],
         "finish_reason": last.finish_reason if last else None,
         "usage": usage_json(last.usage) if last and last.usage else None,
     }

@@ -41,3 +41,14 @@ def test_up_serves(
     finally:
         up.send_signal(signal.SIGTERM)
         assert up.wait(60) in (0, 128 + signal.SIGTERM)
+
+
+@pytest.mark.parametrize("how", ["command", "module"])
+def test_a_command_imports_nothing_of_the_folder(
+    with_all: Installed, foreign: Path, how: str
+) -> None:
+    """``python -m kvrelay`` too, although Python puts the folder first on the path for it."""
+    start = [with_all.kvrelay] if how == "command" else [with_all.python, "-m", "kvrelay"]
+    done = with_all.run(*start, "up", "--help", cwd=foreign)
+    assert done.returncode == 0, done.stderr
+    assert "--prefill" in done.stdout

@@ -156,15 +156,15 @@ def ask(
 ) -> TimedAnswer:
     """Ask; passes the text to ``flow`` and the number of tokens to ``on_tokens``."""
     answer = TimedAnswer()
-    pieces = client.generate(
+    chunks = client.generate(
         prompt=prompt, max_tokens=TOKENS, temperature=TEMPERATURE, seed=SEED, ignore_eos=True
     )
-    for piece in pieces:
-        answer.tokens += piece.token_ids
-        answer.times += [time.perf_counter()] * len(piece.token_ids)
-        flow.write(piece.text)
-        if piece.usage is not None:
-            answer.hops = tuple(hops_of(piece.usage, names))
+    for chunk in chunks:
+        answer.tokens += chunk.token_ids
+        answer.times += [time.perf_counter()] * len(chunk.token_ids)
+        flow.write(chunk.text)
+        if chunk.usage is not None:
+            answer.hops = tuple(hops_of(chunk.usage, names))
         on_tokens(len(answer.tokens))
     flow.end()
     return answer

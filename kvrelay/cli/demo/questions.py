@@ -91,12 +91,12 @@ def ask(
     stamps: list[float] = []
     text = ""
     hops: tuple[DemoLeg, ...] = ()
-    for piece in client.generate(prompt=plan.prompt(asked), max_tokens=MAX_TOKENS, temperature=0.0):
-        stamps += [time.perf_counter()] * len(piece.token_ids)
-        text += piece.text
-        on_text(piece.text)
-        if piece.usage is not None:
-            hops = tuple(hops_of(piece.usage, names))
+    for chunk in client.generate(prompt=plan.prompt(asked), max_tokens=MAX_TOKENS, temperature=0.0):
+        stamps += [time.perf_counter()] * len(chunk.token_ids)
+        text += chunk.text
+        on_text(chunk.text)
+        if chunk.usage is not None:
+            hops = tuple(hops_of(chunk.usage, names))
     gaps = len(stamps) - 1
     return AnsweredQuestion(
         question=asked.text,
