@@ -1,4 +1,4 @@
-"""``kvrelay chat`` against a router and a fake worker: each turn is sent with all before it."""
+"""``kvrelay chat`` against a router and a fake worker: each turn contains all before it."""
 
 from __future__ import annotations
 

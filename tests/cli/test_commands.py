@@ -1,4 +1,4 @@
-"""The command line without a cluster: pages, errors, exit statuses, closed pipes."""
+"""The command line without a cluster: help, errors, exit statuses, closed pipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``kvrelay role`` asks the router first: the last worker that can decode is not taken away."""
+"""``kvrelay role`` asks the router first: the last decode worker does not switch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Signals of the commands that keep a cluster: heard whatever the main thread does."""
+"""Signals of commands that own a cluster: handled whatever the main thread does."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from kvrelay.cli.signals import NUMBERS, Signals
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_one_that_another_thread_gets_is_heard(number: int) -> None:
-    """The kernel chooses the thread; a handler of Python's would wait for the main one."""
-    heard: queue.SimpleQueue[int] = queue.SimpleQueue()
+    """The kernel chooses the thread; Python's handler would wait for the main one."""
+    numbers: queue.SimpleQueue[int] = queue.SimpleQueue()
     over = threading.Event()
     other = threading.Thread(target=over.wait)
     other.start()
     try:
-        with Signals(heard.put):
+        with Signals(numbers.put):
             assert other.ident is not None
             signal.pthread_kill(other.ident, number)
-            assert heard.get(timeout=20) == number
+            assert numbers.get(timeout=20) == number
     finally:
         over.set()
         other.join()

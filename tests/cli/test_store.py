@@ -1,4 +1,4 @@
-"""``kvrelay store``: what it shows of a real store, what it finds wrong, how it ends."""
+"""``kvrelay store`` on a real store: its output, the errors it finds, its exit status."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_clear_asks_before_it_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Person:
-        """Somebody at a terminal."""
+        """A user at a terminal."""
 
         def __init__(self, answer: str, present: bool = True) -> None:
             self._answer = answer
@@ -239,7 +239,7 @@ def test_the_store_must_be_named_once(words: list[str], capsys: pytest.CaptureFi
 
 
 def test_a_store_stands_once_in_a_list(capsys: pytest.CaptureFixture[str]) -> None:
-    """Figures are told apart by what a store is called."""
+    """Figures are labelled with the store's name."""
     with pytest.raises(Rejected, match=r"redis://h\?prefix=a is in the list twice"):
         stores_of("redis://h?prefix=a,redis://me:hush@h?life=9&prefix=a")
     assert len(stores_of("redis://h?prefix=a,redis://h?prefix=b,redis://h?db=1,redis://h")) == 4

@@ -1,4 +1,4 @@
-"""``kvrelay doctor --store``: what it says of stores, Redis above all; and secrets of a URL."""
+"""``kvrelay doctor --store``: its findings, for Redis above all; and secrets in a URL."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_the_command_shows_it(server: Server, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_password_in_a_url_is_on_no_command_line() -> None:
-    """``kvrelay up --store``: everybody may read the words that a process was started with."""
+    """``kvrelay up --store``: every user can read a process's command line."""
     url = "redis://me:hush@127.0.0.1:1"
     made = process_specs(ClusterConfig(store=url, port=0))
     assert {spec.role for spec in made} == {"prefill", "decode", "router"}, "no store of its own"

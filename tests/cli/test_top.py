@@ -13,7 +13,7 @@ FLEET = router_pb2.ListWorkersResponse(workers=[router_pb2.WorkerStatus(address=
 
 
 class Router:
-    """What it answers, look for look; then Ctrl-C."""
+    """The router's replies in turn; then Ctrl-C."""
 
     def __init__(self, *answers: router_pb2.ListWorkersResponse | KvrelayError) -> None:
         self._answers = list(answers)

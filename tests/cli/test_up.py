@@ -1,4 +1,4 @@
-"""``kvrelay up`` as a person runs it: a real cluster of a tiny model, signals, no orphans."""
+"""``kvrelay up`` as a user runs it: a real cluster of a tiny model, signals, no orphans."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Up:
-    """A running ``kvrelay up`` and what its endpoints file says."""
+    """A running ``kvrelay up`` and the content of its endpoints file."""
 
     def __init__(self, model: Path, folder: Path, *flags: str) -> None:
         self.file = folder / "up.json"
@@ -48,7 +48,7 @@ class Up:
         until(self._is_up, self.told("up"), START_SECONDS)
 
     def told(self, what: str) -> Callable[[], str]:
-        """For a failure: what was waited for, and what the command said meanwhile."""
+        """For a failure: the awaited text, and the output meanwhile."""
         return lambda: f"{what}; it said:\n{self.log.read_text()}"
 
     def _is_up(self) -> bool:
@@ -95,7 +95,7 @@ def test_it_serves_restarts_and_stops(up: Up) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for one of its threads")
 def test_a_signal_that_another_thread_gets_stops_it(up: Up) -> None:
-    """So it went beside much other work; the main thread was never woken."""
+    """This happened on a busy machine: the main thread was never woken."""
     up.wait()
     pids = up.pids()
     threads = {int(name) for name in os.listdir(f"/proc/{up.popen.pid}/task")} - {up.popen.pid}

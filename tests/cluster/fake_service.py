@@ -1,4 +1,4 @@
-"""A service for the supervisor's tests: serves health, says its pid, misbehaves when asked to."""
+"""A service for the supervisor's tests: serves health, misbehaves on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A module whose import does not end, for the tests of the fork server."""
+"""A module whose import never ends, for the tests of the fork server."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Helpers of the tests that start processes: wait for a condition, ask whether a pid lives."""
+"""Helpers of tests that start processes: wait for a condition, check a process id."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NEVER = threading.Event()
 def until(
     condition: Callable[[], bool], what: str | Callable[[], str], timeout: float = 20.0
 ) -> None:
-    """Polls for something that has no event of its own, as the end of a stranger's process."""
+    """Polls for a condition without an event, such as the end of another's child process."""
     deadline = time.monotonic() + timeout
     while not condition():
         if time.monotonic() > deadline:
@@ -26,7 +26,7 @@ def until(
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that only waits to be reaped does not."""
+    """Whether a process runs; a zombie does not."""
     try:
         os.kill(pid, 0)
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

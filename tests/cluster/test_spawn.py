@@ -1,4 +1,4 @@
-"""The fork server: what it starts, and what happens when it is slow or dies."""
+"""The fork server: its processes, and its behaviour when it is slow or dies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_cannot_be_imported_is_said_by_who_needs_it(preloaded: list[str]) -
 
 
 def test_who_is_not_born_yet_is_not_waited_for(preloaded: list[str]) -> None:
-    """The imports of the fork server last as long as they last; this one's do not end."""
+    """A start is cancelled while the fork server imports; this one's imports never end."""
     preloaded.append("tests.cluster.never_imported")
     spec = ProcessSpec(
         role="decode",

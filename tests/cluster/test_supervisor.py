@@ -1,4 +1,4 @@
-"""The supervisor with real processes: health, restart, stop, and no orphan whatever happens."""
+"""The supervisor with real processes: health, restart, stop, and never an orphan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FAST = RestartBackoff(first=0.05, longest=0.2, tries=3)
 
 
 def layout(*manners: str) -> Callable[[ClusterConfig], tuple[ProcessSpec, ...]]:
-    """Fake services in the place of a cluster's."""
+    """A cluster of fake services."""
 
     def make(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
         ports = free_ports(len(manners))
@@ -217,7 +217,7 @@ def test_a_cluster_keeps_to_its_own_store_only_without_a_url(tmp_path: Path) -> 
 
 
 def test_a_script_without_a_guard_is_run_once(tmp_path: Path) -> None:
-    """A forked process must not run what made it, as those of multiprocessing do."""
+    """A forked process must not run the script that started it, as multiprocessing's do."""
     script = tmp_path / "script.py"
     script.write_text(
         "import os\n"

@@ -1,4 +1,4 @@
-"""One configuration from flags, environment, file and defaults, and errors that help."""
+"""A configuration from flags, environment, file and defaults, and its errors."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_errors_name_where_the_value_stood(tmp_path: Path) -> None:
 
 
 def test_an_argument_is_not_looked_for_in_the_environment() -> None:
-    """``KVRELAY_NAME`` may be anybody's."""
+    """``KVRELAY_NAME`` may have another meaning."""
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class Named:

@@ -1,4 +1,4 @@
-"""A program on a terminal of its own, where Ctrl-C is a key and the whole group gets it."""
+"""A program on a terminal of its own, where Ctrl-C signals its whole process group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ START_SECONDS, END_SECONDS = 90.0, 30.0
 
 
 class Terminal:
-    """``python -m MODULE ARGS...`` on a new terminal; a context manager that ends what is left."""
+    """``python -m MODULE ARGS...`` on a new terminal; a context manager that ends it."""
 
     def __init__(self, folder: Path, module: str, *args: str) -> None:
         self._text = bytearray()
@@ -60,30 +60,30 @@ class Terminal:
 
     @property
     def said(self) -> str:
-        """All that is on it, but for the list of imports."""
+        """The text on the terminal, without the list of imports."""
         lines = self._text.decode(errors="replace").splitlines()
         return "\n".join(line for line in lines if not line.startswith("import time:"))
 
     def wait_for_its_first_line(self) -> None:
-        """Before that it is the interpreter that starts, which is nobody's to mend."""
+        """Wait until our code runs; the interpreter's own start is not under test."""
         until(self._beyond_its_first_line, lambda: f"its first line; it said:\n{self.said}")
 
     def wait_for(self, text: str) -> None:
-        """Until it has said so."""
+        """Wait until this text is on the terminal."""
         until(lambda: text in self.said, lambda: f"{text}; it said:\n{self.said}", START_SECONDS)
 
     def ctrl_c(self) -> None:
         os.write(self._keys, b"\x03")
 
     def status(self) -> int:
-        """Of the program, which has to end soon."""
+        """The exit status of the program, which has to end soon."""
         try:
             return self.popen.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it did not end; it said:\n{self.said}") from None
 
     def left(self) -> dict[int, str]:
-        """The processes that it left."""
+        """The processes that the program left behind."""
         found = {}
         for path in Path("/proc").iterdir():
             try:

@@ -1,4 +1,4 @@
-"""Threads share two arenas of the allocator, and what is free goes back to the system."""
+"""Threads share two arenas of the allocator, and free memory returns to the system."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_threads_share_the_arenas() -> None:
 
 
 def test_the_environment_says_otherwise() -> None:
-    """And the count above is not blind."""
+    """This shows that the count of the test above works."""
     assert arenas(MALLOC_ARENA_MAX=str(THREADS * 2)) > MAX_ARENAS
 
 
@@ -97,5 +97,5 @@ def test_a_buffer_is_used_again() -> None:
 
 
 def test_a_buffer_is_mapped_anew_when_the_environment_says_so() -> None:
-    """Of 256 pages each; so the count above is not blind."""
+    """256 pages each: this shows that the count of the test above works."""
     assert told(CYCLED, MALLOC_MMAP_THRESHOLD_="65536") > 20_000

@@ -1,4 +1,4 @@
-"""One Ctrl-C, at any moment: the program ends, shows no traceback, leaves nothing."""
+"""One Ctrl-C at any moment: the program ends without a traceback and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def interrupted(terminal: Terminal, presses: int = 1) -> int:
-    """Its status, after a Ctrl-C at some moment, and perhaps another one soon after that."""
+    """The exit status after a Ctrl-C at a random moment, and perhaps another one soon after."""
     seed = random.randrange(1 << 32)
     drawn = random.Random(seed)
     moments = [drawn.uniform(0.0, LATEST), *(drawn.uniform(0.0, SOON) for _ in range(1, presses))]
@@ -49,7 +49,7 @@ def interrupted(terminal: Terminal, presses: int = 1) -> int:
 
 
 def test_of_an_interpreter_that_ends() -> None:
-    """Its modules are taken down after it has given every handler back."""
+    """Modules are destroyed after the interpreter has restored every handler."""
     script = (
         "import os, signal, sys\n"
         "from kvrelay.process import sigint\n"
@@ -75,7 +75,7 @@ def test_of_a_demo_that_starts(tmp_path: Path, presses: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", ["none", "decode", "prefill", "store"])
 def test_of_a_demo_that_runs(tmp_path: Path, kill: str) -> None:
-    """Or has just come to its end, with a verdict."""
+    """It may also have just ended, with its result."""
     with Terminal(tmp_path, "kvrelay", "demo", "--kill", kill) as terminal:
         terminal.wait_for("serves after")
         status = interrupted(terminal)
@@ -86,7 +86,7 @@ def test_of_a_demo_that_runs(tmp_path: Path, kill: str) -> None:
 
 @pytest.mark.parametrize("presses", PRESSES)
 def test_of_a_cluster(tmp_path: Path, model: Path, presses: int) -> None:
-    """One that serves is ended in order, and that is its way to end."""
+    """A cluster that serves ends in order, with status 0."""
     file = tmp_path / "up.json"
     flags = ("--model", str(model), "--port", "0", "--endpoints", str(file))
     with Terminal(tmp_path, "kvrelay", "up", *flags) as terminal:

@@ -86,7 +86,7 @@ def answer_on(loaded: Loaded, shared: DynamicCache, made: Document, asked: FactQ
 
 
 def say(loaded: Loaded, chat: list[dict[str, str]]) -> str:
-    """What plain `generate` continues a chat with."""
+    """The continuation of a chat by plain `generate`."""
     model, tokenizer = loaded
     rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     assert isinstance(rendered, str)

@@ -1,4 +1,4 @@
-"""A name server of one name, whose address changes: what a container's does when it is replaced."""
+"""A DNS server of one name whose address changes, as a replaced container's does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ANSWERED, A, IN = 0x8180, 1, 1
 
 
 class Names(asyncio.DatagramProtocol):
-    """Answers every question for an A record with ``host``, others with nothing; RFC 1035."""
+    """Answers every query for an A record with ``host``, others with nothing; RFC 1035."""
 
     def __init__(self, host: str) -> None:
         self.host = host
@@ -36,7 +36,7 @@ class Names(asyncio.DatagramProtocol):
 
 @asynccontextmanager
 async def names(host: str) -> AsyncIterator[tuple[Names, str]]:
-    """Such a server, and its address for a target ``dns://ADDRESS/NAME:PORT``."""
+    """Run such a server; yields it and its address for a target ``dns://ADDRESS/NAME:PORT``."""
     loop = asyncio.get_running_loop()
     transport, protocol = await loop.create_datagram_endpoint(
         lambda: Names(host), local_addr=("127.0.0.1", 0)

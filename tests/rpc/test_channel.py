@@ -1,4 +1,4 @@
-"""A connection that is answered late is waited for, and one that came back is found soon."""
+"""Channels wait for a slow handshake, and soon find a server that came back."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_a_server_that_came_back_is_found_soon() -> None:
 
 
 async def test_a_name_that_means_another_address_now_is_looked_up_again() -> None:
-    """A container that was replaced; gRPC by itself would ask half a minute later."""
+    """A replaced container; by default gRPC would look its name up half a minute later."""
     server = Server(ServerOptions("127.0.0.1:0"))
     port = (await server.start()).rpartition(":")[2]
     async with (
@@ -76,7 +76,7 @@ async def test_a_name_that_means_another_address_now_is_looked_up_again() -> Non
 
 
 class Silent:
-    """Answers once, then waits for good; ``left`` counts calls that were cancelled."""
+    """Answers once, then never; ``left`` counts cancelled calls."""
 
     def __init__(self) -> None:
         self.left = asyncio.Semaphore(0)
@@ -99,7 +99,7 @@ class Silent:
 async def asking(
     service: Silent, theirs: ServerOptions, mine: ChannelOptions
 ) -> AsyncIterator[tuple[Proxy, grpc.aio.UnaryStreamMultiCallable[bytes, bytes]]]:
-    """Its method, behind a proxy."""
+    """The method of that server, behind a proxy."""
     server = Server(theirs)
     server.add("a.S", service.register)
     with Proxy(await server.start()) as proxy:
@@ -135,7 +135,7 @@ async def test_a_connection_that_fell_silent_is_given_up(notices: str) -> None:
 
 @pytest.mark.parametrize("made", [ChannelOptions(), ServerOptions()], ids=["client", "server"])
 def test_a_ping_has_a_minute(made: ChannelOptions | ServerOptions) -> None:
-    """A dead machine is noticed sooner, but not by that."""
+    """A dead machine is detected sooner, but by other means."""
     arguments = dict(made.arguments())
     assert arguments["grpc.http2.ping_timeout_ms"] == 60_000
     assert arguments["grpc.keepalive_timeout_ms"] <= 20_000
@@ -143,7 +143,7 @@ def test_a_ping_has_a_minute(made: ChannelOptions | ServerOptions) -> None:
 
 @pytest.mark.slow
 async def test_a_slow_upload_is_no_silence() -> None:
-    """Pings wait behind it, for longer than a kernel may take to confirm anything."""
+    """Pings wait behind it, longer than a kernel may take to acknowledge data."""
     service, seconds = Silent(), 4.0
     async with asking(
         service,
@@ -158,7 +158,7 @@ async def test_a_slow_upload_is_no_silence() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="what gRPC sets there is an option of Linux")
 async def test_a_machine_that_died_is_noticed_by_the_kernel() -> None:
-    """Which is told how long what was sent may go unconfirmed, whatever a ping may take."""
+    """The kernel's limit for unacknowledged data does not depend on the ping's."""
     server = Server(ServerOptions(keepalive_timeout_seconds=7.0))
     async with open_channel(
         await server.start(), ChannelOptions(keepalive_timeout_seconds=3.0)
@@ -169,7 +169,7 @@ async def test_a_machine_that_died_is_noticed_by_the_kernel() -> None:
 
 
 def user_timeouts() -> set[int]:
-    """Of all TCP sockets of this process, in milliseconds."""
+    """TCP user timeouts of all sockets of this process, in milliseconds."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError), socket.socket(fileno=os.dup(int(name))) as one:

@@ -1,4 +1,4 @@
-"""A call that was refused leaves nothing that only a collector of circles would find."""
+"""A refused call leaves no reference cycle to the garbage collector."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = "a.Refuser"
 
 
 class Mark:
-    """Held by a handler's frame."""
+    """An object held by a handler's frame."""
 
 
 class Refuser:
@@ -31,7 +31,7 @@ class Refuser:
         raise Rejected("field", "is wrong")
 
     async def many(self, requests: AsyncIterator[bytes], context: object) -> bytes:
-        """Reads one of several."""
+        """Reads one of several requests."""
         mark = Mark()
         self.marks.append(weakref.ref(mark))
         async for _ in requests:

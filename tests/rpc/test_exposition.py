@@ -1,4 +1,4 @@
-"""The port of the metrics: it answers, and lets nobody hold it."""
+"""The metrics port: it answers, and no client can occupy it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_who_says_a_byte_now_and_then_is_let_go(port: int, monkeypatch: pytest.M
 
 
 def _closed(sock: socket.socket) -> bool:
-    """Whether the other side has closed, asked with one byte more."""
+    """Whether the other side has closed, found by sending one byte more."""
     try:
         sock.sendall(b"G")
         return sock.recv(1) == b""

@@ -1,4 +1,4 @@
-"""What gRPC logs of clients that left fills no log; its other errors are logged."""
+"""Disconnected clients do not fill the log; gRPC's other errors are logged."""
 
 from __future__ import annotations
 

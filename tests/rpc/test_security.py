@@ -1,4 +1,4 @@
-"""Who gets in and who does not: certificates, tokens, and which method is for whom."""
+"""Authentication and authorization: certificates, tokens, and the methods of each caller."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NEW = "new-secret-of-the-test"
 
 
 class Router(router_pb2_grpc.RouterServiceServicer):
-    """Answers who has called."""
+    """Answers with the caller."""
 
     async def Generate(
         self, request: router_pb2.GenerateRequest, context: object
@@ -155,13 +155,13 @@ async def test_who_does_not_get_through_the_handshake(
 
 
 def _unchecked(files: Files) -> Security:
-    """As of a process that was started when its certificate still held."""
+    """A process that was started when its certificate was still valid."""
     ca, cert, key = (Path(name).read_bytes() for name in (files.ca, files.cert, files.key))
     return Security(TlsCredentials(ca, cert, key))
 
 
 def _of_another(files: Files, trusted: str) -> Security:
-    """Trusts the server, and shows a certificate of an authority that the server does not know."""
+    """Trusts the server, but has a certificate of an authority unknown to it."""
     return policy.load(replace(files, ca=trusted).options())
 
 
@@ -236,7 +236,7 @@ async def test_methods_of_others(token: str, allowed: str, tokens: str) -> None:
 
 
 def _called(address: str, protection: Security) -> set[str]:
-    """The methods of the store that may be called, by a channel without an event loop."""
+    """The methods of the store that this channel may call."""
     done = set()
     with open_sync_channel(address, ChannelOptions(security=protection)) as channel:
         for name in ("GetStats", "Clear"):
@@ -284,7 +284,7 @@ async def test_health_is_open_and_nothing_else(tokens: str) -> None:
 
 
 async def test_a_stranger_has_no_message_read(tokens: str) -> None:
-    """What cannot be parsed would be INVALID_ARGUMENT if it were looked at."""
+    """A malformed message would be INVALID_ARGUMENT if it were parsed."""
     server = policy.load(SecurityOptions(credentials=tokens))
     async with serving(server) as address, open_channel(address) as channel:
         call: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(
@@ -299,7 +299,7 @@ async def test_a_stranger_has_no_message_read(tokens: str) -> None:
 async def test_calls_that_never_say_anything_take_a_part_of_the_places(
     token: str | None, tokens: str
 ) -> None:
-    """With headers alone a call is open; so strangers and tenants could fill the server."""
+    """A call is open from its headers on, so anyone could fill the server."""
     path = "/grpc.health.v1.Health/Check" if token is None else "/kvrelay.v1.RouterService/Generate"
     server = policy.load(SecurityOptions(credentials=tokens))
     options = ChannelOptions(security=shown(token))
@@ -326,7 +326,7 @@ async def test_calls_that_never_say_anything_take_a_part_of_the_places(
 
 
 async def test_tenants_together_leave_places_to_services(tmp_path: Path) -> None:
-    """There may be more of them than parts."""
+    """There may be more tenants than shares."""
     names = [f"tenant-{number}-with-a-token" for number in range(CALL_SHARES + 2)]
     table = "".join(f'[tenants.{name}]\ntoken = "{name}"\nsalt = "{name}"\n' for name in names)
     path = tmp_path / "many.toml"
@@ -364,7 +364,7 @@ Mute: TypeAlias = "grpc.aio.StreamStreamCall[bytes, bytes]"
 
 
 async def _begun(channel: grpc.aio.Channel, path: str) -> Mute:
-    """A call that sends its headers and nothing else."""
+    """A call that sends only its headers."""
     method: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(path)
     call = method(timeout=SECONDS)
     with suppress(grpc.aio.AioRpcError):  # it was refused already
@@ -421,7 +421,7 @@ def test_what_a_process_shows(tokens: str) -> None:
 
 
 def test_old_tokens_and_new_ones_side_by_side(tmp_path: Path) -> None:
-    """So that they are changed while processes with either are there."""
+    """So tokens can be changed while processes with either one run."""
     text = CREDENTIALS.replace(f'"{SERVICE}"', f'["{NEW}", "{SERVICE}"]')
     text = text.replace(f'"{ALICE}"', f'["{NEW} of alice", "{ALICE}"]')
     known = credentials.read(write_credentials(tmp_path, text), None, None)
@@ -481,7 +481,7 @@ def test_files_that_cannot_be_used(text: str, says: str, tmp_path: Path) -> None
 def test_what_the_environment_says_is_checked_like_a_file(
     field: str, secret: str, tokens: str
 ) -> None:
-    """gRPC would end each call, one of them without a status; a short key would sign nothing."""
+    """gRPC would end each call, one of them without a status; a short key is no protection."""
     given = {"token": None, "fleet_key": None, field: secret}
     for file in (None, tokens):
         options = SecurityOptions(

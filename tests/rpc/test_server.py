@@ -1,4 +1,4 @@
-"""Life cycle, health, reflection, addresses that are refused, and what a signal does."""
+"""Life cycle, health, reflection, refused addresses, and signals."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ async def test_keepalive_does_not_make_the_server_angry() -> None:
 
 
 async def test_a_connection_that_says_nothing_is_closed() -> None:
-    """It takes one of the places for connections from those who would speak."""
+    """It occupies one of the server's connections."""
     server = echo_server(ServerOptions(handshake_seconds=0.5))
     host, _, port = (await server.start()).rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -195,7 +195,7 @@ async def test_stop_gives_running_calls_time() -> None:
 
 
 async def test_connections_are_bounded() -> None:
-    """One too many is closed at once; when another has left there is room again."""
+    """One connection too many is closed at once; after another one closes there is room."""
     server = echo_server(ServerOptions(max_connections=2))
     host, port = (await server.start()).split(":")
 

@@ -1,4 +1,4 @@
-"""Every error survives the wire; what gRPC says by itself becomes one of ours too."""
+"""Every error survives the wire; gRPC's own errors become ours too."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _same(raw: bytes) -> bytes:
 def raw_call(
     channel: grpc.aio.Channel, method: str, raw: bytes
 ) -> grpc.aio.UnaryUnaryCall[bytes, bytes]:
-    """A call with bytes as they are."""
+    """A call with raw bytes."""
     call = channel.unary_unary(method, request_serializer=_same, response_deserializer=_same)
     return call(raw)
 

@@ -1,4 +1,4 @@
-"""Names and headers that are no UTF-8, from anybody who can connect."""
+"""Method names and headers that are not UTF-8, from anyone who can connect."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SECRET = "spoilt-secret-of-a-client-XX"
 
 
 async def status(address: str, block: bytes) -> bytes:
-    """What follows the headers of a call."""
+    """The server's reply to the headers of a call."""
     host, port = address.split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(PREFACE + frame(SETTINGS, 0, 0))

@@ -1,4 +1,4 @@
-"""Streaming equals decoding at once; stop strings do not depend on how text is cut; replay."""
+"""Streaming equals decoding at once; stop strings do not depend on splits; replay."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_families() -> None:
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, bool]:
-    """What is shown, found one character at a time."""
+    """The expected text, found one character at a time."""
     for end in range(1, len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:

@@ -1,4 +1,4 @@
-"""The making of the weights: what is a target, and what the construction already knows."""
+"""Training of the weights: the targets, and what the construction already finds."""
 
 from itertools import islice
 from random import Random
