@@ -6,10 +6,12 @@ import os
 import re
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 
 from kvrelay.block.header import Header, checksum, decode, encode, header_bytes, stated_length
 from kvrelay.block.name import child_name
 from kvrelay.block.verify import verify_payload
+from kvrelay.errors import Corrupt, KvrelayError
 from kvrelay.usage import Miss
 from kvstore import Block, GetResult, Offer, PutStatus, Store, Tail, Want, connect
 from kvstore.redis import RedisStore
@@ -104,3 +106,26 @@ def open_store(url: str) -> RedisStore:
     store = connect(url)
     assert isinstance(store, RedisStore)
     return store
+
+
+def accepted(
+    store: Store, blocks: Sequence[Block], timeout: float = 3.0, *failing: type[KvrelayError]
+) -> tuple[int, int]:
+    """How many of ``blocks`` come and are right, and how many it refuses; ``failing`` ends it."""
+    wants = [Want(name_of(b), memoryview(bytearray(b.payload.nbytes))) for b in blocks]
+    taken = refused = 0
+    with suppress(*failing):
+        for got in store.get(wants, timeout):
+            if got.header is None:
+                continue
+            try:
+                header = decode(got.header)
+                if header != decode(blocks[got.index].header):
+                    raise Corrupt("header", "another block")
+                verify_payload(header, wants[got.index].buffer, got.summed)
+            except Corrupt:
+                refused += 1
+                continue
+            taken += 1
+            assert wants[got.index].buffer == blocks[got.index].payload
+    return taken, refused

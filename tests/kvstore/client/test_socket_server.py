@@ -12,7 +12,7 @@ import pytest
 from kvrelay.rpc.deadline import Deadline
 from kvstore.client.transports.connection import dial_unix
 from kvstore.limits import StoreLimits
-from kvstore.server import listener as lanes
+from kvstore.server import listener
 from kvstore.server.block_store import BlockStore
 from kvstore.wire.frames import Op, RequestFrame
 
@@ -21,21 +21,21 @@ from kvstore.wire.frames import Op, RequestFrame
 def test_only_a_connection_within_one_host_is_kept_short(client: str, short: bool) -> None:
     """What another host needs in flight is for the system to find out."""
     with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname(), 10.0, (client, 0)),
-        listener.accept()[0] as accepted,
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname(), 10.0, (client, 0)),
+        server.accept()[0] as accepted,
     ):
         before = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-        lanes._keep_short(accepted)
+        listener._keep_short(accepted)
         after = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
-    assert before > 2 * lanes.NEAR_BUFFER  # the system counts its own bytes too, as many again
-    assert after == (2 * lanes.NEAR_BUFFER if short else before)
+    assert before > 2 * listener.NEAR_BUFFER  # the system counts its own bytes too, as many again
+    assert after == (2 * listener.NEAR_BUFFER if short else before)
 
 
 def test_strangers_keep_nobody_on_this_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lanes, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(listener, "MAX_CONNECTIONS", 2)
     block_store = BlockStore(StoreLimits(1 << 20))
-    made = lanes.TransportListener(block_store, lanes.ListenerOptions())
+    made = listener.TransportListener(block_store, listener.ListenerOptions())
     made.start()
     address = ("127.0.0.1", made.transports.socket_port)
     with ExitStack() as held:

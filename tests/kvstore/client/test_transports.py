@@ -38,9 +38,9 @@ from tests.failures.proxy import Faults
 from tests.failures.proxy import Proxy as SlowProxy
 from tests.kvstore.client.proxy import Fault, Proxy
 from tests.kvstore.conftest import start_service, stop
-from tests.kvstore.reading import accepted
 from tests.kvstore.rig import (
     TIMEOUT,
+    accepted,
     address_of,
     arena_in,
     get,

@@ -15,7 +15,7 @@ from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
 from kvstore import Block, PutStatus, Want
 from kvstore.redis import RedisStore
 from tests.failures.proxy import Faults, Proxy
-from tests.kvstore import reading
+from tests.kvstore import rig
 from tests.kvstore.conftest import serving
 from tests.kvstore.redis.redisserver import Cluster, Server
 from tests.kvstore.rig import TIMEOUT, get, make, name_of, open_store, present, put
@@ -27,7 +27,7 @@ PATIENCE = 60.0
 
 def accepted(store: RedisStore, blocks: list[Block], timeout: float = TIMEOUT) -> tuple[int, int]:
     """As a careful reader says; a store that fails ends it."""
-    return reading.accepted(store, blocks, timeout, KvrelayError)
+    return rig.accepted(store, blocks, timeout, KvrelayError)
 
 
 def until_all_come(store: RedisStore, blocks: list[Block]) -> None:
