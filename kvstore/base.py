@@ -63,14 +63,14 @@ class LookupResult:
 class SurveyResult:
     """The bytes of each block in order, ``None`` if it is absent; all held by ``lease``.
 
-    ``misses`` says why each absent block is absent, if the store can tell. ``opening`` says
-    whether one of the openings asked about is present.
+    ``misses`` says why each absent block is absent, if the store can tell. ``first_block_known``
+    says whether a stored block has one of the first-block hashes asked for.
     """
 
     sizes: tuple[int | None, ...]
     lease: Lease | None
     misses: tuple[Miss | None, ...] = field(default=(), compare=False)
-    opening: bool = field(default=False, compare=False)
+    first_block_known: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,14 +134,14 @@ class Block:
 class Offer:
     """A block to put. ``read`` is called only if the store wants it; it gives ``size`` bytes.
 
-    ``opening`` is ``kvrelay.block.Namer.opening`` of a sequence's first block.
+    ``first_block_hash`` is ``kvrelay.block.Namer.first_block_hash`` of a sequence's first block.
     """
 
     name: bytes
     size: int
     partial: bool
     read: Callable[[], Block]
-    opening: int | None = None
+    first_block_hash: int | None = None
 
 
 class PutStatus(Enum):
@@ -185,15 +185,19 @@ class Store(Protocol):
         tails: Sequence[Tail],
         ttl: float,
         timeout: float,
-        openings: Sequence[int] = (),
+        first_block_hashes: Sequence[int] = (),
     ) -> LookupResult:
         """Find the longest leading run of ``names``, held for ``ttl`` seconds (0: not held).
 
-        ``openings`` of the first block, full and partial, serve ``LookupResult.missing`` alone.
+        ``first_block_hashes``, full and partial, serve ``LookupResult.missing`` alone.
         """
 
     def survey(
-        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+        self,
+        names: Sequence[bytes],
+        ttl: float,
+        timeout: float,
+        first_block_hashes: Sequence[int] = (),
     ) -> SurveyResult:
         """Find each of ``names`` by itself, held for ``ttl`` seconds (0: not held)."""
 

@@ -121,16 +121,20 @@ class BreakerStore:
         tails: Sequence[Tail],
         ttl: float,
         timeout: float,
-        openings: Sequence[int] = (),
+        first_block_hashes: Sequence[int] = (),
     ) -> LookupResult:
         with self._breaker.call(timeout):
-            return self._store.lookup(names, tails, ttl, timeout, openings)
+            return self._store.lookup(names, tails, ttl, timeout, first_block_hashes)
 
     def survey(
-        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+        self,
+        names: Sequence[bytes],
+        ttl: float,
+        timeout: float,
+        first_block_hashes: Sequence[int] = (),
     ) -> SurveyResult:
         with self._breaker.call(timeout):
-            return self._store.survey(names, ttl, timeout, openings)
+            return self._store.survey(names, ttl, timeout, first_block_hashes)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         """The first block is an answer, even if the caller does not read the others."""

@@ -22,13 +22,13 @@ from kvstore.base import Offer, PutStatus
 class Claim(NamedTuple):
     """A block that a writer wants to put: its name, its size in bytes, whether it is partial.
 
-    ``opening`` is ``kvrelay.block.Namer.opening`` of a sequence's first block.
+    ``first_block_hash`` is ``kvrelay.block.Namer.first_block_hash`` of a sequence's first block.
     """
 
     name: bytes
     size: int
     partial: bool
-    opening: int | None = None
+    first_block_hash: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Grant:
 
 def claim_of(offer: Offer) -> Claim:
     """The claim of an offer."""
-    return Claim(offer.name, offer.size, offer.partial, offer.opening)
+    return Claim(offer.name, offer.size, offer.partial, offer.first_block_hash)
 
 
 def name_of(key: bytes) -> bytes:

@@ -79,16 +79,22 @@ class MemoryStore:
         tails: Sequence[Tail],
         ttl: float,
         timeout: float,
-        openings: Sequence[int] = (),
+        first_block_hashes: Sequence[int] = (),
     ) -> LookupResult:
         with self._shared.changed:
-            return self._shared.index.lookup(names, tails, ttl, time.monotonic(), openings)
+            return self._shared.index.lookup(
+                names, tails, ttl, time.monotonic(), first_block_hashes
+            )
 
     def survey(
-        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+        self,
+        names: Sequence[bytes],
+        ttl: float,
+        timeout: float,
+        first_block_hashes: Sequence[int] = (),
     ) -> SurveyResult:
         with self._shared.changed:
-            return self._shared.index.survey(names, ttl, time.monotonic(), openings)
+            return self._shared.index.survey(names, ttl, time.monotonic(), first_block_hashes)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         for index, want in enumerate(wants):

@@ -73,13 +73,13 @@ class RemoteStore:
         tails: Sequence[Tail],
         ttl: float,
         timeout: float,
-        openings: Sequence[int] = (),
+        first_block_hashes: Sequence[int] = (),
     ) -> LookupResult:
         request = pb.LookupRequest(
             names=names,
             tails=[pb.Tail(after=tail.after, name=tail.name) for tail in tails],
             lease_ms=round(ttl * 1000),
-            first_block_hashes=openings,
+            first_block_hashes=first_block_hashes,
         )
         answer, lease = self._ask(request, timeout)
         return LookupResult(
@@ -92,10 +92,17 @@ class RemoteStore:
         )
 
     def survey(
-        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+        self,
+        names: Sequence[bytes],
+        ttl: float,
+        timeout: float,
+        first_block_hashes: Sequence[int] = (),
     ) -> SurveyResult:
         request = pb.LookupRequest(
-            names=names, lease_ms=round(ttl * 1000), each=True, first_block_hashes=openings
+            names=names,
+            lease_ms=round(ttl * 1000),
+            each=True,
+            first_block_hashes=first_block_hashes,
         )
         answer, lease = self._ask(request, timeout)
         lengths = answer.lengths

@@ -24,12 +24,12 @@ class DiskLocation:
     tokens: int
     segment: int
     offset: int
-    opening: int | None = None
+    first_block_hash: int | None = None
 
 
 def entry_on_disk(location: DiskLocation) -> IndexEntry[int]:
     """An index entry for a block that is on disk only, for listings and events."""
-    claim = Claim(location.name, location.size, False, location.opening)
+    claim = Claim(location.name, location.size, False, location.first_block_hash)
     entry = IndexEntry(claim, 0, location.parent, location.tokens)
     entry.ready = False
     return entry

@@ -55,26 +55,26 @@ class TieredIndex(BlockIndex[int]):
         tails: Sequence[Tail],
         ttl: float,
         now: float,
-        openings: Sequence[int] = (),
+        first_block_hashes: Sequence[int] = (),
     ) -> LookupResult:
         """See ``BlockIndex.lookup``; a lease on blocks on disk loads them."""
         self.expire(now)
         kept = self._load(names, now, run=True) if ttl > 0 else []
-        held = super().lookup(names, tails, ttl, now, openings)
+        held = super().lookup(names, tails, ttl, now, first_block_hashes)
         self._release_all(kept)
         return held
 
     def survey(
-        self, names: Sequence[bytes], ttl: float, now: float, openings: Sequence[int] = ()
+        self, names: Sequence[bytes], ttl: float, now: float, first_block_hashes: Sequence[int] = ()
     ) -> SurveyResult:
         """See ``BlockIndex.survey``; a lease on blocks on disk loads them."""
         self.expire(now)
         if ttl > 0:
             kept = self._load(names, now)
-            found = super().survey(names, ttl, now, openings)
+            found = super().survey(names, ttl, now, first_block_hashes)
             self._release_all(kept)
             return found
-        found = super().survey(names, ttl, now, openings)
+        found = super().survey(names, ttl, now, first_block_hashes)
         on_disk = [
             self.segments.find(name) if size is None else None
             for name, size in zip(names, found.sizes, strict=True)
@@ -145,7 +145,7 @@ class TieredIndex(BlockIndex[int]):
             return
         self.segments.grow(segment, nbytes)
         new = self.segments.add(
-            DiskLocation(e.name, e.parent, e.size, e.tokens, segment, offset, e.opening)
+            DiskLocation(e.name, e.parent, e.size, e.tokens, segment, offset, e.first_block_hash)
             for e, offset in zip(batch, offsets, strict=True)
             if e.ready
         )
@@ -278,7 +278,7 @@ class TieredIndex(BlockIndex[int]):
         )
         if crowded or location.name in self._reservations:
             return False
-        claim = Claim(location.name, location.size, False, location.opening)
+        claim = Claim(location.name, location.size, False, location.first_block_hash)
         writing = self._make_room(claim, NO_WRITER)
         if writing is None or writing.place is None:
             return False
@@ -334,7 +334,7 @@ class TieredIndex(BlockIndex[int]):
 
     def _record_added(self, entry: IndexEntry[int]) -> None:
         if entry.name in self.segments:
-            entry.opening = None  # counted once
+            entry.first_block_hash = None  # counted once
             return
         super()._record_added(entry)
         if not entry.partial:
@@ -343,7 +343,7 @@ class TieredIndex(BlockIndex[int]):
     def _record_removed(self, entry: IndexEntry[int], reason: RemovalReason) -> None:
         unsaved = self._write_queue.drop(entry.name)
         if (location := self.segments.find(entry.name)) is not None:
-            location.opening = entry.opening
+            location.first_block_hash = entry.first_block_hash
             if entry.reused:
                 self.segments.touch(entry.name)
             return

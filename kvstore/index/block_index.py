@@ -79,7 +79,7 @@ class BlockIndex(Generic[V]):
         tails: Sequence[Tail],
         ttl: float,
         now: float,
-        openings: Sequence[int] = (),
+        first_block_hashes: Sequence[int] = (),
     ) -> LookupResult:
         """Find the longest leading run of ``names``, then the first tail; held for ``ttl``."""
         self.expire(now)
@@ -97,17 +97,19 @@ class BlockIndex(Generic[V]):
         # Even with a tail a full block of later tokens can be missing.
         there = tail is not None or (lead == len(names) and not any(t.after == lead for t in tails))
         wanted = [*names[lead : lead + 1], *(t.name for t in tails if t.after == lead)]
-        missing = None if there else self._miss_reason(wanted, openings if lead == 0 else ())
+        missing = (
+            None if there else self._miss_reason(wanted, first_block_hashes if lead == 0 else ())
+        )
         return LookupResult(lead, tail, sizes, lease, missing=missing, boot=self._options.boot)
 
-    def _miss_reason(self, wanted: Sequence[bytes], openings: Sequence[int] = ()) -> Miss:
+    def _miss_reason(self, wanted: Sequence[bytes], first_block_hashes: Sequence[int] = ()) -> Miss:
         """Why none of ``wanted``, alternatives for the same positions, is stored."""
         if any(name in self._reservations for name in wanted):
             return Miss.TOO_LATE
-        return self._tombstones.reason(wanted, openings)
+        return self._tombstones.reason(wanted, first_block_hashes)
 
     def survey(
-        self, names: Sequence[bytes], ttl: float, now: float, openings: Sequence[int] = ()
+        self, names: Sequence[bytes], ttl: float, now: float, first_block_hashes: Sequence[int] = ()
     ) -> SurveyResult:
         """Find each of ``names`` by itself; held for ``ttl``."""
         self.expire(now)
@@ -118,7 +120,9 @@ class BlockIndex(Generic[V]):
         self.counters.misses += sizes.count(None)
         lease = self._hold(found.values(), now + ttl, now) if found and ttl > 0 else None
         misses = tuple(None if name in found else self._miss_reason([name]) for name in names)
-        return SurveyResult(sizes, lease, misses, self._tombstones.knows_opening(openings))
+        return SurveyResult(
+            sizes, lease, misses, self._tombstones.knows_first_block(first_block_hashes)
+        )
 
     def get(self, name: bytes, now: float) -> V | None:
         """The block's value, or ``None``; the block counts as used now."""
@@ -392,8 +396,8 @@ class BlockIndex(Generic[V]):
 
     def _record_added(self, entry: IndexEntry[V]) -> None:
         self.events.add(entry)
-        self._tombstones.added(entry.opening)
+        self._tombstones.added(entry.first_block_hash)
 
     def _record_removed(self, entry: IndexEntry[V], reason: RemovalReason) -> None:
         self.events.add(entry, reason)
-        self._tombstones.removed(entry.name, entry.opening, MISS_REASONS[reason])
+        self._tombstones.removed(entry.name, entry.first_block_hash, MISS_REASONS[reason])

@@ -31,9 +31,9 @@ class IndexEntry(EvictionNode, Generic[V]):
     """
 
     __slots__ = (
+        "first_block_hash",
         "io_count",
         "leases",
-        "opening",
         "ready",
         "reused",
         "size",
@@ -47,7 +47,7 @@ class IndexEntry(EvictionNode, Generic[V]):
         self.value = value
         self.leases = 0
         self.tokens = tokens
-        self.opening = claim.opening
+        self.first_block_hash = claim.first_block_hash
         self.ready = True
         self.io_count = 0
         self.reused = False

@@ -25,22 +25,22 @@ MAX_TOMBSTONES = 1 << 16
 
 
 class Tombstones:
-    """Reasons of removal by a hash of the name, newest last; and the openings of stored blocks."""
+    """Reasons of removal by a hash of the name, newest last; first-block hashes of stored blocks."""
 
     def __init__(self, limit: int = MAX_TOMBSTONES) -> None:
         self._limit = limit
         self._reasons: dict[int, Miss] = {}
-        self._openings: Counter[int] = Counter()
+        self._first_blocks: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._reasons)
 
-    def added(self, opening: int | None) -> None:
+    def added(self, first_block_hash: int | None) -> None:
         """A block was stored."""
-        if opening is not None:
-            self._openings[opening] += 1
+        if first_block_hash is not None:
+            self._first_blocks[first_block_hash] += 1
 
-    def removed(self, name: bytes, opening: int | None, reason: Miss) -> None:
+    def removed(self, name: bytes, first_block_hash: int | None, reason: Miss) -> None:
         """A block was removed."""
         key = _key(name)
         self._reasons.pop(key, None)
@@ -49,24 +49,30 @@ class Tombstones:
             # Many at once: the search for a dictionary's first key passes all deleted ones.
             for oldest in list(islice(self._reasons, max(1, self._limit >> 10))):
                 del self._reasons[oldest]
-        if opening is not None:
-            self._openings[opening] -= 1
-            if not self._openings[opening]:
-                del self._openings[opening]
+        if first_block_hash is not None:
+            self._first_blocks[first_block_hash] -= 1
+            if not self._first_blocks[first_block_hash]:
+                del self._first_blocks[first_block_hash]
 
-    def reason(self, names: Iterable[bytes], openings: Iterable[int]) -> Miss:
+    def reason(self, names: Iterable[bytes], first_block_hashes: Iterable[int]) -> Miss:
         """Why none of ``names``, alternatives for the same positions, is stored.
 
-        ``openings`` are given if they begin a sequence.
+        ``first_block_hashes`` are given if they begin a sequence.
         """
         known = (self._reasons.get(_key(name)) for name in names)
         if (reason := next(filter(None, known), None)) is not None:
             return reason
-        return Miss.OTHER_NAMESPACE if self.knows_opening(openings) else Miss.NEVER_STORED
+        return (
+            Miss.OTHER_NAMESPACE
+            if self.knows_first_block(first_block_hashes)
+            else Miss.NEVER_STORED
+        )
 
-    def knows_opening(self, openings: Iterable[int]) -> bool:
-        """Whether a stored block begins a sequence with one of ``openings``."""
-        return any(opening in self._openings for opening in openings)
+    def knows_first_block(self, first_block_hashes: Iterable[int]) -> bool:
+        """Whether a stored block begins a sequence with one of ``first_block_hashes``."""
+        return any(
+            first_block_hash in self._first_blocks for first_block_hash in first_block_hashes
+        )
 
 
 def _key(name: bytes) -> int:

@@ -58,11 +58,11 @@ class MultiStore:
         tails: Sequence[Tail],
         ttl: float,
         timeout: float,
-        openings: Sequence[int] = (),
+        first_block_hashes: Sequence[int] = (),
     ) -> LookupResult:
         names = names[: MAX_NAMES - len(tails)]
         asked = [*names, *(tail.name for tail in tails)]
-        answers = survey(self.backends, asked, len(names), ttl, timeout, openings)
+        answers = survey(self.backends, asked, len(names), ttl, timeout, first_block_hashes)
         found = united(answers, len(names), tails)
         self._release_unused(answers, found.lease)
         if len(answers) < len(self.backends) and found.missing is Miss.NEVER_STORED:
@@ -70,9 +70,13 @@ class MultiStore:
         return found
 
     def survey(
-        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+        self,
+        names: Sequence[bytes],
+        ttl: float,
+        timeout: float,
+        first_block_hashes: Sequence[int] = (),
     ) -> SurveyResult:
-        answers = survey(self.backends, names, len(names), ttl, timeout, openings)
+        answers = survey(self.backends, names, len(names), ttl, timeout, first_block_hashes)
         seen = surveyed(answers, len(names))
         self._release_unused(answers, seen.lease)
         return seen

@@ -24,7 +24,7 @@ def survey(
     leading: int,
     ttl: float,
     timeout: float,
-    openings: Sequence[int] = (),
+    first_block_hashes: Sequence[int] = (),
 ) -> dict[str, SurveyResult]:
     """The answers that came in time by backend, doubted backends last; late leases are released.
 
@@ -34,7 +34,7 @@ def survey(
     deadline = time.monotonic() + timeout * PATIENCE
     backends = sorted(backends, key=lambda backend: backend.doubted)
     asked = {
-        backend.name: backend.submit(_surveying(names, ttl, openings), timeout)
+        backend.name: backend.submit(_surveying(names, ttl, first_block_hashes), timeout)
         for backend in backends
     }
     while waited := _worth_waiting(backends, asked, leading):
@@ -84,10 +84,10 @@ def result(future: Future[R]) -> R | KvrelayError:
 
 
 def _surveying(
-    names: Sequence[bytes], ttl: float, openings: Sequence[int]
+    names: Sequence[bytes], ttl: float, first_block_hashes: Sequence[int]
 ) -> Callable[[Store, float], SurveyResult]:
     def call(store: Store, left: float) -> SurveyResult:
-        seen = store.survey(names, ttl, left, openings)
+        seen = store.survey(names, ttl, left, first_block_hashes)
         if len(seen.sizes) != len(names):
             raise Corrupt("sizes", f"{len(seen.sizes)} came for {len(names)} names")
         return seen

@@ -49,7 +49,7 @@ def _why(answers: Answers, wanted: Sequence[int], first: bool) -> Miss:
     known = (miss for miss in reasons if miss not in (Miss.NEVER_STORED, Miss.UNKNOWN))
     if (reason := next(known, None)) is not None:
         return reason
-    if first and any(seen.opening for seen in answers.values()):
+    if first and any(seen.first_block_known for seen in answers.values()):
         return Miss.OTHER_NAMESPACE
     return Miss.UNKNOWN if Miss.UNKNOWN in reasons else Miss.NEVER_STORED
 
@@ -64,7 +64,9 @@ def surveyed(answers: Answers, count: int) -> SurveyResult:
     misses = tuple(
         _why(answers, [i], False) if owner is None else None for i, owner in enumerate(having)
     )
-    return SurveyResult(sizes, lease, misses, any(seen.opening for seen in answers.values()))
+    return SurveyResult(
+        sizes, lease, misses, any(seen.first_block_known for seen in answers.values())
+    )
 
 
 def lease_of(answers: Answers, used: set[str]) -> Lease | None:

@@ -57,7 +57,7 @@ class RedisStore:
         tails: Sequence[Tail],
         ttl: float,
         timeout: float,
-        openings: Sequence[int] = (),
+        first_block_hashes: Sequence[int] = (),
     ) -> LookupResult:
         """Redis cannot tell why a block is absent."""
         full = len(names)
@@ -77,7 +77,11 @@ class RedisStore:
         )
 
     def survey(
-        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+        self,
+        names: Sequence[bytes],
+        ttl: float,
+        timeout: float,
+        first_block_hashes: Sequence[int] = (),
     ) -> SurveyResult:
         """A partial block is kept as long as a full one: they cannot be told apart by name."""
         seen = self._survey(names, len(names), ttl, timeout)

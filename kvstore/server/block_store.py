@@ -104,22 +104,22 @@ class BlockStore:
         names: Sequence[bytes],
         tails: Sequence[Tail],
         ttl: float,
-        openings: Sequence[int] = (),
+        first_block_hashes: Sequence[int] = (),
     ) -> LookupResult:
         """See ``BlockIndex.lookup``."""
         with self._lock:
             self._check_lease_limit([*names[:1], *(tail.name for tail in tails)], len(names), ttl)
-            held = self._index.lookup(names, tails, ttl, time.monotonic(), openings)
+            held = self._index.lookup(names, tails, ttl, time.monotonic(), first_block_hashes)
             self._wake_disk()
             return held
 
     def survey(
-        self, names: Sequence[bytes], ttl: float, openings: Sequence[int] = ()
+        self, names: Sequence[bytes], ttl: float, first_block_hashes: Sequence[int] = ()
     ) -> SurveyResult:
         """See ``BlockIndex.survey``."""
         with self._lock:
             self._check_lease_limit(names, len(names), ttl)
-            seen = self._index.survey(names, ttl, time.monotonic(), openings)
+            seen = self._index.survey(names, ttl, time.monotonic(), first_block_hashes)
             self._wake_disk()
             return seen
 

@@ -22,7 +22,7 @@ from kvrelay.v1 import store_pb2 as pb
 from kvstore.base import Lease, Outcome
 from kvstore.claims import Claim
 from kvstore.disk.tier import DiskTier
-from kvstore.limits import MAX_LEASE_MS, MAX_NAMES, MAX_OPENINGS, MAX_SMALL
+from kvstore.limits import MAX_FIRST_BLOCK_HASHES, MAX_LEASE_MS, MAX_NAMES, MAX_SMALL
 from kvstore.server.block_store import BlockStore
 from kvstore.server.puts import first_head, grant_for, receive_stream
 from kvstore.server.responses import (
@@ -111,14 +111,14 @@ class StoreService:
         asked = checked_names("names", request.names, MAX_NAMES)
         if request.lease_ms > MAX_LEASE_MS:
             raise Rejected("lease_ms", f"{request.lease_ms} is more than {MAX_LEASE_MS}")
-        if (count := len(request.first_block_hashes)) > MAX_OPENINGS:
-            raise Rejected("first_block_hashes", f"{count} are more than {MAX_OPENINGS}")
+        if (count := len(request.first_block_hashes)) > MAX_FIRST_BLOCK_HASHES:
+            raise Rejected("first_block_hashes", f"{count} are more than {MAX_FIRST_BLOCK_HASHES}")
         if request.each:
             return self._surveyed(request, asked)
         scope, seconds = self._scope(), request.lease_ms / 1000
         names, tails = scope.keys(asked), scope.tails(tails_of(request))
-        openings = scope.openings(request.first_block_hashes)
-        found = self._store.lookup(names, tails, seconds, openings)
+        first_block_hashes = scope.first_block_hashes(request.first_block_hashes)
+        found = self._store.lookup(names, tails, seconds, first_block_hashes)
         return pb.LookupResponse(
             boot=self._store.boot,
             lead=found.lead,
@@ -133,15 +133,15 @@ class StoreService:
         if request.tails:
             raise Rejected("tails", "must be empty with each: ask for them as names")
         scope, seconds = self._scope(), request.lease_ms / 1000
-        openings = scope.openings(request.first_block_hashes)
-        found = self._store.survey(scope.keys(asked), seconds, openings)
+        first_block_hashes = scope.first_block_hashes(request.first_block_hashes)
+        found = self._store.survey(scope.keys(asked), seconds, first_block_hashes)
         return pb.LookupResponse(
             boot=self._store.boot,
             lengths=[size or 0 for size in found.sizes],
             lease=found.lease.id if found.lease else 0,
             lease_ms=request.lease_ms if found.lease else 0,
             misses=map(miss_message, found.misses),
-            first_block_known=found.opening,
+            first_block_known=found.first_block_known,
         )
 
     async def locate(self, request: pb.LocateRequest, context: object) -> pb.LocateResponse:

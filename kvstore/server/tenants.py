@@ -44,18 +44,19 @@ class TenantScope:
         if not self.prefix:
             return claims
         return [
-            Claim(self.key(c.name), c.size, c.partial, self._opening(c.opening)) for c in claims
+            Claim(self.key(c.name), c.size, c.partial, self._mixed_hash(c.first_block_hash))
+            for c in claims
         ]
 
-    def openings(self, openings: Iterable[int]) -> list[int]:
+    def first_block_hashes(self, hashes: Iterable[int]) -> list[int]:
         """Hashes of first blocks, mixed so that they reveal nothing of other tenants' prompts."""
-        return [self._mixed(opening) if self.prefix else opening for opening in openings]
+        return [self._mixed(number) if self.prefix else number for number in hashes]
 
-    def _opening(self, opening: int | None) -> int | None:
-        return None if opening is None else self._mixed(opening)
+    def _mixed_hash(self, number: int | None) -> int | None:
+        return None if number is None else self._mixed(number)
 
-    def _mixed(self, opening: int) -> int:
-        data = opening.to_bytes(8, "little")
+    def _mixed(self, number: int) -> int:
+        data = number.to_bytes(8, "little")
         return int.from_bytes(hashlib.blake2b(data, key=self.prefix, digest_size=8).digest())
 
 

@@ -70,8 +70,8 @@ def claims_of(claims: Iterable[pb.Claim], count: int, max_block: int) -> list[Cl
                 f"{size} is not in {least} .. {max_block};"
                 " raise the store's --max-block if your blocks are larger",
             )
-        opening = claim.first_block_hash if claim.HasField("first_block_hash") else None
-        values.append(Claim(name, size, claim.partial, opening))
+        first_block_hash = claim.first_block_hash if claim.HasField("first_block_hash") else None
+        values.append(Claim(name, size, claim.partial, first_block_hash))
     if len({claim.name for claim in values}) != count:
         raise Rejected("claims", "a name is given twice: send each block once")
     return values
@@ -80,7 +80,10 @@ def claims_of(claims: Iterable[pb.Claim], count: int, max_block: int) -> list[Cl
 def claim_message(offer: Offer) -> pb.Claim:
     """The message of an offer's claim."""
     return pb.Claim(
-        name=offer.name, length=offer.size, partial=offer.partial, first_block_hash=offer.opening
+        name=offer.name,
+        length=offer.size,
+        partial=offer.partial,
+        first_block_hash=offer.first_block_hash,
     )
 
 

@@ -104,17 +104,21 @@ class Stage(MemoryStore):
         tails: Sequence[Tail],
         ttl: float,
         timeout: float,
-        openings: Sequence[int] = (),
+        first_block_hashes: Sequence[int] = (),
     ) -> LookupResult:
         self.lookups.append((len(names), len(tails)))
         self._pass()
-        return super().lookup(names, tails, ttl, timeout, openings)
+        return super().lookup(names, tails, ttl, timeout, first_block_hashes)
 
     def survey(
-        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+        self,
+        names: Sequence[bytes],
+        ttl: float,
+        timeout: float,
+        first_block_hashes: Sequence[int] = (),
     ) -> SurveyResult:
         self._pass()
-        return super().survey(names, ttl, timeout, openings)
+        return super().survey(names, ttl, timeout, first_block_hashes)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         self._pass()

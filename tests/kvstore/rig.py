@@ -70,9 +70,9 @@ def present(store: Store, *blocks: Block) -> list[bool]:
 
 
 def why(
-    store: Store, *names: bytes, tails: Sequence[Tail] = (), openings: Sequence[int] = ()
+    store: Store, *names: bytes, tails: Sequence[Tail] = (), first_block_hashes: Sequence[int] = ()
 ) -> Miss | None:
-    return store.lookup(list(names), tails, 0, TIMEOUT, openings).missing
+    return store.lookup(list(names), tails, 0, TIMEOUT, first_block_hashes).missing
 
 
 def address_of(url: str) -> str:

@@ -417,14 +417,15 @@ def test_an_evicted_block_is_told_as_such(store: Store) -> None:
 def test_the_same_opening_under_another_name_is_of_another_namespace(store: Store) -> None:
     mine, other, later = make(), make(), make()
     store.put(
-        [replace(offer(other), opening=7), replace(offer(later), name=name_of(later))], TIMEOUT
+        [replace(offer(other), first_block_hash=7), replace(offer(later), name=name_of(later))],
+        TIMEOUT,
     )
-    assert why(store, name_of(mine), openings=[6, 7]) is Miss.OTHER_NAMESPACE
-    assert why(store, name_of(mine), openings=[6]) is Miss.NEVER_STORED
-    assert why(store, name_of(later), name_of(mine), openings=[7]) is Miss.NEVER_STORED
+    assert why(store, name_of(mine), first_block_hashes=[6, 7]) is Miss.OTHER_NAMESPACE
+    assert why(store, name_of(mine), first_block_hashes=[6]) is Miss.NEVER_STORED
+    assert why(store, name_of(later), name_of(mine), first_block_hashes=[7]) is Miss.NEVER_STORED
     store.clear(TIMEOUT)
-    assert why(store, name_of(mine), openings=[7]) is Miss.NEVER_STORED
-    assert why(store, name_of(other), openings=[7]) is Miss.CLEARED
+    assert why(store, name_of(mine), first_block_hashes=[7]) is Miss.NEVER_STORED
+    assert why(store, name_of(other), first_block_hashes=[7]) is Miss.CLEARED
 
 
 @ours_only

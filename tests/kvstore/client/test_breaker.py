@@ -26,12 +26,12 @@ class Patient(MemoryStore):
         tails: Sequence[Tail],
         ttl: float,
         timeout: float,
-        openings: Sequence[int] = (),
+        first_block_hashes: Sequence[int] = (),
     ) -> LookupResult:
         self.asked += 1
         if self.error is not None:
             raise self.error
-        return super().lookup(names, tails, ttl, timeout, openings)
+        return super().lookup(names, tails, ttl, timeout, first_block_hashes)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         self.asked += 1

@@ -69,7 +69,7 @@ def test_a_partial_block_whose_life_is_over_has_expired() -> None:
 
 
 @pytest.mark.parametrize(
-    ("near", "far", "opening", "told"),
+    ("near", "far", "known", "told"),
     [
         ((Miss.NEVER_STORED,), (Miss.EVICTED,), False, Miss.EVICTED),
         ((Miss.EXPIRED,), (Miss.EVICTED,), True, Miss.EXPIRED),
@@ -79,11 +79,11 @@ def test_a_partial_block_whose_life_is_over_has_expired() -> None:
     ],
 )
 def test_of_several_stores_the_one_that_knows_is_believed(
-    near: tuple[Miss, ...], far: tuple[Miss, ...], opening: bool, told: Miss
+    near: tuple[Miss, ...], far: tuple[Miss, ...], known: bool, told: Miss
 ) -> None:
     answers = {
         "near": SurveyResult((None,), None, near),
-        "far": SurveyResult((None,), None, far, opening),
+        "far": SurveyResult((None,), None, far, known),
     }
     assert united(answers, 1, []).missing is told
     assert united(answers, 0, [Tail(0, A)]).missing is told

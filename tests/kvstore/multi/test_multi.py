@@ -53,13 +53,17 @@ class Stage(MemoryStore):
         self.asked = threading.Semaphore(0)
 
     def survey(
-        self, names: Sequence[bytes], ttl: float, timeout: float, openings: Sequence[int] = ()
+        self,
+        names: Sequence[bytes],
+        ttl: float,
+        timeout: float,
+        first_block_hashes: Sequence[int] = (),
     ) -> SurveyResult:
         self.surveys += 1
         self._pass()
         if self.lies is not None:
             return SurveyResult(self.lies[: len(names)], None)
-        return super().survey(names, ttl, timeout, openings)
+        return super().survey(names, ttl, timeout, first_block_hashes)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         self._pass()

@@ -112,12 +112,14 @@ def test_a_tenant_may_have_a_block_looked_at_again(connect: Connect) -> None:
 
 def test_why_a_block_is_missing_says_nothing_of_others(connect: Connect) -> None:
     alice, bob, admin = connect(ALICE), connect(BOB), connect(ADMIN)
-    block, opening = make(), 7
-    offered = pb.Claim(name=name_of(block), length=block.size, first_block_hash=opening)
+    block, first_block_hash = make(), 7
+    offered = pb.Claim(name=name_of(block), length=block.size, first_block_hash=first_block_hash)
     assert raw_put(alice, offered, block) == pb.VERDICT_STORED
     other = make()
     for tenant, reason in ((alice, Miss.OTHER_NAMESPACE), (bob, Miss.NEVER_STORED)):
-        found = tenant.lookup([name_of(other)], [], 0.0, TIMEOUT, openings=[opening])
+        found = tenant.lookup(
+            [name_of(other)], [], 0.0, TIMEOUT, first_block_hashes=[first_block_hash]
+        )
         assert found.missing is reason
     admin.clear(TIMEOUT)
     for tenant, reason in ((alice, Miss.CLEARED), (bob, Miss.NEVER_STORED)):
