@@ -25,7 +25,7 @@ MAX_TOMBSTONES = 1 << 16
 
 
 class Tombstones:
-    """Reasons of removal by a hash of the name, newest last; first-block hashes of stored blocks."""
+    """Reasons of removal by a hash of the name, newest last; hashes of stored first blocks."""
 
     def __init__(self, limit: int = MAX_TOMBSTONES) -> None:
         self._limit = limit
