@@ -17,10 +17,11 @@ from kvstore.claims import Claim
 from kvstore.disk.record import record_bytes
 from kvstore.disk.segment_index import DiskLocation, SegmentIndex, entry_on_disk
 from kvstore.disk.write_queue import WriteQueue
-from kvstore.index.block_index import BlockIndex, ChooseVictim, IndexOptions
+from kvstore.index.block_index import BlockIndex, IndexOptions
 from kvstore.index.entries import IndexEntry, PlaceAllocator
 from kvstore.index.events import RemovalReason
 from kvstore.index.eviction.policy import EvictionPolicy
+from kvstore.index.eviction.victims import ChooseVictim
 from kvstore.stats import DiskCounters, DiskStats, StoreStats
 
 HELD_SECONDS = 60.0

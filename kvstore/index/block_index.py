@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -22,8 +22,8 @@ from kvstore.base import Lease, LookupResult, PutStatus, SurveyResult, Tail
 from kvstore.claims import Claim, Grant, prefix_of
 from kvstore.index.entries import IndexEntry, Located, PlaceAllocator
 from kvstore.index.events import EventLog, RemovalReason
-from kvstore.index.eviction.policy import EvictionNode, EvictionPolicy
-from kvstore.index.eviction.victims import VictimSelector
+from kvstore.index.eviction.policy import EvictionPolicy
+from kvstore.index.eviction.victims import ChooseVictim, VictimSelector
 from kvstore.index.reservations import Borrowed, Reservation, Reservations
 from kvstore.index.stored_blocks import StoredBlocks
 from kvstore.index.tombstones import MISS_REASONS, Tombstones
@@ -31,9 +31,6 @@ from kvstore.limits import KEPT_EVENTS, WHOLE_BUDGET, ReservationShares
 from kvstore.stats import StoreCounters, StoreStats
 
 V = TypeVar("V")
-
-ChooseVictim = Callable[[Claim], EvictionNode | None]
-"""The block to evict so that the claimed one may come; ``None`` if there is none."""
 
 
 @dataclass(frozen=True, slots=True)

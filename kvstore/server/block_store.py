@@ -23,12 +23,12 @@ from kvstore.claims import Claim, Grant, check_block, prefix_of
 from kvstore.disk.locked_index import LockedIndex
 from kvstore.disk.segment_index import SegmentIndex, entry_on_disk
 from kvstore.disk.tiered_index import TieredIndex
-from kvstore.index.block_index import BlockIndex, ChooseVictim, IndexOptions
+from kvstore.index.block_index import BlockIndex, IndexOptions
 from kvstore.index.entries import IndexEntry, Located
 from kvstore.index.events import BlockEvent
 from kvstore.index.eviction import make_policy
 from kvstore.index.eviction.policy import EvictionPolicy
-from kvstore.index.eviction.victims import QuotaPolicy
+from kvstore.index.eviction.victims import ChooseVictim, QuotaPolicy
 from kvstore.limits import StoreLimits
 from kvstore.server.arena import Arena, capacity_for
 from kvstore.server.slot import WriteSlot

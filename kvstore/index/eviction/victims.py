@@ -16,6 +16,9 @@ from kvstore.index.eviction.policy import EvictionNode, EvictionPolicy
 
 V = TypeVar("V")
 
+ChooseVictim = Callable[[Claim], EvictionNode | None]
+"""The block to evict so that the claimed block fits; ``None`` if there is no candidate."""
+
 
 class VictimSelector(Generic[V]):
     """The victim of one policy; the oldest free block if every free block has leased children."""
