@@ -25,7 +25,7 @@ def test_replay_of_a_run_with_preemptions(
     with cluster(models("llama"), prefill=0, block_size=4, num_blocks=40) as up:
         answers = complete_all(up.router, queries, at_once=64)
         assert main(["doctor", "--audit", up.addresses("decode")[0]]) == 0
-        assert "all of it holds" in capsys.readouterr().out
+        assert "all invariants hold" in capsys.readouterr().out
     preemptions = sum(leg.preemptions for answer in answers for leg in answer.usage.legs)
     with journal.open(encoding="utf-8") as lines:
         done = replay(lines)

@@ -126,7 +126,7 @@ def test_doctor_names_the_request_and_the_numbers_and_the_others_are_served(
         first = tokens_of(live.decode("first", channel))
         assert len(first) == 6
         assert main(audit) == 0
-        assert "all of it holds" in capsys.readouterr().out
+        assert "all invariants hold" in capsys.readouterr().out
         stuck = live.decode("stuck", channel)
         live.until(lambda: live.worker.engine.load().loading == 1)
         live.between_steps(compute_what_has_no_room)
