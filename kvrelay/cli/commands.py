@@ -26,8 +26,8 @@ class Command:
         """Its ``main``; ``NotInstalled`` if a package is missing, or the benchmarks are."""
         if self.module.startswith("benchmarks.") and clone_root() is None:
             raise NotInstalled(
-                f"{self.name!r} measures with code that is not in the wheel: clone kvrelay's"
-                " repository, run `make venv` there, then .venv/bin/kvrelay"
+                f"the code of {self.name!r} is not in the wheel: clone kvrelay's repository,"
+                " run `make venv` there, then use its .venv/bin/kvrelay"
             )
         require(*self.extras)
         with sigint.sigint_exits():
