@@ -5,6 +5,7 @@ Nothing is fetched: the virtual environments see the packages that the tests run
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -49,10 +50,12 @@ class Installed:
     def run(
         self, *words: str | Path, cwd: Path, seconds: float = 60
     ) -> subprocess.CompletedProcess[str]:
-        """A program of this environment."""
+        """A program of this environment; other tests set variables that are options to it."""
+        own = {name: text for name, text in os.environ.items() if not name.startswith("KVRELAY_")}
         return subprocess.run(
             [str(word) for word in words],
             cwd=cwd,
+            env=own,
             capture_output=True,
             text=True,
             timeout=seconds,
