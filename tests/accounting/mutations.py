@@ -259,8 +259,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "who passes leaves no room",
-        "self._missing(request, found, stays) + owed",
-        "self._missing(request, found, stays)",
+        "self._missing(request, found, to_end) + owed",
+        "self._missing(request, found, to_end)",
     ),
     _scheduler(
         "who passes leaves no place",
@@ -274,8 +274,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "who passes grows into the room it left",
-        "stays = passing or",
-        "stays =",
+        "to_end = passing or",
+        "to_end =",
     ),
     _scheduler(
         "what is kept for who was passed counts as room",
@@ -284,7 +284,7 @@ MUTATIONS = (
     ),
     _scheduler(
         "preempted requests come back too early",
-        "length = request.stored_positions if stays else request.length",
+        "length = request.stored_positions if to_end else request.length",
         "length = request.length",
     ),
     _scheduler(

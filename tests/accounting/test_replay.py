@@ -184,7 +184,7 @@ def test_the_command_says_what_it_found(
     path = tmp_path / "journal"
     path.write_text("".join(lines), encoding="utf-8")
     assert main([str(path)]) == 0
-    assert "every one the same" in capsys.readouterr().out
+    assert "ended: all equal" in capsys.readouterr().out
     path.write_text("".join(lines).replace('"preemptions":40', '"preemptions":41'))
     assert main([str(path)]) == 1
     assert "recorded preemptions 41, replayed 40" in capsys.readouterr().out

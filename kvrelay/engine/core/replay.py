@@ -51,10 +51,10 @@ class Replayed:
     difference: Difference | None
 
     def __str__(self) -> str:
-        verdict = "every one the same" if self.difference is None else f"then {self.difference}"
+        outcome = "all equal" if self.difference is None else f"then {self.difference}"
         return (
             f"{self.events} events, {self.steps} steps, {self.preemptions} preemptions,"
-            f" {self.ended} requests ended: {verdict}"
+            f" {self.ended} requests ended: {outcome}"
         )
 
 

@@ -181,8 +181,8 @@ class Scheduler:
                 passing = True
                 continue
             external = min(max(answer, 0), request.length - 1 - local)  # D4
-            stays = passing or (residents > 0 and bool(request.runs))
-            wanted = self._missing(request, found, stays) + owed
+            to_end = passing or (residents > 0 and bool(request.runs))
+            wanted = self._missing(request, found, to_end) + owed
             wanted += max(self.limits.headroom * residents, self._growth() if passing else 0)
             if (not external and budget < 1) or wanted > self.pool.available({*found, *kept}):
                 break
@@ -201,13 +201,13 @@ class Scheduler:
         order = request.order
         return self._lookup(Query(request.id, request.tokens, request.names, local, order.space))
 
-    def _missing(self, request: Request, found: list[int], stays: bool) -> int:
-        """Blocks to take beside those found: up to the request's length, or to its final length.
+    def _missing(self, request: Request, found: list[int], to_end: bool) -> int:
+        """Blocks to take beside those found: for the request's length, or ``to_end`` for all.
 
-        A preempted request ``stays`` once it is admitted again: it gets room for all positions it
-        can still need, so that it is not preempted again and again.
+        A preempted request is admitted again only with blocks for all positions that it can still
+        need, so that it is not preempted again and again.
         """
-        length = request.stored_positions if stays else request.length
+        length = request.stored_positions if to_end else request.length
         return -(length // -self.limits.block_size) - len(found)
 
     def _growth(self) -> int:
