@@ -16,7 +16,7 @@ UNREADABLE = "Invalid encoding on"  # the beginning of grpcio's message; the hea
 SERVING_TASK = "AioServer._server_main_loop"
 FIXED_IN: tuple[int, int] | None = None
 """The first release whose server survives a method name that is not UTF-8; ``None``: no release
-does. Seen in 1.85.1, the newest one; grpc/grpc's master has the same line in ``server.pyx.pxi``."""
+does. Seen in 1.85.1, the newest one. No issue of grpc/grpc describes it yet."""
 
 log = logging.getLogger("kvrelay.rpc")
 _strict = codecs.lookup_error("strict")
