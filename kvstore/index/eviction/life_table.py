@@ -14,7 +14,7 @@ Cidon ("LHD", NSDI 2018).
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import defaultdict
 
 OCTAVES = 20
@@ -50,11 +50,11 @@ class LifeTable:
         if not self._starts:
             self._open(at)
             self._counted = at
-        self._cohorts[-1][use_class] += 1
+        self._cohort(at)[use_class] += 1
 
     def end(self, use_class: int, since: float, now: float, used: bool) -> None:
         """A waiting block was used again, or is forgotten."""
-        cohort = self._cohorts[bisect_right(self._starts, since) - 1]
+        cohort = self._cohort(since)
         cohort[use_class] -= 1
         if not cohort[use_class]:
             del cohort[use_class]
@@ -105,6 +105,11 @@ class LifeTable:
         self._counted = now
         self._merge(now)
         self._rank_all()
+
+    def _cohort(self, at: float) -> dict[int, int]:
+        """The blocks that wait since ``at``. A cohort begins after its start, so that one opened at
+        the time of a use does not get the blocks that were counted before it was opened."""
+        return self._cohorts[max(bisect_left(self._starts, at) - 1, 0)]
 
     def _open(self, start: float) -> None:
         self._starts.append(start)

@@ -128,6 +128,28 @@ def test_a_life_table_ranks_what_never_returns_below_what_does_and_waits_for_it(
     assert len(table._starts) < 100
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_life_table_counts_blocks_that_are_used_at_the_moment_of_a_refresh(seed: int) -> None:
+    """They were taken out of a cohort in which they had not been counted: hazards overflowed."""
+    table, chance, now = LifeTable(), random.Random(seed), 0.0
+    waiting: list[tuple[int, float]] = []
+    for _ in range(4000):
+        event = chance.random()
+        if event < 0.45 or not waiting:
+            waiting.append((chance.randrange(3), now))
+            table.begin(*waiting[-1])
+        elif event < 0.85:
+            use_class, since = waiting.pop(chance.randrange(len(waiting)))
+            table.end(use_class, since, now, used=chance.random() < 0.7)
+        elif event < 0.95:
+            table.refresh(now)
+        else:
+            now += chance.choice([0.5, 3.0, 40.0])
+        counts = [count for cohort in table._cohorts for count in cohort.values()]
+        assert min(counts, default=1) > 0
+        assert sum(counts) == len(waiting)
+
+
 def test_before_anything_is_learned_the_oldest_goes() -> None:
     policy = ExpectedReturns()
     assert not LifeTable().ready
