@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvrelay.errors import Rejected
 
-DEFAULT_MAX_TOKENS = 16  # of a request that names none, as vLLM's; so is the temperature
+DEFAULT_MAX_TOKENS = 16  # this and the temperature are vLLM's defaults
 DEFAULT_TEMPERATURE = 1.0
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -25,7 +25,7 @@ class Sampling:
 
     A sampled token of ``stop_token_ids`` ends the request, one of ``eos_token_ids`` does unless
     ``ignore_eos``; neither can be sampled before ``min_tokens`` tokens were. ``logprobs`` is
-    ``None`` for no log probabilities, else how many of the most likely tokens to report beside the
+    ``None`` for no log probabilities, else the number of likeliest tokens to report beside the
     chosen one. ``seed`` is an unsigned 64-bit number.
     """
 

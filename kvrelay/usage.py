@@ -10,9 +10,9 @@ from enum import Enum
 
 
 class Miss(Enum):
-    """Why a block of KV could not be had from the store, in usages and as a metric's label.
+    """Why a block was not loaded from the store; in usages, and a label of metrics.
 
-    Of several missing blocks in a row the first one decides: those after it are of no use.
+    The first missing block gives the reason for all blocks after it, which cannot be used.
     """
 
     NEVER_STORED = "never_stored"  # since the store's start, as far back as it remembers
@@ -20,8 +20,8 @@ class Miss(Enum):
     EXPIRED = "expired"  # the lease of a partial block ran out
     CLEARED = "cleared"  # an operator cleared the store
     OTHER_NAMESPACE = "other_namespace"  # stored for another model, dtype or layout
-    FAILED_VERIFICATION = "failed_verification"  # the bytes loaded were not those wanted
-    TOO_LATE = "too_late"  # stored or on its way, and not loaded in time
+    FAILED_VERIFICATION = "failed_verification"  # the loaded bytes were not the block's
+    TOO_LATE = "too_late"  # stored or being stored, but not loaded in time
     UNREACHABLE = "unreachable"  # the store did not answer
     UNKNOWN = "unknown"  # the store cannot tell, for example after its restart
 

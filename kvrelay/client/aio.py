@@ -27,7 +27,7 @@ GenerateCall: TypeAlias = (
 
 
 class AsyncStream(BaseStream["GenerateCall"], AsyncIterator[Chunk]):
-    """An answer as it comes. ``aclose``, ``async with`` or dropping the stream cancels the work."""
+    """A streamed answer. ``aclose``, ``async with`` or dropping the stream cancels the request."""
 
     def __init__(
         self, request: router_pb2.GenerateRequest, call: GenerateCall, liveness: Liveness
@@ -45,24 +45,24 @@ class AsyncStream(BaseStream["GenerateCall"], AsyncIterator[Chunk]):
             if self._received.ended:
                 raise StopAsyncIteration from None
             raise self._lost or from_rpc_error(error) from error
-        except asyncio.CancelledError:  # of this task, or of the call only
+        except asyncio.CancelledError:  # either this task or only its call was cancelled
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             if self._cancelled or self._received.ended:
                 raise StopAsyncIteration from None
             raise self._lost or Unavailable(
-                "the client was closed while the answer was under way"
+                "the client was closed before the answer ended"
             ) from None
         return self._take(message)
 
     @property
     def open(self) -> bool:
-        """Whether more may come."""
+        """Whether more chunks may follow."""
         return self._lost is None and not self._call.done()
 
     async def aclose(self) -> None:
-        """As ``cancel``: for ``contextlib.aclosing``."""
+        """Cancel the request; ``contextlib.aclosing`` calls this."""
         self.cancel()
 
     async def __aenter__(self) -> Self:
@@ -82,7 +82,7 @@ class AsyncStream(BaseStream["GenerateCall"], AsyncIterator[Chunk]):
 
 
 class AsyncClient:
-    """A connection to a router, for one event loop; make it and close it in that loop."""
+    """A connection to a router. Create, use and close it in one event loop."""
 
     def __init__(
         self,
@@ -113,22 +113,22 @@ class AsyncClient:
 
     @takes_parameters(Parameters)
     def generate(self, parameters: Parameters) -> AsyncStream:
-        """Generates an answer; ``async for`` takes its chunks as they are made.
+        """Generates an answer and streams its chunks as they are made.
 
-        Raises ``Rejected`` here for parameters that cannot be sent, other errors while reading.
+        Raises ``Rejected`` at once for invalid parameters; reading the stream raises other errors.
         """
         return self._start(parameters.message(), parameters.timeout)
 
     @takes_parameters(Parameters)
     async def complete(self, parameters: Parameters) -> Completion:
-        """Generates an answer and waits for the whole of it."""
+        """Generates an answer and waits until it is complete."""
         async with self._start(parameters.message(), parameters.timeout) as stream:
             return completion_of([chunk async for chunk in stream])
 
     def resume(self, stream: AsyncStream, timeout: float | None = None) -> AsyncStream:
-        """Continues a broken stream: the same tokens follow, none twice.
+        """Continues a broken stream after its last token; no token is repeated.
 
-        The stream may be of another client. Raises ``Rejected`` if its answer has ended.
+        The stream may belong to another client. Raises ``Rejected`` if its answer has ended.
         """
         stream.cancel()
         return self._start(stream.continued(), timeout)

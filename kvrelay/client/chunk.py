@@ -1,4 +1,4 @@
-"""What a client gets: chunks of an answer as they come, or the whole answer as a completion."""
+"""What a client receives: an answer in chunks, or the whole answer as a completion."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from kvrelay.v1 import router_pb2
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens and new text; text waits while it may be the beginning of a stop string.
+    """New tokens and new text. Text that may be the start of a stop string is held back.
 
     ``finish_reason`` and ``usage`` are on the last chunk, ``seed`` and ``request_id`` on each.
-    ``logprobs`` has one entry for each token if they were asked for, else none.
+    ``logprobs`` has one entry for each token if the request asked for them, and is else empty.
     """
 
     text: str
@@ -58,7 +58,7 @@ class ResumeState:
         self._weights = request.weights
         self._prompt_hash = request.prompt_hash
         self._known = False
-        self.ended = False  # by the last message: the answer is whole, whatever fails after it
+        self.ended = False  # set by the last message: a later error loses nothing
         self.unanswered = request.ByteSize()  # bytes of the request until the first message
 
     def take(self, message: router_pb2.GenerateResponse) -> Chunk:
@@ -89,7 +89,7 @@ class ResumeState:
 
     def continued(self) -> router_pb2.GenerateRequest:
         """The request that resumes after the tokens received; ``Rejected`` for an ended answer."""
-        if self.ended:  # text held back to the end would come a second time
+        if self.ended:  # the text held back until the end would be repeated
             raise Rejected("stream", "its answer has ended: there is nothing to resume")
         request = router_pb2.GenerateRequest()
         request.CopyFrom(self._request)
@@ -102,7 +102,7 @@ class ResumeState:
 
 
 def completion_of(chunks: Sequence[Chunk]) -> Completion:
-    """The chunks of one stream together; ``Unavailable`` if the last one is missing."""
+    """Join the chunks of one stream; ``Unavailable`` if the last one is missing."""
     last = chunks[-1] if chunks else None
     if last is None or last.finish_reason is None or last.usage is None:
         raise Unavailable("the stream ended before the answer did")

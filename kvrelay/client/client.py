@@ -40,7 +40,7 @@ class _Call(Cancellable, Protocol):
 
 
 class Stream(BaseStream[_Call], Iterator[Chunk]):
-    """An answer as it comes, for one thread. Closing or dropping the stream cancels the work."""
+    """A streamed answer, for one thread. Closing or dropping the stream cancels the request."""
 
     def __next__(self) -> Chunk:
         """Raises ``KvrelayError`` if the stream cannot continue."""
@@ -49,7 +49,7 @@ class Stream(BaseStream[_Call], Iterator[Chunk]):
         try:
             message = next(self._call)
         except grpc.RpcError as error:
-            # Cancelled meanwhile by another thread or a signal handler, or whole already.
+            # Another thread or a signal handler cancelled the stream, or the answer is complete.
             if self._cancelled or self._received.ended:
                 raise StopIteration from None
             raise self._lost or from_rpc_error(error) from error
@@ -57,11 +57,11 @@ class Stream(BaseStream[_Call], Iterator[Chunk]):
 
     @property
     def open(self) -> bool:
-        """Whether more may come."""
+        """Whether more chunks may follow."""
         return self._lost is None and self._call.is_active()
 
     def close(self) -> None:
-        """As ``cancel``."""
+        """Cancel the request."""
         self.cancel()
 
     def __enter__(self) -> Self:
@@ -80,7 +80,7 @@ class Stream(BaseStream[_Call], Iterator[Chunk]):
 
 
 class Client:
-    """A connection to a router. Threads may share it; close it, or use it in ``with``."""
+    """A connection to a router. Threads may share it. Close it, or use it in ``with``."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Client:
     ) -> None:
         """Connects with the first request.
 
-        token: the bearer token that this client shows. It is sent in plain text to this machine
+        token: the bearer token that this client sends. Without TLS it is sent to this machine
             only, unless ``allow_insecure``.
         tls_ca, tls_cert, tls_key: paths of PEM files: the authority to trust, this client's own
             certificate and its key. tls_name: the name in the router's certificate if it is not its
@@ -119,20 +119,20 @@ class Client:
     def generate(self, parameters: Parameters) -> Stream:
         """Generates an answer and streams its chunks as they are made.
 
-        Raises ``Rejected`` here for parameters that cannot be sent, other errors while reading.
+        Raises ``Rejected`` at once for invalid parameters; reading the stream raises other errors.
         """
         return self._start(parameters.message(), parameters.timeout)
 
     @takes_parameters(Parameters)
     def complete(self, parameters: Parameters) -> Completion:
-        """Generates an answer and waits for the whole of it."""
+        """Generates an answer and waits until it is complete."""
         with self._start(parameters.message(), parameters.timeout) as stream:
             return completion_of(list(stream))
 
     def resume(self, stream: Stream, timeout: float | None = None) -> Stream:
-        """Continues a broken stream: the same tokens follow, none twice.
+        """Continues a broken stream after its last token; no token is repeated.
 
-        The stream may be of another client. Raises ``Rejected`` if its answer has ended.
+        The stream may belong to another client. Raises ``Rejected`` if its answer has ended.
         """
         stream.close()
         return self._start(stream.continued(), timeout)
@@ -178,7 +178,7 @@ class Client:
 def _watch(liveness: Liveness, channel: grpc.Channel, closed: threading.Event) -> None:
     answered = False
     while (step := liveness.next(answered)) is not None and not closed.is_set():
-        with suppress(ValueError):  # of a channel that was closed meanwhile
+        with suppress(ValueError):  # the channel was closed meanwhile
             answered = step.probe and responds_sync(channel, step.seconds)
         if not step.probe:
             closed.wait(step.seconds)

@@ -13,9 +13,9 @@ MAX_MESSAGE_BYTES = 32 << 20
 
 
 def channel_options(options: ChannelOptions | None, access: SecurityOptions) -> ChannelOptions:
-    """``options`` with this access; ``Rejected`` names the parameter that cannot be used.
+    """``options`` with the client's credentials; ``Rejected`` names an invalid parameter.
 
-    Without any access the channel uses what the process has installed.
+    Without credentials of its own the channel uses those installed in the process.
     """
     chosen = options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES)
     if access == SecurityOptions():
@@ -24,6 +24,6 @@ def channel_options(options: ChannelOptions | None, access: SecurityOptions) -> 
 
 
 def check_open(closed: bool) -> None:
-    """``Unavailable`` once a client was closed."""
+    """Raise ``Unavailable`` if the client is closed."""
     if closed:
         raise Unavailable("this client is closed: make another one")

@@ -34,7 +34,7 @@ class Logprobs:
 
 
 def finish_reason_of(reason: types_pb2.FinishReason.ValueType) -> FinishReason | None:
-    """``None`` while the answer goes on."""
+    """``None`` while the answer is not complete."""
     return _FINISH.get(reason)
 
 
@@ -82,9 +82,9 @@ def leg_usage_of(message: types_pb2.LegUsage) -> LegUsage:
         run_seconds=message.run_seconds,
         saved=message.saved if message.HasField("saved") else None,
         external_by_store=tuple(
-            StoreTokens(one.store, one.tokens) for one in message.external_by_store
+            StoreTokens(entry.store, entry.tokens) for entry in message.external_by_store
         ),
-        missed=tuple(MissedBlocks(_miss(one.reason), one.blocks) for one in message.missed),
+        missed=tuple(MissedBlocks(_miss(entry.reason), entry.blocks) for entry in message.missed),
         lost=message.lost,
     )
 

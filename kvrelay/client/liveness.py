@@ -1,8 +1,9 @@
 """Whether the router still answers while streams from it are open.
 
-A stopped router keeps its connections: its kernel acknowledges what is sent to it, and gRPC's
-pings get a minute (``kvrelay.rpc.keepalive``). So a client that has heard nothing for a while asks
-for the router's health. Any response counts; without one the client ends its streams.
+The connections of a stopped router stay up: its kernel acknowledges data, and gRPC's pings time out
+only after a minute (``kvrelay.rpc.keepalive``). So after ``QUIET_SECONDS`` without a message the
+client sends health checks. Any response counts, even an error. After ``PROBES`` checks without a
+response the client ends its streams.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvrelay.rpc.status import from_rpc_error
 
 QUIET_SECONDS = 5.0
 ANSWER_SECONDS = 5.0
-PROBES = 2  # in a row: during one of them this very process may have been stopped
+PROBES = 2  # in a row: this process itself may have been stopped during one of them
 HEALTH = "/grpc.health.v1.Health/Check"
 
 
@@ -46,7 +47,7 @@ class LivenessStep:
 
 
 class Liveness:
-    """For the streams of one client, from any thread. A stream that is dropped is forgotten."""
+    """Watches the streams of one client; thread-safe. Streams are held weakly."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -60,23 +61,23 @@ class Liveness:
         """Watch another stream. Returns whether the caller has to start carrying out the steps."""
         with self._lock:
             if not self._open():
-                self.hear()
+                self.note_message()
             self._streams.add(stream)
             first = not self._watched
             self._watched = True
             return first
 
-    def hear(self) -> None:
-        """The router sent something."""
+    def note_message(self) -> None:
+        """Note that the router sent a message."""
         self._heard = time.monotonic()
 
     def next(self, answered: bool) -> LivenessStep | None:
-        """The next step, ``None`` once no stream is open; ``answered``: the last probe was.
+        """The next step, ``None`` once no stream is open. ``answered``: the last probe succeeded.
 
-        For one thread or task, which carries the step out.
+        One thread or task calls this and carries out the steps.
         """
         if answered:
-            self.hear()
+            self.note_message()
         if self._heard > self._probed:
             self._unanswered = 0
         elif self._unanswered >= PROBES:
@@ -108,11 +109,11 @@ class Liveness:
         with self._lock:
             lost = self._open()
         for stream in lost:
-            stream.give_up(Unavailable(f"{silent}: resume the answer, there or at another router"))
+            stream.give_up(Unavailable(f"{silent}: resume the stream, there or at another router"))
 
 
 async def responds(channel: grpc.aio.Channel, seconds: float) -> bool:
-    """Whether the server responds to a health check within ``seconds``, be it with an error."""
+    """Whether the server responds to a health check within ``seconds``, even with an error."""
     check: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH)
     try:
         await check(b"", timeout=seconds)
@@ -122,7 +123,7 @@ async def responds(channel: grpc.aio.Channel, seconds: float) -> bool:
 
 
 def responds_sync(channel: grpc.Channel, seconds: float) -> bool:
-    """The same for code without an event loop."""
+    """``responds`` for threads."""
     check: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH)
     try:
         check(b"", timeout=seconds)

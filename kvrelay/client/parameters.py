@@ -1,6 +1,6 @@
-"""The parameters of a request: one list of them for every method that generates, and its message.
+"""The parameters of a request, shared by every method that generates, and their message.
 
-Values that no message can carry are refused here.
+Values that protobuf cannot encode are rejected here.
 """
 
 from __future__ import annotations
@@ -22,25 +22,23 @@ R = TypeVar("R")
 S = TypeVar("S")
 T = TypeVar("T")
 
-LONGEST_SECONDS = 1e8  # the longest timeout that gRPC counts; a longer one is no limit
+LONGEST_SECONDS = 1e8  # gRPC's longest timeout; a longer one means no limit
 INPUTS = ("prompt", "messages", "token_ids")
 HINTS: Mapping[str, str] = {
     "stream": "generate() always streams, complete() waits for the whole answer",
     "n": "one call makes one answer: call again with another seed",
     "best_of": "one call makes one answer: call again with another seed",
-    "max_new_tokens": "say max_tokens, which counts output tokens only",
-    "max_completion_tokens": "say max_tokens, which counts output tokens only",
-    "max_length": "say max_tokens, which counts output tokens only",
+    "max_new_tokens": "use max_tokens, which counts output tokens only",
+    "max_completion_tokens": "use max_tokens, which counts output tokens only",
+    "max_length": "use max_tokens, which counts output tokens only",
     "do_sample": "temperature=0 takes the likeliest token, any other temperature samples",
-    "input_ids": "say token_ids",
-    "prompt_token_ids": "say token_ids",
-    "stop_sequences": "say stop",
-    "stop_strings": "say stop",
-    "top_logprobs": "say logprobs, the number of likeliest tokens to report",
+    "input_ids": "use token_ids",
+    "prompt_token_ids": "use token_ids",
+    "stop_sequences": "use stop",
+    "stop_strings": "use stop",
+    "top_logprobs": "use logprobs, the number of likeliest tokens to report",
     "system": 'a system message is the first of messages: [("system", "..."), ("user", "...")]',
 }
-
-
 SAMPLING = (
     "temperature",
     "top_k",
@@ -62,18 +60,18 @@ class Parameters:
 
     timeout: seconds for the whole answer; default no limit.
     prompt: text. messages: mappings with ``role`` and ``content``, or pairs of them, rendered by
-        the model's chat template. token_ids: a prompt that is tokenised already.
+        the model's chat template. token_ids: a prompt that is already tokenized.
     output_token_ids: output tokens so far, to continue an answer; ``resume`` does it by itself.
     max_tokens: output tokens in all, those of ``output_token_ids`` included; default 16.
     sampling: a ``Sampling``; each of the following parameters replaces a field of it.
-    temperature: 0 takes the likeliest token; default 1. top_k, top_p, min_p: sample from so many
-        tokens, from this much of the probability, from tokens at least this likely compared with
-        the likeliest; default off.
+    temperature: 0 takes the likeliest token; default 1. top_k: sample from this many likeliest
+        tokens. top_p: from the likeliest tokens that together have this probability. min_p: from
+        tokens with at least this fraction of the likeliest one's probability. Default off.
     repetition_penalty, presence_penalty, frequency_penalty: as in vLLM; default off.
-    seed: the same seed gives the same answer; drawn if absent, and told with every chunk.
-    stop, stop_token_ids: text and tokens that end the answer. ignore_eos: the end-of-sequence token
-        does not. min_tokens: nothing ends it before that many output tokens.
-    logprobs: report the log probability of each token and of that many of the likeliest.
+    seed: the same seed gives the same answer; drawn if absent, and returned with every chunk.
+    stop, stop_token_ids: text and tokens that end the answer. ignore_eos: do not end at the
+        end-of-sequence token. min_tokens: do not end before this many output tokens.
+    logprobs: report the log probability of each token and of this many likeliest tokens.
     model: the model's name; ``NotFound`` if another is served. request_id: default drawn.
     explain: fill in ``missed`` in the usage of each leg: the blocks that were not found, and why.
     priority: -8 to 8; higher goes first among the waiting requests of one tenant.
@@ -106,7 +104,7 @@ class Parameters:
     priority: int | None = None
 
     def message(self) -> router_pb2.GenerateRequest:
-        """Raises ``Rejected`` naming the parameter that cannot be sent."""
+        """The protobuf message. Raises ``Rejected`` naming the parameter that cannot be sent."""
         request = router_pb2.GenerateRequest()
         self._set_input(request)
         for name in ("max_tokens", "model", "request_id", "explain", "priority"):
@@ -147,7 +145,7 @@ class Parameters:
 
 
 def seconds_of(timeout: float | None) -> float | None:
-    """A timeout as gRPC takes it; one below 0 has run out. ``Rejected`` if it is not a number."""
+    """The timeout for gRPC, ``None`` for no limit. Raises ``Rejected`` if it is not a number."""
     if timeout is None or timeout > LONGEST_SECONDS:
         return None
     if math.isnan(timeout):
@@ -158,12 +156,13 @@ def seconds_of(timeout: float | None) -> float | None:
 def takes_parameters(
     known: Callable[P, Parameters],
 ) -> Callable[[Callable[[S, Parameters], R]], Callable[Concatenate[S, P], R]]:
-    """Gives a method the arguments of ``known``: the class ``Parameters``, made of them.
+    """Gives a method the arguments of ``known``, and calls it with the ``Parameters`` they make.
 
-    Type checkers and ``help`` see every parameter by name. ``TypeError`` with a hint for others.
+    Type checkers and ``help`` see every parameter by name. An unknown argument raises ``TypeError``
+    with a hint.
     """
     shown = list(inspect.signature(known, eval_str=True).parameters.values())
-    names = [one.name for one in shown]
+    names = [parameter.name for parameter in shown]
 
     def decorate(method: Callable[[S, Parameters], R]) -> Callable[Concatenate[S, P], R]:
         def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -182,7 +181,7 @@ def takes_parameters(
 
 
 def _hint(name: str, known: Sequence[str]) -> str:
-    """What to say instead of a parameter that does not exist."""
+    """The advice for an argument that does not exist."""
     if name in HINTS:
         return HINTS[name]
     close = difflib.get_close_matches(name, known, 1)
@@ -220,7 +219,7 @@ def _extend(target: MutableSequence[T], field: str, values: Iterable[T] | None) 
     try:
         elements = iter(values)
     except TypeError as error:
-        raise Rejected(field, f"{values!r:.80} is no sequence") from error
+        raise Rejected(field, f"{values!r:.80} is not a sequence") from error
     for index, value in enumerate(elements):
         try:
             target.append(value)

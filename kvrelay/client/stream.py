@@ -1,4 +1,4 @@
-"""What a stream for threads and one for asyncio have in common."""
+"""What the streams for threads and for asyncio have in common."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvrelay.v1 import router_pb2
 
 
 class Cancellable(Protocol):
-    """The gRPC call below a stream, as far as both kinds use it."""
+    """The part of a gRPC call that both kinds of stream use."""
 
     def cancel(self) -> object: ...
 
@@ -20,7 +20,7 @@ C = TypeVar("C", bound=Cancellable)
 
 
 class BaseStream(Generic[C]):
-    """A call, what it has received, and why it ended: cancelled here, or its router is silent."""
+    """A call, what it received, and why it ended: cancelled by the client, or a silent router."""
 
     def __init__(self, request: router_pb2.GenerateRequest, call: C, liveness: Liveness) -> None:
         self._call = call
@@ -44,10 +44,10 @@ class BaseStream(Generic[C]):
         return self._received.continued()
 
     def cancel(self) -> None:
-        """Cancel the work; without effect on an answer that has ended."""
+        """Cancel the request; no effect on an answer that has ended."""
         self._cancelled = True
         self._call.cancel()
 
     def _take(self, message: router_pb2.GenerateResponse) -> Chunk:
-        self._liveness.hear()
+        self._liveness.note_message()
         return self._received.take(message)

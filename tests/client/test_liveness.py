@@ -82,7 +82,7 @@ def test_what_comes_meanwhile_counts(now: list[float]) -> None:
         assert step is not None
         now[0] += step.seconds
         if step.probe:
-            one.hear()  # of any stream, before the answer
+            one.note_message()  # of any stream, before the answer
             now[0] += 0.1
     assert not stream.lost
     stream.ended = True
