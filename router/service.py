@@ -1,4 +1,4 @@
-"""The ``RouterService`` of protos/kvrelay/v1/router.proto: the way of a request through the router.
+"""The ``RouterService`` of protos/kvrelay/v1/router.proto: a request's path through the router.
 
 A request passes quota, open requests, intake, queue and legs, each once and in this order.
 """
@@ -83,7 +83,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 )
                 async with slot, aclosing(generation.responses()) as responses:
                     await generation.replay()
-                    hold.used = len(request.prompt)  # a request refused before has used nothing
+                    hold.used = len(request.prompt)  # a request refused earlier used nothing
                     async for response in responses:
                         hold.used += len(response.tokens)
                         self.relayed += len(response.tokens)
@@ -109,7 +109,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
 
     @property
     def refused(self) -> Counter[str]:
-        """Requests refused for want of room or quota, by reason."""
+        """Requests refused for lack of room or quota, by reason."""
         return self.gate.refused + self.quotas.refused
 
     def queue_status(self) -> router_pb2.QueueStatus:

@@ -30,7 +30,7 @@ from router.workers.registry import Registry
 
 log = logging.getLogger("kvrelay.router")
 STOP, LENGTH = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
-MANY_TOKENS = 4096  # decoding so many takes milliseconds: not on the event loop
+MANY_TOKENS = 4096  # decoding more takes milliseconds: not on the event loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,11 +61,11 @@ class Generation:
         self._outputs = list(request.outputs)
         self._usages: list[types_pb2.LegUsage] = []
         self._attempts = Attempts()
-        self._handoff = types_pb2.Handoff()  # of the leg before
+        self._handoff = types_pb2.Handoff()  # of the previous leg
         self._admission: types_pb2.Admission | None = None  # of the current leg
         self._finish: types_pb2.FinishReason.ValueType = UNFINISHED
         self._stopped = False  # by a stop string
-        self._first_token_seconds: float | None = None  # None: no response was sent yet
+        self._first_token_seconds: float | None = None  # None until the first response
         self._id = secrets.randbits(64)  # a handoff is bound to it and to the leg's number
         self._legs = 0
 
@@ -75,7 +75,7 @@ class Generation:
         return len(self._outputs)
 
     async def replay(self) -> None:
-        """Make the text of the tokens so far. Takes milliseconds: only for a running request."""
+        """Decode the tokens so far. Takes milliseconds: only for a running request."""
         if self.so_far <= MANY_TOKENS:
             self.replay_tokens()
             return
@@ -84,7 +84,7 @@ class Generation:
             await self._parts.slots.run(request.tenant, self.replay_tokens)
 
     def replay_tokens(self) -> None:
-        """The tokens so far may have finished the request, but only with the last of them."""
+        """Decode the tokens so far here; raises ``Rejected`` if one before the last ends them."""
         sampling = self.request.sampling
         ending = sampling_of(sampling, self._parts.eos_token_ids).ending_token_ids
         last = len(self._outputs) - 1
@@ -101,7 +101,7 @@ class Generation:
             self._finish = LENGTH
 
     async def responses(self) -> AsyncGenerator[router_pb2.GenerateResponse]:
-        """The whole stream; closing it cancels the current leg."""
+        """The responses of the request; closing the stream cancels the current leg."""
         self._parts.retry.check(self.request, time.monotonic())
         while self._finish == UNFINISHED:
             placed = await self._parts.placer.place(self._next_leg())
@@ -128,9 +128,9 @@ class Generation:
                     if response is not None:
                         yield response
                     if self._stopped and event.finish == UNFINISHED:
-                        return  # the worker does not know of the stop: its leg is cancelled
+                        return  # the worker has not seen the stop: its leg is cancelled
         finally:
-            if len(self._usages) == reported:  # the leg failed, or was ended here
+            if len(self._usages) == reported:  # the leg failed or was cancelled
                 self._usages.append(
                     lost_leg(
                         placed.key,
@@ -147,9 +147,9 @@ class Generation:
             )
 
     async def _retry(self, placed: Placed, error: KvrelayError, generated: int) -> None:
-        """Carry out what follows from a failed leg; raises the error that ends the request."""
+        """Carry out the retry step after a failed leg; raises the error that ends the request."""
         if self._finish != UNFINISHED:
-            return  # all tokens are there; only the usage of the leg is lost
+            return  # the output is complete; only the usage of the leg is lost
         request, parts, worker = self.request, self._parts, placed.worker
         leg = FailedLeg(placed.key, error, generated, streaming=bool(self._outputs))
         now = time.monotonic()
@@ -205,7 +205,7 @@ class Generation:
         )
 
     def _take(self, event: LegEvent, placed: Placed) -> router_pb2.GenerateResponse | None:
-        """Take in one event; the response that relays it, ``None`` without tokens."""
+        """Apply one event. Returns the response to send, ``None`` if there are no new tokens."""
         if event.usage is not None:
             event.usage.address = placed.worker.address
             self._parts.placer.learn(placed, self._prefix, event.usage)
@@ -238,7 +238,7 @@ class Generation:
     def _response(
         self, tokens: Sequence[types_pb2.Token], text: str
     ) -> router_pb2.GenerateResponse:
-        """The first one also carries what a client needs to resume."""
+        """A response; the first one also carries what a client needs to resume."""
         if self._first_token_seconds is not None:
             return router_pb2.GenerateResponse(tokens=tokens, text=text)
         request = self.request

@@ -1,4 +1,4 @@
-"""Intake: makes a generation of a message, or refuses it, before it may wait for a slot."""
+"""Intake: turns a request message into a generation, or refuses it, before it queues."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Intake:
     async def accept(
         self, message: router_pb2.GenerateRequest, deadline: Deadline, hold: QuotaHold
     ) -> Generation:
-        """Raises ``KvrelayError`` for a request that is refused."""
+        """The generation of a request. Raises ``KvrelayError`` if the request is refused."""
         received_at = time.monotonic()
         tenant, placer = hold.tenant, self._parts.placer
         async with deadline.limit("to tokenize the prompt"):

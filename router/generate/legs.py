@@ -27,9 +27,9 @@ UNFINISHED = types_pb2.FINISH_REASON_UNSPECIFIED
 
 @dataclass(frozen=True, slots=True)
 class LegOrder:
-    """A leg to run. ``work`` is what it counts for in placement, ``positions`` what it needs.
+    """A leg to run. ``work``: its tokens in placement. ``positions``: what its request stores (D5).
 
-    ``handoff_wait``: seconds from a prefill leg's first token to its handoff.
+    ``handoff_wait``: seconds from a prefill leg's first token to its handoff, at most.
     """
 
     leg: types_pb2.Leg
@@ -42,7 +42,7 @@ class LegOrder:
 
 @dataclass(frozen=True, slots=True)
 class LegEvent:
-    """News of a leg; what is absent did not happen. ``admission`` comes with the first token."""
+    """An event of a leg; absent fields did not happen. ``admission`` is with the first token."""
 
     tokens: Sequence[types_pb2.Token] = ()
     finish: types_pb2.FinishReason.ValueType = UNFINISHED
@@ -54,7 +54,7 @@ class LegEvent:
 def run_leg(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEvent]:
     """The events of a leg, the usage last. Raises ``KvrelayError``; closing it cancels the call.
 
-    ``WorkerLost`` and ``WorkerSilent``: the worker said nothing; ``Draining``: it is leaving.
+    ``WorkerLost`` and ``WorkerSilent``: no status arrived; ``Draining``: the worker drains.
     """
     if worker.role == types_pb2.ROLE_PREFILL:
         return _prefill(worker, order)
@@ -78,7 +78,7 @@ async def _prefill(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEv
                 async with asyncio.timeout(order.handoff_wait):
                     response = await _next(worker, messages)
             except TimeoutError:
-                return  # the next leg loads the blocks that it finds
+                return  # the next leg runs without the handoff
             if response is None or not response.HasField("handoff"):
                 raise _incomplete(worker)
             yield LegEvent(handoff=response.handoff, usage=response.usage)
@@ -112,14 +112,14 @@ def _counted(worker: KnownWorker, order: LegOrder) -> Iterator[LegCall]:
         try:
             yield leg
         except grpc.RpcError as error:
-            raise _meaning(worker, leg, error) from error
+            raise _mapped(worker, leg, error) from error
 
 
 async def _arrival(worker: KnownWorker, call: Call, size: int) -> None:
-    """Until the worker has the leg: it then sends its headers."""
+    """Wait until the worker has received the leg; it then sends its headers."""
     begun = time.monotonic()
     with worker.sending(size):
-        await call.initial_metadata()  # returns also if the call ended before
+        await call.initial_metadata()  # also returns if the call ends first
     if not call.done():
         worker.arrived(size, time.monotonic() - begun)
 
@@ -134,19 +134,19 @@ async def _next(
 
 
 def _incomplete(worker: KnownWorker) -> Unavailable:
-    return Unavailable(f"{worker.address} ended its leg before its end")
+    return Unavailable(f"{worker.address} ended its leg without a handoff or usage")
 
 
-def _meaning(worker: KnownWorker, leg: LegCall, error: grpc.RpcError) -> KvrelayError:
-    """A worker that was connected and sent no status of its own was lost under this leg."""
-    meaning = from_rpc_error(error)
+def _mapped(worker: KnownWorker, leg: LegCall, error: grpc.RpcError) -> KvrelayError:
+    """A worker that was connected and sent no status of its own was lost during this leg."""
+    mapped = from_rpc_error(error)
     if sent_by_server(error):
-        return meaning
-    if isinstance(meaning, Unavailable) and leg.connected:
-        return WorkerLost(f"{worker.address} was lost: {meaning}")
-    if isinstance(meaning, DeadlineExceeded):  # gRPC's text names neither whose time, nor a way out
+        return mapped
+    if isinstance(mapped, Unavailable) and leg.connected:
+        return WorkerLost(f"{worker.address} was lost: {mapped}")
+    if isinstance(mapped, DeadlineExceeded):  # gRPC's text does not say which deadline
         return DeadlineExceeded(
             "the deadline of this request passed before its output was complete: allow it more"
             " time, within the router's --default-timeout and --max-timeout, or resume it"
         )
-    return meaning
+    return mapped

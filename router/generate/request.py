@@ -1,4 +1,4 @@
-"""A request that passed every check, and the checks: before any work, with the field named."""
+"""A request that passed every check, and the checks. They precede any work and name the field."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ MAX_MESSAGES = 4096
 
 @dataclass(frozen=True, slots=True)
 class AcceptedRequest:
-    """What the legs are made of. ``sampling`` carries the seed; ``outputs`` are tokens so far.
+    """The input of every leg. ``sampling`` carries the seed; ``outputs`` are tokens so far.
 
-    ``weights`` and ``prompt_hash`` are sent to the client, which resumes with them.
-    ``received_at`` is of ``time.monotonic``.
+    ``weights`` and ``prompt_hash`` are sent to the client, which sends them back to resume.
+    ``received_at`` is a time of ``time.monotonic``.
     """
 
     id: str
@@ -44,22 +44,22 @@ class AcceptedRequest:
 
     @property
     def charged_tokens(self) -> int:
-        """What its tenant is charged: the prompt, and the output that is still to be made."""
+        """Tokens charged to the tenant: the prompt, and the output still to be generated."""
         return len(self.prompt) + self.max_tokens - len(self.outputs)
 
     @property
     def positions(self) -> int:
-        """The most that it needs on a worker (D5)."""
+        """Positions that it stores on a worker at most (D5)."""
         return stored_positions(len(self.prompt), self.max_tokens)
 
     @property
     def part(self) -> float:
-        """The part of its output that is still to be made."""
+        """The fraction of its output still to be generated."""
         return 1.0 - len(self.outputs) / self.max_tokens
 
 
 def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:
-    """Raise for what is wrong with any model and any workers."""
+    """The checks that need neither prompt tokens nor workers."""
     if len(message.request_id) > MAX_REQUEST_ID_CHARS:
         raise Rejected("request_id", f"at most {MAX_REQUEST_ID_CHARS} characters")
     if message.model and message.model != model:
@@ -83,7 +83,7 @@ def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:
 
 
 def max_tokens_of(message: router_pb2.GenerateRequest) -> int:
-    """As requested, or the default."""
+    """``max_tokens`` of the request, or the default."""
     return message.max_tokens if message.HasField("max_tokens") else DEFAULT_MAX_TOKENS
 
 
@@ -158,5 +158,5 @@ def build(
 
 
 def weights_of(info: worker_pb2.WorkerInfo) -> str:
-    """What tokens depend on beside the request: equal for fleets that make equal tokens."""
+    """The identity of the weights: a stream resumes only where it is equal."""
     return f"{info.namespace.revision}/{info.namespace.dtype}"

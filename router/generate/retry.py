@@ -2,8 +2,8 @@
 
 ``RetryControl`` answers each failure with a ``RetryStep``, and the generation carries it out. A
 failed leg continues on another worker within two limits: failures in all, and deaths of workers,
-so that a request that kills its workers does not go round the fleet. Such a request is refused for
-a while. Streams that lose their worker at one moment continue at a limited rate.
+so that a request that kills its workers does not visit the whole fleet. Such a request is refused
+for a while. Streams that lose their worker at the same moment continue at a limited rate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvrelay.v1 import types_pb2
 from router.generate.request import AcceptedRequest
 from router.workers.health import WorkerLost
 
-SERVED_WELL = 32  # tokens of one leg: a worker that dies after so many did not die of the request
+SERVED_WELL = 32  # tokens of one leg: a worker that dies later was not killed by the request
 LONGEST_REST = 30.0  # seconds
 MAX_POISONS = 1024
 NEVER_ANSWERED: Mapping[str, float] = MappingProxyType({})
@@ -44,8 +44,8 @@ class PoisonRequest(KvrelayError):
 class RetryKind(Enum):
     """What follows from a failed leg for its worker; the metrics count by these names."""
 
-    ELSEWHERE = "continue on another worker; this one is well"
-    SUSPECT = "continue on another worker, and check this one before it is used again"
+    ELSEWHERE = "continue on another worker; this worker is healthy"
+    SUSPECT = "continue on another worker; check this worker before it is used again"
     AGAIN = "wait, then continue on this worker or another one"
 
 
@@ -92,8 +92,8 @@ class RetryStep:
 class Attempts:
     """The failures of one request. Workers are named by boot token.
 
-    ``excluded`` workers serve no other leg of it; ``avoided`` ones only if there are no others.
-    ``lost`` maps each worker to which the connection broke to the moment when it did.
+    ``excluded`` workers get no other leg of the request; ``avoided`` workers only if there are no
+    others. ``lost``: when the connection to each lost worker broke.
     """
 
     excluded: set[str] = field(default_factory=set)
@@ -105,7 +105,7 @@ class Attempts:
 
 
 class TokenBucket:
-    """At most ``burst`` at once and ``rate`` a second in the long run."""
+    """At most ``burst`` tokens at once and ``rate`` a second in the long run."""
 
     def __init__(self, rate: float, burst: int) -> None:
         self._rate = rate
@@ -113,16 +113,16 @@ class TokenBucket:
         self._full_at = float("-inf")  # when it would be full again
 
     def take(self, now: float) -> float:
-        """Take one token; the seconds to wait before it may be used."""
+        """Take one token. Returns the seconds to wait before it may be used."""
         self._full_at = max(self._full_at, now) + 1.0 / self._rate
         return max(0.0, self._full_at - now - self._burst / self._rate)
 
 
 class PoisonList:
-    """Requests that workers died of, each refused for ``seconds``.
+    """Requests that killed workers, each refused for ``seconds``.
 
-    A request is known by its tenant, its prompt and its sampling without the seed, so that tokens
-    so far and another seed do not make it another one.
+    A request is identified by tenant, prompt and sampling. The seed and the tokens so far do not
+    count, so that a retry of the client is recognized.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -130,7 +130,7 @@ class PoisonList:
         self._added: dict[bytes, float] = {}  # in order of time
 
     def add(self, request: AcceptedRequest, now: float) -> None:
-        """Refuse it from now on; the oldest is forgotten beyond ``MAX_POISONS``."""
+        """Refuse the request from now on; beyond ``MAX_POISONS`` the oldest entry is dropped."""
         digest = _digest(request)
         self._added.pop(digest, None)
         self._added[digest] = now
@@ -138,7 +138,7 @@ class PoisonList:
             del self._added[next(iter(self._added))]
 
     def check(self, request: AcceptedRequest, now: float) -> None:
-        """Raise ``PoisonRequest`` for a request added lately."""
+        """Raise ``PoisonRequest`` for a request added in the last ``seconds``."""
         if not self._added:
             return  # the usual case costs nothing
         added = self._added.get(digest := _digest(request))
@@ -164,7 +164,7 @@ class RetryControl:
         self.migrations = 0  # of these, legs of a request whose client already had tokens
 
     def check(self, request: AcceptedRequest, now: float) -> None:
-        """Raise ``PoisonRequest`` if workers died of the request lately."""
+        """Raise ``PoisonRequest`` if the request killed workers recently."""
         self._poisons.check(request, now)
 
     def failed(
@@ -175,10 +175,10 @@ class RetryControl:
         now: float,
         answered: Mapping[str, float] = NEVER_ANSWERED,
     ) -> RetryStep:
-        """Note a failed leg in ``attempts`` and say what follows.
+        """Note a failed leg in ``attempts``. Returns the step that follows.
 
-        ``answered`` maps workers to the moment when the last check began that they answered. A
-        worker that answered a check begun after the connection to it broke did not die then.
+        ``answered``: for each worker, when the last check that it answered began. A worker that
+        answered a check begun after its connection broke did not die then.
         """
         error = leg.error
         if _final(error):
@@ -194,11 +194,11 @@ class RetryControl:
         return self._step(leg, kind, now, request.deadline.at)
 
     def _kind(self, attempts: Attempts, leg: FailedLeg) -> RetryKind:
-        """Also decides whether the worker serves other legs of the request."""
+        """The kind of retry. Adds the worker to the excluded or the avoided ones."""
         key, error = leg.worker_id, leg.error
         if isinstance(error, Exhausted) and leg.streaming:
             return RetryKind.AGAIN
-        if isinstance(error, Draining):  # it may stay after all, but is believed only once
+        if isinstance(error, Draining):  # it may stop draining; a second such error excludes it
             (attempts.excluded if key in attempts.avoided else attempts.avoided).add(key)
             return RetryKind.SUSPECT
         (attempts.avoided if isinstance(error, Unavailable) else attempts.excluded).add(key)
@@ -242,7 +242,7 @@ class RetryControl:
 
 
 def _final(error: KvrelayError) -> bool:
-    """Whether every worker would answer the same."""
+    """Whether every worker would return the same error."""
     if isinstance(error, Mismatch):
         return error.field not in ("leg.namespace_digest", "role")  # another worker may fit
     return isinstance(error, Rejected | NotFound | Unservable | DeadlineExceeded)

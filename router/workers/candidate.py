@@ -1,4 +1,4 @@
-"""A worker as placement sees it: what it holds and what it could hold. Pure."""
+"""A worker as placement sees it: its load and its capacity. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from kvrelay.errors import Rejected
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """``key`` is the worker's boot token: a worker that was restarted is another worker."""
+    """``key`` is the worker's boot token: a restarted worker is another worker."""
 
     key: str
-    legs: int  # running there, as far as this router knows
+    legs: int  # on the worker, as far as this router knows
     tokens: int  # of these legs
     max_model_len: int
     capacity: int  # positions that its whole pool holds
     free: int | None = None  # positions that no request holds now; ``None``: unknown
-    queued: int = 0  # tokens to compute before a new request's
+    queued: int = 0  # tokens to compute before those of a new request
 
     @property
     def longest(self) -> int:

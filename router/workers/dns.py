@@ -19,7 +19,7 @@ from kvrelay.rpc.address import Address
 log = logging.getLogger("kvrelay.router")
 SCHEME = "dns:///"
 LOOKUP_SECONDS = 3.0
-THREADS = 4  # a resolver that hangs blocks so many and no more
+THREADS = 4  # at most so many are blocked by a resolver that hangs
 
 Resolve = Callable[[str, int], Sequence[str]]
 
@@ -73,7 +73,7 @@ class DnsNames:
         return tuple(dict.fromkeys(addresses))
 
     def keep(self, entries: Sequence[str]) -> None:
-        """Forget every name that is not among them."""
+        """Forget every name that is not in ``entries``."""
         self._known = {name: known for name, known in self._known.items() if name in entries}
 
     async def _look_up(self, name: str, now: float) -> None:
@@ -92,9 +92,9 @@ class DnsNames:
         except (OSError, UnicodeError) as error:  # TimeoutError among them
             problem = str(error) or "no answer in time"
             if problem != known.problem:
-                log.warning("%s: %s; its %d addresses stay", name, problem, len(known.addresses))
+                log.warning("%s: %s; keeping its %d addresses", name, problem, len(known.addresses))
             known.problem = problem
 
     def close(self) -> None:
-        """Look up nothing more."""
+        """Stop the threads; no name is looked up afterwards."""
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -20,7 +20,7 @@ def check_worker(
     model: str,
     fleet: worker_pb2.Namespace | None,
 ) -> None:
-    """Raise ``Mismatch`` naming the first field in which the worker is not as it must be."""
+    """Raise ``Mismatch`` naming the first field that keeps the worker out of the fleet."""
     if info.protocol != PROTOCOL:
         raise Mismatch(
             "protocol",

@@ -15,7 +15,7 @@ from kvrelay.v1 import router_pb2
 
 
 class WorkerLost(Unavailable):
-    """The worker died, was restarted, or the connection to it broke; the leg ended with it."""
+    """The worker died, was restarted, or its connection broke; its legs ended."""
 
 
 class WorkerSilent(Unavailable):

@@ -2,8 +2,8 @@
 
 A watcher checks each worker on an interval. The legs of a worker that is silent, unreachable or was
 restarted are evicted at once and continue on other workers. Workers that do not belong to the fleet
-stay listed, unused, with the field that keeps them out. The namespace of the fleet is that of the
-first worker accepted; it changes only when no worker of it is left.
+stay listed and unused, with the field that keeps them out. The fleet's namespace is that of the
+first accepted worker. It changes only when no worker with this namespace is left.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from router.workers.worker import KnownWorker
 log = logging.getLogger("kvrelay.router")
 RECONNECT_SECONDS = 0.5  # at most, between two attempts to reach a worker that was restarted
 FOLLOW_SECONDS = 1.0  # between two reads of the sources
-CONFIRM_SECONDS = 0.005  # between two looks at which workers have answered
-KEEPALIVE_SECONDS = 3.0  # checks are faster; this ends calls that they overlook
+CONFIRM_SECONDS = 0.005  # between two looks at which workers answered
+KEEPALIVE_SECONDS = 3.0  # checks are faster; this ends the calls that checks do not
 
 
 class Registry:
-    """All methods are for the event loop's thread."""
+    """The listed workers and their health. All methods run in the event loop's thread."""
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
@@ -73,12 +73,12 @@ class Registry:
         self.update(self._sources.now())
         announced = next((worker for worker in self.workers if worker.address == listed), None)
         if announced is None:
-            raise Exhausted(f"this router lists {len(self._workers)} workers, no more", ttl)
+            raise Exhausted(f"{len(self._workers)} workers are listed: raise --max-workers", ttl)
         return announced
 
     @property
     def workers(self) -> tuple[KnownWorker, ...]:
-        """All of them, in the order of their listing."""
+        """All listed workers, in listing order."""
         return tuple(self._workers.values())
 
     def usable(self, role: Role) -> list[KnownWorker]:
@@ -98,11 +98,11 @@ class Registry:
 
     @property
     def stores(self) -> bool:
-        """Whether the workers share a store, from which one fetches what another computed."""
+        """Whether the workers share a store, through which they load each other's blocks."""
         return any(w.info is not None and bool(w.info.store) for w in self.workers if w.usable)
 
     async def wait_for(self, enough: Callable[[], bool], deadline: Deadline) -> bool:
-        """Wait until ``enough`` holds after a change of any worker; whether it holds."""
+        """Wait until ``enough`` holds after a change of any worker. Returns whether it holds."""
         while not enough():
             changed = self._changed
             try:
@@ -115,7 +115,7 @@ class Registry:
     async def confirm(self, deadline: Deadline) -> None:
         """Check every worker now, and wait until all usable ones have answered.
 
-        A worker that died at the same moment as another one is not usable any more then.
+        Afterwards a worker that died at the same moment as another one is no longer usable.
         """
         begun = time.monotonic()
         deadline = deadline.earlier(self._config.health_timeout)
@@ -127,21 +127,21 @@ class Registry:
             await asyncio.sleep(CONFIRM_SECONDS)
 
     def listen(self, listener: Callable[[], None]) -> None:
-        """Call it after every change of any worker."""
+        """Call ``listener`` after every change of any worker."""
         self._listeners.append(listener)
 
     def suspect(self, worker: KnownWorker, error: KvrelayError) -> None:
-        """A leg failed there: check it at once, and use it again only after it has answered."""
+        """A leg failed on ``worker``: check it now, and use it again only after it has answered."""
         if worker.usable:
             self._set_health(worker, WorkerHealth(HealthState.SUSPECT, error))
         if watcher := self._watchers.get((worker.listed, worker.address)):
             watcher.hurry()
 
     def missing(self, role: Role) -> KvrelayError:
-        """Why there is no worker of this role: ``Mismatch`` if that keeps all of them out."""
+        """Why no worker of this role is usable: ``Mismatch`` if it keeps all of them out."""
         listed = [worker for worker in self.workers if worker.role == role]
         reasons = "; ".join(f"{w.address}: {w.problem}" for w in listed if w.problem is not None)
-        reasons = reasons or f"{len(self.workers)} workers are listed, none for that"
+        reasons = reasons or f"{len(self.workers)} workers are listed, none of this role"
         message = f"no {role_name(role)} worker can be used now ({reasons})"
         refused = [w.problem for w in listed if isinstance(w.problem, Mismatch)]
         if listed and len(refused) == len(listed):
@@ -221,9 +221,9 @@ class Registry:
                 self.update(listed)
 
     def _restarted(self, worker: KnownWorker, before: worker_pb2.WorkerInfo) -> None:
-        """It has another boot token than ``before``: it is another worker, and the legs are lost.
+        """The worker has another boot token than ``before``: its legs are lost.
 
-        It is not used before it was accepted as such.
+        It is used again once it is accepted.
         """
         changed = worker.info is not None and worker.info.role != before.role
         why = Draining("it changed its role") if changed else WorkerLost("it was started again")
@@ -238,13 +238,13 @@ class Registry:
                 raise Mismatch("address", f"this is the worker at {other.address}, listed twice")
 
     def _fleet(self, joining: KnownWorker) -> worker_pb2.Namespace | None:
-        """The namespace in use; a suspect worker may be back in a moment and holds it too."""
+        """The namespace in use. Suspect workers count: they may recover in a moment."""
         holding = (HealthState.READY, HealthState.SUSPECT)
         others = (w for w in self.workers if w is not joining and w.health.state in holding)
         return next((other.info.namespace for other in others if other.info is not None), None)
 
     def _judge(self, worker: KnownWorker, health: WorkerHealth) -> None:
-        """The result of a check: a lost worker's legs are evicted, a draining one's if they can."""
+        """Apply the result of a check: evict a lost worker's legs, a draining one's if they fit."""
         health = self._joined(worker, health)
         self._set_health(worker, health)
         if health.lost and worker.legs:
@@ -252,14 +252,14 @@ class Registry:
             evicted = worker.evict(error(f"{worker.address}: {health.problem}"))
             log.warning("%d legs leave worker %s", evicted, worker.address)
         elif health.state is HealthState.DRAINING and worker.role == types_pb2.ROLE_DECODE:
-            # A prefill leg ends by itself, soon; a stream without another worker may end here.
-            # The others count only if they answered since: they may be draining as well.
+            # Prefill legs end soon by themselves. A stream that fits on no other worker may end
+            # here. Other workers count only if they answered since: they may be draining too.
             since = worker.health_since
             staying = [w for w in self.usable(worker.role) if w.answered_check > since]
             worker.evict_movable(staying, Draining(f"{worker.address} is draining"))
 
     def _joined(self, worker: KnownWorker, health: WorkerHealth) -> WorkerHealth:
-        """The same, unless workers of another fleet became usable while this one was checked."""
+        """``health``, or the mismatch if another fleet became usable during the check."""
         if health.state is not HealthState.READY or worker.usable or worker.info is None:
             return health
         try:

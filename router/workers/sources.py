@@ -22,7 +22,7 @@ MIN_TTL, MAX_TTL = 1.0, 300.0  # seconds that an announcement holds
 
 @dataclass(frozen=True, slots=True)
 class WorkerAddresses:
-    """By role; workers that announced themselves report their role when they are asked."""
+    """By role; announced workers report their role when they are checked."""
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
@@ -30,7 +30,7 @@ class WorkerAddresses:
 
 
 class WorkerSources:
-    """All sources together."""
+    """Reads all sources."""
 
     def __init__(self, config: RouterConfig, names: DnsNames | None = None) -> None:
         self._config = config
@@ -39,7 +39,7 @@ class WorkerSources:
         self._listed = WorkerAddresses((), ())
 
     async def read(self) -> WorkerAddresses:
-        """All sources; ``Rejected`` for the workers file, or an entry of it that is no address."""
+        """Read all sources; ``Rejected`` for an invalid workers file or address."""
         listed = await asyncio.to_thread(self._read)
         now = time.monotonic()
         self._names.keep((*listed.prefill, *listed.decode))
@@ -60,9 +60,9 @@ class WorkerSources:
         )
 
     def announce(self, address: str, ttl: float) -> str:
-        """Take the announcement of a worker; its address as listed. ``Rejected``, ``Exhausted``."""
+        """Record an announcement. Returns the address as listed. ``Rejected``, ``Exhausted``."""
         if not self._config.announce:
-            raise Rejected("announce", "this router takes no announcements: start it --announce")
+            raise Rejected("announce", "not accepted by this router: start it with --announce")
         listed = check_announcement(address, ttl)
         installed().check_call(listed)
         known = {*self._listed.prefill, *self._listed.decode}
@@ -72,7 +72,7 @@ class WorkerSources:
         return listed
 
     def close(self) -> None:
-        """Read nothing more."""
+        """Stop looking up names."""
         self._names.close()
 
     def _read(self) -> WorkerAddresses:
@@ -90,29 +90,29 @@ class WorkerSources:
 
 
 class Announcements:
-    """Addresses, and until when each holds. Pure; time is passed in."""
+    """Announced addresses, and when each expires. Pure; time is passed in."""
 
     def __init__(self) -> None:
         self._until: dict[str, float] = {}
 
     def add(self, address: str, ttl: float, now: float, limit: int) -> None:
-        """Take an announcement, or renew it; ``Exhausted`` beyond ``limit`` addresses."""
+        """Add or renew an announcement; ``Exhausted`` beyond ``limit`` addresses."""
         known = self.listed(now)
         if address not in known and len(known) >= limit:
-            raise Exhausted(f"there are {len(known)} workers that announced themselves", ttl)
+            raise Exhausted(f"{len(known)} announced workers are listed: raise --max-workers", ttl)
         self._until[address] = now + ttl
 
     def listed(self, now: float) -> tuple[str, ...]:
-        """The addresses that still hold."""
+        """The addresses that have not expired."""
         self._until = {key: until for key, until in self._until.items() if until > now}
         return tuple(self._until)
 
 
 def check_announcement(address: str, ttl: float) -> str:
-    """The address as it is listed; ``Rejected`` for what is no announcement."""
+    """The address as it is listed; ``Rejected`` for an invalid announcement."""
     parsed = Address.parse(address)
     if not parsed.port:
-        raise Rejected("address", f"{address!r} is not HOST:PORT, as others reach it")
+        raise Rejected("address", f"{address!r} is not the HOST:PORT at which others reach it")
     if not MIN_TTL <= ttl <= MAX_TTL:
         raise Rejected("ttl_seconds", f"must be {MIN_TTL:g} to {MAX_TTL:g}, got {ttl:g}")
     return str(parsed)

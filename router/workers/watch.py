@@ -1,11 +1,11 @@
 """Watches one worker: checks it on an interval and reports its health.
 
 Every check calls ``GetLoad``, whose boot token shows a restart between two checks; every fourth one
-``grpc.health.v1`` and ``GetInfo`` too. A worker is silent if no answer to a check, and no message
-of any leg, arrived for the time allowed. That time is counted in waits of this process's own event
-loop: while the router itself does not run, no worker is suspected. A worker that answers slowly
-because it is busy gets more time, since moving its legs would slow down other workers. So does a
-worker to which a long prompt is under way: on a slow network the check waits behind the prompt.
+also calls ``grpc.health.v1`` and ``GetInfo``. A worker is silent if neither an answer to a check
+nor a message of a leg arrives within the time allowed. That time is counted in waits of the
+router's own event loop: while the router does not run, no worker becomes suspect. A busy worker
+that answers slowly gets more time, since moving its legs would slow down other workers. So does a
+worker that is being sent a long prompt: on a slow network the check waits behind the prompt.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ WAITS = 8  # into which the time allowed is divided
 FULL_CHECK_EVERY = 4  # checks; the others only read the load
 LONGEST_CHECK_SECONDS = 10.0
 PATIENCE = 3.0  # times the slowest of the last answers
-MAX_PATIENCE = 6.0  # times the silence configured
+MAX_PATIENCE = 6.0  # times the configured silence
 DECAY = 0.8  # of the slowest answer, with each answer
 
 
 @dataclass(frozen=True, slots=True)
 class CheckIntervals:
-    """Seconds: between two checks; of silence before a worker is suspect, before unreachable."""
+    """Seconds between two checks, and seconds of silence until a worker is suspect, unreachable."""
 
     interval: float
     silence: float
@@ -45,9 +45,9 @@ class CheckIntervals:
 
 
 class Watcher:
-    """``accept`` raises for a worker that may not join; ``judge`` is given each health.
+    """``accept`` raises for a worker that may not join; ``judge`` gets the health of each check.
 
-    ``restarted`` is given the information of before, if the boot token is another one.
+    ``restarted`` gets the previous information of a worker whose boot token has changed.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Watcher:
         self._hurry.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Check the worker until cancelled."""
         while True:
             self._hurry.clear()
             self._judge(self._worker, await self._health())
@@ -149,7 +149,7 @@ class Watcher:
         return health_after_answer(serving, load.draining)
 
     async def _update_info(self, deadline: Deadline) -> None:
-        """A worker with another boot token has none of the legs of the one before."""
+        """Read the information; another boot token means that the worker has lost its legs."""
         worker = self._worker
         request = worker_pb2.GetInfoRequest()
         answer = await worker.control.GetInfo(request, timeout=deadline.remaining())

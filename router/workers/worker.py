@@ -1,4 +1,4 @@
-"""One worker as this router knows it: its channel, what it reported, the legs it was given.
+"""One worker as this router knows it: its channel, its reports, its legs.
 
 A call that the router itself cancels wakes its reader at once, so a stream leaves a silent worker
 without a timer of its own and without any cost per token.
@@ -98,18 +98,18 @@ class KnownWorker:
         self.answered_check = 0.0  # when the last check began that the worker answered
         self.heard_at = 0.0  # when its last message of any leg arrived
         self.rests_until = 0.0  # it reported that it is full
-        self.idle = asyncio.Event()  # set while no leg is there
+        self.idle = asyncio.Event()  # set while the worker has no legs
         self.idle.set()
         self._legs: set[LegCall] = set()
         self._work = 0  # of all legs
-        self._bytes_under_way = 0  # of legs that have not arrived there yet
+        self._bytes_under_way = 0  # of legs that have not arrived yet
         self._seconds_per_byte = 1 / MIN_BYTES_PER_SECOND
         self.info = None
         self.load = worker_pb2.WorkerLoad()
 
     @property
     def info(self) -> worker_pb2.WorkerInfo | None:
-        """What it reported. ``role`` follows: as reported if that is allowed, else as listed."""
+        """As last reported. Setting it sets ``role``: as reported if allowed, else as listed."""
         return self._info
 
     @info.setter
@@ -149,21 +149,21 @@ class KnownWorker:
 
     @property
     def legs(self) -> int:
-        """Number of legs that this router has there."""
+        """Number of this router's legs on the worker."""
         return len(self._legs)
 
     def fits(self, positions: int) -> bool:
-        """Whether a request of so many positions could ever run there."""
+        """Whether a request of so many positions could ever run on the worker."""
         return self.candidate().fits(positions)
 
     @property
     def transit(self) -> float:
-        """Seconds that the legs under way to it may take; an answer to a check waits for them."""
+        """Seconds until the legs being sent have arrived; a check waits behind them."""
         return self._bytes_under_way * self._seconds_per_byte
 
     @contextmanager
     def sending(self, size: int) -> Iterator[None]:
-        """A leg of ``size`` bytes is under way to it inside."""
+        """Count a leg of ``size`` bytes as being sent inside this block."""
         self._bytes_under_way += size
         try:
             yield
@@ -176,12 +176,12 @@ class KnownWorker:
             self._seconds_per_byte = min(1 / MIN_BYTES_PER_SECOND, TRANSIT_MARGIN * seconds / size)
 
     def note_message(self) -> None:
-        """A message of a leg arrived: the worker is alive, whatever a check says."""
+        """Note that a message of a leg arrived: the worker is alive, even if a check fails."""
         self.heard_at = time.monotonic()
 
     @contextmanager
     def leg(self, work: int, positions: int) -> Iterator[LegCall]:
-        """Count a leg as being there inside; it is evicted if the worker is lost."""
+        """Count a leg on the worker inside this block; it is evicted if the worker is lost."""
         connected = self.channel.get_state() is grpc.ChannelConnectivity.READY
         leg = LegCall(work, positions, connected)
         self._legs.add(leg)
@@ -198,7 +198,7 @@ class KnownWorker:
                 self.idle.set()
 
     def evict(self, error: KvrelayError) -> int:
-        """End every leg there, so that each continues on another worker; the number of legs."""
+        """End every leg, so that each continues on another worker. Returns their number."""
         self._seconds_per_byte = 1 / MIN_BYTES_PER_SECOND  # the network to it may have become slow
         for leg in self._legs:
             leg.evict(error)
@@ -211,7 +211,7 @@ class KnownWorker:
                 leg.evict(error)
 
     def candidate(self) -> Candidate:
-        """The view for placement, made again only after a change."""
+        """The worker as placement sees it, computed again only after a change."""
         if self._candidate is None:
             self._candidate = self._as_candidate()
         return self._candidate
