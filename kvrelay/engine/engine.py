@@ -311,7 +311,7 @@ class Engine:
             if stops:
                 finish = finish or Finish.STOP
                 self._scheduler.abort(request_id, finish)
-            self._legs.tell(request_id, Token(item, finish, begun))
+            self._legs.queue_update(request_id, Token(item, finish, begun))
             self._end(leg)
 
     # --- requests -------------------------------------------------------------------------------

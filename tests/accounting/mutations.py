@@ -198,7 +198,7 @@ MUTATIONS = (
     ),
     _scheduler(
         "the hit is not held",
-        "        self.pool.hold(found)\n        self._epoch",
+        "        self.pool.hold(hits)\n        self._epoch",
         "        self._epoch",
     ),
     _scheduler("epochs do not advance", "self._epoch += 1", "self._epoch = 1"),
@@ -214,8 +214,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "residents without those that load",
-        "residents = len(self.running) + self.loading + passing",
-        "residents = len(self.running) + passing",
+        "residents = len(self.running) + self.loading + skipped",
+        "residents = len(self.running) + skipped",
     ),
     _scheduler(
         "one resident too many",
@@ -239,13 +239,13 @@ MUTATIONS = (
     ),
     _scheduler(
         "the room for the hit is counted twice",
-        "return -(length // -self.limits.block_size) - len(found)",
-        "return -(length // -self.limits.block_size) - 2 * len(found)",
+        "return -(length // -self.limits.block_size) - len(hits)",
+        "return -(length // -self.limits.block_size) - 2 * len(hits)",
     ),
     _scheduler(
         "no watermark",
-        "max(self.limits.headroom * residents, self._growth() if passing else 0)",
-        "self._growth() if passing else 0",
+        "max(self.limits.headroom * residents, self._growth() if skipped else 0)",
+        "self._growth() if skipped else 0",
     ),
     _scheduler(
         "a watermark for one resident only",
@@ -259,28 +259,28 @@ MUTATIONS = (
     ),
     _scheduler(
         "who passes leaves no room",
-        "self._missing(request, found, to_end) + owed",
-        "self._missing(request, found, to_end)",
+        "self._missing(request, hits, to_end) + reserved",
+        "self._missing(request, hits, to_end)",
     ),
     _scheduler(
         "who passes leaves no place",
-        "len(self.running) + self.loading + passing",
+        "len(self.running) + self.loading + skipped",
         "len(self.running) + self.loading",
     ),
     _scheduler(
         "who passes does not count what the others become",
-        "self._growth() if passing else 0",
+        "self._growth() if skipped else 0",
         "0",
     ),
     _scheduler(
         "who passes grows into the room it left",
-        "to_end = passing or",
+        "to_end = skipped or",
         "to_end =",
     ),
     _scheduler(
-        "what is kept for who was passed counts as room",
-        "available({*found, *kept})",
-        "available(found)",
+        "what is reserved for a skipped request counts as room",
+        "available({*hits, *reserved_hits})",
+        "available(hits)",
     ),
     _scheduler(
         "preempted requests come back too early",
@@ -476,12 +476,12 @@ MUTATIONS = (
         "request.end(RequestState.FINISHED)",
     ),
     _scheduler(
-        "an aborted request stays in the queue",
+        "an aborted request to_end in the queue",
         "            self.waiting.remove(request)\n        elif",
         "            pass\n        elif",
     ),
     _scheduler(
-        "a discarded plan stays",
+        "a discarded plan to_end",
         "plan = self._plan\n        self._plan = None\n",
         "plan = self._plan\n",
     ),

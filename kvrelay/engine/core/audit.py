@@ -13,7 +13,7 @@ from kvrelay.engine.core.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One broken invariant; ``request_id`` is ``None`` where no single request is to blame."""
+    """One broken invariant; ``request_id`` is ``None`` if it is not about a single request."""
 
     invariant: str
     request_id: str | None
@@ -40,9 +40,9 @@ def _unknown_blocks(scheduler: Scheduler) -> Iterator[Finding]:
     held = [*_held(scheduler)]
     held += [(block, None, "the free list") for block in pool.free]
     held += [(block, None, "the names") for block in pool.by_name.values()]
-    for block, request_id, who in held:
+    for block, request_id, holder in held:
         if not 0 <= block < size:
-            yield Finding("I1", request_id, f"{who} has block {block} of {size}")
+            yield Finding("I1", request_id, f"{holder} has block {block} of {size}")
 
 
 def _held(scheduler: Scheduler) -> Iterator[tuple[int, str | None, str]]:
@@ -59,8 +59,8 @@ def _held(scheduler: Scheduler) -> Iterator[tuple[int, str | None, str]]:
 def _references(scheduler: Scheduler) -> Iterator[Finding]:
     """I1: a block has as many references as holders; only blocks without holders are free."""
     pool, holders = scheduler.pool, defaultdict[int, list[str]](list)
-    for block, _, who in _held(scheduler):
-        holders[block].append(who)
+    for block, _, holder in _held(scheduler):
+        holders[block].append(holder)
     for block, references in enumerate(pool.references):
         held = holders[block]
         if references != len(held):

@@ -42,13 +42,13 @@ class BlockPool:
 
     def leading(self, names: Sequence[bytes], limit: int) -> list[int]:
         """Blocks of the longest leading run of ``names[:limit]`` in the pool. Changes nothing."""
-        found: list[int] = []
+        blocks: list[int] = []
         for name in names[:limit]:
             block = self.by_name.get(name)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def available(self, beside: Iterable[int] = ()) -> int:
         """The number of blocks that can be taken if those ``beside`` are held first."""

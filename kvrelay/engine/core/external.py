@@ -2,7 +2,7 @@
 
 The protocol lives with the engine that makes the calls; ``kvrelay.connector`` implements it. A
 lookup writes nothing. A load and a save each hold references on their blocks until their event
-comes back, whatever became of the request.
+arrives, even if the request has ended.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """An order to copy blocks to the store. ``serial`` tells the saves of one residency apart."""
+    """An order to copy blocks to the store. ``serial`` numbers the saves of the engine."""
 
     request_id: str
     epoch: int
@@ -87,8 +87,8 @@ class Save:
 class Loaded:
     """A load has ended: the first ``valid`` of its ``external`` tokens are written and verified.
 
-    ``missed`` is the reason of a load that ends short. ``sources`` are the stores that the tokens
-    came from, each with its number of tokens; the comparison of two events ignores them.
+    ``missed`` is the reason if the load ends short. ``sources`` are the stores of the tokens, each
+    with its number of tokens; the comparison of two events ignores them.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
 """A scheduler that records every call, every lookup answer and every outcome.
 
-One JSON object a line. The first has the limits; each other one is a call with what it was
-``given``, the ``answers`` its lookups got, and its ``result`` with the counters after it. The core
+One JSON object a line. The first has the limits. Each other one is a call: its arguments
+(``given``), the ``answers`` of its lookups, and its ``result`` with the counters after it. The core
 depends on nothing else, so ``core.replay`` can repeat it. A journal holds prompts: keep it private.
 Tenants appear as digests.
 """
@@ -94,7 +94,7 @@ class Journal(Scheduler):
         self._line({"call": call, "given": given, "answers": answers, "result": result})
 
     def _line(self, record: Record) -> None:
-        """The end of a journal whose file cannot be written; the worker continues."""
+        """Write one line. After a failed write the journal ends and the worker continues."""
         try:
             self._write(json.dumps(record, separators=(",", ":")) + "\n")
         except OSError:
@@ -106,7 +106,7 @@ def _nowhere(line: str) -> None:
 
 
 def is_empty(plan: Plan) -> bool:
-    """Whether a plan changes nothing: an idle worker writes nothing."""
+    """Whether a plan changes nothing; the journal leaves such plans out."""
     return not (plan.entries or plan.loads or plan.saves or plan.preempted)
 
 

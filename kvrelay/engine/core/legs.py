@@ -1,4 +1,4 @@
-"""The legs of one engine beside their scheduling: text, times, what the store gave and what it has.
+"""The legs of one engine apart from their scheduling: stop strings, times, loads and saves.
 
 ``Legs`` collects the updates that the streams of the legs get, and adds each leg to the totals
 once. Pure: times are passed in, in seconds of the engine's clock.
@@ -48,7 +48,7 @@ class Leg:
     sources: dict[int, Mapping[str, int]] = field(default_factory=dict)  # of loads, by epoch
 
     def note_admitted(self, epoch: int, miss: Miss | None, now: float) -> None:
-        """Note an admission; one without a lookup of its own keeps the last reason."""
+        """Note an admission; without a lookup of its own it keeps the last reason."""
         self.epoch = epoch
         self.miss = miss or self.miss
         if self.admitted is None:
@@ -60,7 +60,7 @@ class Leg:
             self.running = now
 
     def note_first_token(self, admission: Admission, block_size: int, now: float) -> None:
-        """Note the first token, made out of ``admission``; called once."""
+        """Note the first token and the admission that it came from; called once."""
         self.first_token = now
         blocks = missed_blocks(admission, block_size)
         self.missed = MissedBlocks(self.miss, blocks) if self.miss is not None and blocks else None
@@ -77,7 +77,7 @@ class Leg:
         self.stored.update(content.name for content in save.contents[: max(stored, 0)])
 
     def note_loaded(self, names: Sequence[bytes], event: Loaded) -> None:
-        """Note the end of a load: blocks ``names`` came from the store, so it has them."""
+        """Note the end of a load: the store has the blocks ``names``."""
         self.stored.update(names)
         self.miss = event.missed or self.miss
         admission = self.request.resident.admission
@@ -160,7 +160,7 @@ class Legs:
         self._saves[save.request_id, save.epoch, save.serial] = leg, save
 
     def end_load(self, event: Loaded, request: Request | None) -> None:
-        """A load ended; ``request`` is the one that runs with it, ``None`` if it came too late."""
+        """A load ended; ``request`` runs with its blocks, ``None`` if the load ended too late."""
         ordered = self._loads.pop((event.request_id, event.epoch), 0)
         if request is None:
             self.totals = self.totals.with_late(min(max(event.valid, 0), ordered))
@@ -186,13 +186,13 @@ class Legs:
         self.totals = self.totals.with_first_token(admission, sources, leg.missed)
         return admission
 
-    def tell(self, request_id: str, update: Update) -> None:
+    def queue_update(self, request_id: str, update: Update) -> None:
         """Queue an update."""
         self._updates.append((request_id, update))
 
     def fail(self, request_id: str, error: KvrelayError) -> None:
         """Queue the error that ends a request."""
-        self.tell(request_id, Failed(error))
+        self.queue_update(request_id, Failed(error))
 
     def take_updates(self) -> list[tuple[str, Update]]:
         """The updates since the last call, each with its request id."""
@@ -211,7 +211,7 @@ class Legs:
         if request.order.prefill_only and leg.open_saves:
             return False
         ended = leg.account(self._block_size)
-        self.tell(request.id, ended)
+        self.queue_update(request.id, ended)
         self._leave(leg, ended.tokens)
         return True
 
@@ -223,6 +223,6 @@ class Legs:
         return leg is not None
 
     def _leave(self, leg: Leg, account: LegTokens) -> None:
-        """Add the leg to the totals: every leg that leaves passes here once."""
+        """Close the leg and add it to the totals; called once for every leg."""
         del self._open[leg.request.id]
         self.totals = self.totals.with_leg(account, leg.preemptions, leg.request.finish)

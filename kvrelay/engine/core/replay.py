@@ -123,7 +123,7 @@ class Replay:
         return _parse(self._written[-1]) if self._written else None
 
     def _answer(self, query: Query) -> int | None:
-        """The recorded answers in their order; beyond them the core has taken another path."""
+        """The next recorded answer; ``None`` once the core has taken another path."""
         return self._answers.pop(0) if self._answers else None
 
     def _submit(
@@ -147,7 +147,7 @@ class Replay:
             save,
             space.encode(),
         )
-        with suppress(Rejected):  # it is in the core's record, and compared there
+        with suppress(Rejected):  # the core records it, and the records are compared
             self.core.submit(order)
 
     def _abort(self, id: str, finish: str) -> None:

@@ -141,7 +141,7 @@ class Request:
 
     @property
     def last_admission(self) -> Admission:
-        """That of the residency, or of the last run without one."""
+        """The admission of the residency, else that of the last run."""
         return self.residency.admission if self.residency else self.runs[-1].admission
 
     @property
@@ -165,7 +165,7 @@ class Request:
         return stored_positions(self.order.prompt_len, self.order.max_tokens)
 
     def need(self, count: int, block_size: int) -> int:
-        """D1, the only formula for blocks: how many it lacks to compute ``count`` positions."""
+        """D1, the only formula for blocks: those to take before computing ``count`` positions."""
         resident = self.resident
         return -((resident.computed + count) // -block_size) - len(resident.blocks)
 

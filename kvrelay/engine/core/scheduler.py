@@ -24,7 +24,7 @@ Lookup = Callable[[Query], int | None]
 
 
 class Scheduler:
-    """The requests of one worker and the pool they share."""
+    """The requests of one worker and the block pool they share."""
 
     def __init__(self, limits: EngineLimits, naming: Naming, lookup: Lookup) -> None:
         self.limits = limits
@@ -110,7 +110,7 @@ class Scheduler:
         return request
 
     def saved(self, request_id: str, epoch: int, serial: int) -> None:
-        """A save ended; its blocks lose this holder, whatever became of the request."""
+        """A save ended: drop its references, even if the request has ended."""
         blocks = self.saves.pop((request_id, epoch, serial), None)
         if blocks is None:
             self.late_events += 1
@@ -120,10 +120,10 @@ class Scheduler:
     # --- schedule -------------------------------------------------------------------------------
 
     def _make_room(self) -> tuple[list[Request], list[Request]]:
-        """Give every running request its blocks, oldest first, and preempt the newest for them.
+        """Give every running request its blocks, oldest first; preempt the newest for them.
 
         The newest is never preempted for its own blocks: it waits until loads, saves or older
-        requests release some. Returns the preempted requests and those that can compute.
+        requests release some. Returns the preempted requests and the requests that can compute.
         """
         preempted: list[Request] = []
         index = 0
@@ -159,34 +159,38 @@ class Scheduler:
     def _admit(self, budget: int) -> tuple[list[Entry], list[Load], list[Save]]:
         """Admit waiting requests, in order, while there is room.
 
-        A request whose lookup has no answer yet is passed over. Requests that pass the first such
-        one leave it a place and its blocks, counting all blocks that residents may still need: so
-        no request is passed over for ever.
+        A request whose lookup has no answer yet is skipped. Requests admitted past the first
+        skipped one leave it a place and its blocks, beside all blocks that residents may still
+        need. So no request is skipped for ever.
         """
         entries: list[Entry] = []
         loads: list[Load] = []
         saves: list[Save] = []
-        passing, owed, kept = False, 0, list[int]()
+        skipped = False
+        reserved = 0
+        reserved_hits: list[int] = []
         for request in list(self.waiting):
-            residents = len(self.running) + self.loading + passing
+            residents = len(self.running) + self.loading + skipped
             if residents >= self.limits.max_num_seqs:
                 break
             request.name_full_blocks(self._naming(request), self.limits.block_size)
-            found = self.pool.leading(request.names, (request.length - 1) // self.limits.block_size)
-            local = len(found) * self.limits.block_size
+            hits = self.pool.leading(request.names, (request.length - 1) // self.limits.block_size)
+            local = len(hits) * self.limits.block_size
             answer = self._look_up(request, local)
             if answer is None:
-                if not passing:
-                    owed, kept = self._missing(request, found, bool(request.runs)), found
-                passing = True
+                if not skipped:
+                    reserved = self._missing(request, hits, bool(request.runs))
+                    reserved_hits = hits
+                skipped = True
                 continue
             external = min(max(answer, 0), request.length - 1 - local)  # D4
-            to_end = passing or (residents > 0 and bool(request.runs))
-            wanted = self._missing(request, found, to_end) + owed
-            wanted += max(self.limits.headroom * residents, self._growth() if passing else 0)
-            if (not external and budget < 1) or wanted > self.pool.available({*found, *kept}):
+            to_end = skipped or (residents > 0 and bool(request.runs))
+            wanted = self._missing(request, hits, to_end) + reserved
+            wanted += max(self.limits.headroom * residents, self._growth() if skipped else 0)
+            available = self.pool.available({*hits, *reserved_hits})
+            if (not external and budget < 1) or wanted > available:
                 break
-            self._begin(request, found, local, external)
+            self._begin(request, hits, local, external)
             saves += self._save(request, 0, local)
             if external:
                 loads.append(self._load(request))
@@ -201,26 +205,26 @@ class Scheduler:
         order = request.order
         return self._lookup(Query(request.id, request.tokens, request.names, local, order.space))
 
-    def _missing(self, request: Request, found: list[int], to_end: bool) -> int:
-        """Blocks to take beside those found: for the request's length, or ``to_end`` for all.
+    def _missing(self, request: Request, hits: list[int], to_end: bool) -> int:
+        """Blocks to take beside the hits: for the request's length, or ``to_end`` for all.
 
         A preempted request is admitted again only with blocks for all positions that it can still
         need, so that it is not preempted again and again.
         """
         length = request.stored_positions if to_end else request.length
-        return -(length // -self.limits.block_size) - len(found)
+        return -(length // -self.limits.block_size) - len(hits)
 
     def _growth(self) -> int:
         """Blocks that resident requests may still need."""
         residents = [request for request in self.requests.values() if request.residency is not None]
         return sum(self._missing(request, request.resident.blocks, True) for request in residents)
 
-    def _begin(self, request: Request, found: list[int], local: int, external: int) -> None:
+    def _begin(self, request: Request, hits: list[int], local: int, external: int) -> None:
         """Admit: freeze the record, and take every block up to the request's length."""
-        self.pool.hold(found)
+        self.pool.hold(hits)
         self._epoch += 1
         admission = Admission(self._epoch, request.length, local, external)
-        residency = Residency(admission, found, local)
+        residency = Residency(admission, hits, local)
         self.waiting.remove(request)
         request.begin(residency)
         residency.blocks += self.pool.take(request.need(request.work, self.limits.block_size))
@@ -264,7 +268,7 @@ class Scheduler:
         self._run(request)
 
     def _run(self, request: Request) -> None:
-        """Queue by arrival among the running: requests that came later are preempted first."""
+        """Insert into ``running`` by arrival: later requests are preempted first."""
         insort(self.running, request, key=_arrival)
 
     def _advance(
@@ -299,7 +303,7 @@ class Scheduler:
     def _save(self, request: Request, start: int, stop: int, tail: bool = False) -> list[Save]:
         """Save the full blocks of ``[start, stop)`` to the store.
 
-        With ``tail`` a partial block too, so that a prompt of any length can be handed over.
+        ``tail``: also save a partial last block, so that a prompt of any length can be handed over.
         """
         size = self.limits.block_size
         end = stop if tail else stop // size * size
@@ -325,7 +329,7 @@ class Scheduler:
         return BlockContent(request.resident.blocks[index], name, parent, tokens)
 
     def _finish(self, request: Request, finish: Finish | None) -> None:
-        """End a request. It is forgotten first: if its accounting is broken, it fails only once."""
+        """End a request. It is removed first, so that broken accounting fails only once."""
         del self.requests[request.id]
         if request.state is RequestState.WAITING:
             self.waiting.remove(request)
@@ -344,7 +348,7 @@ def _arrival(request: Request) -> int:
 
 
 def _resides(request: Request, epoch: int, state: RequestState) -> bool:
-    """Whether an event about ``epoch`` is about what the request owns now."""
+    """Whether ``epoch`` is that of the request's current residency, in this state."""
     residency = request.residency
     return request.state is state and residency is not None and residency.admission.epoch == epoch
 

@@ -1,4 +1,4 @@
-"""What one step gives the model runner and gets from it, and what a leg's stream is sent.
+"""The input and output of the model runner in one step, and the updates of a leg's stream.
 
 Frozen values. The updates of a leg come in order; ``Ended`` or ``Failed`` is the last one.
 """
