@@ -279,7 +279,7 @@ MUTATIONS = (
     ),
     _scheduler(
         "what is reserved for a skipped request counts as room",
-        "available({*hits, *reserved_hits})",
+        "available({*hits, *held_hits})",
         "available(hits)",
     ),
     _scheduler(

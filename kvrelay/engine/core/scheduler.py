@@ -168,7 +168,7 @@ class Scheduler:
         saves: list[Save] = []
         skipped = False
         reserved = 0
-        reserved_hits: list[int] = []
+        held_hits: list[int] = []
         for request in list(self.waiting):
             residents = len(self.running) + self.loading + skipped
             if residents >= self.limits.max_num_seqs:
@@ -179,16 +179,14 @@ class Scheduler:
             answer = self._look_up(request, local)
             if answer is None:
                 if not skipped:
-                    reserved = self._missing(request, hits, bool(request.runs))
-                    reserved_hits = hits
+                    reserved, held_hits = self._missing(request, hits, bool(request.runs)), hits
                 skipped = True
                 continue
             external = min(max(answer, 0), request.length - 1 - local)  # D4
             to_end = skipped or (residents > 0 and bool(request.runs))
             wanted = self._missing(request, hits, to_end) + reserved
             wanted += max(self.limits.headroom * residents, self._growth() if skipped else 0)
-            available = self.pool.available({*hits, *reserved_hits})
-            if (not external and budget < 1) or wanted > available:
+            if (not external and budget < 1) or wanted > self.pool.available({*hits, *held_hits}):
                 break
             self._begin(request, hits, local, external)
             saves += self._save(request, 0, local)
