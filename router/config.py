@@ -27,18 +27,18 @@ class RouterConfig(SecurityOptions):
     port: int = option(ROUTER_PORT, "port to listen on; 0 picks a free one", low=0, high=65535)
     prefill: tuple[str, ...] = option(
         (),
-        "a prefill worker, or with dns:///NAME:PORT every one behind a name; may be repeated",
+        "a prefill worker, or with dns:///NAME:PORT every address of a name",
         metavar="HOST:PORT",
     )
     decode: tuple[str, ...] = option(
-        (), "a decode worker, likewise; may be repeated", metavar="HOST:PORT"
+        (), "a decode worker; dns:///NAME:PORT as in --prefill", metavar="HOST:PORT"
     )
     workers_file: str | None = option(
         None, "JSON or TOML with lists `prefill` and `decode`, read again when it changes"
     )
     dns_interval: float = option(5.0, "seconds between two look-ups of a name", low=0.1)
     announce: bool = option(False, "list workers that announce themselves with their --router")
-    max_workers: int = option(512, "workers listed at once; more are left out", low=1)
+    max_workers: int = option(512, "workers listed at once; others are left out", low=1)
     disaggregate: str = option(
         "auto",
         "send prompts to prefill workers: all, none, or those worth the handoff",
@@ -53,47 +53,47 @@ class RouterConfig(SecurityOptions):
     unreachable_after: float = option(
         10.0, "seconds of silence that make a worker unreachable", low=0.01
     )
-    worker_wait: float = option(5.0, "to wait for a worker if none is usable", low=0.0)
+    worker_wait: float = option(5.0, "seconds to wait for a usable worker", low=0.0)
     resume_wait: float = option(
-        30.0, "the same for a request whose client has tokens already", low=0.0
+        30.0, "--worker-wait of a request whose client already has tokens", low=0.0
     )
     handoff_wait: float = option(
-        1.0, "from the first token to the handoff; then decoding begins without it", low=0.0
+        1.0, "seconds from first token to handoff; then decoding begins without it", low=0.0
     )
-    default_timeout: float = option(600.0, "of a request without a deadline", low=0.001)
-    max_timeout: float = option(3600.0, "the most that a request may take", low=0.001)
+    default_timeout: float = option(600.0, "seconds for a request without a deadline", low=0.001)
+    max_timeout: float = option(3600.0, "seconds that a request may take", low=0.001)
     queue_tokens: int = option(
-        262_144, "of the requests that wait for a slot; more are refused", low=1
+        262_144, "tokens of waiting requests; further requests are refused", low=1
     )
     queue_seconds: float = option(
-        120.0, "that a request may wait, estimated from the rate at which the queue drains", low=0.0
+        120.0, "estimated seconds of waiting above which a request is refused", low=0.0
     )
     max_requests: int = option(
-        1024, "requests at once, three quarters of them running; more are refused", low=1
+        1024, "open requests, three quarters of them running; others are refused", low=1
     )
     max_failures: int = option(8, "legs of one request that may fail", low=0)
     max_deaths: int = option(
-        2, "workers that may die of one request; it is refused at the last of them", low=1
+        2, "workers that die while serving a request before it is refused", low=1
     )
     poison_seconds: float = option(
-        60.0, "for which such a request is refused before it is tried again", low=0.0
+        60.0, "seconds for which a request that killed workers is refused", low=0.0
     )
     migration_rate: float = option(
-        100.0, "legs a second that may continue on other workers after a loss; more wait", low=0.1
+        100.0, "legs a second that may migrate to other workers; others wait", low=0.1
     )
-    migration_burst: int = option(256, "such legs at once", low=1)
+    migration_burst: int = option(256, "legs that may migrate at once", low=1)
     stuck_after: float = option(
         30.0, "seconds after which a stream ends if its client reads nothing", low=0.1
     )
-    max_prompt: int = option(MAX_PROMPT_BYTES, "size of a prompt", unit="bytes", low=1)
-    max_message: int = option(32 << 20, "size of a message", unit="bytes", low=1 << 16)
+    max_prompt: int = option(MAX_PROMPT_BYTES, "largest prompt", unit="bytes", low=1)
+    max_message: int = option(32 << 20, "largest message", unit="bytes", low=1 << 16)
     metrics_port: int | None = option(
         None, "port for Prometheus; default: no metrics", low=1, high=65535
     )
     metrics_host: str = option(
-        "127.0.0.1", "its address: plain HTTP without authentication", metavar="HOST"
+        "127.0.0.1", "address of the metrics: plain HTTP, without a token", metavar="HOST"
     )
-    grace: float = option(10.0, "that running requests get at SIGTERM", low=0.0)
+    grace: float = option(10.0, "seconds that running requests get after SIGTERM", low=0.0)
     log_level: str = option("info", "how much to log", choices=LEVELS)
 
     def __post_init__(self) -> None:

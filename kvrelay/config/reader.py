@@ -10,7 +10,7 @@ A field's value comes from its flag, else the environment, else the file, else i
         port: int = option(0, "port to listen on; 0 picks a free one", low=0, high=65535)
         budget: int = option(2**30, "memory for blocks", unit="bytes", low=2**20)
         dtype: str = option("auto", "number format", choices=("auto", "float32"))
-        prefill: tuple[str, ...] = option((), "a prefill worker; may be repeated")
+        prefill: tuple[str, ...] = option((), "a prefill worker")
         store: str | None = option(None, "URL of the store")
         model: str = required(str, "directory of the model", metavar="DIR")
 

@@ -51,8 +51,8 @@ class ModelRunner(Protocol):
 class EngineOptions:
     """``max_waiting`` bounds the queue, in requests. With ``audit_steps`` every step is audited.
 
-    ``on_fatal`` is called when the engine is lost, which it also is when a step takes longer than
-    ``step_seconds``: the process should end and be started again. ``journal`` gets a line for every
+    ``on_fatal`` is called when the engine cannot continue, or when a step takes longer than
+    ``step_seconds``: the process should exit and be restarted. ``journal`` gets a line for every
     call of the scheduler (see ``core.journal``).
     """
 
@@ -137,7 +137,7 @@ class Engine:
         return self._load
 
     def audit(self) -> Future[list[Finding]]:
-        """Check the invariants between two steps."""
+        """Check the invariants between two steps; the future holds those that are broken."""
         return self._call(self._audit)
 
     def close(self, timeout: float = 10.0) -> None:
@@ -346,7 +346,7 @@ class Engine:
 
     def _fail_text(self, request_id: str, token: int, error: Exception) -> None:
         log.error("no text for token %d of %s", token, request_id, exc_info=error)
-        self._fail([request_id], "the output has no text to look for stop strings in")
+        self._fail([request_id], "the output cannot be decoded to check for stop strings")
 
     def _fail_step(self, error: Exception) -> None:
         """End the requests of the step that failed; all requests, if it failed outside a plan.

@@ -1,7 +1,7 @@
 """Turns connector exceptions into cache misses.
 
 An exception in the middle of an admission would leave loads and saves that hold blocks for ever.
-Here it is a miss with a line in the log, and the worker computes.
+Instead it is logged and counts as a miss, and the worker computes the tokens.
 """
 
 from __future__ import annotations

@@ -17,17 +17,15 @@ class WorkerConfig(SecurityOptions):
     """Flags, environment and file of a prefill or decode worker."""
 
     model: str = required(str, "directory of a transformers model", metavar="DIR")
-    router: tuple[str, ...] = option(
-        (), "routers to announce this worker to; may be repeated", metavar="HOST:PORT"
-    )
+    router: tuple[str, ...] = option((), "routers to announce this worker to", metavar="HOST:PORT")
     advertise: str | None = option(
-        None, "the address announced; default: the one listened on", metavar="HOST:PORT"
+        None, "address to announce; default: the listening address", metavar="HOST:PORT"
     )
     host: str = option("127.0.0.1", "address to listen on", metavar="HOST")
     port: int = option(0, "port to listen on; 0 picks a free one", low=0, high=65535)
     store: str | None = option(
         None,
-        "URL of the KV store, such as kvrelay://HOST:PORT, or several with commas, the nearest"
+        "URL of the KV store, such as kvrelay://HOST:PORT, or several, comma-separated, nearest"
         " first; default: no store",
     )
     dtype: str = option(
@@ -41,7 +39,7 @@ class WorkerConfig(SecurityOptions):
     num_blocks: int | None = option(
         None, "KV blocks in the pool; default: what fits in --kv-memory and can be used", low=1
     )
-    kv_memory: int = option(2**29, "bound of the pool without --num-blocks", unit="bytes", low=1)
+    kv_memory: int = option(2**29, "pool size without --num-blocks", unit="bytes", low=1)
     max_model_len: int | None = option(
         None, "positions a request may have; default: the model's own limit", low=1
     )
@@ -62,14 +60,14 @@ class WorkerConfig(SecurityOptions):
     )
     journal: str | None = option(
         None,
-        "file for every call of the scheduler, prompts included, to replay; one file per worker; a"
-        " former journal becomes FILE.before",
+        "record every scheduler call in this file, prompts included, for replay; one file per"
+        " worker; the previous journal becomes FILE.before",
         metavar="FILE",
     )
     log_level: str = option("info", "how much to log", choices=LEVELS)
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """The addresses in ``router``, each item of which may hold several with commas."""
+        """The addresses in ``router``; an item may hold several, comma-separated."""
         named = (part.strip() for text in self.router for part in text.split(","))
         return tuple(dict.fromkeys(part for part in named if part))

@@ -71,7 +71,9 @@ def check_leg(leg: types_pb2.Leg, vocab_size: int, longest: int) -> None:
             f" got {leg.max_tokens}",
         )
     if (count := len(leg.prompt_token_ids) + len(leg.output_token_ids)) > longest:
-        raise Rejected("leg.prompt_token_ids", f"{count} tokens, and the model has {longest}")
+        raise Rejected(
+            "leg.prompt_token_ids", f"{count} tokens, more than the model's {longest} positions"
+        )
     check_ids("leg.prompt_token_ids", leg.prompt_token_ids, vocab_size)
     check_ids("leg.output_token_ids", leg.output_token_ids, vocab_size)
 

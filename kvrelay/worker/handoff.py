@@ -44,7 +44,7 @@ def check_signature(
     if not hmac.compare_digest(expected, handoff.signature):
         raise Mismatch(
             "handoff.signature",
-            "was not made for this leg with the key of this fleet: do all workers have the same?",
+            "was not made for this leg with the key of this fleet: give all workers the same key",
         )
 
 

@@ -74,7 +74,7 @@ class RoleSwitch:
             if role == self._identity.role:
                 return
             if streams.draining:
-                raise Mismatch("draining", "this worker is leaving and keeps its role")
+                raise Mismatch("draining", "this worker is shutting down and keeps its role")
             log.info("changing to a %s worker, %d legs are open", NAMES[role], streams.open)
             try:
                 async with streams.emptied(deadline):

@@ -41,5 +41,5 @@ class StopCheckers:
             raise Rejected("sampling.stop", f"this worker has no tokenizer: {self._reason}")
         text = OutputText(self._tokenizer, sampling.stop, sampling.min_tokens)
         if text.replay(order.tokens[order.prompt_len :]):
-            raise Rejected("leg.output_token_ids", "a stop string is complete in them already")
+            raise Rejected("leg.output_token_ids", "they already contain a stop string")
         return StopStringChecker(text)

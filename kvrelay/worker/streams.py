@@ -16,7 +16,7 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.sampling import Sampling
 
 LegUpdates = list[Token | Ended]
-LAST_SECONDS = 2.0  # kept of a deadline to end the legs that are left, and to answer
+LAST_SECONDS = 2.0  # of a deadline, reserved to end the remaining legs and to answer
 
 
 class LegStreams:
@@ -77,7 +77,7 @@ class LegStreams:
                 yield batches
         finally:
             del self._queues[order.request_id]
-            engine.abort(order.request_id)  # without effect if it has ended
+            engine.abort(order.request_id)  # no effect if it has ended
             if not self._queues:
                 self._idle.set()
 
@@ -98,17 +98,17 @@ class LegStreams:
 
     @asynccontextmanager
     async def emptied(self, deadline: Deadline) -> AsyncGenerator[None]:
-        """Refuse new legs; inside of the context no leg is open.
+        """Refuse new legs; no leg is open inside the context.
 
-        No leg is cut off: raises ``TimeoutError`` if some are still open when most of the time has
-        passed, and ``Draining`` if the worker drains for good.
+        No leg is ended: raises ``TimeoutError`` if legs are still open when most of the time has
+        passed, and ``Draining`` if the worker is shutting down.
         """
         self._emptying = True
         try:
             async with asyncio.timeout(_most_of(deadline)):
                 await self._idle.wait()
             if self._leaving:
-                raise Draining("this worker is leaving")
+                raise Draining("this worker is shutting down")
             yield
         finally:
             self._emptying = False
@@ -130,7 +130,7 @@ async def _batches(queue: asyncio.Queue[Update]) -> AsyncGenerator[LegUpdates]:
         for update in updates:
             if isinstance(update, Failed):
                 if batch:
-                    yield batch  # tokens that were made before it failed
+                    yield batch  # tokens generated before the failure
                 raise update.error
             batch.append(update)
         yield batch
