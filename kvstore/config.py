@@ -26,7 +26,7 @@ class StoreConfig(SecurityOptions):
     host: str = option("127.0.0.1", "address to listen on", metavar="HOST")
     port: int = option(0, "port to listen on; 0 picks a free one", low=0, high=65535)
     budget: int = option(BUDGET, "memory for blocks", unit="bytes", low=1 << 10)
-    max_block: int = option(MAX_BLOCK, "largest block taken", unit="bytes", low=1 << 10)
+    max_block: int = option(MAX_BLOCK, "largest block accepted", unit="bytes", low=1 << 10)
     partial_life: float = option(PARTIAL_LIFE, "seconds an unused partial block is kept", low=0.1)
     ticket_life: float = option(TICKET_LIFE, "seconds a writer may pause", low=0.1)
     eviction: str = option(EVICTIONS[0], "eviction policy", choices=EVICTIONS)

@@ -1,1 +1,1 @@
-"""Stores as their users see them: the service from outside, one in this process, a breaker."""
+"""Clients of the store service, and a store within this process."""

@@ -62,7 +62,7 @@ class StoreAdmin:
         return _listed(found.block), decode(found.header)
 
     def close(self) -> None:
-        """Calls under way fail."""
+        """Close the channel; open calls fail."""
         self._channel.close()
 
 

@@ -1,4 +1,4 @@
-"""A look into any store by its URL, for operators: its blocks, and one of them."""
+"""Lists and finds the blocks of any store by its URL, for operators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def browse(url: str) -> StoreBrowser:
         return StoreAdmin(str(Address.parse(parts.netloc)))
     if parts.scheme in REDIS:
         return RedisBrowser(settings_for(url))
-    raise Rejected("store", "memory:// lives in one process, and this is another one")
+    raise Rejected("store", "memory:// exists only within the process that uses it")
 
 
 def blocks_by_digits(
@@ -38,7 +38,7 @@ def blocks_by_digits(
 ) -> Iterator[ListedBlock]:
     """The blocks whose names in hexadecimal begin with ``digits``."""
     if not _DIGITS.fullmatch(digits):
-        raise Rejected("name", f"{digits!r} is no hexadecimal number")
+        raise Rejected("name", f"{digits!r} is not a hexadecimal number")
     prefix = bytes.fromhex(digits[: len(digits) // 2 * 2])
     if len(digits) > 2 * NAME_BYTES:
         raise Rejected("name", f"{digits!r} has more than {2 * NAME_BYTES} digits")
@@ -54,7 +54,7 @@ def blocks_by_digits(
 def resolve_digits(browser: StoreBrowser, digits: str, timeout: float) -> ListedBlock:
     """The one block whose name begins with ``digits``; ``NotFound``, or ``Rejected`` if several."""
     if not digits:
-        raise Rejected("name", "is empty: give the first digits of one")
+        raise Rejected("name", "is empty: give the first digits of a block's name")
     found = list(blocks_by_digits(browser, digits, timeout, SHOWN))
     if not found:
         raise NotFound(f"there is no block {digits}")

@@ -1,4 +1,4 @@
-"""The calls of ``kvrelay.v1.StoreService`` as functions, whose gRPC errors become ours here.
+"""The calls of ``kvrelay.v1.StoreService`` as functions. gRPC errors are mapped here.
 
 ``Get`` and ``Put`` carry messages as bytes, see ``kvstore.wire.buffers``.
 """
@@ -30,7 +30,7 @@ class _Options(ChannelOptions):
 
 @contextmanager
 def mapped_errors() -> Iterator[None]:
-    """Raise gRPC errors as ours."""
+    """Map gRPC errors to those of ``kvrelay.errors``."""
     try:
         yield
     except grpc.RpcError as error:
@@ -42,7 +42,7 @@ def mapped_errors() -> Iterator[None]:
 
 
 class StoreCalls:
-    """One channel. Connects when first used and again whenever it must."""
+    """One channel. It connects on first use and reconnects when needed."""
 
     def __init__(self, address: str) -> None:
         self._channel = open_sync_channel(address, _Options())
@@ -115,5 +115,5 @@ class StoreCalls:
             self.release(pb.ReleaseRequest(boot=boot, leases=[lease]), timeout=timeout)
 
     def close(self) -> None:
-        """Calls under way fail."""
+        """Close the channel; open calls fail."""
         self._channel.close()

@@ -47,7 +47,7 @@ def _redis(parts: SplitResult, parameters: Parameters) -> Store:
 def _check_names(parameters: Parameters, known: tuple[str, ...]) -> None:
     for name in parameters:
         if name not in known:
-            raise Rejected(name, f"is no parameter here; these are: {', '.join(known) or 'none'}")
+            raise Rejected(name, f"is not a parameter; known: {', '.join(known) or 'none'}")
 
 
 SCHEMES: dict[str, Callable[[SplitResult, Parameters], Store]] = {

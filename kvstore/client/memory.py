@@ -143,7 +143,7 @@ class MemoryStore:
             return self._shared.index.clear(time.monotonic())
 
     def close(self) -> None:
-        """Nothing: the blocks stay for the other stores of this name."""
+        """Do nothing: the blocks stay for the other stores of this name."""
 
     def _write(self, ticket: int, claim: Claim, block: Block) -> Outcome:
         data = b"".join((block.header, block.payload))

@@ -7,7 +7,7 @@ from kvrelay.v1 import store_pb2 as pb
 
 
 class StoreMirror:
-    """``blocks`` by tenant and name, as they were after the event ``sequence`` of ``boot``.
+    """``blocks`` by tenant and name, as of the event ``sequence`` of ``boot``.
 
     ``whole`` is false before the first snapshot and in the middle of one.
     """

@@ -37,17 +37,17 @@ from kvstore.wire.messages import claim_message, miss_of, outcomes_of, stats_of
 log = logging.getLogger("kvrelay.store")
 
 SEND_UNASKED = 256 << 10
-"""Up to so many bytes in all a round trip costs more than sending blocks that are not wanted."""
+"""Below this total, a round trip costs more than sending blocks that the store does not need."""
 
 GRACE = 0.05
-"""With less time left than this, other writers are not waited for."""
+"""With less time left, the client does not wait for other writers."""
 
 RECHECK_SECONDS = 1.0
 """For the store to verify the block after which a reader stopped."""
 
 
 class RemoteStore:
-    """A ``Store``. Connects when first used and again whenever it must."""
+    """A ``Store``. It connects on first use and reconnects when needed."""
 
     def __init__(self, address: str, transport: str | None = None) -> None:
         if transport is not None and transport not in TRANSPORTS:
@@ -107,7 +107,7 @@ class RemoteStore:
         answer, lease = self._ask(request, timeout)
         lengths = answer.lengths
         if len(lengths) != len(names):
-            raise Corrupt("lengths", f"{len(lengths)} came for {len(names)} names")
+            raise Corrupt("lengths", f"got {len(lengths)} for {len(names)} names")
         misses = tuple(map(miss_of, answer.misses))
         sizes = tuple(length or None for length in lengths)
         return SurveyResult(sizes, lease, misses, answer.first_block_known)
@@ -167,7 +167,7 @@ class RemoteStore:
     def _arriving(
         self, wants: Sequence[Want], deadline: Deadline
     ) -> Generator[GetResult, None, None]:
-        """The blocks, by one transport after another."""
+        """Fetch the blocks, trying one transport after another."""
         progress = GetProgress()
         tried: set[str] = set()
         while True:
@@ -197,7 +197,7 @@ class RemoteStore:
         return answer, lease if answer.lease else None
 
     def _after(self, transport: Transport, error: KvrelayError, tried: set[str]) -> None:
-        """A transport failed: raise, or return if the next one is to be tried."""
+        """A transport failed: raise, or return to try the next one."""
         if self._closed.is_set():
             raise Unavailable("this store was closed") from error
         if transport.name == TRANSPORTS[-1]:

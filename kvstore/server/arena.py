@@ -61,7 +61,7 @@ class Arena:
             self._map = mmap.mmap(-1 if fd is None else fd, self.size)
         except (OSError, OverflowError) as error:
             size = show_size(self.size)
-            raise Rejected("budget", f"{size} of memory cannot be had: {error}") from error
+            raise Rejected("budget", f"{size} of memory cannot be allocated: {error}") from error
         self._view = memoryview(self._map)
         write_header(self._map, boot)
         # Sealed after this mapping, which stays the only writable one.

@@ -92,7 +92,7 @@ class BlockStore:
         self._listeners.append(notify)
 
     def proof(self, serial: int) -> bytes:
-        """A secret that only those know who were given lease or ticket ``serial`` by this start."""
+        """A secret known only to the client that got lease or ticket ``serial`` from this start."""
         return hashlib.blake2b(serial.to_bytes(8, "little"), key=self._key, digest_size=16).digest()
 
     def check_proof(self, serial: int, proof: bytes) -> bool:

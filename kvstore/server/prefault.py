@@ -39,7 +39,7 @@ class Prefault:
         self._stop.set()
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end; returns whether it has come."""
+        """Wait for the thread to end; returns whether it has."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -51,7 +51,7 @@ class Prefault:
         total = len(self._memory)
         for start in range(0, total, STEP):
             if _memory_is_short():
-                log.warning("arena: memory is short; the rest is touched when it is needed")
+                log.warning("arena: memory is short; the rest is touched on first use")
                 return
             if self._stop.is_set() or not _populate(self._memory[start : start + STEP]):
                 return

@@ -55,7 +55,7 @@ def grant_for(store: BlockStore, ticket: int, claims: Sequence[Claim], owner: by
     for index, claim in enumerate(claims):
         reserved = store.reserved_claim(ticket, claim.name)
         if reserved is not None and reserved != claim:
-            raise Rejected(f"claims[{index}]", "is not as it was reserved")
+            raise Rejected(f"claims[{index}]", "differs from its reservation")
     return Grant(ticket, 0.0, (PutStatus.RESERVED,) * len(claims))
 
 
@@ -85,7 +85,7 @@ async def receive_stream(
             if not pour.full:
                 raise Rejected("data", "ended before the last block was whole")
     except TimeoutError as error:
-        raise DeadlineExceeded(f"no byte of this Put came for {life} s") from error
+        raise DeadlineExceeded(f"no byte of this Put arrived for {life} s") from error
     return outcomes
 
 

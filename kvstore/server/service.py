@@ -272,9 +272,9 @@ class StoreService:
             await self._changed.wait(min(left, 1.0))
 
     def _check_lease(self, lease: Lease | None) -> None:
-        """A copied message holds the right blocks only if their lease has not ended meanwhile."""
+        """A copied message is valid only if the lease of its blocks has not ended meanwhile."""
         if lease is None or not self._store.extend(lease.id, STREAM_SECONDS):
-            raise DeadlineExceeded(f"nothing was read from this stream for {STREAM_SECONDS} s")
+            raise DeadlineExceeded(f"the client read nothing for {STREAM_SECONDS} s")
 
     async def _wait_for_others(self, claims: Sequence[Claim], seconds: float) -> None:
         """Return when a claim is no longer being written by another, or after ``seconds``."""

@@ -90,7 +90,7 @@ class Session:
         if request.op in LOCAL_ONLY:
             raise Rejected("op", f"{request.op.name} is for peers on this host")
         if not self._store.check_proof(request.serial, request.proof):
-            raise Rejected("proof", "was not given by this start of the store")
+            raise Rejected("proof", "was not issued by this start of the store")
         self._trusted = True
 
     def _answer(self, status: Status, body: bytes = b"") -> None:

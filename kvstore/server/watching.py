@@ -61,7 +61,7 @@ class WatchServer:
     async def serve(self, request: pb.WatchRequest, context: WatchStream) -> None:
         """Serve until the client leaves; ``Exhausted`` if it is too slow."""
         if self.count == self._most:
-            raise Exhausted("too many watch this store", retry_after=10.0)
+            raise Exhausted("too many clients watch this store", retry_after=10.0)
         self.count += 1
         try:
             known = request.boot == self._store.boot

@@ -94,7 +94,7 @@ def _check_pair(cert: str, key: str) -> None:
 
 
 def _outside_validity(server: ssl.SSLContext, cert: str) -> str | None:
-    """Why a certificate is not valid today, found by a handshake with itself in memory."""
+    """Why a certificate is not valid today: the result of an in-memory handshake with itself."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= (

@@ -44,7 +44,7 @@ class ServerOptions:
     max_message_bytes: int = 8 * MIB
     max_connections: int = 2048  # each may hold some hundred KiB of unparsed input
     max_concurrent_streams: int = 1024  # per connection
-    max_calls: int = MAX_CALLS  # over all connections; one more is told to retry
+    max_calls: int = MAX_CALLS  # over all connections; further calls get RESOURCE_EXHAUSTED
     handshake_seconds: float = 20.0  # for a new connection to begin HTTP/2
     keepalive_seconds: float = 15.0
     keepalive_timeout_seconds: float = 15.0

@@ -527,10 +527,10 @@ def test_lists_of_urls() -> None:
     [
         ("memory://a?write=yes,memory://b", "the first store has no write="),
         ("memory://a,memory://b?write=perhaps", "neither yes nor no"),
-        ("memory://a,memory://b?fast=yes", "no parameter here"),
+        ("memory://a,memory://b?fast=yes", "is not a parameter"),
         ("memory://a,memory://b,memory://a", "twice"),
         ("memory://a,s3://b", "none of the schemes"),
-        ("memory://a?write=yes", "no parameter here"),
+        ("memory://a?write=yes", "is not a parameter"),
     ],
 )
 def test_an_impossible_list_is_refused(text: str, said: str) -> None:
