@@ -36,14 +36,14 @@ REQUESTS = 150
 PATIENT = ConnectorOptions(lookup_seconds=20, load_seconds=20, save_seconds=20)
 SERVICE = """
 import hashlib, sys
-from kvstore import check
+from kvstore import claims
 from kvstore.server import slot
 
 def eight_bits(data):
     return hashlib.sha256(data).digest()[:1] * 32
 
-slot.check_block = lambda claim, data: check.check_block(claim, data, eight_bits)
-slot.check_header = lambda name, data: check.check_header(name, data, eight_bits)
+slot.check_block = lambda claim, data: claims.check_block(claim, data, eight_bits)
+slot.check_header = lambda name, data: claims.check_header(name, data, eight_bits)
 from kvstore.main import main
 sys.exit(main(sys.argv[1:]))
 """
