@@ -10,6 +10,18 @@ from __future__ import annotations
 class KvrelayError(Exception):
     """Base class of every error that kvrelay raises on purpose."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """For ``copy`` and process pools: those of ``Exception`` call the class with its text."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(
+    kind: type[KvrelayError], args: tuple[object, ...], fields: dict[str, object]
+) -> KvrelayError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(fields)
+    return error
+
 
 class Rejected(KvrelayError):
     """The request can never be served as it is: correct ``field`` and send it again."""

@@ -26,7 +26,8 @@ class Sampling:
     A sampled token of ``stop_token_ids`` ends the request, one of ``eos_token_ids`` does unless
     ``ignore_eos``; neither can be sampled before ``min_tokens`` tokens were. ``logprobs`` is
     ``None`` for no log probabilities, else the number of likeliest tokens to report beside the
-    chosen one. ``seed`` is an unsigned 64-bit number.
+    chosen one. ``seed`` is an unsigned 64-bit number; the router draws one
+    for ``None``, an engine that is given ``None`` uses 0.
     """
 
     temperature: float = DEFAULT_TEMPERATURE
@@ -36,7 +37,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     eos_token_ids: tuple[int, ...] = ()
@@ -59,7 +60,7 @@ class Sampling:
         _within("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_included=False)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if not 0 <= self.seed < 1 << 64:
+        if self.seed is not None and not 0 <= self.seed < 1 << 64:
             raise Rejected("sampling.seed", f"must fit in 64 unsigned bits, got {self.seed}")
         if self.min_tokens < 0:
             raise Rejected("sampling.min_tokens", f"must be 0 or more, got {self.min_tokens}")

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import update_wrapper
+from numbers import Real
 from typing import Concatenate, ParamSpec, TypeVar
 
 from kvrelay.errors import Rejected
@@ -77,8 +78,8 @@ class Parameters:
     priority: -8 to 8; higher goes first among the waiting requests of one tenant.
     """
 
-    timeout: float | None = None
     _: KW_ONLY
+    timeout: float | None = None
     prompt: str | None = None
     messages: Sequence[Mapping[str, str] | tuple[str, str]] | None = None
     token_ids: Sequence[int] | None = None
@@ -129,6 +130,8 @@ class Parameters:
 
     def _set_sampling(self, message: types_pb2.Sampling) -> None:
         base = self.sampling
+        if base is not None and not isinstance(base, Sampling):
+            raise Rejected("sampling", f"must be a kvrelay.Sampling, got {base!r:.80}")
         if base is not None and base.eos_token_ids:
             raise Rejected("sampling.eos_token_ids", "comes from the model: leave it out")
         for name in SAMPLING:
@@ -146,6 +149,8 @@ class Parameters:
 
 def seconds_of(timeout: float | None) -> float | None:
     """The timeout for gRPC, ``None`` for no limit. Raises ``Rejected`` if it is not a number."""
+    if timeout is not None and not isinstance(timeout, Real):
+        raise Rejected("timeout", f"must be a number of seconds, got {timeout!r:.80}")
     if timeout is None or timeout > LONGEST_SECONDS:
         return None
     if math.isnan(timeout):
@@ -166,6 +171,8 @@ def takes_parameters(
 
     def decorate(method: Callable[[S, Parameters], R]) -> Callable[Concatenate[S, P], R]:
         def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+            if args:
+                raise TypeError("parameters are given by name, the prompt too: prompt=...")
             for name in kwargs.keys() - set(names):
                 raise TypeError(f"unexpected argument {name!r}: {_hint(name, names)}")
             return method(self, known(*args, **kwargs))

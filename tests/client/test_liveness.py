@@ -161,5 +161,5 @@ async def test_a_slow_upload_is_no_silence() -> None:
         with Proxy(router.address) as proxy:
             proxy.up.faults = Faults(rate=100_000)
             async with AsyncClient(proxy.address) as client:
-                done = await client.complete(30, token_ids=prompt, max_tokens=2, seed=5)
+                done = await client.complete(timeout=30, token_ids=prompt, max_tokens=2, seed=5)
     assert list(done.token_ids) == answer(prompt, 2, 5)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
+import pickle
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,7 +15,20 @@ from kvrelay import AsyncClient, Client
 from kvrelay.client.aio import AsyncStream
 from kvrelay.client.chunk import Chunk
 from kvrelay.client.parameters import Parameters, seconds_of
-from kvrelay.errors import Rejected, Unavailable
+from kvrelay.errors import (
+    Corrupt,
+    DeadlineExceeded,
+    Draining,
+    Exhausted,
+    KvrelayError,
+    Mismatch,
+    NotFound,
+    NotInstalled,
+    Rejected,
+    Unavailable,
+    Unservable,
+)
+from kvrelay.sampling import Sampling
 from tests.router.fakes import Behaviour, decode_worker, running
 
 PROMPT = [5, 6, 7]
@@ -78,3 +94,45 @@ def test_arrays_and_what_is_no_sequence() -> None:
         ask = {"prompt": "a", field: 5} if field == "stop" else {field: 5}
         with pytest.raises(Rejected, match=field):
             Parameters(**ask).message()
+
+
+def test_an_unset_seed_is_drawn_whether_or_not_a_sampling_is_given() -> None:
+    plain = Parameters(prompt="a").message()
+    given = Parameters(prompt="a", sampling=Sampling()).message()
+    assert not given.sampling.HasField("seed")
+    assert not plain.sampling.HasField("seed")
+    assert Parameters(prompt="a", sampling=Sampling(seed=0)).message().sampling.seed == 0
+    assert Parameters(prompt="a", sampling=Sampling(seed=0)).message().sampling.HasField("seed")
+
+
+async def test_parameters_of_other_types_are_named() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        generate: Callable[..., object] = client.generate  # a type checker refuses all of these
+        with pytest.raises(TypeError, match="the prompt too: prompt="):
+            generate("Once")
+        with pytest.raises(Rejected, match=r"^sampling: must be a kvrelay\.Sampling, got \{"):
+            generate(prompt="a", sampling={"seed": 1})
+        with pytest.raises(Rejected, match=r"^timeout: must be a number of seconds, got 'x'"):
+            generate(prompt="a", timeout="x")
+
+
+ERRORS = [
+    Rejected("field", "message"),
+    NotFound("message"),
+    Mismatch("field", "message"),
+    Exhausted("message", 2.5),
+    Unavailable("message"),
+    Draining("message"),
+    DeadlineExceeded("message"),
+    Corrupt("field", "message"),
+    Unservable("message"),
+    NotInstalled("message"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_errors_cross_process_pools(error: KvrelayError) -> None:
+    for twin in (copy.copy(error), pickle.loads(pickle.dumps(error))):  # noqa: S301 - its own bytes
+        assert type(twin) is type(error)
+        assert str(twin) == str(error)
+        assert vars(twin) == vars(error)

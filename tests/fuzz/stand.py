@@ -182,7 +182,7 @@ class Witness:
 
     async def _ask(self, number: int) -> Sequence[int]:
         done = await self._client.complete(
-            SECONDS,
+            timeout=SECONDS,
             token_ids=PROMPTS[number],
             max_tokens=12,
             ignore_eos=True,

@@ -73,12 +73,15 @@ def test_one_assignment_a_line() -> None:
         f"{show(path)}:{node.lineno} {ast.unparse(node)}"
         for path in everything()
         for node in ast.walk(tree(path))
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Tuple)
-        and any(isinstance(part, ast.Attribute) for part in target.elts)
+        if isinstance(node, ast.Tuple | ast.List)
+        and isinstance(node.ctx, ast.Store)
+        and any(isinstance(part, ast.Attribute) for part in _parts(node))
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def _parts(target: ast.Tuple | ast.List) -> list[ast.expr]:
+    return [part.value if isinstance(part, ast.Starred) else part for part in target.elts]
 
 
 def test_no_line_is_kept_from_the_formatter() -> None:

@@ -36,7 +36,7 @@ def test_up_serves(
     try:
         until(serves, log.read_text, START_SECONDS)
         with Client(json.loads(endpoints.read_text())["router"]) as client:
-            answer = client.complete(60, token_ids=[5, 6, 7], max_tokens=4, ignore_eos=True)
+            answer = client.complete(timeout=60, token_ids=[5, 6, 7], max_tokens=4, ignore_eos=True)
         assert len(answer.token_ids) == 4
     finally:
         up.send_signal(signal.SIGTERM)

@@ -34,7 +34,11 @@ class Secured:
         """Greedy, through the router."""
         with Client(self.cluster.router, self.options(token)) as client:
             return client.complete(
-                SECONDS, token_ids=prompt, max_tokens=max_tokens, temperature=0.0, ignore_eos=True
+                timeout=SECONDS,
+                token_ids=prompt,
+                max_tokens=max_tokens,
+                temperature=0.0,
+                ignore_eos=True,
             )
 
     def party(self, name: str, authority: CertificateAuthority, days: float = 1) -> Files:

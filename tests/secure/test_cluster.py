@@ -96,7 +96,7 @@ def test_the_right_token_and_the_wrong_one(secured: Secured) -> None:
     with pytest.raises(Rejected, match="credentials"):
         secured.complete(ALICE[:-1], PROMPT)
     with pytest.raises(Unavailable), Client(secured.cluster.router, token=ALICE) as plain:
-        plain.complete(SECONDS, token_ids=PROMPT)
+        plain.complete(timeout=SECONDS, token_ids=PROMPT)
     files = secured.files
     with Client(
         secured.cluster.router,
@@ -105,7 +105,7 @@ def test_the_right_token_and_the_wrong_one(secured: Secured) -> None:
         tls_cert=files.cert,
         tls_key=files.key,
     ) as client:
-        assert client.complete(SECONDS, token_ids=PROMPT, max_tokens=2).token_ids
+        assert client.complete(timeout=SECONDS, token_ids=PROMPT, max_tokens=2).token_ids
         with pytest.raises(Rejected, match="may not call"):
             client.workers()
 

@@ -65,7 +65,7 @@ def _tokens(logits: torch.Tensor, asked: Sequence[_Row]) -> list[int]:
     if not drawn:
         return tokens
     rows = [row for row, _, _ in drawn]
-    uniforms = [uniform(s.seed, work.start + work.count) for _, work, s in drawn]
+    uniforms = [uniform(s.seed or 0, work.start + work.count) for _, work, s in drawn]
     chosen = draw(
         logits if len(rows) == len(asked) else logits[rows], [s for _, _, s in drawn], uniforms
     )

@@ -53,7 +53,7 @@ def reference(logits: list[float], asked: Work) -> int:
         probs = normal([p if p >= floor else 0.0 for p in probs])
     floor = s.min_p * max(probs)
     probs = normal([p if p >= floor else 0.0 for p in probs])
-    mass, number = 0.0, uniform(s.seed, len(asked.tokens))
+    mass, number = 0.0, uniform(s.seed or 0, len(asked.tokens))
     for token, p in enumerate(probs):
         mass += p
         if mass > number:
