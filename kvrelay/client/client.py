@@ -20,7 +20,7 @@ from typing import Protocol, Self
 import grpc
 
 from kvrelay.client.chunk import Chunk, Completion, completion_of
-from kvrelay.client.connection import channel_options, check_open
+from kvrelay.client.connection import channel_options, check_address, check_open
 from kvrelay.client.liveness import Liveness, responds_sync
 from kvrelay.client.parameters import Parameters, seconds_of, takes_parameters
 from kvrelay.client.stream import BaseStream, Cancellable
@@ -110,7 +110,7 @@ class Client:
             tls_name=tls_name,
             allow_insecure=allow_insecure,
         )
-        self._channel = open_sync_channel(address, channel_options(options, access))
+        self._channel = open_sync_channel(check_address(address), channel_options(options, access))
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
         self._liveness = Liveness()
         self._closed = threading.Event()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kvrelay.errors import Unavailable
+from kvrelay.errors import Rejected, Unavailable
 from kvrelay.rpc.channel import ChannelOptions
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.options import SecurityOptions
@@ -21,6 +21,14 @@ def channel_options(options: ChannelOptions | None, access: SecurityOptions) -> 
     if access == SecurityOptions():
         return chosen
     return replace(chosen, security=policy.load(access))
+
+
+def check_address(address: str) -> str:
+    """The address of a router; ``Rejected`` if a channel would only report it as unreachable."""
+    wrong = not isinstance(address, str) or not address or not address.isprintable()
+    if wrong or address.startswith(("http://", "https://")):
+        raise Rejected("address", f"must be HOST:PORT or unix:PATH, got {address!r:.200}")
+    return address
 
 
 def check_open(closed: bool) -> None:

@@ -77,6 +77,13 @@ async def test_after_close() -> None:
         await other.workers()
 
 
+@pytest.mark.parametrize("address", ["", 5, None, "http://127.0.0.1:1", "a\nb:1"])
+async def test_what_is_no_address_is_rejected(address: str) -> None:
+    for kind in (Client, AsyncClient):
+        with pytest.raises(Rejected, match=r"^address: must be HOST:PORT or unix:PATH, got "):
+            kind(address)
+
+
 def test_timeouts() -> None:
     assert seconds_of(None) is None
     assert seconds_of(math.inf) is None
