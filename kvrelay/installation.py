@@ -11,7 +11,8 @@ import shlex
 import shutil
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from kvrelay.errors import NotInstalled
@@ -51,6 +52,9 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     "certs": {"cryptography": "cryptography"},
 }
 CLUSTER = ("router", "store", "worker")
+OWN_PACKAGES = ("kvstore", "router", "prefill_service", "decode_service")  # beside kvrelay
+HOME = Path(__file__).parents[1]
+"""The folder that kvrelay was imported from."""
 
 
 def missing(*extras: str) -> tuple[str, ...]:
@@ -65,20 +69,56 @@ def lacking(*extras: str) -> tuple[str, ...]:
 
 
 def require(*extras: str) -> None:
-    """Raises ``NotInstalled`` with the names of the packages that are missing from these extras."""
+    """Raises ``NotInstalled`` with the names of the packages that are missing from these extras.
+
+    Of a cluster's extras also if a package of the user hides one of ours.
+    """
     absent = missing(*extras)
     if absent:
         verb = "is" if len(absent) == 1 else "are"
         line = install_line(*lacking(*extras))
         raise NotInstalled(f"{', '.join(absent)} {verb} not installed: {line}")
+    if set(extras) & set(CLUSTER) and (why := hidden()) is not None:
+        raise NotInstalled(why)
 
 
-def require_service(module: str, extra: str) -> None:
-    """The same for ``python -m MODULE``: ends the process with one line and status 1."""
+def hidden() -> str | None:
+    """What is found in place of one of our packages, ``None`` if nothing is; imports none."""
+    for name in OWN_PACKAGES:
+        spec = importlib.util.find_spec(name)
+        if spec is None:
+            return f"the package {name!r} is not in {HOME}, where kvrelay is: install kvrelay again"
+        found = _places(spec)
+        if not any(place.parent in (HOME, HOME.resolve()) for place in found):
+            return (
+                f"{found[0].parent} has a {name!r} that hides kvrelay's own: take that folder out"
+                " of PYTHONPATH, or rename what it has there"
+            )
+    return None
+
+
+def require_service(module: str, extra: str, summary: str) -> None:
+    """The same for ``python -m MODULE``: ends the process with one line and status 1.
+
+    With a short page and status 0 if help is asked for.
+    """
     try:
         require(extra)
     except NotInstalled as error:
-        sys.exit(f"{module}: {error}")
+        if not asks_help(sys.argv[1:]):
+            sys.exit(f"{module}: {error}")
+        sys.stdout.write(short_page(f"python -m {module}", summary, error) + "\n")
+        sys.exit(0)
+
+
+def asks_help(argv: Sequence[str]) -> bool:
+    """Whether a command line asks for the page of options."""
+    return "--help" in argv or "-h" in argv
+
+
+def short_page(prog: str, summary: str, error: NotInstalled) -> str:
+    """The page of a command whose options cannot be read, because of ``error``."""
+    return f"usage: {prog} [options]\n\n{summary}\n\nThe options are not shown here: {error}"
 
 
 def install_line(*extras: str) -> str:
@@ -117,7 +157,14 @@ def make(target: str) -> str | None:
 def clone_root() -> Path | None:
     """The root of the clone that this package is imported from, ``None`` for an installed wheel."""
     root = Path(__file__).resolve().parents[1]
-    return root if (root / "pyproject.toml").is_file() and (root / "Makefile").is_file() else None
+    marks = (root / "pyproject.toml", root / "Makefile", root / "protos" / "kvrelay" / "v1")
+    return root if all(mark.exists() for mark in marks) else None
+
+
+def _places(spec: ModuleSpec) -> list[Path]:
+    """The folders of a package, or the file of a module, each also without symbolic links."""
+    places = [Path(place) for place in spec.submodule_search_locations or (spec.origin or "",)]
+    return [*places, *(place.resolve() for place in places)]
 
 
 def _found(module: str) -> bool:

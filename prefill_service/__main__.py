@@ -10,7 +10,9 @@ if __name__ == "__main__":
     sigint.exit_on_sigint()
     from kvrelay import installation  # no import before the line above
 
-    installation.require_service("prefill_service", "worker")
+    installation.require_service(
+        "prefill_service", "worker", "One prefill worker, whose role may change to decode."
+    )
     from decode_service.service import register as decode
     from kvrelay.v1 import types_pb2
     from kvrelay.worker.main import main

@@ -10,7 +10,7 @@ if __name__ == "__main__":
     sigint.exit_on_sigint()
     from kvrelay import installation  # no import before the line above
 
-    installation.require_service("router", "router")
+    installation.require_service("router", "router", "The router as a process of its own.")
     from router.main import main
 
     status = main(sys.argv[1:])

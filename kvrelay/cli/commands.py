@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 
-from kvrelay.cli.screen import paint
+from kvrelay.cli.screen import paint, print_out
 from kvrelay.errors import NotInstalled
-from kvrelay.installation import clone_root, require
+from kvrelay.installation import asks_help, clone_root, require, short_page
 from kvrelay.process import sigint
 
 
@@ -33,6 +33,17 @@ class Command:
         with sigint.sigint_exits():
             main: Callable[[Sequence[str]], int] = import_module(self.module).main
         return main
+
+    def help_without(self, prog: str, argv: Sequence[str]) -> bool:
+        """Whether ``argv`` asks for help that only a short page can give; prints that page."""
+        if not asks_help(argv):
+            return False
+        try:
+            require(*self.extras)
+        except NotInstalled as error:
+            print_out(short_page(f"{prog} {self.name}", self.summary, error))
+            return True
+        return False
 
 
 def usage(prog: str, purpose: str, commands: Sequence[Command], closing: str) -> str:

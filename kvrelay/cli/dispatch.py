@@ -84,6 +84,8 @@ def main(argv: Sequence[str]) -> int:
 def guarded(command: Command, argv: Sequence[str]) -> int:
     """Run a command; every error is one line, never a traceback."""
     try:
+        if command.help_without("kvrelay", argv):
+            return 0
         run = command.load()
         with sigint.sigint_raises():
             status = run(argv)

@@ -50,6 +50,29 @@ def test_a_service_names_it(client_only: Installed, tmp_path: Path, module: str)
     assert all(name in done.stderr for name in lacks(SERVICES[module]))
 
 
+@pytest.mark.parametrize("words", COMMANDS)
+def test_its_help_is_not_refused(
+    client_only: Installed, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    extra, _ = COMMANDS[words]
+    done = client_only.run(client_only.kvrelay, *words, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert done.stdout.startswith(f"usage: kvrelay {words[0]} ")
+    assert f"pip install 'kvrelay[{extra}]'" in done.stdout
+
+
+@pytest.mark.parametrize("module", SERVICES)
+def test_help_of_a_service_is_not_refused(
+    client_only: Installed, tmp_path: Path, module: str
+) -> None:
+    done = client_only.run(client_only.python, "-P", "-m", module, "--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr == ""
+    assert done.stdout.startswith(f"usage: python -m {module} ")
+    assert f"pip install 'kvrelay[{SERVICES[module]}]'" in done.stdout
+
+
 def test_doctor_names_it(client_only: Installed, tmp_path: Path) -> None:
     done = client_only.run(client_only.kvrelay, "doctor", "--json", cwd=tmp_path)
     assert done.returncode == 1, done.stderr

@@ -23,7 +23,7 @@ import grpc
 from kvrelay.cluster.ports import is_free
 from kvrelay.config.values import show_size
 from kvrelay.errors import Rejected
-from kvrelay.installation import CLUSTER, install_line, lacking, missing
+from kvrelay.installation import CLUSTER, hidden, install_line, lacking, missing
 from kvrelay.rpc.address import ROUTER_PORT, Address
 from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
 from kvrelay.rpc.status import from_rpc_error
@@ -51,7 +51,10 @@ def examine() -> Iterator[Diagnosis]:
     """Every finding, in the order of a start."""
     yield _python()
     yield from _packages()
-    if not missing(*CLUSTER):
+    why = hidden()
+    if why is not None:
+        yield Diagnosis("kvrelay's own", "missing", "hidden", why)
+    elif not missing(*CLUSTER):
         yield from _cluster()
     yield _memory()
     yield _shared_memory()

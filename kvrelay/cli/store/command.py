@@ -51,4 +51,6 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(command, str):
         print_err(command)
         return 2
+    if command.help_without(PROG, words[1:]):
+        return 0
     return command.load()(words[1:])
