@@ -7,6 +7,7 @@ choose for most folders is used directly if the folder names it.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -100,6 +101,7 @@ def _load(folder: Path) -> PreTrainedTokenizerBase:
         raise Unservable(f"{folder}: no such folder; give a local model folder")
     config = _json(folder / "tokenizer_config.json")
     plain = config.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in config
+    _silence_advice()
     try:
         if plain and (folder / "tokenizer.json").is_file():
             from transformers import PreTrainedTokenizerFast
@@ -112,6 +114,18 @@ def _load(folder: Path) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         raise Unservable(f"{folder}: no tokenizer could be loaded: {error}") from error
     return cast("PreTrainedTokenizerBase", loaded)
+
+
+def _silence_advice() -> None:
+    """No "PyTorch was not found" where only tokenizers are used, as in a router.
+
+    ``transformers`` logs it while it is imported. Other warnings of it are shown.
+    """
+    logging.getLogger("transformers").addFilter(_no_advice)
+
+
+def _no_advice(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith("PyTorch was not found")
 
 
 def _json(path: Path) -> dict[str, object]:

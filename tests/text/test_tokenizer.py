@@ -31,6 +31,32 @@ def test_same_ids_as_transformers(kind: str, tmp_path: Path) -> None:
     assert ours.vocab_size == len(theirs)
 
 
+WITHOUT_TORCH = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "torch" else find(name, *rest)
+if len(sys.argv) > 1:
+    from kvrelay.text.tokenizer import Tokenizer
+    Tokenizer(sys.argv[1])
+else:
+    import transformers
+"""
+
+
+def test_a_router_is_not_told_that_torch_is_missing(tmp_path: Path) -> None:
+    """Once ``transformers`` says nothing by itself, the filter in the tokenizer can go."""
+    write("byte_level", tmp_path)
+    for words in ((), (str(tmp_path),)):
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_TORCH, *words],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert ("PyTorch was not found" in done.stderr) is (not words), done.stderr
+
+
 def test_too_long(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write("byte_level", tmp_path), max_prompt_bytes=10)
     tokenizer.encode("é" * 5)
