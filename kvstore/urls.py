@@ -23,13 +23,13 @@ def public_url(url: str) -> str:
 
     It is split at its last ``@``, so that a password with a ``/`` or ``?`` in it is not shown.
     """
-    head, between, rest = url.rpartition("@")[2].rpartition("://")
-    scheme = head or url.partition("://")[0]
+    head, _, rest = url.rpartition("@")[2].rpartition("://")
+    scheme = (head or url.partition("://")[0]) + "://" if "://" in url else ""
     where, _, query = rest.partition("?")
     place = "&".join(
         part for part in query.split("&") if part.partition("=")[0] in STORE_PARAMETERS
     )
-    return f"{scheme}{between or '://'}{where.rstrip('/')}" + (f"?{place}" if place else "")
+    return f"{scheme}{where.rstrip('/')}" + (f"?{place}" if place else "")
 
 
 def public_urls(text: str) -> str:

@@ -68,6 +68,8 @@ def usage() -> str:
 def main(argv: Sequence[str]) -> int:
     """The process's edge."""
     words = list(argv)
+    if len(words) > 1 and words[0] == "help":
+        words = [*words[1:], "--help"]
     if not words or words[0] in ("-h", "--help", "help"):
         print_out(usage())
         return 0 if words else 2

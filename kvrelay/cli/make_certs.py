@@ -9,7 +9,8 @@ from pathlib import Path
 
 from kvrelay.cli.screen import print_out
 from kvrelay.config.reader import load, option, required
-from kvrelay.errors import Rejected, Unavailable
+from kvrelay.errors import NotInstalled, Rejected
+from kvrelay.installation import command, install_line
 
 DESCRIPTION = """\
 Makes a directory with an authority (ca.pem), a certificate of it for servers and clients
@@ -48,8 +49,8 @@ def main(argv: Sequence[str]) -> int:
     files = f"--tls-cert {directory}/cert.pem --tls-key {directory}/key.pem"
     files += f" --tls-ca {directory}/ca.pem"
     print_out(f"Created {directory}. Try:")
-    print_out(f"  kvrelay up {files} --credentials {directory}/credentials.toml")
-    print_out(f'  kvrelay generate {files} --credentials {directory}/client.toml "Once"')
+    print_out(f"  {command('up')} {files} --credentials {directory}/credentials.toml")
+    print_out(f'  {command("generate")} {files} --credentials {directory}/client.toml "Once"')
     return 0
 
 
@@ -57,7 +58,7 @@ def _files(config: MakeCertsConfig) -> dict[str, bytes]:
     try:
         from kvrelay.cli.authority import LOCAL_NAMES, CertificateAuthority
     except ImportError:
-        raise Unavailable("cryptography is not installed: pip install 'kvrelay[certs]'") from None
+        raise NotInstalled(f"cryptography is not installed: {install_line('certs')}") from None
     authority = CertificateAuthority(days=config.days)
     issued = authority.issue("kvrelay", (*LOCAL_NAMES, *config.host), config.days)
     drawn = {name: secrets.token_urlsafe(32) for name in ("service", "admin", "fleet", "token")}

@@ -17,7 +17,10 @@ from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster, StartInterrupted
 from kvrelay.config.reader import load, option
 from kvrelay.installation import command
+from kvrelay.rpc.security import policy
+from kvrelay.rpc.security.credentials import ADMIN_FIRST
 from kvrelay.v1 import router_pb2
+from kvstore import connect
 
 COLOURS = {"store": "magenta", "prefill": "cyan", "decode": "green", "router": "blue"}
 DESCRIPTION = """\
@@ -42,9 +45,19 @@ class UpConfig(ClusterConfig):
 
 def main(argv: Sequence[str]) -> int:
     config = load(UpConfig, argv, "kvrelay up", DESCRIPTION, epilog=EPILOG)
+    _check(config)
     run = Up(config)
     with Signals(run.on_signal):
         return run.serve()
+
+
+def _check(config: UpConfig) -> None:
+    """Find what would fail only once processes run: ``Rejected`` before any is started."""
+    if config.endpoints:
+        endpoints.check_writable(Path(config.endpoints).absolute())
+    if config.store is not None:
+        policy.install(config, ADMIN_FIRST)
+        connect(config.store).close()  # calls no store: says what is wrong with the URLs
 
 
 class Up:

@@ -15,6 +15,19 @@ from pathlib import Path
 from kvrelay.errors import NotFound, Rejected
 
 
+def check_writable(path: Path) -> None:
+    """``Rejected`` if ``write`` could not write there, as far as can be seen before."""
+    why = None
+    if path.is_dir():
+        why = "it is a folder"
+    elif not path.parent.is_dir():
+        why = f"there is no folder {path.parent}"
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        why = f"no permission to write in {path.parent}"
+    if why is not None:
+        raise Rejected("endpoints", f"cannot write {path}: {why}")
+
+
 def write(path: Path, content: Mapping[str, object]) -> None:
     """Write the JSON atomically."""
     text = json.dumps(content, indent=2) + "\n"

@@ -19,6 +19,7 @@ from kvrelay.cluster import endpoints
 from kvrelay.cluster.layout import ROOT
 from kvrelay.cluster.ports import free_ports
 from kvrelay.errors import NotFound, Rejected
+from kvrelay.installation import command
 
 NAMES = [command.name for command in COMMANDS]
 LEAVES: list[tuple[str, ...]] = [(name,) for name in NAMES if name != "store"]
@@ -131,6 +132,53 @@ def _status(argv: Sequence[str]) -> str | int | None:
         return main(list(argv))
     except SystemExit as ended:
         return ended.code
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--store", "kvrelay://127.0.0.1:9?transport=foo"), b"transport: 'foo' is none of"),
+        (("--store", "127.0.0.1:1"), b"store: '127.0.0.1:1': has none of the schemes"),
+        (("--endpoints", "/nonexist/x.json"), b"there is no folder /nonexist"),
+        (("--endpoints", str(ROOT)), b"it is a folder"),
+    ],
+)
+def test_up_refuses_before_it_starts(flags: tuple[str, ...], said: bytes) -> None:
+    done = kvrelay("up", "--port", "0", *flags)
+    assert done.returncode == 2
+    assert done.stderr.count(b"\n") == 1, done.stderr
+    assert said in done.stderr
+    assert b"Starting" not in done.stderr
+
+
+def test_help_names_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["help", "generate"], ["help", "store", "ls"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+        assert capsys.readouterr().out.startswith(f"usage: kvrelay {' '.join(words[1:])} ")
+    assert main(["help", "genrate"]) == 2
+
+
+def test_a_url_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    url = "kvrelay://127.0.0.1:x"
+    assert main(["store", "stats", "--store", url]) == 1
+    assert capsys.readouterr().err.count(url) == 1
+    assert main(["doctor", "--store", url]) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if f"! store {url}" in line]
+    assert line.count(url) == 1
+
+
+def test_make_certs_says_what_can_be_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert main(["make-certs", str(tmp_path / "certs")]) == 0
+    hints = capsys.readouterr().out.splitlines()[1:]
+    assert [hint.split(" --tls")[0] for hint in hints] == [
+        f"  {command('up')}",
+        f"  {command('generate')}",
+    ]
 
 
 def test_every_shape_can_be_made_by_name() -> None:

@@ -25,7 +25,7 @@ def check_stores(text: str) -> Iterator[Diagnosis]:
         if text:
             connect(text).close()  # says what is wrong with the list
     except KvrelayError as error:
-        yield Diagnosis(f"store {public_urls(text)}", "missing", _line(error))
+        yield Diagnosis(f"store {public_urls(text)}", "missing", _about(text, error))
         return
     for url in map(standalone_url, split_urls(text) if text else ()):
         try:
@@ -34,7 +34,7 @@ def check_stores(text: str) -> Iterator[Diagnosis]:
             else:
                 yield _other(url)
         except KvrelayError as error:
-            yield Diagnosis(f"store {public_url(url)}", "missing", _line(error))
+            yield Diagnosis(f"store {public_url(url)}", "missing", _about(url, error))
 
 
 def _other(url: str) -> Diagnosis:
@@ -100,6 +100,11 @@ def _coverage(name: str, one: redis.ServerReport) -> Diagnosis:
         means = f"when one server dies the others refuse too: CONFIG SET {words} no"
         return Diagnosis(name, "absent", f"{words} yes", means)
     return Diagnosis(name, "ok", f"{words} no")
+
+
+def _about(url: str, error: KvrelayError) -> str:
+    """The error behind a finding that begins with the URL: without it."""
+    return _line(error).removeprefix(f"{public_url(url)!r}: ")
 
 
 def _line(error: KvrelayError) -> str:

@@ -40,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     elif reached:
         print_out(columns(reached))
     for name, error in unreachable.items():
-        print_err(f"kvrelay store stats: {name}: {error}")
+        told = str(error)
+        print_err(f"kvrelay store stats: {told if name in told else f'{name}: {told}'}")
     return 1 if unreachable else 0
 
 

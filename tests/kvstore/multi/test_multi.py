@@ -511,6 +511,8 @@ def test_lists_of_urls() -> None:
     assert public_url("redis://h?life=9&db=2&prefix=x&ca=me") == "redis://h?db=2&prefix=x"
     assert public_urls("redis://:secret@h:1,memory://x?a=b") == "redis://h:1,memory://x"
     assert public_urls("") == ""
+    assert public_url("127.0.0.1:1") == "127.0.0.1:1"
+    assert public_url("me:secret@h:1") == "h:1"
     store = connect("memory://a,memory://b?write=yes,memory://c?promote=yes&write=no")
     assert isinstance(store, MultiStore)
     assert [(backend.name, backend.write, backend.promote) for backend in store.backends] == [
