@@ -45,7 +45,9 @@ def ask(prompt: str) -> str:
     text = ""
     with Client("127.0.0.1:50051", token="secret") as client:
         try:
-            stream = client.generate(30.0, prompt=prompt, max_tokens=64, temperature=0.8, stop="x")
+            stream = client.generate(
+                timeout=30.0, prompt=prompt, max_tokens=64, temperature=0.8, stop="x"
+            )
             for chunk in stream:
                 assert_type(chunk, Chunk)
                 assert_type(chunk.logprobs, tuple[Logprobs, ...])
