@@ -16,6 +16,7 @@ from kvrelay.cluster.layout import ClusterConfig
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster, StartInterrupted
 from kvrelay.config.reader import load, option
+from kvrelay.connector.script import PREFIX, read_script
 from kvrelay.installation import command
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST
@@ -57,7 +58,15 @@ def _check(config: UpConfig) -> None:
         endpoints.check_writable(Path(config.endpoints).absolute())
     if config.store is not None:
         policy.install(config, ADMIN_FIRST)
-        connect(config.store).close()  # calls no store: says what is wrong with the URLs
+        _check_store(config.store)
+
+
+def _check_store(url: str) -> None:
+    """As a worker opens it; calls no store."""
+    if not url.startswith(PREFIX):
+        connect(url).close()
+    elif (inner := read_script(url).store) is not None:
+        _check_store(inner)
 
 
 class Up:

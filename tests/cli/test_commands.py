@@ -15,6 +15,7 @@ from benchmarks import random_model as kvrelay_make_model
 from kvrelay.cli import commands
 from kvrelay.cli.dispatch import COMMANDS, main
 from kvrelay.cli.store import command as store
+from kvrelay.cli.up import UpConfig, _check
 from kvrelay.cluster import endpoints
 from kvrelay.cluster.layout import ROOT
 from kvrelay.cluster.ports import free_ports
@@ -149,6 +150,15 @@ def test_up_refuses_before_it_starts(flags: tuple[str, ...], said: bytes) -> Non
     assert done.stderr.count(b"\n") == 1, done.stderr
     assert said in done.stderr
     assert b"Starting" not in done.stderr
+
+
+def test_up_takes_the_script_of_a_mock(tmp_path: Path) -> None:
+    script = tmp_path / "script.json"
+    script.write_text('{"lookups": {"*": [0]}}')
+    _check(UpConfig(store=f"mock:{script}"))
+    script.write_text('{"store": "kvrelay://127.0.0.1:9?transport=foo"}')
+    with pytest.raises(Rejected, match="foo"):
+        _check(UpConfig(store=f"mock:{script}"))
 
 
 def test_help_names_a_command(capsys: pytest.CaptureFixture[str]) -> None:
