@@ -114,7 +114,7 @@ class Fleet:
         believed = self._believed(asked)
         served = self._compute(at, work, asked)
         if served.local + served.fetched + BLOCK < believed:
-            self._stored.mistaken(STORE)
+            self._stored.forget_half(STORE)
         self._stored.record(asked.names, STORE, STORED)
         at, work = self._choose(1, self._decode, asked)
         self._stream(at, work, asked, asked.at + served.first_token)

@@ -37,7 +37,7 @@ async def serve(config: RouterConfig) -> int:
         return await serve_until_signal(
             server,
             ready=lambda address: f"router ready on {address}: {config.model_name}",
-            on_stop=lambda _: service.drain(),
+            on_stop=lambda _: service.gate.drain(),
             grace=config.grace,
         )
     finally:

@@ -42,7 +42,7 @@ class RouterCollector(Collector):
             "reason",
             service.refused,
         )
-        retry, placement = service.retry, service.placer.stats
+        retry, placer = service.retry, service.placer
         yield _counted("retried_legs", "Legs that failed and were retried.", "next", retry.retried)
         yield CounterMetricFamily(
             PREFIX + "migrations",
@@ -53,8 +53,8 @@ class RouterCollector(Collector):
         yield SummaryMetricFamily(
             PREFIX + "decision_seconds",
             "Time to choose a worker.",
-            placement.decisions,
-            placement.seconds,
+            placer.decisions,
+            placer.decision_seconds,
         )
         yield self._in_flight()
 

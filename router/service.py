@@ -1,6 +1,6 @@
 """The ``RouterService`` of protos/kvrelay/v1/router.proto: a request's path through the router.
 
-A request passes quota, open requests, intake, queue and legs, each once and in this order.
+A request passes quota, open requests, acceptance, queue and legs, once each and in this order.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from kvrelay.rpc.status import code_of
 from kvrelay.text.tokenizer import Tokenizer, eos_token_ids
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
-from router.generate.generation import SharedParts
-from router.generate.intake import Intake
-from router.generate.request import check_envelope
+from router.generate.generation import Generation, SharedParts
+from router.generate.request import build, check_envelope, check_length
 from router.generate.retry import PoisonList, RetryControl, RetryLimits, TokenBucket
-from router.placement.placer import Placer
+from router.placement.placer import Placer, namespace_of
 from router.queue.gate import QueueGate
 from router.queue.prompts import PromptTokenizer
-from router.queue.quotas import Quotas
+from router.queue.quotas import QuotaHold, Quotas
 from router.workers.registry import Registry
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
@@ -41,27 +40,26 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     """The state of a request is in its ``Generation``; totals are counted here."""
 
     def __init__(self, config: RouterConfig, registry: Registry, tokenizer: Tokenizer) -> None:
-        prompts = PromptTokenizer(tokenizer)
+        self._prompts = PromptTokenizer(tokenizer)
         self._config = config
         self.registry = registry
         self.quotas = Quotas(time.monotonic)
-        self.gate = QueueGate(registry, prompts.slots, config)
+        self.gate = QueueGate(registry, self._prompts.slots, config)
         self.placer = Placer(registry, config)
         self.retry = RetryControl(
             RetryLimits(config.max_failures, config.max_deaths),
             PoisonList(config.poison_seconds),
             TokenBucket(config.migration_rate, config.migration_burst),
         )
-        parts = SharedParts(
+        self._parts = SharedParts(
             registry=registry,
             placer=self.placer,
             retry=self.retry,
-            slots=prompts.slots,
+            slots=self._prompts.slots,
             tokenizer=tokenizer,
             eos_token_ids=eos_token_ids(config.model),
             handoff_wait=config.handoff_wait,
         )
-        self._intake = Intake(prompts, parts)
         self.ended = Counter[str]()  # requests, by how they ended
         self.relayed = 0  # tokens
 
@@ -76,7 +74,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             check_envelope(message, config.model_name)
             deadline.check("to begin")
             with self.quotas.hold(tenant) as hold, self.gate.entered(tenant):
-                generation = await self._intake.accept(message, deadline, hold)
+                generation = await self._accept(message, deadline, hold)
                 request = generation.request
                 slot = self.gate.passed(
                     request.positions, request.priority, tenant, deadline, request.part
@@ -116,9 +114,22 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """Waiting, running and refused requests."""
         return self.gate.status(self.refused.total())
 
-    async def drain(self) -> None:
-        """Refuse new requests and wait for the last one to end."""
-        await self.gate.drain()
+    async def _accept(
+        self, message: router_pb2.GenerateRequest, deadline: Deadline, hold: QuotaHold
+    ) -> Generation:
+        """The generation of a request, charged to its tenant; raises if the request is refused."""
+        received_at = time.monotonic()
+        tenant, placer = hold.tenant, self.placer
+        async with deadline.limit("to tokenize the prompt"):
+            prompt = await self._prompts.tokenize(message, tenant)
+        info = await placer.info(deadline)
+        check_length(message, info.max_model_len)
+        request = build(message, prompt, info, deadline, tenant, received_at)
+        placer.check_fits(request.positions)
+        hold.charge(request.charged_tokens)
+        namespace = namespace_of(info, tenant)
+        digest = namespace.digest if tenant.salt else info.namespace.digest
+        return Generation(request, placer.prefix(prompt, namespace), digest, self._parts)
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -102,7 +102,7 @@ class Generation:
 
     async def responses(self) -> AsyncGenerator[router_pb2.GenerateResponse]:
         """The responses of the request; closing the stream cancels the current leg."""
-        self._parts.retry.check(self.request, time.monotonic())
+        self._parts.retry.poisons.check(self.request, time.monotonic())
         while self._finish == UNFINISHED:
             placed = await self._parts.placer.place(self._next_leg())
             before = self.so_far
@@ -154,8 +154,8 @@ class Generation:
         leg = FailedLeg(placed.key, error, generated, streaming=bool(self._outputs))
         now = time.monotonic()
         step = parts.retry.failed(request, self._attempts, leg, now, parts.registry.answered)
-        if step.rest:
-            worker.rests_until = now + step.rest
+        if step.backoff:
+            worker.backoff_until = now + step.backoff
         if step.suspect:
             parts.registry.suspect(worker, error)
         if step.error is not None:

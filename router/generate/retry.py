@@ -32,7 +32,7 @@ from router.generate.request import AcceptedRequest
 from router.workers.health import WorkerLost
 
 SERVED_WELL = 32  # tokens of one leg: a worker that dies later was not killed by the request
-LONGEST_REST = 30.0  # seconds
+MAX_BACKOFF_SECONDS = 30.0
 MAX_POISONS = 1024
 NEVER_ANSWERED: Mapping[str, float] = MappingProxyType({})
 
@@ -76,12 +76,12 @@ class FailedLeg:
 class RetryStep:
     """What the generation does after a failed leg, in the order of the fields.
 
-    ``rest``: seconds for which the worker is given no new requests. ``suspect``: check the worker
-    before it is used again. ``error``: the request ends with it. ``confirm``: check every worker
-    before the next one is chosen. ``resume_at``: the moment before which no leg begins.
+    ``backoff``: seconds for which the worker is given no new requests. ``suspect``: check the
+    worker before it is used again. ``error``: the request ends with it. ``confirm``: check every
+    worker before the next one is chosen. ``resume_at``: the time before which no leg begins.
     """
 
-    rest: float = 0.0
+    backoff: float = 0.0
     suspect: bool = False
     error: KvrelayError | None = None
     confirm: bool = False
@@ -157,15 +157,11 @@ class RetryControl:
     """Shared by all requests of a router: limits, poison requests, the rate of migrations."""
 
     def __init__(self, limits: RetryLimits, poisons: PoisonList, migrations: TokenBucket) -> None:
+        self.poisons = poisons
         self._limits = limits
-        self._poisons = poisons
         self._bucket = migrations
         self.retried = Counter[str]()  # legs, by kind
         self.migrations = 0  # of these, legs of a request whose client already had tokens
-
-    def check(self, request: AcceptedRequest, now: float) -> None:
-        """Raise ``PoisonRequest`` if the request killed workers recently."""
-        self._poisons.check(request, now)
 
     def failed(
         self,
@@ -188,7 +184,7 @@ class RetryControl:
         if kind is not RetryKind.AGAIN and not isinstance(error, Draining):
             refusal = self._count(attempts, leg, now, answered)
             if isinstance(refusal, PoisonRequest):
-                self._poisons.add(request, now)
+                self.poisons.add(request, now)
             if refusal is not None:
                 return RetryStep(error=refusal)
         return self._step(leg, kind, now, request.deadline.at)
@@ -226,14 +222,15 @@ class RetryControl:
 
     def _step(self, leg: FailedLeg, kind: RetryKind, now: float, deadline: float) -> RetryStep:
         error = leg.error
-        rest = min(error.retry_after, LONGEST_REST) if isinstance(error, Exhausted) else 0.0
+        full = isinstance(error, Exhausted)
+        backoff = min(error.retry_after, MAX_BACKOFF_SECONDS) if full else 0.0
         suspect = kind is RetryKind.SUSPECT
         if now >= deadline:
             late = DeadlineExceeded("no time left to continue the stream")
-            return RetryStep(rest, suspect, late)
+            return RetryStep(backoff, suspect, late)
         self.retried[kind.name.lower()] += 1
         self.migrations += leg.streaming
-        return RetryStep(rest, suspect, None, _died(leg), now + self._pause(error, kind, now))
+        return RetryStep(backoff, suspect, None, _died(leg), now + self._pause(error, kind, now))
 
     def _pause(self, error: KvrelayError, kind: RetryKind, now: float) -> float:
         if isinstance(error, Exhausted):

@@ -31,8 +31,8 @@ class Affinity:
         while len(self._held) > MAX_WORKERS:
             self._held.popitem(last=False)
 
-    def mistaken(self, key: str) -> None:
-        """It held less than believed: forget the older half."""
+    def forget_half(self, key: str) -> None:
+        """Forget the older half of what is believed of a worker: it held less."""
         held = self._held.get(key, OrderedDict())
         for _ in range(len(held) // 2):
             held.popitem(last=False)

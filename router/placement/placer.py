@@ -71,14 +71,6 @@ class PrefixHits:
     stored: int
 
 
-@dataclass(slots=True)
-class PlacementStats:
-    """Number of choices, and the seconds they took."""
-
-    decisions: int = 0
-    seconds: float = 0.0
-
-
 def namespace_of(info: worker_pb2.WorkerInfo, tenant: Tenant) -> Namespace:
     """The namespace of a tenant's blocks on every worker of the fleet."""
     space = info.namespace
@@ -109,7 +101,8 @@ class Placer:
 
     def __init__(self, registry: Registry, config: RouterConfig) -> None:
         self.costs = Costs()
-        self.stats = PlacementStats()
+        self.decisions = 0
+        self.decision_seconds = 0.0
         self._registry = registry
         self._mode = config.disaggregate
         self._worker_wait = config.worker_wait
@@ -160,14 +153,14 @@ class Placer:
             )
         size = prefix.block_size
         if usage.local + size < placed.hit:
-            self._affinity[placed.role].mistaken(usage.worker_id)
+            self._affinity[placed.role].forget_half(usage.worker_id)
         if usage.local + usage.external + size < placed.stored:
-            self._stored.mistaken(STORE)
+            self._stored.forget_half(STORE)
         self._stored.record(prefix.names[: usage.saved // size], STORE, STORED)
 
     def _prefill_worker(self, leg: NextLeg) -> Placed | None:
         """``None``: a decode worker computes the prompt."""
-        self._check_rest(types_pb2.ROLE_PREFILL, leg)
+        self._check_full(types_pb2.ROLE_PREFILL, leg)
         hits = self._hits(leg.prefix)
         placed = self._choose(types_pb2.ROLE_PREFILL, leg, hits)
         if placed is not None and not self._is_direct_better(leg, placed, hits):
@@ -185,7 +178,7 @@ class Placer:
 
         while True:
             if not leg.so_far:
-                self._check_rest(types_pb2.ROLE_DECODE, leg)
+                self._check_full(types_pb2.ROLE_DECODE, leg)
             placed = self._choose(types_pb2.ROLE_DECODE, leg, self._hits(leg.prefix))
             if placed is not None:
                 return placed
@@ -213,7 +206,7 @@ class Placer:
         left = self._left(role, leg)
         if not leg.so_far:  # a request with output may ask a full worker again
             now = time.monotonic()
-            left = [worker for worker in left if worker.rests_until <= now]
+            left = [worker for worker in left if worker.backoff_until <= now]
         fresh = [worker for worker in left if worker.key not in leg.avoided]
         # A prefill worker can be done without: none is asked twice.
         fallback = left if role == types_pb2.ROLE_DECODE else []
@@ -230,8 +223,8 @@ class Placer:
         )
         begin = time.perf_counter()
         choice = choose(demand, candidates, hits.leading[role])
-        self.stats.seconds += time.perf_counter() - begin
-        self.stats.decisions += 1
+        self.decision_seconds += time.perf_counter() - begin
+        self.decisions += 1
         if choice is None:
             return None
         worker = workers[choice.key]
@@ -242,11 +235,12 @@ class Placer:
         usable = self._registry.usable(role)
         return [w for w in usable if w.key not in leg.excluded and w.fits(leg.positions)]
 
-    def _check_rest(self, role: Role, leg: NextLeg) -> None:
+    def _check_full(self, role: Role, leg: NextLeg) -> None:
         """``Exhausted`` if every worker of a role is full; asking them again would not help."""
-        rests = [worker.rest for worker in self._left(role, leg)]
-        if rests and (shortest := min(rests)) > 0:
-            raise Exhausted(f"every {role_name(role)} worker is full", shortest)
+        left = self._left(role, leg)
+        backoff = min((worker.backoff_until for worker in left), default=0.0) - time.monotonic()
+        if backoff > 0:
+            raise Exhausted(f"every {role_name(role)} worker is full", backoff)
 
     def _hits(self, prefix: Prefix) -> PrefixHits:
         leading = {role: known.leading(prefix.names) for role, known in self._affinity.items()}

@@ -29,9 +29,9 @@ class AdmissionStep:
 
 
 class AdmissionControl:
-    """All of a router's requests between their arrival and their end.
+    """The requests of a router from arrival to end. At most ``slots`` of them run.
 
-    ``slots`` of them may run; ``halted``: no worker can run any. ``resize`` sets both.
+    ``halted``: no worker is usable. ``resize`` sets both.
     """
 
     def __init__(self, queue_tokens: int, queue_seconds: float) -> None:
@@ -87,7 +87,7 @@ class AdmissionControl:
         evicted = self._queue.push(request)
         if evicted is None:
             raise self._full("queue_full", request, now)
-        out = tuple((other.key, self._full("pushed_out", other, now)) for other in evicted)
+        out = tuple((other.key, self._full("evicted", other, now)) for other in evicted)
         step = self._start_waiting(now)
         return AdmissionStep(step.started, out + step.refused)
 
@@ -102,20 +102,20 @@ class AdmissionControl:
             why = f"{count} requests are under way or waiting"
             raise self._refuse("too_many", why, self.retry_after(tenant, weight, now))
         self._queue.remove(last.key)
-        return AdmissionStep(refused=((last.key, self._full("pushed_out", last, now)),))
+        return AdmissionStep(refused=((last.key, self._full("evicted", last, now)),))
 
     def evicted(self, tenant: str, weight: float, now: float) -> Exhausted:
         """The error for a request that was evicted before it was offered here."""
         why = "a tenant with fewer requests needs the place"
-        return self._refuse("pushed_out", why, self.retry_after(tenant, weight, now))
+        return self._refuse("evicted", why, self.retry_after(tenant, weight, now))
 
     def timed_out(self, request: QueuedRequest, now: float) -> Exhausted:
         """The error for a request that got no slot in time."""
         why = "no slot became free in time"
-        return self._refuse("no_turn", why, self._retry_after(request, now))
+        return self._refuse("timed_out", why, self._retry_after(request, now))
 
     def leave(self, key: int, now: float, whole: bool = True) -> AdmissionStep:
-        """A request ended, or waits no longer; ``whole``: it was not cut off."""
+        """A request ended or left the queue; ``whole``: it was not cut off."""
         self._service.advance(now, self.halted)
         if key in self._service:
             self._service.end(key, whole, self.slots)
@@ -123,7 +123,7 @@ class AdmissionControl:
         return self._start_waiting(now)
 
     def resize(self, slots: int, now: float, halted: bool = False) -> AdmissionStep:
-        """Running requests stay. Time in which the workers are halted says nothing of the rate."""
+        """Running requests stay. Time while halted does not count in the rate."""
         self.slots = slots
         self.halted = halted
         self._service.advance(now, halted)

@@ -22,9 +22,9 @@ PRIORITY_TOKENS = 4096  # that one step of priority is worth
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """``tokens``: the most it can need. ``until``: its deadline.
+    """``tokens``: the most it can need. ``until``: its deadline, ``timeout`` s after its arrival.
 
-    ``part`` of its output is still to be made. ``patience``: seconds to its deadline on arrival.
+    ``part``: the fraction of its output that is still to be generated.
     """
 
     key: int
@@ -34,12 +34,12 @@ class QueuedRequest:
     priority: int = 0
     until: float = math.inf
     part: float = 1.0
-    patience: float = math.inf
+    timeout: float = math.inf
 
     @property
     def kind(self) -> int:
-        """The binary exponent of its patience: requests of one kind take about as long."""
-        return math.frexp(self.patience)[1]
+        """The binary exponent of its timeout: requests of one kind take about as long."""
+        return math.frexp(self.timeout)[1]
 
 
 @dataclass(slots=True)
@@ -129,7 +129,7 @@ class FairQueue:
         self._ends.clear()
 
     def remove(self, key: int) -> None:
-        """It waits no longer; without effect on a key that does not wait."""
+        """Remove a request; without effect if none with this key waits."""
         request = self._waiting.pop(key, None)
         if request is None:
             return

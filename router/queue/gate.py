@@ -1,6 +1,6 @@
 """The gate in front of the workers: feeds the pure admission control with time and workers.
 
-A request that leaves, for whatever reason, gives up its place in the queue or its slot at once.
+A request that ends or is cancelled gives up its place in the queue or its slot at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
-from kvrelay.errors import DeadlineExceeded, Exhausted, Unavailable
+from kvrelay.errors import DeadlineExceeded, Unavailable
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.v1 import router_pb2, types_pb2
@@ -26,7 +26,7 @@ from router.workers.registry import Registry
 from router.workers.worker import KnownWorker
 
 log = logging.getLogger("kvrelay.router")
-PATIENCE = 2.0  # times the longest wait expected
+MAX_WAIT = 2.0  # times the longest wait expected
 FULL = 8  # a pool is full if less than one part in so many is free
 HEADROOM = 1.25  # running requests for each that decode workers run: some of them are in prefill
 MAX_RUNNING = 0.75  # of all requests allowed: a fair choice needs waiting requests
@@ -80,7 +80,7 @@ class QueueGate:
     async def passed(
         self, tokens: int, priority: int, tenant: Tenant, deadline: Deadline, part: float = 1.0
     ) -> AsyncIterator[None]:
-        """Wait for a slot; the request runs inside. ``part`` of its output is still to be made.
+        """Wait for a slot; the request runs inside. ``part``: as in ``QueuedRequest``.
 
         ``Exhausted`` if it may not wait, or was evicted; ``DeadlineExceeded`` if its slot did not
         come in time.
@@ -94,7 +94,7 @@ class QueueGate:
             priority=priority,
             until=deadline.at,
             part=part,
-            patience=deadline.remaining(),
+            timeout=deadline.remaining(),
         )
         grant = asyncio.get_running_loop().create_future()
         step, whole = self._admission.offer(request, time.monotonic()), False
@@ -130,20 +130,17 @@ class QueueGate:
 
     def _make_room(self, tenant: Tenant) -> None:
         """Evict a request that waits to be tokenized, or one of the queue; or raise."""
-        admission, now = self._admission, time.monotonic()
-
-        def evicted(other: Tenant) -> Exhausted:
-            return admission.evicted(other.name, other.weight, now)
-
-        tokenizing = self._tokenizing
-        if tokenizing.max_load > admission.max_load and tokenizing.evict_for(tenant, evicted):
+        admission, tokenizing, now = self._admission, self._tokenizing, time.monotonic()
+        if tokenizing.max_load > admission.max_load and tokenizing.evict_for(
+            tenant, lambda other: admission.evicted(other.name, other.weight, now)
+        ):
             return
         self._apply(admission.evict_for(tenant.name, tenant.weight, self._open, now))
 
     async def _wait(
         self, request: QueuedRequest, grant: asyncio.Future[None], deadline: Deadline
     ) -> None:
-        waiting = deadline.earlier(PATIENCE * self._queue_seconds)
+        waiting = deadline.earlier(MAX_WAIT * self._queue_seconds)
         try:
             async with asyncio.timeout(waiting.remaining()):
                 await grant

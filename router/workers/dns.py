@@ -30,12 +30,8 @@ def resolve(host: str, port: int) -> Sequence[str]:
     return [str(Address(str(result[4][0]), port)) for result in results]
 
 
-def check_name(field: str, text: str) -> None:
-    """Raise ``Rejected`` for ``field`` unless it is an address, or a name to look up."""
-    _parsed(field, text)
-
-
-def _parsed(field: str, text: str) -> Address:
+def parse_name(field: str, text: str) -> Address:
+    """An address, or a name to look up with its port; ``Rejected`` for ``field``."""
     try:
         return Address.parse(text.removeprefix(SCHEME))
     except Rejected as error:
@@ -81,7 +77,7 @@ class DnsNames:
         if now < known.due:
             return
         known.due = now + self._interval
-        target = _parsed("dns", name)
+        target = parse_name("dns", name)
         try:
             result = asyncio.get_running_loop().run_in_executor(
                 self._threads, self._resolve, target.host, target.port or 0

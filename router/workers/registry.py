@@ -23,7 +23,7 @@ from router.config import RouterConfig
 from router.workers.fleet import check_key, check_worker
 from router.workers.health import HealthState, WorkerHealth, WorkerLost, WorkerSilent
 from router.workers.sources import WorkerAddresses, WorkerSources
-from router.workers.watch import CheckIntervals, Watcher
+from router.workers.watch import Watcher
 from router.workers.worker import KnownWorker
 
 log = logging.getLogger("kvrelay.router")
@@ -40,9 +40,6 @@ class Registry:
         self._config = config
         self._sources = WorkerSources(config)
         self._workers: dict[tuple[Role, str], KnownWorker] = {}
-        self._intervals = CheckIntervals(
-            config.health_interval, config.health_timeout, config.unreachable_after
-        )
         self._watchers: dict[tuple[Role, str], Watcher] = {}
         self._tasks: dict[tuple[Role, str], asyncio.Task[None]] = {}
         self._follower: asyncio.Task[None] | None = None
@@ -120,7 +117,7 @@ class Registry:
         begun = time.monotonic()
         deadline = deadline.earlier(self._config.health_timeout)
         for watcher in self._watchers.values():
-            watcher.hurry()
+            watcher.check_now()
         while not deadline.expired:
             if all(worker.answered_check > begun for worker in self.workers if worker.usable):
                 return
@@ -135,7 +132,7 @@ class Registry:
         if worker.usable:
             self._set_health(worker, WorkerHealth(HealthState.SUSPECT, error))
         if watcher := self._watchers.get((worker.listed, worker.address)):
-            watcher.hurry()
+            watcher.check_now()
 
     def missing(self, role: Role) -> KvrelayError:
         """Why no worker of this role is usable: ``Mismatch`` if it keeps all of them out."""
@@ -162,9 +159,7 @@ class Registry:
         for role, address in wanted:
             if (role, address) not in self._workers:
                 worker = KnownWorker(address, role, options)
-                watcher = Watcher(
-                    worker, self._intervals, self._accept, self._judge, self._restarted
-                )
+                watcher = Watcher(worker, self._config, self._accept, self._judge, self._restarted)
                 self._workers[role, address] = worker
                 self._watchers[role, address] = watcher
                 self._tasks[role, address] = asyncio.create_task(watcher.run())

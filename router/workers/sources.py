@@ -13,7 +13,7 @@ from kvrelay.errors import Exhausted, Rejected
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.security.policy import installed
 from router.config import RouterConfig
-from router.workers.dns import SCHEME, DnsNames, check_name
+from router.workers.dns import SCHEME, DnsNames, parse_name
 
 FILE_FIELD = "workers_file"
 MAX_FILE_BYTES = 1 << 20
@@ -83,7 +83,7 @@ class WorkerSources:
         listed = WorkerAddresses((*config.prefill, *file.prefill), (*config.decode, *file.decode))
         for role, entries in (("prefill", listed.prefill), ("decode", listed.decode)):
             for entry in entries:
-                check_name(role, entry)
+                parse_name(role, entry)
                 if not entry.startswith(SCHEME):
                     installed().check_call(entry)
         return listed

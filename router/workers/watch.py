@@ -14,7 +14,6 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 
 import grpc
 
@@ -24,6 +23,7 @@ from kvrelay.rpc.health import is_serving
 from kvrelay.rpc.protocol import SERVICES
 from kvrelay.rpc.status import checked_response, from_rpc_error
 from kvrelay.v1 import worker_pb2
+from router.config import RouterConfig
 from router.workers.health import WorkerHealth, health_after_answer, health_after_failure
 from router.workers.worker import KnownWorker
 
@@ -35,15 +35,6 @@ MAX_PATIENCE = 6.0  # times the configured silence
 DECAY = 0.8  # of the slowest answer, with each answer
 
 
-@dataclass(frozen=True, slots=True)
-class CheckIntervals:
-    """Seconds between two checks, and seconds of silence until a worker is suspect, unreachable."""
-
-    interval: float
-    silence: float
-    unreachable_after: float
-
-
 class Watcher:
     """``accept`` raises for a worker that may not join; ``judge`` gets the health of each check.
 
@@ -53,17 +44,17 @@ class Watcher:
     def __init__(
         self,
         worker: KnownWorker,
-        intervals: CheckIntervals,
+        config: RouterConfig,
         accept: Callable[[KnownWorker, worker_pb2.WorkerInfo], None],
         judge: Callable[[KnownWorker, WorkerHealth], None],
         restarted: Callable[[KnownWorker, worker_pb2.WorkerInfo], None],
     ) -> None:
         self._worker = worker
-        self._intervals = intervals
+        self._config = config
         self._accept = accept
         self._judge = judge
         self._restarted = restarted
-        self._hurry = asyncio.Event()
+        self._due = asyncio.Event()  # set: check now
         self._answered_at = time.monotonic()
         self._accepted = False
         self._checks = 0  # since the last one that failed
@@ -72,22 +63,22 @@ class Watcher:
     @property
     def silence(self) -> float:
         """Seconds that this worker may be silent now."""
-        configured = self._intervals.silence
+        configured = self._config.health_timeout
         patience = min(max(configured, PATIENCE * self._slowest), MAX_PATIENCE * configured)
         return patience + self._worker.transit
 
-    def hurry(self) -> None:
-        """Check now."""
-        self._hurry.set()
+    def check_now(self) -> None:
+        """Do not wait for the end of the interval."""
+        self._due.set()
 
     async def run(self) -> None:
         """Check the worker until cancelled."""
         while True:
-            self._hurry.clear()
+            self._due.clear()
             self._judge(self._worker, await self._health())
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._intervals.interval):
-                    await self._hurry.wait()
+                async with asyncio.timeout(self._config.health_interval):
+                    await self._due.wait()
 
     async def _health(self) -> WorkerHealth:
         begun = time.monotonic()
@@ -103,7 +94,7 @@ class Watcher:
                 error,
                 self._accepted,
                 now - self._answered_at,
-                self._intervals.unreachable_after,
+                self._config.unreachable_after,
             )
         self._answered_at = time.monotonic()
         self._accepted = True

@@ -97,7 +97,7 @@ class KnownWorker:
         self.health_since = 0.0
         self.answered_check = 0.0  # when the last check began that the worker answered
         self.heard_at = 0.0  # when its last message of any leg arrived
-        self.rests_until = 0.0  # it reported that it is full
+        self.backoff_until = 0.0  # no new requests before: the worker reported that it is full
         self.idle = asyncio.Event()  # set while the worker has no legs
         self.idle.set()
         self._legs: set[LegCall] = set()
@@ -141,11 +141,6 @@ class KnownWorker:
     def problem(self) -> KvrelayError | None:
         """Why it is not used."""
         return self.health.problem
-
-    @property
-    def rest(self) -> float:
-        """Seconds for which it is given no new requests."""
-        return max(0.0, self.rests_until - time.monotonic())
 
     @property
     def legs(self) -> int:

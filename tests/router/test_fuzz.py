@@ -79,6 +79,6 @@ async def test_mutated_requests() -> None:
         request.token_ids.ids.append(9)
         request.sampling.seed = 1
         assert ids(await router.generate(request)) == answer([9], 3, 1)
-        await asyncio.wait_for(router.service.drain(), 5)
+        await asyncio.wait_for(router.service.gate.drain(), 5)
     print(codes)
     assert codes[grpc.StatusCode.INVALID_ARGUMENT] > COUNT // 10

@@ -258,7 +258,7 @@ async def test_cancellation_reaches_the_worker(role: str) -> None:
         await asyncio.wait_for(worker.entered.wait(), 5)
         call.cancel()
         await asyncio.wait_for(worker.cancelled.wait(), 1)
-        await asyncio.wait_for(router.service.drain(), 1)
+        await asyncio.wait_for(router.service.gate.drain(), 1)
         assert all(worker.candidate().legs == 0 for worker in router.registry.workers)
 
 
@@ -276,7 +276,7 @@ async def test_a_storm_of_clients_that_leave_holds_nothing() -> None:
 
         for _ in range(6):
             await asyncio.gather(*(one() for _ in range(50)))
-        await asyncio.wait_for(router.service.drain(), 1)
+        await asyncio.wait_for(router.service.gate.drain(), 1)
         assert all(worker.candidate().legs == 0 for worker in router.registry.workers)
         assert all(worker.candidate().tokens == 0 for worker in router.registry.workers)
 
@@ -393,7 +393,7 @@ async def test_a_draining_router_finishes_what_it_has() -> None:
     async with running([decode]) as router:
         first = asyncio.ensure_future(router.generate(request()))
         await decode.entered.wait()
-        drained = asyncio.ensure_future(router.service.drain())
+        drained = asyncio.ensure_future(router.service.gate.drain())
         await asyncio.sleep(0)
         assert isinstance(await failing(router.generate(request())), Unavailable)
         assert not drained.done()

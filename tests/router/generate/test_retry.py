@@ -11,7 +11,7 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import types_pb2
 from router.generate.request import AcceptedRequest
 from router.generate.retry import (
-    LONGEST_REST,
+    MAX_BACKOFF_SECONDS,
     SERVED_WELL,
     Attempts,
     FailedLeg,
@@ -77,7 +77,7 @@ def test_what_follows_a_failure() -> None:
     assert attempts.excluded == {"c"}
     assert attempts.avoided == set("abcde")
     with pytest.raises(PoisonRequest, match=r"workers died .* 2 s ago"):
-        retried.control.check(REQUEST, 2.0)
+        retried.control.poisons.check(REQUEST, 2.0)
 
 
 def test_a_lost_connection_to_a_worker_that_lives_is_no_death() -> None:
@@ -99,9 +99,9 @@ def test_what_no_other_worker_can_mend_ends_the_request(error: KvrelayError) -> 
 def test_a_full_worker_rests_and_a_stream_waits_for_it() -> None:
     retried = Retried()
     waits = retried.step("a", Exhausted("full", 40.0), 3, 5.0)
-    assert waits == RetryStep(rest=LONGEST_REST, resume_at=45.0)
+    assert waits == RetryStep(backoff=MAX_BACKOFF_SECONDS, resume_at=45.0)
     goes = retried.step("a", Exhausted("full", 0.5), 0, 5.0)
-    assert goes == RetryStep(rest=0.5, resume_at=5.0)
+    assert goes == RetryStep(backoff=0.5, resume_at=5.0)
     assert retried.attempts.excluded == {"a"}
     assert retried.control.retried == {"again": 1, "elsewhere": 1}
     assert retried.control.migrations == 1

@@ -73,9 +73,9 @@ def test_a_worker_is_believed_to_hold_what_its_pool_can() -> None:
     assert len(affinity) == 3
     assert affinity.leading(names(3, 4)) == {"a": 2}
     assert affinity.leading(names(1, 2)) == {"a": 1}  # the end of a chain goes first
-    affinity.mistaken("a")
+    affinity.forget_half("a")
     assert len(affinity) == 2
-    affinity.mistaken("nobody")
+    affinity.forget_half("nobody")
 
 
 def test_beliefs_are_those_of_a_pool_that_evicts() -> None:

@@ -46,7 +46,7 @@ class Server:
         """The key of a new request, ``None`` if it was refused."""
         key = next(self._keys)
         try:
-            one = QueuedRequest(key, TOKENS, tenant, until=now + timeout, patience=timeout)
+            one = QueuedRequest(key, TOKENS, tenant, until=now + timeout, timeout=timeout)
             step = self.admission.offer(one, now)
         except Exhausted:
             self.refused += 1
@@ -225,8 +225,8 @@ def test_who_would_be_late_makes_room_when_its_turn_comes() -> None:
         server.run(server._ends[0][0])
     now = server._ends[0][0] - 8.0
     # It would wait for 5 s on average and take 15 s at most, but its slot comes in 8.
-    admission.offer(QueuedRequest(1 << 40, TOKENS, until=now + 22.0, patience=EVER), now)
-    admission.offer(QueuedRequest((1 << 40) + 1, TOKENS, until=now + 100.0, patience=EVER), now)
+    admission.offer(QueuedRequest(1 << 40, TOKENS, until=now + 22.0, timeout=EVER), now)
+    admission.offer(QueuedRequest((1 << 40) + 1, TOKENS, until=now + 100.0, timeout=EVER), now)
     step = admission.leave(server._ends[0][1], now + 8.0)
     assert step.started == ((1 << 40) + 1,)
     assert [key for key, _ in step.refused] == [1 << 40]
@@ -239,8 +239,8 @@ def test_an_answer_that_is_nearly_whole_needs_little_time() -> None:
     server.run(200.0)
     server.ask(200.0)
     with pytest.raises(Exhausted, match="take 30"):
-        server.admission.offer(QueuedRequest(1 << 40, TOKENS, until=220.0, patience=EVER), 200.0)
-    resumed = QueuedRequest(1 << 40, TOKENS, until=220.0, part=0.1, patience=EVER)
+        server.admission.offer(QueuedRequest(1 << 40, TOKENS, until=220.0, timeout=EVER), 200.0)
+    resumed = QueuedRequest(1 << 40, TOKENS, until=220.0, part=0.1, timeout=EVER)
     server.admission.offer(resumed, 200.0)
     assert server.admission.waiting == 2
 

@@ -214,7 +214,7 @@ async def test_long_prompts_of_one_tenant_do_not_take_every_place(
         errors = [from_rpc_error(one) for one in got if isinstance(one, grpc.RpcError)]
         assert 0 < len(errors) <= 5  # a place may be taken before the evicted request has left
         assert all(isinstance(one, Exhausted) for one in errors)
-        assert router.service.gate.refused["pushed_out"] == len(errors)
+        assert router.service.gate.refused["evicted"] == len(errors)
 
 
 async def test_what_one_tenant_resumes_does_not_take_every_thread(

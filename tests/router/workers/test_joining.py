@@ -17,7 +17,7 @@ from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2
 from kvrelay.worker.announce import Announcer, advertised
 from router.config import RouterConfig
-from router.workers.dns import DnsNames, check_name
+from router.workers.dns import DnsNames, parse_name
 from router.workers.health import HealthState
 from router.workers.sources import (
     Announcements,
@@ -119,8 +119,8 @@ async def test_a_resolver_that_hangs_holds_nothing_up(monkeypatch: pytest.Monkey
 def test_what_is_no_name() -> None:
     for text in ("dns:///w", "dns:///:7", "dns:///w:seven", "dns:///"):
         with pytest.raises(Rejected, match="decode"):
-            check_name("decode", text)
-    check_name("decode", "dns:///w:7")
+            parse_name("decode", text)
+    parse_name("decode", "dns:///w:7")
 
 
 async def test_workers_behind_a_name_join_and_leave() -> None:
