@@ -222,8 +222,9 @@ class RetryControl:
 
     def _step(self, leg: FailedLeg, kind: RetryKind, now: float, deadline: float) -> RetryStep:
         error = leg.error
-        full = isinstance(error, Exhausted)
-        backoff = min(error.retry_after, MAX_BACKOFF_SECONDS) if full else 0.0
+        backoff = 0.0
+        if isinstance(error, Exhausted):
+            backoff = min(error.retry_after, MAX_BACKOFF_SECONDS)
         suspect = kind is RetryKind.SUSPECT
         if now >= deadline:
             late = DeadlineExceeded("no time left to continue the stream")

@@ -1,4 +1,4 @@
-"""One cell of the matrix: strike a process at a moment, and compare the outcome."""
+"""One cell of the kill matrix: signal a process at a moment, then compare tokens and accounts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.failures.streams import Query, Stream, draw, run_all, undisturbed
 MOMENT_SECONDS = 60.0
 TIE = 1e-4  # of logits, which differ by up to 6e-5 between one way to compute them and another
 MORE_TRIES = 5
-FREE_WITHIN = 1.0  # a ghost that comes back
-ROUTER_SECONDS = 2.0  # that a router is silent; nothing goes on without it
+FREE_WITHIN = 1.0  # seconds, after SIGCONT
+ROUTER_SECONDS = 2.0  # that a stopped router is silent
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """What was done: to whom, when, and what it was doing."""
+    """A signal: the process, the time, and the state of workers and streams then."""
 
     index: int
     at: float
@@ -39,7 +39,7 @@ class Strike:
 class Cell:
     """``target`` is a role; the streams begin before the moment, or just after for ``BEFORE``.
 
-    A router that is stopped goes on after ``silent`` seconds, any other when the streams are over.
+    A stopped router continues after ``silent`` seconds, another process after the streams.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Cell:
         return "decode" if moment is LOADING else "prefill"
 
     def run(self, number: int = signal.SIGKILL) -> Strike:
-        """Play the scene; everything stands again when it returns."""
+        """Run the cell; every process serves again when it returns."""
         strike = self._try(number)
-        for _ in range(MORE_TRIES):  # on a busy machine a stream may be over before the blow falls
+        for _ in range(MORE_TRIES):  # on a busy machine a stream may be over before the signal
             if self._fell_in_time(strike) or self.moment is LAST:
                 break
             strike = self._try(number)
@@ -77,8 +77,8 @@ class Cell:
         return strike
 
     def _fell_in_time(self, strike: Strike) -> bool:
-        """A stream may be over while its client, on a busy machine, still reads it: in the middle
-        of their streams a decode worker was met only if another one went on.
+        """Whether a stream was cut. On a busy machine a stream may be over while its client still
+        reads it: in mid-stream, a decode worker was hit only if another one continued.
         """
         taken_over = self.target != "decode" or self.moment is not MIDDLE or bool(self.recomputed())
         return strike.met and taken_over
@@ -161,7 +161,7 @@ class Cell:
         if number == signal.SIGSTOP and self.target == "router":
             go_on = partial(self.rig.cluster.kill, self.target, index, signal.SIGCONT)
             asyncio.get_running_loop().call_later(self.silent, go_on)
-        self.rig.heal()  # slowness was there to hold the moment, not the recovery
+        self.rig.heal()  # the slow link was for reaching the moment, not for the recovery
         met = any(len(stream.tokens) < stream.query.max_tokens for stream in self.streams)
         return Strike(index, time.monotonic(), loads, met, tokens)
 
@@ -190,17 +190,17 @@ class Cell:
         assert not any(worker.in_flight for worker in fleet.workers), fleet
 
     def recomputed(self) -> list[int]:
-        """Tokens that legs after a lost one computed, beside the one that each has to compute."""
+        """Of each leg after a lost one: tokens computed, less the one that every leg computes."""
         return [leg.computed - 1 for stream in self.streams for _, leg in _resumed(stream)]
 
     def beyond(self, strike: Strike) -> int:
-        """The most of them that were neither being saved nor made after the last look."""
-        found = []
+        """The most of ``recomputed`` that were neither being saved nor made after the last look."""
+        beyond = []
         for stream, tokens in zip(self.streams, strike.tokens, strict=True):
             for lost, leg in _resumed(stream):
                 since = max(0, 1 + lost.generated - tokens)
-                found.append(leg.computed - 1 - since - unsaved(strike))
-        return max(found, default=0)
+                beyond.append(leg.computed - 1 - since - unsaved(strike))
+        return max(beyond, default=0)
 
     def _check_greedy(self, query: Query, tokens: list[int]) -> None:
         if query.seed is None and self.moment.streams <= 2:
@@ -208,7 +208,7 @@ class Cell:
 
 
 def _resumed(stream: Stream) -> list[tuple[LegUsage, LegUsage]]:
-    """Legs that were lost, each with the one that went on."""
+    """Each lost leg with the leg after it."""
     legs = stream.usage.legs if stream.usage is not None else ()
     return [(lost, leg) for lost, leg in pairwise(legs) if lost.lost and not leg.lost]
 

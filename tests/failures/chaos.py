@@ -2,13 +2,13 @@
 
     python -m tests.failures.chaos --minutes 30 --seed 7
 
-A round lets the streams run while parties are killed, stopped and told to leave; then the same is
-asked of the cluster at rest. The seed gives the same prompts and the same plan of blows; when a
-blow falls in a stream's life is up to the machine.
+In a round, processes get SIGKILL, SIGSTOP or SIGTERM while streams run; then the same requests are
+sent to the undisturbed cluster. The seed gives the same prompts and the same signals; where in a
+stream's life a signal arrives is up to the machine.
 
 A stream that meets two dying workers within its first tokens on each is refused, as a request that
-kills workers would be; its client resumes it. So that it can at once, the router forgets whom it
-has refused; all other settings are the defaults.
+kills workers is, and its client resumes it. The router refuses such requests for 0 seconds here, so
+that the client can resume at once; all other settings are the defaults.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ IDLE_SECONDS = 15.0  # a save that was cut off gives its blocks back at its dead
 
 @dataclass(frozen=True, slots=True)
 class Blow:
-    """One of a plan: ``after`` seconds, this signal to that process, continued ``later``."""
+    """After ``after`` seconds, ``number`` to a process; SIGCONT ``later`` seconds after SIGSTOP."""
 
     after: float
     role: str
@@ -51,7 +51,7 @@ class Blow:
 
 
 def plan(chance: random.Random, seconds: float) -> list[Blow]:
-    """Blows of one round."""
+    """The signals of one round."""
     made: list[Blow] = []
     while sum(blow.after for blow in made) < seconds:
         role = chance.choice(("prefill", "decode", "decode", "store", "router"))
@@ -63,7 +63,7 @@ def plan(chance: random.Random, seconds: float) -> list[Blow]:
 
 
 class Round:
-    """Streams and blows side by side."""
+    """Streams, and signals to the processes that serve them."""
 
     def __init__(self, stand: Rig, chance: random.Random) -> None:
         self._stand = stand
@@ -73,7 +73,7 @@ class Round:
         self.blows: Counter[str] = Counter()
 
     async def play(self) -> None:
-        """Until the plan is over and every stream has ended."""
+        """Run until every signal was sent and every stream has ended."""
         blows = plan(self._chance, ROUND_SECONDS)
         self._until = time.monotonic() + ROUND_SECONDS
         address = self._stand.cluster.router
@@ -111,7 +111,7 @@ class Round:
 
 
 def run(minutes: float, seed: int) -> int:
-    """The exit status: 0 when every token was right."""
+    """The exit status: 0 if every token was right."""
     print(f"chaos for {minutes:g} minutes, seed {seed}", flush=True)
     chance, deadline = random.Random(seed), time.monotonic() + 60 * minutes
     blows, done = Counter[str](), list[Stream]()
@@ -123,7 +123,7 @@ def run(minutes: float, seed: int) -> int:
                 asyncio.run(one.play())
                 one.check()
                 blows, done = blows + one.blows, done + one.done
-                print(f"{_said(done)}, {sum(blows.values())} blows", flush=True)
+                print(f"{_said(done)}, {sum(blows.values())} signals", flush=True)
     print(f"{_said(done)}, {dict(sorted(blows.items()))}, seed {seed}")
     return 0
 

@@ -1,5 +1,5 @@
-"""When to strike: moments of a request that are seen from outside, in what workers say of
-themselves and in what the client got.
+"""Moments of a request at which a process gets its signal, seen in workers' loads and the client's
+tokens.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """``reached`` gives the worker of the role it is about, ``None`` while it is not yet."""
+    """``reached`` returns the index of the worker to signal, ``None`` before the moment."""
 
     name: str
     reached: Callable[[Scene, str], int | None]
@@ -49,7 +49,7 @@ class Moment:
 
 
 def _serving(scene: Scene, role: str) -> int:
-    """The worker that works on the request, or did so last, else the first."""
+    """The worker that runs the request, or ran it last, else the first."""
     busy = scene.busy(role, lambda seen: seen.load.running + seen.load.loading)
     lately = scene.busy(role, scene.executed)
     return busy if busy is not None else lately or 0
@@ -98,5 +98,5 @@ SAVING = Moment(
     lambda scene, role: scene.busy(role, lambda seen: seen.load.saving),
     prepare=_slow_saves,
 )
-LAST = Moment("at the last token", _at_tokens(NEW_TOKENS - 8))  # a few pass until the blow falls
+LAST = Moment("at the last token", _at_tokens(NEW_TOKENS - 8))  # the signal takes a few
 MOMENTS = (BEFORE, QUEUED, LOADING, PREFILLING, FIRST, MIDDLE, SAVING, LAST)

@@ -1,4 +1,4 @@
-"""A worker that dies of a certain prompt; its first argument is its role."""
+"""A worker that kills itself when it receives ``POISON``; its first argument is its role."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _run = Worker.run
 def deadly(
     self: Worker, role: Role, leg: types_pb2.Leg, handoff: types_pb2.Handoff | None = None
 ) -> AbstractAsyncContextManager[AsyncGenerator[LegUpdates]]:
-    """Like ``Worker.run``, for those who have a strong stomach."""
+    """``Worker.run``, but a prompt that begins with ``POISON`` kills the process."""
     if tuple(leg.prompt_token_ids[: len(POISON)]) == POISON:
         os.kill(os.getpid(), signal.SIGKILL)
     return _run(self, role, leg, handoff)

@@ -1,7 +1,7 @@
-"""A small cluster whose store is reached through fault proxies, and what can be seen of it.
+"""A small cluster whose workers reach the store through fault proxies, and their reported loads.
 
 Chunks are small and few requests run at once, so that every stage of a request lasts long enough to
-be observed; what is observed is what the workers say of themselves.
+be observed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Rig:
         self.cluster = cluster
         self.proxies = proxies
         self.model = model
-        self.lines = lines  # what all processes said so far
+        self.lines = lines  # output of all processes so far
 
     def heal(self) -> None:
         """All proxies pass everything."""
@@ -59,11 +59,11 @@ class Rig:
         self.settle()
 
     def settle(self) -> None:
-        """Wait until everything that was killed is back."""
+        """Wait until every process serves again."""
         self.cluster.wait()
 
     def store_stats(self) -> store_pb2.GetStatsResponse:
-        """What the store counts."""
+        """The counters of the store."""
         address = self.cluster.addresses("store")[0]
         with grpc.insecure_channel(address) as channel:
             stub = store_pb2_grpc.StoreServiceStub(channel)
@@ -71,7 +71,7 @@ class Rig:
 
 
 class Observer:
-    """Asks every worker for its load; those that do not answer are not seen."""
+    """Asks every worker for its load; a worker that does not answer is left out."""
 
     def __init__(self, rig: Rig) -> None:
         self._channels = {
@@ -81,9 +81,9 @@ class Observer:
         }
 
     async def look(self) -> list[Seen]:
-        """All at once."""
-        found = await asyncio.gather(*(self._ask(*key) for key in self._channels))
-        return [seen for seen in found if seen is not None]
+        """The loads of all workers, asked at once."""
+        loads = await asyncio.gather(*(self._ask(*key) for key in self._channels))
+        return [seen for seen in loads if seen is not None]
 
     async def _ask(self, role: str, index: int) -> Seen | None:
         stub = worker_pb2_grpc.WorkerServiceStub(self._channels[role, index])
@@ -109,7 +109,7 @@ def rig(
     decode: int = 2,
     module: str | None = None,
 ) -> Iterator[Rig]:
-    """A running one; the last lines of all processes are printed at the end.
+    """A running cluster; the last lines of all processes are printed at the end.
 
     With ``links`` the router reaches each worker through a proxy named as the worker is, such as
     ``decode-1``. ``module`` runs in place of the workers' own. ``environ`` are flags for all of its
@@ -160,7 +160,7 @@ def rig(
 
 
 def _another(spec: ProcessSpec, module: str | None) -> ProcessSpec:
-    """A worker made by another module, which gets its role as first argument."""
+    """The spec with ``module`` in place of a worker's own; its first argument is the role."""
     if module is None or spec.role not in ROLES:
         return spec
     return replace(spec, module=module, args=(spec.role, *spec.args))

@@ -61,8 +61,8 @@ def draw(chance: random.Random, count: int, prompt: int, max_tokens: int) -> lis
 
 @dataclass(slots=True)
 class Stream:
-    """One answer as it comes. ``broken`` counts errors after which the client resumed, ``refused``
-    those that refused a poison request."""
+    """One response stream. ``broken`` counts errors after which the client resumed, ``refused`` the
+    refusals of a poison request among them."""
 
     query: Query
     tokens: list[int] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Stream:
     refused: int = 0
 
     async def run(self, client: AsyncClient, may_break: bool, may_refuse: bool = False) -> None:
-        """To the end; an error counts as the client's fault unless it ``may_break``."""
+        """Read to the end; resume after ``Unavailable`` if it ``may_break``, else raise."""
         deadline = time.monotonic() + PATIENCE
         call = client.generate(timeout=PATIENCE, **self.query.parameters)
         while True:
@@ -104,7 +104,7 @@ class Stream:
         """Every token is in the account of exactly one leg of the last call."""
         assert self.usage is not None
         assert self.usage.completion_tokens == self.query.max_tokens
-        for leg in self.usage.legs:  # of lost ones too, as of their first token
+        for leg in self.usage.legs:  # lost ones too, as of their first token
             assert leg.length == leg.local + leg.external + leg.computed, leg
             assert leg.length or not leg.generated, leg
         if not self.broken:
@@ -112,7 +112,7 @@ class Stream:
 
 
 async def run_all(address: str, streams: list[Stream], may_break: bool = False) -> None:
-    """All at once, over one connection."""
+    """Run all streams at once, over one connection."""
     async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
         for stream in streams:
             group.create_task(stream.run(client, may_break))

@@ -1,4 +1,4 @@
-"""A request that kills its workers: refused after two deaths and logged, others unharmed."""
+"""A request that kills its workers is refused after two deaths and logged; others are unharmed."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.failures.streams import Stream, draw, run_all, undisturbed
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(240)]
 DEATHS = 2  # the router's --max-deaths
-SALTS = itertools.count()  # each is another poison: one that killed is remembered
+SALTS = itertools.count()  # each makes another request: the router refuses one that killed
 
 
 @pytest.fixture(scope="module")
 def fleet(model: Path) -> Iterator[Rig]:
-    """Workers that die of the poison."""
+    """Workers that ``POISON`` kills."""
     with rig(model, module="tests.failures.poisoned") as made:
         yield made
 
 
 def deaths(fleet: Rig) -> int:
-    """Processes started again, over all workers."""
+    """Restarts of all workers."""
     cluster = fleet.cluster
     processes = [
         cluster.process(role, index)
@@ -41,28 +41,28 @@ def deaths(fleet: Rig) -> int:
 
 
 async def poison(fleet: Rig, salt: int) -> KvrelayError:
-    """Send a request that kills; returns the client's error."""
+    """Send a request that kills its worker. Returns the client's error."""
     async with AsyncClient(fleet.cluster.router) as client:
         try:
             await client.complete(token_ids=[*POISON, salt], max_tokens=8, timeout=100.0)
         except KvrelayError as error:
             return error
-    raise AssertionError("the poison was answered")
+    raise AssertionError("the request was served")
 
 
 async def together(fleet: Rig, streams: list[Stream], count: int) -> list[KvrelayError]:
-    """So many poisons one after another, each asked twice, beside streams that are under way."""
+    """Send ``count`` such requests, each twice, while ``streams`` run. Returns their errors."""
     running = asyncio.ensure_future(run_all(fleet.cluster.router, streams))
-    told = []
+    errors = []
     for salt in itertools.islice(SALTS, count):
         while not all(stream.tokens for stream in streams):
             assert not running.done(), running.exception()
             await asyncio.sleep(0.01)
-        told.append(await poison(fleet, salt))
+        errors.append(await poison(fleet, salt))
         assert "it is refused for" in str(await poison(fleet, salt))  # and no worker dies
         await asyncio.to_thread(fleet.settle)
     await running
-    return told
+    return errors
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -71,8 +71,8 @@ def test_a_poisonous_request_kills_two_workers_and_no_more(fleet: Rig, count: in
     print(f"seed {seed}")
     streams = [Stream(one) for one in draw(random.Random(seed), 4, 100, 400)]
     before = deaths(fleet)
-    told = asyncio.run(together(fleet, streams, count))
-    assert all(f"{DEATHS} workers died while they served this request" in str(e) for e in told)
+    errors = asyncio.run(together(fleet, streams, count))
+    assert all(f"{DEATHS} workers died while they served this request" in str(e) for e in errors)
     fleet.settle()
     assert deaths(fleet) - before == count * DEATHS
     reported = [line for line in fleet.lines if "ERROR" in line and "workers died" in line]

@@ -1,7 +1,7 @@
-"""A cluster of workers over a Redis Cluster, of which one master is killed under load.
+"""Workers whose store is a Redis Cluster, of which one master is killed under load.
 
-Requests go on with the same tokens. Of the blocks that were stored those of the other masters are
-still there, and what is computed anew finds a place there too, so that all is found once more.
+Requests continue with the same tokens. The blocks on the other masters stay, and blocks that are
+computed again are stored there too, so that later requests hit all of them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def workers(model: Path, redis: redisserver.Cluster) -> Iterator[Cluster]:
 
 
 class Load:
-    """Clients that ask one thing after another until they are told to stop."""
+    """Clients that send one request after another inside the context."""
 
     def __init__(self, address: str, queries: list[Query], expected: list[list[int]]) -> None:
         self._address = address
@@ -88,7 +88,7 @@ class Load:
             thread.join()
 
     def wait(self, more: int) -> None:
-        """Until so many more answers have come."""
+        """Wait for ``more`` further responses."""
         wanted, deadline = self.answered + more, time.monotonic() + TIMEOUT
         while self.answered < wanted and not self.wrong:
             assert time.monotonic() < deadline
@@ -121,14 +121,14 @@ def complete(client: Client, query: Query) -> tuple[list[int], Usage]:
 
 
 def anew(cluster: Cluster) -> None:
-    """Workers with empty pools: what they do not compute comes from the store."""
+    """Restart the workers: their pools are empty, so every hit comes from the store."""
     for role in ("prefill", "decode"):
         cluster.kill(role, 0)
     cluster.wait()
 
 
 def cached(cluster: Cluster, queries: list[Query], expected: list[list[int]]) -> list[int]:
-    """Prompt tokens of each that were found in the store, by workers that have nothing."""
+    """Of each query, the prompt tokens that restarted workers load from the store."""
     anew(cluster)
     found = []
     with Client(cluster.router) as client:
@@ -140,7 +140,7 @@ def cached(cluster: Cluster, queries: list[Query], expected: list[list[int]]) ->
 
 
 def names_by_server(redis: redisserver.Cluster) -> list[set[bytes]]:
-    """Of the blocks that each server has."""
+    """The names of the blocks on each server."""
     found = []
     for server in redis.servers:
         with server.client() as client:

@@ -42,7 +42,7 @@ async def _set_role(address: str, role: types_pb2.Role.ValueType) -> worker_pb2.
 
 
 async def _more(load: Load, running: asyncio.Future[None], count: int) -> None:
-    """Wait for so many streams more."""
+    """Wait for ``count`` further streams."""
     wanted = len(load.done) + count
     async with asyncio.timeout(ENOUGH_SECONDS):
         while len(load.done) < wanted:
@@ -51,7 +51,7 @@ async def _more(load: Load, running: asyncio.Future[None], count: int) -> None:
 
 
 async def _change(rig: Rig, load: Load) -> tuple[worker_pb2.WorkerInfo, int]:
-    """Make a prefill worker of the last decode worker; how many streams were done before."""
+    """Change the last decode worker to prefill. Returns the number of streams done before."""
     running = asyncio.ensure_future(load.run())
     address = rig.cluster.addresses("decode")[2]
     try:
@@ -105,7 +105,7 @@ def test_what_is_refused(fleet: Rig) -> None:
 
 
 async def _leaving(address: str) -> KvrelayError:
-    """What a worker that drains for good says."""
+    """The error of a worker that shuts down."""
     async with grpc.aio.insecure_channel(address) as channel:
         await worker_pb2_grpc.WorkerServiceStub(channel).Drain(
             worker_pb2.DrainRequest(), timeout=30.0
