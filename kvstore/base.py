@@ -27,6 +27,19 @@ class Tail:
 
 
 @dataclass(frozen=True, slots=True)
+class NameQuery:
+    """Blocks to look for. Those found are held for ``ttl`` seconds (0: not held).
+
+    ``first_block_hashes``, full and partial, serve the reason of a miss alone.
+    """
+
+    names: Sequence[bytes]
+    tails: Sequence[Tail] = ()
+    ttl: float = 0.0
+    first_block_hashes: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Lease:
     """The store keeps the blocks until ``deadline`` (``time.monotonic`` of this process).
 
@@ -179,27 +192,11 @@ class Store(Protocol):
     def url(self) -> str:
         """The store's URL, as ``connect`` takes it."""
 
-    def lookup(
-        self,
-        names: Sequence[bytes],
-        tails: Sequence[Tail],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> LookupResult:
-        """Find the longest leading run of ``names``, held for ``ttl`` seconds (0: not held).
+    def lookup(self, query: NameQuery, timeout: float) -> LookupResult:
+        """Find the longest leading run of the names, and a tail after it."""
 
-        ``first_block_hashes``, full and partial, serve ``LookupResult.missing`` alone.
-        """
-
-    def survey(
-        self,
-        names: Sequence[bytes],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> SurveyResult:
-        """Find each of ``names`` by itself, held for ``ttl`` seconds (0: not held)."""
+    def survey(self, query: NameQuery, timeout: float) -> SurveyResult:
+        """Find each of the names by itself; the query has no tails."""
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         """Yield each want once, in order, as it arrives. Close the generator to stop early.

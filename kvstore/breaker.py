@@ -17,11 +17,11 @@ from kvstore.base import (
     GetResult,
     Lease,
     LookupResult,
+    NameQuery,
     Offer,
     Outcome,
     Store,
     SurveyResult,
-    Tail,
     Want,
 )
 from kvstore.stats import StoreStats
@@ -115,26 +115,13 @@ class BreakerStore:
     def url(self) -> str:
         return self._store.url
 
-    def lookup(
-        self,
-        names: Sequence[bytes],
-        tails: Sequence[Tail],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> LookupResult:
+    def lookup(self, query: NameQuery, timeout: float) -> LookupResult:
         with self._breaker.call(timeout):
-            return self._store.lookup(names, tails, ttl, timeout, first_block_hashes)
+            return self._store.lookup(query, timeout)
 
-    def survey(
-        self,
-        names: Sequence[bytes],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> SurveyResult:
+    def survey(self, query: NameQuery, timeout: float) -> SurveyResult:
         with self._breaker.call(timeout):
-            return self._store.survey(names, ttl, timeout, first_block_hashes)
+            return self._store.survey(query, timeout)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         """The first block is an answer, even if the caller does not read the others."""

@@ -16,7 +16,7 @@ from kvrelay.block.header import Header, encode_fields, header_bytes
 from kvrelay.block.name import child_name
 from kvrelay.block.verify import ExpectedBlock, verify_block
 from kvrelay.errors import Corrupt, Unavailable
-from kvstore.base import Block, Lease, Offer, PutStatus, Store, Want
+from kvstore.base import Block, Lease, NameQuery, Offer, PutStatus, Store, Want
 from kvstore.client.remote import RemoteStore
 from kvstore.client.transports.selector import TRANSPORTS
 from kvstore.limits import MAX_NAMES
@@ -104,7 +104,7 @@ class StoreRig:
         store, leases = self.store("grpc"), []
         for start in range(0, self.count, MAX_NAMES):
             names = [wanted.name for wanted in self.wanted[start : start + MAX_NAMES]]
-            held = store.lookup(names, [], HOLD_SECONDS, TIMEOUT)
+            held = store.lookup(NameQuery(names, ttl=HOLD_SECONDS), TIMEOUT)
             if held.lead != len(names) or held.lease is None:
                 raise Corrupt("lookup", f"{held.lead} of {len(names)} blocks are there")
             leases.append(held.lease)

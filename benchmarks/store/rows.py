@@ -16,6 +16,7 @@ from benchmarks.store.rig import (
     get_blocks,
 )
 from kvrelay.errors import Corrupt
+from kvstore.base import NameQuery
 from kvstore.client.remote import RemoteStore
 from kvstore.client.transports.selector import TRANSPORTS
 
@@ -63,7 +64,7 @@ def lookup_seconds(names: int, blocks: int) -> float:
             first = chooser.randrange(blocks - names + 1)
             wanted = [wanted.name for wanted in rig.wanted[first : first + names]]
             began = time.perf_counter()
-            found = store.lookup(wanted, [], 30.0, TIMEOUT)
+            found = store.lookup(NameQuery(wanted, ttl=30.0), TIMEOUT)
             times.append(time.perf_counter() - began)
             store.release([found.lease] if found.lease else [], TIMEOUT)
             if found.lead != names:

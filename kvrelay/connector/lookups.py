@@ -19,6 +19,7 @@ from kvrelay.engine.core.external import Query
 from kvrelay.errors import DeadlineExceeded, KvrelayError
 from kvrelay.usage import Miss
 from kvstore import Lease, LookupResult, Store
+from kvstore.base import NameQuery
 
 RELEASE_SECONDS = 1.0
 
@@ -203,11 +204,11 @@ class Lookups:
         if remaining <= 0:
             return Miss.TOO_LATE
         keys = job.keys
-        ttl = self.options.lease_seconds
+        query = NameQuery(
+            keys.names, keys.tails, self.options.lease_seconds, keys.first_block_hashes
+        )
         try:
-            return self._store.lookup(
-                keys.names, keys.tails, ttl, remaining, keys.first_block_hashes
-            )
+            return self._store.lookup(query, remaining)
         except DeadlineExceeded:
             return Miss.TOO_LATE
         except KvrelayError:

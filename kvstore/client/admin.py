@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
-import grpc
-
 from kvrelay.block.header import Header, decode
 from kvrelay.rpc.channel import open_sync_channel
 from kvrelay.v1 import store_pb2 as pb
+from kvrelay.v1.store_pb2_grpc import StoreServiceStub
 from kvstore.base import ListedBlock
-from kvstore.client.calls import PATH, mapped_errors
+from kvstore.client.calls import mapped_errors
 
 
 class StoreAdmin:
@@ -18,24 +17,13 @@ class StoreAdmin:
 
     def __init__(self, address: str) -> None:
         self._channel = open_sync_channel(address)
-        self._list: grpc.UnaryStreamMultiCallable[pb.ListRequest, pb.ListResponse]
-        self._list = self._channel.unary_stream(
-            PATH + "List", pb.ListRequest.SerializeToString, pb.ListResponse.FromString
-        )
-        self._watch: grpc.UnaryStreamMultiCallable[pb.WatchRequest, pb.WatchResponse]
-        self._watch = self._channel.unary_stream(
-            PATH + "Watch", pb.WatchRequest.SerializeToString, pb.WatchResponse.FromString
-        )
-        self._inspect: grpc.UnaryUnaryMultiCallable[pb.InspectRequest, pb.InspectResponse]
-        self._inspect = self._channel.unary_unary(
-            PATH + "Inspect", pb.InspectRequest.SerializeToString, pb.InspectResponse.FromString
-        )
+        self._stub = StoreServiceStub(self._channel)
 
     def list(self, timeout: float, prefix: bytes = b"", limit: int = 0) -> Iterator[ListedBlock]:
         """The blocks at the moment of the call, received page by page while this is read."""
         request = pb.ListRequest(prefix=prefix, limit=limit)
         with mapped_errors():
-            call = self._list(request, timeout=timeout)
+            call = self._stub.List(request, timeout=timeout)
             try:
                 for page in call:
                     yield from map(_listed, page.blocks)
@@ -50,7 +38,7 @@ class StoreAdmin:
         Close it to stop. Ends with ``Exhausted`` when it is not read fast enough: watch again.
         """
         with mapped_errors():
-            call = self._watch(pb.WatchRequest(boot=boot, sequence=sequence), timeout=timeout)
+            call = self._stub.Watch(pb.WatchRequest(boot=boot, sequence=sequence), timeout=timeout)
             try:
                 yield from call
             finally:
@@ -58,8 +46,10 @@ class StoreAdmin:
 
     def inspect(self, name: bytes, timeout: float, tenant: str = "") -> tuple[ListedBlock, Header]:
         with mapped_errors():
-            found = self._inspect(pb.InspectRequest(name=name, tenant=tenant), timeout=timeout)
-        return _listed(found.block), decode(found.header)
+            answer = self._stub.Inspect(
+                pb.InspectRequest(name=name, tenant=tenant), timeout=timeout
+            )
+        return _listed(answer.block), decode(answer.header)
 
     def close(self) -> None:
         """Close the channel; open calls fail."""

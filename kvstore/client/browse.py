@@ -17,7 +17,7 @@ from kvstore.redis import settings_for
 from kvstore.redis.browser import RedisBrowser
 
 SHOWN = 12
-"""Digits of a name that are shown: enough to tell blocks apart, as a rule."""
+"""Digits of a name that are shown: usually enough to identify a block."""
 
 _DIGITS = re.compile("[0-9a-fA-F]*")
 
@@ -42,12 +42,12 @@ def blocks_by_digits(
     prefix = bytes.fromhex(digits[: len(digits) // 2 * 2])
     if len(digits) > 2 * NAME_BYTES:
         raise Rejected("name", f"{digits!r} has more than {2 * NAME_BYTES} digits")
-    found = 0
+    shown = 0
     for listed in browser.list(timeout, prefix, 0 if len(digits) % 2 else limit):
         if listed.name.hex().startswith(digits.lower()):
             yield listed
-            found += 1
-            if found == limit:
+            shown += 1
+            if shown == limit:
                 return
 
 
@@ -55,11 +55,11 @@ def resolve_digits(browser: StoreBrowser, digits: str, timeout: float) -> Listed
     """The one block whose name begins with ``digits``; ``NotFound``, or ``Rejected`` if several."""
     if not digits:
         raise Rejected("name", "is empty: give the first digits of a block's name")
-    found = list(blocks_by_digits(browser, digits, timeout, SHOWN))
-    if not found:
+    matches = list(blocks_by_digits(browser, digits, timeout, SHOWN))
+    if not matches:
         raise NotFound(f"there is no block {digits}")
-    if len(found) > 1:
-        names = ", ".join(listed.name.hex()[: len(digits) + 6] for listed in found[:4])
-        more = ", ..." if len(found) > 4 else ""
+    if len(matches) > 1:
+        names = ", ".join(listed.name.hex()[: len(digits) + 6] for listed in matches[:4])
+        more = ", ..." if len(matches) > 4 else ""
         raise Rejected("name", f"{digits} begins the names of several blocks: {names}{more}")
-    return found[0]
+    return matches[0]

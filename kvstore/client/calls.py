@@ -16,11 +16,10 @@ from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import store_pb2 as pb
+from kvrelay.v1.store_pb2_grpc import StoreServiceStub
 
 _READ_IN_PLACE = (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1)
 """The thread that reads a stream also polls it: a third less time for a small block."""
-
-PATH = "/kvrelay.v1.StoreService/"
 
 
 class _Options(ChannelOptions):
@@ -46,73 +45,42 @@ class StoreCalls:
 
     def __init__(self, address: str) -> None:
         self._channel = open_sync_channel(address, _Options())
-        unary = self._channel.unary_unary
-        self.lookup = unary(
-            PATH + "Lookup", pb.LookupRequest.SerializeToString, pb.LookupResponse.FromString
-        )
-        self._reserve = unary(
-            PATH + "Reserve", pb.ReserveRequest.SerializeToString, pb.ReserveResponse.FromString
-        )
-        self.release = unary(
-            PATH + "Release", pb.ReleaseRequest.SerializeToString, pb.ReleaseResponse.FromString
-        )
-        self.stats = unary(
-            PATH + "GetStats", pb.GetStatsRequest.SerializeToString, pb.GetStatsResponse.FromString
-        )
-        self.clear = unary(
-            PATH + "Clear", pb.ClearRequest.SerializeToString, pb.ClearResponse.FromString
-        )
-        self.recheck = unary(
-            PATH + "Recheck", pb.RecheckRequest.SerializeToString, pb.RecheckResponse.FromString
-        )
-        self.put_small = unary(
-            PATH + "PutSmall",
-            pb.PutSmallRequest.SerializeToString,
-            pb.PutSmallResponse.FromString,
-        )
-        self._transports = unary(
-            PATH + "GetTransports",
-            pb.GetTransportsRequest.SerializeToString,
-            pb.GetTransportsResponse.FromString,
-        )
-        self._locate = unary(
-            PATH + "Locate", pb.LocateRequest.SerializeToString, pb.LocateResponse.FromString
-        )
+        self.stub = StoreServiceStub(self._channel)
         self.get: grpc.UnaryStreamMultiCallable[pb.GetRequest, bytes] = self._channel.unary_stream(
-            PATH + "Get", pb.GetRequest.SerializeToString
+            "/kvrelay.v1.StoreService/Get", pb.GetRequest.SerializeToString
         )
         self.put: grpc.StreamUnaryMultiCallable[bytes, pb.PutResponse] = self._channel.stream_unary(
-            PATH + "Put", None, pb.PutResponse.FromString
+            "/kvrelay.v1.StoreService/Put", None, pb.PutResponse.FromString
         )
 
     def transports(self, deadline: Deadline) -> pb.GetTransportsResponse:
         """``GetTransports``."""
         with mapped_errors():
-            return self._transports(pb.GetTransportsRequest(), timeout=deadline.remaining())
+            return self.stub.GetTransports(pb.GetTransportsRequest(), timeout=deadline.remaining())
 
     def locate(
         self, names: Sequence[bytes], lease_ms: int, deadline: Deadline
     ) -> pb.LocateResponse:
         """``Locate``, with a lease of ``lease_ms``."""
         with mapped_errors():
-            return self._locate(
+            return self.stub.Locate(
                 pb.LocateRequest(names=names, lease_ms=lease_ms), timeout=deadline.remaining()
             )
 
     def reserve(self, request: pb.ReserveRequest, deadline: Deadline) -> pb.ReserveResponse:
         """``Reserve``."""
         with mapped_errors():
-            return self._reserve(request, timeout=deadline.remaining())
+            return self.stub.Reserve(request, timeout=deadline.remaining())
 
     def abandon(self, ticket: int, timeout: float) -> None:
         """Abandon the rest of a reservation: a put under its ticket that carries no block."""
         with mapped_errors():
-            self.put_small(pb.PutSmallRequest(head=pb.PutHead(ticket=ticket)), timeout=timeout)
+            self.stub.PutSmall(pb.PutSmallRequest(head=pb.PutHead(ticket=ticket)), timeout=timeout)
 
     def release_lease(self, boot: bytes, lease: int, timeout: float) -> None:
         """``Release`` of one lease."""
         with mapped_errors():
-            self.release(pb.ReleaseRequest(boot=boot, leases=[lease]), timeout=timeout)
+            self.stub.Release(pb.ReleaseRequest(boot=boot, leases=[lease]), timeout=timeout)
 
     def close(self) -> None:
         """Close the channel; open calls fail."""

@@ -68,8 +68,8 @@ def connect(url: str) -> Store:
     ``rediss://`` and ``rediss+cluster://`` use TLS. Parameters are in ``kvstore/README.md``.
 
     URLs with commas between them are several stores in one, the first one preferred. Later ones
-    are only read, unless they say ``write=yes`` (puts go there too) or ``promote=yes`` (blocks
-    read there are put into the first).
+    are only read, unless they say ``write=yes`` (puts also go to them) or ``promote=yes`` (blocks
+    read from them are put into the first).
 
     Connects at the first call, which raises ``Unavailable`` if the store cannot be reached.
     """

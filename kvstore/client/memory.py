@@ -18,11 +18,11 @@ from kvstore.base import (
     GetResult,
     Lease,
     LookupResult,
+    NameQuery,
     Offer,
     Outcome,
     PutStatus,
     SurveyResult,
-    Tail,
     Want,
 )
 from kvstore.claims import Claim, check_block, claim_of
@@ -73,28 +73,17 @@ class MemoryStore:
         self._digest = digest
         self._shared = _shared_state(name, budget)
 
-    def lookup(
-        self,
-        names: Sequence[bytes],
-        tails: Sequence[Tail],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> LookupResult:
+    def lookup(self, query: NameQuery, timeout: float) -> LookupResult:
         with self._shared.changed:
             return self._shared.index.lookup(
-                names, tails, ttl, time.monotonic(), first_block_hashes
+                query.names, query.tails, query.ttl, time.monotonic(), query.first_block_hashes
             )
 
-    def survey(
-        self,
-        names: Sequence[bytes],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> SurveyResult:
+    def survey(self, query: NameQuery, timeout: float) -> SurveyResult:
         with self._shared.changed:
-            return self._shared.index.survey(names, ttl, time.monotonic(), first_block_hashes)
+            return self._shared.index.survey(
+                query.names, query.ttl, time.monotonic(), query.first_block_hashes
+            )
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         for index, want in enumerate(wants):

@@ -19,11 +19,11 @@ from kvstore.base import (
     GetResult,
     Lease,
     LookupResult,
+    NameQuery,
     Offer,
     Outcome,
     PutStatus,
     SurveyResult,
-    Tail,
     Want,
 )
 from kvstore.client.calls import StoreCalls, mapped_errors
@@ -67,21 +67,8 @@ class RemoteStore:
         """How often each transport failed during a call."""
         return dict(self._transports.breaks)
 
-    def lookup(
-        self,
-        names: Sequence[bytes],
-        tails: Sequence[Tail],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> LookupResult:
-        request = pb.LookupRequest(
-            names=names,
-            tails=[pb.Tail(after=tail.after, name=tail.name) for tail in tails],
-            lease_ms=round(ttl * 1000),
-            first_block_hashes=first_block_hashes,
-        )
-        answer, lease = self._ask(request, timeout)
+    def lookup(self, query: NameQuery, timeout: float) -> LookupResult:
+        answer, lease = self._ask(query, timeout, each=False)
         return LookupResult(
             lead=answer.lead,
             tail=answer.tail if answer.HasField("tail") else None,
@@ -91,26 +78,16 @@ class RemoteStore:
             boot=answer.boot,
         )
 
-    def survey(
-        self,
-        names: Sequence[bytes],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> SurveyResult:
-        request = pb.LookupRequest(
-            names=names,
-            lease_ms=round(ttl * 1000),
-            each=True,
-            first_block_hashes=first_block_hashes,
+    def survey(self, query: NameQuery, timeout: float) -> SurveyResult:
+        answer, lease = self._ask(query, timeout, each=True)
+        if len(answer.lengths) != len(query.names):
+            raise Corrupt("lengths", f"got {len(answer.lengths)} for {len(query.names)} names")
+        return SurveyResult(
+            sizes=tuple(length or None for length in answer.lengths),
+            lease=lease,
+            misses=tuple(map(miss_of, answer.misses)),
+            first_block_known=answer.first_block_known,
         )
-        answer, lease = self._ask(request, timeout)
-        lengths = answer.lengths
-        if len(lengths) != len(names):
-            raise Corrupt("lengths", f"got {len(lengths)} for {len(names)} names")
-        misses = tuple(map(miss_of, answer.misses))
-        sizes = tuple(length or None for length in lengths)
-        return SurveyResult(sizes, lease, misses, answer.first_block_known)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         """The store verifies the block after which the reader stops."""
@@ -149,15 +126,15 @@ class RemoteStore:
         with mapped_errors():
             for boot in {lease.boot for lease in leases}:
                 ids = [lease.id for lease in leases if lease.boot == boot]
-                self._calls.release(pb.ReleaseRequest(boot=boot, leases=ids), timeout=timeout)
+                self._calls.stub.Release(pb.ReleaseRequest(boot=boot, leases=ids), timeout=timeout)
 
     def stats(self, timeout: float) -> StoreStats:
         with mapped_errors():
-            return stats_of(self._calls.stats(pb.GetStatsRequest(), timeout=timeout))
+            return stats_of(self._calls.stub.GetStats(pb.GetStatsRequest(), timeout=timeout))
 
     def clear(self, timeout: float) -> int:
         with mapped_errors():
-            return self._calls.clear(pb.ClearRequest(), timeout=timeout).removed
+            return self._calls.stub.Clear(pb.ClearRequest(), timeout=timeout).removed
 
     def close(self) -> None:
         self._closed.set()
@@ -182,16 +159,23 @@ class RemoteStore:
         """A wrong block is removed, so that it can be put again. Failures are only logged."""
         try:
             with mapped_errors():
-                self._calls.recheck(pb.RecheckRequest(name=name), timeout=deadline.remaining())
+                self._calls.stub.Recheck(pb.RecheckRequest(name=name), timeout=deadline.remaining())
         except KvrelayError as error:
             log.info("%s: block %s was not verified again: %s", self.url, name.hex(), error)
 
     def _ask(
-        self, request: pb.LookupRequest, timeout: float
+        self, query: NameQuery, timeout: float, each: bool
     ) -> tuple[pb.LookupResponse, Lease | None]:
+        request = pb.LookupRequest(
+            names=query.names,
+            tails=[pb.Tail(after=tail.after, name=tail.name) for tail in query.tails],
+            lease_ms=round(query.ttl * 1000),
+            each=each,
+            first_block_hashes=query.first_block_hashes,
+        )
         asked = time.monotonic()
         with mapped_errors():
-            answer = self._calls.lookup(request, timeout=timeout)
+            answer = self._calls.stub.Lookup(request, timeout=timeout)
         self._transports.seen_boot(answer.boot)
         lease = Lease(answer.lease, answer.boot, asked + answer.lease_ms / 1000)
         return answer, lease if answer.lease else None
@@ -236,5 +220,5 @@ class RemoteStore:
         head = pb.PutHead(claims=[claim_message(offer) for offer in offers])
         request = pb.PutSmallRequest(head=head, data=b"".join(buffers_of(offers)))
         with mapped_errors():
-            answer = self._calls.put_small(request, timeout=deadline.remaining())
+            answer = self._calls.stub.PutSmall(request, timeout=deadline.remaining())
         return outcomes_of(answer, len(offers))

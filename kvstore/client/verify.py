@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from kvrelay.block.header import fields_of, header_bytes
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt
-from kvstore.base import GetResult, ListedBlock, Store, Want
+from kvstore.base import GetResult, ListedBlock, NameQuery, Store, Want
 from kvstore.claims import check_name
 from kvstore.wire.buffers import size_batches
 
@@ -57,7 +57,7 @@ def _check(listed: ListedBlock, want: Want, got: GetResult) -> None:
 
 def _absent(store: Store, listed: ListedBlock, timeout: float) -> VerifiedBlock:
     """A block that was not read: it was removed, or its length is wrong."""
-    if listed.size and store.survey([listed.name], 0.0, timeout).sizes[0] is None:
+    if listed.size and store.survey(NameQuery([listed.name]), timeout).sizes[0] is None:
         return VerifiedBlock(listed, removed=True)
     return VerifiedBlock(
         listed, Corrupt("length", f"{listed.tokens} tokens do not make {listed.size}")

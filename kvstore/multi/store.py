@@ -8,11 +8,11 @@ first, by write-behind. A backend that fails counts as empty.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import wait
 from contextlib import closing
+from dataclasses import replace
 
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Rejected, Unavailable
 from kvrelay.usage import Miss
@@ -21,12 +21,12 @@ from kvstore.base import (
     GetResult,
     Lease,
     LookupResult,
+    NameQuery,
     Offer,
     Outcome,
     PutStatus,
     Store,
     SurveyResult,
-    Tail,
     Want,
 )
 from kvstore.limits import MAX_NAMES
@@ -52,32 +52,20 @@ class MultiStore:
     def url(self) -> str:
         return ",".join(backend.store.url for backend in self.backends)
 
-    def lookup(
-        self,
-        names: Sequence[bytes],
-        tails: Sequence[Tail],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> LookupResult:
-        names = names[: MAX_NAMES - len(tails)]
-        asked = [*names, *(tail.name for tail in tails)]
-        answers = survey(self.backends, asked, len(names), ttl, timeout, first_block_hashes)
-        found = united(answers, len(names), tails)
-        self._release_unused(answers, found.lease)
-        if len(answers) < len(self.backends) and found.missing is Miss.NEVER_STORED:
-            return dataclasses.replace(found, missing=Miss.UNREACHABLE)
-        return found
+    def lookup(self, query: NameQuery, timeout: float) -> LookupResult:
+        tails = query.tails
+        names = query.names[: MAX_NAMES - len(tails)]
+        asked = replace(query, names=[*names, *(tail.name for tail in tails)], tails=())
+        answers = survey(self.backends, asked, len(names), timeout)
+        result = united(answers, len(names), tails)
+        self._release_unused(answers, result.lease)
+        if len(answers) < len(self.backends) and result.missing is Miss.NEVER_STORED:
+            return replace(result, missing=Miss.UNREACHABLE)
+        return result
 
-    def survey(
-        self,
-        names: Sequence[bytes],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> SurveyResult:
-        answers = survey(self.backends, names, len(names), ttl, timeout, first_block_hashes)
-        seen = surveyed(answers, len(names))
+    def survey(self, query: NameQuery, timeout: float) -> SurveyResult:
+        answers = survey(self.backends, query, len(query.names), timeout)
+        seen = surveyed(answers, len(query.names))
         self._release_unused(answers, seen.lease)
         return seen
 
@@ -104,7 +92,7 @@ class MultiStore:
                     self._promote(want, got.header)
 
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
-        """Puts into the first available backend of those that are written to."""
+        """Puts into the first backend that is written to and available."""
         deadline = time.monotonic() + timeout
         writers = [self.backends[0], *(backend for backend in self.backends[1:] if backend.write)]
         while True:
@@ -135,22 +123,24 @@ class MultiStore:
 
     def stats(self, timeout: float) -> StoreStats:
         """The sums over the backends that answer; ``each`` returns them one by one."""
-        found = [stats for _, stats in self.each(timeout)]
-        answered = [stats for stats in found if isinstance(stats, StoreStats)]
+        answers = [stats for _, stats in self.each(timeout)]
+        answered = [stats for stats in answers if isinstance(stats, StoreStats)]
         if not answered:
-            raise next(error for error in found if isinstance(error, KvrelayError))
+            raise next(error for error in answers if isinstance(error, KvrelayError))
         return total_stats(answered)
 
     def each(self, timeout: float) -> list[tuple[str, StoreStats | KvrelayError]]:
         """Name, and figures or error, of each backend."""
-        found = call_all(self.backends, lambda store, left: store.stats(left), timeout)
-        return [(backend.name, stats) for backend, stats in zip(self.backends, found, strict=True)]
+        answers = call_all(self.backends, lambda store, left: store.stats(left), timeout)
+        return [
+            (backend.name, stats) for backend, stats in zip(self.backends, answers, strict=True)
+        ]
 
     def clear(self, timeout: float) -> int:
-        """Clears every backend, then raises the first error if there is one."""
+        """Clears every backend, then raises the first error, if any."""
         removed = 0
-        found = call_all(self.backends, lambda store, left: store.clear(left), timeout)
-        for count in found:
+        answers = call_all(self.backends, lambda store, left: store.clear(left), timeout)
+        for count in answers:
             if isinstance(count, KvrelayError):
                 raise count
             removed += count
@@ -161,7 +151,7 @@ class MultiStore:
             backend.close()
 
     def _release_unused(self, answers: dict[str, SurveyResult], kept: Lease | None) -> None:
-        """Release the leases that are no part of the one that is kept."""
+        """Release the leases that are no part of the lease ``kept``."""
         needed = {name for name, _ in kept.parts} if kept is not None else set()
         for name, seen in answers.items():
             if name not in needed:
@@ -173,9 +163,9 @@ class MultiStore:
         unknown = [index for index, backend in enumerate(backends) if backend is None]
         for start in range(0, len(unknown), MAX_NAMES):
             indices = unknown[start : start + MAX_NAMES]
-            names = [wants[index].name for index in indices]
-            answers = survey(self.backends, names, len(names), 0.0, timeout)
-            for index, owner in zip(indices, owners(answers, len(names)), strict=True):
+            query = NameQuery([wants[index].name for index in indices])
+            answers = survey(self.backends, query, len(indices), timeout)
+            for index, owner in zip(indices, owners(answers, len(indices)), strict=True):
                 backends[index] = self._by_name.get(owner or "")
         return backends
 
@@ -214,7 +204,7 @@ def _copied(offer: Offer, later: Sequence[StoreBackend], copies: dict[bytes, Off
             copies[offer.name] = copy_of(offer.name, block, offer.partial)
         return block
 
-    return dataclasses.replace(offer, read=read)
+    return replace(offer, read=read)
 
 
 def _releasing(leases: list[Lease]) -> Callable[[Store, float], None]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import partial
 from typing import TypeVar
 
 from kvrelay.errors import Corrupt, DeadlineExceeded, KvrelayError
-from kvstore.base import Store, SurveyResult
+from kvstore.base import NameQuery, Store, SurveyResult
 from kvstore.multi.backend import StoreBackend
 from kvstore.multi.union import owners
 
@@ -20,13 +21,11 @@ R = TypeVar("R")
 
 def survey(
     backends: Sequence[StoreBackend],
-    names: Sequence[bytes],
+    query: NameQuery,
     leading: int,
-    ttl: float,
     timeout: float,
-    first_block_hashes: Sequence[int] = (),
 ) -> dict[str, SurveyResult]:
-    """The answers that came in time by backend, doubted backends last; late leases are released.
+    """The answers by backend, doubted backends last; the leases of late answers are released.
 
     Does not wait for a backend that is late, nor if backends before it have the first ``leading``
     names. Raises the first error if every backend failed.
@@ -34,7 +33,7 @@ def survey(
     deadline = time.monotonic() + timeout * PATIENCE
     backends = sorted(backends, key=lambda backend: backend.doubted)
     asked = {
-        backend.name: backend.submit(_surveying(names, ttl, first_block_hashes), timeout)
+        backend.name: backend.submit(partial(_checked_survey, query), timeout)
         for backend in backends
     }
     while waited := _worth_waiting(backends, asked, leading):
@@ -47,12 +46,12 @@ def survey(
     answers: dict[str, SurveyResult] = {}
     errors: list[KvrelayError] = []
     for backend in backends:
-        found = result(asked[backend.name])
-        if isinstance(found, SurveyResult):
-            answers[backend.name] = found
+        answer = result(asked[backend.name])
+        if isinstance(answer, SurveyResult):
+            answers[backend.name] = answer
         else:
             backend.abandon(asked[backend.name])
-            errors.append(found)
+            errors.append(answer)
     if not answers:
         raise errors[0]
     return answers
@@ -66,8 +65,8 @@ def call_all(
     wait(asked, timeout)
     answers: list[R | KvrelayError] = []
     for future in asked:
-        found = result(future)
-        answers.append(found)
+        answer = result(future)
+        answers.append(answer)
     return answers
 
 
@@ -83,16 +82,11 @@ def result(future: Future[R]) -> R | KvrelayError:
     raise error
 
 
-def _surveying(
-    names: Sequence[bytes], ttl: float, first_block_hashes: Sequence[int]
-) -> Callable[[Store, float], SurveyResult]:
-    def call(store: Store, left: float) -> SurveyResult:
-        seen = store.survey(names, ttl, left, first_block_hashes)
-        if len(seen.sizes) != len(names):
-            raise Corrupt("sizes", f"{len(seen.sizes)} came for {len(names)} names")
-        return seen
-
-    return call
+def _checked_survey(query: NameQuery, store: Store, left: float) -> SurveyResult:
+    seen = store.survey(query, left)
+    if len(seen.sizes) != len(query.names):
+        raise Corrupt("sizes", f"{len(seen.sizes)} were answered for {len(query.names)} names")
+    return seen
 
 
 def _worth_waiting(

@@ -13,11 +13,11 @@ Answers = Mapping[str, SurveyResult]
 
 def owners(answers: Answers, count: int) -> list[str | None]:
     """For each of ``count`` blocks, the backend to get it from; ``None``: absent."""
-    found: list[str | None] = [None] * count
+    chosen: list[str | None] = [None] * count
     for name, seen in reversed(list(answers.items())):
-        pairs = zip(seen.sizes, found, strict=True)
-        found = [owner if size is None else name for size, owner in pairs]
-    return found
+        pairs = zip(seen.sizes, chosen, strict=True)
+        chosen = [owner if size is None else name for size, owner in pairs]
+    return chosen
 
 
 def united(answers: Answers, leading: int, tails: Sequence[Tail]) -> LookupResult:
@@ -25,9 +25,9 @@ def united(answers: Answers, leading: int, tails: Sequence[Tail]) -> LookupResul
     having = owners(answers, leading + len(tails))
     lead = next((i for i in range(leading) if having[i] is None), leading)
     tail = next((i for i, t in enumerate(tails) if t.after == lead and having[leading + i]), None)
-    found = [*range(lead), *([] if tail is None else [leading + tail])]
-    sources = tuple(owner for i in found if (owner := having[i]) is not None)
-    sizes = tuple(answers[owner].sizes[i] or 0 for i, owner in zip(found, sources, strict=True))
+    used = [*range(lead), *([] if tail is None else [leading + tail])]
+    sources = tuple(owner for i in used if (owner := having[i]) is not None)
+    sizes = tuple(answers[owner].sizes[i] or 0 for i, owner in zip(used, sources, strict=True))
     lease = lease_of(answers, set(sources))
     wanted = [i for i, t in enumerate(tails, leading) if t.after == lead]
     if tail is not None or (lead == leading and not wanted):

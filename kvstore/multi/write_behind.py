@@ -23,7 +23,7 @@ JOIN_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class WriteBehindCounts:
-    """Blocks added so far, by what became of them."""
+    """Blocks added so far, by outcome."""
 
     stored: int = 0
     existed: int = 0
@@ -49,7 +49,7 @@ class WriteBehind:
 
     @property
     def counts(self) -> WriteBehindCounts:
-        """What became of the blocks so far."""
+        """The blocks so far, by outcome."""
         return self._counts
 
     def has_room(self, size: int) -> bool:
@@ -57,7 +57,7 @@ class WriteBehind:
         return self._bytes + size <= self._limit and not self._closed
 
     def drop(self) -> None:
-        """Count a block that was not copied because there was no room for it."""
+        """Count a block that was not copied because the queue was full."""
         with self._wake:
             self._count(dropped=1)
 

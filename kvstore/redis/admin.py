@@ -45,7 +45,7 @@ class ServerReport:
 
 
 def report_of(address: Address, settings: RedisSettings, deadline: Deadline) -> ServerReport:
-    """What one server tells."""
+    """The report of one server."""
     with library_client(address, settings, deadline) as client:
         info: Mapping[str, object] = client.info()
         cluster = _number(info, "cluster_enabled") == 1
@@ -66,19 +66,19 @@ def report_of(address: Address, settings: RedisSettings, deadline: Deadline) -> 
 
 
 def examine(settings: RedisSettings, timeout: float) -> dict[Address, ServerReport | KvrelayError]:
-    """The report, or the error, of every server that the URL names or the cluster tells of."""
-    found: dict[Address, ServerReport | KvrelayError] = {}
+    """The report, or the error, of every server in the URL or in the cluster."""
+    reports: dict[Address, ServerReport | KvrelayError] = {}
     todo = list(settings.addresses)
     while todo:
         address = todo.pop(0)
         deadline = Deadline.after(timeout)
         try:
-            found[address] = report_of(address, settings, deadline)
+            reports[address] = report_of(address, settings, deadline)
             owners = slots(address, settings, deadline) if settings.cluster else []
-            todo += {one for one in owners if one} - found.keys() - set(todo)
+            todo += {one for one in owners if one} - reports.keys() - set(todo)
         except KvrelayError as error:
-            found[address] = error
-    return found
+            reports[address] = error
+    return reports
 
 
 def reports_of(
@@ -161,7 +161,7 @@ def remove_if_wrong(
 ) -> bool:
     """Remove the value in the place of a block if it is not that block; whether it was removed.
 
-    As long as it is there, the right block cannot be put.
+    While it stays, the right block cannot be put.
     """
     server, key = place
     # A missing permission to remove it is no failure of the server: it is not recorded.
@@ -192,10 +192,10 @@ def _wrong(client: redis.Redis, key: str, name: bytes) -> Corrupt | None:
 
 def _full_coverage(client: redis.Redis) -> bool | None:
     try:
-        found = client.config_get("cluster-require-full-coverage")
+        options = client.config_get("cluster-require-full-coverage")
     except redis.ResponseError:
         return None
-    return {"yes": True, "no": False}.get(str(found.get("cluster-require-full-coverage")))
+    return {"yes": True, "no": False}.get(str(options.get("cluster-require-full-coverage")))
 
 
 def _number(info: Mapping[str, object], name: str) -> int:

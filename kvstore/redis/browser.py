@@ -100,7 +100,7 @@ def _scan(client: redis.Redis, pattern: str, deadline: Deadline) -> Iterator[lis
     cursor = 0
     while True:
         deadline.check("to list the store")
-        cursor, found = client.scan(cursor, pattern, SCAN_COUNT)
-        yield cast("list[bytes]", found)
+        cursor, keys = client.scan(cursor, pattern, SCAN_COUNT)
+        yield cast("list[bytes]", keys)
         if not cursor:
             return

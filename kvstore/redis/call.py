@@ -74,6 +74,16 @@ class RedisCall:
         self._busy.add(server)
         return self._connections[server]
 
+    def reach(self, name: bytes) -> tuple[RedisServer, bytes, RedisConnection] | None:
+        """Connect to the server of a block, and its key there; ``None`` if no place has one."""
+        while (place := self.place(name)) is not None:
+            server, key = place
+            try:
+                return server, key, self.connect(server)
+            except KvrelayError as error:
+                self.failed(server, error)
+        return None
+
     def answered(self, server: RedisServer) -> None:
         """A server has answered every command."""
         self._busy.discard(server)
@@ -168,8 +178,10 @@ class RedisCall:
         answers: list[list[bytes] | None],
     ) -> None:
         try:
-            found = self._connections[server].replies.lines(lines * len(indices))
-            errors = [line for line in found if line[:1] == b"-" and error_code(line) != WRONG_TYPE]
+            replies = self._connections[server].replies.lines(lines * len(indices))
+            errors = [
+                line for line in replies if line[:1] == b"-" and error_code(line) != WRONG_TYPE
+            ]
             for line in errors:
                 if not is_redirect(line):
                     raise ServerRefused(server.address, line)
@@ -178,7 +190,7 @@ class RedisCall:
             return
         self.answered(server)
         for number, index in enumerate(indices):
-            answer = found[number * lines : (number + 1) * lines]
+            answer = replies[number * lines : (number + 1) * lines]
             redirected = bool(errors) and any(map(is_redirect, answer))
             answers[index] = [] if redirected else answer
         if errors:

@@ -69,9 +69,6 @@ class TlsSocket(DeadlineSocket):
     def _fill(self, group: list[memoryview]) -> int:
         return self._sock.recv_into(group[0])
 
-    def _take(self, count: int) -> bytes:
-        return self._sock.recv(count)
-
     def cut(self) -> None:
         """The TLS session is not closed: another thread may be using it."""
         with contextlib.suppress(OSError):

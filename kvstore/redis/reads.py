@@ -176,15 +176,11 @@ def _add(
     call: RedisCall, pipelines: dict[RedisServer, ReadPipeline], want: Want
 ) -> ReadPipeline | None:
     """The pipeline a want was added to; ``None`` if no server of its places is usable."""
-    while (place := call.place(want.name)) is not None:
-        server, key = place
-        pipeline = pipelines.get(server)
-        if pipeline is None:
-            try:
-                pipeline = pipelines[server] = ReadPipeline(server, call.connect(server))
-            except KvrelayError as error:
-                call.failed(server, error)
-                continue
-        pipeline.add(key, len(want.buffer))
-        return pipeline
-    return None
+    if (reached := call.reach(want.name)) is None:
+        return None
+    server, key, connection = reached
+    pipeline = pipelines.get(server)
+    if pipeline is None:
+        pipeline = pipelines[server] = ReadPipeline(server, connection)
+    pipeline.add(key, len(want.buffer))
+    return pipeline

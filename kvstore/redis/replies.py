@@ -43,10 +43,10 @@ class ReplyReader:
 
     def lines(self, count: int) -> list[bytes]:
         """The next ``count`` replies of one line each: a status, a number, an error or nil."""
-        found: list[bytes] = []
-        while len(found) < count:
-            found += self._whole_lines(count - len(found), BUFFER_BYTES)
-        return found
+        lines: list[bytes] = []
+        while len(lines) < count:
+            lines += self._whole_lines(count - len(lines), BUFFER_BYTES)
+        return lines
 
     def bulk(self, most: int = BUFFER_BYTES) -> int | None:
         """The length of the next bulk, ``None`` for nil; raises ``ErrorReply`` for an error.
@@ -109,11 +109,11 @@ class ReplyReader:
         """Up to ``most`` lines, at least one; only receives if the buffer holds no whole line."""
         while True:
             data = self._buffer[self._start : self._end].tobytes()
-            found = data.split(_END, most)
-            rest = found.pop()
-            if found:
+            lines = data.split(_END, most)
+            rest = lines.pop()
+            if lines:
                 self._start = self._end - len(rest)
-                return found
+                return lines
             if len(rest) > LONGEST_LINE:
                 raise Corrupt("reply", f"a line of more than {LONGEST_LINE} bytes")
             self._read_more(rest, ahead)

@@ -135,7 +135,7 @@ def _tls(given: Mapping[str, str]) -> RedisTls:
         if name in given and not Path(given[name]).is_file():
             raise Rejected(name, f"{given[name]!r} is no file")
     if "key" in given and "cert" not in given:
-        raise Rejected("key", "is of no use without cert")
+        raise Rejected("key", "needs a cert: give both or neither")
     try:
         context = ssl.create_default_context(cafile=given.get("ca"))
         if "cert" in given:

@@ -1,4 +1,4 @@
-"""``redis://`` and its kin: blocks in Redis, one value each, in the format of every store.
+"""``redis://`` and the like: blocks in Redis, one value each, in the format of every store.
 
 Redis evicts and expires; it has no leases. A lookup with a lease resets the expiry of what it
 finds. A value comes whole, or it is absent.
@@ -19,11 +19,11 @@ from kvstore.base import (
     GetResult,
     Lease,
     LookupResult,
+    NameQuery,
     Offer,
     Outcome,
     PutStatus,
     SurveyResult,
-    Tail,
     Want,
 )
 from kvstore.redis.admin import clear_all, remove_if_wrong, reports_of, stats_of
@@ -43,7 +43,7 @@ BOOT = b"redis"
 
 
 class RedisStore:
-    """A ``Store``. Connects when first used and again whenever it must."""
+    """A ``Store``. It connects on first use and reconnects when needed."""
 
     def __init__(self, settings: RedisSettings) -> None:
         self.url = settings.url
@@ -51,44 +51,33 @@ class RedisStore:
         self._topology = Topology(settings)
         self._counters = _Counters()
 
-    def lookup(
-        self,
-        names: Sequence[bytes],
-        tails: Sequence[Tail],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> LookupResult:
-        """Redis cannot tell why a block is absent."""
-        full = len(names)
-        seen = self._survey([*names, *(tail.name for tail in tails)], full, ttl, timeout)
+    def lookup(self, query: NameQuery, timeout: float) -> LookupResult:
+        """The reason of a miss is unknown: Redis does not record it."""
+        full = len(query.names)
+        names = [*query.names, *(tail.name for tail in query.tails)]
+        seen = self._survey(names, full, query.ttl, timeout)
         lead = next((i for i in range(full) if seen.sizes[i] is None), full)
-        fits = [i for i, t in enumerate(tails) if t.after == lead]
+        fits = [i for i, t in enumerate(query.tails) if t.after == lead]
         tail = next((i for i in fits if seen.sizes[full + i] is not None), None)
-        found = [*range(lead), *([] if tail is None else [full + tail])]
-        self._counters.add(lookups=1, hits=len(found), misses=full - lead)
+        present = [*range(lead), *([] if tail is None else [full + tail])]
+        self._counters.add(lookups=1, hits=len(present), misses=full - lead)
         first = lead if lead < full else full + fits[0] if fits else None
         return LookupResult(
             lead,
             tail,
-            sizes=tuple(seen.sizes[i] or 0 for i in found),
-            lease=seen.lease(found),
+            sizes=tuple(seen.sizes[i] or 0 for i in present),
+            lease=seen.lease(present),
             missing=None if tail is not None or first is None else seen.why(first),
         )
 
-    def survey(
-        self,
-        names: Sequence[bytes],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> SurveyResult:
-        """A partial block is kept as long as a full one: they cannot be told apart by name."""
-        seen = self._survey(names, len(names), ttl, timeout)
-        found = [i for i, size in enumerate(seen.sizes) if size is not None]
-        self._counters.add(lookups=1, hits=len(found), misses=len(names) - len(found))
+    def survey(self, query: NameQuery, timeout: float) -> SurveyResult:
+        """A partial block is kept as long as a full one: their names do not differ."""
+        names = query.names
+        seen = self._survey(names, len(names), query.ttl, timeout)
+        present = [i for i, size in enumerate(seen.sizes) if size is not None]
+        self._counters.add(lookups=1, hits=len(present), misses=len(names) - len(present))
         misses = tuple(None if size else seen.why(i) for i, size in enumerate(seen.sizes))
-        return SurveyResult(seen.sizes, seen.lease(found), misses)
+        return SurveyResult(seen.sizes, seen.lease(present), misses)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         deadline = Deadline.after(timeout)
@@ -188,7 +177,7 @@ class RedisStore:
 
 @dataclass(frozen=True, slots=True)
 class _Survey:
-    """Bytes of each block, ``None`` if it is absent; of ``silent`` ones no server said anything.
+    """Bytes of each block, ``None`` if it is absent; no server answered for ``silent`` ones.
 
     The first ``full`` of those found are kept until ``until[0]``, the others until ``until[1]``.
     """
@@ -198,11 +187,11 @@ class _Survey:
     full: int
     until: tuple[float, float] | None
 
-    def lease(self, found: Sequence[int]) -> Lease | None:
+    def lease(self, present: Sequence[int]) -> Lease | None:
         """Of the blocks with these indices, which are kept so long unless they are evicted."""
-        if not found or self.until is None:
+        if not present or self.until is None:
             return None
-        return Lease(1, BOOT, min(self.until[index >= self.full] for index in found))
+        return Lease(1, BOOT, min(self.until[index >= self.full] for index in present))
 
     def why(self, index: int) -> Miss:
         """The reason why a block is absent."""
@@ -212,8 +201,8 @@ class _Survey:
 def _size(answer: list[bytes]) -> int | None:
     """From ``:LENGTH`` and, if its expiry was reset, ``:1``; an absent key has the length 0."""
     length = answer[0][1:] if answer else b""
-    there = length.isdigit() and length != b"0" and answer[-1] != b":0"
-    return int(length) if there else None
+    present = length.isdigit() and length != b"0" and answer[-1] != b":0"
+    return int(length) if present else None
 
 
 class _Counters:

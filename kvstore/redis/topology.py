@@ -1,4 +1,4 @@
-"""Which server has which key: the only one, or the one of a cluster that owns the key's slot.
+"""Maps keys to servers: to the only server, or to the owner of the key's slot in a cluster.
 
 A block has several places, each a key of its own. While the server of the first place is down and
 no other server has taken over its slots, blocks are put to, and looked for in, the next place
@@ -132,7 +132,9 @@ class Topology:
                 return slots(address, self._settings, limit)
             except KvrelayError as error:
                 errors.append(str(error))
-        raise Unavailable(f"no server of {self._settings.url} tells its slots: {'; '.join(errors)}")
+        raise Unavailable(
+            f"no server of {self._settings.url} answered CLUSTER SLOTS: {'; '.join(errors)}"
+        )
 
     def _known(self) -> list[Address]:
         """The servers that are up as far as is known, then those of the URL."""
@@ -161,7 +163,7 @@ _Entry = tuple[int, int, tuple[bytes, int]]
 
 
 def slots(address: Address, settings: RedisSettings, deadline: Deadline) -> list[Address | None]:
-    """The owner of each slot, as the server at ``address`` tells it; ``Corrupt`` if it is wrong."""
+    """The owner of each slot, as the server at ``address`` reports it; ``Corrupt`` if invalid."""
     with library_client(address, settings, deadline) as client:
         reply = cast(Callable[[str], list[_Entry]], client.execute_command)("CLUSTER SLOTS")
     owners: list[Address | None] = [None] * SLOTS
@@ -169,9 +171,9 @@ def slots(address: Address, settings: RedisSettings, deadline: Deadline) -> list
         for start, end, (host, port, *_), *_ in reply:
             if not 0 <= start <= end < SLOTS:
                 raise ValueError(f"slots {start} to {end}")
-            # A server that tells no host of its own is at the address that was asked.
+            # A server that reports no host is at the address that was asked.
             owner = Address(host.decode() if host else address.host, int(port))
             owners[start : end + 1] = [owner] * (end + 1 - start)
     except (TypeError, ValueError, AttributeError) as error:
-        raise Corrupt("slots", f"the slots that {address} tells are wrong: {error}") from error
+        raise Corrupt("slots", f"{address} reports invalid slots: {error}") from error
     return owners

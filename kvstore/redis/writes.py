@@ -128,33 +128,23 @@ class PutOperation:
 
     def _send(self, index: int) -> None:
         offer = self._offers[index]
-        if (found := self._pipeline(offer.name)) is None:
+        if (reached := self._call.reach(offer.name)) is None:
             return
-        pipeline, key = found
+        server, key, connection = reached
         try:
             block = checked_block(offer)
         except Corrupt as error:
             self._outcomes[index] = Outcome(PutStatus.CORRUPT, str(error))
             return
+        pipeline = self._pipelines.get(server)
+        if pipeline is None:
+            pipeline = self._pipelines[server] = WritePipeline(server, connection)
         try:
             pipeline.add(index, key, block, self._settings.lives(offer.partial))
         except KvrelayError as error:
             self._failed(pipeline, error)
             return
         self._receive(pipeline, every=False)
-
-    def _pipeline(self, name: bytes) -> tuple[WritePipeline, bytes] | None:
-        """Where a block goes, and its key there; ``None`` if no server of its places is usable."""
-        while (place := self._call.place(name)) is not None:
-            server, key = place
-            if server not in self._pipelines:
-                try:
-                    self._pipelines[server] = WritePipeline(server, self._call.connect(server))
-                except KvrelayError as error:
-                    self._call.failed(server, error)
-                    continue
-            return self._pipelines[server], key
-        return None
 
     def _receive(self, pipeline: WritePipeline, every: bool) -> None:
         """Read every reply, or as many as must be read before more is sent."""
@@ -189,14 +179,14 @@ class PutOperation:
 def checked_block(offer: Offer) -> Block:
     """The block, sealed; ``Corrupt`` names the field that differs from what was offered.
 
-    It is checked here because a Redis server knows nothing of blocks.
+    It is checked here because a Redis server cannot check a block.
     """
     block = offer.read()
     if block.size != offer.size:
-        raise Corrupt("length", f"{block.size} bytes came and {offer.size} were offered")
+        raise Corrupt("length", f"{block.size} bytes were read and {offer.size} were offered")
     summed = checksum(block.payload)
     header = block.header if block.sealed else seal(block.header, summed)
-    found = fields_of(header)
-    check_name(offer.name, found)
-    verify_payload(found, block.payload, summed)
+    fields = fields_of(header)
+    check_name(offer.name, fields)
+    verify_payload(fields, block.payload, summed)
     return Block(header, block.payload)

@@ -1,4 +1,4 @@
-"""The header of the store's shared memory, by which a reader knows that it maps the right one."""
+"""The header of the store's shared memory, which tells a reader whether it mapped the right one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def write_header(memory: mmap.mmap, boot: bytes) -> None:
 def open_arena(fd: int, size: int, boot: bytes) -> mmap.mmap:
     """A reader's mapping; ``Corrupt`` unless it is the arena of the store's start ``boot``."""
     mapped = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
-    magic, version, length, found = _HEADER.unpack_from(mapped, 0)
+    magic, version, length, start = _HEADER.unpack_from(mapped, 0)
     if (magic, version, length) != (MAGIC, VERSION, size):
         raise Corrupt("arena", f"{magic!r} version {version}, {length} bytes, is not an arena")
-    if found != boot:
-        raise Corrupt("arena", f"it is of start {found.hex()} and not of {boot.hex()}")
+    if start != boot:
+        raise Corrupt("arena", f"it is of start {start.hex()} and not of {boot.hex()}")
     return mapped

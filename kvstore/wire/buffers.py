@@ -54,7 +54,7 @@ def parse(message: bytes) -> tuple[int, memoryview]:
 class ScatterBuffers:
     """Copies received bytes into buffers, one after another.
 
-    The next of ``buffers`` is taken when the last one is full: a generator knows that it is.
+    The next of ``buffers`` is taken when the last one is full: a generator can then use that one.
     """
 
     def __init__(self, buffers: Iterator[memoryview]) -> None:

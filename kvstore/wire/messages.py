@@ -19,6 +19,7 @@ from kvstore.claims import Claim
 from kvstore.limits import MAX_NAMES, MAX_TAILS
 from kvstore.stats import DiskCounters, DiskStats, StoreCounters, StoreStats, TenantStats
 
+C = TypeVar("C", StoreCounters, DiskCounters)
 P = TypeVar("P", pb.PutResponse, pb.PutSmallResponse)
 
 VERDICTS: dict[PutStatus, pb.Verdict.ValueType] = {
@@ -42,11 +43,11 @@ def checked_names(field: str, names: Collection[bytes], limit: int) -> list[byte
     """The names; ``Rejected`` if there are more than ``limit`` or one has the wrong length."""
     if len(names) > limit:
         raise Rejected(field, f"{len(names)} are more than {limit}: split the call")
-    found = list(names)
-    if not {NAME_BYTES}.issuperset(map(len, found)):
-        index, name = next((i, name) for i, name in enumerate(found) if len(name) != NAME_BYTES)
+    checked = list(names)
+    if not {NAME_BYTES}.issuperset(map(len, checked)):
+        index, name = next((i, name) for i, name in enumerate(checked) if len(name) != NAME_BYTES)
         raise Rejected(f"{field}[{index}]", f"{len(name)} bytes are not {NAME_BYTES}")
-    return found
+    return checked
 
 
 def tails_of(request: pb.LookupRequest) -> list[Tail]:
@@ -93,7 +94,7 @@ def miss_message(missing: Miss | None) -> types_pb2.Miss.ValueType:
 
 
 def miss_of(wire: types_pb2.Miss.ValueType) -> Miss | None:
-    """The miss in a message; ``UNKNOWN`` for a value that this version does not know."""
+    """The miss in a message; ``UNKNOWN`` for a value unknown to this version."""
     return None if wire == types_pb2.MISS_UNSPECIFIED else _MISSES.get(wire, Miss.UNKNOWN)
 
 
@@ -114,7 +115,7 @@ def put_message(kind: type[P], boot: bytes, outcomes: Sequence[Outcome]) -> P:
 def outcomes_of(message: pb.PutResponse | pb.PutSmallResponse, count: int) -> list[Outcome]:
     """The outcomes of ``count`` blocks; ``CORRUPT`` for a verdict that is unknown here."""
     if len(message.verdicts) != count:
-        raise Corrupt("verdicts", f"{len(message.verdicts)} came for {count} blocks")
+        raise Corrupt("verdicts", f"{len(message.verdicts)} were answered for {count} blocks")
     outcomes = [_OUTCOMES.get(verdict, _UNKNOWN) for verdict in message.verdicts]
     for index, reason in message.reasons.items():
         if index < count:
@@ -141,9 +142,6 @@ def _fill(message: Message, source: StoreStats | StoreCounters | DiskStats | Dis
 
 def stats_of(message: pb.GetStatsResponse) -> StoreStats:
     """The reading in a message."""
-    counters = {
-        field.name: getattr(message, field.name) for field in dataclasses.fields(StoreCounters)
-    }
     return StoreStats(
         boot=message.boot,
         budget=message.budget,
@@ -153,7 +151,7 @@ def stats_of(message: pb.GetStatsResponse) -> StoreStats:
         leased_bytes=message.leased_bytes,
         leases=message.leases,
         reservations=message.reservations,
-        counters=StoreCounters(**counters),
+        counters=_counters(StoreCounters, message),
         disk=_disk_of(message.disk) if message.HasField("disk") else None,
         eviction=message.eviction,
         tenants=tuple(
@@ -163,13 +161,14 @@ def stats_of(message: pb.GetStatsResponse) -> StoreStats:
 
 
 def _disk_of(message: pb.DiskStats) -> DiskStats:
-    counters = {
-        field.name: getattr(message, field.name) for field in dataclasses.fields(DiskCounters)
-    }
     return DiskStats(
         budget=message.budget,
         bytes=message.bytes,
         entries=message.entries,
         unsaved=message.unsaved,
-        counters=DiskCounters(**counters),
+        counters=_counters(DiskCounters, message),
     )
+
+
+def _counters(kind: type[C], message: Message) -> C:
+    return kind(**{field.name: getattr(message, field.name) for field in dataclasses.fields(kind)})

@@ -1,4 +1,4 @@
-"""A pool of connections: idle ones are kept, and as many are open as there are calls at once."""
+"""A pool of connections. Idle connections are kept; each concurrent call has its own."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
 
@@ -63,57 +63,41 @@ class DeadlineSocket:
 
     def send(self, buffers: Sequence[bytes | memoryview]) -> None:
         """Send all the bytes of ``buffers``."""
-        views = [memoryview(buffer) for buffer in buffers if len(buffer)]
-        first = 0
-        try:
-            while first < len(views):
-                self._check()
-                group = views[first : first + GROUP]
-                first += _advance(views, first, len(group), self._send_some(group))
-        except OSError as error:
-            raise _ours(error) from error
+        self._transfer(buffers, self._send_some)
 
     def receive_into(self, buffers: Sequence[memoryview]) -> None:
         """Fill all of ``buffers``."""
-        views = [buffer for buffer in buffers if len(buffer)]
-        first = 0
-        try:
-            while first < len(views):
-                self._check()
-                group = views[first : first + GROUP]
-                first += _advance(views, first, len(group), _some(self._fill(group)))
-        except OSError as error:
-            raise _ours(error) from error
+        self._transfer(buffers, self._fill)
+
+    def receive(self, count: int) -> bytes:
+        """``count`` bytes; the caller has checked that they are few."""
+        data = bytearray(count)
+        self.receive_into([memoryview(data)])
+        return bytes(data)
 
     def receive_some(self, buffer: memoryview) -> int:
         """Receive what has arrived, at least a byte and at most all of ``buffer``; how much."""
-        try:
+        with _mapped_errors():
             self._check()
             return _some(self._sock.recv_into(buffer))
-        except OSError as error:
-            raise _ours(error) from error
+
+    def _transfer(
+        self, buffers: Sequence[bytes | memoryview], move: Callable[[list[memoryview]], int]
+    ) -> None:
+        """``move`` some bytes of a group of buffers, until all are moved."""
+        views = [memoryview(buffer) for buffer in buffers if len(buffer)]
+        first = 0
+        with _mapped_errors():
+            while first < len(views):
+                self._check()
+                group = views[first : first + GROUP]
+                first += _advance(views, first, len(group), _some(move(group)))
 
     def _send_some(self, group: list[memoryview]) -> int:
         return self._sock.sendmsg(group)
 
     def _fill(self, group: list[memoryview]) -> int:
         return self._sock.recvmsg_into(group, 0, socket.MSG_WAITALL)[0]
-
-    def _take(self, count: int) -> bytes:
-        return self._sock.recv(count, socket.MSG_WAITALL)
-
-    def receive(self, count: int) -> bytes:
-        """``count`` bytes; the caller has checked that they are few."""
-        data = b""
-        try:
-            while len(data) < count:
-                self._check()
-                more = self._take(count - len(data))
-                _some(len(more))
-                data += more
-        except OSError as error:
-            raise _ours(error) from error
-        return data
 
     def wait_readable(self, idle: bool = False) -> bool:
         """Wait for the next byte; false if the other side has closed the connection.
@@ -138,7 +122,7 @@ class DeadlineSocket:
                 self._sock.sendall(data[sent:])
 
     def receive_descriptor(self, count: int) -> tuple[bytes, int | None]:
-        """``count`` bytes and the descriptor that came with them; the caller closes it."""
+        """``count`` bytes and the descriptor sent with them; the caller closes it."""
         with _mapped_errors():
             fds = array.array("i")
             room = socket.CMSG_SPACE(fds.itemsize)
@@ -204,7 +188,7 @@ def _advance(views: list[memoryview], first: int, count: int, done: int) -> int:
 def abstract_name(boot: bytes) -> str:
     """Name of the store's socket in the abstract namespace, without its leading zero byte.
 
-    It is no file, ends with its process, and only users of the store learn it.
+    It is no file and ends with its process. The store sends it to authenticated clients only.
     """
     return f"kvrelay-store-{boot.hex()}"
 

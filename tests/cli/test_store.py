@@ -18,6 +18,7 @@ from kvrelay.cli.store import clear, options
 from kvrelay.errors import Rejected
 from kvrelay.rpc.deadline import Deadline
 from kvstore import Block, Store, connect
+from kvstore.base import NameQuery
 from kvstore.client.remote import RemoteStore
 from kvstore.urls import standalone_url
 from tests.kvstore.conftest import start_service, stop
@@ -207,7 +208,7 @@ def test_clear_asks_before_it_does(
     assert (status, store.stats(TIMEOUT).entries) == (1, 3)
     assert "Remove 3 blocks" in err
     monkeypatch.setattr("sys.stdin", Person("y\n"))
-    held = store.lookup([name_of(blocks[0])], [], 60, TIMEOUT).lease
+    held = store.lookup(NameQuery([name_of(blocks[0])], ttl=60), TIMEOUT).lease
     assert held is not None
     status, out, _ = run(capsys, "clear", "--store", url)
     assert (status, store.stats(TIMEOUT).entries) == (0, 1)

@@ -16,7 +16,8 @@ from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.connector.store import StoreConnector
 from kvrelay.engine.core.external import BlockContent, Load, Query, Save, TransferEvent
 from kvrelay.errors import KvrelayError, Unavailable
-from kvstore import GetResult, Lease, LookupResult, Offer, Outcome, Store, SurveyResult, Tail, Want
+from kvstore import GetResult, Lease, LookupResult, Offer, Outcome, Store, SurveyResult, Want
+from kvstore.base import NameQuery
 from kvstore.client.memory import MemoryStore, forget
 
 B = 4
@@ -98,27 +99,14 @@ class Stage(MemoryStore):
         self.lookups: list[tuple[int, int]] = []
         self.puts: list[list[bytes]] = []
 
-    def lookup(
-        self,
-        names: Sequence[bytes],
-        tails: Sequence[Tail],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> LookupResult:
-        self.lookups.append((len(names), len(tails)))
+    def lookup(self, query: NameQuery, timeout: float) -> LookupResult:
+        self.lookups.append((len(query.names), len(query.tails)))
         self._pass()
-        return super().lookup(names, tails, ttl, timeout, first_block_hashes)
+        return super().lookup(query, timeout)
 
-    def survey(
-        self,
-        names: Sequence[bytes],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> SurveyResult:
+    def survey(self, query: NameQuery, timeout: float) -> SurveyResult:
         self._pass()
-        return super().survey(names, ttl, timeout, first_block_hashes)
+        return super().survey(query, timeout)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         self._pass()

@@ -9,6 +9,7 @@ import pytest
 
 from kvrelay.connector.context import ConnectorOptions
 from kvrelay.engine.core.external import Loaded
+from kvstore.base import NameQuery
 from kvstore.client.memory import forget
 from kvstore.multi.backend import StoreBackend
 from kvstore.multi.store import MultiStore
@@ -108,7 +109,7 @@ def test_what_was_loaded_is_promoted(halves: Halves) -> None:
     halves.far.failing = lambda: True
     assert halves.worker.ask("last", (*TOKENS, 7)) == len(TOKENS)
     partial = halves.worker.namer.child(halves.worker.namer.chain(TOKENS, B)[-1], TOKENS[-3:])
-    assert halves.near.survey([partial], 0, TIMEOUT).sizes != (None,)
+    assert halves.near.survey(NameQuery([partial]), TIMEOUT).sizes != (None,)
 
 
 def test_wrong_bytes_of_one_store_never_count_and_the_other_is_asked_first_then(

@@ -20,6 +20,7 @@ from kvrelay.cluster.layout import ClusterConfig
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.usage import Usage
 from kvstore import connect
+from kvstore.base import NameQuery
 from tests.exact.oracle import Oracle
 from tests.failures.rig import BACKOFF
 from tests.failures.streams import Query, draw
@@ -170,7 +171,7 @@ def test_one_of_three_masters_is_killed_under_load(
     blocks = set().union(*before)
     with closing(connect(f"redis+cluster://{redis.addresses}")) as store:
         names = sorted(blocks)
-        sizes = store.survey(names, 0, TIMEOUT).sizes
+        sizes = store.survey(NameQuery(names), TIMEOUT).sizes
         there = {name for name, size in zip(names, sizes, strict=True) if size is not None}
     lost = before[1]
     print(f"{len(blocks)} blocks, {len(lost)} on the server that died, {len(there)} found after")

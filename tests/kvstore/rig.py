@@ -14,6 +14,7 @@ from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt, KvrelayError
 from kvrelay.usage import Miss
 from kvstore import Block, GetResult, Offer, PutStatus, Store, Tail, Want, connect
+from kvstore.base import NameQuery
 from kvstore.redis import RedisStore
 
 TIMEOUT = 10.0
@@ -66,13 +67,15 @@ def get(store: Store, *blocks: Block) -> list[GetResult]:
 
 
 def present(store: Store, *blocks: Block) -> list[bool]:
-    return [store.lookup([name_of(b)], [], 0, TIMEOUT).lead == 1 for b in blocks]
+    return [store.lookup(NameQuery([name_of(b)]), TIMEOUT).lead == 1 for b in blocks]
 
 
 def why(
     store: Store, *names: bytes, tails: Sequence[Tail] = (), first_block_hashes: Sequence[int] = ()
 ) -> Miss | None:
-    return store.lookup(list(names), tails, 0, TIMEOUT, first_block_hashes).missing
+    return store.lookup(
+        NameQuery(list(names), tails, first_block_hashes=first_block_hashes), TIMEOUT
+    ).missing
 
 
 def address_of(url: str) -> str:
@@ -88,7 +91,7 @@ def arena_in(process: subprocess.Popen[str]) -> int:
 
 def copied(source: Store, target: Store, name: bytes) -> bool:
     """Whether a block of one store is in another now."""
-    (size,) = source.survey([name], 0, TIMEOUT).sizes
+    (size,) = source.survey(NameQuery([name]), TIMEOUT).sizes
     if size is None:
         return False
     for header in range(header_bytes(0), size, 128):  # headers are as long as their tokens need

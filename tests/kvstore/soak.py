@@ -17,7 +17,7 @@ from kvrelay.block.header import decode
 from kvrelay.block.verify import verify_payload
 from kvrelay.config.reader import load, option
 from kvstore import Block, PutStatus, Want
-from kvstore.base import Store
+from kvstore.base import NameQuery, Store
 from kvstore.client.remote import RemoteStore
 from kvstore.client.transports.selector import TRANSPORTS
 from kvstore.stats import StoreStats
@@ -114,7 +114,7 @@ class Soak:
 
         def get_some(source: random.Random) -> None:
             some: list[Block] = source.sample(self.blocks, source.randrange(1, 6))
-            found = store.lookup([name_of(block) for block in some], [], 10.0, TIMEOUT)
+            found = store.lookup(NameQuery([name_of(block) for block in some], ttl=10.0), TIMEOUT)
             wants = [Want(name_of(b), memoryview(bytearray(b.payload.nbytes))) for b in some]
             for got in store.get(wants, TIMEOUT):
                 assert got.header is not None or got.index >= found.lead  # held by the lease

@@ -16,6 +16,7 @@ from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt, Rejected
 from kvrelay.usage import Miss
 from kvstore import Block, Offer, PutStatus, Store, SurveyResult, Tail, Want, connect
+from kvstore.base import NameQuery
 from kvstore.multi.store import MultiStore
 from tests.kvstore.conftest import ours_only
 from tests.kvstore.rig import TIMEOUT, get, make, name_of, offer, present, put, why
@@ -91,14 +92,14 @@ def test_a_get_can_be_left_early(store: Store) -> None:
 def test_nothing_is_asked_and_nothing_is_answered(store: Store) -> None:
     assert store.put([], TIMEOUT) == []
     assert list(store.get([], TIMEOUT)) == []
-    found = store.lookup([], [], 1.0, TIMEOUT)
+    found = store.lookup(NameQuery([], ttl=1.0), TIMEOUT)
     assert (found.lead, found.tail, found.lease) == (0, None, None)
 
 
 def test_lookup_answers_the_leading_run(store: Store) -> None:
     blocks = [make(100 + i) for i in range(6)]
     put(store, *blocks[:3], *blocks[4:])
-    found = store.lookup([name_of(b) for b in blocks], [], 0, TIMEOUT)
+    found = store.lookup(NameQuery([name_of(b) for b in blocks]), TIMEOUT)
     assert found.lead == 3
     assert found.sizes == tuple(b.size for b in blocks[:3])
     assert found.lease is None
@@ -109,16 +110,16 @@ def test_a_survey_tells_of_each_block(store: Store) -> None:
     put(store, *blocks[:2], blocks[3], blocks[5])
     names = [name_of(b) for b in (*blocks, blocks[3])]
     there = [0, 1, 3, 5, 6]
-    seen = store.survey(names, 60, TIMEOUT)
+    seen = store.survey(NameQuery(names, ttl=60), TIMEOUT)
     sizes = [b.size for b in (*blocks, blocks[3])]
     assert seen.sizes == tuple(size if i in there else None for i, size in enumerate(sizes))
     assert seen.lease is not None
-    assert store.survey(names, 0, TIMEOUT) == SurveyResult(seen.sizes, None)
+    assert store.survey(NameQuery(names), TIMEOUT) == SurveyResult(seen.sizes, None)
     store.release([seen.lease], TIMEOUT)
     assert store.stats(TIMEOUT).leases == 0
     store.clear(TIMEOUT)
-    assert store.survey(names, 60, TIMEOUT) == SurveyResult((None,) * 7, None)
-    assert store.survey([], 60, TIMEOUT) == SurveyResult((), None)
+    assert store.survey(NameQuery(names, ttl=60), TIMEOUT) == SurveyResult((None,) * 7, None)
+    assert store.survey(NameQuery([], ttl=60), TIMEOUT) == SurveyResult((), None)
 
 
 @ours_only
@@ -126,13 +127,13 @@ def test_a_survey_holds_what_is_there(store: Store) -> None:
     block, absent = make(), make()
     put(store, block)
     names = [name_of(absent), name_of(block)]
-    seen = store.survey(names, 60, TIMEOUT)
+    seen = store.survey(NameQuery(names, ttl=60), TIMEOUT)
     assert seen.lease is not None
     store.clear(TIMEOUT)
-    assert store.survey(names, 0, TIMEOUT) == SurveyResult(seen.sizes, None)
+    assert store.survey(NameQuery(names), TIMEOUT) == SurveyResult(seen.sizes, None)
     store.release([seen.lease], TIMEOUT)
     store.clear(TIMEOUT)
-    assert store.survey(names, 0, TIMEOUT) == SurveyResult((None, None), None)
+    assert store.survey(NameQuery(names), TIMEOUT) == SurveyResult((None, None), None)
 
 
 def test_the_first_tail_after_the_run_is_taken(store: Store) -> None:
@@ -143,13 +144,13 @@ def test_the_first_tail_after_the_run_is_taken(store: Store) -> None:
 
     def tail(after: int, *which: int) -> int | None:
         wanted = [Tail(after, name_of(tails[i])) for i in which]
-        return store.lookup(names, wanted, 0, TIMEOUT).tail
+        return store.lookup(NameQuery(names, wanted), TIMEOUT).tail
 
     assert tail(3, 0, 1, 2) == 1
     assert tail(3, 2, 1) == 0
     assert tail(3, 0) is None
     assert tail(2, 1) is None
-    found = store.lookup(names, [Tail(3, name_of(tails[1]))], 1.0, TIMEOUT)
+    found = store.lookup(NameQuery(names, [Tail(3, name_of(tails[1]))], ttl=1.0), TIMEOUT)
     assert len(found.sizes) == 4
     assert found.lease is not None
     store.release([found.lease], TIMEOUT)
@@ -231,7 +232,7 @@ def test_least_recently_used_goes_first(plain_store: Store) -> None:
 def test_a_lease_outlives_eviction_and_clear(store: Store) -> None:
     held, other = make(6 << 20), make(6 << 20)
     put(store, held, other)
-    found = store.lookup([name_of(held)], [], 60.0, TIMEOUT)
+    found = store.lookup(NameQuery([name_of(held)], ttl=60.0), TIMEOUT)
     assert found.lease is not None
     assert [put(store, make(6 << 20)) for _ in range(3)] == [[PutStatus.STORED]] * 3
     assert present(store, held, other) == [True, False]
@@ -247,7 +248,7 @@ def test_a_lease_outlives_eviction_and_clear(store: Store) -> None:
 def test_a_lease_does_not_outlive_its_deadline(store: Store) -> None:
     held = make(6 << 20)
     put(store, held)
-    found = store.lookup([name_of(held)], [], 0.3, TIMEOUT)
+    found = store.lookup(NameQuery([name_of(held)], ttl=0.3), TIMEOUT)
     assert found.lease is not None
     while time.monotonic() < found.lease.deadline + 0.3:
         threading.Event().wait(0.05)
@@ -260,7 +261,7 @@ def test_a_lease_does_not_outlive_its_deadline(store: Store) -> None:
 def test_no_room_beside_what_is_held(store: Store) -> None:
     held = [make(7 << 20), make(7 << 20)]
     put(store, *held)
-    found = store.lookup([name_of(b) for b in held], [], 60, TIMEOUT)
+    found = store.lookup(NameQuery([name_of(b) for b in held], ttl=60), TIMEOUT)
     assert found.lease is not None
     assert put(store, make(7 << 20), make(100)) == [PutStatus.NO_ROOM, PutStatus.STORED]
     store.release([found.lease], TIMEOUT)
@@ -272,7 +273,7 @@ def test_no_room_beside_what_is_held(store: Store) -> None:
 def test_leases_of_another_start_are_ignored(store: Store) -> None:
     block = make()
     put(store, block)
-    found = store.lookup([name_of(block)], [], 60, TIMEOUT)
+    found = store.lookup(NameQuery([name_of(block)], ttl=60), TIMEOUT)
     assert found.lease is not None
     store.release([dataclasses.replace(found.lease, boot=b"another")], TIMEOUT)
     assert store.stats(TIMEOUT).leases == 1
@@ -331,7 +332,7 @@ def test_stats_count_what_happened(store: Store) -> None:
     put(store, block)
     put(store, block)
     get(store, block, make())
-    store.lookup([name_of(block), b"x" * 32], [], 0, TIMEOUT)
+    store.lookup(NameQuery([name_of(block), b"x" * 32]), TIMEOUT)
     after = store.stats(TIMEOUT)
     assert after.entries == before.entries + 1
     changes = {

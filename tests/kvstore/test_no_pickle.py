@@ -31,6 +31,7 @@ CLIENT = (
     WITHOUT
     + """
 from kvstore import Want, connect
+from kvstore.base import NameQuery
 from tests.kvstore.rig import make, name_of, put, get
 
 for transport in sys.argv[2:]:
@@ -38,7 +39,7 @@ for transport in sys.argv[2:]:
     blocks = [make(size) for size in (100, 300_000, 2_000_000)]
     assert {kept.value for kept in put(store, *blocks)} == {"stored"}
     assert all(got.header is not None for got in get(store, *blocks))
-    found = store.lookup([name_of(blocks[0])], [], 60, 10)
+    found = store.lookup(NameQuery([name_of(blocks[0])], ttl=60), 10)
     store.release([found.lease], 10)
     assert store.stats(10).leases == 0
     assert store.clear(10) == 3

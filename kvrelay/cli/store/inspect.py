@@ -14,7 +14,7 @@ from kvrelay.cli.store.options import StoreSelection, browsing, connected
 from kvrelay.config.reader import load, required
 from kvrelay.config.values import show_bytes
 from kvrelay.errors import KvrelayError, NotFound
-from kvstore.base import ListedBlock
+from kvstore.base import ListedBlock, NameQuery
 from kvstore.client.browse import resolve_digits
 from kvstore.client.verify import VerifiedBlock, verify_blocks
 from kvstore.urls import public_url
@@ -102,7 +102,7 @@ def _inspected(url: str, digits: str, timeout: float) -> InspectedBlock:
     with browsing(url) as browser, connected(url) as store:
         name = resolve_digits(browser, digits, timeout)
         listed, header = browser.inspect(name.name, timeout, name.tenant)
-        there = store.survey([header.parent], 0.0, timeout).sizes[0] is not None
+        there = store.survey(NameQuery([header.parent]), timeout).sizes[0] is not None
         (one,) = verify_blocks(store, [listed], timeout)
     return InspectedBlock(public_url(url), listed, header, there, state_of(one))
 

@@ -60,7 +60,7 @@ class StoreConnection:
         try:
             answer = self._checked(data)
             if fd is None or answer.length != SIZE_BYTES:
-                raise Corrupt("answer", "it came without the file descriptor")
+                raise Corrupt("answer", "it has no file descriptor")
             return fd, int.from_bytes(self.sock.receive(SIZE_BYTES), "little")
         except KvrelayError:
             if fd is not None:

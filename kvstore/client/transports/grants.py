@@ -44,7 +44,9 @@ class PutGrant:
         self.ticket = PutTicket(answer.ticket, answer.proof, answer.boot)
         self._verdicts = list(answer.verdicts)
         if len(self._verdicts) != len(offers):
-            raise Corrupt("verdicts", f"{len(self._verdicts)} came for {len(offers)} blocks")
+            raise Corrupt(
+                "verdicts", f"{len(self._verdicts)} were answered for {len(offers)} blocks"
+            )
         if not _KNOWN.issuperset(self._verdicts):
             raise Corrupt("verdicts", f"{set(self._verdicts) - _KNOWN} are not known")
         self.wanted = [o for o, v in zip(offers, self._verdicts, strict=True) if v == _RESERVED]

@@ -80,7 +80,7 @@ def _received(wants: Sequence[Want], messages: Iterator[bytes]) -> Iterator[GetR
         raise Corrupt("head", "must be the first message of an answer to Get")
     lengths = parse_answer(pb.GetHead, bytes(body)).lengths
     if len(lengths) != len(wants):
-        raise Corrupt("lengths", f"{len(lengths)} came for {len(wants)} names")
+        raise Corrupt("lengths", f"{len(lengths)} were answered for {len(wants)} names")
     done: list[GetResult] = []
     scatter = ScatterBuffers(_targets(wants, lengths, done))
     yield from _drained(done)

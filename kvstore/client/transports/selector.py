@@ -109,15 +109,15 @@ class TransportSelector:
         for name in TRANSPORTS[TRANSPORTS.index(self._forced or TRANSPORTS[0]) : -1]:
             if name in tried or self._is_avoided(name):
                 continue
-            if (found := self._open.get(name) or self._make(name, deadline)) is not None:
-                return found
+            if (chosen := self._open.get(name) or self._make(name, deadline)) is not None:
+                return chosen
         return self._grpc
 
     def _is_avoided(self, name: str) -> bool:
         return name != self._forced and self._avoid_until.get(name, 0.0) > time.monotonic()
 
     def _make(self, name: str, deadline: Deadline) -> Transport | None:
-        """By one thread at a time; each other thread waits until its own deadline at most."""
+        """One thread at a time opens a transport; the others wait until their deadlines."""
         if not self._opening.acquire(timeout=deadline.remaining()):
             raise DeadlineExceeded(f"another call is still opening a transport to {self._address}")
         try:

@@ -57,18 +57,20 @@ class SharedMemoryTransport:
         left = wants[progress.done :]
         with borrowed(self._pool, deadline) as connection:
             asked = time.monotonic()
-            found = self._locate(connection, left, deadline)
-            until = asked + found.lease_ms / 1000
+            located = self._locate(connection, left, deadline)
+            until = asked + located.lease_ms / 1000
             try:
-                for want, length, offset in zip(left, found.lengths, found.offsets, strict=True):
+                for want, length, offset in zip(
+                    left, located.lengths, located.offsets, strict=True
+                ):
                     got = self._fetch(progress.done, want, length, offset)
                     if time.monotonic() >= until:  # its place may hold another block by now
                         got = GetResult(progress.done, None)
                     progress.done += 1
                     yield got
             finally:
-                if found.lease:
-                    connection.release(found.lease, found.proof)
+                if located.lease:
+                    connection.release(located.lease, located.proof)
 
     def put(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         """The first batch is written while the rest is being reserved."""
@@ -105,10 +107,10 @@ class SharedMemoryTransport:
         names = [want.name for want in wants]
         body = pb.LocateRequest(names=names, lease_ms=lease_ms(deadline)).SerializeToString()
         connection.send(RequestFrame(Op.LOCATE, body=len(body)), body)
-        found = parse_answer(pb.LocateResponse, connection.receive_body())
-        if not len(found.lengths) == len(found.offsets) == len(wants):
-            raise Corrupt("lengths", f"{len(found.lengths)} came for {len(wants)} names")
-        return found
+        located = parse_answer(pb.LocateResponse, connection.receive_body())
+        if not len(located.lengths) == len(located.offsets) == len(wants):
+            raise Corrupt("lengths", f"{len(located.lengths)} were answered for {len(wants)} names")
+        return located
 
     def _fetch(self, index: int, want: Want, length: int, offset: int) -> GetResult:
         """Copy one block: the payload goes into its buffer."""

@@ -68,23 +68,23 @@ class SocketTransport:
         base = progress.done
         left = wants[base:]
         asked = time.monotonic()
-        found = self._calls.locate([want.name for want in left], lease_ms(deadline), deadline)
-        if found.boot != self._boot:
+        located = self._calls.locate([want.name for want in left], lease_ms(deadline), deadline)
+        if located.boot != self._boot:
             raise Unavailable("the store was restarted")
-        if len(found.lengths) != len(left):
-            raise Corrupt("lengths", f"{len(found.lengths)} came for {len(left)} names")
-        until = asked + found.lease_ms / 1000
+        if len(located.lengths) != len(left):
+            raise Corrupt("lengths", f"{len(located.lengths)} were answered for {len(left)} names")
+        until = asked + located.lease_ms / 1000
         complete = False
         try:
-            for index, header, summed in self._fetch(left, found, deadline):
+            for index, header, summed in self._fetch(left, located, deadline):
                 if time.monotonic() >= until:
                     header = None  # its place may have held another block when it was sent
                 progress.done = base + index + 1
                 yield GetResult(base + index, header, summed)
             complete = True
         finally:
-            if found.lease and not complete:
-                self._release(found)
+            if located.lease and not complete:
+                self._release(located)
 
     def put(self, offers: Sequence[Offer], deadline: Deadline) -> list[Outcome]:
         granted = PutGrant(self._calls.reserve(reserve_request(offers), deadline), offers)
@@ -105,19 +105,19 @@ class SocketTransport:
         self._pool.close(cut)
 
     def _fetch(
-        self, wants: Sequence[Want], found: pb.LocateResponse, deadline: Deadline
+        self, wants: Sequence[Want], located: pb.LocateResponse, deadline: Deadline
     ) -> Iterator[Received]:
         """Each want, in order; payloads go into their buffers."""
-        batches = batches_of(wants, found.lengths)
+        batches = batches_of(wants, located.lengths)
         done = 0
         if batches:
             with borrowed(self._pool, deadline) as connection:
                 for number in range(min(AHEAD, len(batches))):
-                    _request(connection, found, batches, number)
+                    _request(connection, located, batches, number)
                 for number, batch in enumerate(batches):
                     if number + AHEAD < len(batches):
-                        _request(connection, found, batches, number + AHEAD)
-                    for received in _receive(connection, wants, found.lengths, batch):
+                        _request(connection, located, batches, number + AHEAD)
+                    for received in _receive(connection, wants, located.lengths, batch):
                         while done < received[0]:
                             yield done, None, None
                             done += 1
@@ -126,9 +126,9 @@ class SocketTransport:
                 connection.receive_body()
         yield from ((absent, None, None) for absent in range(done, len(wants)))
 
-    def _release(self, found: pb.LocateResponse) -> None:
+    def _release(self, located: pb.LocateResponse) -> None:
         try:
-            self._calls.release_lease(found.boot, found.lease, RELEASE_SECONDS)
+            self._calls.release_lease(located.boot, located.lease, RELEASE_SECONDS)
         except KvrelayError:
             return  # the lease ends by its deadline
 
@@ -165,14 +165,14 @@ def batches_of(wants: Sequence[Want], lengths: Sequence[int]) -> list[FetchBatch
 
 def _request(
     connection: StoreConnection,
-    found: pb.LocateResponse,
+    located: pb.LocateResponse,
     batches: Sequence[FetchBatch],
     number: int,
 ) -> None:
     batch = batches[number]
     last = number == len(batches) - 1
     connection.send(
-        RequestFrame(Op.GET, found.lease, found.proof, batch.first, len(batch.wants), last=last)
+        RequestFrame(Op.GET, located.lease, located.proof, batch.first, len(batch.wants), last=last)
     )
 
 
@@ -185,7 +185,7 @@ def _receive(
         yield from ((index, None, None) for index in batch.wants)
         return
     if answer.length != batch.size:
-        raise Corrupt("answer", f"{answer.length} bytes came and {batch.size} were located")
+        raise Corrupt("answer", f"{answer.length} bytes were sent and {batch.size} were located")
     largest = max(lengths[index] for index in batch.wants)
     if largest < LARGE:
         step = HASH_CHUNK // largest

@@ -84,7 +84,7 @@ def _fill(
     start: int,
     last: bool,
 ) -> None:
-    """Write blocks into the window, and ask the store to read them from there."""
+    """Write blocks into the window, and ask the store to read them from it."""
     rows = []
     for offer in offers:
         _place(read_offer(offer), window[start : start + offer.size])

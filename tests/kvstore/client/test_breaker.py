@@ -7,7 +7,8 @@ from collections.abc import Generator, Sequence
 import pytest
 
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Rejected, Unavailable
-from kvstore import GetResult, LookupResult, Tail, Want
+from kvstore import GetResult, LookupResult, Want
+from kvstore.base import NameQuery
 from kvstore.breaker import FIRST_PAUSE, LONGEST_PAUSE, BreakerStore
 from kvstore.client.memory import MemoryStore
 
@@ -20,18 +21,11 @@ class Patient(MemoryStore):
         self.error: KvrelayError | None = None
         self.asked = 0
 
-    def lookup(
-        self,
-        names: Sequence[bytes],
-        tails: Sequence[Tail],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> LookupResult:
+    def lookup(self, query: NameQuery, timeout: float) -> LookupResult:
         self.asked += 1
         if self.error is not None:
             raise self.error
-        return super().lookup(names, tails, ttl, timeout, first_block_hashes)
+        return super().lookup(query, timeout)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         self.asked += 1
@@ -48,7 +42,7 @@ class Rig:
 
     def ask(self, error: KvrelayError | None) -> None:
         self.store.error = error
-        self.breaker.lookup([], [], 0, 1)
+        self.breaker.lookup(NameQuery([]), 1)
 
 
 def test_after_a_failure_nobody_asks_until_the_pause_is_over() -> None:
@@ -69,7 +63,7 @@ def test_a_call_without_time_says_nothing_of_the_store() -> None:
     rig = Rig()
     for _ in range(5):
         with pytest.raises(DeadlineExceeded, match="no time was left"):
-            rig.breaker.lookup([], [], 0, 0.0)
+            rig.breaker.lookup(NameQuery([]), 0.0)
     rig.ask(None)
     assert rig.store.asked == 1
 

@@ -23,6 +23,7 @@ from kvrelay.errors import Corrupt, DeadlineExceeded, KvrelayError, Rejected, Un
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import store_pb2 as pb
 from kvstore import PutStatus, Want, connect
+from kvstore.base import NameQuery
 from kvstore.client.calls import StoreCalls
 from kvstore.client.remote import RemoteStore
 from kvstore.client.transports import shared_memory, socket_transport
@@ -358,7 +359,7 @@ def test_the_memory_of_a_killed_store_is_let_go() -> None:
         while maps.read_text().count("kvrelay-arena") == arenas:
             assert not deadline.expired, "it is mapped still"
             with contextlib.suppress(Unavailable):
-                assert store.lookup([name_of(block)], [], 0.0, TIMEOUT).lead == 0
+                assert store.lookup(NameQuery([name_of(block)]), TIMEOUT).lead == 0
         assert put(store, block) == [PutStatus.STORED]
         assert set(store.used) == {"shm"}  # and it is the new one's at once
     finally:

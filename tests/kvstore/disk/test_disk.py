@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvrelay.errors import KvrelayError
 from kvstore import Block, Offer, PutStatus
+from kvstore.base import NameQuery
 from kvstore.client.admin import StoreAdmin
 from kvstore.client.mirror import StoreMirror
 from kvstore.client.remote import RemoteStore
@@ -87,13 +88,13 @@ def test_what_does_not_fit_into_memory_comes_back_from_disk(tmp_path: Path) -> N
             reader.close()
         assert disk_of(store).counters.read > 0
         assert put(store, blocks[0]) == [PutStatus.EXISTED]
-        found = store.lookup([name_of(b) for b in blocks[:8]], [], 30, TIMEOUT)
+        found = store.lookup(NameQuery([name_of(b) for b in blocks[:8]], ttl=30), TIMEOUT)
         assert found.lead == 8
         assert found.sizes == tuple(block.size for block in blocks[:8])
         assert all(got.header is not None for got in get(store, *blocks[:8]))
-        everything = store.lookup([name_of(b) for b in blocks], [], 30, TIMEOUT)
+        everything = store.lookup(NameQuery([name_of(b) for b in blocks], ttl=30), TIMEOUT)
         assert 8 <= everything.lead < 60  # no more than a lease can hold in memory
-        seen = store.survey([name_of(b) for b in blocks], 0, TIMEOUT)
+        seen = store.survey(NameQuery([name_of(b) for b in blocks]), TIMEOUT)
         assert seen.sizes == tuple(block.size for block in blocks)
         leases = [held.lease for held in (found, everything) if held.lease is not None]
         store.release(leases, TIMEOUT)
@@ -165,7 +166,7 @@ def test_clear_reaches_the_disk(tmp_path: Path) -> None:
     blocks = [make(50_000) for _ in range(40)]
     with running(*flags(tmp_path)) as (store, process):
         fill(store, blocks)
-        held = store.lookup([name_of(blocks[-1])], [], 60, TIMEOUT)
+        held = store.lookup(NameQuery([name_of(blocks[-1])], ttl=60), TIMEOUT)
         assert held.lease is not None
         assert store.clear(TIMEOUT) == 39
         assert present(store, *blocks) == [False] * 39 + [True]

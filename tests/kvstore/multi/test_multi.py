@@ -28,6 +28,7 @@ from kvstore import (
     Want,
     connect,
 )
+from kvstore.base import NameQuery
 from kvstore.client.memory import MemoryStore, forget
 from kvstore.multi.backend import StoreBackend
 from kvstore.multi.store import MultiStore
@@ -52,18 +53,12 @@ class Stage(MemoryStore):
         self.surveys = 0
         self.asked = threading.Semaphore(0)
 
-    def survey(
-        self,
-        names: Sequence[bytes],
-        ttl: float,
-        timeout: float,
-        first_block_hashes: Sequence[int] = (),
-    ) -> SurveyResult:
+    def survey(self, query: NameQuery, timeout: float) -> SurveyResult:
         self.surveys += 1
         self._pass()
         if self.lies is not None:
-            return SurveyResult(self.lies[: len(names)], None)
-        return super().survey(names, ttl, timeout, first_block_hashes)
+            return SurveyResult(self.lies[: len(query.names)], None)
+        return super().survey(query, timeout)
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
         self._pass()
@@ -119,7 +114,7 @@ class Rig:
             assert backend.writer.flush(TIMEOUT)
 
     def lookup(self, *blocks: Block, ttl: float = 60, timeout: float = TIMEOUT) -> LookupResult:
-        return self.store.lookup([name_of(b) for b in blocks], [], ttl, timeout)
+        return self.store.lookup(NameQuery([name_of(b) for b in blocks], ttl=ttl), timeout)
 
     def backend(self, name: str) -> StoreBackend:
         return next(backend for backend in self.store.backends if backend.name == name)
@@ -180,7 +175,10 @@ def test_a_lead_goes_on_across_stores(rig: Rig) -> None:
     put(rig.near, blocks[0], blocks[3])
     put(rig.far, *blocks[1:4], tail)
     found = rig.store.lookup(
-        [name_of(b) for b in blocks], [Tail(3, b"x" * 32), Tail(4, name_of(tail))], 60, TIMEOUT
+        NameQuery(
+            [name_of(b) for b in blocks], [Tail(3, b"x" * 32), Tail(4, name_of(tail))], ttl=60
+        ),
+        TIMEOUT,
     )
     assert (found.lead, found.tail) == (4, 1)
     assert found.sources == ("near", "far", "far", "near", "far")
@@ -419,7 +417,7 @@ def test_figures_of_each_and_of_all(rig: Rig) -> None:
     put(rig.near, make(), make())
     put(rig.far, make())
     assert rig.store.stats(1).entries == 3
-    rig.far.lookup([], [], 0, 1)
+    rig.far.lookup(NameQuery([]), 1)
     one, two = rig.store.each(TIMEOUT)
     assert (one[0], two[0]) == ("near", "far")
     assert [s.entries for s in (one[1], two[1]) if not isinstance(s, Exception)] == [2, 1]

@@ -19,6 +19,7 @@ from kvrelay.errors import Corrupt, DeadlineExceeded, Rejected, Unavailable
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.usage import Miss
 from kvstore import Block, Offer, PutStatus, Tail, Want, connect
+from kvstore.base import NameQuery
 from kvstore.client.memory import MemoryStore, forget
 from kvstore.multi.backend import StoreBackend
 from kvstore.multi.store import MultiStore
@@ -86,10 +87,10 @@ def test_what_a_lookup_finds_lives_on_and_what_it_does_not_hold_is_left_alone(
         for block in (full, tail):
             client.pexpire(key_of(store, block), 60_000)
         tails = [Tail(1, name_of(tail))]
-        assert store.lookup([name_of(full)], tails, 0, TIMEOUT).lease is None
+        assert store.lookup(NameQuery([name_of(full)], tails), TIMEOUT).lease is None
         assert client.pttl(key_of(store, full)) <= 60_000
         before = time.monotonic()
-        found = store.lookup([name_of(full)], tails, 30.0, TIMEOUT)
+        found = store.lookup(NameQuery([name_of(full)], tails, ttl=30.0), TIMEOUT)
         assert (found.lead, found.tail, found.missing) == (1, 0, None)
         assert found.lease is not None
         assert before + 30.0 <= found.lease.deadline <= time.monotonic() + 30.0
@@ -103,7 +104,7 @@ def test_what_a_lookup_finds_lives_on_and_what_it_does_not_hold_is_left_alone(
 def test_a_lease_is_no_longer_than_a_block_lives(making: Make) -> None:
     store, tail = making(), make(count=1)
     store.put([Offer(name_of(tail), tail.size, True, lambda: tail)], TIMEOUT)
-    lease = store.lookup([], [Tail(0, name_of(tail))], 10 * PARTIAL, TIMEOUT).lease
+    lease = store.lookup(NameQuery([], [Tail(0, name_of(tail))], ttl=10 * PARTIAL), TIMEOUT).lease
     assert lease is not None
     assert lease.deadline <= time.monotonic() + PARTIAL
     store.release([lease], TIMEOUT)
@@ -122,7 +123,7 @@ def test_what_expired_or_was_removed_is_absent_and_nobody_knows_why(
             time.sleep(0.01)
     gots = get(store, expired, removed, there)
     assert [got.header is not None for got in gots] == [False, False, True]
-    found = store.lookup([name_of(there), name_of(expired)], [], 1.0, TIMEOUT)
+    found = store.lookup(NameQuery([name_of(there), name_of(expired)], ttl=1.0), TIMEOUT)
     assert (found.lead, found.missing) == (1, Miss.UNKNOWN)
 
 
@@ -228,7 +229,7 @@ def test_a_lookup_is_one_round_trip_to_each_server(
 
     monkeypatch.setattr(RedisConnection, "send", counted)
     names = [name_of(block) for block in blocks]
-    assert clustered.lookup(names, [], 30.0, TIMEOUT).lead == 300
+    assert clustered.lookup(NameQuery(names, ttl=30.0), TIMEOUT).lead == 300
     assert len(asked) == len(set(asked)) == 3
 
 
@@ -236,7 +237,7 @@ def test_many_names_are_asked_for_in_pieces(making: Make) -> None:
     store, block = making(), make()
     put(store, block)
     names = [name_of(block)] * (2 * CHUNK + 3)
-    assert store.lookup(names, [], 30.0, TIMEOUT).lead == len(names)
+    assert store.lookup(NameQuery(names, ttl=30.0), TIMEOUT).lead == len(names)
 
 
 def test_no_command_is_used_that_the_documentation_does_not_name(tmp_path: Path) -> None:
@@ -250,7 +251,7 @@ def test_no_command_is_used_that_the_documentation_does_not_name(tmp_path: Path)
             client.config_resetstat()
             put(store, block, make(1 << 20))
             get(store, block)
-            store.lookup([name_of(block)], [], 30.0, TIMEOUT)
+            store.lookup(NameQuery([name_of(block)], ttl=30.0), TIMEOUT)
             store.stats(TIMEOUT)
             store.clear(TIMEOUT)
             store.close()
@@ -268,7 +269,7 @@ def test_a_call_without_time_says_nothing_of_the_server(making: Make) -> None:
         with pytest.raises(DeadlineExceeded):
             store.put([offer(block)], 0.0)
         with pytest.raises(DeadlineExceeded):
-            store.lookup([name_of(block)], [], 0.0, 0.0)
+            store.lookup(NameQuery([name_of(block)]), 0.0)
     assert put(store, block) == [PutStatus.STORED]
 
 
@@ -544,7 +545,7 @@ def test_a_slot_on_its_way_is_a_miss(clustered: RedisStore, redis_cluster: Clust
         ids = [client.execute_command("CLUSTER MYID").decode() for client in (one, two)]
         one.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[1])
         try:
-            found = clustered.lookup([name_of(other), name_of(block)], [], 1.0, TIMEOUT)
+            found = clustered.lookup(NameQuery([name_of(other), name_of(block)], ttl=1.0), TIMEOUT)
             assert (found.lead, found.missing) == (1, Miss.UNKNOWN), "a lookup needs no redirection"
             gots = get(clustered, block, other)
             assert gots[0].header is None
@@ -714,7 +715,7 @@ def test_a_user_with_few_rights_is_enough(
         with contextlib.closing(open_store(f"redis://kv:hush@{server.address}")) as store:
             assert put(store, block) == [PutStatus.STORED]
             assert get(store, block)[0].header is not None
-            assert store.lookup([name_of(block)], [], 30.0, TIMEOUT).lead == 1
+            assert store.lookup(NameQuery([name_of(block)], ttl=30.0), TIMEOUT).lead == 1
             assert store.stats(TIMEOUT).entries == 1
         with contextlib.closing(open_store(f"redis://reader:hush@{server.address}")) as store:
             assert get(store, block)[0].header is not None

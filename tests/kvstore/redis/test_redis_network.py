@@ -13,6 +13,7 @@ import pytest
 from kvrelay.cli.authority import CertificateAuthority
 from kvrelay.errors import DeadlineExceeded, KvrelayError, Unavailable
 from kvstore import Block, PutStatus, Want
+from kvstore.base import NameQuery
 from kvstore.redis import RedisStore
 from tests.failures.proxy import Faults, Proxy
 from tests.kvstore import rig
@@ -101,7 +102,7 @@ def test_flipped_bits_are_never_taken_for_a_block(
             with contextlib.suppress(KvrelayError):
                 put(store, *[make(50_000) for _ in range(4)])
             with contextlib.suppress(KvrelayError):
-                store.lookup([name_of(b) for b in blocks], [], 30.0, SHORT)
+                store.lookup(NameQuery([name_of(b) for b in blocks], ttl=30.0), SHORT)
         proxy.heal()
         proxy.cut()
     # What was flipped on its way up lies there wrong: readers refuse it, and the rest is well.
@@ -130,9 +131,9 @@ def test_silence_ends_with_the_time_given(proxied: tuple[RedisStore, Proxy]) -> 
     with pytest.raises(DeadlineExceeded):
         list(store.get(wants, SHORT))
     with pytest.raises(DeadlineExceeded):
-        store.lookup([name_of(blocks[0])], [], 30.0, SHORT)
+        store.lookup(NameQuery([name_of(blocks[0])], ttl=30.0), SHORT)
     with pytest.raises(Unavailable, match="next try"):
-        store.lookup([name_of(blocks[0])], [], 30.0, PATIENCE)
+        store.lookup(NameQuery([name_of(blocks[0])], ttl=30.0), PATIENCE)
     assert time.monotonic() - before < PATIENCE
     proxy.heal()
     until_all_come(store, blocks)
@@ -216,7 +217,7 @@ def test_a_silent_server_costs_its_own_blocks_only(behind: tuple[RedisStore, Sta
     lost = {n for n, block in enumerate(blocks) if owner(stand, store, block) == 1}
     assert all(before)
     assert 3 < len(lost) < 30
-    seen = store.survey([name_of(b) for b in blocks], 30.0, TIMEOUT)
+    seen = store.survey(NameQuery([name_of(b) for b in blocks], ttl=30.0), TIMEOUT)
     assert {n for n, size in enumerate(seen.sizes) if size is None} == lost
     taken, refused = accepted(store, blocks)
     assert (taken, refused) == (len(blocks) - len(lost), 0)
@@ -247,7 +248,7 @@ def test_when_no_server_is_there_all_is_unreachable(behind: tuple[RedisStore, St
         proxy.up.faults = proxy.down.faults = Faults(cut_after=0)
         proxy.cut()
     with pytest.raises(KvrelayError):
-        store.lookup([name_of(block)], [], 30.0, SHORT)
+        store.lookup(NameQuery([name_of(block)], ttl=30.0), SHORT)
     with pytest.raises(KvrelayError):
         put(store, make())
     for proxy in stand.proxies:
@@ -302,4 +303,4 @@ def test_a_server_that_is_not_who_it_should_be_is_not_talked_to(
             store = open_store(url)
             gone = pytest.raises((Unavailable, DeadlineExceeded), match=why)
             with contextlib.closing(store), gone:
-                store.lookup([b"n" * 32], [], 0, TIMEOUT)
+                store.lookup(NameQuery([b"n" * 32]), TIMEOUT)

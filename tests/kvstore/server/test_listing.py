@@ -11,6 +11,7 @@ from kvrelay.block.header import decode
 from kvrelay.errors import NotFound, Rejected
 from kvrelay.v1 import store_pb2 as pb
 from kvstore import Offer, PutStatus
+from kvstore.base import NameQuery
 from kvstore.client.admin import StoreAdmin
 from kvstore.client.remote import RemoteStore
 from kvstore.server.responses import PAGE
@@ -46,7 +47,7 @@ def test_every_block_is_listed_with_what_it_is(store: RemoteStore, admin: StoreA
     whole, part = make(5000, count=7), make(10, count=3)
     put(store, whole)
     assert store.put([Offer(name_of(part), part.size, True, lambda: part)], TIMEOUT)[0].present
-    held = store.lookup([name_of(whole)], [], 60, TIMEOUT)
+    held = store.lookup(NameQuery([name_of(whole)], ttl=60), TIMEOUT)
     first, second = admin.list(TIMEOUT)
     assert (first.name, first.size, first.tokens) == (name_of(whole), whole.size, 7)
     assert (first.partial, first.leases, first.memory, first.disk) == (False, 1, True, False)

@@ -20,6 +20,7 @@ from kvrelay.rpc.security.identity import Caller, CallerKind, Tenant, set_caller
 from kvrelay.usage import Miss
 from kvrelay.v1 import store_pb2 as pb
 from kvstore import Block, PutStatus, Store, Want, connect
+from kvstore.base import NameQuery
 from kvstore.claims import Claim
 from kvstore.client import remote
 from kvstore.client.memory import MemoryStore, forget
@@ -140,7 +141,7 @@ def test_a_right_block_stays_and_an_absent_one_is_absent(served: Served) -> None
         assert leave_at(store, block)
         for one in (block, make()):
             request = pb.RecheckRequest(name=name_of(one))
-            assert not store._calls.recheck(request, timeout=TIMEOUT).removed
+            assert not store._calls.stub.Recheck(request, timeout=TIMEOUT).removed
         assert present(store, block) == [True]
         assert store.stats(TIMEOUT).counters.corrupt == before
         until(lambda: store.stats(TIMEOUT).leases == 0)
@@ -169,7 +170,7 @@ def test_in_this_process_too() -> None:
     try:
         put(store, block)
         assert leave_at(store, block)
-        held = store.lookup([name_of(block)], [], 60.0, TIMEOUT)
+        held = store.lookup(NameQuery([name_of(block)], ttl=60.0), TIMEOUT)
         entry = store._shared.index.find(name_of(block), 0.0)
         assert entry is not None
         entry.value = entry.value[:-1] + bytes([entry.value[-1] ^ 1])

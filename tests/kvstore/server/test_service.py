@@ -17,6 +17,7 @@ from kvrelay.errors import DeadlineExceeded, KvrelayError, Rejected, Unavailable
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import store_pb2 as pb
 from kvstore import Block, Offer, PutStatus, Tail, connect
+from kvstore.base import NameQuery
 from kvstore.claims import Claim
 from kvstore.client.remote import RemoteStore
 from kvstore.limits import StoreLimits
@@ -75,7 +76,7 @@ def test_a_bad_lookup_is_refused_by_field(
     store: RemoteStore, names: list[bytes], tails: list[Tail], ttl: float, field: str
 ) -> None:
     with pytest.raises(Rejected) as caught:
-        store.lookup(names, tails, ttl, TIMEOUT)
+        store.lookup(NameQuery(names, tails, ttl=ttl), TIMEOUT)
     assert caught.value.field == field
 
 
@@ -260,17 +261,17 @@ def test_a_restart_is_seen_and_old_leases_are_void() -> None:
     try:
         block = make()
         put(store, block)
-        found = store.lookup([name_of(block)], [], 60, TIMEOUT)
+        found = store.lookup(NameQuery([name_of(block)], ttl=60), TIMEOUT)
         assert found.lease is not None
         stop(process)
         with pytest.raises(Unavailable):
-            store.lookup([name_of(block)], [], 60, TIMEOUT)
+            store.lookup(NameQuery([name_of(block)], ttl=60), TIMEOUT)
         process, _ = start_service("--budget=1MiB", f"--port={url.rpartition(':')[2]}")
         boot = _boot_when_back(store)
         assert boot != found.lease.boot
-        assert store.lookup([name_of(block)], [], 60, TIMEOUT).lead == 0
+        assert store.lookup(NameQuery([name_of(block)], ttl=60), TIMEOUT).lead == 0
         put(store, block)
-        assert store.lookup([name_of(block)], [], 60, TIMEOUT).lead == 1
+        assert store.lookup(NameQuery([name_of(block)], ttl=60), TIMEOUT).lead == 1
         store.release([found.lease], TIMEOUT)
         assert store.stats(TIMEOUT).leases == 1
     finally:
@@ -296,7 +297,7 @@ def test_a_stopped_store_costs_a_deadline_once_or_twice() -> None:
         began = time.monotonic()
         for _ in range(50):
             with pytest.raises((DeadlineExceeded, Unavailable)):
-                store.lookup([b"n" * 32], [], 0, 0.2)
+                store.lookup(NameQuery([b"n" * 32]), 0.2)
         assert time.monotonic() - began < 1.5
         os.kill(process.pid, signal.SIGCONT)
         assert _boot_when_back(store)
@@ -338,7 +339,7 @@ def test_closing_ends_the_calls_under_way(call: str) -> None:
     calls: dict[str, Callable[[], object]] = {
         "get": lambda: get(store, block),
         "put": lambda: put(store, block),
-        "lookup": lambda: store.lookup([name_of(block)], [], 0, TIMEOUT),
+        "lookup": lambda: store.lookup(NameQuery([name_of(block)]), TIMEOUT),
     }
 
     def ask() -> None:

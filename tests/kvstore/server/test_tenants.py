@@ -20,6 +20,7 @@ from kvrelay.rpc.security.policy import Security
 from kvrelay.usage import Miss
 from kvrelay.v1 import store_pb2 as pb
 from kvstore import Block, Lease, PutStatus, Tail
+from kvstore.base import NameQuery
 from kvstore.claims import Claim, prefix_of
 from kvstore.client.admin import StoreAdmin
 from kvstore.client.remote import RemoteStore
@@ -93,8 +94,8 @@ def test_two_tenants_have_two_blocks_of_one_name(connect: Connect, transport: st
     assert put(alice, ours) == [PutStatus.STORED]
     for other in (bob, fleet):
         assert present(other, ours) == [False]
-        assert other.survey([name_of(ours)], 1.0, TIMEOUT).sizes == (None,)
-        assert other.lookup([], [Tail(0, name_of(ours))], 1.0, TIMEOUT).tail is None
+        assert other.survey(NameQuery([name_of(ours)], ttl=1.0), TIMEOUT).sizes == (None,)
+        assert other.lookup(NameQuery([], [Tail(0, name_of(ours))], ttl=1.0), TIMEOUT).tail is None
         assert get(other, ours)[0].header is None
     assert put(bob, theirs) == [PutStatus.STORED]
     assert get(alice, ours)[0].header == ours.header
@@ -106,7 +107,7 @@ def test_a_tenant_may_have_a_block_looked_at_again(connect: Connect) -> None:
     alice, block = connect(ALICE), make(1000)
     put(alice, block)
     request = pb.RecheckRequest(name=name_of(block))
-    assert not alice._calls.recheck(request, timeout=TIMEOUT).removed
+    assert not alice._calls.stub.Recheck(request, timeout=TIMEOUT).removed
     assert present(alice, block) == [True]
 
 
@@ -118,12 +119,12 @@ def test_why_a_block_is_missing_says_nothing_of_others(connect: Connect) -> None
     other = make()
     for tenant, reason in ((alice, Miss.OTHER_NAMESPACE), (bob, Miss.NEVER_STORED)):
         found = tenant.lookup(
-            [name_of(other)], [], 0.0, TIMEOUT, first_block_hashes=[first_block_hash]
+            NameQuery([name_of(other)], first_block_hashes=[first_block_hash]), TIMEOUT
         )
         assert found.missing is reason
     admin.clear(TIMEOUT)
     for tenant, reason in ((alice, Miss.CLEARED), (bob, Miss.NEVER_STORED)):
-        assert tenant.lookup([name_of(block)], [], 0.0, TIMEOUT).missing is reason
+        assert tenant.lookup(NameQuery([name_of(block)]), TIMEOUT).missing is reason
 
 
 def channel(address: str, token: str, monkeypatch: pytest.MonkeyPatch) -> StoreAdmin:
@@ -142,14 +143,14 @@ def test_numbers_of_leases_and_tickets_are_of_no_use_to_others(connect: Connect)
     alice, bob = connect(ALICE), connect(BOB)
     block = make(100_000)
     put(alice, block)
-    held = alice.lookup([name_of(block)], [], 60.0, TIMEOUT)
+    held = alice.lookup(NameQuery([name_of(block)], ttl=60.0), TIMEOUT)
     assert held.lease is not None
     bob.release([held.lease], TIMEOUT)
     admin = connect(ADMIN)
     assert admin.stats(TIMEOUT).leases == 1
     new = make(1000)
     claim = pb.Claim(name=name_of(new), length=new.size)
-    grant = alice._calls._reserve(pb.ReserveRequest(claims=[claim]), timeout=TIMEOUT)
+    grant = alice._calls.stub.Reserve(pb.ReserveRequest(claims=[claim]), timeout=TIMEOUT)
     assert raw_put(bob, claim, new, grant.ticket) == pb.VERDICT_EXPIRED
     assert admin.stats(TIMEOUT).reservations == 1  # and what it was given up for stands
     assert raw_put(alice, claim, new, grant.ticket) == pb.VERDICT_STORED
@@ -159,7 +160,9 @@ def test_numbers_of_leases_and_tickets_are_of_no_use_to_others(connect: Connect)
 
 def test_memory_is_shared_with_nobody_where_there_are_tenants(connect: Connect) -> None:
     for token in (ALICE, SERVICE, ADMIN):
-        offered = connect(token)._calls._transports(pb.GetTransportsRequest(), timeout=TIMEOUT)
+        offered = connect(token)._calls.stub.GetTransports(
+            pb.GetTransportsRequest(), timeout=TIMEOUT
+        )
         assert (offered.unix_socket, offered.arena_bytes) == ("", 0)
         assert offered.socket_port
 
@@ -232,7 +235,7 @@ def test_who_looks_after_the_store_sees_what_each_tenant_has(
 
 
 def figures(store: RemoteStore) -> pb.GetStatsResponse:
-    return store._calls.stats(pb.GetStatsRequest(), timeout=TIMEOUT)
+    return store._calls.stub.GetStats(pb.GetStatsRequest(), timeout=TIMEOUT)
 
 
 def test_a_flood_takes_nothing_from_others_within_their_quotas(connect: Connect) -> None:
