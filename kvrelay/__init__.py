@@ -35,6 +35,14 @@ if TYPE_CHECKING:
         Unavailable,
         Unservable,
     )
+    from kvrelay.fleet import (
+        FleetStatus,
+        QueueStatus,
+        WorkerInfo,
+        WorkerLoad,
+        WorkerNamespace,
+        WorkerStatus,
+    )
     from kvrelay.sampling import Sampling
     from kvrelay.usage import LegAdmission, LegUsage, Miss, MissedBlocks, StoreTokens, Usage
 
@@ -48,6 +56,7 @@ __all__ = [
     "DeadlineExceeded",
     "Draining",
     "Exhausted",
+    "FleetStatus",
     "KvrelayError",
     "LegAdmission",
     "LegUsage",
@@ -57,6 +66,7 @@ __all__ = [
     "MissedBlocks",
     "NotFound",
     "NotInstalled",
+    "QueueStatus",
     "Rejected",
     "Sampling",
     "StoreTokens",
@@ -65,11 +75,20 @@ __all__ = [
     "Unavailable",
     "Unservable",
     "Usage",
+    "WorkerInfo",
+    "WorkerLoad",
+    "WorkerNamespace",
+    "WorkerStatus",
     "__version__",
 ]
 __version__ = VERSION
-# Where the names are defined: the first of these modules that has one.
-_MODULES = ("kvrelay.errors", "kvrelay.usage", "kvrelay.sampling", "kvrelay.client")
+_MODULES = (
+    "kvrelay.errors",
+    "kvrelay.usage",
+    "kvrelay.fleet",
+    "kvrelay.sampling",
+    "kvrelay.client",
+)
 
 
 def __getattr__(name: str) -> object:
@@ -83,4 +102,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

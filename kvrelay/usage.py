@@ -6,10 +6,10 @@ Plain values without protobuf, under the field names of ``protos/kvrelay/v1/type
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 
-class Miss(Enum):
+class Miss(StrEnum):
     """Why a block was not loaded from the store; in usages, and a label of metrics.
 
     The first missing block gives the reason for all blocks after it, which cannot be used.

@@ -12,10 +12,11 @@ from kvrelay.cli.screen import print_out
 from kvrelay.client.client import Client
 from kvrelay.config.reader import load, option, required
 from kvrelay.errors import DeadlineExceeded, Rejected, Unavailable
+from kvrelay.fleet import WorkerStatus
 from kvrelay.rpc.channel import open_sync_channel
 from kvrelay.rpc.protocol import ROLES
 from kvrelay.rpc.status import from_rpc_error
-from kvrelay.v1 import router_pb2, types_pb2, worker_pb2, worker_pb2_grpc
+from kvrelay.v1 import types_pb2, worker_pb2, worker_pb2_grpc
 
 DESCRIPTION = """\
 Switches a running worker to prefill or to decode. It refuses new requests, waits until its requests
@@ -52,16 +53,14 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def check_left(
-    worker: str, boot: str, router: str, known: Sequence[router_pb2.WorkerStatus]
-) -> None:
+def check_left(worker: str, boot: str, router: str, known: Sequence[WorkerStatus]) -> None:
     """``Rejected`` unless ``known`` holds the worker, and another one that can decode."""
-    if all(one.info.worker_id != boot for one in known):
+    if all(_boot_of(one) != boot for one in known):
         raise Rejected(
             "router", f"the one at {router} does not know {worker}: name its own, or give --force"
         )
-    others = [one for one in known if one.healthy and one.role == types_pb2.ROLE_DECODE]
-    if all(one.info.worker_id == boot for one in others):
+    others = [one for one in known if one.healthy and one.role == "decode"]
+    if all(_boot_of(one) == boot for one in others):
         raise Rejected(
             "role",
             f"{worker} is the only worker that the router at {router} can use to decode; without"
@@ -69,7 +68,11 @@ def check_left(
         )
 
 
-def _known_by(router: str) -> Sequence[router_pb2.WorkerStatus]:
+def _boot_of(status: WorkerStatus) -> str | None:
+    return None if status.info is None else status.info.worker_id
+
+
+def _known_by(router: str) -> Sequence[WorkerStatus]:
     try:
         with Client(router) as client:
             return client.workers(ASK_SECONDS)

@@ -8,28 +8,19 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from google.protobuf.json_format import MessageToDict
-
 from kvrelay.cli.router_options import RouterOptions
 from kvrelay.cli.screen import coloured, paint, print_out, table
 from kvrelay.client.client import Client
 from kvrelay.config.reader import load, option
 from kvrelay.errors import DeadlineExceeded, Unavailable
-from kvrelay.rpc.protocol import NAMES
-from kvrelay.v1 import router_pb2
+from kvrelay.fleet import QueueStatus, WorkerStatus
 
 DESCRIPTION = """\
 Shows every worker that a router knows: its state, its running and waiting requests, its free KV
 blocks, and why it is not used. Refreshed until Ctrl-C; with --once it ends with status 1 if no
 worker can decode."""
 HOME = "\x1b[H\x1b[J"  # cursor to the corner, clear the screen
-STATES = {
-    router_pb2.WORKER_STATE_STARTING: ("starting", "dim"),
-    router_pb2.WORKER_STATE_READY: ("ready", "green"),
-    router_pb2.WORKER_STATE_DRAINING: ("draining", "yellow"),
-    router_pb2.WORKER_STATE_SUSPECT: ("suspect", "yellow"),
-    router_pb2.WORKER_STATE_UNREACHABLE: ("unreachable", "red"),
-}
+COLOURS = {"ready": "green", "draining": "yellow", "suspect": "yellow", "unreachable": "red"}
 HEAD = ("worker", "role", "state", "legs", "run", "load", "wait", "free blocks", "pos/s", "why")
 RIGHT = frozenset({3, 4, 5, 6, 7, 8})
 
@@ -61,22 +52,20 @@ class WorkerRow:
     rate: float | None = None
 
     @classmethod
-    def of(
-        cls, status: router_pb2.WorkerStatus, before: Mapping[str, int], passed: float
-    ) -> WorkerRow:
+    def of(cls, status: WorkerStatus, before: Mapping[str, int], passed: float) -> WorkerRow:
         """``before``: the positions each worker had executed ``passed`` seconds ago."""
         load, earlier = status.load, before.get(status.address)
         known = earlier is not None and passed > 0 and load.executed >= earlier
         return cls(
             address=status.address,
-            role=NAMES.get(status.role, "-"),
-            state=STATES.get(status.state, ("unknown", "dim"))[0],
+            role=status.role or "-",
+            state=status.state,
             legs=status.in_flight,
             running=load.running,
             loading=load.loading,
             waiting=load.waiting,
             free_blocks=load.free_blocks,
-            blocks=status.info.num_blocks,
+            blocks=status.info.num_blocks if status.info is not None else 0,
             executed=load.executed,
             reason=status.reason,
             rate=(load.executed - (earlier or 0)) / passed if known else None,
@@ -107,24 +96,18 @@ def main(argv: Sequence[str]) -> int:
             time.sleep(config.interval)
 
 
-def _show(
-    lines: Sequence[WorkerRow], queue: router_pb2.QueueStatus, address: str, config: TopConfig
-) -> None:
+def _show(lines: Sequence[WorkerRow], queue: QueueStatus, address: str, config: TopConfig) -> None:
     if config.json:
-        status = MessageToDict(
-            queue, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
         workers = [asdict(line) for line in lines]
-        print_out(json.dumps({"router": address, "queue": status, "workers": workers}))
+        print_out(json.dumps({"router": address, "queue": asdict(queue), "workers": workers}))
         return
     if not config.once and coloured(sys.stdout):
         sys.stdout.write(HOME)
     print_out(screen(lines, queue, address))
 
 
-def screen(lines: Sequence[WorkerRow], queue: router_pb2.QueueStatus, address: str) -> str:
+def screen(lines: Sequence[WorkerRow], queue: QueueStatus, address: str) -> str:
     """The screen for people."""
-    colours = dict(STATES.values())
     ready = sum(line.state == "ready" for line in lines)
     rows = [
         (
@@ -143,7 +126,7 @@ def screen(lines: Sequence[WorkerRow], queue: router_pb2.QueueStatus, address: s
     ]
     head, *body = table(HEAD, rows, RIGHT).splitlines()
     painted = [
-        text.replace(f" {line.state} ", f" {paint(line.state, colours.get(line.state, 'dim'))} ", 1)
+        text.replace(f" {line.state} ", f" {paint(line.state, COLOURS.get(line.state, 'dim'))} ", 1)
         for text, line in zip(body, lines, strict=True)
     ]
     title = f"router {address}: {ready} of {len(lines)} workers ready"

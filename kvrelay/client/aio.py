@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from types import TracebackType
 from typing import Self, TypeAlias
 
 import grpc
 
 from kvrelay.client.chunk import Chunk, Completion, completion_of
-from kvrelay.client.connection import channel_options, check_address, check_open
+from kvrelay.client.connection import BaseClient
+from kvrelay.client.convert import fleet_of
 from kvrelay.client.liveness import Liveness, responds
 from kvrelay.client.parameters import Parameters, seconds_of, takes_parameters
 from kvrelay.client.stream import BaseStream
 from kvrelay.errors import Unavailable
-from kvrelay.rpc.address import DEFAULT_ROUTER
+from kvrelay.fleet import FleetStatus, WorkerStatus
 from kvrelay.rpc.channel import ChannelOptions, open_channel
-from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.rpc.status import checked_response, from_rpc_error
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
@@ -44,7 +43,7 @@ class AsyncStream(BaseStream["GenerateCall"], AsyncIterator[Chunk]):
         except grpc.RpcError as error:
             if self._received.ended:
                 raise StopAsyncIteration from None
-            raise self._lost or from_rpc_error(error) from error
+            raise self._failure(error) from error
         except asyncio.CancelledError:  # either this task or only its call was cancelled
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -68,12 +67,7 @@ class AsyncStream(BaseStream["GenerateCall"], AsyncIterator[Chunk]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.aclose()
 
     def __del__(self) -> None:
@@ -81,35 +75,13 @@ class AsyncStream(BaseStream["GenerateCall"], AsyncIterator[Chunk]):
             self._call.cancel()
 
 
-class AsyncClient:
+class AsyncClient(BaseClient):
     """A connection to a router. Create, use and close it in one event loop."""
 
-    def __init__(
-        self,
-        address: str = DEFAULT_ROUTER,
-        options: ChannelOptions | None = None,
-        *,
-        token: str | None = None,
-        tls_ca: str | None = None,
-        tls_cert: str | None = None,
-        tls_key: str | None = None,
-        tls_name: str | None = None,
-        allow_insecure: bool = False,
-    ) -> None:
-        """Connects with the first request. The arguments are those of ``Client``."""
-        access = SecurityOptions(
-            token=token,
-            tls_ca=tls_ca,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            tls_name=tls_name,
-            allow_insecure=allow_insecure,
-        )
-        self._channel = open_channel(check_address(address), channel_options(options, access))
+    def _connect(self, address: str, options: ChannelOptions) -> None:
+        self._channel = open_channel(address, options)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
-        self._liveness = Liveness()
         self._watching: asyncio.Task[None] | None = None
-        self._closed = False
 
     @takes_parameters(Parameters)
     def generate(self, parameters: Parameters) -> AsyncStream:
@@ -133,21 +105,22 @@ class AsyncClient:
         stream.cancel()
         return self._start(stream.continued(), timeout)
 
-    async def workers(self, timeout: float = 10.0) -> tuple[router_pb2.WorkerStatus, ...]:  # noqa: ASYNC109 - the call's deadline
+    async def workers(self, timeout: float | None = 10.0) -> tuple[WorkerStatus, ...]:  # noqa: ASYNC109 - the call's deadline
         """The workers that this router knows."""
-        return tuple((await self.fleet(timeout)).workers)
+        return (await self.fleet(timeout)).workers
 
-    async def fleet(self, timeout: float = 10.0) -> router_pb2.ListWorkersResponse:  # noqa: ASYNC109 - the call's deadline
+    async def fleet(self, timeout: float | None = 10.0) -> FleetStatus:  # noqa: ASYNC109 - the call's deadline
         """The workers that this router knows, and its queue."""
-        check_open(self._closed)
+        self._check_open()
+        request, limit = router_pb2.ListWorkersRequest(), seconds_of(timeout)
         try:
-            return await self._stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=timeout)
+            return fleet_of(await self._stub.ListWorkers(request, timeout=limit))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
     async def close(self) -> None:
         """Close the connection; open streams are cancelled."""
-        self._closed = True
+        self._closed.set()
         if self._watching is not None:
             self._watching.cancel()
         await self._channel.close()
@@ -155,16 +128,11 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     def _start(self, request: router_pb2.GenerateRequest, timeout: float | None) -> AsyncStream:
-        check_open(self._closed)
+        self._check_open()
         call = self._stub.Generate(request, timeout=seconds_of(timeout))
         stream = AsyncStream(request, call, self._liveness)
         if self._liveness.begin(stream):

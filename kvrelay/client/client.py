@@ -14,19 +14,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from types import TracebackType
 from typing import Protocol, Self
 
 import grpc
 
 from kvrelay.client.chunk import Chunk, Completion, completion_of
-from kvrelay.client.connection import channel_options, check_address, check_open
+from kvrelay.client.connection import BaseClient
+from kvrelay.client.convert import fleet_of
 from kvrelay.client.liveness import Liveness, responds_sync
 from kvrelay.client.parameters import Parameters, seconds_of, takes_parameters
 from kvrelay.client.stream import BaseStream, Cancellable
-from kvrelay.rpc.address import DEFAULT_ROUTER
+from kvrelay.fleet import FleetStatus, WorkerStatus
 from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
-from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 
@@ -52,7 +51,7 @@ class Stream(BaseStream[_Call], Iterator[Chunk]):
             # Another thread or a signal handler cancelled the stream, or the answer is complete.
             if self._cancelled or self._received.ended:
                 raise StopIteration from None
-            raise self._lost or from_rpc_error(error) from error
+            raise self._failure(error) from error
         return self._take(message)
 
     @property
@@ -67,53 +66,19 @@ class Stream(BaseStream[_Call], Iterator[Chunk]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __del__(self) -> None:
         self.close()
 
 
-class Client:
+class Client(BaseClient):
     """A connection to a router. Threads may share it. Close it, or use it in ``with``."""
 
-    def __init__(
-        self,
-        address: str = DEFAULT_ROUTER,
-        options: ChannelOptions | None = None,
-        *,
-        token: str | None = None,
-        tls_ca: str | None = None,
-        tls_cert: str | None = None,
-        tls_key: str | None = None,
-        tls_name: str | None = None,
-        allow_insecure: bool = False,
-    ) -> None:
-        """Connects with the first request.
-
-        token: the bearer token that this client sends. Without TLS it is sent to this machine
-            only, unless ``allow_insecure``.
-        tls_ca, tls_cert, tls_key: paths of PEM files: the authority to trust, this client's own
-            certificate and its key. tls_name: the name in the router's certificate if it is not its
-            address.
-        """
-        access = SecurityOptions(
-            token=token,
-            tls_ca=tls_ca,
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            tls_name=tls_name,
-            allow_insecure=allow_insecure,
-        )
-        self._channel = open_sync_channel(check_address(address), channel_options(options, access))
+    def _connect(self, address: str, options: ChannelOptions) -> None:
+        self._channel = open_sync_channel(address, options)
         self._stub = router_pb2_grpc.RouterServiceStub(self._channel)
-        self._liveness = Liveness()
-        self._closed = threading.Event()
 
     @takes_parameters(Parameters)
     def generate(self, parameters: Parameters) -> Stream:
@@ -137,15 +102,16 @@ class Client:
         stream.close()
         return self._start(stream.continued(), timeout)
 
-    def workers(self, timeout: float = 10.0) -> tuple[router_pb2.WorkerStatus, ...]:
+    def workers(self, timeout: float | None = 10.0) -> tuple[WorkerStatus, ...]:
         """The workers that this router knows."""
-        return tuple(self.fleet(timeout).workers)
+        return self.fleet(timeout).workers
 
-    def fleet(self, timeout: float = 10.0) -> router_pb2.ListWorkersResponse:
+    def fleet(self, timeout: float | None = 10.0) -> FleetStatus:
         """The workers that this router knows, and its queue."""
-        check_open(self._closed.is_set())
+        self._check_open()
+        request, limit = router_pb2.ListWorkersRequest(), seconds_of(timeout)
         try:
-            return self._stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=timeout)
+            return fleet_of(self._stub.ListWorkers(request, timeout=limit))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
 
@@ -157,16 +123,11 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _start(self, request: router_pb2.GenerateRequest, timeout: float | None) -> Stream:
-        check_open(self._closed.is_set())
+        self._check_open()
         call = self._stub.Generate(request, timeout=seconds_of(timeout))
         stream = Stream(request, call, self._liveness)
         if self._liveness.begin(stream):

@@ -1,10 +1,14 @@
-"""The channel of a client: message sizes, and how the client proves who it is."""
+"""What the clients for threads and for asyncio share: how they connect, and their errors."""
 
 from __future__ import annotations
 
+import threading
+from abc import ABC, abstractmethod
 from dataclasses import replace
 
+from kvrelay.client.liveness import Liveness
 from kvrelay.errors import Rejected, Unavailable
+from kvrelay.rpc.address import DEFAULT_ROUTER
 from kvrelay.rpc.channel import ChannelOptions
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.options import SecurityOptions
@@ -12,26 +16,56 @@ from kvrelay.rpc.security.options import SecurityOptions
 MAX_MESSAGE_BYTES = 32 << 20
 
 
-def channel_options(options: ChannelOptions | None, access: SecurityOptions) -> ChannelOptions:
-    """``options`` with the client's credentials; ``Rejected`` names an invalid parameter.
+class BaseClient(ABC):
+    """The constructor of both clients. ``_connect`` opens the channel of either kind."""
 
-    Without credentials of its own the channel uses those installed in the process.
-    """
-    chosen = options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES)
-    if access == SecurityOptions():
-        return chosen
-    return replace(chosen, security=policy.load(access))
+    def __init__(
+        self,
+        address: str = DEFAULT_ROUTER,
+        options: ChannelOptions | None = None,
+        *,
+        token: str | None = None,
+        tls_ca: str | None = None,
+        tls_cert: str | None = None,
+        tls_key: str | None = None,
+        tls_name: str | None = None,
+        allow_insecure: bool = False,
+    ) -> None:
+        """Connects with the first request.
+
+        address: HOST:PORT or unix:PATH of the router. options: sizes and times of the connection.
+        token: the bearer token that this client sends. Without TLS it is sent to this machine
+            only, unless ``allow_insecure``. Default: what this process has installed.
+        tls_ca, tls_cert, tls_key: paths of PEM files: the authority to trust, this client's own
+            certificate and its key. tls_name: the name in the router's certificate if it is not its
+            address.
+        """
+        access = SecurityOptions(
+            token=token,
+            tls_ca=tls_ca,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            tls_name=tls_name,
+            allow_insecure=allow_insecure,
+        )
+        chosen = options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES)
+        if access != SecurityOptions():
+            chosen = replace(chosen, security=policy.load(access))
+        self._liveness = Liveness()
+        self._closed = threading.Event()
+        self._connect(_checked(address), chosen)
+
+    @abstractmethod
+    def _connect(self, address: str, options: ChannelOptions) -> None: ...
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise Unavailable("this client is closed: make another one")
 
 
-def check_address(address: str) -> str:
+def _checked(address: str) -> str:
     """The address of a router; ``Rejected`` if a channel would only report it as unreachable."""
     wrong = not isinstance(address, str) or not address or not address.isprintable()
     if wrong or address.startswith(("http://", "https://")):
         raise Rejected("address", f"must be HOST:PORT or unix:PATH, got {address!r:.200}")
     return address
-
-
-def check_open(closed: bool) -> None:
-    """Raise ``Unavailable`` if the client is closed."""
-    if closed:
-        raise Unavailable("this client is closed: make another one")

@@ -2,19 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Literal, TypeVar
 
-from kvrelay.rpc.protocol import role_name
+from google.protobuf.message import Message
+
+from kvrelay.fleet import (
+    FleetStatus,
+    QueueStatus,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerNamespace,
+    WorkerState,
+    WorkerStatus,
+)
+from kvrelay.rpc.protocol import NAMES, role_name
 from kvrelay.usage import LegAdmission, LegUsage, Miss, MissedBlocks, StoreTokens, Usage
-from kvrelay.v1 import types_pb2
+from kvrelay.v1 import router_pb2, types_pb2
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+    D = TypeVar("D", bound=DataclassInstance)
 
 FinishReason = Literal["stop", "length"]
 _FINISH: dict[int, FinishReason] = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
 }
-_PREFIX = "MISS_"
+_STATES: dict[int, WorkerState] = {
+    router_pb2.WORKER_STATE_STARTING: "starting",
+    router_pb2.WORKER_STATE_READY: "ready",
+    router_pb2.WORKER_STATE_DRAINING: "draining",
+    router_pb2.WORKER_STATE_SUSPECT: "suspect",
+    router_pb2.WORKER_STATE_UNREACHABLE: "unreachable",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,69 +63,59 @@ def finish_reason_of(reason: types_pb2.FinishReason.ValueType) -> FinishReason |
 
 def logprobs_of(message: types_pb2.Logprobs) -> Logprobs:
     """The log probabilities of one token."""
-    return Logprobs(_logprob(message.chosen), tuple(map(_logprob, message.top)))
-
-
-def _logprob(message: types_pb2.TokenLogprob) -> TokenLogprob:
-    return TokenLogprob(message.token_id, message.logprob)
+    top = tuple(_copy(TokenLogprob, entry) for entry in message.top)
+    return Logprobs(_copy(TokenLogprob, message.chosen), top)
 
 
 def usage_of(message: types_pb2.Usage) -> Usage:
     """The account of an answer."""
-    return Usage(
-        prompt_tokens=message.prompt_tokens,
-        completion_tokens=message.completion_tokens,
-        cached_prompt_tokens=message.cached_prompt_tokens,
-        legs=tuple(map(leg_usage_of, message.legs)),
-        queue_seconds=message.queue_seconds,
-        prefill_seconds=message.prefill_seconds,
-        transfer_seconds=message.transfer_seconds,
-        first_token_seconds=message.first_token_seconds,
-    )
+    return _copy(Usage, message, legs=tuple(map(leg_usage_of, message.legs)))
 
 
 def leg_usage_of(message: types_pb2.LegUsage) -> LegUsage:
     """The account of one leg."""
-    return LegUsage(
-        worker_id=message.worker_id,
-        address=message.address,
+    stores = message.external_by_store
+    return _copy(
+        LegUsage,
+        message,
         role=role_name(message.role),
-        length=message.length,
-        local=message.local,
-        external=message.external,
-        computed=message.computed,
-        recomputed=message.recomputed,
-        generated=message.generated,
-        failed=message.failed,
-        preemptions=message.preemptions,
-        executed=message.executed,
-        admissions=tuple(map(_admission, message.admissions)),
-        queue_seconds=message.queue_seconds,
-        load_seconds=message.load_seconds,
-        run_seconds=message.run_seconds,
+        admissions=tuple(_copy(LegAdmission, entry) for entry in message.admissions),
         saved=message.saved if message.HasField("saved") else None,
-        external_by_store=tuple(
-            StoreTokens(entry.store, entry.tokens) for entry in message.external_by_store
-        ),
+        external_by_store=tuple(_copy(StoreTokens, entry) for entry in stores),
         missed=tuple(MissedBlocks(_miss(entry.reason), entry.blocks) for entry in message.missed),
-        lost=message.lost,
     )
 
 
-def _admission(message: types_pb2.Admission) -> LegAdmission:
-    return LegAdmission(
-        epoch=message.epoch,
-        length=message.length,
-        local=message.local,
-        external=message.external,
-        fresh=message.fresh,
-        frontier=message.frontier,
+def fleet_of(message: router_pb2.ListWorkersResponse) -> FleetStatus:
+    """A router's workers and its queue."""
+    workers = tuple(map(worker_status_of, message.workers))
+    return FleetStatus(workers, _copy(QueueStatus, message.queue))
+
+
+def worker_status_of(message: router_pb2.WorkerStatus) -> WorkerStatus:
+    """One worker as its router sees it."""
+    info = message.info
+    namespace = _copy(WorkerNamespace, info.namespace)
+    return _copy(
+        WorkerStatus,
+        message,
+        role=NAMES.get(message.role),
+        state=_STATES.get(message.state, "unknown"),
+        info=_copy(WorkerInfo, info, namespace=namespace) if message.HasField("info") else None,
+        load=_copy(WorkerLoad, message.load),
     )
+
+
+def _copy(kind: type[D], message: Message, **converted: object) -> D:
+    """A ``kind`` with the message's fields of the same names, but with ``converted`` ones."""
+    names = (field.name for field in fields(kind) if field.name not in converted)
+    make: Callable[..., D] = kind
+    return make(**{name: getattr(message, name) for name in names}, **converted)
 
 
 def _miss(reason: types_pb2.Miss.ValueType) -> Miss:
     """A reason that this release does not know is ``UNKNOWN``."""
     try:
-        return Miss[types_pb2.Miss.Name(reason).removeprefix(_PREFIX)]
+        return Miss[types_pb2.Miss.Name(reason).removeprefix("MISS_")]
     except (KeyError, ValueError):
         return Miss.UNKNOWN

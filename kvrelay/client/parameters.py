@@ -1,6 +1,6 @@
 """The parameters of a request, shared by every method that generates, and their message.
 
-Values that protobuf cannot encode are rejected here.
+A value that cannot be sent is rejected here, by the name of its parameter.
 """
 
 from __future__ import annotations
@@ -8,20 +8,24 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import update_wrapper
 from numbers import Real
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from kvrelay.errors import Rejected
+from google.protobuf.descriptor import FieldDescriptor
+
+from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.sampling import Sampling
 from kvrelay.v1 import router_pb2, types_pb2
 
 P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
-T = TypeVar("T")
+RequestPart: TypeAlias = (
+    "router_pb2.GenerateRequest | router_pb2.ChatMessage | router_pb2.TokenIds | types_pb2.Sampling"
+)
 
 LONGEST_SECONDS = 1e8  # gRPC's longest timeout; a longer one means no limit
 INPUTS = ("prompt", "messages", "token_ids")
@@ -40,6 +44,7 @@ HINTS: Mapping[str, str] = {
     "top_logprobs": "use logprobs, the number of likeliest tokens to report",
     "system": 'a system message is the first of messages: [("system", "..."), ("user", "...")]',
 }
+PLAIN = ("max_tokens", "model", "request_id", "explain", "priority", "output_token_ids")
 SAMPLING = (
     "temperature",
     "top_k",
@@ -52,7 +57,37 @@ SAMPLING = (
     "ignore_eos",
     "min_tokens",
     "logprobs",
+    "stop",
+    "stop_token_ids",
 )
+TURN = "a mapping with role and content, or a pair of them"
+KINDS: Mapping[int, str] = {
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+    FieldDescriptor.CPPTYPE_INT32: f"an integer from {-1 << 31} to {(1 << 31) - 1}",
+    FieldDescriptor.CPPTYPE_STRING: "text (a str) that can be encoded as UTF-8",
+    FieldDescriptor.CPPTYPE_UINT32: f"an integer from 0 to {(1 << 32) - 1}",
+    FieldDescriptor.CPPTYPE_UINT64: f"an integer from 0 to {(1 << 64) - 1}",
+}
+MISTAKEN: Mapping[int, type] = {
+    FieldDescriptor.CPPTYPE_DOUBLE: bool,
+    FieldDescriptor.CPPTYPE_STRING: bytes,
+}
+"""Types that protobuf converts silently, and that are rejected as likely mistakes."""
+ADVICE: Mapping[str, str] = {
+    "prompt": ": give token ids as token_ids, a conversation as messages",
+    "token_ids": ": give text as prompt",
+    "messages": ": give a single text as prompt",
+}
+FIELDS: Mapping[str, str] = {
+    "leg.": "",
+    "sampling.": "",
+    "prompt_token_ids": "prompt",
+    "token_ids.ids": "token_ids",
+    "chat.messages": "messages",
+    "chat": "messages",
+}
+"""Beginnings of the names that the protocol gives to parameters, and what they are here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +143,8 @@ class Parameters:
         """The protobuf message. Raises ``Rejected`` naming the parameter that cannot be sent."""
         request = router_pb2.GenerateRequest()
         self._set_input(request)
-        for name in ("max_tokens", "model", "request_id", "explain", "priority"):
+        for name in PLAIN:
             _set(request, name, getattr(self, name))
-        _extend(request.output_token_ids, "output_token_ids", self.output_token_ids)
         self._set_sampling(request.sampling)
         return request
 
@@ -118,15 +152,14 @@ class Parameters:
         given = [name for name in INPUTS if getattr(self, name) is not None]
         if len(given) != 1:
             raise Rejected("prompt", f"give one of {', '.join(INPUTS)}, got {given or 'none'}")
+        _set(request, "prompt", self.prompt)
         if self.token_ids is not None:
             request.token_ids.SetInParent()
-            _extend(request.token_ids.ids, "token_ids", self.token_ids)
-        elif self.messages is not None:
+            _set(request.token_ids, "ids", self.token_ids, "token_ids")
+        if self.messages is not None:
             request.chat.SetInParent()
-            for index, turn in enumerate(self.messages):
+            for index, turn in enumerate(_elements("messages", TURN, self.messages)):
                 _add_turn(request.chat, f"messages[{index}]", turn)
-        else:
-            _set(request, "prompt", self.prompt)
 
     def _set_sampling(self, message: types_pb2.Sampling) -> None:
         base = self.sampling
@@ -135,27 +168,30 @@ class Parameters:
         if base is not None and base.eos_token_ids:
             raise Rejected("sampling.eos_token_ids", "comes from the model: leave it out")
         for name in SAMPLING:
-            if base is not None:
-                _set(message, name, getattr(base, name))
-            _set(message, name, getattr(self, name))
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        token_ids = self.stop_token_ids
-        if base is not None:
-            stop = base.stop if stop is None else stop
-            token_ids = base.stop_token_ids if token_ids is None else token_ids
-        _extend(message.stop, "stop", stop)
-        _extend(message.stop_token_ids, "stop_token_ids", token_ids)
+            value = getattr(self, name)
+            if value is None and base is not None:
+                value = getattr(base, name)
+            _set(message, name, [value] if name == "stop" and isinstance(value, str) else value)
 
 
 def seconds_of(timeout: float | None) -> float | None:
     """The timeout for gRPC, ``None`` for no limit. Raises ``Rejected`` if it is not a number."""
-    if timeout is not None and not isinstance(timeout, Real):
-        raise Rejected("timeout", f"must be a number of seconds, got {timeout!r:.80}")
-    if timeout is None or timeout > LONGEST_SECONDS:
+    if timeout is None:
         return None
-    if math.isnan(timeout):
-        raise Rejected("timeout", "must be a number of seconds, got nan")
-    return timeout
+    if not isinstance(timeout, Real) or isinstance(timeout, bool) or math.isnan(timeout):
+        raise Rejected("timeout", f"must be a number of seconds, got {timeout!r:.80}")
+    return None if timeout > LONGEST_SECONDS else timeout
+
+
+def parameter_error(error: KvrelayError) -> KvrelayError:
+    """The error of a router, with the name of the parameter in place of the protocol's field."""
+    if not isinstance(error, Rejected):
+        return error
+    name = error.field
+    for field, parameter in FIELDS.items():
+        if name.startswith(field):
+            name = parameter + name.removeprefix(field)
+    return Rejected(name, error.message)
 
 
 def takes_parameters(
@@ -195,40 +231,48 @@ def _hint(name: str, known: Sequence[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"the parameters are {', '.join(known)}"
 
 
-def _add_turn(chat: router_pb2.Chat, field: str, turn: Mapping[str, str] | tuple[str, str]) -> None:
-    try:
-        role, content = (turn["role"], turn["content"]) if isinstance(turn, Mapping) else turn
-    except (KeyError, TypeError, ValueError) as error:
-        raise Rejected(field, f"needs a role and a content: {error!r}") from error
-    message = chat.messages.add()
-    for name, value in (("role", role), ("content", content)):
-        try:
-            setattr(message, name, value)
-        except (TypeError, ValueError) as error:
-            raise Rejected(f"{field}.{name}", f"cannot be sent: {error}") from error
+def _add_turn(chat: router_pb2.Chat, parameter: str, turn: object) -> None:
+    match turn:
+        case {"role": role, "content": content} | (role, content) if None not in (role, content):
+            message = chat.messages.add()
+            _set(message, "role", role, f"{parameter}.role")
+            _set(message, "content", content, f"{parameter}.content")
+        case _:
+            raise _wrong(parameter, TURN, turn)
 
 
-def _set(
-    message: router_pb2.GenerateRequest | types_pb2.Sampling, field: str, value: object
-) -> None:
+def _set(message: RequestPart, name: str, value: object, parameter: str = "") -> None:
+    """Set a field, or fill a list, unless the value is ``None``. Errors name the parameter."""
     if value is None:
         return
-    try:
-        setattr(message, field, value)
-    except (TypeError, ValueError) as error:
-        raise Rejected(field, f"{value!r:.80} cannot be sent: {error}") from error
+    field, parameter = message.DESCRIPTOR.fields_by_name[name], parameter or name
+    kind = field.cpp_type
+    if field.is_repeated:
+        append = getattr(message, name).append
+        for index, element in enumerate(_elements(parameter, KINDS[kind], value)):
+            if not _stored(kind, element, append):
+                raise _wrong(f"{parameter}[{index}]", KINDS[kind], element)
+    elif not _stored(kind, value, lambda one: setattr(message, name, one)):
+        raise _wrong(parameter, KINDS[kind], value)
 
 
-def _extend(target: MutableSequence[T], field: str, values: Iterable[T] | None) -> None:
-    """``Rejected`` names the first element that cannot be sent."""
-    if values is None:
-        return
+def _stored(kind: int, value: object, store: Callable[[object], None]) -> bool:
+    """Whether the message took the value."""
+    if isinstance(value, MISTAKEN.get(kind, ())):
+        return False
     try:
-        elements = iter(values)
-    except TypeError as error:
-        raise Rejected(field, f"{values!r:.80} is not a sequence") from error
-    for index, value in enumerate(elements):
-        try:
-            target.append(value)
-        except (TypeError, ValueError) as error:
-            raise Rejected(f"{field}[{index}]", f"{value!r:.80} cannot be sent: {error}") from error
+        store(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return True
+
+
+def _elements(parameter: str, kind: str, values: object) -> Iterable[object]:
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | Mapping):
+        raise _wrong(parameter, f"a list, each {kind}", values)
+    return values
+
+
+def _wrong(parameter: str, wanted: str, value: object) -> Rejected:
+    advice = ADVICE.get(parameter, "")
+    return Rejected(parameter, f"must be {wanted}, got {value!r:.80}{advice}")

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from typing import Generic, Protocol, TypeVar
 
+import grpc
+
 from kvrelay.client.chunk import Chunk, ResumeState
 from kvrelay.client.liveness import Liveness
-from kvrelay.errors import Unavailable
+from kvrelay.client.parameters import parameter_error
+from kvrelay.errors import KvrelayError, Unavailable
+from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import router_pb2
 
 
@@ -47,6 +51,10 @@ class BaseStream(Generic[C]):
         """Cancel the request; no effect on an answer that has ended."""
         self._cancelled = True
         self._call.cancel()
+
+    def _failure(self, error: grpc.RpcError) -> KvrelayError:
+        """Why the stream ended early; of a ``Rejected``, the client's parameter."""
+        return self._lost or parameter_error(from_rpc_error(error))
 
     def _take(self, message: router_pb2.GenerateResponse) -> Chunk:
         self._liveness.note_message()

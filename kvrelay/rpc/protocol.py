@@ -11,13 +11,17 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from kvrelay.errors import Rejected
+from kvrelay.fleet import WorkerRole
 from kvrelay.sampling import Sampling
 from kvrelay.v1 import types_pb2
 
 PROTOCOL = 1
 
 Role: TypeAlias = "types_pb2.Role.ValueType"  # quoted: it is in the type stubs only
-NAMES: dict[Role, str] = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode"}
+NAMES: dict[Role, WorkerRole] = {
+    types_pb2.ROLE_PREFILL: "prefill",
+    types_pb2.ROLE_DECODE: "decode",
+}
 ROLES: dict[str, Role] = {name: role for role, name in NAMES.items()}
 SERVICES: dict[Role, str] = {
     types_pb2.ROLE_PREFILL: "kvrelay.v1.PrefillService",

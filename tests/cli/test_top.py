@@ -6,16 +6,18 @@ import pytest
 
 from kvrelay.cli import top
 from kvrelay.cli.dispatch import main
+from kvrelay.client.convert import fleet_of
 from kvrelay.errors import KvrelayError, Unavailable
+from kvrelay.fleet import FleetStatus
 from kvrelay.v1 import router_pb2
 
-FLEET = router_pb2.ListWorkersResponse(workers=[router_pb2.WorkerStatus(address="h:1")])
+FLEET = fleet_of(router_pb2.ListWorkersResponse(workers=[router_pb2.WorkerStatus(address="h:1")]))
 
 
 class Router:
     """The router's replies in turn; then Ctrl-C."""
 
-    def __init__(self, *answers: router_pb2.ListWorkersResponse | KvrelayError) -> None:
+    def __init__(self, *answers: FleetStatus | KvrelayError) -> None:
         self._answers = list(answers)
 
     def __call__(self, address: str) -> Router:
@@ -27,7 +29,7 @@ class Router:
     def __exit__(self, *why: object) -> None:
         pass
 
-    def fleet(self) -> router_pb2.ListWorkersResponse:
+    def fleet(self) -> FleetStatus:
         if not self._answers:
             raise KeyboardInterrupt
         answer = self._answers.pop(0)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import json
 import pydoc
 import random
 import re
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, fields, is_dataclass
+from dataclasses import FrozenInstanceError, asdict, fields, is_dataclass
+from typing import TYPE_CHECKING
+from unittest.mock import ANY
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
@@ -15,16 +18,35 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
 import kvrelay
-from kvrelay import AsyncClient, Client, KvrelayError, LegUsage, Rejected, Sampling, Usage, errors
+from kvrelay import (
+    AsyncClient,
+    Client,
+    FleetStatus,
+    KvrelayError,
+    LegUsage,
+    Miss,
+    QueueStatus,
+    Rejected,
+    Sampling,
+    Usage,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerNamespace,
+    WorkerStatus,
+    errors,
+)
 from kvrelay.cli.chat import ChatConfig
 from kvrelay.cli.generate import GenerateConfig
 from kvrelay.cli.usage import usage_json
 from kvrelay.client import AsyncStream, Stream
-from kvrelay.client.convert import logprobs_of, usage_of
+from kvrelay.client.convert import fleet_of, logprobs_of, usage_of
 from kvrelay.client.parameters import HINTS, Parameters
 from kvrelay.sampling import DEFAULT_MAX_TOKENS
-from kvrelay.v1 import types_pb2
+from kvrelay.v1 import router_pb2, types_pb2
 from tests.house.sources import ROOT
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 PARAMETERS = list(inspect.signature(Parameters).parameters)
 
@@ -44,6 +66,9 @@ def test_every_name_is_visible() -> None:
     assert set(kvrelay.__all__) <= set(dir(kvrelay))
     for name in kvrelay.__all__:
         assert getattr(kvrelay, name) is not None
+    assert {name for name in dir(kvrelay) if not name.startswith("__")} | {"__version__"} == set(
+        kvrelay.__all__
+    )
     with pytest.raises(AttributeError, match="no attribute 'Clinet'"):
         getattr(kvrelay, "Clinet")  # noqa: B009 - a name that does not exist
 
@@ -147,6 +172,7 @@ def _fill(message: Message, field: FieldDescriptor, chance: random.Random) -> No
         value = 1
     elif kind == FieldDescriptor.CPPTYPE_STRING:
         value = f"{field.name}{chance.randrange(1000)}"
+        value = value.encode() if field.type == FieldDescriptor.TYPE_BYTES else value
     elif kind == FieldDescriptor.CPPTYPE_BOOL:
         value = True
     elif kind == FieldDescriptor.CPPTYPE_DOUBLE:
@@ -179,7 +205,46 @@ def test_log_probabilities_are_values() -> None:
     assert [one.logprob for one in logprobs.top] == [one.logprob for one in message.top]
 
 
-@pytest.mark.parametrize("kind", [Usage, LegUsage])
+def test_a_usage_can_be_written_as_json() -> None:
+    message = types_pb2.Usage()
+    filled(message, random.Random(7))
+    usage = usage_of(message)
+    told = json.loads(json.dumps(asdict(usage)))
+    assert told["legs"][1]["missed"][0] == {"reason": "never_stored", "blocks": ANY}
+    assert told["legs"][1]["executed"] == usage.legs[1].executed
+    assert Miss("evicted") is Miss.EVICTED
+
+
+def test_a_fleet_has_the_figures_of_the_message() -> None:
+    message = router_pb2.ListWorkersResponse()
+    filled(message, random.Random(8))
+    fleet = fleet_of(message)
+    assert len(fleet.workers) == 2
+    for status, one in zip(fleet.workers, message.workers, strict=True):
+        assert (status.address, status.reason) == (one.address, one.reason)
+        assert (status.role, status.state, status.healthy) == ("prefill", "starting", True)
+        assert status.info is not None
+        assert_copied(status.info, one.info, "namespace")
+        assert_copied(status.info.namespace, one.info.namespace)
+        assert_copied(status.load, one.load)
+    assert_copied(fleet.queue, message.queue)
+    assert json.loads(json.dumps(asdict(fleet)))["queue"]["refused"] == message.queue.refused
+    unknown = fleet_of(router_pb2.ListWorkersResponse(workers=[router_pb2.WorkerStatus()]))
+    (status,) = unknown.workers
+    assert (status.role, status.state, status.info) == (None, "unknown", None)
+    assert not any(asdict(status.load).values())
+
+
+def assert_copied(value: DataclassInstance, message: Message, *converted: str) -> None:
+    for field in fields(value):
+        if field.name not in converted:
+            assert getattr(value, field.name) == getattr(message, field.name), field.name
+
+
+VALUES = (Usage, LegUsage, FleetStatus, WorkerStatus, WorkerInfo, WorkerNamespace, WorkerLoad)
+
+
+@pytest.mark.parametrize("kind", [*VALUES, QueueStatus])
 def test_no_value_holds_a_message(kind: type) -> None:
     assert is_dataclass(kind)
     assert not any("pb2" in str(field.type) for field in fields(kind))

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,11 +15,12 @@ import pytest
 
 from kvrelay import AsyncClient, Client
 from kvrelay.client.aio import AsyncStream
-from kvrelay.client.chunk import Chunk, completion_of
+from kvrelay.client.chunk import Chunk, Completion, completion_of
 from kvrelay.client.client import Stream
 from kvrelay.client.liveness import Liveness
 from kvrelay.client.parameters import Parameters
 from kvrelay.errors import DeadlineExceeded, Mismatch, NotFound, Rejected, Unavailable
+from kvrelay.sampling import Sampling
 from kvrelay.v1 import router_pb2, types_pb2
 from tests.router.fakes import (
     LENGTH,
@@ -237,7 +238,7 @@ async def test_errors_are_typed() -> None:
             with Client(router.address) as client:
                 with pytest.raises(Rejected) as caught:
                     client.complete(prompt="x", top_p=2.0)
-                assert caught.value.field == "sampling.top_p"
+                assert caught.value.field == "top_p"
                 with pytest.raises(NotFound):
                     client.complete(prompt="x", model="other")
                 with pytest.raises(DeadlineExceeded):
@@ -248,6 +249,34 @@ async def test_errors_are_typed() -> None:
         await in_thread(use)
     with Client(router.address) as client, pytest.raises(Unavailable):
         client.complete(prompt="x")
+
+
+REFUSED_BY_THE_ROUTER: list[tuple[dict[str, object], str]] = [
+    ({"prompt": "x", "stop": ""}, "stop[0]"),
+    ({"prompt": "x", "stop": ["a", ""]}, "stop[1]"),
+    ({"prompt": "x", "sampling": Sampling(min_p=2.0)}, "min_p"),
+    ({"prompt": "x", "min_tokens": 17}, "min_tokens"),
+    ({"prompt": "x", "stop_token_ids": [10**6]}, "stop_token_ids[0]"),
+    ({"prompt": ""}, "prompt"),
+    ({"token_ids": [1, 10**6]}, "token_ids[1]"),
+    ({"token_ids": [1] * 1001}, "token_ids"),
+    ({"messages": []}, "messages"),
+    ({"messages": [("user", "x")] * 5000}, "messages"),
+    ({"messages": [("user", "x"), ("user", "x" * 5_000_000)]}, "messages[1].content"),
+    ({"prompt": "x", "output_token_ids": [10**6], "seed": 1}, "output_token_ids[0]"),
+]
+
+
+@pytest.mark.parametrize(("given", "parameter"), REFUSED_BY_THE_ROUTER)
+async def test_what_a_router_refuses_has_the_name_of_its_parameter(
+    given: dict[str, object], parameter: str
+) -> None:
+    async with running([decode_worker()]) as router, AsyncClient(router.address) as client:
+        complete: Callable[..., Awaitable[Completion]] = client.complete
+        with pytest.raises(Rejected) as caught:
+            await complete(**given)
+    assert caught.value.field == parameter
+    assert str(caught.value).startswith(f"{parameter}: ")
 
 
 BAD: list[tuple[dict[str, object], str]] = [
@@ -271,6 +300,42 @@ def test_what_cannot_be_sent(ask: dict[str, object], field: str) -> None:
     with pytest.raises(Rejected) as caught:
         Parameters(**ask).message()  # type: ignore[arg-type]
     assert caught.value.field == field
+
+
+WRONG_TYPES: list[tuple[dict[str, object], str]] = [
+    ({"prompt": 5}, "prompt: must be text (a str) that can be encoded as UTF-8, got 5"),
+    ({"prompt": b"x"}, "prompt: must be text (a str) that can be encoded as UTF-8, got b'x'"),
+    ({"prompt": [1, 2]}, "give token ids as token_ids, a conversation as messages"),
+    ({"prompt": "x", "model": 5}, "model: must be text"),
+    ({"prompt": "x", "temperature": "hot"}, "temperature: must be a number, got 'hot'"),
+    ({"prompt": "x", "temperature": True}, "temperature: must be a number, got True"),
+    ({"prompt": "x", "top_p": 10**400}, "top_p: must be a number, got 1000"),
+    ({"prompt": "x", "top_k": 1.5}, "top_k: must be an integer from -2147483648 to 2147483647"),
+    ({"prompt": "x", "seed": 2**64}, f"seed: must be an integer from 0 to {2**64 - 1}, got"),
+    ({"prompt": "x", "max_tokens": "16"}, "max_tokens: must be an integer"),
+    ({"prompt": "x", "ignore_eos": "yes"}, "ignore_eos: must be True or False, got 'yes'"),
+    ({"prompt": "x", "stop": 5}, "stop: must be a list, each text"),
+    ({"prompt": "x", "stop": [b"a"]}, "stop[0]: must be text (a str)"),
+    ({"prompt": "x", "stop_token_ids": 5}, "stop_token_ids: must be a list, each an integer"),
+    ({"token_ids": "abc"}, "got 'abc': give text as prompt"),
+    ({"token_ids": [[1, 2]]}, "token_ids[0]: must be an integer from 0 to 4294967295, got [1, 2]"),
+    ({"token_ids": [1.0]}, "token_ids[0]: must be an integer from 0 to 4294967295, got 1.0"),
+    ({"messages": "Hi"}, "got 'Hi': give a single text as prompt"),
+    ({"messages": ["Hi"]}, "messages[0]: must be a mapping with role and content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0]: must be a mapping"),
+    ({"messages": [("user", ["Hi"])]}, "messages[0].content: must be text (a str)"),
+    ({"prompt": "x", "sampling": Sampling(top_k=1.5)}, "top_k: must be an integer"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("given", "told"), WRONG_TYPES)
+def test_a_wrong_type_is_told_in_words_of_the_client(given: dict[str, object], told: str) -> None:
+    make: Callable[..., Parameters] = Parameters
+    with pytest.raises(Rejected) as caught:
+        make(**given).message()
+    assert told in str(caught.value)
+    for words in ("bad argument type", "cannot be interpreted", "kvrelay.v1", "out of range"):
+        assert words not in str(caught.value)
 
 
 def test_nothing_is_sent_that_was_not_given() -> None:

@@ -77,6 +77,13 @@ async def test_after_close() -> None:
         await other.workers()
 
 
+async def test_a_fleet_is_asked_with_a_number_of_seconds() -> None:
+    with Client("127.0.0.1:1") as client:
+        fleet: Callable[..., object] = client.fleet  # a type checker refuses a text
+        with pytest.raises(Rejected, match="timeout: must be a number of seconds, got 'x'"):
+            fleet("x")
+
+
 @pytest.mark.parametrize("address", ["", 5, None, "http://127.0.0.1:1", "a\nb:1"])
 async def test_what_is_no_address_is_rejected(address: str) -> None:
     for kind in (Client, AsyncClient):
@@ -92,6 +99,8 @@ def test_timeouts() -> None:
     assert seconds_of(-1.0) == -1.0
     with pytest.raises(Rejected, match="timeout"):
         seconds_of(math.nan)
+    with pytest.raises(Rejected, match="timeout: must be a number of seconds, got True"):
+        seconds_of(True)
 
 
 def test_arrays_and_what_is_no_sequence() -> None:

@@ -27,6 +27,7 @@ from kvrelay import (
     Sampling,
     Unavailable,
     Usage,
+    WorkerStatus,
 )
 
 
@@ -69,7 +70,12 @@ def ask(prompt: str) -> str:
             timeout=5,
         )
         assert_type(answer, Completion)
-        assert_type([worker.address for worker in client.workers()], list[str])
+        assert_type(client.workers(), tuple[WorkerStatus, ...])
+        for worker in client.fleet().workers:
+            assert_type(worker.address, str)
+            assert_type(worker.load.free_blocks, int)
+            if worker.info is not None:
+                assert_type(worker.info.namespace.model, str)
         assert_type(client.fleet().queue.waiting, int)
         return text + answer.text
 
@@ -92,6 +98,9 @@ WRONG = {
     "client.generate(prompt=3)": "incompatible type",
     'client.complete(prompt="x").usage.prompt_token': 'has no attribute "prompt_token"',
     'client.complete(prompt="x").usage.legs[0].length = 3': "read-only",
+    "client.workers()[0].adress": 'has no attribute "adress"',
+    "client.fleet().queue.waitng": 'has no attribute "waitng"',
+    'client.workers()[0].state == "redy"': "Non-overlapping equality check",
     'open_client: AsyncClient = Client("x")': "Incompatible types",
 }
 

@@ -22,7 +22,6 @@ from kvrelay.client.client import Client
 from kvrelay.cluster.process import SupervisedProcess
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.recall.facts import Document
-from kvrelay.rpc.protocol import ROLES
 
 TARGETS = ("decode", "prefill", "store")
 TOKENS, SEED, TEMPERATURE = 320, 7, 0.7
@@ -95,7 +94,7 @@ class Killer:
     def _serving(self) -> SupervisedProcess | None:
         if self._target == "store":
             return self._cluster.process("store")
-        busy = [w for w in self._client.workers() if w.in_flight and w.role == ROLES[self._target]]
+        busy = [w for w in self._client.workers() if w.in_flight and w.role == self._target]
         return self._cluster.named(self._names[busy[0].address]) if busy else None
 
     def _kill(self, process: SupervisedProcess | None) -> None:
