@@ -51,6 +51,12 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     },
     "certs": {"cryptography": "cryptography"},
 }
+PURPOSES: Mapping[str, str] = {
+    "router": "for a router",
+    "store": "for a store",
+    "worker": "for prefill and decode workers",
+    "certs": "for `kvrelay make-certs`",
+}
 CLUSTER = ("router", "store", "worker")
 OWN_PACKAGES = ("kvstore", "router", "prefill_service", "decode_service")  # beside kvrelay
 HOME = Path(__file__).parents[1]
@@ -66,6 +72,11 @@ def missing(*extras: str) -> tuple[str, ...]:
 def lacking(*extras: str) -> tuple[str, ...]:
     """Those of these extras of which a package is missing."""
     return tuple(extra for extra in extras if missing(extra))
+
+
+def services_installed() -> bool:
+    """Whether packages are here that come with every service and seldom with anything else."""
+    return any(map(_found, _SERVER))
 
 
 def require(*extras: str) -> None:

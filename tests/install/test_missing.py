@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay import installation
+from kvrelay.cli.dispatch import main
 from kvrelay.installation import CLUSTER, EXTRAS
 from tests.house.test_dependencies import declared
 from tests.install.conftest import Installed
@@ -73,14 +75,40 @@ def test_help_of_a_service_is_not_refused(
     assert f"pip install 'kvrelay[{SERVICES[module]}]'" in done.stdout
 
 
-def test_doctor_names_it(client_only: Installed, tmp_path: Path) -> None:
+def test_doctor_of_a_client_says_what_else_can_be_installed(
+    client_only: Installed, tmp_path: Path
+) -> None:
     done = client_only.run(client_only.kvrelay, "doctor", "--json", cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
-    findings = json.loads(done.stdout)["findings"]
-    missing = {one["name"] for one in findings if one["state"] == "missing"}
-    assert missing == lacks(*CLUSTER)
-    for one in findings:
-        assert one["state"] != "missing" or "pip install 'kvrelay[all]'" in one["means"]
+    assert done.returncode == 0, done.stderr + done.stdout
+    told = json.loads(done.stdout)
+    assert told["ok"]
+    findings = {one["name"]: one for one in told["findings"]}
+    assert all(one["state"] != "missing" for one in findings.values())
+    for extra in (*CLUSTER, "certs"):
+        assert findings[f"[{extra}]"]["state"] == "absent"
+        assert f"pip install 'kvrelay[{extra}]'" in findings[f"[{extra}]"]["means"]
+        assert all(name in findings[f"[{extra}]"]["found"] for name in lacks(extra))
+    page = client_only.run(client_only.kvrelay, "doctor", cwd=tmp_path)
+    assert page.returncode == 0
+    assert page.stdout.count("pip install") == 5  # of each extra, and of all
+    assert "pip install 'kvrelay[all]'" in page.stdout.splitlines()[-1]
+    assert "demo" not in page.stdout
+
+
+def test_doctor_names_what_a_cluster_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Services were installed here, and none of them is complete."""
+    found = installation._found
+    monkeypatch.setattr(installation, "_found", lambda module: module != "xxhash" and found(module))
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    for extra in CLUSTER:
+        (line,) = [line for line in lines if f" [{extra}] " in line]
+        assert line.startswith("! ")
+        assert "not installed: xxhash; " in line
+        assert f"[{extra}]'" in line.split("pip install")[1]
+    assert lines[-1] == "Missing: [router], [store], [worker]."
 
 
 def test_doctor_asked_for_a_store_names_it(client_only: Installed, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from google.protobuf import json_format
 from kvrelay.cli.doctor.machine import Diagnosis, audit, examine
 from kvrelay.cli.screen import paint, print_out
 from kvrelay.config.reader import load, option
-from kvrelay.installation import command, require
+from kvrelay.installation import CLUSTER, command, install_line, lacking, require
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST
 from kvrelay.rpc.security.options import SecurityOptions
@@ -50,11 +50,24 @@ def main(argv: Sequence[str]) -> int:
         print_out(
             json.dumps({"ok": not missing, "findings": [asdict(one) for one in findings]}, indent=2)
         )
+    elif missing:
+        print_out(f"\nMissing: {', '.join(finding.name for finding in missing)}.")
     else:
-        names = ", ".join(finding.name for finding in missing)
-        well = f"Nothing needed is missing. Try: {command('demo')}"
-        print_out(f"\nMissing: {names}." if missing else f"\n{well}")
+        print_out("\n" + next_step())
     return 1 if missing else 0
+
+
+def next_step() -> str:
+    """What can be done with what is installed, and how to install the rest."""
+    absent = lacking(*CLUSTER)
+    if not absent:
+        return f"Nothing needed is missing. Try: {command('demo')}"
+    here = ", ".join(("the client", *(f"[{name}]" for name in CLUSTER if name not in absent)))
+    return (
+        f"Nothing is missing from what is installed: {here}.\n"
+        f"Try: {command('generate --router HOST:PORT PROMPT')}\n"
+        f"For a whole cluster on this machine: {install_line(*CLUSTER)}"
+    )
 
 
 def _stores(urls: str | None) -> Iterator[Diagnosis]:

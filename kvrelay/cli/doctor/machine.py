@@ -23,14 +23,22 @@ import grpc
 from kvrelay.cluster.ports import is_free
 from kvrelay.config.values import show_size
 from kvrelay.errors import Rejected
-from kvrelay.installation import CLUSTER, hidden, install_line, lacking, missing
+from kvrelay.installation import (
+    CLUSTER,
+    EXTRAS,
+    PURPOSES,
+    hidden,
+    install_line,
+    missing,
+    services_installed,
+)
 from kvrelay.rpc.address import ROUTER_PORT, Address
 from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import worker_pb2, worker_pb2_grpc
 
 State = Literal["ok", "absent", "missing"]
-NEEDED = ("torch", "transformers", "tokenizers", "grpcio", "protobuf", "xxhash", "safetensors")
+VERSIONS = ("grpcio", "protobuf", "torch", "transformers", "tokenizers", "xxhash", "safetensors")
 MEMORY_WANTED = 2 << 30
 REDIS_PORT = 6379
 PROBE_SECONDS = 1.0
@@ -84,13 +92,19 @@ def _python() -> Diagnosis:
 
 
 def _packages() -> Iterator[Diagnosis]:
-    """The packages that matter most, and every other that a service lacks."""
-    absent = missing(*CLUSTER)
-    for name in dict.fromkeys((*NEEDED, *absent)):
-        if name in absent:
-            yield Diagnosis(name, "missing", "not installed", install_line(*lacking(*CLUSTER)))
-        else:
+    """The versions that matter most, and the extras. An extra that was never wanted is absent."""
+    absent = missing(*EXTRAS)
+    for name in VERSIONS:
+        if name not in absent:
             yield Diagnosis(name, "ok", _version(name))
+    broken = services_installed() and all(map(missing, CLUSTER))
+    for extra, purpose in PURPOSES.items():
+        if lacks := missing(extra):
+            state: State = "missing" if broken and extra in CLUSTER else "absent"
+            means = f"{purpose}: {install_line(extra)}"
+            yield Diagnosis(f"[{extra}]", state, f"not installed: {', '.join(lacks)}", means)
+        else:
+            yield Diagnosis(f"[{extra}]", "ok", "complete")
 
 
 def _version(name: str) -> str:
@@ -147,15 +161,15 @@ def _torch() -> Iterator[Diagnosis]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count:
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
-        yield Diagnosis("devices", "ok", names, "workers will use cuda; choose with --device")
+        means = "workers will use cuda, which has not been tried on a GPU yet, or --device cpu"
+        yield Diagnosis("devices", "ok", names, means)
     else:
         built = torch.version.cuda
         why = f"built for CUDA {built}, no device seen" if built else "built for the CPU only"
         yield Diagnosis("devices", "absent", f"no GPU ({why})", "workers will use the CPU")
     flash = importlib.util.find_spec("flash_attn") is not None
-    found = ("flash_attn, " if flash else "") + "sdpa"
-    means = "flash_attn" if flash and count else "sdpa"
-    yield Diagnosis("attention", "ok", found, f"{means} would be used")
+    means = "flash_attn is installed and not used: kvrelay has no backend for it" if flash else ""
+    yield Diagnosis("attention", "ok", "sdpa, of torch", means)
 
 
 def _port() -> Diagnosis:
