@@ -82,7 +82,7 @@ def services_installed() -> bool:
 def require(*extras: str) -> None:
     """Raises ``NotInstalled`` with the names of the packages that are missing from these extras.
 
-    Of a cluster's extras also if a package of the user hides one of ours.
+    For the extras of a cluster it also does so if a package of the user hides one of ours.
     """
     absent = missing(*extras)
     if absent:
@@ -94,7 +94,7 @@ def require(*extras: str) -> None:
 
 
 def hidden() -> str | None:
-    """What is found in place of one of our packages, ``None`` if nothing is; imports none."""
+    """Why one of our packages cannot be imported, ``None`` if all can. Imports none of them."""
     for name in OWN_PACKAGES:
         spec = importlib.util.find_spec(name)
         if spec is None:
@@ -109,9 +109,9 @@ def hidden() -> str | None:
 
 
 def require_service(module: str, extra: str, summary: str) -> None:
-    """The same for ``python -m MODULE``: ends the process with one line and status 1.
+    """``require`` for ``python -m MODULE``: ends the process with one line and status 1.
 
-    With a short page and status 0 if help is asked for.
+    If help is asked for it prints a short page and ends with status 0.
     """
     try:
         require(extra)

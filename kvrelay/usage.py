@@ -59,7 +59,7 @@ class LegAdmission:
 
 @dataclass(frozen=True, slots=True)
 class LegUsage:
-    """What one stay of the request on one worker did.
+    """The account of one leg: what the request did on one worker.
 
     ``length = local + external + computed``: the tokens the leg started from were found in the
     worker's own pool, loaded from the store, or computed. ``recomputed`` positions were computed

@@ -53,23 +53,14 @@ class ResumeState:
     def __init__(self, request: router_pb2.GenerateRequest) -> None:
         self._request = request
         self._tokens: list[int] = []
-        self._id = request.request_id
-        self._seed = request.sampling.seed
-        self._weights = request.weights
-        self._prompt_hash = request.prompt_hash
-        self._known = False
+        self._first: router_pb2.GenerateResponse | None = None
         self.ended = False  # set by the last message: a later error loses nothing
         self.unanswered = request.ByteSize()  # bytes of the request until the first message
 
     def take(self, message: router_pb2.GenerateResponse) -> Chunk:
         """Record one message."""
         self.unanswered = 0
-        if message.HasField("seed"):
-            self._id = message.request_id
-            self._seed = message.seed
-            self._weights = message.weights
-            self._prompt_hash = message.prompt_hash
-            self._known = True
+        self._first = self._first or message  # it alone has the seed and the identifiers
         ids = tuple(token.id for token in message.tokens)
         self._tokens += ids
         self.ended = self.ended or bool(message.finish_reason)
@@ -83,8 +74,8 @@ class ResumeState:
             ),
             finish_reason=finish_reason_of(message.finish_reason),
             usage=usage_of(message.usage) if message.HasField("usage") else None,
-            seed=self._seed,
-            request_id=self._id,
+            seed=self._first.seed,
+            request_id=self._first.request_id,
         )
 
     def continued(self) -> router_pb2.GenerateRequest:
@@ -94,10 +85,10 @@ class ResumeState:
         request = router_pb2.GenerateRequest()
         request.CopyFrom(self._request)
         request.output_token_ids.extend(self._tokens)
-        if self._known:
-            request.sampling.seed = self._seed
-            request.weights = self._weights
-            request.prompt_hash = self._prompt_hash
+        if self._first is not None:
+            request.sampling.seed = self._first.seed
+            request.weights = self._first.weights
+            request.prompt_hash = self._first.prompt_hash
         return request
 
 

@@ -9,7 +9,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, fields
 from functools import update_wrapper
 from numbers import Real
 from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
@@ -45,21 +45,7 @@ HINTS: Mapping[str, str] = {
     "system": 'a system message is the first of messages: [("system", "..."), ("user", "...")]',
 }
 PLAIN = ("max_tokens", "model", "request_id", "explain", "priority", "output_token_ids")
-SAMPLING = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "ignore_eos",
-    "min_tokens",
-    "logprobs",
-    "stop",
-    "stop_token_ids",
-)
+SAMPLING = tuple(field.name for field in fields(Sampling) if field.name != "eos_token_ids")
 TURN = "a mapping with role and content, or a pair of them"
 KINDS: Mapping[int, str] = {
     FieldDescriptor.CPPTYPE_BOOL: "True or False",

@@ -4,8 +4,8 @@ Byte-level tokenizers (GPT-2, Llama 3, Qwen) use a table of bytes per token and 
 decoder: exact for any ids, in constant time. Others (sentencepiece-like) are decoded behind an
 anchor token, so that a leading space is kept or dropped as in the middle of a text; a token that
 ends within a character waits for the next. That is exact too, except for byte tokens that are not
-UTF-8: the library replaces every byte of such a run, also those before the bad one, which were sent
-long before. (``tokenizers.DecodeStream`` has no flush, raises on such runs, and rereads a window
+UTF-8: the library replaces every byte of such a run, but the bytes before the bad one were sent
+before it came. (``tokenizers.DecodeStream`` has no flush, raises on such runs, and rereads a window
 that grows without bound.)
 """
 

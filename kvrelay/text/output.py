@@ -43,7 +43,7 @@ class OutputText:
         return TextDelta(*self._stops.push(self._detokenizer.push(token), armed))
 
     def replay(self, tokens: Iterable[int]) -> bool:
-        """Push tokens whose text was sent before; whether they complete a stop string."""
+        """Push tokens whose text was sent before. Returns whether they complete a stop string."""
         return any(self.push(token).stopped for token in tokens)
 
     def flush(self) -> str:

@@ -101,7 +101,7 @@ def _load(folder: Path) -> PreTrainedTokenizerBase:
         raise Unservable(f"{folder}: no such folder; give a local model folder")
     config = _json(folder / "tokenizer_config.json")
     plain = config.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in config
-    _silence_advice()
+    logging.getLogger("transformers").addFilter(_is_useful)
     try:
         if plain and (folder / "tokenizer.json").is_file():
             from transformers import PreTrainedTokenizerFast
@@ -116,15 +116,8 @@ def _load(folder: Path) -> PreTrainedTokenizerBase:
     return cast("PreTrainedTokenizerBase", loaded)
 
 
-def _silence_advice() -> None:
-    """No "PyTorch was not found" where only tokenizers are used, as in a router.
-
-    ``transformers`` logs it while it is imported. Other warnings of it are shown.
-    """
-    logging.getLogger("transformers").addFilter(_no_advice)
-
-
-def _no_advice(record: logging.LogRecord) -> bool:
+def _is_useful(record: logging.LogRecord) -> bool:
+    """A router needs no torch: drops what ``transformers`` logs without it when imported."""
     return not record.getMessage().startswith("PyTorch was not found")
 
 
