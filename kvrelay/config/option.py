@@ -37,6 +37,7 @@ class OptionRules:
     positional: bool = False
     group: str = "options"  # heading of the help page
     secret: bool = False  # has no flag: every user can read a command line
+    environ: bool = True  # without: the variable of this name is meant for other processes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +121,7 @@ def option(
     positional: bool = False,
     group: str = "options",
     secret: bool = False,
+    environ: bool = True,
 ) -> T:
     """A field with a default. ``unit`` is shown in the help; ``"bytes"`` also allows suffixes.
 
@@ -135,6 +137,7 @@ def option(
         positional=positional,
         group=group,
         secret=secret,
+        environ=environ,
     )
     return field(default=default, metadata={_KEY: rules}, repr=not secret)
 

@@ -18,8 +18,9 @@ A field's value comes from its flag, else the environment, else the file, else i
 
 Types: ``str``, ``int``, ``float``, ``bool`` (``--x`` and ``--no-x``), each also ``| None`` or
 ``tuple[X, ...]`` (the flag may be repeated; commas separate values in the environment). With
-``unit="bytes"`` an ``int`` takes suffixes (``1GiB``). A ``secret=True`` field has no flag. A
-``positional`` field is not read from the environment, where its name may mean something else. Rules
+``unit="bytes"`` an ``int`` takes suffixes (``1GiB``). A ``secret=True`` field has no flag. A field
+that is ``positional`` or has ``environ=False`` is not read from the environment, where its name may
+mean something else. Rules
 between fields go into ``__post_init__``, which raises ``Rejected(field, message)``; a dataclass
 that is also built in code calls ``check(self)`` there to check ranges and choices. ``load`` ends
 the process with status 2 and one line on an error, and with 0 after ``--help``.
@@ -98,7 +99,7 @@ def _find(
 ) -> tuple[Sequence[str] | None, str]:
     if item.name in flags:
         return flags[item.name], "the command line" if item.rules.positional else item.flag
-    if environ.get(item.variable) and not item.rules.positional:
+    if environ.get(item.variable) and item.rules.environ and not item.rules.positional:
         text = environ[item.variable]
         parts = [part.strip() for part in text.split(",")] if item.repeated else [text]
         return parts, item.variable

@@ -131,6 +131,15 @@ def test_an_argument_is_not_looked_for_in_the_environment() -> None:
     assert read(Named, ["ab"], "sample", "A sample.", {"KVRELAY_NAME": "worker-1"}).name == "ab"
 
 
+def test_a_variable_of_other_processes_is_not_read() -> None:
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class Named:
+        audit: str | None = option(None, "a worker", environ=False)
+
+    assert read(Named, [], "sample", "A sample.", {"KVRELAY_AUDIT": "true"}).audit is None
+    assert read(Named, ["--audit", "h:1"], "sample", "A sample.", {}).audit == "h:1"
+
+
 def test_the_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         load(Sample, ["--help"], "sample", "A sample.", {})

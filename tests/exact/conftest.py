@@ -32,33 +32,31 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return folder
 
 
-@pytest.fixture(scope="session", autouse=True)
-def audited() -> Iterator[None]:
-    """Workers check every invariant after every step. Timeouts are long for slow machines."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("KVRELAY_AUDIT", "true")
-        patch.setenv("KVRELAY_HEALTH_TIMEOUT", "20")
-        patch.setenv("KVRELAY_HANDOFF_WAIT", "30")
-        yield
-
-
 @contextmanager
 def cluster(
     model: Path,
     layout: Callable[[ClusterConfig], tuple[ProcessSpec, ...]] = process_specs,
     **settings: int | str,
 ) -> Iterator[Cluster]:
-    """A running cluster; its logs are printed when the test fails."""
+    """A running cluster; its logs are printed when the test fails.
+
+    Workers check every invariant after every step. Timeouts are long for slow machines.
+    """
     lines: list[str] = []
     # A store touches its memory at start: as little as tiny models need, or it takes a second.
     defaults = {"dtype": "float32", "disaggregate": "always", "store_budget": 1 << 28}
     config = ClusterConfig(model=str(model), port=0, **{**defaults, **settings})  # type: ignore[arg-type]
-    try:
-        with Cluster(
+    with pytest.MonkeyPatch.context() as patch:  # for the cluster alone, not for later tests
+        patch.setenv("KVRELAY_AUDIT", "true")
+        patch.setenv("KVRELAY_HEALTH_TIMEOUT", "20")
+        patch.setenv("KVRELAY_HANDOFF_WAIT", "30")
+        made = Cluster(
             config,
             on_line=lambda spec, line: lines.append(f"{spec.name}| {line}"),
             layout=layout,
-        ) as up:
+        )
+    try:
+        with made as up:
             yield up
     finally:
         print("\n".join(lines[-200:]))

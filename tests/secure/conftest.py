@@ -23,7 +23,8 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
     files = write_files(folder, "cluster", authority)
     tokens = write_credentials(folder)
     model = tiny_model("llama", folder / "llama", eos_token_id=None)
-    with pytest.MonkeyPatch.context() as patch:
+    lines: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:  # for the cluster alone, not for later tests
         patch.setenv("KVRELAY_AUDIT", "true")
         patch.setenv("KVRELAY_HEALTH_TIMEOUT", "20")
         patch.setenv("KVRELAY_HANDOFF_WAIT", "30")
@@ -41,10 +42,9 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secured]:
             tls_ca=files.ca,
             credentials=tokens,
         )
-        lines: list[str] = []
-        noted = lambda spec, line: lines.append(f"{spec.name}| {line}")  # noqa: E731
-        try:
-            with Cluster(config, on_line=noted) as cluster:
-                yield Secured(cluster, files, tokens, authority, Path(folder), lines)
-        finally:
-            print("\n".join(lines[-200:]))
+        made = Cluster(config, on_line=lambda spec, line: lines.append(f"{spec.name}| {line}"))
+    try:
+        with made as cluster:
+            yield Secured(cluster, files, tokens, authority, Path(folder), lines)
+    finally:
+        print("\n".join(lines[-200:]))

@@ -19,18 +19,23 @@ from kvrelay.rpc.security.options import SecurityOptions
 
 DESCRIPTION = """\
 Checks this machine: what kvrelay would use, what is absent without harm, and what is missing. With
---store it also checks that stores, Redis among them, are reachable and set up for blocks. With
---audit a running worker checks every invariant of its accounting instead. Ends with status 1 only
-if something needed is missing or an invariant is broken."""
+--store it also checks that stores (Redis too) are reachable and set up for blocks. With --audit a
+running worker checks every invariant of its accounting instead. Ends with status 1 only if
+something needed is missing or an invariant is broken."""
 MARKS = {"ok": ("+", "green"), "absent": ("-", "yellow"), "missing": ("!", "red")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorConfig(SecurityOptions):
-    """How to show the findings."""
+    """What to check, and how to show the findings."""
 
     json: bool = option(False, "print the findings as JSON")
-    audit: str | None = option(None, "check the accounting of this worker", metavar="HOST:PORT")
+    audit: str | None = option(
+        None,
+        "check the accounting of this worker",
+        metavar="HOST:PORT",
+        environ=False,  # KVRELAY_AUDIT is a switch of workers
+    )
     store: str | None = option(None, "check this store too, or several with commas", metavar="URL")
 
 
@@ -86,11 +91,10 @@ def show_audit(address: str, as_json: bool) -> int:
         print_out(json_format.MessageToJson(found, always_print_fields_with_no_presence=True))
         return 1 if found.findings else 0
     for one in found.findings:
-        who = one.request_id or "the pool"
-        print_out(f"{paint('!', 'red')} {one.invariant} {who}: {one.message}")
-    broken = (
-        f"{len(found.findings)} invariants are broken" if found.findings else "all invariants hold"
-    )
+        place = one.request_id or "the pool"
+        print_out(f"{paint('!', 'red')} {one.invariant} {place}: {one.message}")
+    count = len(found.findings)
+    broken = f"{count} invariants are broken" if count else "all invariants hold"
     print_out(f"{address}: {found.requests} requests, {found.blocks} blocks: {broken}.")
     return 1 if found.findings else 0
 
