@@ -9,6 +9,7 @@ import logging
 from kvrelay.config.reader import load
 from kvrelay.config.values import show_size
 from kvrelay.process import logs
+from kvrelay.process.memory import check_fits, host_memory
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.server.run import run_service, serve_until_signal
@@ -37,6 +38,8 @@ GC_THRESHOLDS = (20_000, 10, 500)
 
 async def serve(config: StoreConfig) -> int:
     """Serve until a signal; returns the exit status."""
+    if (warning := check_fits("budget", config.budget, host_memory())) is not None:
+        log.warning("%s", warning)
     limits = StoreLimits(
         budget=config.budget,
         max_block=config.max_block,

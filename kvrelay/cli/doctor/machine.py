@@ -1,7 +1,7 @@
 """What this machine offers kvrelay: findings, each with its consequence.
 
-Reads and changes nothing. A finding is ``ok``, ``absent`` (something useful lacks), or ``missing``
-(something needed lacks).
+Changes nothing. A finding is ``ok``, ``absent`` (useful, but not here) or ``missing`` (needed, but
+not here).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import platform
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from kvrelay.installation import (
     missing,
     services_installed,
 )
+from kvrelay.process.memory import host_memory
 from kvrelay.rpc.address import ROUTER_PORT, Address
 from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
 from kvrelay.rpc.status import from_rpc_error
@@ -41,7 +41,6 @@ State = Literal["ok", "absent", "missing"]
 VERSIONS = ("grpcio", "protobuf", "torch", "transformers", "tokenizers", "xxhash", "safetensors")
 MEMORY_WANTED = 2 << 30
 REDIS_PORT = 6379
-PROBE_SECONDS = 1.0
 AUDIT_SECONDS = 60.0
 
 
@@ -72,8 +71,8 @@ def examine() -> Iterator[Diagnosis]:
 
 
 def audit(address: str) -> worker_pb2.AuditResponse:
-    """The invariants of its accounting that a running worker finds broken, between two steps."""
-    Address.parse(address)  # gRPC would take a name without a port, and a port modulo 65536
+    """The broken invariants in the accounting of a running worker."""
+    Address.parse(address)  # gRPC would accept a name without a port, and a port modulo 65536
     with open_sync_channel(address, ChannelOptions()) as channel:
         try:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -115,7 +114,7 @@ def _version(name: str) -> str:
 
 
 def _cluster() -> Iterator[Diagnosis]:
-    """What ``kvrelay up`` starts from."""
+    """The cores and the shipped model."""
     from kvrelay.cluster.layout import SHIPPED_MODEL, cores  # needs the packages of the services
 
     found = f"{cores()} cores, {platform.system()} {platform.machine()}"
@@ -129,21 +128,12 @@ def _cluster() -> Iterator[Diagnosis]:
 
 
 def _memory() -> Diagnosis:
-    free = _meminfo().get("MemAvailable")
-    if free is None:
+    memory = host_memory()
+    if memory is None:
         return Diagnosis("memory", "absent", "unknown here")
-    state: State = "ok" if free >= MEMORY_WANTED else "absent"
+    state: State = "ok" if memory.free >= MEMORY_WANTED else "absent"
     means = "" if state == "ok" else f"under {show_size(MEMORY_WANTED)}: lower --num-blocks"
-    return Diagnosis("memory", state, f"{free / 2**30:.1f} GiB available", means)
-
-
-def _meminfo() -> dict[str, int]:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return {}
-    parts = [line.split() for line in lines]
-    return {part[0].rstrip(":"): int(part[1]) * 1024 for part in parts if len(part) == 3}
+    return Diagnosis("memory", state, f"{memory.free / 2**30:.1f} GiB available", means)
 
 
 def _shared_memory() -> Diagnosis:
@@ -188,12 +178,11 @@ def _redis() -> Iterator[Diagnosis]:
         )
     else:
         yield Diagnosis("redis server", "ok", _first_line([server, "--version"]) or server)
-    if _listens(REDIS_PORT):
-        yield Diagnosis("redis", "ok", f"something listens on {REDIS_PORT}")
+    if is_free(REDIS_PORT):
+        found = f"nothing listens on 127.0.0.1:{REDIS_PORT}"
+        yield Diagnosis("redis", "absent", found, "not needed")
     else:
-        yield Diagnosis(
-            "redis", "absent", f"nothing listens on 127.0.0.1:{REDIS_PORT}", "not needed"
-        )
+        yield Diagnosis("redis", "ok", f"something listens on {REDIS_PORT}")
 
 
 def _first_line(command: list[str]) -> str:
@@ -202,11 +191,3 @@ def _first_line(command: list[str]) -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.splitlines()[0][:60] if done.stdout else ""
-
-
-def _listens(port: int) -> bool:
-    try:
-        with socket.create_connection(("127.0.0.1", port), timeout=PROBE_SECONDS):
-            return True
-    except OSError:
-        return False

@@ -361,3 +361,11 @@ def test_closing_ends_the_calls_under_way(call: str) -> None:
         assert errors == [Unavailable]
     finally:
         stop(process)
+
+
+def test_a_budget_beyond_the_memory_of_the_machine_is_refused_at_start() -> None:
+    command = [sys.executable, "-m", "kvstore", "--budget=900TiB"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "budget: 921,600.0 GiB is more memory than there is here: " in done.stderr
+    assert "are free" in done.stderr
