@@ -18,7 +18,7 @@ from kvrelay.config.reader import check
 from kvrelay.errors import Rejected
 from kvrelay.rpc.address import ROUTER_PORT
 from kvrelay.rpc.security.options import SecurityOptions
-from kvrelay.worker.config import LARGEST_BLOCK
+from kvrelay.worker.config import ATTENTION_BACKENDS, DEVICES, DTYPES, LARGEST_BLOCK
 from kvstore.limits import BUDGET, DISK_BUDGET
 from kvstore.urls import split_urls
 from router.config import DISAGGREGATE
@@ -56,12 +56,14 @@ class ClusterConfig(SecurityOptions):
     port: int = option(ROUTER_PORT, "port of the router; 0 picks a free one", low=0, high=65535)
     block_size: int | None = option(None, "token positions in a block", low=1, high=LARGEST_BLOCK)
     num_blocks: int | None = option(None, "blocks in each worker's pool", low=1)
-    dtype: str | None = option(None, "number format of weights and KV, for example bfloat16")
-    device: str | None = option(None, "device of the workers, for example cpu or cuda:0")
+    dtype: str | None = option(None, "number format of weights and KV", choices=DTYPES)
+    device: str | None = option(None, "device of the workers", choices=DEVICES)
     max_num_seqs: int | None = option(None, "requests that a worker runs at once", low=1)
     max_num_batched_tokens: int | None = option(None, "token positions in one step", low=1)
     max_model_len: int | None = option(None, "longest prompt and answer together", low=1)
-    attention_backend: str | None = option(None, "attention backend of the workers", metavar="NAME")
+    attention_backend: str | None = option(
+        None, "attention backend of the workers", choices=ATTENTION_BACKENDS
+    )
     disaggregate: str | None = option(
         None,
         "which prompts go to prefill workers; default: the router's own",

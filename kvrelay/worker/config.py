@@ -9,6 +9,8 @@ from kvrelay.process.logs import LEVELS
 from kvrelay.rpc.security.options import SecurityOptions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+ATTENTION_BACKENDS = ("auto", "sdpa")
 LARGEST_BLOCK = 1024  # token positions
 
 
@@ -28,13 +30,9 @@ class WorkerConfig(SecurityOptions):
         "URL of the KV store, such as kvrelay://HOST:PORT, or several, comma-separated, nearest"
         " first; default: no store",
     )
-    dtype: str = option(
-        "auto",
-        "number format of weights and KV",
-        choices=DTYPES,
-    )
-    device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
-    attention_backend: str = option("auto", "how attention is computed")
+    dtype: str = option("auto", "number format of weights and KV", choices=DTYPES)
+    device: str = option("auto", "where the model runs", choices=DEVICES)
+    attention_backend: str = option("auto", "how attention is computed", choices=ATTENTION_BACKENDS)
     block_size: int = option(16, "token positions in a KV block", low=1, high=LARGEST_BLOCK)
     num_blocks: int | None = option(
         None, "KV blocks in the pool; default: what fits in --kv-memory and can be used", low=1
