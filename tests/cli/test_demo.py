@@ -37,30 +37,31 @@ def cluster() -> Iterator[Cluster]:
 def test_every_answer_of_the_demo_is_right() -> None:
     done = kvrelay("demo", "--json")
     assert done.returncode == 0, done.stderr.decode() + done.stdout.decode()
-    told = json.loads(done.stdout)
-    assert told["right"] == told["asked"] == 6
-    first, *others = told["questions"]
+    report = json.loads(done.stdout)
+    assert report["right"] == report["asked"] == 6
+    first, *others = report["questions"]
     assert first["source"] == "cold"
     assert {one["source"] for one in others} == {"local", "store"}
-    for one in told["questions"]:
+    for one in report["questions"]:
         for hop in one["hops"]:
             assert hop["local"] + hop["external"] + hop["computed"] == hop["length"]
             assert hop["failed"] == 0
+    assert any(hop["lost"] for hop in report["questions"][-1]["hops"])
 
 
 @pytest.mark.parametrize("target", ["decode", "prefill", "store"])
-def test_a_killed_party_changes_no_token_of_the_demo(target: str) -> None:
+def test_a_killed_process_changes_no_token_of_the_demo(target: str) -> None:
     done = kvrelay("demo", "--kill", target, "--json")
     assert done.returncode == 0, done.stderr.decode() + done.stdout.decode()
-    told = json.loads(done.stdout)
-    assert told["same"]
-    assert told["tokens"] == 320
-    assert told["killed"].startswith(target)
-    assert any(hop["lost"] for hop in told["hops"]) == (target != "store")
-    if target == "decode":  # nothing, if the last block was just full when the blow fell
-        *_, lost, taken_over = told["hops"]
+    report = json.loads(done.stdout)
+    assert report["same"]
+    assert report["tokens"] == 320
+    assert report["killed"].startswith(target)
+    assert any(hop["lost"] for hop in report["hops"]) == (target != "store")
+    if target == "decode":  # 0 if the last block was full at the kill
+        *_, lost, taken_over = report["hops"]
         assert lost["lost"]
-        assert told["computed_again"] == taken_over["computed"] - 1
+        assert report["computed_again"] == taken_over["computed"] - 1
 
 
 def test_generate_streams_text_from_standard_input(cluster: Cluster) -> None:
@@ -72,13 +73,13 @@ def test_generate_streams_text_from_standard_input(cluster: Cluster) -> None:
     assert done.stderr == b""
 
 
-def test_generate_takes_token_ids_and_tells_the_usage(cluster: Cluster) -> None:
+def test_generate_takes_token_ids_and_prints_the_usage(cluster: Cluster) -> None:
     flags = ("--router", cluster.router, "--max-tokens", "5", "--ignore-eos", "--json", "--usage")
     done = kvrelay("generate", "--token-ids", "10,11,12", *flags)
-    told = json.loads(done.stdout)
-    assert len(told["token_ids"]) == 5
-    assert told["finish_reason"] == "length"
-    assert told["usage"]["prompt_tokens"] == 3
+    report = json.loads(done.stdout)
+    assert len(report["token_ids"]) == 5
+    assert report["finish_reason"] == "length"
+    assert report["usage"]["prompt_tokens"] == 3
     assert b"3 prompt tokens" in done.stderr
 
 

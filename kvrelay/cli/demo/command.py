@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
-import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
 
-from kvrelay.cli.demo.kill import TARGETS, kill_demo
-from kvrelay.cli.demo.questions import AnsweredQuestion, DemoPlan, ask, describe
+from kvrelay.cli.demo.flow import WIDTH, WrappedOutput
+from kvrelay.cli.demo.kill import TARGETS, Killer, kill_demo, names_of
+from kvrelay.cli.demo.questions import AnsweredQuestion, DemoPlan, describe, legs_json, read_answer
 from kvrelay.cli.demo.warm_up import warm_up
 from kvrelay.cli.screen import paint, print_out, table
 from kvrelay.cli.signals import Signals, end_now
@@ -24,6 +23,7 @@ from kvrelay.cluster.supervisor import Cluster
 from kvrelay.config.reader import load, option
 from kvrelay.errors import Rejected
 from kvrelay.installation import command, make
+from kvrelay.recall.facts import FactQuestion
 
 DESCRIPTION = """\
 Starts a store, prefill workers, decode workers and a router on free ports, and asks questions
@@ -32,10 +32,10 @@ prompt they found in their own pool, loaded from the store or had to compute, an
 answer is right. Kills workers on the way. Ends with status 0 only if every answer is right.
 With --kill it shows one long answer instead, kills a process in the middle of it, and compares
 it, token for token, with an undisturbed run."""
-WIDTH = 78
-COLOUR = re.compile(r"\x1b\[\d+m")
+MAX_TOKENS = 16
 NOTICE_SECONDS = 10.0
-KILL_AT_CHUNK = 2
+KILL_AT = 2  # tokens: the first one is the prefill worker's
+KILL_TRIES = 5
 KIND = {
     "cold": ("computed", "yellow"),
     "local": ("found in its pool", "green"),
@@ -88,9 +88,9 @@ class Demo:
             disaggregate="always",  # the demo shows the handoff
         )
         self._cluster = Cluster(size, on_change=self._on_change)
-        self._names = {spec.address: spec.name for spec in self._cluster.specs}
+        self._names = names_of(self._cluster)
+        self._flow = WrappedOutput(quiet=config.json)
         self._starting = True
-        self._column = 0  # of the line being written
 
     def run(self) -> int:
         config = self._config
@@ -103,18 +103,18 @@ class Demo:
             self._say(f"  every process serves after {took:.1f} s")
             warm_up(cluster)
             if config.kill in TARGETS:
-                quiet = config.json
-                return kill_demo(config.kill, cluster, self._plan.document, self._names, quiet)
+                return kill_demo(config.kill, cluster, self._plan.document, config.json)
             self._introduce()
             asked = self._ask_all(client)
-        if self._config.json:
-            print_out(json.dumps(report(asked, took), indent=2))
-        else:
-            print_out(summary(asked))
+        print_out(
+            json.dumps(report(asked, self._names, took), indent=2)
+            if config.json
+            else summary(asked)
+        )
         return 0 if all(one.right for one in asked) else 1
 
     def on_signal(self, number: int) -> None:
-        """A signal: there is nothing to clean up."""
+        """End at once: the cluster holds nothing worth saving."""
         end_now(self._cluster, number)
 
     def _size(self) -> str:
@@ -139,40 +139,55 @@ class Demo:
             if self._kills and number == last // 2 + 1 and done:
                 self._kill_prefill(client, done[-1])
             self._say(f"\n{paint(f'{number}. {asked.text}', 'bold')}")
-            self._column = 0
-            self._write("   ")
-            write: Callable[[str], None] = self._write
-            if self._kills and number == last and done and self._config.decode > 1:
-                write = KillAfterChunks(
-                    KILL_AT_CHUNK, done[-1].hops[-1].worker, self._cluster, self._write
-                )
-            done.append(ask(client, self._plan, asked, self._names, write))
-            self._show_cost(done[-1])
+            kills = self._kills and number == last and done and self._config.decode > 1
+            done.append((self._ask_and_kill if kills else self._ask)(client, asked))
+        return done
+
+    def _ask(
+        self,
+        client: Client,
+        asked: FactQuestion,
+        on_tokens: Callable[[int], None] = lambda count: None,
+    ) -> AnsweredQuestion:
+        """Ask one question greedily, and show the answer and its cost."""
+        prompt = self._plan.prompt(asked)
+        stream = client.generate(prompt=prompt, max_tokens=MAX_TOKENS, temperature=0.0)
+        answer = read_answer(stream, self._flow, on_tokens)
+        done = AnsweredQuestion(asked, answer)
+        self._show_cost(done)
+        return done
+
+    def _ask_and_kill(self, client: Client, asked: FactQuestion) -> AnsweredQuestion:
+        """Kill the decode worker in mid-answer; ask again if the answer was complete before."""
+        for _ in range(KILL_TRIES):
+            killer = Killer("decode", self._cluster, client, self._flow, KILL_AT)
+            done = self._ask(client, asked, killer.on_tokens)
+            if done.answer.lost:
+                break
+            self._say("   The answer was complete before the kill; the same question again:")
+            self._cluster.wait()
         return done
 
     def _show_cost(self, asked: AnsweredQuestion) -> None:
-        verdict = paint("right", "green") if asked.right else paint("WRONG", "red")
-        room = " " * max(2, WIDTH - self._column - 5)
-        self._say(room + verdict)
+        answer = asked.answer
+        self._flow.end(*(("right", "green") if asked.right else ("WRONG", "red")))
         if not asked.right:
-            self._say(f"   expected: {asked.expected}")
-        for hop in asked.hops:
-            self._say(f"   {describe(hop)}")
-        what, colour = KIND[asked.source]
-        first = paint(f"first token {asked.first_token * 1e3:.0f} ms", colour)
-        lost = "\n   (with the migration)" if any(hop.lost for hop in asked.hops) else ""
-        gap = f"{asked.token_gap * 1e3:.1f} ms a token{lost}"
-        self._say(f"   {first} (prompt {what}), then {gap}")
+            self._say(f"   expected: {asked.question.answer}")
+        for leg in answer.legs:
+            self._say(f"   {describe(leg, self._names[leg.address])}")
+        what, colour = KIND[answer.source]
+        first = paint(f"first token {answer.first_token * 1e3:.0f} ms", colour)
+        lost = "\n   (with the migration)" if answer.lost else ""
+        self._say(f"   {first} (prompt {what}), then {answer.gap * 1e3:.1f} ms a token{lost}")
 
     def _kill_prefill(self, client: Client, asked: AnsweredQuestion) -> None:
         """Kill the prefill worker that holds the document, if there is another one."""
-        hop = asked.hops[0]
-        if hop.role != "prefill" or self._config.prefill < 2:
+        leg = asked.answer.legs[0]
+        if leg.role != "prefill" or self._config.prefill < 2:
             return
-        process = self._cluster.named(hop.worker)
-        self._say(
-            paint(f"\n*  kill -9 {process.pid}: {hop.worker}, which holds the document", "red")
-        )
+        process = self._cluster.named(self._names[leg.address])
+        what = f"*  kill -9 {process.pid}: {process.spec.name}, which holds the document"
+        self._say("\n" + paint(what, "red"))
         process.send(signal.SIGKILL)
         wait_until_noticed(client, process.spec.address)
 
@@ -183,31 +198,6 @@ class Demo:
     def _say(self, text: str = "") -> None:
         if not self._config.json:
             print_out(text)
-
-    def _write(self, text: str) -> None:
-        if not self._config.json:
-            line = text.replace("\n", " ")
-            self._column += len(COLOUR.sub("", line))
-            sys.stdout.write(line)
-            sys.stdout.flush()
-
-
-class KillAfterChunks:
-    """Passes an answer on and kills a worker after some chunks of it."""
-
-    def __init__(
-        self, chunks: int, worker: str, cluster: Cluster, write: Callable[[str], None]
-    ) -> None:
-        self._left = chunks
-        self._process = cluster.named(worker)
-        self._write = write
-
-    def __call__(self, text: str) -> None:
-        self._write(text)
-        self._left -= 1
-        if self._left == 0:
-            self._process.send(signal.SIGKILL)
-            self._write(paint(f" [kill -9 {self._process.spec.name}]", "red"))
 
 
 def wait_until_noticed(client: Client, address: str) -> None:
@@ -221,17 +211,18 @@ def wait_until_noticed(client: Client, address: str) -> None:
 
 def summary(asked: Sequence[AnsweredQuestion]) -> str:
     """The end: times by source of the prompt, the result, and the next commands."""
-    cold = [one.first_token for one in asked if one.source == "cold"]
+    answers = [one.answer for one in asked]
+    cold = [one.first_token for one in answers if one.source == "cold"]
     rows = []
     for kind, (what, _) in KIND.items():
-        times = [one.first_token for one in asked if one.source == kind]
+        times = [one.first_token for one in answers if one.source == kind]
         if times:
             ratio = f"{median(cold) / median(times):.1f} x" if cold else "-"
             rows.append((what, str(len(times)), f"{median(times) * 1e3:.0f} ms", ratio))
     head = ("prompt was", "questions", "first token", "against computed")
     right = sum(one.right for one in asked)
     verdict = f"{right} of {len(asked)} answers right."
-    legs = [next(hop for hop in one.hops if not hop.lost) for one in asked]
+    legs = [one.first_leg for one in answers]
     total, computed = sum(leg.length for leg in legs), sum(leg.computed for leg in legs)
     local, external = sum(leg.local for leg in legs), sum(leg.external for leg in legs)
     return "\n".join(
@@ -261,11 +252,28 @@ def next_commands() -> Iterator[str]:
         yield f"  {tests}"
 
 
-def report(asked: Sequence[AnsweredQuestion], start_seconds: float) -> dict[str, object]:
+def report(
+    asked: Sequence[AnsweredQuestion], names: Mapping[str, str], start_seconds: float
+) -> dict[str, object]:
     """The figures for scripts."""
     return {
         "right": sum(one.right for one in asked),
         "asked": len(asked),
         "start_seconds": start_seconds,
-        "questions": [asdict(one) | {"right": one.right, "source": one.source} for one in asked],
+        "questions": [_as_json(one, names) for one in asked],
+    }
+
+
+def _as_json(asked: AnsweredQuestion, names: Mapping[str, str]) -> dict[str, object]:
+    answer = asked.answer
+    return {
+        "question": asked.question.text,
+        "expected": asked.question.answer,
+        "answer": answer.text,
+        "hops": legs_json(answer, names),
+        "first_token": answer.first_token,
+        "token_gap": answer.gap,
+        "tokens": len(answer.tokens),
+        "right": asked.right,
+        "source": answer.source,
     }

@@ -7,7 +7,7 @@ import sys
 
 from kvrelay.cli.screen import paint
 
-WIDTH, INDENT = 78, 4
+WIDTH, INDENT = 78, 3
 
 
 class WrappedOutput:
@@ -29,10 +29,11 @@ class WrappedOutput:
                 self._put(part, style)
         sys.stdout.flush()
 
-    def end(self) -> None:
-        """End the current line, if there is one."""
+    def end(self, verdict: str = "", style: str = "dim") -> None:
+        """End the current line, if there is one, with the verdict at its right end."""
         if self._column and not self._quiet:
-            sys.stdout.write("\n")
+            room = max(2, WIDTH - self._column - len(verdict)) if verdict else 0
+            sys.stdout.write(" " * room + paint(verdict, style) + "\n")
         self._column = 0
 
     def _put(self, part: str, style: str | None) -> None:

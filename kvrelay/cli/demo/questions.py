@@ -1,4 +1,4 @@
-"""The demonstration: questions over one long document, and the cost of each on each worker.
+"""Questions over one long document, their timed answers, and the account of each worker.
 
 The document's tokens are the prefix of every prompt, so only the first question should have to
 compute them. An answer is right or wrong.
@@ -7,54 +7,102 @@ compute them. An answer is right or wrong.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
 
-from kvrelay.client.client import Client
+from kvrelay.cli.demo.flow import WrappedOutput
+from kvrelay.client.client import Stream
 from kvrelay.recall.facts import Document, FactQuestion, document, question
 from kvrelay.recall.prompt import prompt
-from kvrelay.usage import Usage
+from kvrelay.usage import LegUsage
 
-MAX_TOKENS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class DemoLeg:
-    """What one worker did for a request: ``length = local + external + computed``."""
-
-    worker: str
-    role: str
-    length: int
-    local: int
-    external: int
-    computed: int
-    recomputed: int
-    failed: int
-    lost: bool  # the worker died; the figures are those of its admission
+FIGURES = ("role", "length", "local", "external", "computed", "recomputed", "failed", "lost")
 
 
-@dataclass(frozen=True, slots=True)
-class AnsweredQuestion:
-    """A question, its answer and cost. Times are those of the client, in seconds."""
+@dataclass(slots=True)
+class TimedAnswer:
+    """An answer and its legs. Times in seconds; moments are those of ``time.perf_counter``."""
 
-    question: str
-    expected: str
-    answer: str
-    hops: tuple[DemoLeg, ...]
-    first_token: float
-    token_gap: float
-    tokens: int
+    asked: float = field(default_factory=time.perf_counter)
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)  # of each token
+    legs: tuple[LegUsage, ...] = ()
 
     @property
-    def right(self) -> bool:
-        return self.answer.strip() == self.expected
+    def first_token(self) -> float:
+        return self.arrivals[0] - self.asked
+
+    @property
+    def gap(self) -> float:
+        """Mean time between two tokens."""
+        return (self.arrivals[-1] - self.arrivals[0]) / max(1, len(self.arrivals) - 1)
+
+    def pause(self, since: float) -> float:
+        """The longest pause after a moment."""
+        moments = [since, *(at for at in self.arrivals if at > since)]
+        return max((b - a for a, b in pairwise(moments)), default=0.0)
+
+    @property
+    def first_leg(self) -> LegUsage:
+        """The first one that was not lost."""
+        return next(leg for leg in self.legs if not leg.lost)
+
+    @property
+    def lost(self) -> bool:
+        """Whether a worker died while it served the request."""
+        return any(leg.lost for leg in self.legs)
 
     @property
     def source(self) -> str:
         """Where most of the prompt came from: ``cold`` (computed), ``local`` or ``store``."""
-        first = next(hop for hop in self.hops if not hop.lost)
-        kinds = {"cold": first.computed, "local": first.local, "store": first.external}
+        leg = self.first_leg
+        kinds = {"cold": leg.computed, "local": leg.local, "store": leg.external}
         return max(kinds, key=lambda kind: kinds[kind])
+
+
+def read_answer(
+    stream: Stream,
+    flow: WrappedOutput,
+    on_tokens: Callable[[int], None] = lambda count: None,
+) -> TimedAnswer:
+    """Read an answer that was just asked for: its text goes to ``flow``.
+
+    ``on_tokens`` gets the number of tokens so far.
+    """
+    answer = TimedAnswer()
+    for chunk in stream:
+        answer.tokens += chunk.token_ids
+        answer.arrivals += [time.perf_counter()] * len(chunk.token_ids)
+        answer.text += chunk.text
+        flow.write(chunk.text)
+        if chunk.usage is not None:
+            answer.legs = chunk.usage.legs
+        on_tokens(len(answer.tokens))
+    return answer
+
+
+def describe(leg: LegUsage, worker: str) -> str:
+    """One leg in a line; the numbers add up by construction."""
+    if leg.lost:
+        return f"{worker:<10} was lost; another worker took over"
+    outside = "from the store" if leg.role == "prefill" else "transferred"
+    line = (
+        f"{worker:<10} {leg.length:>5} tokens = {leg.local:>4} local"
+        f" + {leg.external:>4} {outside:<14} + {leg.computed:>4} computed"
+    )
+    extra = [f"{leg.recomputed} recomputed"] if leg.recomputed else []
+    extra += [f"{leg.failed} failed to load"] if leg.failed else []
+    return ", ".join([line, *extra])
+
+
+def legs_json(answer: TimedAnswer, names: Mapping[str, str]) -> list[dict[str, object]]:
+    """The figures of every leg; ``length = local + external + computed``."""
+    return [
+        {"worker": names[leg.address], **{name: getattr(leg, name) for name in FIGURES}}
+        for leg in answer.legs
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,61 +127,13 @@ class DemoPlan:
         return prompt(self.document, asked)
 
 
-def ask(
-    client: Client,
-    plan: DemoPlan,
-    asked: FactQuestion,
-    names: Mapping[str, str],
-    on_text: Callable[[str], None],
-) -> AnsweredQuestion:
-    """Ask one question greedily; ``on_text`` gets the text as it streams."""
-    start = time.perf_counter()
-    stamps: list[float] = []
-    text = ""
-    hops: tuple[DemoLeg, ...] = ()
-    for chunk in client.generate(prompt=plan.prompt(asked), max_tokens=MAX_TOKENS, temperature=0.0):
-        stamps += [time.perf_counter()] * len(chunk.token_ids)
-        text += chunk.text
-        on_text(chunk.text)
-        if chunk.usage is not None:
-            hops = tuple(hops_of(chunk.usage, names))
-    gaps = len(stamps) - 1
-    return AnsweredQuestion(
-        question=asked.text,
-        expected=asked.answer,
-        answer=text,
-        hops=hops,
-        first_token=stamps[0] - start,
-        token_gap=(stamps[-1] - stamps[0]) / gaps if gaps else 0.0,
-        tokens=len(stamps),
-    )
+@dataclass(frozen=True, slots=True)
+class AnsweredQuestion:
+    """A question of the plan and its answer."""
 
+    question: FactQuestion
+    answer: TimedAnswer
 
-def hops_of(usage: Usage, names: Mapping[str, str]) -> Iterator[DemoLeg]:
-    """Every leg of a request, with the names of its workers by their addresses."""
-    for leg in usage.legs:
-        yield DemoLeg(
-            worker=names.get(leg.address, leg.address),
-            role=leg.role,
-            length=leg.length,
-            local=leg.local,
-            external=leg.external,
-            computed=leg.computed,
-            recomputed=leg.recomputed,
-            failed=leg.failed,
-            lost=leg.lost,
-        )
-
-
-def describe(hop: DemoLeg) -> str:
-    """One leg in a line; the numbers add up by construction."""
-    if hop.lost:
-        return f"{hop.worker:<10} died; another worker took over"
-    outside = "from the store" if hop.role == "prefill" else "transferred"
-    line = (
-        f"{hop.worker:<10} {hop.length:>5} tokens = {hop.local:>4} local"
-        f" + {hop.external:>4} {outside:<14} + {hop.computed:>4} computed"
-    )
-    extra = [f"{hop.recomputed} recomputed"] if hop.recomputed else []
-    extra += [f"{hop.failed} failed to load"] if hop.failed else []
-    return ", ".join([line, *extra])
+    @property
+    def right(self) -> bool:
+        return self.answer.text.strip() == self.question.answer

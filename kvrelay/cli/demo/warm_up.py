@@ -9,15 +9,7 @@ import grpc
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.rpc.channel import open_sync_channel
 from kvrelay.rpc.status import from_rpc_error
-from kvrelay.v1 import (
-    decode_pb2,
-    decode_pb2_grpc,
-    prefill_pb2,
-    prefill_pb2_grpc,
-    types_pb2,
-    worker_pb2,
-    worker_pb2_grpc,
-)
+from kvrelay.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
 
 PROMPT = [8] * 40
 MAX_TOKENS = 2
@@ -35,21 +27,16 @@ def warm_up(cluster: Cluster) -> None:
 
 
 def _run_leg(role: str, address: str) -> None:
+    leg = types_pb2.Leg(
+        request_id=uuid.uuid4().hex,
+        prompt_token_ids=PROMPT,
+        max_tokens=MAX_TOKENS,
+        sampling=types_pb2.Sampling(temperature=0.0, ignore_eos=True),
+    )
     with open_sync_channel(address) as channel:
-        worker = worker_pb2_grpc.WorkerServiceStub(channel)
-        answer = worker.GetInfo(worker_pb2.GetInfoRequest(), timeout=SECONDS)
-        leg = types_pb2.Leg(
-            request_id=uuid.uuid4().hex,
-            prompt_token_ids=PROMPT,
-            max_tokens=MAX_TOKENS,
-            sampling=types_pb2.Sampling(temperature=0.0, ignore_eos=True),
-            namespace_digest=answer.info.namespace.digest,
-        )
         if role == "prefill":
             prefill = prefill_pb2_grpc.PrefillServiceStub(channel)
-            for _ in prefill.Prefill(prefill_pb2.PrefillRequest(leg=leg), timeout=SECONDS):
-                pass
+            list(prefill.Prefill(prefill_pb2.PrefillRequest(leg=leg), timeout=SECONDS))
         else:
             decode = decode_pb2_grpc.DecodeServiceStub(channel)
-            for _ in decode.Decode(decode_pb2.DecodeRequest(leg=leg), timeout=SECONDS):
-                pass
+            list(decode.Decode(decode_pb2.DecodeRequest(leg=leg), timeout=SECONDS))
