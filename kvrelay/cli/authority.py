@@ -1,6 +1,6 @@
 """A private certificate authority, for trying TLS and for tests. Needs ``cryptography``.
 
-Keys are elliptic (P-256), so that they are made in no time.
+Keys are elliptic (P-256): they take milliseconds to make.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class CertificateAuthority:
     """Signs certificates that are valid for both ends of a connection."""
 
     def __init__(self, name: str = "kvrelay development CA", days: float = 365) -> None:
+        self._name = name
         self._key = ec.generate_private_key(ec.SECP256R1())
-        subject = _name(name)
         self._cert = (
-            _builder(subject, subject, self._key, _expiry(days))
+            _builder(name, name, self._key, days)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(signs=True), critical=True)
             .sign(self._key, hashes.SHA256())
@@ -56,7 +56,7 @@ class CertificateAuthority:
         key = ec.generate_private_key(ec.SECP256R1())
         both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         cert = (
-            _builder(_name(name), self._cert.subject, key, _expiry(days))
+            _builder(name, self._name, key, days)
             .add_extension(x509.SubjectAlternativeName([_host(one) for one in hosts]), False)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs=False), critical=True)
@@ -77,26 +77,19 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, expiry: datetime
+    subject: str, issuer: str, key: ec.EllipticCurvePrivateKey, days: float
 ) -> x509.CertificateBuilder:
-    start = min(datetime.now(UTC), expiry) - SKEW
+    now = datetime.now(UTC)
+    expiry = now + timedelta(days=days)
     return (
         x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, subject)]))
+        .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(start)
+        .not_valid_before(min(now, expiry) - SKEW)
         .not_valid_after(expiry)
     )
-
-
-def _expiry(days: float) -> datetime:
-    return datetime.now(UTC) + timedelta(days=days)
-
-
-def _name(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)])
 
 
 def _host(text: str) -> x509.GeneralName:

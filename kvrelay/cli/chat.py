@@ -12,13 +12,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvrelay.cli.router_options import RouterOptions
+from kvrelay.cli.router_options import AnswerOptions
 from kvrelay.cli.screen import paint, print_err, print_out
 from kvrelay.client.chunk import Chunk
 from kvrelay.client.client import Client, Stream
 from kvrelay.config.reader import load, option
 from kvrelay.errors import KvrelayError, Rejected, Unavailable
-from kvrelay.sampling import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE
 
 with suppress(ImportError):  # not in every build of Python
     import readline  # noqa: F401 - gives input() a line to edit
@@ -36,21 +35,14 @@ examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChatConfig(RouterOptions):
-    """The router, and the parameters of each answer."""
+class ChatConfig(AnswerOptions):
+    """The router, the parameters of each answer, and its system message."""
 
     system: str | None = option(None, "a system message before the first turn")
-    max_tokens: int = option(DEFAULT_MAX_TOKENS, "most tokens of an answer", low=1)
-    temperature: float = option(DEFAULT_TEMPERATURE, "0 takes the likeliest token", low=0)
-    top_p: float | None = option(
-        None, "sample from the likeliest tokens of this total probability", metavar="P"
-    )
-    seed: int | None = option(None, "the same seed gives the same answers", low=0)
-    timeout: float = option(600.0, "time limit of an answer", unit="seconds", low=0.001)
 
 
 class Conversation:
-    """The turns so far. A message that got no answer is not among them."""
+    """The turns so far. A message whose answer failed is left out."""
 
     def __init__(self, client: Client, config: ChatConfig) -> None:
         self._client = client
@@ -65,8 +57,8 @@ class Conversation:
     def ask(self, text: str) -> None:
         """One turn: the answer is written as it streams. Raises ``KvrelayError``."""
         chunks: list[Chunk] = []
-        asked = [*self._turns, ("user", text)]
-        stream = self._stream(asked)
+        turns = [*self._turns, ("user", text)]
+        stream = self._stream(turns)
         try:
             self._read(stream, chunks)
         except KeyboardInterrupt:
@@ -74,7 +66,7 @@ class Conversation:
             print_out()
             print_err(paint("(stopped)", "dim", sys.stderr))
         answer = "".join(chunk.text for chunk in chunks)
-        self._turns = [*asked, ("assistant", answer)]
+        self._turns = [*turns, ("assistant", answer)]
 
     def _stream(self, messages: Sequence[tuple[str, str]]) -> Stream:
         config = self._config

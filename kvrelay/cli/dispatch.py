@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvrelay import __version__
-from kvrelay.cli import commands
-from kvrelay.cli.commands import Command
+from kvrelay.cli.commands import Command, CommandGroup
 from kvrelay.cli.screen import print_err, print_out
 from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.installation import CLUSTER
@@ -55,14 +54,12 @@ COMMANDS = (
 )
 
 
-def usage() -> str:
-    """The page of ``kvrelay --help``."""
-    return commands.usage(
-        "kvrelay",
-        "Serves language models with prefill and decode on separate workers.",
-        COMMANDS,
-        "kvrelay COMMAND --help says more; kvrelay --version shows the version.",
-    )
+KVRELAY = CommandGroup(
+    "kvrelay",
+    "Serves language models with prefill and decode on separate workers.",
+    COMMANDS,
+    "kvrelay COMMAND --help says more; kvrelay --version shows the version.",
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -70,27 +67,18 @@ def main(argv: Sequence[str]) -> int:
     words = list(argv)
     if len(words) > 1 and words[0] == "help":
         words = [*words[1:], "--help"]
-    if not words or words[0] in ("-h", "--help", "help"):
-        print_out(usage())
-        return 0 if words else 2
-    if words[0] in ("--version", "-V", "version"):
+    if words and words[0] in ("--version", "-V", "version"):
         print_out(f"kvrelay {__version__}")
         return 0
-    command = commands.find("kvrelay", COMMANDS, words[0])
-    if isinstance(command, str):
-        print_err(command)
-        return 2
-    return guarded(command, words[1:])
+    command = KVRELAY.find(words)
+    return command if isinstance(command, int) else guarded(command, words[1:])
 
 
 def guarded(command: Command, argv: Sequence[str]) -> int:
     """Run a command; every error is one line, never a traceback."""
     try:
-        if command.help_without("kvrelay", argv):
-            return 0
-        run = command.load()
         with sigint.sigint_raises():
-            status = run(argv)
+            status = KVRELAY.run(command, argv)
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -105,9 +93,6 @@ def guarded(command: Command, argv: Sequence[str]) -> int:
         with suppress(OSError):
             sys.stdout.close()  # or the failed output is written again at exit
         return 1
-    except Rejected as error:
-        print_err(f"kvrelay {command.name}: {error}")
-        return 2
     except KvrelayError as error:
         print_err(f"kvrelay {command.name}: {error}")
-        return 1
+        return 2 if isinstance(error, Rejected) else 1

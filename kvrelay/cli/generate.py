@@ -7,14 +7,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.cli.router_options import RouterOptions
+from kvrelay.cli.router_options import AnswerOptions
 from kvrelay.cli.screen import paint, print_err, print_out
 from kvrelay.cli.usage import usage_json, usage_lines
 from kvrelay.client.chunk import Chunk
 from kvrelay.client.client import Client, Stream
 from kvrelay.config.reader import load, option
 from kvrelay.errors import Rejected
-from kvrelay.sampling import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE
 
 LARGEST_PROMPT = 8 << 20
 DESCRIPTION = """\
@@ -31,8 +30,8 @@ examples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateConfig(RouterOptions):
-    """The prompt, the router, and how to show the answer."""
+class GenerateConfig(AnswerOptions):
+    """The prompt, the router, the parameters, and how to show the answer."""
 
     prompt: str | None = option(
         None, "the text; '-' or nothing reads standard input", metavar="PROMPT", positional=True
@@ -40,23 +39,16 @@ class GenerateConfig(RouterOptions):
     token_ids: tuple[int, ...] = option((), "the prompt as ids: 1,2,3", low=0, metavar="IDS")
     chat: bool = option(False, "the prompt is a user's message, for the model's chat template")
     system: str | None = option(None, "a system message before it; needs --chat")
-    max_tokens: int = option(DEFAULT_MAX_TOKENS, "most tokens of the answer", low=1)
-    temperature: float = option(DEFAULT_TEMPERATURE, "0 takes the likeliest token", low=0)
-    top_p: float | None = option(
-        None, "sample from the likeliest tokens of this total probability", metavar="P"
-    )
     top_k: int | None = option(None, "sample from the K likeliest tokens; 0 is off", metavar="K")
-    seed: int | None = option(None, "the same seed gives the same answer", low=0)
     stop: tuple[str, ...] = option((), "text that ends the answer")
     ignore_eos: bool = option(False, "continue after the end-of-sequence token")
     priority: int = option(0, "place in the router's queue: higher goes first", low=-8, high=8)
-    timeout: float = option(600.0, "time limit", unit="seconds", low=0.001)
     usage: bool = option(False, "print what was computed where, to standard error")
     explain: bool = option(False, "print also why KV blocks were not found; implies --usage")
     json: bool = option(False, "print text, token ids, finish reason and usage as JSON at the end")
 
     def __post_init__(self) -> None:
-        RouterOptions.__post_init__(self)
+        AnswerOptions.__post_init__(self)
         if self.token_ids and (self.prompt is not None or self.chat):
             raise Rejected("token_ids", "cannot be given together with a text or --chat")
         if self.system is not None and not self.chat:

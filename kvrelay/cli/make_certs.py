@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrelay.cli.authority import LOCAL_NAMES, CertificateAuthority, write_private
 from kvrelay.cli.screen import print_out
 from kvrelay.config.reader import load, option, required
-from kvrelay.errors import NotInstalled, Rejected
-from kvrelay.installation import command, install_line
+from kvrelay.errors import Rejected
+from kvrelay.installation import command
 
 DESCRIPTION = """\
-Makes a directory with an authority (ca.pem), a certificate of it for servers and clients
+Makes a directory with a certificate authority (ca.pem), a certificate for servers and clients
 (cert.pem, key.pem), and tokens (credentials.toml; client.toml for a client). For development: in
-production, keep ca.key elsewhere, and give each process its own certificate and file."""
+production, keep ca.key elsewhere, and give each process its own certificate and credentials."""
 CREDENTIALS = """\
 # Tokens and keys of a cluster; see docs/security.md. Keep it private.
 service = "{service}"
@@ -45,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     except OSError as error:
         raise Rejected("dir", f"cannot create {directory}: {error.strerror}") from None
     for name, content in _files(config).items():
-        _write(directory / name, content)
+        write_private(directory / name, content)
     files = f"--tls-cert {directory}/cert.pem --tls-key {directory}/key.pem"
     files += f" --tls-ca {directory}/ca.pem"
     print_out(f"Created {directory}. Try:")
@@ -55,10 +56,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _files(config: MakeCertsConfig) -> dict[str, bytes]:
-    try:
-        from kvrelay.cli.authority import LOCAL_NAMES, CertificateAuthority
-    except ImportError:
-        raise NotInstalled(f"cryptography is not installed: {install_line('certs')}") from None
     authority = CertificateAuthority(days=config.days)
     issued = authority.issue("kvrelay", (*LOCAL_NAMES, *config.host), config.days)
     drawn = {name: secrets.token_urlsafe(32) for name in ("service", "admin", "fleet", "token")}
@@ -70,9 +67,3 @@ def _files(config: MakeCertsConfig) -> dict[str, bytes]:
         "credentials.toml": CREDENTIALS.format(**drawn).encode(),
         "client.toml": f'token = "{drawn["token"]}"\n'.encode(),
     }
-
-
-def _write(path: Path, content: bytes) -> None:
-    from kvrelay.cli.authority import write_private
-
-    write_private(path, content)

@@ -22,8 +22,8 @@ DESCRIPTION = """\
 Switches a running worker to prefill or to decode. It refuses new requests, waits until its requests
 have ended or the router has migrated them, and returns in the other role with its KV cache; with
 requests left at the --timeout it keeps its role. The role lasts until the worker restarts; routers
-notice by themselves. The router is asked which workers can decode: the last one does not switch
-without --force."""
+notice the switch. The command asks the router first: without --force, the last worker that can
+decode does not switch."""
 ASK_SECONDS = 10.0
 
 
@@ -57,7 +57,8 @@ def check_left(worker: str, boot: str, router: str, known: Sequence[WorkerStatus
     """``Rejected`` unless ``known`` holds the worker, and another one that can decode."""
     if all(_boot_of(one) != boot for one in known):
         raise Rejected(
-            "router", f"the one at {router} does not know {worker}: name its own, or give --force"
+            "router",
+            f"the router at {router} does not know {worker}: name another router, or give --force",
         )
     others = [one for one in known if one.healthy and one.role == "decode"]
     if all(_boot_of(one) == boot for one in others):
@@ -78,6 +79,6 @@ def _known_by(router: str) -> Sequence[WorkerStatus]:
             return client.workers(ASK_SECONDS)
     except (Unavailable, DeadlineExceeded) as error:
         raise Unavailable(
-            f"cannot ask the router at {router} which workers decode ({error}): name it with"
-            " --router, or give --force"
+            f"cannot ask the router at {router} which workers decode ({error}): name another one"
+            " with --router, or give --force"
         ) from error

@@ -1,4 +1,4 @@
-"""The options of every command that talks to a router: its address, and credentials."""
+"""The options of commands that talk to a router: its address, credentials, and of an answer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from kvrelay.rpc.address import DEFAULT_ROUTER
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST
 from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.sampling import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,3 +34,16 @@ class RouterOptions(SecurityOptions):
         if self.endpoints is not None:
             return router_of(Path(self.endpoints))
         return self.router or DEFAULT_ROUTER
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions(RouterOptions):
+    """The router, and the parameters of an answer that every command has."""
+
+    max_tokens: int = option(DEFAULT_MAX_TOKENS, "most tokens of an answer", low=1)
+    temperature: float = option(DEFAULT_TEMPERATURE, "0 takes the likeliest token", low=0)
+    top_p: float | None = option(
+        None, "sample from the likeliest tokens of this total probability", metavar="P"
+    )
+    seed: int | None = option(None, "the same seed gives the same answer", low=0)
+    timeout: float = option(600.0, "time limit of an answer", unit="seconds", low=0.001)

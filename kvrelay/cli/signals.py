@@ -16,12 +16,11 @@ NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-    """A context in which each of them calls ``on_signal(number)``.
+    """A context in which every signal of ``NUMBERS`` calls ``on_signal(number)``.
 
     Python runs handlers in the main thread between two of its instructions. The kernel may deliver
     the signal to any thread; then, or if it arrives just before a blocking call, nothing wakes the
-    main thread. So the interpreter writes the number to a pipe on arrival, and a thread that does
-    nothing else reads it.
+    main thread. So the interpreter writes the number to a pipe, which a thread of its own reads.
     """
 
     def __init__(self, on_signal: Callable[[int], None]) -> None:
@@ -57,7 +56,7 @@ class Signals:
 
 
 def end_now(cluster: Cluster, number: int) -> None:
-    """Kill the cluster and end this process, whatever its main thread does."""
+    """Kill the cluster and end this process, even while its main thread is blocked."""
     cluster.kill_all()
     spawn.server.end()
     with suppress(OSError):
@@ -66,4 +65,4 @@ def end_now(cluster: Cluster, number: int) -> None:
 
 
 def _ignored(number: int, frame: FrameType | None) -> None:
-    """Nothing: the thread handles it."""
+    """Do nothing: the thread of ``Signals`` handles it."""

@@ -26,7 +26,8 @@ from kvstore import connect
 COLOURS = {"store": "magenta", "prefill": "cyan", "decode": "green", "router": "blue"}
 DESCRIPTION = """\
 Starts a store, prefill workers, decode workers and a router as processes of their own, waits
-until all of them serve, and restarts those that die. Ctrl-C ends all; a second one, at once."""
+until all of them serve, and restarts a process that dies. Ctrl-C ends the cluster; a second
+Ctrl-C ends it at once."""
 EPILOG = """\
 examples:
   kvrelay up                                    the shipped model, one worker of each role
@@ -39,7 +40,9 @@ examples:
 class UpConfig(ClusterConfig):
     """The cluster, and what to print about it."""
 
-    endpoints: str | None = option(None, "write addresses and pids there as JSON", metavar="FILE")
+    endpoints: str | None = option(
+        None, "write addresses and process ids to this file, as JSON", metavar="FILE"
+    )
     start_timeout: float = option(120.0, "time limit of the start", unit="seconds", low=1)
     quiet: bool = option(False, "do not show the logs of the processes")
 
@@ -53,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(config: UpConfig) -> None:
-    """Find what would fail only once processes run: ``Rejected`` before any is started."""
+    """``Rejected`` for settings that would make a process fail; none has been started yet."""
     if config.endpoints:
         endpoints.check_writable(Path(config.endpoints).absolute())
     if config.store is not None:
@@ -62,7 +65,7 @@ def _check(config: UpConfig) -> None:
 
 
 def _check_store(url: str) -> None:
-    """As a worker opens it; calls no store."""
+    """Open the store's URL as a worker does, without a call to the store."""
     if not url.startswith(PREFIX):
         connect(url).close()
     elif (inner := read_script(url).store) is not None:
@@ -75,7 +78,7 @@ class Up:
     def __init__(self, config: UpConfig) -> None:
         self._config = config
         self._file = Path(config.endpoints).absolute() if config.endpoints else None
-        self._asked = threading.Event()
+        self._ended = threading.Event()
         self._status = 0  # exit status of an interrupted start
         self._up = False
         self._lock = threading.Lock()  # for lines of many threads
@@ -91,7 +94,7 @@ class Up:
             where = f"--router {self.cluster.router}{self._access()}"
             print_out(f"  {command('generate')} {where} {self._example()}")
             self._publish()
-            self._asked.wait()
+            self._ended.wait()
         except StartInterrupted:
             return self._status
         finally:
@@ -103,16 +106,16 @@ class Up:
 
     def on_signal(self, number: int) -> None:
         """End in order at the first signal, at once at the second."""
-        if self._asked.is_set():
+        if self._ended.is_set():
             if self._file:
                 endpoints.remove(self._file)
             end_now(self.cluster, number)
         self._status = 128 + number
         self.cluster.interrupt()
-        self._asked.set()
+        self._ended.set()
 
     def _example(self) -> str:
-        """A prompt that the model can answer: the shipped one knows only its system message."""
+        """A prompt that the model can answer; the shipped one recalls its system message."""
         if self._config.model != "recall":
             return '"Once upon a time"'
         fact = "The copper mask stands in Boston."
@@ -125,26 +128,26 @@ class Up:
         return "".join(f" --{name.replace('_', '-')} {path}" for name, path in given if path)
 
     def _publish(self) -> None:
-        if self._file and not self._asked.is_set():
+        if self._file and not self._ended.is_set():
             endpoints.write(self._file, self.cluster.describe())
 
     def _show_line(self, spec: ProcessSpec, line: str) -> None:
         if not self._config.quiet:
-            self._tell(f"{paint(f'{spec.name:>9} |', COLOURS[spec.role], sys.stderr)} {line}")
+            self._print(f"{paint(f'{spec.name:>9} |', COLOURS[spec.role], sys.stderr)} {line}")
 
     def _show_change(self, spec: ProcessSpec, what: str) -> None:
-        self._tell(f"{paint(f'{spec.name:>9}', 'bold', sys.stderr)} {what}")
+        self._print(f"{paint(f'{spec.name:>9}', 'bold', sys.stderr)} {what}")
         if self._up:
             self._publish()  # a process id may have changed
 
-    def _tell(self, line: str) -> None:
-        """Print a line from any thread. A closed terminal must not stop the process behind it."""
+    def _print(self, line: str) -> None:
+        """Print a line, from any thread. A closed terminal stops no thread."""
         with self._lock, suppress(BrokenPipeError):
             print_err(line)
 
 
 def describe(cluster: Cluster, view: router_pb2.ListWorkersResponse) -> str:
-    """The table of a running cluster."""
+    """The table of the processes of a running cluster."""
     infos = {worker.address: worker.info for worker in view.workers}
     rows = []
     for spec in cluster.specs:

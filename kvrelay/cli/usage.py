@@ -32,7 +32,7 @@ def _json(value: object, name: str) -> object:
 
 
 def usage_lines(usage: Usage) -> str:
-    """A usage as lines for people."""
+    """A usage as lines of text."""
     head = (
         f"{usage.prompt_tokens} prompt tokens, {usage.cached_prompt_tokens} of them cached;"
         f" {usage.completion_tokens} new; first token {usage.first_token_seconds * 1e3:.0f} ms"
@@ -48,7 +48,7 @@ def _leg(leg: LegUsage) -> Iterator[str]:
         + _stores(leg)
         + (f", {leg.recomputed} recomputed" if leg.recomputed else "")
         + (f", {leg.failed} failed" if leg.failed else "")
-        + (", lost on the way" if leg.lost else "")
+        + (", lost" if leg.lost else "")
     )
     for missed in leg.missed:
         blocks = f"{missed.blocks} block{'' if missed.blocks == 1 else 's'}"

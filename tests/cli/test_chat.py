@@ -49,7 +49,7 @@ async def test_every_turn_knows_those_before_it_until_a_new_conversation() -> No
     assert out == f"{first}\n{second}\n{alone}\n"
 
 
-async def test_nobody_at_home_is_a_line_and_status_1() -> None:
+async def test_without_a_router_the_error_is_one_line_and_status_1() -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
     status, out, err = await _chat(address, "one\ntwo\n", "--timeout", "5")
     assert (status, out) == (1, "")

@@ -110,6 +110,9 @@ def test_an_unknown_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> 
             2,
             "store: memory:// belongs to one process",
         ),
+        (("up", "--dtype", "foo"), 2, "dtype: 'foo' (from --dtype): choose one of auto, float32"),
+        (("up", "--device", "cuda:0"), 2, "device: 'cuda:0' (from --device): choose one of auto"),
+        (("up", "--attention-backend", "foo"), 2, "attention_backend: 'foo' (from"),
         (("demo", "--kill", "prefill", "--prefill", "0"), 2, "kill: 'prefill' needs --prefill"),
         (("bench", "--only", "x"), 2, "only: no part 'x'"),
         (
@@ -195,7 +198,7 @@ def test_every_shape_can_be_made_by_name() -> None:
     assert set(make_model.SHAPES) == set(kvrelay_make_model.SHAPES)
 
 
-def test_nobody_at_home_is_a_line_and_status_1() -> None:
+def test_without_a_router_the_error_is_one_line_and_status_1() -> None:
     address = f"127.0.0.1:{free_ports(1)[0]}"
     done = kvrelay("generate", "hello", "--router", address, "--timeout", "5")
     assert done.returncode == 1
@@ -215,6 +218,11 @@ def test_doctor_finds_what_the_tests_run_on() -> None:
     states = {finding["name"]: finding["state"] for finding in found["findings"]}
     assert states["python"] == states["torch"] == states["attention"] == "ok"
     assert (done.returncode == 0) is found["ok"]
+
+
+def test_doctor_ignores_a_switch_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVRELAY_AUDIT", "true")
+    assert json.loads(kvrelay("doctor", "--json").stdout)["findings"]
 
 
 def test_a_closed_pipe_leaves_no_trace() -> None:

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _count_blocks(url: str, store: Store, timeout: float) -> int:
-    """The number of blocks; a Redis's own figures would count foreign keys too."""
+    """The number of blocks, without the other keys of a Redis."""
     if urlsplit(url).scheme not in REDIS:
         return store.stats(timeout).entries
     with browsing(url) as browser:

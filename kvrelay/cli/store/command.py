@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.cli import commands
-from kvrelay.cli.commands import Command
-from kvrelay.cli.screen import print_err, print_out
+from kvrelay.cli.commands import Command, CommandGroup
 
-PROG = "kvrelay store"
 COMMANDS = (
     Command("stats", "kvrelay.cli.store.stats", "what a store holds and has done", ("store",)),
     Command("ls", "kvrelay.cli.store.ls", "its blocks, by name", ("store",)),
@@ -35,22 +32,14 @@ COMMANDS = (
 )
 
 
+STORE = CommandGroup(
+    "kvrelay store",
+    "Inspects the store of KV blocks.",
+    COMMANDS,
+    "kvrelay store COMMAND --help says more.",
+)
+
+
 def main(argv: Sequence[str]) -> int:
-    words = list(argv)
-    if not words or words[0] in ("-h", "--help", "help"):
-        print_out(
-            commands.usage(
-                PROG,
-                "Inspects the store of KV blocks.",
-                COMMANDS,
-                f"{PROG} COMMAND --help says more.",
-            )
-        )
-        return 0 if words else 2
-    command = commands.find(PROG, COMMANDS, words[0])
-    if isinstance(command, str):
-        print_err(command)
-        return 2
-    if command.help_without(PROG, words[1:]):
-        return 0
-    return command.load()(words[1:])
+    command = STORE.find(argv)
+    return command if isinstance(command, int) else STORE.run(command, argv[1:])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvrelay.block.header import Header, header_bytes
 from kvrelay.block.name import Namer
 from kvrelay.cli.screen import paint, print_out, table
-from kvrelay.cli.store.options import StoreSelection, browsing, connected
+from kvrelay.cli.store.options import StoreSelection, as_json, browsing, connected, places
 from kvrelay.config.reader import load, required
 from kvrelay.config.values import show_bytes
 from kvrelay.errors import KvrelayError, NotFound
@@ -20,10 +20,9 @@ from kvstore.client.verify import VerifiedBlock, verify_blocks
 from kvstore.urls import public_url
 
 DESCRIPTION = """\
-Shows one block of a store: its header with the token ids, the block that it continues, its lengths,
-who may read it, and whether its checksums and its name are right: it is read back for that. NAME
-are the first digits of its name, as many as are needed to tell it apart. Ends with status 1 if it
-is not there or not right."""
+Shows one block of a store: its header with the token ids, its parent, its lengths and its readers.
+Reads the block back and checks its checksums and its name. NAME is the beginning of the name, long
+enough to fit one block only. Ends with status 1 if the block is absent or wrong."""
 LINE = 88
 
 
@@ -36,7 +35,7 @@ class InspectConfig(StoreSelection):
 
 @dataclass(frozen=True, slots=True)
 class InspectedBlock:
-    """A block of ``store``; ``parent_there``: whether its parent is in the same store."""
+    """A block of ``store``. ``parent_there``: whether its parent is in the same store."""
 
     store: str
     listed: ListedBlock
@@ -52,8 +51,8 @@ class InspectedBlock:
         """Every field as JSON."""
         listed, header = self.listed, self.header
         return {
+            **as_json(listed),
             "store": self.store,
-            "name": listed.name.hex(),
             "namespace": header.namespace.hex(),
             "parent": header.parent.hex(),
             "parent_there": self.parent_there,
@@ -65,11 +64,6 @@ class InspectedBlock:
             "payload_bytes": header.payload_bytes,
             "payload_checksum": f"{header.payload_checksum:016x}",
             "state": self.state,
-            "partial": listed.partial,
-            "leases": listed.leases,
-            "tenant": listed.tenant,
-            "memory": listed.memory,
-            "disk": listed.disk,
             "readers": readers(listed, header),
         }
 
@@ -125,7 +119,6 @@ def readers(listed: ListedBlock, header: Header) -> str:
 def describe(one: InspectedBlock) -> str:
     """The block as a table for people."""
     listed, header = one.listed, one.header
-    places = [name for name, there in (("memory", listed.memory), ("disk", listed.disk)) if there]
     kind = "partial" if listed.partial else "full"
     after = "in this store" if one.parent_there else "not in this store"
     first = header.parent == Namer(header.namespace).root
@@ -141,7 +134,7 @@ def describe(one: InspectedBlock) -> str:
         ("checksum", f"{header.payload_checksum:016x}"),
         ("state", paint(one.state, "green" if one.right else "red")),
         ("held by", f"{listed.leases} leases"),
-        ("lies in", ", ".join(places) or "nowhere"),
+        ("lies in", places(listed)),
         ("readers", readers(listed, header)),
     ]
     ids = textwrap.fill(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvrelay.cli.screen import paint, print_err, print_out, table
-from kvrelay.cli.store.options import StoreSelection, browsing
+from kvrelay.cli.store.options import StoreSelection, as_json, browsing, places
 from kvrelay.config.reader import load, option
 from kvrelay.config.values import show_bytes
 from kvstore.base import ListedBlock
@@ -16,9 +16,9 @@ from kvstore.client.browse import SHOWN, blocks_by_digits
 from kvstore.urls import public_url
 
 DESCRIPTION = """\
-Lists the blocks of a store: name, tokens, bytes, whether it is partial, its leases,
-its tenant and its place. PREFIX are the first hexadecimal digits of the names wanted. A Redis
-is read by SCAN; it reports neither leases nor which blocks are partial."""
+Lists the blocks of a store: name, tokens, bytes, full or partial, leases, tenant and place. PREFIX
+is the beginning of the names to list, in hexadecimal digits. A Redis is read by SCAN; it reports
+neither leases nor which blocks are partial."""
 HEAD = ("name", "tokens", "bytes", "kind", "leases", "tenant", "lies in")
 RIGHT = frozenset({1, 2, 4})
 PAGE = 1000
@@ -30,8 +30,8 @@ class LsConfig(StoreSelection):
     """The blocks to list."""
 
     prefix: str = option("", "first digits of the names", metavar="PREFIX", positional=True)
-    limit: int = option(0, "so many blocks at most; 0 lists all", low=0)
-    long: bool = option(False, "names with all their digits")
+    limit: int = option(0, "list at most this many blocks; 0 lists all", low=0)
+    long: bool = option(False, "print every digit of a name")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,20 +47,6 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def as_json(listed: ListedBlock) -> dict[str, object]:
-    """Every field as JSON."""
-    return {
-        "name": listed.name.hex(),
-        "tokens": listed.tokens,
-        "bytes": listed.size,
-        "partial": listed.partial,
-        "leases": listed.leases,
-        "tenant": listed.tenant,
-        "memory": listed.memory,
-        "disk": listed.disk,
-    }
-
-
 def _show(name: str, found: Iterator[ListedBlock], config: LsConfig) -> None:
     print_out(paint(name, "bold"))
     count = nbytes = 0
@@ -72,7 +58,6 @@ def _show(name: str, found: Iterator[ListedBlock], config: LsConfig) -> None:
 
 def cells(listed: ListedBlock, long: bool) -> list[str]:
     """One row of the table."""
-    places = [name for name, there in (("memory", listed.memory), ("disk", listed.disk)) if there]
     return [
         listed.name.hex() if long else listed.name.hex()[:SHOWN],
         str(listed.tokens),
@@ -80,5 +65,5 @@ def cells(listed: ListedBlock, long: bool) -> list[str]:
         "partial" if listed.partial else "full",
         str(listed.leases),
         listed.tenant or "-",
-        ", ".join(places) or "-",
+        places(listed),
     ]

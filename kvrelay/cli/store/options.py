@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvrelay.cluster.endpoints import store_of
@@ -14,7 +14,7 @@ from kvrelay.errors import Rejected
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST
 from kvrelay.rpc.security.options import SecurityOptions
-from kvstore.base import Store, StoreBrowser
+from kvstore.base import ListedBlock, Store, StoreBrowser
 from kvstore.client.browse import browse
 from kvstore.client.connect import connect
 from kvstore.urls import public_url, split_urls, standalone_url
@@ -57,6 +57,20 @@ def connected(url: str) -> Iterator[Store]:
 
 @contextmanager
 def browsing(url: str) -> Iterator[StoreBrowser]:
-    """The same for administration."""
+    """A connection for administration, closed at the end of the block."""
     with closing(browse(standalone_url(url))) as browser:
         yield browser
+
+
+def as_json(listed: ListedBlock) -> dict[str, object]:
+    """Every field as JSON."""
+    found = asdict(listed)
+    found["name"] = listed.name.hex()
+    found["bytes"] = found.pop("size")
+    return found
+
+
+def places(listed: ListedBlock) -> str:
+    """Where the block is: memory, disk or both."""
+    found = [name for name, held in (("memory", listed.memory), ("disk", listed.disk)) if held]
+    return ", ".join(found) or "-"

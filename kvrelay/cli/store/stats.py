@@ -15,8 +15,8 @@ from kvstore.stats import StoreStats
 from kvstore.urls import public_url
 
 DESCRIPTION = """\
-Prints what each store holds, and its counters since it started: blocks, bytes, leases, hits. Ends
-with status 1 if a store cannot be reached."""
+Prints the contents of each store, and its counters since it started: blocks, bytes, leases, hits.
+Ends with status 1 if a store cannot be reached."""
 
 SERVICES = "services"
 """The label of the unnamed tenant."""
@@ -40,8 +40,8 @@ def main(argv: Sequence[str]) -> int:
     elif reached:
         print_out(columns(reached))
     for name, error in unreachable.items():
-        told = str(error)
-        print_err(f"kvrelay store stats: {told if name in told else f'{name}: {told}'}")
+        text = str(error)
+        print_err(f"kvrelay store stats: {text if name in text else f'{name}: {text}'}")
     return 1 if unreachable else 0
 
 

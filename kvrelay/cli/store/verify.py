@@ -17,9 +17,9 @@ from kvstore.client.verify import VerifiedBlock, verify_blocks
 from kvstore.urls import public_url
 
 DESCRIPTION = """\
-Reads every block of a store back and checks its header, its name (which must follow from what the
-header holds) and its payload, as every reader does. Reading a block counts as a use of it, also for
-eviction. Ends with status 1 if one is wrong."""
+Reads every block of a store back and checks its header, its payload and its name, which must follow
+from the header. Reading a block counts as a use of it, also for eviction. Ends with status 1 if a
+block is wrong."""
 PROGRESS_SECONDS = 0.5
 
 
@@ -56,8 +56,8 @@ class VerifyProgress:
 
     def __str__(self) -> str:
         seconds = max(time.monotonic() - self.began, 1e-9)
-        more = [f"{self.evicted:,} evicted meanwhile"] if self.evicted else []
-        more += [f"{self.foreign:,} of tenants not read"] if self.foreign else []
+        more = [f"{self.evicted:,} evicted before they were read"] if self.evicted else []
+        more += [f"{self.foreign:,} of tenants, not read"] if self.foreign else []
         rate = f"{show_bytes(self.bytes)} at {self.bytes / seconds / 1e9:.2f} GB/s"
         parts = [f"{self.blocks:,} blocks", rate, *more, f"{len(self.wrong):,} wrong"]
         return f"{self.store}: {', '.join(parts)}"
@@ -68,7 +68,7 @@ class VerifyProgress:
             "store": self.store,
             "blocks": self.blocks,
             "bytes": self.bytes,
-            "gone": self.evicted,
+            "evicted": self.evicted,
             "not_read": self.foreign,
             "wrong": [
                 {"name": one.listed.name.hex(), "error": str(one.error)} for one in self.wrong
@@ -103,7 +103,7 @@ def _verified(url: str, config: VerifyConfig) -> VerifyProgress:
 def _watched(
     found: Iterator[VerifiedBlock], progress: VerifyProgress, total: int
 ) -> Iterator[VerifiedBlock]:
-    """The same blocks; on a terminal, a line of progress now and then."""
+    """The same blocks; on a terminal, shows a line of progress twice a second."""
     shown = time.monotonic()
     watching = sys.stderr.isatty()
     for one in found:
