@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import TypeAlias
 
 import grpc
@@ -46,10 +47,6 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
 
 
 def register(server: Server, worker: Worker) -> None:
-    """Add the service to the worker's server."""
-    service = DecodeService(worker)
-    server.add(
-        SERVICE,
-        lambda made: decode_pb2_grpc.add_DecodeServiceServicer_to_server(service, made),
-        serving=worker.identity.role == types_pb2.ROLE_DECODE,
-    )
+    """Add the service to a worker's server."""
+    add = partial(decode_pb2_grpc.add_DecodeServiceServicer_to_server, DecodeService(worker))
+    server.add(SERVICE, add, serving=worker.identity.role == types_pb2.ROLE_DECODE)

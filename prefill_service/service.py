@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import TypeAlias
 
 import grpc
@@ -49,9 +50,5 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
 
 def register(server: Server, worker: Worker) -> None:
     """Add the service to a worker's server."""
-    service = PrefillService(worker)
-    server.add(
-        SERVICE,
-        lambda made: prefill_pb2_grpc.add_PrefillServiceServicer_to_server(service, made),
-        serving=worker.identity.role == types_pb2.ROLE_PREFILL,
-    )
+    add = partial(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, PrefillService(worker))
+    server.add(SERVICE, add, serving=worker.identity.role == types_pb2.ROLE_PREFILL)

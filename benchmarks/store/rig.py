@@ -12,9 +12,9 @@ from types import TracebackType
 import numpy as np
 
 from benchmarks.store.child import start_child
-from kvrelay.block.header import Header, encode_fields, header_bytes
+from kvrelay.block.header import ExpectedBlock, Header, encode_fields, header_bytes
 from kvrelay.block.name import child_name
-from kvrelay.block.verify import ExpectedBlock, verify_block
+from kvrelay.block.verify import verify_block
 from kvrelay.errors import Corrupt, Unavailable
 from kvstore.base import Block, Lease, NameQuery, Offer, PutStatus, Store, Want
 from kvstore.client.remote import RemoteStore
@@ -116,10 +116,7 @@ class StoreRig:
         payload = self.buffer(index)
 
         def read() -> Block:
-            header = encode_fields(
-                SPACE, wanted.parent, wanted.name, TOKENS, "uint8", (self.size,), self.size, 0
-            )
-            return Block(header, payload, sealed=False)
+            return Block(encode_fields(wanted, self.size, 0), payload, sealed=False)
 
         return Offer(wanted.name, self.block_bytes, False, read)
 

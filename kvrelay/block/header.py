@@ -1,4 +1,4 @@
-"""The header before every stored payload: what the bytes are, and how to know that they are.
+"""The header before every stored payload: what the block is, and checksums of its bytes.
 
 Little-endian, 192 fixed bytes, then the token ids, then zeros up to a multiple of 128::
 
@@ -49,8 +49,11 @@ _PAYLOAD_CHECKSUM = slice(32, 40)
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
-    """What one block is. ``tokens`` are its ``count`` token ids; ``shape`` is the payload's."""
+class ExpectedBlock:
+    """The block a reader expects: a header without the payload's length and checksum.
+
+    ``tokens`` are its ``count`` token ids; ``shape`` is the payload's.
+    """
 
     namespace: bytes
     parent: bytes
@@ -58,13 +61,19 @@ class Header:
     tokens: tuple[int, ...]
     dtype: str
     shape: tuple[int, ...]
-    payload_bytes: int
-    payload_checksum: int
 
     @property
     def count(self) -> int:
         """Token positions in the block."""
         return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Header(ExpectedBlock):
+    """What one stored block is."""
+
+    payload_bytes: int
+    payload_checksum: int
 
 
 def checksum(data: Buffer) -> int:
@@ -94,44 +103,29 @@ def payload_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 def encode(header: Header) -> bytes:
     """The header as bytes, checksum included."""
-    return encode_fields(
-        header.namespace,
-        header.parent,
-        header.name,
-        header.tokens,
-        header.dtype,
-        header.shape,
-        header.payload_bytes,
-        header.payload_checksum,
-    )
+    return encode_fields(header, header.payload_bytes, header.payload_checksum)
 
 
-def encode_fields(
-    namespace: bytes,
-    parent: bytes,
-    name: bytes,
-    tokens: tuple[int, ...],
-    dtype: str,
-    shape: tuple[int, ...],
-    size: int,
-    payload_checksum: int,
-) -> bytes:
-    """``encode`` of a header's fields; the parts that most headers share are packed once."""
-    start, kind, dimensions, words, padding = _common(len(tokens), dtype, shape)
+def encode_fields(block: ExpectedBlock, size: int, payload_checksum: int) -> bytes:
+    """The header of a block whose payload has this size and checksum.
+
+    The parts that most headers share are packed once.
+    """
+    start, kind, dimensions, words, padding = _common(block.count, block.dtype, block.shape)
     rest = b"".join(
         (
             size.to_bytes(8, "little"),
             payload_checksum.to_bytes(8, "little"),
             kind,
-            namespace,
-            parent,
-            name,
+            block.namespace,
+            block.parent,
+            block.name,
             dimensions,
-            words.pack(*tokens),
+            words.pack(*block.tokens),
             padding,
         )
     )
-    if len(rest) != header_bytes(len(tokens)) - _CHECKSUM.stop:
+    if len(rest) != header_bytes(block.count) - _CHECKSUM.stop:
         raise ValueError("namespace, parent and name have 32 bytes each")
     own = xxhash.xxh3_64_intdigest(start + rest)
     return b"".join((start, own.to_bytes(8, "little"), rest))
@@ -204,16 +198,10 @@ class HeaderFields(NamedTuple):
 def decode(data: Buffer) -> Header:
     """Read a header from the start of ``data``; ``Corrupt`` names the field that is wrong."""
     fields = fields_of(data)
-    return Header(
-        fields.namespace,
-        fields.parent,
-        fields.name,
-        _words(fields.positions).unpack(fields.words),
-        fields.dtype,
-        fields.shape,
-        fields.payload_bytes,
-        fields.payload_checksum,
-    )
+    tokens = _words(fields.positions).unpack(fields.words)
+    parent, name, dtype, shape = fields.parent, fields.name, fields.dtype, fields.shape
+    size, payload = fields.payload_bytes, fields.payload_checksum
+    return Header(fields.namespace, parent, name, tokens, dtype, shape, size, payload)
 
 
 def fields_of(data: Buffer) -> HeaderFields:
@@ -265,7 +253,7 @@ def _check_frame(available: int, magic: bytes, version: int, length: int, count:
             "header_length", f"{length} is not the {header_bytes(count)} of {count} tokens"
         )
     if length > available:
-        raise Corrupt("header_length", f"{length} is more than the {available} bytes there are")
+        raise Corrupt("header_length", f"{length} is more than the {available} bytes given")
 
 
 def _dtype(raw: bytes) -> str:

@@ -6,33 +6,24 @@ collide, a store may be wrong, a byte may flip, and each of these is a miss.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from kvrelay.block.header import Buffer, Header, HeaderFields, checksum, decode, encode_fields
+from kvrelay.block.header import (
+    Buffer,
+    ExpectedBlock,
+    Header,
+    HeaderFields,
+    checksum,
+    decode,
+    encode_fields,
+)
 from kvrelay.errors import Corrupt
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedBlock:
-    """The block a reader expects: a header without the payload's length and checksum."""
-
-    namespace: bytes
-    parent: bytes
-    name: bytes
-    tokens: tuple[int, ...]
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def verify(header: Header, expected: ExpectedBlock) -> None:
     """Raise ``Corrupt`` naming the first field of ``header`` that differs from ``expected``."""
-    _same("namespace", header.namespace, expected.namespace)
-    _same("parent", header.parent, expected.parent)
-    _same("name", header.name, expected.name)
-    _same("count", header.count, len(expected.tokens))
-    _same("tokens", header.tokens, expected.tokens)
-    _same("dtype", header.dtype, expected.dtype)
-    _same("shape", header.shape, expected.shape)
+    for field in ("namespace", "parent", "name", "count", "tokens", "dtype", "shape"):
+        actual, wanted = getattr(header, field), getattr(expected, field)
+        if actual != wanted:
+            raise _other(field, actual, wanted)
 
 
 def verify_payload(
@@ -59,16 +50,7 @@ def verify_block(
     """
     actual = checksum(payload) if summed is None else summed
     nbytes = memoryview(payload).nbytes
-    if raw == encode_fields(
-        expected.namespace,
-        expected.parent,
-        expected.name,
-        expected.tokens,
-        expected.dtype,
-        expected.shape,
-        nbytes,
-        actual,
-    ):
+    if raw == encode_fields(expected, nbytes, actual):
         return
     header = decode(raw)
     verify(header, expected)
@@ -76,11 +58,6 @@ def verify_block(
 
 
 Value = bytes | int | str | tuple[int, ...]
-
-
-def _same(field: str, actual: Value, expected: Value) -> None:
-    if actual != expected:
-        raise _other(field, actual, expected)
 
 
 def _other(field: str, actual: Value, expected: Value) -> Corrupt:

@@ -49,7 +49,8 @@ class BlockMemory(Protocol):
 class ConnectorOptions:
     """Seconds, bytes and threads. An answer counts for ``lease_seconds`` less the margin."""
 
-    lookup_seconds: float = 1.0  # until the answer, waiting for a thread included
+    lookup_seconds: float = 1.0  # from when it is sent
+    lookup_queue_seconds: float = 10.0  # a lookup that waits longer for a thread is not sent
     queue_seconds: float = 30.0  # a load that waits longer for a thread fails
     load_seconds: float = 5.0  # once it has a thread, and more for many bytes:
     save_seconds: float = 10.0
@@ -59,7 +60,7 @@ class ConnectorOptions:
     retry_seconds: float = 1.0  # an answer without tokens is looked up again after this
     max_pending_save_bytes: int = 1024 * MIB
     batch_bytes: int = 64 * MIB  # scratch memory of one load or save
-    lookup_threads: int = 2
+    lookup_threads: int = 4  # lookups in flight
     load_threads: int = 4
     save_threads: int = 2
 

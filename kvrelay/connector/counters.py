@@ -1,39 +1,56 @@
-"""The counters of a store connector, for the metrics."""
+"""The counters of a store connector, each with the name and help of its metric."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+
+def counter(metric: str, text: str, gauge: bool = False) -> int:
+    """A field that starts at zero; a ``gauge`` may fall again."""
+    shown = {"metric": metric, "text": text, "gauge": gauge}
+    number: int = field(default=0, metadata=shown)
+    return number
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorCounters:
-    """Counts since the start; the ``open_`` ones count what is under way now."""
+    """Counts since the start, and how much is open now. A failed lookup counts as no tokens."""
 
-    lookups: int = 0  # sent to the store
-    lookup_hits: int = 0  # answers with tokens
-    lookup_failures: int = 0  # no answer in time, or an error: counts as no tokens
-    lookup_tokens: int = 0  # tokens in the answers
-    loads: int = 0
-    load_failures: int = 0  # ended by an error or the deadline
-    loads_short: int = 0  # fewer tokens than ordered, for any reason
-    loaded_tokens: int = 0  # verified tokens
-    loaded_bytes: int = 0
-    absent: int = 0  # blocks that a lookup found and the load did not
-    corrupt: int = 0  # blocks that failed verification
-    saves: int = 0
-    save_failures: int = 0
-    saves_dropped: int = 0  # too many bytes were waiting
-    saved_blocks: int = 0  # written by this worker
-    existing_blocks: int = 0  # in the store already
-    refused_blocks: int = 0  # no room, or another writer did not finish
-    saved_bytes: int = 0  # of the blocks written by this worker
-    crashes: int = 0  # jobs ended by a bug; the log has the traceback
-    open_lookups: int = 0
-    open_loads: int = 0
-    open_saves: int = 0
-    open_save_bytes: int = 0
-    open_leases: int = 0
+    lookups: int = counter("store_lookups", "Lookups sent to the store.")
+    lookup_hits: int = counter("store_lookup_hits", "Lookups that found blocks.")
+    lookup_failures: int = counter("store_lookup_failures", "Lookups without an answer in time.")
+    lookup_tokens: int = counter(
+        "store_lookup_tokens", "Tokens that lookups found, not verified yet."
+    )
+    loads: int = counter("store_loads", "Loads from the store.")
+    load_failures: int = counter(
+        "store_load_failures", "Loads ended by an error or their deadline."
+    )
+    loads_short: int = counter("store_loads_short", "Loads that gave fewer tokens than ordered.")
+    loaded_tokens: int = counter("store_loaded_tokens", "Tokens loaded and verified.")
+    loaded_bytes: int = counter("store_loaded_bytes", "Bytes loaded and verified.")
+    absent: int = counter("store_absent_blocks", "Blocks that a lookup found and the load did not.")
+    corrupt: int = counter("store_corrupt_blocks", "Blocks that failed verification.")
+    saves: int = counter("store_saves", "Saves to the store.")
+    save_failures: int = counter(
+        "store_save_failures", "Saves ended by an error or their deadline."
+    )
+    saves_dropped: int = counter(
+        "store_saves_dropped", "Saves dropped because too many bytes were waiting."
+    )
+    saved_blocks: int = counter("store_saved_blocks", "Blocks written.")
+    existing_blocks: int = counter(
+        "store_existing_blocks", "Blocks offered that the store had already."
+    )
+    refused_blocks: int = counter("store_refused_blocks", "Blocks offered that the store refused.")
+    saved_bytes: int = counter("store_saved_bytes", "Bytes written.")
+    crashes: int = counter("store_job_crashes", "Jobs ended by a bug; the log has the traceback.")
+    open_lookups: int = counter("store_lookups_open", "Open lookups.", gauge=True)
+    open_loads: int = counter("store_loads_open", "Open loads.", gauge=True)
+    open_saves: int = counter("store_saves_open", "Open saves.", gauge=True)
+    open_save_bytes: int = counter("store_save_bytes_open", "Bytes of the open saves.", gauge=True)
+    open_leases: int = counter("store_leases_open", "Leases held.", gauge=True)
 
 
 class Meter:

@@ -47,15 +47,14 @@ class LoadTarget:
     @property
     def end(self) -> int:
         """Position after its last token."""
-        return self.start + len(self.expected.tokens)
+        return self.start + self.expected.count
 
 
 class Geometry:
     """Blocks of one namespace in one pool's shape."""
 
     def __init__(self, namer: Namer, namespace: Namespace, shape: PayloadShape) -> None:
-        self.namespace = namespace.digest
-        self.dtype = shape.dtype
+        self._namespace = namespace.digest
         self.block_size = shape.block_size
         self._namer = namer
         self._pool = shape
@@ -65,13 +64,15 @@ class Geometry:
         if not space:
             return self
         tenant = copy(self)
-        tenant.namespace = space
+        tenant._namespace = space
         tenant._namer = self._namer.within(space)
         return tenant
 
-    def shape(self, count: int) -> tuple[int, ...]:
-        """The payload's shape: ``[layer, k|v, position, kv head, head dim]``."""
-        return (self._pool.num_layers, 2, count, self._pool.num_kv_heads, self._pool.head_dim)
+    def block(self, parent: bytes, name: bytes, tokens: tuple[int, ...]) -> ExpectedBlock:
+        """A block of these tokens; its payload is [layer, k|v, position, kv head, head dim]."""
+        pool = self._pool
+        shape = (pool.num_layers, 2, len(tokens), pool.num_kv_heads, pool.head_dim)
+        return ExpectedBlock(self._namespace, parent, name, tokens, pool.dtype, shape)
 
     def lookup_keys(self, tokens: Sequence[int], names: Sequence[bytes]) -> LookupKeys:
         """What to look up for a request of ``tokens`` with full blocks ``names``."""
@@ -110,7 +111,4 @@ class Geometry:
         content = tuple(tokens[start : start + count])
         parent = names[index - 1] if index else self._namer.root
         name = names[index] if count == self.block_size else self._namer.child(parent, content)
-        expected = ExpectedBlock(
-            self.namespace, parent, name, content, self.dtype, self.shape(count)
-        )
-        return LoadTarget(block, start, expected, source)
+        return LoadTarget(block, start, self.block(parent, name, content), source)

@@ -52,10 +52,7 @@ class LoadJob:
         targets: Sequence[LoadTarget],
         end: Callable[[TransferEvent], None],
     ) -> None:
-        self._store = context.store
-        self._pool = context.pool
-        self._options = context.options
-        self._meter = context.meter
+        self._context = context
         self._load = load
         self._targets = targets
         self._end = end
@@ -74,21 +71,21 @@ class LoadJob:
                 if not self._fill(batch):
                     break
         except Corrupt as error:
-            self._meter.add(corrupt=1)
+            self._context.meter.add(corrupt=1)
             other = error.field == "namespace"
             self._missed = Miss.OTHER_NAMESPACE if other else Miss.FAILED_VERIFICATION
         except DeadlineExceeded:
-            self._meter.add(load_failures=1)
+            self._context.meter.add(load_failures=1)
             self._missed = Miss.TOO_LATE
         except KvrelayError:
-            self._meter.add(load_failures=1)
+            self._context.meter.add(load_failures=1)
             self._missed = Miss.UNREACHABLE
         finally:
             self._finish()
 
     def give_up(self) -> None:
         """End with no valid tokens."""
-        self._meter.add(load_failures=1)
+        self._context.meter.add(load_failures=1)
         self._missed = Miss.UNREACHABLE
         self._finish()
 
@@ -96,13 +93,15 @@ class LoadJob:
         now = time.monotonic()
         if now > self._give_up_at:
             raise DeadlineExceeded("the load waited too long for a thread")
-        nbytes = sum(self._pool.nbytes(len(target.expected.tokens)) for target in self._targets)
-        self._deadline = now + self._options.load_timeout(nbytes)
+        nbytes = sum(self._context.pool.nbytes(target.expected.count) for target in self._targets)
+        self._deadline = now + self._context.options.load_timeout(nbytes)
 
     def _finish(self) -> None:
         load = self._load
         valid = min(self._valid_to - load.local, load.external)
-        self._meter.add(open_loads=-1, loaded_tokens=valid, loads_short=valid < load.external)
+        self._context.meter.add(
+            open_loads=-1, loaded_tokens=valid, loads_short=valid < load.external
+        )
         missed = self._missed if valid < load.external else None
         sources = tuple(self._sources.items())
         self._end(Loaded(load.request_id, load.epoch, valid, missed, sources))
@@ -112,8 +111,8 @@ class LoadJob:
         batch: list[LoadTarget] = []
         nbytes = 0
         for target in self._targets:
-            size = self._pool.nbytes(len(target.expected.tokens))
-            full = len(batch) == MAX_NAMES or nbytes + size > self._options.batch_bytes
+            size = self._context.pool.nbytes(target.expected.count)
+            full = len(batch) == MAX_NAMES or nbytes + size > self._context.options.batch_bytes
             if batch and full:
                 yield batch
                 batch, nbytes = [], 0
@@ -128,37 +127,35 @@ class LoadJob:
         if remaining <= 0:
             raise DeadlineExceeded("the load's time ran out between two batches")
         wants = [self._want(target) for target in targets]
-        with closing(self._store.get(wants, remaining)) as arriving:
+        with closing(self._context.store.get(wants, remaining)) as arriving:
             return all(self._accept(targets[g.index], wants[g.index], g) for g in arriving)
 
     def _want(self, target: LoadTarget) -> Want:
-        partial = len(target.expected.tokens) < self._pool.shape.block_size
-        return Want(target.expected.name, self._buffer(target), target.source, partial)
-
-    def _buffer(self, target: LoadTarget) -> memoryview:
-        direct = self._direct(target)
-        if direct is not None:
-            return direct
-        return memoryview(bytearray(self._pool.nbytes(len(target.expected.tokens))))
+        buffer = self._direct(target)
+        if buffer is None:
+            buffer = memoryview(bytearray(self._context.pool.nbytes(target.expected.count)))
+        partial = target.expected.count < self._context.pool.shape.block_size
+        return Want(target.expected.name, buffer, target.source, partial)
 
     def _direct(self, target: LoadTarget) -> memoryview | None:
-        whole = self._pool.buffer(target.block)
-        count = len(target.expected.tokens)
-        return whole if whole is not None and whole.nbytes == self._pool.nbytes(count) else None
+        """The pool block itself, if the payload fills it and it is in host memory."""
+        if target.expected.count < self._context.pool.shape.block_size:
+            return None
+        return self._context.pool.buffer(target.block)
 
     def _accept(self, target: LoadTarget, want: Want, got: GetResult) -> bool:
         """Verify one block and count it; returns whether the store still had it."""
         if got.header is None:
-            self._meter.add(absent=1)
+            self._context.meter.add(absent=1)
             self._missed = Miss.TOO_LATE  # the lookup had found it
             return False
         verify_block(got.header, target.expected, want.buffer, got.summed)
         if self._direct(target) is None:
-            self._pool.write(target.block, len(target.expected.tokens), want.buffer)
+            self._context.pool.write(target.block, target.expected.count, want.buffer)
         source = got.source or self._default_source
         last = self._load.local + self._load.external
         tokens = min(target.end, last) - self._valid_to
         self._sources[source] = self._sources.get(source, 0) + tokens
         self._valid_to = target.end
-        self._meter.add(loaded_bytes=want.buffer.nbytes)
+        self._context.meter.add(loaded_bytes=want.buffer.nbytes)
         return True

@@ -1,6 +1,7 @@
 """Lookups for waiting requests: sent once, remembered while the lease stands.
 
-An answer belongs to a request and its length. A lookup that fails or is late counts as an answer
+An answer belongs to a request and its length. As many lookups are in flight as there are threads,
+and the deadline of each starts when it is sent. A lookup that fails or is late counts as an answer
 without tokens. It is repeated after a while if the request still waits.
 """
 
@@ -24,8 +25,8 @@ from kvstore.base import NameQuery
 RELEASE_SECONDS = 1.0
 
 
-class HeldLeases:
-    """Counts the leases that this worker holds, and releases them in the background, in batches."""
+class LeaseReleaser:
+    """Releases leases in the background, in batches."""
 
     def __init__(self, store: Store, threads: ThreadPool, meter: Meter) -> None:
         self._store = store
@@ -33,10 +34,6 @@ class HeldLeases:
         self._meter = meter
         self._lock = threading.Lock()
         self._released: list[Lease] = []
-
-    def add(self) -> None:
-        """Count one more lease."""
-        self._meter.add(open_leases=1)
 
     def release(self, lease: Lease | None) -> None:
         """Release a lease, if there is one; returns at once."""
@@ -91,27 +88,30 @@ class LookupAnswer:
         return self.sources[index] if index < len(self.sources) else None
 
 
+@dataclass(slots=True, eq=False)
 class LookupJob:
-    """One lookup on a thread of the connector."""
+    """One lookup on a thread of the connector.
 
-    def __init__(self, owner: Lookups, request_id: str, length: int, keys: LookupKeys) -> None:
-        self.request_id = request_id
-        self.length = length
-        self.keys = keys
-        self.deadline = owner.clock() + owner.options.lookup_seconds
-        self._owner = owner
+    ``deadline`` is that of the wait for a thread, and once the lookup is sent that of its answer.
+    """
+
+    owner: Lookups
+    request_id: str
+    length: int
+    keys: LookupKeys
+    deadline: float
 
     def run(self) -> None:
         """Look up, and record the answer whatever happens."""
         result: LookupResult | Miss = Miss.UNKNOWN
         try:
-            result = self._owner.look_up(self)
+            result = self.owner.look_up(self)
         finally:
-            self._owner.record(self, result)
+            self.owner.record(self, result)
 
     def give_up(self) -> None:
         """End without a lookup."""
-        self._owner.record(self, Miss.UNREACHABLE)
+        self.owner.record(self, Miss.UNREACHABLE)
 
 
 class Lookups:
@@ -122,7 +122,7 @@ class Lookups:
         context: JobContext,
         geometry: Geometry,
         threads: ThreadPool,
-        leases: HeldLeases,
+        leases: LeaseReleaser,
         clock: Callable[[], float],
         notify: Callable[[], None],
     ) -> None:
@@ -156,11 +156,12 @@ class Lookups:
                     self._meter.add(lookup_failures=1)
                     return -query.local
             keys = self._geometry.of(query.space).lookup_keys(query.tokens, query.names)
-            job = LookupJob(self, query.request_id, length, keys)
+            deadline = now + self.options.lookup_queue_seconds
+            job = LookupJob(self, query.request_id, length, keys, deadline)
             self._records[query.request_id] = job
         if isinstance(record, LookupAnswer):
             self._leases.release(record.lease)
-        self._meter.add(lookups=1, open_lookups=1)
+        self._meter.add(open_lookups=1)
         self._threads.submit(job)
         return None
 
@@ -199,16 +200,17 @@ class Lookups:
                 self._leases.release(record.lease)
 
     def look_up(self, job: LookupJob) -> LookupResult | Miss:
-        """The store's answer, or why there is none."""
-        remaining = job.deadline - self.clock()
-        if remaining <= 0:
-            return Miss.TOO_LATE
-        keys = job.keys
-        query = NameQuery(
-            keys.names, keys.tails, self.options.lease_seconds, keys.first_block_hashes
-        )
+        """Send a lookup; returns the store's answer, or why there is none."""
+        keys, options = job.keys, self.options
+        with self._lock:
+            # The request may have left, or the lookup may have waited too long for this thread.
+            if self._records.get(job.request_id) is not job:
+                return Miss.TOO_LATE
+            job.deadline = self.clock() + options.lookup_seconds
+        self._meter.add(lookups=1)
+        query = NameQuery(keys.names, keys.tails, options.lease_seconds, keys.first_block_hashes)
         try:
-            return self._store.lookup(query, remaining)
+            return self._store.lookup(query, options.lookup_seconds)
         except DeadlineExceeded:
             return Miss.TOO_LATE
         except KvrelayError:
@@ -222,7 +224,7 @@ class Lookups:
         else:
             answer = self._answer(job, result)
         if answer.lease is not None:
-            self._leases.add()
+            self._meter.add(open_leases=1)
         with self._lock:
             current = self._records.get(job.request_id) is job
             if current:

@@ -23,14 +23,11 @@ class SaveJob:
         geometry: Geometry,
         end: Callable[[TransferEvent], None],
     ) -> None:
-        self._store = context.store
-        self._pool = context.pool
-        self._options = context.options
-        self._meter = context.meter
+        self._context = context
         self._save = save
         self._geometry = geometry
         self._end = end
-        self._sizes = [self._pool.nbytes(len(content.tokens)) for content in save.contents]
+        self._sizes = [context.pool.nbytes(len(content.tokens)) for content in save.contents]
         self._stored = 0
 
     @property
@@ -42,55 +39,46 @@ class SaveJob:
         """Offer every block; those the store lacks are read from the pool as they are sent."""
         try:
             offers = [self._offer(content) for content in self._save.contents]
-            self._count(self._store.put(offers, self._options.save_timeout(self.nbytes)))
+            timeout = self._context.options.save_timeout(self.nbytes)
+            self._count(self._context.store.put(offers, timeout))
         except KvrelayError:
-            self._meter.add(save_failures=1)
+            self._context.meter.add(save_failures=1)
         finally:
             self._finish()
 
     def give_up(self) -> None:
         """End with nothing stored."""
-        self._meter.add(save_failures=1)
+        self._context.meter.add(save_failures=1)
         self._finish()
 
     def _finish(self) -> None:
         save = self._save
-        self._meter.add(open_saves=-1, open_save_bytes=-self.nbytes)
+        self._context.meter.add(open_saves=-1, open_save_bytes=-self.nbytes)
         self._end(Saved(save.request_id, save.epoch, save.serial, self._stored))
 
     def _offer(self, content: BlockContent) -> Offer:
         count = len(content.tokens)
-        size = header_bytes(count) + self._pool.nbytes(count)
+        size = header_bytes(count) + self._context.pool.nbytes(count)
         partial = count < self._geometry.block_size
         first = self._geometry.first_block_hash(content)
         return Offer(content.name, size, partial, lambda: self._block(content), first)
 
     def _block(self, content: BlockContent) -> Block:
-        count = len(content.tokens)
-        payload = self._pool.read(content.block, count)
-        header = encode_fields(
-            self._geometry.namespace,
-            content.parent,
-            content.name,
-            content.tokens,
-            self._geometry.dtype,
-            self._geometry.shape(count),
-            payload.nbytes,
-            0,
-        )
+        payload = self._context.pool.read(content.block, len(content.tokens))
+        block = self._geometry.block(content.parent, content.name, content.tokens)
+        header = encode_fields(block, payload.nbytes, 0)
         return Block(header, payload, sealed=False)
 
     def _count(self, outcomes: list[Outcome]) -> None:
         self._stored = sum(1 for _ in takewhile(lambda outcome: outcome.present, outcomes))
-        results = [outcome.status for outcome in outcomes]
         written = [
             size
-            for size, result in zip(self._sizes, results, strict=True)
-            if result is PutStatus.STORED
+            for size, outcome in zip(self._sizes, outcomes, strict=True)
+            if outcome.status is PutStatus.STORED
         ]
-        self._meter.add(
+        self._context.meter.add(
             saved_blocks=len(written),
-            existing_blocks=results.count(PutStatus.EXISTED),
+            existing_blocks=sum(outcome.status is PutStatus.EXISTED for outcome in outcomes),
             refused_blocks=sum(not outcome.present for outcome in outcomes),
             saved_bytes=sum(written),
         )

@@ -60,15 +60,17 @@ def read_script(url: str) -> MockConfig:
 def parse_script(parsed: object) -> MockConfig:
     """A script from parsed JSON."""
     parts = _table("script", parsed, PARTS)
-    store = parts.get("store")
+    store, reverse = parts.get("store"), parts.get("reverse", False)
     if store is not None and (not isinstance(store, str) or store.startswith(PREFIX)):
         raise Rejected("store", "must be the URL of a real store")
+    if not isinstance(reverse, bool):
+        raise Rejected("reverse", f"{reverse!r} is neither true nor false")
     script = Script(
         lookups=_lines("lookups", parts, _answer),
         loads=_lines("loads", parts, _mock_end),
         saves=_lines("saves", parts, _mock_end),
         misses=_lines("misses", parts, _miss),
-        reverse=_flag("reverse", parts.get("reverse", False)),
+        reverse=reverse,
     )
     return MockConfig(script, store)
 
@@ -86,9 +88,7 @@ def _lines(
 
 
 def _answer(where: str, line: object) -> int | str | None:
-    if line is None or line == "ask":
-        return "ask" if line else None
-    return _number(where, line)
+    return line if line is None or line == "ask" else _number(where, line)
 
 
 def _mock_end(where: str, line: object) -> MockEnd:
@@ -118,15 +118,7 @@ def _number(where: str, line: object, low: int = -(1 << 31), high: int = 1 << 31
     return line
 
 
-def _flag(where: str, line: object) -> bool:
-    if not isinstance(line, bool):
-        raise Rejected(where, f"{line!r} is neither true nor false")
-    return line
-
-
-def _table(
-    where: str, line: object, known: frozenset[str] | set[str] | None = None
-) -> dict[str, object]:
+def _table(where: str, line: object, known: set[str] | None = None) -> dict[str, object]:
     if not isinstance(line, dict):
         raise Rejected(where, "must be a table")
     if known is not None and (strange := line.keys() - known):

@@ -16,7 +16,7 @@ from kvrelay.connector.context import BlockMemory, ConnectorOptions, JobContext
 from kvrelay.connector.counters import ConnectorCounters, Meter
 from kvrelay.connector.geometry import Geometry
 from kvrelay.connector.loading import LoadJob, load_targets
-from kvrelay.connector.lookups import HeldLeases, Lookups
+from kvrelay.connector.lookups import LeaseReleaser, Lookups
 from kvrelay.connector.saving import SaveJob
 from kvrelay.connector.thread_pool import ThreadPool
 from kvrelay.engine.core.external import Load, Query, Save, Saved, TransferEvent
@@ -48,7 +48,7 @@ class StoreConnector:
             self._threads(f"store-save-{number}", 1) for number in range(options.save_threads)
         ]
         self._release_threads = self._threads("store-release", 1)
-        self._leases = HeldLeases(store, self._release_threads, self._meter)
+        self._leases = LeaseReleaser(store, self._release_threads, self._meter)
         self._lookups = Lookups(
             self._context, self._geometry, self._lookup_threads, self._leases, clock, self._wake
         )

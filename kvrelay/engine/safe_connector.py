@@ -7,6 +7,8 @@ Instead it is logged and counts as a miss, and the worker computes the tokens.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from kvrelay.engine.core.external import Connector, Load, Loaded, Query, Save, Saved, TransferEvent
 from kvrelay.usage import Miss
@@ -23,52 +25,52 @@ class SafeConnector:
 
     def lookup(self, query: Query) -> int | None:
         """No tokens, if the connector raises."""
-        try:
+        with _logged("lookup", query.request_id):
             return self._connector.lookup(query)
-        except Exception as error:  # noqa: BLE001 - the edge: a connector that breaks is a miss
-            self._report("lookup", query.request_id, error)
-            return 0
+        return 0
 
     def why(self, request_id: str) -> Miss | None:
         """``Miss.UNKNOWN``, if the connector raises."""
-        try:
+        with _logged("why", request_id):
             return self._connector.why(request_id)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._report("why", request_id, error)
-            return Miss.UNKNOWN
+        return Miss.UNKNOWN
 
     def load(self, load: Load) -> None:
         """A load that could not start ends with no tokens."""
-        try:
+        with _logged("load", load.request_id):
             self._connector.load(load)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._report("load", load.request_id, error)
-            self._events.append(Loaded(load.request_id, load.epoch, 0, Miss.UNKNOWN))
+            return
+        self._events.append(Loaded(load.request_id, load.epoch, 0, Miss.UNKNOWN))
 
     def save(self, save: Save) -> None:
         """A save that could not start ends with nothing stored."""
-        try:
+        with _logged("save", save.request_id):
             self._connector.save(save)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._report("save", save.request_id, error)
-            self._events.append(Saved(save.request_id, save.epoch, save.serial, 0))
+            return
+        self._events.append(Saved(save.request_id, save.epoch, save.serial, 0))
 
     def release(self, request_id: str) -> None:
         """If the connector raises, the leases end by their deadlines."""
-        try:
+        with _logged("release", request_id):
             self._connector.release(request_id)
-        except Exception as error:  # noqa: BLE001 - as above
-            self._report("release", request_id, error)
 
     def poll(self) -> list[TransferEvent]:
         """The connector's events, and those of transfers that could not start."""
         events = self._events
         self._events = []
-        try:
-            return events + self._connector.poll()
-        except Exception as error:  # noqa: BLE001 - as above
-            self._report("poll", "any", error)
-            return events
+        with _logged("poll", "any"):
+            events += self._connector.poll()
+        return events
 
-    def _report(self, call: str, request_id: str, error: Exception) -> None:
-        log.error("the connector failed in %s for request %s", call, request_id, exc_info=error)
+
+@contextmanager
+def _logged(call: str, request_id: str) -> Iterator[None]:
+    """Log what the connector raises, and continue after the block."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the edge: a connector that breaks is a miss
+        _report(call, request_id, error)
+
+
+def _report(call: str, request_id: str, error: Exception) -> None:
+    log.error("the connector failed in %s for request %s", call, request_id, exc_info=error)

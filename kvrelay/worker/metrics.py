@@ -5,7 +5,8 @@ Each scrape reads one frozen record, so the sums by source equal the prompt toke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -16,108 +17,45 @@ from kvrelay.engine.engine import Engine, EngineLoad
 from kvrelay.usage import Miss
 
 PREFIX = "kvrelay:"
-
-# Field of ``ConnectorCounters``, name of the metric, help.
-COUNTED = (
-    ("lookups", "store_lookups", "Lookups sent to the store."),
-    ("lookup_hits", "store_lookup_hits", "Lookups that found blocks."),
-    ("lookup_failures", "store_lookup_failures", "Lookups without an answer in time."),
-    ("lookup_tokens", "store_lookup_tokens", "Tokens that lookups found, not verified yet."),
-    ("loads", "store_loads", "Loads from the store."),
-    ("load_failures", "store_load_failures", "Loads ended by an error or their deadline."),
-    ("loads_short", "store_loads_short", "Loads that gave fewer tokens than ordered."),
-    ("loaded_tokens", "store_loaded_tokens", "Tokens loaded and verified."),
-    ("loaded_bytes", "store_loaded_bytes", "Bytes loaded and verified."),
-    ("absent", "store_absent_blocks", "Blocks that a lookup found and the load did not."),
-    ("corrupt", "store_corrupt_blocks", "Blocks that failed verification."),
-    ("saves", "store_saves", "Saves to the store."),
-    ("save_failures", "store_save_failures", "Saves ended by an error or their deadline."),
-    ("saves_dropped", "store_saves_dropped", "Saves dropped because too many bytes were waiting."),
-    ("saved_blocks", "store_saved_blocks", "Blocks written."),
-    ("existing_blocks", "store_existing_blocks", "Blocks offered that the store had already."),
-    ("refused_blocks", "store_refused_blocks", "Blocks offered that the store refused."),
-    ("saved_bytes", "store_saved_bytes", "Bytes written."),
-    ("crashes", "store_job_crashes", "Jobs ended by a bug; the log has the traceback."),
-)
-MEASURED = (
-    ("open_lookups", "store_lookups_open", "Open lookups."),
-    ("open_loads", "store_loads_open", "Open loads."),
-    ("open_saves", "store_saves_open", "Open saves."),
-    ("open_save_bytes", "store_save_bytes_open", "Bytes of the open saves."),
-    ("open_leases", "store_leases_open", "Leases held."),
-)
+Family = CounterMetricFamily | GaugeMetricFamily
+StoreReader = Callable[[], ConnectorCounters]
 
 
-class EngineCollector(Collector):
-    """The metrics of one engine, labelled with the worker's role.
+class WorkerCollector(Collector):
+    """The metrics of one worker, labelled with its role; ``store`` reads the store connector's."""
 
-    Without a store (``has_store``) the engine has looked nothing up.
-    """
-
-    def __init__(self, engine: Engine, role: str, has_store: bool = True) -> None:
+    def __init__(
+        self, engine: Engine, role: str, has_store: bool, store: StoreReader | None
+    ) -> None:
         self._engine = engine
         self._role = role
         self._has_store = has_store
+        self._store = store
 
     def collect(self) -> Iterator[Metric]:
         """All metrics of one reading."""
         load = self._engine.load()
         for name, text, value in gauges(load):
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["role"])
-            gauge.add_metric([self._role], value)
-            yield gauge
+            yield self._metric(GaugeMetricFamily, name, text, value)
         for name, text, value in counters(load, self._has_store):
-            counter = CounterMetricFamily(PREFIX + name, text, labels=["role"])
-            counter.add_metric([self._role], value)
-            yield counter
-        yield self._by_source(load)
-        yield self._by_store(load)
-        yield self._finished(load)
-        yield self._missed(load)
+            yield self._metric(CounterMetricFamily, name, text, value)
+        for name, text, label, values in counters_by_label(load):
+            family = CounterMetricFamily(PREFIX + name, text, labels=["role", label])
+            for key, value in values.items():
+                family.add_metric([self._role, key], value)
+            yield family
+        if self._store is not None:
+            yield from self._store_metrics(self._store())
 
-    def _by_source(self, load: EngineLoad) -> Metric:
-        totals = load.totals
-        family = CounterMetricFamily(
-            PREFIX + "prompt_tokens_by_source",
-            "Prompt tokens by the source of their KV.",
-            labels=["role", "source"],
-        )
-        for source, value in (
-            ("local_compute", totals.computed),
-            ("local_cache_hit", totals.local),
-            ("external_kv_transfer", totals.external),
-        ):
-            family.add_metric([self._role, source], value)
-        return family
+    def _store_metrics(self, read: ConnectorCounters) -> Iterator[Metric]:
+        for each in fields(read):
+            kind = GaugeMetricFamily if each.metadata["gauge"] else CounterMetricFamily
+            name, text = each.metadata["metric"], each.metadata["text"]
+            yield self._metric(kind, name, text, getattr(read, each.name))
 
-    def _by_store(self, load: EngineLoad) -> Metric:
-        family = CounterMetricFamily(
-            PREFIX + "external_tokens_by_store",
-            "Prompt tokens loaded and verified, by the store they came from.",
-            labels=["role", "store"],
-        )
-        for store, value in load.totals.sources.items():
-            family.add_metric([self._role, store], value)
-        return family
-
-    def _finished(self, load: EngineLoad) -> Metric:
-        family = CounterMetricFamily(
-            PREFIX + "request_success",
-            "Legs by finish reason.",
-            labels=["role", "finished_reason"],
-        )
-        for reason, value in load.totals.finished.items():
-            family.add_metric([self._role, reason], value)
-        return family
-
-    def _missed(self, load: EngineLoad) -> Metric:
-        family = CounterMetricFamily(
-            PREFIX + "missed_blocks",
-            "Blocks looked up in the store and not loaded, by the reason of each leg's first.",
-            labels=["role", "reason"],
-        )
-        for miss in Miss:
-            family.add_metric([self._role, miss.value], load.totals.missed.get(miss, 0))
+    def _metric(self, kind: type[Family], name: str, text: str, value: float) -> Metric:
+        family = kind(PREFIX + name, text, labels=["role"])
+        family.add_metric([self._role], value)
         return family
 
 
@@ -146,11 +84,7 @@ def counters(load: EngineLoad, has_store: bool) -> Iterator[tuple[str, str, floa
         totals.external,
     )
     yield "recomputed_tokens", "Positions computed again after preemptions.", totals.recomputed
-    yield (
-        "failed_load_tokens",
-        "Tokens found in the store and not loaded.",
-        totals.failed,
-    )
+    yield "failed_load_tokens", "Tokens found in the store and not loaded.", totals.failed
     yield "late_load_tokens", "Tokens loaded for requests that had left.", totals.late
     yield "executed_positions", "Positions that the model runner computed.", load.executed
     yield "num_preemptions", "Preemptions.", totals.preemptions
@@ -158,35 +92,35 @@ def counters(load: EngineLoad, has_store: bool) -> Iterator[tuple[str, str, floa
     yield "engine_steps", "Steps of the model.", load.steps
 
 
-class StoreCollector(Collector):
-    """The metrics of one store connector, labelled with the worker's role."""
-
-    def __init__(self, read: Callable[[], ConnectorCounters], role: str) -> None:
-        self._read = read
-        self._role = role
-
-    def collect(self) -> Iterator[Metric]:
-        """All metrics of one reading."""
-        counters = self._read()
-        for field, name, text in COUNTED:
-            counter = CounterMetricFamily(PREFIX + name, text, labels=["role"])
-            counter.add_metric([self._role], getattr(counters, field))
-            yield counter
-        for field, name, text in MEASURED:
-            gauge = GaugeMetricFamily(PREFIX + name, text, labels=["role"])
-            gauge.add_metric([self._role], getattr(counters, field))
-            yield gauge
+def counters_by_label(load: EngineLoad) -> Iterator[tuple[str, str, str, Mapping[str, float]]]:
+    """Name, help, label, and the value for each value of the label."""
+    totals = load.totals
+    by_source = {
+        "local_compute": totals.computed,
+        "local_cache_hit": totals.local,
+        "external_kv_transfer": totals.external,
+    }
+    missed = {miss.value: totals.missed.get(miss, 0) for miss in Miss}
+    yield "prompt_tokens_by_source", "Prompt tokens by the source of their KV.", "source", by_source
+    yield (
+        "external_tokens_by_store",
+        "Prompt tokens loaded and verified, by the store they came from.",
+        "store",
+        totals.sources,
+    )
+    yield "request_success", "Legs by finish reason.", "finished_reason", totals.finished
+    yield (
+        "missed_blocks",
+        "Blocks looked up in the store and not loaded, by the reason of each leg's first.",
+        "reason",
+        missed,
+    )
 
 
 def registry_of(
-    engine: Engine,
-    role: str,
-    store: Callable[[], ConnectorCounters] | None = None,
-    has_store: bool = True,
+    engine: Engine, role: str, store: StoreReader | None = None, has_store: bool = True
 ) -> CollectorRegistry:
-    """All metrics of a worker; ``store`` reads the counters of its store connector."""
+    """All metrics of a worker. Without a store (``has_store``) the engine has looked nothing up."""
     registry = CollectorRegistry()
-    registry.register(EngineCollector(engine, role, has_store))
-    if store is not None:
-        registry.register(StoreCollector(store, role))
+    registry.register(WorkerCollector(engine, role, has_store, store))
     return registry

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 
 from kvrelay.connector.mock import MockEnd, Script
 from kvrelay.engine.core.external import (
@@ -16,7 +16,7 @@ from kvrelay.engine.core.external import (
     add_counts,
     apportion,
 )
-from kvrelay.worker.metrics import EngineCollector
+from kvrelay.worker.metrics import registry_of
 from tests.accounting.bench import limits
 from tests.accounting.served import Served
 
@@ -71,9 +71,7 @@ def test_usage_and_metrics_tell_tokens_by_store() -> None:
             "silent": {UNKNOWN_STORE: 8},
         }
         served.settle()
-        registry = CollectorRegistry()
-        registry.register(EngineCollector(served.engine, "decode"))
-        text = generate_latest(registry).decode()
+        text = generate_latest(registry_of(served.engine, "decode")).decode()
         lines = [line for line in text.splitlines() if "external_tokens_by_store_total{" in line]
         assert [line.partition("{")[2] for line in lines] == [
             'role="decode",store="a"} 13.0',

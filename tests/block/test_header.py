@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from kvrelay.block.header import (
     ALIGNMENT,
+    ExpectedBlock,
     Header,
     checksum,
     decode,
@@ -19,7 +20,7 @@ from kvrelay.block.header import (
     header_bytes,
     payload_bytes,
 )
-from kvrelay.block.verify import ExpectedBlock, verify, verify_payload
+from kvrelay.block.verify import verify, verify_payload
 from kvrelay.errors import Corrupt
 
 PAYLOAD = bytes(range(256)) * 3

@@ -136,6 +136,12 @@ class Stage(MemoryStore):
         if self.error is not None:
             raise self.error
 
+    def stall(self) -> None:
+        """Answer nothing until ``go`` is set; from now on ``asked`` counts the calls that wait."""
+        self.go.clear()
+        while self.asked.acquire(False):
+            pass
+
     def restart(self) -> None:
         """Lose everything, as a store that was started anew."""
         forget(self.name)

@@ -1,6 +1,6 @@
 """Every byte of a header and a thousand of payloads, flipped in the store: none is taken.
 
-And whoever met one computes the block, puts it anew, and the next reader has it.
+The reader that met one computes the block and puts it again, and the next reader loads it.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_no_flipped_byte_is_ever_taken_and_each_is_put_anew(
         stop(process)
 
 
-def test_what_was_flipped_in_redis_is_put_anew_by_whoever_met_it(tmp_path: Path) -> None:
+def test_a_block_flipped_in_redis_is_put_again_by_its_reader(tmp_path: Path) -> None:
     server = Server(tmp_path)
     with running(server):
         worker = Worker(connect(f"redis://{server.address}"), PATIENT)

@@ -114,7 +114,7 @@ def test_a_lookup_is_asked_once_and_answers_any_local(making: Making, stage: Sta
 
 
 @pytest.mark.parametrize(("length", "local"), [(1, 0), (5, 4), (9, 8)])
-def test_what_is_all_here_is_not_asked_for(
+def test_a_prompt_held_in_the_pool_is_not_looked_up(
     making: Making, stage: Stage, length: int, local: int
 ) -> None:
     worker = making()
@@ -158,9 +158,10 @@ def test_a_stalled_lookup_is_an_answer_of_nothing(making: Making, stage: Stage) 
     now = [time.monotonic()]
     worker = making(clock=lambda: now[0])
     saved(worker, list(range(8)))
-    stage.go.clear()
+    stage.stall()
     query = worker.query("r", list(range(9)))
     assert worker.connector.lookup(query) is None
+    assert stage.asked.acquire(timeout=WAIT)  # its deadline starts when it is sent
     now[0] += 0.9
     assert worker.connector.lookup(query) is None
     now[0] += 0.2
@@ -301,9 +302,7 @@ def test_a_load_larger_than_its_scratch_memory_comes_in_batches(
 def test_loads_do_not_wait_for_one_another(making: Making, stage: Stage) -> None:
     worker = making(ConnectorOptions(load_threads=3))
     saved(worker, list(range(8)))
-    stage.go.clear()
-    while stage.asked.acquire(False):
-        pass
+    stage.stall()
     for number in range(3):
         worker.load(f"r{number}", list(range(9)), 0, 8, blocks_for(8, 2 * number))
     for _ in range(3):
@@ -350,9 +349,7 @@ def test_close_answers_everything_that_is_open(stage: Stage) -> None:
     worker = Worker(stage, ConnectorOptions(load_threads=1, save_threads=1, lookup_threads=1))
     saved(worker, list(range(8)))
     assert worker.ask("held", list(range(9))) == 8
-    stage.go.clear()
-    while stage.asked.acquire(False):
-        pass
+    stage.stall()
     for number in range(4):
         assert worker.connector.lookup(worker.query(f"q{number}", list(range(9)))) is None
         worker.load(f"l{number}", list(range(9)), 0, 8, blocks_for(8))
@@ -428,7 +425,7 @@ def test_a_storm_leaves_nothing_behind(stage: Stage) -> None:
     assert (stats.reservations, stats.reserved_bytes) == (0, 0)
 
 
-def test_a_store_that_is_not_there_costs_nobody_a_timeout() -> None:
+def test_an_unreachable_store_costs_no_request_a_timeout() -> None:
     worker = Worker(connect("kvrelay://127.0.0.1:1"))
     began = time.monotonic()
     for number in range(50):
@@ -522,8 +519,9 @@ def test_a_store_that_does_not_answer_is_unreachable_and_a_slow_one_too_late(
     assert worker.ask("slow", list(range(9))) == 0
     assert worker.connector.why("slow") is Miss.TOO_LATE
     stage.error = None
-    stage.go.clear()
+    stage.stall()
     assert worker.connector.lookup(worker.query("later", list(range(9)))) is None
+    assert stage.asked.acquire(timeout=WAIT)
     now[0] += 2
     assert worker.connector.lookup(worker.query("later", list(range(9)))) == 0
     assert worker.connector.why("later") is Miss.TOO_LATE

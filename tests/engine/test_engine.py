@@ -1,4 +1,4 @@
-"""A fault inside a step ends whom it belongs to, and nobody else; nothing stays held."""
+"""A fault inside a step ends its own requests and no other; no block stays held."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Context:
 
 
 class Queue:
-    """A worker where nobody's turn ever comes."""
+    """A worker that never runs a leg."""
 
     @asynccontextmanager
     async def run(self, *leg: object) -> AsyncIterator[AsyncIterator[object]]:

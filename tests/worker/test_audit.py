@@ -1,6 +1,6 @@
 """A worker whose books were broken on purpose: asked over the wire, it names whose and by how much.
 
-And it goes on serving everybody else.
+It keeps serving all other requests.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def test_doctor_names_the_request_and_the_numbers_and_the_others_are_served(
 def test_an_audit_whose_time_is_over_is_no_internal_error(
     live: Live, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """gRPC tells the client itself; what the worker made of it was a traceback in its log."""
+    """gRPC answers the client itself; the worker logged a traceback."""
     go_on = threading.Event()
     live.worker.engine._call(lambda: go_on.wait(WAIT))
     try:

@@ -1,4 +1,4 @@
-"""A hand-off counts for the one leg it was made for, and for no other."""
+"""A handoff is accepted from the leg it was made for, and from no other."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_two_workers_do_not_write_one_file(tmp_path: Path) -> None:
     assert path.with_name("journal" + BEFORE).read_text() == "of another\n", "it was killed"
 
 
-def test_it_is_private_whoever_made_the_file(tmp_path: Path) -> None:
+def test_a_file_made_by_another_program_becomes_private(tmp_path: Path) -> None:
     path = tmp_path / "journal"
     for left in ("", "left"):
         path.write_text(left)

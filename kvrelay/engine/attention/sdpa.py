@@ -8,6 +8,8 @@ view. The sizes are those of ``attention.index``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -39,7 +41,7 @@ class SdpaBackend:
         prefills = tuple(self._indices.prefills(batch))
         runs = [group.runs for group in groups] + [entry.runs for entry in prefills]
         needed = max(len(each) for each in runs)
-        return SdpaStep(self.pool, batch, groups, prefills, self._room(needed))
+        return SdpaStep(self.pool, batch.rows, groups, prefills, self._room(needed))
 
     def _room(self, runs: int) -> torch.Tensor:
         """A workspace of at least ``runs`` runs; it only grows, by doubling."""
@@ -50,22 +52,15 @@ class SdpaBackend:
         return self._workspace[: runs * width].view(runs, width)
 
 
+@dataclass(frozen=True, slots=True)
 class SdpaStep:
     """One step over the pool; see ``AttentionStep``."""
 
-    def __init__(
-        self,
-        pool: KVPool,
-        batch: Batch,
-        groups: tuple[DecodeGroup, ...],
-        prefills: tuple[PrefillEntry, ...],
-        workspace: torch.Tensor,
-    ) -> None:
-        self._pool = pool
-        self._rows = batch.rows
-        self._groups = groups
-        self._prefills = prefills
-        self._workspace = workspace
+    pool: KVPool
+    rows: torch.Tensor
+    groups: tuple[DecodeGroup, ...]
+    prefills: tuple[PrefillEntry, ...]
+    workspace: torch.Tensor
 
     def attend(
         self,
@@ -76,14 +71,14 @@ class SdpaStep:
         scaling: float | None,
     ) -> torch.Tensor:
         """Store, then attend group by group and entry by entry."""
-        self._pool.store(layer, self._rows, key, value)
-        if len(self._groups) == 1 and not self._prefills:  # nothing to assemble
-            return self._decode(layer, self._groups[0], query, scaling)
+        self.pool.store(layer, self.rows, key, value)
+        if len(self.groups) == 1 and not self.prefills:  # nothing to assemble
+            return self._decode(layer, self.groups[0], query, scaling)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for group in self._groups:
+        for group in self.groups:
             here = slice(group.first, group.last)
             out[here] = self._decode(layer, group, query[here], scaling)
-        for entry in self._prefills:
+        for entry in self.prefills:
             keys, values = self._gather(layer, entry.runs, 1)[:, 0]
             for tile in entry.tiles:
                 out[tile.first : tile.last] = _prefill(tile, query, keys, values, scaling)
@@ -91,9 +86,9 @@ class SdpaStep:
 
     def _gather(self, layer: int, runs: torch.Tensor, entries: int) -> torch.Tensor:
         """The contexts of entries as [k|v, entry, position, kv head, head dim]."""
-        shape = self._pool.shape
-        room = self._workspace[: runs.shape[0]]
-        self._pool.gather(layer, runs, room)
+        shape = self.pool.shape
+        room = self.workspace[: runs.shape[0]]
+        self.pool.gather(layer, runs, room)
         return room.view(2, entries, -1, shape.num_kv_heads, shape.head_dim)
 
     def _decode(

@@ -6,6 +6,8 @@ agrees too. The probe compares it with the model's own forward at start.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.nn.functional import silu
 
@@ -13,11 +15,11 @@ from kvrelay.engine.attention.backend import AttentionStep
 from kvrelay.engine.model.decoder_weights import DecoderLayer, DecoderWeights
 
 
+@dataclass(frozen=True, slots=True)
 class Decoder:
     """The forward pass of a known model."""
 
-    def __init__(self, weights: DecoderWeights) -> None:
-        self._weights = weights
+    weights: DecoderWeights
 
     def logits(
         self,
@@ -26,15 +28,14 @@ class Decoder:
         step: AttentionStep,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """See ``CausalModel.logits``."""
-        hidden = self._weights.embedding[tokens[0]]
+        hidden = self.weights.embedding[tokens[0]]
         cos, sin = self._angles(hidden, positions)
-        for number, layer in enumerate(self._weights.layers):
+        for number, layer in enumerate(self.weights.layers):
             attended = self._attend(layer, number, layer.before_attention(hidden), cos, sin, step)
             hidden = layer.out(attended).add_(hidden)
             gate, up = layer.gate_up(layer.before_mlp(hidden)).chunk(2, -1)
             hidden = layer.down(silu(gate).mul_(up)).add_(hidden)
-        return self._weights.head(self._weights.norm(hidden[rows]))
+        return self.weights.head(self.weights.norm(hidden[rows]))
 
     def _attend(
         self,
@@ -46,7 +47,7 @@ class Decoder:
         step: AttentionStep,
     ) -> torch.Tensor:
         """[T, hidden] to [T, query heads * width]."""
-        cut = self._weights.heads
+        cut = self.weights.heads
         joint = layer.qkv(rows).view(rows.shape[0], -1, cut.width)
         turning = joint[:, : cut.queries + cut.keys]
         if layer.heads_norm is not None:
@@ -64,7 +65,7 @@ class Decoder:
         Rotating is ``x * cos + (-second half, first half) * sin``: with the sign in the sine, the
         halves only swap.
         """
-        cos, sin = self._weights.rotary(hidden, positions)
-        half = self._weights.heads.width // 2
+        cos, sin = self.weights.rotary(hidden, positions)
+        half = self.weights.heads.width // 2
         signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
         return cos[0][:, None], signed[0][:, None]

@@ -35,13 +35,10 @@ class _HfAttention(Protocol):
     k_proj: torch.nn.Linear
     v_proj: torch.nn.Linear
     o_proj: torch.nn.Linear
+    q_norm: _HfNorm  # Qwen3 alone has these
+    k_norm: _HfNorm
     head_dim: int
     scaling: float
-
-
-class _HfNormedAttention(Protocol):
-    q_norm: _HfNorm
-    k_norm: _HfNorm
 
 
 class _HfMlp(Protocol):
@@ -161,7 +158,6 @@ def _norm(module: _HfNorm) -> RmsNorm:
 def _heads_norm(attention: _HfAttention, heads: HeadLayout) -> RmsNorm | None:
     if not hasattr(attention, "q_norm"):
         return None
-    normed = cast(_HfNormedAttention, attention)
-    queries, keys = _norm(normed.q_norm), _norm(normed.k_norm)
+    queries, keys = _norm(attention.q_norm), _norm(attention.k_norm)
     weights = [queries.weight] * heads.queries + [keys.weight] * heads.keys
     return RmsNorm(torch.stack(weights), queries.epsilon)

@@ -58,10 +58,7 @@ class TransformersModel:
         step: object,
         rows: torch.Tensor,
     ) -> torch.Tensor:
-        """Logits [R, vocab] of the packed ``rows`` [R], tokens and positions [1, T].
-
-        ``step`` is passed to the attention function (see ``AttentionStep``).
-        """
+        """``step`` is passed to the attention function (see ``AttentionStep``)."""
         out = self._call(
             input_ids=tokens,
             position_ids=positions,

@@ -20,7 +20,7 @@ GREEDY = Sampling(temperature=0.0)
 
 @dataclass
 class Stream:
-    """One sequence on its way: what a scheduler would keep of it."""
+    """One sequence, with the state that a scheduler would keep."""
 
     tokens: list[int]
     prompt_len: int

@@ -58,7 +58,7 @@ def test_kernels_are_kept_up_to_a_bound() -> None:
     assert second < first / 4
 
 
-def test_whoever_sets_a_capacity_keeps_it() -> None:
+def test_a_capacity_set_by_the_user_is_kept() -> None:
     """And the growth above is not blind."""
     own = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
     first, second = grown(LRU_CACHE_CAPACITY="1024", **{own: "1024"})
