@@ -1,9 +1,8 @@
 """The start of a supervised process: it runs a module and never outlives its supervisor.
 
 ``python -P -m kvrelay.cluster.child FD MODULE ARGS...`` watches its end of a pipe whose other end
-only the supervisor holds. When that end closes, even by SIGKILL, the process sends itself SIGTERM,
-and kills its whole process group if that does not end it. No other process may hold that end: see
-``spawn``.
+only the supervisor holds. When the supervisor ends, even by SIGKILL, the process sends itself
+SIGTERM, and after ``GRACE_SECONDS`` kills its process group.
 """
 
 from __future__ import annotations
@@ -22,16 +21,11 @@ PR_SET_PDEATHSIG = 1
 def main(argv: list[str]) -> None:
     """Run ``MODULE`` as ``__main__`` in this process, with a thread that watches the pipe."""
     lifeline, module = int(argv[0]), argv[1]
-    _continue_when_parent_dies()
+    if sys.platform == "linux":  # a stopped process (SIGSTOP) cannot read its pipe: continue it
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
     threading.Thread(target=_watch, args=(lifeline,), name="lifeline", daemon=True).start()
     sys.argv = [module, *argv[2:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def _continue_when_parent_dies() -> None:
-    """Have the kernel continue a stopped process (SIGSTOP), which cannot read its pipe."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGCONT, 0, 0, 0)
 
 
 def _watch(lifeline: int) -> None:

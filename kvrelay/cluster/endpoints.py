@@ -16,7 +16,7 @@ from kvrelay.errors import NotFound, Rejected
 
 
 def check_writable(path: Path) -> None:
-    """``Rejected`` if ``write`` could not write there, as far as can be seen before."""
+    """Raise ``Rejected`` if ``write`` would fail, as far as a check before it can show."""
     why = None
     if path.is_dir():
         why = "it is a folder"

@@ -21,50 +21,33 @@ import socket
 import sys
 from contextlib import suppress
 from importlib import import_module
-from types import TracebackType
 
 from kvrelay.cluster import child
 
-REQUEST_SECONDS = 10.0  # to receive one request; other requests wait meanwhile
+REQUEST_SECONDS = 10.0  # to receive one request; the requests behind it wait
 
 
 def main(argv: list[str]) -> None:
     """Fork on request until ``FD`` closes. Each child runs its module and ends."""
-    fast_exit = FastExit()
-    atexit.register(fast_exit.exit)  # registered first, called last
-    for module in argv[1:]:
-        with suppress(ImportError):  # the process that needs the module reports it
-            import_module(module)
-    with fast_exit:
-        child.main(ForkServer(socket.socket(fileno=int(argv[0]))).serve())
+    status = 0
 
-
-class FastExit:
-    """Exits with the block's status before Python frees what the server imported, object by object.
-
-    That takes a second; the kernel does it at once.
-    """
-
-    def __init__(self) -> None:
-        self._status = 0
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        code = error.code if isinstance(error, SystemExit) else error
-        self._status = code if isinstance(code, int) else int(code is not None)
-
-    def exit(self) -> None:
+    def exit_at_once() -> None:
+        """Python would free every imported object, which takes a second; the kernel takes none."""
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
-        os._exit(self._status)
+        os._exit(status)
+
+    atexit.register(exit_at_once)  # registered first, called last
+    for module in argv[1:]:
+        with suppress(ImportError):  # the process that needs the module reports it
+            import_module(module)
+    try:
+        child.main(ForkServer(socket.socket(fileno=int(argv[0]))).serve())
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else 1
+        status = code if isinstance(code, int) else int(code is not None)
+        raise
 
 
 class ForkServer:
@@ -74,10 +57,10 @@ class ForkServer:
         self._control = control
         self._children: dict[int, socket.socket] = {}
         wakeup, waker = socket.socketpair()
+        waker.setblocking(False)
         self._wakeup = wakeup
         self._waker = waker
-        self._waker.setblocking(False)
-        signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
 
     def serve(self) -> list[str]:
@@ -90,7 +73,7 @@ class ForkServer:
             if self._control in ready:
                 _, files, _, _ = socket.recv_fds(self._control, 1, 2)
                 if not files:
-                    os._exit(0)  # each child notices the same on its own socket
+                    os._exit(0)  # ``FD`` is closed; each child sees the end of its own socket
                 peer, output = socket.socket(fileno=files[0]), files[1]
                 words = self._fork(peer, output)
                 os.close(output)
@@ -98,7 +81,10 @@ class ForkServer:
                     return words
 
     def _fork(self, peer: socket.socket, output: int) -> list[str] | None:
-        """In the child: the arguments for ``child.main``. A closed socket cancels the request."""
+        """Returns the arguments for ``child.main`` in the child, ``None`` in the server.
+
+        A closed socket cancels the request.
+        """
         with suppress(OSError, ValueError):
             peer.settimeout(REQUEST_SECONDS)
             with peer.makefile("rb") as stream:

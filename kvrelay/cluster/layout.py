@@ -26,9 +26,7 @@ from router.config import DISAGGREGATE
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_MODEL = Path(__file__).resolve().parents[1] / "recall" / "model"
 LOCAL = "127.0.0.1"
-FLUSH_SECONDS = 8.0
-"""For the store to write its memory to disk; the supervisor kills a process after 12 s."""
-
+FLUSH_SECONDS = 8.0  # for the store to write its memory to disk; see supervisor.STOP_SECONDS
 NVIDIA = Path("/dev/nvidiactl")
 MODULES = {
     "store": "kvstore",
@@ -86,7 +84,7 @@ class ClusterConfig(SecurityOptions):
 
 
 def process_specs(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
-    """Every process, in display order. Ports are chosen here and stay the same."""
+    """Every process, in display order. A process keeps its port when it is restarted."""
     count = config.prefill + config.decode
     ports = iter(free_ports(count + 2))
     router_port, store_port = next(ports), next(ports)
@@ -119,7 +117,7 @@ def _store(config: ClusterConfig, port: int) -> ProcessSpec:
 
 
 def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -> ProcessSpec:
-    given: dict[str, object] = {
+    given = {
         "model": config.model_path,
         "store": None if _is_secret(url) else url,
         "host": LOCAL,
@@ -134,9 +132,7 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
         "max-model-len": config.max_model_len,
         "attention-backend": config.attention_backend,
     }
-    flags = [(f"--{name}", str(value)) for name, value in given.items() if value is not None]
-    words = (word for flag in flags for word in flag)
-    return _spec(config, role, index, port, (*words, *_security(config)))
+    return _spec(config, role, index, port, (*_flags(given), *_security(config)))
 
 
 def _router(
@@ -157,11 +153,15 @@ def _router(
 
 def _security(config: ClusterConfig) -> tuple[str, ...]:
     """Flags with file names only: secrets go through the environment."""
-    named = ("tls_cert", "tls_key", "tls_ca", "tls_name", "credentials")
-    given = [(name, getattr(config, name)) for name in named]
-    flags = [(f"--{name.replace('_', '-')}", str(value)) for name, value in given if value]
+    names = ("tls-cert", "tls-key", "tls-ca", "tls-name", "credentials")
     allowed = ("--allow-insecure",) if config.allow_insecure else ()
-    return (*(word for flag in flags for word in flag), *allowed)
+    return (*_flags({name: getattr(config, name.replace("-", "_")) for name in names}), *allowed)
+
+
+def _flags(given: Mapping[str, object]) -> tuple[str, ...]:
+    """``--name value`` for every value that is not ``None``."""
+    words = [(f"--{name}", str(value)) for name, value in given.items() if value is not None]
+    return tuple(word for pair in words for word in pair)
 
 
 def _spec(
@@ -182,7 +182,7 @@ def _spec(
 def import_path(outer: Mapping[str, str]) -> dict[str, str]:
     """``PYTHONPATH`` for a child started with ``python -P``, so that it finds this kvrelay.
 
-    An installed one needs none: its folder, ahead of the standard library, would shadow modules.
+    An installed kvrelay needs none: site-packages ahead of the standard library shadows modules.
     """
     if ROOT.name in ("site-packages", "dist-packages"):
         return {}

@@ -1,9 +1,8 @@
 """Free TCP ports, and how to reserve them until a server binds them.
 
-They lie below the kernel's range for outgoing connections: a port from ``bind(0)`` may be given to
-any client in the moment before its server binds it. A reserved port is bound but never listened on,
-which admits a server and keeps out other searches for free ports (on Linux; elsewhere nothing can
-be reserved, and the short race remains).
+Free ports lie below the kernel's range for outgoing connections, which takes ports from ``bind(0)``
+before their server binds them. A reserved port is bound but never listened on: a server can bind
+it, ``free_ports`` passes over it. Reserving works on Linux only; elsewhere the short race remains.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ TRIES = 1000
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Different ports that no process listens on and that are not reserved."""
+    """Distinct ports that no process listens on and that are not reserved."""
     found: list[int] = []
     for _ in range(TRIES):
         if len(found) == count:
@@ -35,7 +34,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 
 
 def is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Whether a server could listen there now."""
+    """Whether a server could listen on the port now."""
     probe = _bind(host, port, reuse=True)
     if probe is not None:
         probe.close()
@@ -67,7 +66,7 @@ class ReservedPorts:
 
 
 def _bind(host: str, port: int, *, reuse: bool) -> socket.socket | None:
-    """A bound socket. Without ``reuse`` a port that is only reserved counts as taken too."""
+    """A bound socket, ``None`` if the port is taken; without ``reuse`` also if it is reserved."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     made = socket.socket(family, socket.SOCK_STREAM)
     try:

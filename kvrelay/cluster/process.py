@@ -1,7 +1,7 @@
 """One supervised process: its own process group, its lines passed on, restarted when it dies.
 
 A thread runs the cycle: start, wait for the end, wait out the backoff, start on the same port.
-Everything that was started before the last ``end`` has ended when ``join`` returns.
+After ``end``, no process of the group is left when ``join`` returns true.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class SupervisedProcess:
 
     @property
     def pid(self) -> int | None:
-        """Id of the running process; ``None`` between two runs."""
+        """The process id; ``None`` between two runs."""
         running = self._running
         return None if running is None else running.pid
 
@@ -102,8 +102,8 @@ class SupervisedProcess:
             return True
 
     def end(self, number: int = signal.SIGTERM) -> None:
-        """Signal it to end, for good. A stopped process is continued so that it can."""
-        with self._lock:  # it was started before and gets the signal, or never will be
+        """Signal the process to end, and do not restart it. A stopped process is continued."""
+        with self._lock:  # after this no process is started, and a started one gets the signal
             self._stopping.set()
             if self._running is not None:
                 self._running.cancel_start()
@@ -111,7 +111,7 @@ class SupervisedProcess:
         self.send(signal.SIGCONT)
 
     def join(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds after ``end``; whether it has ended."""
+        """Wait up to ``timeout`` seconds after ``end``. Returns whether the process has ended."""
         if self._thread.ident is None:
             return True
         self._thread.join(max(timeout, 0.0))
@@ -130,7 +130,7 @@ class SupervisedProcess:
             self.dead.set()
 
     def _should_restart(self, status: int, deaths: int) -> bool:
-        """Wait out the backoff; whether to restart."""
+        """Wait out the backoff. Returns whether to restart."""
         how = describe(status)
         if not self.served.is_set():
             self._on_change(self.spec, f"{how} before it served")
@@ -144,7 +144,7 @@ class SupervisedProcess:
         return not self._stopping.wait(wait)
 
     def _run_once(self) -> int | None:
-        """Start it and wait for its end; the status, ``None`` if it may not be started any more."""
+        """Start the process and wait for its end. Returns its status, ``None`` after ``end``."""
         with self._lock:
             if self._stopping.is_set():
                 return None
@@ -164,7 +164,7 @@ class SupervisedProcess:
         return status
 
     def _ended(self) -> None:
-        """Called while its id is still its own: no signal is sent to it from now on."""
+        """The process is about to be reaped: its id, which may be used anew, gets no signal now."""
         with self._lock:
             self._running = None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -19,7 +18,7 @@ RECONNECT_SECONDS = 0.2
 
 
 class ReadinessProbe:
-    """Probes a cluster that starts; a context manager, because it holds connections."""
+    """Probes a cluster that starts; ``close`` it, because it holds connections."""
 
     def __init__(
         self,
@@ -35,15 +34,7 @@ class ReadinessProbe:
         self._channels = {spec.name: open_sync_channel(spec.address, options) for spec in specs}
         self._view: router_pb2.ListWorkersResponse | None = None
 
-    def __enter__(self) -> ReadinessProbe:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         for channel in self._channels.values():
             channel.close()
 

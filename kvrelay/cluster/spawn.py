@@ -1,8 +1,8 @@
 """Starts one supervised process: in a fresh interpreter, or as a fork of one with torch loaded.
 
 Importing torch and transformers costs each worker seconds. A fork server (``forkserver``) imports
-them once; workers forked from it start at once, share that memory, and run the same module in the
-same way. A GPU cannot be used after a fork, so this is for the CPU only.
+them once; workers forked from it start at once and share that memory. For the CPU only: CUDA does
+not survive a fork.
 
 Every process has its own session, so a key on the terminal does not reach it directly.
 """
@@ -26,25 +26,28 @@ UNKNOWN_STATUS = 255  # for a process whose status was lost with the fork server
 
 
 class RunningProcess(Protocol):
-    """A process being started or running: its output, its end, our end of its lifeline."""
+    """A process that starts or runs, with its output and our end of its lifeline."""
 
     output: IO[bytes]
 
     @property
     def pid(self) -> int | None:
-        """``None`` before it was started."""
+        """``None`` before the start."""
         ...
 
     def wait_started(self) -> bool:
-        """Wait until it has a process id; false if it never will."""
+        """Wait for the process id. Returns false if the start failed or was cancelled."""
         ...
 
     def cancel_start(self) -> None:
-        """If it was not started yet, it never will be; ``wait_started`` returns."""
+        """Cancel a start that has not happened yet; ``wait_started`` then returns false."""
         ...
 
     def wait(self, ended: Callable[[], None]) -> int:
-        """Wait for its end, call ``ended``, kill the rest of its process group; the status."""
+        """Wait for the end, call ``ended``, kill the rest of the process group.
+
+        Returns the status.
+        """
         ...
 
 
@@ -76,7 +79,7 @@ def start_fresh(module: str, args: tuple[str, ...], environ: Mapping[str, str]) 
 
 
 def start_forked(module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> RunningProcess:
-    """The same as a fork of the fork server, which the first call starts."""
+    """Start the module in a fork of the fork server, which the first call starts."""
     return _ForkedProcess(module, args, environ)
 
 
@@ -93,7 +96,7 @@ class _FreshProcess:
         return True
 
     def cancel_start(self) -> None:
-        """It runs already."""
+        """Does nothing: the process runs already."""
 
     def wait(self, ended: Callable[[], None]) -> int:
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
@@ -110,11 +113,11 @@ class _ForkedProcess:
         self.pid: int | None = None
         self._request = json.dumps([module, args, dict(environ)]).encode() + b"\n"
         ours, theirs = socket.socketpair()
+        reader, writer = os.pipe()
         self._socket = ours
         self._theirs = theirs
-        self._replies = self._socket.makefile("rb")
-        reader, writer = os.pipe()
         self._writer = writer
+        self._replies = ours.makefile("rb")
         self.output: IO[bytes] = os.fdopen(reader, "rb")
 
     def wait_started(self) -> bool:
@@ -150,7 +153,7 @@ class _ForkedProcess:
 
 
 class ForkServerClient:
-    """Starts the fork server of this process on first use, and sends requests to it."""
+    """Starts the fork server on first use, and sends it requests."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -158,7 +161,7 @@ class ForkServerClient:
         self._control: socket.socket | None = None
 
     def send(self, *files: int) -> None:
-        """Send a new process's socket and standard output; starts the server if it has ended."""
+        """Send the socket and the standard output of a new process."""
         with self._lock:
             if self._control is not None:
                 with suppress(OSError):
@@ -168,7 +171,7 @@ class ForkServerClient:
             socket.send_fds(self._start(), [b"+"], files)
 
     def end(self) -> None:
-        """Kill the server. Its children run on until their lifelines close."""
+        """Kill the server. Its children run until their lifelines close."""
         with self._lock:
             self._end()
 

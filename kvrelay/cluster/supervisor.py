@@ -1,4 +1,4 @@
-"""A cluster of processes on this machine: start, wait for health, restart what dies, stop all.
+"""A cluster of processes on this machine: start, wait for health, restart after a death, stop.
 
     with Cluster(ClusterConfig(prefill=2, decode=2, port=0)) as cluster:
         client = Client(cluster.router)
@@ -14,9 +14,9 @@ import secrets
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from types import TracebackType
-from typing import TypeVar
 
 from kvrelay.cluster.layout import ClusterConfig, process_specs
 from kvrelay.cluster.ports import ReservedPorts
@@ -28,7 +28,6 @@ from kvrelay.rpc.security.credentials import ADMIN_FIRST
 from kvrelay.v1 import router_pb2
 from kvstore.urls import public_urls
 
-C = TypeVar("C", bound=ClusterConfig)
 START_SECONDS = 120.0
 STOP_SECONDS = 12.0  # a little more than a worker's grace for open requests
 KILL_SECONDS = 5.0  # to end after SIGKILL
@@ -39,17 +38,8 @@ class StartInterrupted(KvrelayError):
     """The cluster was stopped while it started."""
 
 
-def _ignore_line(spec: ProcessSpec, line: str) -> None:
-    """The default: lines are kept only in the tail of their process."""
-
-
-def _ignore_change(spec: ProcessSpec, what: str) -> None:
-    """The default: changes are not shown."""
-
-
-def with_fleet_key(config: C) -> C:
-    """The configuration with a key that signs the cluster's handoffs; a random one by default."""
-    return config if config.fleet_key else replace(config, fleet_key=secrets.token_hex(32))
+def _ignore(spec: ProcessSpec, text: str) -> None:
+    """The default for lines and changes; the last lines stay in the tail of their process."""
 
 
 class Cluster:
@@ -59,12 +49,14 @@ class Cluster:
         self,
         config: ClusterConfig,
         *,
-        on_line: Callable[[ProcessSpec, str], None] = _ignore_line,
-        on_change: Callable[[ProcessSpec, str], None] = _ignore_change,
+        on_line: Callable[[ProcessSpec, str], None] = _ignore,
+        on_change: Callable[[ProcessSpec, str], None] = _ignore,
         backoff: RestartBackoff | None = RestartBackoff(),  # noqa: B008 a frozen value
         layout: Callable[[ClusterConfig], tuple[ProcessSpec, ...]] = process_specs,
     ) -> None:
-        self.config = config = with_fleet_key(config)
+        if not config.fleet_key:
+            config = replace(config, fleet_key=secrets.token_hex(32))
+        self.config = config
         self.security = policy.load(config, ADMIN_FIRST)
         self.specs = layout(config)
         self._on_change = on_change
@@ -117,10 +109,10 @@ class Cluster:
 
     def named(self, name: str) -> SupervisedProcess:
         """One process by the name shown in the table, such as ``decode-1``."""
-        found = [p for p in self._processes.values() if p.spec.name == name]
-        if not found:
-            raise NotFound(f"no process {name!r}")
-        return found[0]
+        for process in self._processes.values():
+            if process.spec.name == name:
+                return process
+        raise NotFound(f"no process {name!r}")
 
     def kill(self, role: str, index: int = 0, number: int = signal.SIGKILL) -> None:
         """Send a signal: SIGKILL to have it restarted, SIGSTOP and SIGCONT to simulate a hang."""
@@ -142,20 +134,20 @@ class Cluster:
         ``interrupt``.
         """
         deadline = time.monotonic() + timeout
-        with ReadinessProbe(self.specs, self._on_change, self.security) as prober:
-            while not prober.done():
-                self._check(prober)
+        with closing(ReadinessProbe(self.specs, self._on_change, self.security)) as probe:
+            while not probe.done():
+                self._check(probe)
                 if time.monotonic() >= deadline:
-                    raise DeadlineExceeded(f"after {timeout:g} s not ready: {prober.missing()}")
-                prober.step(min(0.25, max(deadline - time.monotonic(), 0.01)))
-            self._check(prober)
-            return prober.workers()
+                    raise DeadlineExceeded(f"after {timeout:g} s not ready: {probe.missing()}")
+                probe.step(min(0.25, max(deadline - time.monotonic(), 0.01)))
+            self._check(probe)
+            return probe.workers()
 
-    def _check(self, prober: ReadinessProbe) -> None:
+    def _check(self, probe: ReadinessProbe) -> None:
         if self._stopping:
             raise StartInterrupted("stopped while starting")
         for (role, index), process in self._processes.items():
-            if prober.served(role, index):
+            if probe.served(role, index):
                 process.served.set()
             if process.dead.is_set():
                 when = "for good" if process.served.is_set() else "before it served"
@@ -167,7 +159,7 @@ class Cluster:
         self._stopping = True
 
     def stop(self, timeout: float = STOP_SECONDS) -> None:
-        """End every process: SIGTERM, then SIGKILL for those left after ``timeout`` seconds."""
+        """End every process: SIGTERM, and SIGKILL after ``timeout`` seconds."""
         self._stopping = True
         for process in self._processes.values():
             process.end()
@@ -178,7 +170,7 @@ class Cluster:
             self._ports.close()
 
     def kill_all(self) -> None:
-        """SIGKILL to every process at once; none is left when this returns."""
+        """Send SIGKILL to every process at once; none is left when this returns."""
         self._stopping = True
         for process in self._processes.values():
             process.end(signal.SIGKILL)
@@ -199,11 +191,11 @@ class Cluster:
             "model": self.config.model_path,
             "processes": [
                 {
-                    "role": spec.role,
-                    "index": spec.index,
-                    "address": spec.address,
-                    "pid": self.process(spec.role, spec.index).pid,
+                    "role": role,
+                    "index": index,
+                    "address": process.spec.address,
+                    "pid": process.pid,
                 }
-                for spec in self.specs
+                for (role, index), process in self._processes.items()
             ],
         }

@@ -1,7 +1,7 @@
 """The file of a configuration: TOML lines ``name = value`` as texts, with their source.
 
-Names are those of the flags, with ``-`` or ``_``. An unknown name is an error, so that a typing
-mistake does not leave a default in place.
+A name is a flag's name, with ``-`` or ``_``. An unknown name is an error, so that a typing mistake
+does not leave a default in place.
 """
 
 from __future__ import annotations

@@ -33,18 +33,13 @@ def parse_flags(
         raise CommandLineError(_unknown(rest[0], known))
     given: Mapping[str, object] = vars(space)
     path = given.get("config")
-    texts = {item.name: _texts(given[item.name]) for item in known if _given(item, given)}
+    texts = {}
+    for item in known:
+        value = given.get(item.name)
+        if value not in (None, []):
+            parts = value if isinstance(value, list) else [value]
+            texts[item.name] = [str(part) for part in parts]
     return texts, path if isinstance(path, str) else None
-
-
-def _given(item: Option, given: Mapping[str, object]) -> bool:
-    return given.get(item.name) not in (None, [])
-
-
-def _texts(value: object) -> tuple[str, ...]:
-    if isinstance(value, list):
-        return tuple(str(part) for part in value)
-    return (str(value),)
 
 
 def _unknown(word: str, known: Sequence[Option]) -> str:
@@ -94,17 +89,13 @@ def _epilog(known: Sequence[Option], epilog: str) -> str:
 
 
 def _usage(known: Sequence[Option]) -> str:
-    words = [
-        _metavar(item) if item.needed else f"[{_metavar(item)}]"
-        for item in known
-        if item.rules.positional
-    ]
-    needed = [
-        f"{item.flag} {_metavar(item)}"
-        for item in known
-        if item.needed and not item.rules.positional
-    ]
-    return " ".join([*needed, *words, "[options]"])
+    flags, words = [], []
+    for item in known:
+        if item.rules.positional:
+            words.append(_metavar(item) if item.needed else f"[{_metavar(item)}]")
+        elif item.needed:
+            flags.append(f"{item.flag} {_metavar(item)}")
+    return " ".join([*flags, *words, "[options]"])
 
 
 def _metavar(item: Option) -> str:
@@ -141,7 +132,7 @@ def _add(group: argparse._ArgumentGroup, item: Option) -> None:
 
 
 def _add_switch(group: argparse._ArgumentGroup, item: Option, text: str) -> None:
-    """Both ``--x`` and ``--no-x`` are accepted; the help shows the one that is not the default."""
+    """Accept ``--x`` and ``--no-x``; the help shows the flag that changes the default."""
     for value, flag in ((True, item.flag), (False, "--no-" + item.flag[2:])):
         shown = argparse.SUPPRESS if value is item.default else text
         group.add_argument(

@@ -10,7 +10,17 @@ import dataclasses
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    TypedDict,
+    TypeVar,
+    Union,
+    Unpack,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from kvrelay.config.values import READERS, show_size, size
 from kvrelay.errors import Rejected
@@ -32,12 +42,26 @@ class OptionRules:
     low: float | None = None
     high: float | None = None
     choices: tuple[str, ...] = ()
-    unit: str | None = None
+    unit: str | None = None  # shown in the help; "bytes" also allows suffixes
     metavar: str | None = None
     positional: bool = False
     group: str = "options"  # heading of the help page
-    secret: bool = False  # has no flag: every user can read a command line
+    secret: bool = False  # never shown, and without a flag: every user can read a command line
     environ: bool = True  # without: the variable of this name is meant for other processes
+
+
+class _Rules(TypedDict, total=False):
+    """The keyword arguments of ``option`` and ``required``: the fields of ``OptionRules``."""
+
+    low: float | None
+    high: float | None
+    choices: tuple[str, ...]
+    unit: str | None
+    metavar: str | None
+    positional: bool
+    group: str
+    secret: bool
+    environ: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +97,7 @@ class Option:
         return str(value)
 
     def read(self, texts: Sequence[str], source: str) -> object:
-        """The value of the texts found at ``source``; ``Rejected`` if they are not valid."""
+        """The value of the texts from ``source``; raises ``Rejected`` if one is not valid."""
         if self.repeated and self.kind is not str:  # a number contains no comma
             texts = [part for text in texts for part in text.split(",")]
         values = tuple(self._read_one(text, source) for text in texts)
@@ -91,16 +115,13 @@ class Option:
 
     def check(self, value: object, source: str = "") -> None:
         """Raise ``Rejected`` if the value is outside the declared range or choices."""
-        rules = self.rules
-        if rules.choices and value not in rules.choices:
-            raise Rejected(
-                self.name, f"{value!r}{source}: choose one of {', '.join(rules.choices)}"
-            )
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            low, high = rules.low, rules.high
-            if (low is not None and value < low) or (high is not None and value > high):
-                shown = self.show(value)
-                raise Rejected(self.name, f"{shown}{source}: must be {self._range()}")
+        choices, low, high = self.rules.choices, self.rules.low, self.rules.high
+        if choices and value not in choices:
+            raise Rejected(self.name, f"{value!r}{source}: choose one of {', '.join(choices)}")
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return
+        if (low is not None and value < low) or (high is not None and value > high):
+            raise Rejected(self.name, f"{self.show(value)}{source}: must be {self._range()}")
 
     def _range(self) -> str:
         low, high = self.rules.low, self.rules.high
@@ -109,62 +130,25 @@ class Option:
         return f"between {self.show(low)} and {self.show(high)}"
 
 
-def option(
-    default: T,
-    help: str,
-    *,
-    low: float | None = None,
-    high: float | None = None,
-    choices: tuple[str, ...] = (),
-    unit: str | None = None,
-    metavar: str | None = None,
-    positional: bool = False,
-    group: str = "options",
-    secret: bool = False,
-    environ: bool = True,
-) -> T:
-    """A field with a default. ``unit`` is shown in the help; ``"bytes"`` also allows suffixes.
-
-    A ``secret`` is read from the environment or the file only, and never shown.
-    """
-    rules = OptionRules(
-        help=help,
-        low=low,
-        high=high,
-        choices=choices,
-        unit=unit,
-        metavar=metavar,
-        positional=positional,
-        group=group,
-        secret=secret,
-        environ=environ,
-    )
-    return field(default=default, metadata={_KEY: rules}, repr=not secret)
+def option(default: T, help: str, **more: Unpack[_Rules]) -> T:
+    """A field with a default; ``more`` are fields of ``OptionRules``."""
+    rules = OptionRules(help=help, **more)
+    return field(default=default, metadata={_KEY: rules}, repr=not rules.secret)
 
 
-def required(
-    kind: type[T],
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    metavar: str | None = None,
-    positional: bool = False,
-) -> T:
+def required(kind: type[T], help: str, **more: Unpack[_Rules]) -> T:
     """A field that must be given; the dataclass needs ``kw_only=True``."""
-    rules = OptionRules(help=help, choices=choices, metavar=metavar, positional=positional)
-    return cast(T, field(metadata={_KEY: rules}))
+    return cast(T, field(metadata={_KEY: OptionRules(help=help, **more)}))
 
 
 def options(cls: type[DataclassInstance]) -> tuple[Option, ...]:
     """The declared options of a configuration, in order; other fields are left out."""
     hints = get_type_hints(cls)
-    found = []
-    for item in dataclasses.fields(cls):
-        rules = item.metadata.get(_KEY)
-        if isinstance(rules, OptionRules):
-            kind, repeated = _kind(hints[item.name])
-            found.append(Option(item.name, kind, repeated, item.default, rules))
-    return tuple(found)
+    declared = [item for item in dataclasses.fields(cls) if _KEY in item.metadata]
+    return tuple(
+        Option(item.name, *_kind(hints[item.name]), item.default, item.metadata[_KEY])
+        for item in declared
+    )
 
 
 def _kind(hint: object) -> tuple[type, bool]:

@@ -1,7 +1,7 @@
 """Converts text to the value of a configuration field: numbers, byte sizes, booleans.
 
-Flags, environment and file all arrive as text here, so a value means the same in each of them. A
-``ValueError`` says what a valid text looks like.
+A text means the same from a flag, the environment and a file. A ``ValueError`` says what a valid
+text looks like.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Bounds the memory that glibc's allocator keeps for threads that come and go.
+"""Bounds the memory that glibc's allocator keeps for short-lived threads.
 
-glibc gives threads up to eight arenas a core and returns none to the system. gRPC's threads grow
+glibc gives threads up to eight arenas a core and returns none to the system. gRPC starts threads
 with the load: under a flood of rapid resets a server's memory grew without end; with two arenas it
 stays constant. Free memory inside an arena is returned only on request, so a thread requests it
-every half a minute: half of what broken HTTP/2 connections had left behind was such memory.
+every half a minute.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TRIM_SECONDS = 30.0
 
 
 def limit_arenas() -> None:
-    """Bound the arenas of this process. Call it first: an arena that exists is never removed."""
+    """Bound the arenas of this process. Call it first: arenas are never removed."""
     if "MALLOC_ARENA_MAX" not in os.environ:
         with suppress(OSError, AttributeError):  # another libc
             ctypes.CDLL(None).mallopt(M_ARENA_MAX, MAX_ARENAS)

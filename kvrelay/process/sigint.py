@@ -1,7 +1,7 @@
-"""Ctrl-C in a process without anything to clean up: the process exits at once, without a traceback.
+"""Ctrl-C in a process that has nothing to clean up: it exits at once, without a traceback.
 
-The first import of every program, so it imports next to nothing: the imports that follow take
-seconds, and a ``KeyboardInterrupt`` within one is a traceback or gets lost.
+Every program imports this module first, and it imports little: the imports after it take seconds,
+and a ``KeyboardInterrupt`` within one of them is a traceback or gets lost.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ INTERRUPTED_STATUS = 128 + signal.SIGINT
 
 
 def exit_on_sigint() -> None:
-    """Let SIGINT end this process at once with status 130, from now on.
+    """Let SIGINT end this process at once with status 130.
 
-    Until the interpreter shuts down: then SIGINT is ignored, so that it cannot change the status.
+    When the interpreter shuts down SIGINT is ignored, so that it cannot change the status.
     """
     _ignore_at_exit()
     signal.signal(signal.SIGINT, _exit)
 
 
 def sigint_exits() -> AbstractContextManager[None]:
-    """Let SIGINT end the process meanwhile, for slow imports within a command."""
+    """Within the block SIGINT ends the process: for slow imports of a command."""
     return _handling(_exit)
 
 
 def sigint_raises() -> AbstractContextManager[None]:
-    """Let SIGINT raise ``KeyboardInterrupt`` meanwhile, for code that has to clean up."""
+    """Within the block SIGINT raises ``KeyboardInterrupt``: for code that has to clean up."""
     return _handling(signal.default_int_handler)
 
 

@@ -1,4 +1,4 @@
-"""Documents of stated facts, and questions whose one answer stands somewhere in them.
+"""Documents of stated facts, and questions that one fact answers.
 
 Pure and seeded: the same seed gives the same text on every machine. An answer is a whole
 sentence that ends in the word asked for, so recall happens during decode, not in prefill.
@@ -20,7 +20,7 @@ ASIDE_RATE: Final = 0.06
 
 
 class FactKind(StrEnum):
-    """What a fact states of its subject."""
+    """The property that a fact states."""
 
     OWNER = "owner"
     PLACE = "place"
@@ -95,7 +95,7 @@ def document(seed: int, facts: int = 118) -> Document:
     """The document of this seed; no subject is given two values of one kind.
 
     Raises:
-        ValueError: `facts` is not in 1..3072, the number of facts that can be told apart.
+        ValueError: `facts` is not in 1..3072, the number of distinct facts.
     """
     limit = len(FactKind) * len(ADJECTIVES) * len(NOUNS)
     if not 1 <= facts <= limit:

@@ -1,4 +1,4 @@
-"""How a document and a question become one prompt: the chat format, written out.
+"""The prompt of a document and a question: the chat format, written out.
 
 The document is the system message, so the prompt of every question over one document begins
 with the same tokens. The tokenizer's chat template renders the same text.
@@ -37,7 +37,7 @@ def turn(question: FactQuestion) -> str:
 
 
 def prompt(document: Document, question: FactQuestion) -> str:
-    """What to generate from; the expected output is `question.answer`, then `END`."""
+    """The whole prompt; the expected output is `question.answer`, then `END`."""
     return prefix(document) + turn(question)
 
 

@@ -1,6 +1,6 @@
 """The words that documents, questions and answers are made of; every one is a single token.
 
-The lists are disjoint, so a word says by itself what it is: part of a subject, or a value.
+The lists are disjoint: a word alone shows whether it is part of a subject, or a value.
 """
 # ruff: noqa: SIM905 - a list of words reads best as words
 

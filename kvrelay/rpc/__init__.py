@@ -2,5 +2,5 @@
 
 import os
 
-# A peer that goes away is ours to report; gRPC's C core would print its own lines beside it.
+# We report disconnected peers; gRPC's C core would print its own lines beside ours.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

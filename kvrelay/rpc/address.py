@@ -23,11 +23,11 @@ class Address:
     @classmethod
     def parse(cls, text: str) -> Address:
         """Raises ``Rejected`` for the field ``address``."""
-        if not text.isprintable():  # neither a resolver nor a log could take it
+        if not text.isprintable():  # unfit for a resolver and for a log
             raise Rejected("address", f"{text!r} is neither HOST:PORT nor unix:PATH")
         if text.startswith("unix:"):
             if len(text) == len("unix:"):
-                raise Rejected("address", f"{text!r} lacks a path: unix:/path/to/socket")
+                raise Rejected("address", f"{text!r} has no path: give unix:/path/to/socket")
             return cls(text.removeprefix("unix:"), None)
         host, colon, port = text.rpartition(":")
         if not (colon and host and port.isascii() and port.isdigit() and int(port) < 1 << 16):

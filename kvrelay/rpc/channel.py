@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import IPv6Address
-from typing import cast
 
 import grpc
 
 from kvrelay.rpc import keepalive
-from kvrelay.rpc.bearer import TokenChannel
+from kvrelay.rpc.bearer import C, with_token
 from kvrelay.rpc.security.policy import Security, installed
 
 MIB = 1 << 20
@@ -54,26 +54,12 @@ class ChannelOptions:
 
 def open_channel(address: str, options: ChannelOptions | None = None) -> grpc.aio.Channel:
     """An asyncio channel to ``HOST:PORT`` or ``unix:PATH``; close it with ``await close()``."""
-    chosen, address = options or ChannelOptions(), target(address)
-    security, arguments = _secured(address, chosen)
-    if security.tls is None:
-        channel = grpc.aio.insecure_channel(address, options=arguments)
-    else:
-        channel = grpc.aio.secure_channel(address, security.tls.channel(), options=arguments)
-    token = security.credentials.token
-    return channel if token is None else cast("grpc.aio.Channel", TokenChannel(channel, token))
+    return _open(grpc.aio.insecure_channel, grpc.aio.secure_channel, address, options)
 
 
 def open_sync_channel(address: str, options: ChannelOptions | None = None) -> grpc.Channel:
     """The same for code without an event loop; close it with ``close()``."""
-    chosen, address = options or ChannelOptions(), target(address)
-    security, arguments = _secured(address, chosen)
-    if security.tls is None:
-        channel = grpc.insecure_channel(address, options=arguments)
-    else:
-        channel = grpc.secure_channel(address, security.tls.channel(), options=arguments)
-    token = security.credentials.token
-    return channel if token is None else cast("grpc.Channel", TokenChannel(channel, token))
+    return _open(grpc.insecure_channel, grpc.secure_channel, address, options)
 
 
 def target(address: str) -> str:
@@ -85,10 +71,22 @@ def target(address: str) -> str:
         return address
 
 
-def _secured(address: str, options: ChannelOptions) -> tuple[Security, list[tuple[str, int | str]]]:
-    security = options.security or installed()
+def _open(
+    insecure: Callable[..., C],
+    secure: Callable[..., C],
+    address: str,
+    options: ChannelOptions | None,
+) -> C:
+    chosen: ChannelOptions = options or ChannelOptions()
+    address = target(address)
+    security = chosen.security or installed()
     security.check_call(address)
-    arguments: list[tuple[str, int | str]] = [*options.arguments()]
-    if security.tls is not None and security.tls.name is not None:
-        arguments.append(("grpc.ssl_target_name_override", security.tls.name))
-    return security, arguments
+    arguments: list[tuple[str, int | str]] = [*chosen.arguments()]
+    if security.tls is None:
+        channel = insecure(address, options=arguments)
+    else:
+        if security.tls.name is not None:
+            arguments.append(("grpc.ssl_target_name_override", security.tls.name))
+        channel = secure(address, security.tls.channel(), options=arguments)
+    token = security.credentials.token
+    return channel if token is None else with_token(channel, token)

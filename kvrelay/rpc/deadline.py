@@ -1,7 +1,7 @@
 """One frozen point in time that is passed down a call, in place of timeouts that add up.
 
 Made once at the edge, from the client's deadline bounded by the server's; every wait below uses
-``remaining()``. Times are those of ``time.monotonic``.
+``remaining()``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvrelay.errors import DeadlineExceeded
 
 
 class _Context(Protocol):
-    """The part of a servicer context that is used here; ``None``: the client set no deadline."""
+    """A servicer context; ``None``: the client set no deadline."""
 
     def time_remaining(self) -> float | None: ...
 
@@ -45,7 +45,6 @@ class Deadline:
 
     @property
     def expired(self) -> bool:
-        """Whether no time is left."""
         return time.monotonic() >= self.at
 
     def earlier(self, seconds: float) -> Deadline:
@@ -53,7 +52,7 @@ class Deadline:
         return Deadline(min(self.at, time.monotonic() + seconds))
 
     def check(self, doing: str) -> None:
-        """Raise ``DeadlineExceeded``, naming the action, if no time is left."""
+        """Raise ``DeadlineExceeded``, naming the action, if the deadline has expired."""
         if self.expired:
             raise DeadlineExceeded(f"no time left {doing}")
 

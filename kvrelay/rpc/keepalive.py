@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 PING_SECONDS = 60.0
-"""For the answer to a ping. It queues behind all data in flight, megabytes at times; gRPC counts
-nothing else as a sign of life: a short time breaks connections that are only slow."""
+"""For the answer to a ping, which queues behind all data in flight, megabytes at times. gRPC counts
+nothing else as a sign of life, so a short time breaks connections that are only slow."""
 
 MIN_BYTES_PER_SECOND = 50_000.0
 """A connection that carries less counts as silent while much data has to pass through it."""

@@ -1,8 +1,7 @@
 """What the router and the workers agree on: the protocol's version, worker roles, shared fields.
 
-``PROTOCOL`` is the version of the messages between our own processes; processes of different
-versions do not work together. Adding a field leaves it alone. It grows when the same bytes come to
-mean something else.
+``PROTOCOL`` is the version of the messages between our processes; processes of different versions
+do not work together. It grows when the meaning of the same bytes changes; a new field needs none.
 """
 
 from __future__ import annotations

@@ -98,9 +98,9 @@ async def abort_with_code(
 ) -> Never:
     """``context.abort`` without its two leaks.
 
-    It leaves a reference cycle: the call keeps the exception, its traceback keeps the frames, the
-    frames keep the call and the memory of gRPC's core. And gRPC never frees a status that cannot
-    be sent: so a call whose client has disconnected gets the time to notice that first.
+    Its exception keeps the frames, which keep the call and its memory in gRPC's core: the cycle is
+    broken here. gRPC never frees a status that cannot be sent: so a call whose client has
+    disconnected gets the time to notice that first.
     """
     for _ in range(DISCONNECT_TURNS):
         await asyncio.sleep(0)
@@ -113,7 +113,7 @@ async def abort_with_code(
 
 
 def from_rpc_error(error: grpc.RpcError) -> KvrelayError:
-    """The server's ``KvrelayError``, or the error that a failure of gRPC itself amounts to."""
+    """The ``KvrelayError`` that the server sent, or one for a failure of gRPC itself."""
     if not isinstance(error, grpc.aio.AioRpcError | grpc.Call):
         return Unavailable(str(error))
     code, text, status = error.code(), error.details() or "", None

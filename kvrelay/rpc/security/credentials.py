@@ -1,7 +1,6 @@
 """The credentials file: which token identifies which caller, and the token of this process.
 
-TOML, readable by its owner only; every part is optional, so each process can have a file with only
-what it needs::
+TOML, readable by its owner only. Every part is optional, and each process may have its own file::
 
     service = "..."          # token among router, workers and store
     admin = "..."            # token for drain, audit, clear
@@ -57,7 +56,7 @@ class Credentials:
 
     @property
     def required(self) -> bool:
-        """Whether callers must show a token."""
+        """Whether callers must send a token."""
         return bool(self._known)
 
     @property
@@ -83,7 +82,7 @@ class Credentials:
 def read(
     path: str, token: str | None, fleet_key: str | None, shows: Sequence[CallerKind] = SERVICE_FIRST
 ) -> Credentials:
-    """The credentials in a file; ``fleet_key`` counts if the file has none.
+    """The credentials in a file; ``fleet_key`` is used if the file has none.
 
     This process sends ``token``, else the file's ``token``, else the first token of ``shows``.
     """
@@ -112,7 +111,7 @@ def given(token: str | None, fleet_key: str | None) -> Credentials:
 def _check_given(token: str | None, fleet_key: str | None) -> None:
     for name, secret in (("token", token), ("fleet_key", fleet_key)):
         if secret is not None and (wrong := _wrong(secret)) is not None:
-            raise Rejected(name, f"{wrong}; is there a newline at its end?")
+            raise Rejected(name, f"{wrong}; does it end with a newline?")
 
 
 def _digest(key: bytes, token: str) -> bytes:
@@ -159,7 +158,7 @@ def _tenant(name: str, entry: object, fleet: bytes | None) -> Iterator[tuple[str
 
 
 def _table(path: str) -> Mapping[str, object]:
-    """Errors name the place, never the content: a line of the file may be a secret."""
+    """Parse the file. Errors name the place, never the content: a line may hold a secret."""
     try:
         with Path(path).open("rb") as file:
             if os.fstat(file.fileno()).st_mode & 0o077:
@@ -180,13 +179,13 @@ def _check_names(where: str, table: Mapping[str, object], known: frozenset[str])
 
 
 def _tokens(table: Mapping[str, object], name: str, where: str) -> list[str]:
-    """All tokens under a name; the first is the one to send."""
+    """All tokens under a name; this process sends the first."""
     value = table.get(name)
     if not isinstance(value, list):
         one = _secret(table, name, where)
         return [] if one is None else [one]
     if not value:
-        raise Rejected(FIELD, f"{where}: an empty list; leave it out, or name a token")
+        raise Rejected(FIELD, f"{where}: an empty list; remove the line, or name a token")
     return [_checked(item, f"{where}[{index}]") for index, item in enumerate(value)]
 
 

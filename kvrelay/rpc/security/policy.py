@@ -1,7 +1,6 @@
 """Protection of a process's connections: certificates, credentials, and rules for both.
 
-Installed once at the process's edge, like logging, so that no server or channel of the process can
-lack it by oversight::
+Installed once at the process's edge, like logging, so that every server and channel has it::
 
     policy.install(config)              # a configuration that inherits SecurityOptions
 
@@ -34,7 +33,7 @@ class Security:
     allow_insecure: bool = False
 
     def check_listen(self, address: Address) -> None:
-        """``Rejected`` if other machines can reach it without encryption or authentication."""
+        """Raise ``Rejected`` if other machines reach it without encryption or authentication."""
         if address.local:
             return
         lacks = []
@@ -52,16 +51,16 @@ class Security:
         log.warning("%s; --allow-insecure was given", problem)
 
     def check_plain(self, field: str, host: str) -> None:
-        """``Rejected`` for a port without TLS and tokens that other machines reach."""
+        """Raise ``Rejected`` for a port without TLS and tokens that other machines reach."""
         if not (Address(host, 0).local or self.allow_insecure):
             raise Rejected(
                 field,
-                f"{host} can be reached by other machines, and that port is open to anyone:"
+                f"{host} can be reached by other machines, and that port asks for no credentials:"
                 " use 127.0.0.1, or give --allow-insecure",
             )
 
     def check_signed(self) -> None:
-        """``Rejected`` for a worker on a network that could not detect forged handoffs."""
+        """Raise ``Rejected`` for a worker on a network that could not detect forged handoffs."""
         if self.credentials.fleet_key is None and not self.allow_insecure:
             raise Rejected(
                 "fleet_key",
@@ -70,7 +69,7 @@ class Security:
             )
 
     def check_call(self, address: str) -> None:
-        """``Rejected`` if a token would cross a network in plain text."""
+        """Raise ``Rejected`` if a token would cross a network in plain text."""
         if self.tls is not None or self.credentials.token is None or self.allow_insecure:
             return
         if not Address.parse(address).local:
@@ -96,7 +95,7 @@ def load(options: SecurityOptions, shows: Sequence[CallerKind] = SERVICE_FIRST) 
 
 
 def install(options: SecurityOptions, shows: Sequence[CallerKind] = SERVICE_FIRST) -> Security:
-    """Load it, and use it for every server and channel of this process from now on."""
+    """Load the options' ``Security``; every new server and channel of this process uses it."""
     global _installed
     _installed = load(options, shows)
     return _installed

@@ -80,8 +80,9 @@ def _read(field: str, path: str | None) -> bytes | None:
 
 
 def _check_pair(cert: str, key: str) -> None:
-    """Check at start what gRPC would only answer with failing handshakes later."""
-    _read("tls_cert", cert), _read("tls_key", key)
+    """Check at start; gRPC would only let handshakes fail later."""
+    _read("tls_cert", cert)
+    _read("tls_key", key)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(cert, key, password=_no_password)
@@ -97,15 +98,10 @@ def _outside_validity(server: ssl.SSLContext, cert: str) -> str | None:
     """Why a certificate is not valid today: the result of an in-memory handshake with itself."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
-    client.verify_flags |= (
-        ssl.VERIFY_X509_PARTIAL_CHAIN
-    )  # trusted as it is, whatever authority signed it
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust it without its authority
     client.load_verify_locations(cert)
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = (
-        client.wrap_bio(down, up),
-        server.wrap_bio(up, down, server_side=True),
-    )
+    ends = client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)
     for end in ends * 2:
         try:
             end.do_handshake()
@@ -114,7 +110,7 @@ def _outside_validity(server: ssl.SSLContext, cert: str) -> str | None:
         except ssl.SSLCertVerificationError as error:
             return error.verify_message if error.verify_code in OUTSIDE_VALIDITY else None
         except ssl.SSLError:
-            return None  # another reason: its peers will report it
+            return None  # another defect, which the peers report
     return None
 
 

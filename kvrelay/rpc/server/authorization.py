@@ -1,9 +1,9 @@
-"""Authenticates each call by its token, checks that the caller may call the method.
+"""Authenticates each call by its token, and checks that the caller may call the method.
 
-Only headers are read: no message of an unauthenticated call is parsed. One table says which caller
-may call which method; a method outside it is for services and admins. The calls a server has open
-are bounded, and a call counts from its headers on, even if no message follows. So every tenant, and
-all unauthenticated callers together, get a bounded share, and services always find room.
+Only headers are read: no message of an unauthenticated call is parsed. A method that is in none of
+the tables below is for services and admins. Open calls are bounded, and a call counts from its
+headers on, even if no message follows: every tenant, and all unauthenticated callers together, get
+a bounded share, so that services always find room.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvrelay.rpc.security.identity import ANONYMOUS, LOCAL_CALLER, Caller, Calle
 from kvrelay.rpc.status import abort, abort_with_code
 
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
-"""Methods that anyone may call: load balancers learn whether the server serves and no more."""
+"""Methods that need no token: load balancers learn whether the server serves, and no more."""
 
 RETRY_SECONDS = 1.0
 MAX_NAME = 200
@@ -82,8 +82,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     ) -> Handler[Q, R]:
         """The method's handler, or one that refuses the call.
 
-        Unknown methods are refused here too: gRPC refuses them at once, and leaks the memory of the
-        status if the client has disconnected.
+        Unknown methods are refused here too: when gRPC refuses them for a client that has
+        disconnected, it leaks the memory of the status.
         """
         method = handler_call_details.method
         caller = LOCAL_CALLER
@@ -113,7 +113,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         )
 
     def _count_in(self, found: Caller | None, method: str) -> bool:
-        """Count the call until its task ends, however it ends; false if there is no room."""
+        """Count the call until its task ends. Returns false if there is no room."""
         if found is not None and found.kind is not CallerKind.CLIENT:
             return True
         key = method if found is None else found.tenant.name

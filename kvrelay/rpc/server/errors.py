@@ -30,7 +30,7 @@ Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """A server interceptor; wrapped handlers are cached, one per method.
+    """Wraps every handler, once.
 
     A stream that its client does not read for ``stuck`` seconds ends. Such a client may still
     answer pings, and would hold the stream's resources until the deadline.
@@ -50,14 +50,11 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         known = self._wrapped.get(method)
         if known is None or known[0] is not handler:
-            known = self._wrapped[method] = (
-                handler,
-                _wrapped_handler(method, handler, self._stuck),
-            )
+            known = self._wrapped[method] = handler, _wrap(method, handler, self._stuck)
         return cast("Handler[Q, R]", known[1])
 
 
-def _wrapped_handler(method: str, handler: Handler[Q, R], stuck: float) -> Handler[Q, R]:
+def _wrap(method: str, handler: Handler[Q, R], stuck: float) -> Handler[Q, R]:
     kinds = {
         (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
         (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),

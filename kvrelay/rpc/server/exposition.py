@@ -21,7 +21,7 @@ from kvrelay.rpc.security.policy import installed
 log = logging.getLogger("kvrelay.rpc")
 MAX_CONNECTIONS = 32
 READ_SECONDS = 5.0
-CONNECTION_SECONDS = 15.0  # however often data arrives
+CONNECTION_SECONDS = 15.0  # for a whole connection
 
 Request = socket.socket | tuple[bytes, socket.socket]
 
@@ -59,7 +59,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             self._free_connections.release()
 
     def handle_error(self, request: Request, client_address: object) -> None:
-        """A client disconnected, or sent a malformed request."""
+        """Log a disconnected client or a malformed request for debugging only."""
         log.debug("metrics: a request of %s failed", client_address, exc_info=True)
 
 
@@ -74,9 +74,9 @@ class _Server6(_Server):
 
 
 def serve(registry: CollectorRegistry, host: str, port: int) -> WSGIServer:
-    """Answer scrapes at ``http://host:port/metrics`` from now on.
+    """Answer scrapes at ``http://host:port/metrics`` in a thread of its own.
 
-    Raises ``Rejected`` if the port cannot be bound, or is open to other machines.
+    Raises ``Rejected`` if the port cannot be bound, or if other machines can reach it.
     """
     installed().check_plain("metrics_host", host)
     kind = _Server6 if ":" in host else _Server

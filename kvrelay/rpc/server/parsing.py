@@ -1,7 +1,7 @@
 """A request that does not parse becomes ``Rejected`` naming the field, never an internal error.
 
-protobuf reports only that *some* string had bad UTF-8. So the bytes are parsed again with a twin of
-the message in which strings are bytes, and the twin is walked. Only malformed requests cost that.
+protobuf reports only that *some* string had bad UTF-8. So a malformed request, and no other, is
+parsed again with a twin of the message in which strings are bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A service as a process: memory and security settings, serve until a signal, the exit status."""
+"""A service as a process: memory and security settings, signals, exit status."""
 
 from __future__ import annotations
 
@@ -43,13 +43,11 @@ async def serve_until_signal(
     on_stop: Callable[[Deadline], Awaitable[None]] | None = None,
     grace: float = 10.0,
 ) -> int:
-    """Start the server, print ``ready(address)``, serve until SIGTERM or SIGINT; the exit status.
+    """Start the server, print ``ready(address)``, serve until SIGTERM or SIGINT.
 
-    On the first signal the server reports NOT_SERVING, ``on_stop`` may drain until its deadline
-    (it is cancelled there), and the calls under way get what is left of ``grace``. A second signal
-    stops at once. Returns 1 if the server ended by itself, so that no process outlives its port.
-
-    Every object that exists when the server starts is kept from the garbage collector for good.
+    On the first signal the server reports NOT_SERVING, ``on_stop`` may drain until its deadline,
+    and open calls get the rest of ``grace``. A second signal stops at once. Returns the exit
+    status: 1 if the server ended by itself, so that no process outlives its port.
     """
     stopping = asyncio.Event()
     hurry = asyncio.Event()
@@ -61,7 +59,7 @@ async def serve_until_signal(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     gc.collect()
-    gc.freeze()  # these objects stay, and with torch loaded one collection of them takes 0.3 s
+    gc.freeze()  # the objects of now live as long as the process; collecting them takes 0.3 s
     print(ready(await server.start()), flush=True)
     signalled = asyncio.ensure_future(stopping.wait())
     ended = asyncio.ensure_future(server.ended())
@@ -75,7 +73,7 @@ async def serve_until_signal(
     await asyncio.wait((drained, hurried), return_when=asyncio.FIRST_COMPLETED)
     hurried.cancel()
     if drained.done():
-        drained.result()  # raises what went wrong while draining
+        drained.result()  # raises the error of ``on_stop``
     else:
         drained.cancel()
         await server.stop(0.0)
@@ -91,6 +89,6 @@ async def _drain(
             async with asyncio.timeout(deadline.remaining()):
                 await on_stop(deadline)
     except TimeoutError:
-        log.warning("not drained in time: the calls under way are cut off")
+        log.warning("not drained in time: open calls are cut off")
     finally:
         await server.stop(deadline.remaining())

@@ -81,7 +81,7 @@ class HealthService:
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
     async def set(self, service: str, serving: bool) -> None:
-        """Report this for ``service`` from now on."""
+        """Report SERVING or NOT_SERVING for ``service``."""
         await self._servicer.set(service, _SERVING if serving else _NOT_SERVING)
 
     async def leave(self) -> None:
@@ -90,7 +90,7 @@ class HealthService:
 
 
 class Server:
-    """One ``grpc.aio`` server. Add services, then ``start``; ``stop`` may be called twice."""
+    """One ``grpc.aio`` server. ``add`` services, then ``start``; ``stop`` may be called twice."""
 
     def __init__(self, options: ServerOptions | None = None) -> None:
         self.options = options or ServerOptions()
@@ -101,13 +101,13 @@ class Server:
     def add(
         self, service: str, register: Callable[[grpc.aio.Server], None], serving: bool = True
     ) -> None:
-        """Serve ``service`` (``kvrelay.v1.DecodeService``); its health says ``serving``."""
+        """Serve ``service`` (such as ``kvrelay.v1.DecodeService``) with this health."""
         self._services[service] = register, serving
 
     async def start(self) -> str:
         """Bind and serve; returns the address with the bound port.
 
-        Raises ``Rejected`` if the address cannot be bound, or must not be without protection.
+        Raises ``Rejected`` if the address cannot be bound, or needs protection that is missing.
         """
         address = Address.parse(self.options.address)
         security = self.options.security or installed()
@@ -148,11 +148,10 @@ class Server:
             await server.stop(grace)
 
     def _bind(self, server: grpc.aio.Server, address: Address, tls: TlsCredentials | None) -> int:
-        credentials = None if tls is None else tls.server()
         try:
-            if credentials is not None:
-                return server.add_secure_port(str(address), credentials)
-            return server.add_insecure_port(str(address))
+            if tls is None:
+                return server.add_insecure_port(str(address))
+            return server.add_secure_port(str(address), tls.server())
         except RuntimeError as error:
             raise Rejected(
                 "address",

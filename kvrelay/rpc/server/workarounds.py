@@ -1,6 +1,6 @@
 """Bugs of grpcio that our servers work around. Each names the release it was last seen in.
 
-A test for each fails once grpcio has fixed it: then the workaround goes.
+A test for each fails once grpcio has fixed it: then remove the workaround.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ _strict = codecs.lookup_error("strict")
 
 
 def quiet_grpc_log() -> None:
-    """Keep disconnected clients and unreadable headers out of the log; idempotent.
+    """Log disconnected clients and unreadable headers for debugging only; idempotent.
 
-    grpcio logs each as an error of the server, with a traceback. So anyone who can connect could
-    fill the log, and a token damaged in transit would stand in it. Both become a debug line; every
-    other record of grpcio stays as it is.
+    grpcio logs each as an error of the server, with a traceback: any client could fill the log, and
+    it would hold a token that was damaged in transit.
     """
     logging.getLogger(GRPC_LOGGER).addFilter(_keeps)
 
