@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvstore.disk.segment_index import DiskLocation
@@ -33,6 +34,13 @@ class LockedIndex:
         self._read_wanted = threading.Condition(lock)
         self._write_wanted = threading.Condition(lock)
 
+    @contextmanager
+    def locked(self) -> Iterator[TieredIndex]:
+        """The index, for one step; reads and writes that the step queued start after it."""
+        with self._lock:
+            yield self._index
+            self.wake()
+
     def wake(self) -> None:
         """Wake the readers and the writer; call it under the lock."""
         self._write_wanted.notify()
@@ -40,28 +48,22 @@ class LockedIndex:
 
     def load(self, names: Sequence[bytes]) -> bool:
         """See ``TieredIndex.load``."""
-        with self._lock:
-            loading = self._index.load(names, time.monotonic())
-            self._read_wanted.notify_all()
-            return loading
+        with self.locked() as index:
+            return index.load(names, time.monotonic())
 
     def is_loading(self, names: Sequence[bytes]) -> bool:
         """See ``TieredIndex.is_loading``."""
         with self._lock:
             return self._index.is_loading(names)
 
-    def has(self, name: bytes) -> bool:
-        """Whether the block is on disk."""
-        return name in self._index.segments
-
-    def location(self, name: bytes) -> DiskLocation | None:
-        """The block's location on disk."""
-        return self._index.segments.find(name)
-
     def wait_for(self, names: Sequence[bytes], seconds: float) -> None:
         """Return when none of ``names`` is being loaded, or after ``seconds``."""
         with self._lock:
             self._read_finished.wait_for(lambda: not self._index.is_loading(names), seconds)
+
+    def location(self, name: bytes) -> DiskLocation | None:
+        """The block's location on disk."""
+        return self._index.segments.find(name)
 
     def next_read(self, seconds: float) -> ReadJob | None:
         """The next block to read; ``None`` if there is none for ``seconds``."""
@@ -89,69 +91,3 @@ class LockedIndex:
                 self._write_wanted.wait(seconds)
                 batch = self._index.next_writes(limit)
             return batch
-
-    def finish_write(
-        self, segment: int, nbytes: int, batch: Sequence[IndexEntry[int]], offsets: Sequence[int]
-    ) -> None:
-        """See ``TieredIndex.finish_write``."""
-        with self._lock:
-            self._index.finish_write(segment, nbytes, batch, offsets)
-
-    def abandon_write(self, batch: Sequence[IndexEntry[int]], failed: bool) -> None:
-        """See ``TieredIndex.abandon_write``."""
-        with self._lock:
-            self._index.disk.failed += len(batch) if failed else 0
-            self._index.abandon_write(batch)
-
-    def make_room(self, nbytes: int, spared: int | None) -> list[int] | None:
-        """See ``TieredIndex.make_room_on_disk``."""
-        with self._lock:
-            return self._index.make_room_on_disk(nbytes, spared)
-
-    def oldest(self) -> int | None:
-        """The least recently used segment."""
-        with self._lock:
-            return self._index.segments.victim(None)
-
-    def drop(self, segment: int) -> None:
-        """Forget a segment."""
-        with self._lock:
-            if self._index.segments.holds(segment):
-                self._index.drop_segment(segment)
-
-    def open(self, segment: int, nbytes: int) -> None:
-        """Add a segment file."""
-        with self._lock:
-            self._index.segments.open(segment, nbytes)
-
-    def holds(self, segment: int) -> bool:
-        """Whether the segment is in the index."""
-        with self._lock:
-            return self._index.segments.holds(segment)
-
-    def needs(self, segment: int) -> bool:
-        """Whether the segment's file must stay."""
-        with self._lock:
-            return self._index.segments.needs(segment)
-
-    def segments(self) -> list[int]:
-        """The segments, least recently used first."""
-        with self._lock:
-            return self._index.segments.by_age()
-
-    def restored(self, locations: Sequence[DiskLocation], damaged: int = 0) -> None:
-        """See ``TieredIndex.restored``."""
-        with self._lock:
-            self._index.restored(locations)
-            self._index.disk.damaged += damaged
-
-    def save_all(self) -> None:
-        """Queue every full block in memory for writing."""
-        with self._lock:
-            self._index.save_all()
-            self._write_wanted.notify()
-
-    def unsaved(self) -> int:
-        """The number of blocks yet to be written."""
-        with self._lock:
-            return self._index.unsaved()

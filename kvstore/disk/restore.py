@@ -7,13 +7,13 @@ found yet is a miss, and is put again.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from itertools import islice
 
 from kvstore.disk.directory import DiskDirectory
 from kvstore.disk.locked_index import LockedIndex
 from kvstore.disk.segment import SegmentScan
+from kvstore.disk.threads import StoppableThread
 
 log = logging.getLogger("kvrelay.store")
 
@@ -24,40 +24,30 @@ REPORT_SECONDS = 2.0
 MIB = 1 << 20
 
 
-class Restorer:
-    """``start`` once; ``wait`` for the end; ``stop`` ends it early."""
+class Restorer(StoppableThread):
+    """Ends when every segment was scanned; if it is stopped, with the blocks found so far."""
 
     def __init__(self, disk_index: LockedIndex, directory: DiskDirectory) -> None:
+        super().__init__("disk-restore")
         self._index = disk_index
         self._directory = directory
         self._sizes = dict(directory.segments())
-        for segment, size in self._sizes.items():
-            disk_index.open(segment, size)
-        for segment in disk_index.make_room(0, None) or ():
+        with disk_index.locked() as index:
+            for segment, size in self._sizes.items():
+                index.segments.open(segment, size)
+            too_many = index.make_room_on_disk(0, None)
+        for segment in too_many or ():
             directory.remove(segment)
-        self._stop = threading.Event()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="disk-restore", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End with the blocks found so far."""
-        self._stop.set()
-
-    def wait(self, seconds: float) -> bool:
-        """Wait for the end; returns whether it has come."""
-        return self._done.wait(seconds)
-
-    def _run(self) -> None:
+    def run(self) -> None:
         began = reported = time.monotonic()
         total = sum(self._sizes.values())
         scanned = blocks = damaged = 0
         for segment in reversed(self._sizes):
-            if not self._index.holds(segment):
-                continue  # dropped: there was no room for it
+            with self._index.locked() as index:
+                dropped = not index.segments.holds(segment)
+            if dropped:
+                continue  # there was no room for it
             found, wrong = self._scan(segment)
             blocks += found
             damaged += wrong
@@ -76,18 +66,19 @@ class Restorer:
             time.monotonic() - began,
             damaged,
         )
-        self._done.set()
 
     def _scan(self, segment: int) -> tuple[int, int]:
         """The number of blocks found in a segment, and of damaged records."""
         scan = SegmentScan(self._directory.file(segment), segment)
         locations, found = scan.locations(), 0
         try:
-            while not self._stop.is_set() and (chunk := list(islice(locations, CHUNK))):
+            while not self.stopping.is_set() and (chunk := list(islice(locations, CHUNK))):
                 found += len(chunk)
-                self._index.restored(chunk)
+                with self._index.locked() as index:
+                    index.restored(chunk)
         except OSError as error:
             log.warning("disk: segment %d cannot be read: %s", segment, error.strerror)
             scan.damaged += 1
-        self._index.restored((), scan.damaged)
+        with self._index.locked() as index:
+            index.restored((), scan.damaged)
         return found, scan.damaged

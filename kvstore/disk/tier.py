@@ -10,14 +10,16 @@ from kvrelay.block.header import decode, header_bytes
 from kvrelay.errors import Corrupt
 from kvstore.disk.directory import DiskDirectory
 from kvstore.disk.locked_index import LockedIndex
-from kvstore.disk.reader import BlockReaders
+from kvstore.disk.reader import BlockReader
 from kvstore.disk.restore import Restorer
 from kvstore.disk.segment import read_into
+from kvstore.disk.threads import StoppableThread
 from kvstore.disk.writer import SegmentWriter
 from kvstore.server.arena import Arena
 
 log = logging.getLogger("kvrelay.store")
 
+READERS = 2
 JOIN_SECONDS = 5.0
 POLL_SECONDS = 0.02
 
@@ -43,23 +45,25 @@ class DiskTier:
             self._forget(old)
         self._restorer = Restorer(disk_index, self._directory)
         self._writer = SegmentWriter(disk_index, self._directory, arena, options.budget, first)
-        self._readers = BlockReaders(disk_index, self._directory, arena)
+        readers = [BlockReader(disk_index, self._directory, arena) for _ in range(READERS)]
+        self._threads: tuple[StoppableThread, ...] = (self._restorer, self._writer, *readers)
 
     def start(self) -> None:
         """Start to write, read and restore."""
-        self._restorer.start()
-        self._writer.start()
-        self._readers.start()
+        for thread in self._threads:
+            thread.start()
 
     def wait_restored(self, seconds: float) -> bool:
         """Wait until all blocks of earlier starts are known; returns whether they are."""
-        return self._restorer.wait(seconds)
+        self._restorer.join(seconds)
+        return not self._restorer.is_alive()
 
     def flush(self, seconds: float) -> bool:
         """Write all full blocks in memory; returns whether all were written in time."""
-        self._index.save_all()
+        with self._index.locked() as index:
+            index.save_all()
         deadline = time.monotonic() + seconds
-        while (left := self._index.unsaved()) and time.monotonic() < deadline:
+        while (left := self._unsaved()) and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
         if left:
             log.warning("disk: %d blocks were not written in %.1f s", left, seconds)
@@ -81,18 +85,26 @@ class DiskTier:
     def sweep(self) -> None:
         """Remove the files of segments that are no longer needed."""
         for segment, _ in self._directory.segments():
-            if not self._index.needs(segment):
+            with self._index.locked() as index:
+                needed = index.segments.needs(segment)
+            if not needed:
                 self._directory.remove(segment)
 
     def close(self) -> None:
         """Stop every thread and unlock the directory."""
-        for part in (self._restorer, self._writer, self._readers):
-            part.stop()
-        self._writer.join(JOIN_SECONDS)
-        self._readers.join(JOIN_SECONDS)
-        for segment in self._index.segments():
-            self._directory.used(segment)  # in the order of their use
+        for thread in self._threads:
+            thread.stop()
+        for thread in self._threads:
+            thread.join(JOIN_SECONDS)
+        with self._index.locked() as index:
+            by_age = index.segments.by_age()
+        for segment in by_age:
+            self._directory.used(segment)
         self._directory.close()
+
+    def _unsaved(self) -> int:
+        with self._index.locked() as index:
+            return index.unsaved()
 
     def _forget(self, old: list[tuple[int, int]]) -> None:
         if old:

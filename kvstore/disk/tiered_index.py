@@ -105,7 +105,7 @@ class TieredIndex(BlockIndex[int]):
         return any(entry is not None and not entry.ready for entry in entries)
 
     def next_read(self) -> tuple[IndexEntry[int], DiskLocation] | None:
-        """A block to read into its place, and where it lies; ``arrived`` must follow."""
+        """A block to read into its place, and its location; ``finish_read`` must follow."""
         return self._reads.popleft() if self._reads else None
 
     def finish_read(self, entry: IndexEntry[int], location: DiskLocation, good: bool) -> None:
@@ -163,8 +163,9 @@ class TieredIndex(BlockIndex[int]):
                 super()._record_added(entry)  # evicted meanwhile, stored again
         self._write_queue.end(len(batch))
 
-    def abandon_write(self, batch: Sequence[IndexEntry[int]]) -> None:
+    def abandon_write(self, batch: Sequence[IndexEntry[int]], failed: bool = False) -> None:
         """A batch was not written: queue again the blocks that are still stored."""
+        self.disk.failed += len(batch) if failed else 0
         there = [e for e in batch if self._entries.get(e.name) is e and e.name not in self.segments]
         self._write_queue.end(len(batch), again=there)
         for entry in batch:
@@ -193,6 +194,8 @@ class TieredIndex(BlockIndex[int]):
 
     def drop_segment(self, segment: int) -> None:
         """Drop a segment. Its blocks that were reused and are still in memory are saved again."""
+        if not self.segments.holds(segment):
+            return
         for location in self.segments.drop(segment):
             entry = self._entries.get(location.name)
             if entry is None:
@@ -201,8 +204,9 @@ class TieredIndex(BlockIndex[int]):
             elif entry.reused and entry.ready:
                 self._save(entry)
 
-    def restored(self, locations: Iterable[DiskLocation]) -> None:
-        """Add blocks of an earlier start."""
+    def restored(self, locations: Iterable[DiskLocation], damaged: int = 0) -> None:
+        """Add blocks of an earlier start, and count records that were ``damaged``."""
+        self.disk.damaged += damaged
         for location in self.segments.add(locations):
             self.disk.restored += 1
             if location.name not in self._entries:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import errno
 import logging
-import threading
 
 from kvstore.disk.directory import DiskDirectory
 from kvstore.disk.locked_index import LockedIndex
 from kvstore.disk.record import record_bytes
 from kvstore.disk.segment import SegmentAppender
+from kvstore.disk.threads import StoppableThread
 from kvstore.index.entries import IndexEntry
 from kvstore.server.arena import Arena
 
@@ -32,8 +32,8 @@ LONGEST_PAUSE = 30.0
 """Seconds of pause after the system refused a write."""
 
 
-class SegmentWriter:
-    """``start`` once; ``stop`` and ``join`` at the end. Segments are numbered from ``first`` on."""
+class SegmentWriter(StoppableThread):
+    """Writes until it is stopped. Segments are numbered from ``first`` on."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class SegmentWriter:
         budget: int,
         first: int,
     ) -> None:
+        super().__init__("disk-write")
         self._index = disk_index
         self._directory = directory
         self._arena = arena
@@ -51,27 +52,13 @@ class SegmentWriter:
         self._next = first
         self._current: SegmentAppender | None = None
         self._pause = 0.0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="disk-write", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End after the current write."""
-        self._stop.set()
-
-    def join(self, seconds: float) -> None:
-        """Wait until the thread has ended."""
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
+    def run(self) -> None:
+        while not self.stopping.is_set():
             batch = self._index.next_writes(self._batch, IDLE_SECONDS)
             if batch and not self._write(batch):
                 self._pause = min(max(2 * self._pause, FIRST_PAUSE), LONGEST_PAUSE)
-                self._stop.wait(self._pause)
+                self.stopping.wait(self._pause)
         self._retire()
 
     def _write(self, batch: list[IndexEntry[int]]) -> bool:
@@ -79,8 +66,9 @@ class SegmentWriter:
         try:
             segment = self._segment(sum(record_bytes(entry.size) for entry in batch))
             if segment is None:
-                self._index.abandon_write(batch, failed=False)
-                self._stop.wait(BUSY_SECONDS)
+                with self._index.locked() as index:
+                    index.abandon_write(batch)
+                self.stopping.wait(BUSY_SECONDS)
                 return True
             views = [self._arena.view(entry.value, entry.size) for entry in batch]
             offsets = segment.append([(e.name, v) for e, v in zip(batch, views, strict=True)])
@@ -88,42 +76,53 @@ class SegmentWriter:
             self._refused(batch, error)
             return False
         self._pause = 0.0
-        self._index.finish_write(segment.number, segment.end, batch, offsets)
+        with self._index.locked() as index:
+            index.finish_write(segment.number, segment.end, batch, offsets)
         if segment.end >= self._segment_bytes:
             self._retire()
         return True
 
     def _segment(self, nbytes: int) -> SegmentAppender | None:
         """A segment with room for ``nbytes``; drops old ones. ``None`` if all are being read."""
-        if self._current is not None and not self._index.holds(self._current.number):
-            self._retire()  # the store was cleared
-        spared = None if self._current is None else self._current.number
-        while gone := self._index.make_room(nbytes, spared):
-            for segment in gone:
+        if self._current is not None:
+            with self._index.locked() as index:
+                cleared = not index.segments.holds(self._current.number)
+            if cleared:
+                self._retire()
+        while dropped := self._make_room(nbytes):
+            for segment in dropped:
                 self._directory.remove(segment)
-        if gone is None and self._current is not None:
+        if dropped is None:
+            if self._current is None:
+                return None
             self._retire()
             return self._segment(nbytes)
-        if gone is None:
-            return None
         if self._current is None:
             number = self._next
             self._next = self._next + 1
-            self._index.open(number, 0)
+            with self._index.locked() as index:
+                index.segments.open(number, 0)
             try:
                 self._current = SegmentAppender(self._directory.file(number), number)
             except OSError:
-                self._index.drop(number)
+                self._drop(number)
                 raise
         return self._current
 
+    def _make_room(self, nbytes: int) -> list[int] | None:
+        spared = None if self._current is None else self._current.number
+        with self._index.locked() as index:
+            return index.make_room_on_disk(nbytes, spared)
+
     def _refused(self, batch: list[IndexEntry[int]], error: OSError) -> None:
         """Handle a refused write. On a full disk the oldest segment is dropped, to retry later."""
-        self._index.abandon_write(batch, failed=True)
+        with self._index.locked() as index:
+            index.abandon_write(batch, failed=True)
+            oldest = index.segments.victim(None)
         if not self._pause:
             log.warning("disk: %d blocks could not be written: %s", len(batch), error.strerror)
         self._retire()
-        if error.errno in FULL and (oldest := self._index.oldest()) is not None:
+        if error.errno in FULL and oldest is not None:
             self._drop(oldest)
 
     def _retire(self) -> None:
@@ -136,5 +135,6 @@ class SegmentWriter:
                 self._drop(current.number)
 
     def _drop(self, segment: int) -> None:
-        self._index.drop(segment)
+        with self._index.locked() as index:
+            index.drop_segment(segment)
         self._directory.remove(segment)

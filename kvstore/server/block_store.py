@@ -289,7 +289,7 @@ class BlockStore:
 
     def on_disk(self, name: bytes) -> bool:
         """Whether the block is on disk."""
-        return self.disk_index is not None and self.disk_index.has(name)
+        return self._segments is not None and name in self._segments
 
     def _check_lease_limit(self, names: Sequence[bytes], count: int, ttl: float) -> None:
         """``Exhausted`` if a tenant has too many leases: they take memory that no budget counts."""
