@@ -148,6 +148,7 @@ class Offer:
     """A block to put. ``read`` is called only if the store wants it; it gives ``size`` bytes.
 
     ``first_block_hash`` is ``kvrelay.block.Namer.first_block_hash`` of a sequence's first block.
+    ``parent`` is the block that this one continues: a store may keep it while this one is written.
     """
 
     name: bytes
@@ -155,6 +156,7 @@ class Offer:
     partial: bool
     read: Callable[[], Block]
     first_block_hash: int | None = None
+    parent: bytes | None = None
 
 
 class PutStatus(Enum):

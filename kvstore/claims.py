@@ -22,13 +22,14 @@ from kvstore.base import Offer, PutStatus
 class Claim(NamedTuple):
     """A block that a writer wants to put: its name, its size in bytes, whether it is partial.
 
-    ``first_block_hash`` is ``kvrelay.block.Namer.first_block_hash`` of a sequence's first block.
+    ``first_block_hash`` and ``parent`` are those of ``kvstore.base.Offer``.
     """
 
     name: bytes
     size: int
     partial: bool
     first_block_hash: int | None = None
+    parent: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class Grant:
 
 def claim_of(offer: Offer) -> Claim:
     """The claim of an offer."""
-    return Claim(offer.name, offer.size, offer.partial, offer.first_block_hash)
+    return Claim(offer.name, offer.size, offer.partial, offer.first_block_hash, offer.parent)
 
 
 def name_of(key: bytes) -> bytes:

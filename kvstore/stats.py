@@ -26,6 +26,7 @@ class StoreCounters:
     cleared: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    eviction_failures: int = 0  # errors of the eviction policy, which LRU replaced
 
 
 @dataclass(slots=True)

@@ -61,7 +61,9 @@ class SaveJob:
         size = header_bytes(count) + self._context.pool.nbytes(count)
         partial = count < self._geometry.block_size
         first = self._geometry.first_block_hash(content)
-        return Offer(content.name, size, partial, lambda: self._block(content), first)
+        return Offer(
+            content.name, size, partial, lambda: self._block(content), first, content.parent
+        )
 
     def _block(self, content: BlockContent) -> Block:
         payload = self._context.pool.read(content.block, len(content.tokens))

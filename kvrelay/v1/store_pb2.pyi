@@ -309,6 +309,7 @@ class Claim(_message.Message):
     LENGTH_FIELD_NUMBER: _builtins.int
     PARTIAL_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_HASH_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
     name: _builtins.bytes
     length: _builtins.int
     """bytes of header and payload"""
@@ -316,6 +317,8 @@ class Claim(_message.Message):
     """fewer positions than a full block: it gets a short lifetime"""
     first_block_hash: _builtins.int
     """if it is a sequence's first block"""
+    parent: _builtins.bytes
+    """The block that this one continues, or empty. It is not evicted while this one is reserved."""
     def __init__(
         self,
         *,
@@ -323,10 +326,11 @@ class Claim(_message.Message):
         length: _builtins.int = ...,
         partial: _builtins.bool = ...,
         first_block_hash: _builtins.int | None = ...,
+        parent: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_block_hash", b"_first_block_hash", "first_block_hash", b"first_block_hash"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_block_hash", b"_first_block_hash", "first_block_hash", b"first_block_hash", "length", b"length", "name", b"name", "partial", b"partial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_block_hash", b"_first_block_hash", "first_block_hash", b"first_block_hash", "length", b"length", "name", b"name", "parent", b"parent", "partial", b"partial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_block_hash: _TypeAlias = _typing.Literal["first_block_hash"]  # noqa: Y015
     _WhichOneofArgType__first_block_hash: _TypeAlias = _typing.Literal["_first_block_hash", b"_first_block_hash"]  # noqa: Y015
@@ -821,6 +825,7 @@ class GetStatsResponse(_message.Message):
     DISK_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
     EVICTION_FIELD_NUMBER: _builtins.int
+    EVICTION_FAILURES_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     budget: _builtins.int
     """bytes"""
@@ -867,6 +872,8 @@ class GetStatsResponse(_message.Message):
     """bytes"""
     eviction: _builtins.str
     """name of the policy"""
+    eviction_failures: _builtins.int
+    """errors of the policy, which LRU then replaced"""
     @_builtins.property
     def disk(self) -> Global___DiskStats:
         """absent without a disk tier"""
@@ -905,10 +912,11 @@ class GetStatsResponse(_message.Message):
         disk: Global___DiskStats | None = ...,
         tenants: _abc.Iterable[Global___TenantStats] | None = ...,
         eviction: _builtins.str = ...,
+        eviction_failures: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "disk", b"disk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "abandoned", b"abandoned", "absent", b"absent", "boot", b"boot", "budget", b"budget", "bytes", b"bytes", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "cleared", b"cleared", "corrupt", b"corrupt", "disk", b"disk", "entries", b"entries", "evicted", b"evicted", "eviction", b"eviction", "existed", b"existed", "expired", b"expired", "hits", b"hits", "leased_bytes", b"leased_bytes", "leases", b"leases", "lookups", b"lookups", "misses", b"misses", "pending", b"pending", "rejected", b"rejected", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "served", b"served", "stored", b"stored", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "abandoned", b"abandoned", "absent", b"absent", "boot", b"boot", "budget", b"budget", "bytes", b"bytes", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "cleared", b"cleared", "corrupt", b"corrupt", "disk", b"disk", "entries", b"entries", "evicted", b"evicted", "eviction", b"eviction", "eviction_failures", b"eviction_failures", "existed", b"existed", "expired", b"expired", "hits", b"hits", "leased_bytes", b"leased_bytes", "leases", b"leases", "lookups", b"lookups", "misses", b"misses", "pending", b"pending", "rejected", b"rejected", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "served", b"served", "stored", b"stored", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__disk: _TypeAlias = _typing.Literal["disk"]  # noqa: Y015
     _WhichOneofArgType__disk: _TypeAlias = _typing.Literal["_disk", b"_disk"]  # noqa: Y015

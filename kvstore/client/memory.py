@@ -183,4 +183,4 @@ class MemoryStore:
 
     def _is_settled(self, name: bytes) -> bool:
         self._shared.index.expire(time.monotonic())
-        return not self._shared.index.is_being_written(name)
+        return name not in self._shared.index.reservations

@@ -21,7 +21,7 @@ from kvstore.index.block_index import BlockIndex, IndexOptions
 from kvstore.index.entries import IndexEntry, PlaceAllocator
 from kvstore.index.events import RemovalReason
 from kvstore.index.eviction.policy import EvictionPolicy
-from kvstore.index.eviction.victims import ChooseVictim
+from kvstore.index.eviction.victims import QuotaPolicy, ReportFailure, ignore_failure
 from kvstore.stats import DiskCounters, DiskStats, StoreStats
 
 HELD_SECONDS = 60.0
@@ -38,12 +38,12 @@ class TieredIndex(BlockIndex[int]):
     def __init__(
         self,
         options: IndexOptions,
-        policy: EvictionPolicy,
+        policy: EvictionPolicy | QuotaPolicy[int],
         allocator: PlaceAllocator[int],
         segments: SegmentIndex,
-        choose: ChooseVictim | None = None,
+        report: ReportFailure = ignore_failure,
     ) -> None:
-        super().__init__(options, policy, allocator, choose)
+        super().__init__(options, policy, allocator, report)
         self.segments = segments
         self.disk = DiskCounters()
         self._write_queue = WriteQueue()
@@ -281,7 +281,7 @@ class TieredIndex(BlockIndex[int]):
         crowded = (
             self._loading_bytes and self._loading_bytes + location.size > self._options.budget // 2
         )
-        if crowded or location.name in self._reservations:
+        if crowded or location.name in self.reservations:
             return False
         claim = Claim(location.name, location.size, False, location.first_block_hash)
         writing = self._make_room(claim, NO_WRITER)

@@ -23,7 +23,7 @@ from kvstore.claims import Claim, Grant, prefix_of
 from kvstore.index.entries import IndexEntry, Located, PlaceAllocator
 from kvstore.index.events import EventLog, RemovalReason
 from kvstore.index.eviction.policy import EvictionPolicy
-from kvstore.index.eviction.victims import ChooseVictim, VictimSelector
+from kvstore.index.eviction.victims import QuotaPolicy, ReportFailure, ignore_failure
 from kvstore.index.reservations import Borrowed, Reservation, Reservations
 from kvstore.index.stored_blocks import StoredBlocks
 from kvstore.index.tombstones import MISS_REASONS, Tombstones
@@ -55,18 +55,16 @@ class BlockIndex(Generic[V]):
     def __init__(
         self,
         options: IndexOptions,
-        policy: EvictionPolicy,
+        policy: EvictionPolicy | QuotaPolicy[V],
         allocator: PlaceAllocator[V] | None = None,
-        choose: ChooseVictim | None = None,
+        report: ReportFailure = ignore_failure,
     ) -> None:
         self._options = options
-        self._policy = policy
         self._allocator = allocator
         self._serial = 0
-        self._entries: StoredBlocks[V] = StoredBlocks(policy, options.partial_life)
-        self._reservations: Reservations[V] = Reservations(options.budget, options.shares)
+        self._entries: StoredBlocks[V] = StoredBlocks(policy, options.partial_life, report)
+        self.reservations: Reservations[V] = Reservations(options.budget, options.shares)
         self._tombstones = Tombstones()
-        self._choose = choose or VictimSelector(policy, self._entries).victim_for
         self.counters = StoreCounters()
         self.events: EventLog[V] = EventLog(options.events)
 
@@ -101,7 +99,7 @@ class BlockIndex(Generic[V]):
 
     def _miss_reason(self, wanted: Sequence[bytes], first_block_hashes: Sequence[int] = ()) -> Miss:
         """Why none of ``wanted``, alternatives for the same positions, is stored."""
-        if any(name in self._reservations for name in wanted):
+        if any(name in self.reservations for name in wanted):
             return Miss.TOO_LATE
         return self._tombstones.reason(wanted, first_block_hashes)
 
@@ -149,7 +147,7 @@ class BlockIndex(Generic[V]):
     def lend(self, lease: int, first: int, count: int, now: float) -> Located[V]:
         """Blocks that a lease holds, leased to their reader as well; none if it has ended."""
         self.expire(now)
-        if (held := self._entries.leased_blocks(lease)) is None:
+        if (held := self._entries.leases.blocks(lease)) is None:
             return Located((), None)
         held = held[first : first + count]
         return Located(tuple((e.size, e.value) for e in held), self._hold(held, math.inf, now))
@@ -174,12 +172,12 @@ class BlockIndex(Generic[V]):
     def lease_cost(self, owner: bytes, now: float) -> int:
         """See ``LeaseTable.cost``."""
         self.expire(now)
-        return self._entries.lease_cost(owner)
+        return self._entries.leases.cost(owner)
 
     def extend(self, lease: int, deadline: float, now: float) -> bool:
         """Move the end of a lease; false if it has ended."""
         self.expire(now)
-        return self._entries.extend(lease, deadline)
+        return self._entries.leases.extend(lease, deadline)
 
     def reserve(
         self, claims: Sequence[Claim], ttl: float, now: float, ticket: int | None = None
@@ -192,30 +190,17 @@ class BlockIndex(Generic[V]):
         for claim in reversed(claims):
             if (entry := self._entries.get(claim.name)) is not None:
                 self._entries.use(entry, now)
-        if ticket is None or not self._reservations.is_open(ticket):
+        if ticket is None or not self.reservations.is_open(ticket):
             ticket = self._serial = self._serial + 1
-            self._reservations.open(ticket, now + ttl)
+            self.reservations.open(ticket, now + ttl)
         verdicts = tuple(self._claim(claim, ticket) for claim in claims)
-        ended = self._reservations.close_if_empty(ticket)
+        ended = self.reservations.close_if_empty(ticket)
         return Grant(None if ended else ticket, now + ttl, verdicts)
-
-    def reserved_claim(self, ticket: int, name: bytes) -> Claim | None:
-        """The claim of a reservation; ``None`` if it has ended."""
-        found = self._reservations.find(ticket, name)
-        return None if found is None else found.claim
-
-    def is_being_written(self, name: bytes) -> bool:
-        """Whether the block is reserved."""
-        return name in self._reservations
-
-    def extend_ticket(self, ticket: int, deadline: float) -> None:
-        """The writer makes progress: its reservations end later."""
-        self._reservations.extend_ticket(ticket, deadline)
 
     def borrow(self, ticket: int, names: Sequence[bytes], now: float) -> list[Borrowed[V]]:
         """Reserved blocks and their places, for a writer to ``commit`` or ``give_back``, once."""
         self.expire(now)
-        return [self._reservations.borrow(ticket, name) for name in names]
+        return [self.reservations.borrow(ticket, name) for name in names]
 
     def free_place(self, place: V, size: int) -> None:
         """Give back a borrowed place."""
@@ -242,13 +227,14 @@ class BlockIndex(Generic[V]):
         self, ticket: int, name: bytes, value: V, now: float, parent: bytes | None, tokens: int
     ) -> bool:
         """``commit`` without ``expire``, which the caller has called for all blocks at once."""
-        if (writing := self._reservations.take(ticket, name)) is None:
+        if (writing := self.reservations.take(ticket, name)) is None:
             return False
         claim = writing.claim
         if parent is not None and parent in self._entries:
             parent = self._entries[parent].name  # one copy of the name, not two
         entry = IndexEntry(claim, value, parent, tokens)
         self._entries.add(entry, now)
+        self._entries.uncover(claim)
         self.counters.stored += 1
         self.counters.bytes_in += claim.size
         self._record_added(entry)
@@ -256,14 +242,15 @@ class BlockIndex(Generic[V]):
 
     def owner(self, serial: int) -> bytes | None:
         """The tenant prefix of a lease or ticket; ``None`` if it has ended."""
-        held = self._entries.leased_blocks(serial)
-        return prefix_of(held[0].name) if held else self._reservations.owner(serial)
+        held = self._entries.leases.blocks(serial)
+        return prefix_of(held[0].name) if held else self.reservations.owner(serial)
 
     def abandon(self, ticket: int, names: Iterable[bytes] | None = None) -> None:
         """Give up the named reservations of a ticket, or all that remain."""
-        for name in self._reservations.names(ticket) if names is None else names:
-            if (writing := self._reservations.take(ticket, name)) is None:
+        for name in self.reservations.names(ticket) if names is None else names:
+            if (writing := self.reservations.take(ticket, name)) is None:
                 continue
+            self._entries.uncover(writing.claim)
             self.counters.abandoned += 1
             if writing.place is not None:
                 self.free_place(writing.place, writing.claim.size)
@@ -285,12 +272,12 @@ class BlockIndex(Generic[V]):
 
     def expire(self, now: float) -> None:
         """End the leases, reservations and partial blocks whose time is over."""
-        self._policy.advance(now)
-        if self._entries.nothing_due(now) and self._reservations.nothing_due(now):
+        self._entries.policy.advance(now)
+        if self._entries.nothing_due(now) and self.reservations.ends.nothing_due(now):
             return
-        for lease in self._entries.expired_leases(now):
+        for lease in self._entries.leases.ends.due(now):
             self.release(lease)
-        for ticket in self._reservations.due(now):
+        for ticket in self.reservations.ends.due(now):
             self.abandon(ticket)
         for name in self._entries.expired_partials(now):
             self._remove(name, RemovalReason.EXPIRED)
@@ -312,18 +299,18 @@ class BlockIndex(Generic[V]):
             self._options.boot,
             self._options.budget,
             len(self._entries),
-            self._entries.bytes + self._reservations.bytes,
-            self._reservations.bytes,
+            self._entries.bytes + self.reservations.bytes,
+            self.reservations.bytes,
             self._entries.leased,
-            self._entries.leases,
-            len(self._reservations),
-            dataclasses.replace(self.counters),
-            eviction=self._policy.name,
+            len(self._entries.leases),
+            len(self.reservations),
+            dataclasses.replace(self.counters, eviction_failures=self._entries.policy.failures),
+            eviction=self._entries.policy.name,
         )
 
     def audit(self) -> list[str]:
         """Sums that do not agree; empty unless there is a bug."""
-        most = max(self._entries.bytes + self._reservations.bytes, self._options.budget)
+        most = max(self._entries.bytes + self.reservations.bytes, self._options.budget)
         sums = {**self._entries.sums(), "budget": (most, self._options.budget)}
         return [f"{what}: {one} is not {two}" for what, (one, two) in sums.items() if one != two]
 
@@ -336,14 +323,16 @@ class BlockIndex(Generic[V]):
         if self._is_stored(claim.name):
             self.counters.existed += 1
             return PutStatus.EXISTED
-        if claim.name in self._reservations or self._reservations.is_full(ticket, claim.size):
+        if claim.name in self.reservations or self.reservations.is_full(ticket, claim.size):
             self.counters.pending += 1
             return PutStatus.PENDING
-        writing = self._make_room(claim, ticket) if self._reservations.allows(claim) else None
+        self._entries.cover(claim)
+        writing = self._make_room(claim, ticket) if self.reservations.allows(claim) else None
         if writing is None:
+            self._entries.uncover(claim)
             self.counters.rejected += 1
             return PutStatus.NO_ROOM
-        self._reservations.add(writing)
+        self.reservations.add(writing)
         return PutStatus.RESERVED
 
     def _make_room(self, claim: Claim, ticket: int) -> Reservation[V] | None:
@@ -353,8 +342,8 @@ class BlockIndex(Generic[V]):
         most = (
             self._options.budget
             - claim.size
-            - self._reservations.bytes
-            - (len(self._reservations) + 1) * each
+            - self.reservations.bytes
+            - (len(self.reservations) + 1) * each
         )
         if entries.leased + entries.leased_count * each > most:
             return None  # evicting every other block would not be enough
@@ -367,7 +356,7 @@ class BlockIndex(Generic[V]):
                 return None
 
     def _evict(self, claim: Claim) -> bool:
-        victim = self._choose(claim)
+        victim = self._entries.policy.victim_for(claim)
         if victim is None:
             return False
         self._remove(victim.name, RemovalReason.EVICTED)

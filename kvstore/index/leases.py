@@ -6,7 +6,6 @@ A lease holds the entry it was given for, not a later block of the same name.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 from kvstore.claims import prefix_of
@@ -20,11 +19,11 @@ LEASE_OVERHEAD = 64
 
 
 class LeaseTable(Generic[V]):
-    """Blocks by lease; a lease ends by itself at its deadline."""
+    """Blocks by lease. The caller ends the leases that are due by ``ends``."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, tuple[IndexEntry[V], ...]] = {}
-        self._ends: Deadlines[int] = Deadlines()
+        self.ends: Deadlines[int] = Deadlines()
         self._costs: Counter[bytes] = Counter()
 
     def __len__(self) -> int:
@@ -33,12 +32,12 @@ class LeaseTable(Generic[V]):
     def add(self, lease: int, blocks: tuple[IndexEntry[V], ...], deadline: float) -> None:
         """Add a lease."""
         self._blocks[lease] = blocks
-        self._ends.set(lease, deadline)
+        self.ends.set(lease, deadline)
         self._count(blocks, 1)
 
     def end(self, lease: int) -> tuple[IndexEntry[V], ...]:
         """End a lease; returns the blocks it held, none if it has ended before."""
-        self._ends.drop(lease)
+        self.ends.drop(lease)
         blocks = self._blocks.pop(lease, ())
         self._count(blocks, -1)
         return blocks
@@ -51,7 +50,7 @@ class LeaseTable(Generic[V]):
         """Move the end of a lease; false if it has ended."""
         if lease not in self._blocks:
             return False
-        self._ends.set(lease, deadline)
+        self.ends.set(lease, deadline)
         return True
 
     def revoke(self, block: IndexEntry[V]) -> None:
@@ -69,18 +68,6 @@ class LeaseTable(Generic[V]):
     def total_blocks(self) -> int:
         """The number of blocks in all leases together."""
         return sum(map(len, self._blocks.values()))
-
-    def deadlines(self) -> int:
-        """The number of deadlines; equals the number of leases unless there is a bug."""
-        return len(self._ends)
-
-    def nothing_due(self, now: float) -> bool:
-        """Whether certainly no lease has expired."""
-        return self._ends.nothing_due(now)
-
-    def due(self, now: float) -> Iterator[int]:
-        """Leases whose time is over; the caller must end them."""
-        return self._ends.due(now)
 
     def _count(self, blocks: tuple[IndexEntry[V], ...], times: int) -> None:
         if blocks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -35,7 +34,10 @@ class _Ticket:
 
 
 class Reservations(dict[bytes, Reservation[V]]):
-    """Reservations by name: each block is written under one ticket, which commits it."""
+    """Reservations by name: each block is written under one ticket, which commits it.
+
+    The caller ends the tickets that are due by ``ends``.
+    """
 
     def __init__(self, budget: int, shares: ReservationShares = WHOLE_BUDGET) -> None:
         super().__init__()
@@ -44,13 +46,13 @@ class Reservations(dict[bytes, Reservation[V]]):
         self._of_owner = part * shares.all
         self._owned: Counter[bytes] = Counter()
         self._tickets: dict[int, _Ticket] = {}
-        self._ends: Deadlines[int] = Deadlines()
+        self.ends: Deadlines[int] = Deadlines()
         self.bytes = 0
 
     def open(self, ticket: int, deadline: float) -> None:
         """Open a ticket without claims; it ends by itself at ``deadline``."""
         self._tickets[ticket] = _Ticket()
-        self._ends.set(ticket, deadline)
+        self.ends.set(ticket, deadline)
 
     def is_open(self, ticket: int) -> bool:
         """Whether the ticket has not ended."""
@@ -119,18 +121,10 @@ class Reservations(dict[bytes, Reservation[V]]):
         if found is not None and found.names:
             return False
         self._tickets.pop(ticket, None)
-        self._ends.drop(ticket)
+        self.ends.drop(ticket)
         return True
 
     def extend_ticket(self, ticket: int, deadline: float) -> None:
         """Move the end of an open ticket."""
         if ticket in self._tickets:
-            self._ends.set(ticket, deadline)
-
-    def nothing_due(self, now: float) -> bool:
-        """Whether certainly no ticket has expired."""
-        return self._ends.nothing_due(now)
-
-    def due(self, now: float) -> Iterator[int]:
-        """Tickets whose time is over, to be ended."""
-        return self._ends.due(now)
+            self.ends.set(ticket, deadline)

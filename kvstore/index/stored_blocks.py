@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
+from kvstore.claims import Claim
 from kvstore.index.deadlines import Deadlines
 from kvstore.index.entries import IndexEntry
 from kvstore.index.eviction.policy import EvictionPolicy
+from kvstore.index.eviction.victims import QuotaPolicy, ReportFailure, SafePolicy
 from kvstore.index.leases import LeaseTable
 
 V = TypeVar("V")
@@ -17,30 +19,29 @@ class StoredBlocks(dict[bytes, IndexEntry[V]]):
     """Entries by name, changed by ``add`` and ``remove`` only.
 
     ``leased`` bytes, of ``leased_count`` blocks, are held by leases. A block that is removed while
-    leases hold it is no longer found, but counts until the last of them has ended.
+    leases hold it is no longer found, but counts until its last lease has ended.
     """
 
-    def __init__(self, policy: EvictionPolicy, partial_life: float) -> None:
+    def __init__(
+        self, policy: EvictionPolicy | QuotaPolicy[V], partial_life: float, report: ReportFailure
+    ) -> None:
         super().__init__()
-        self._policy = policy
+        self.policy: SafePolicy[V] | QuotaPolicy[V] = (
+            policy if isinstance(policy, QuotaPolicy) else SafePolicy(policy, self, report)
+        )
         self._partial_life = partial_life
-        self._leases: LeaseTable[V] = LeaseTable()
+        self.leases: LeaseTable[V] = LeaseTable()
         self._removed: set[IndexEntry[V]] = set()  # and still held by leases
         self._lives: Deadlines[bytes] = Deadlines()
         self.bytes = 0
         self.leased = 0
         self.leased_count = 0
 
-    @property
-    def leases(self) -> int:
-        """The number of leases."""
-        return len(self._leases)
-
     def add(self, entry: IndexEntry[V], now: float) -> None:
         """Store a block."""
         self[entry.name] = entry
         self.bytes += entry.size
-        self._policy.add(entry, self.get(entry.parent or b""))
+        self.policy.add(entry, self.get(entry.parent or b""))
         self._extend_life(entry, now)
 
     def remove(self, name: bytes) -> IndexEntry[V]:
@@ -50,13 +51,23 @@ class StoredBlocks(dict[bytes, IndexEntry[V]]):
             self._removed.add(entry)
         else:
             self.bytes -= entry.size
-        self._policy.remove(entry, self.get(entry.parent or b""))
+        self.policy.remove(entry, self.get(entry.parent or b""))
         self._lives.drop(name)
         return entry
 
+    def cover(self, claim: Claim) -> None:
+        """The claimed block is being written: the block that it continues is not evicted."""
+        if claim.parent is not None:
+            self.policy.cover(claim.parent, self.get(claim.parent))
+
+    def uncover(self, claim: Claim) -> None:
+        """The write has ended."""
+        if claim.parent is not None:
+            self.policy.uncover(claim.parent, self.get(claim.parent))
+
     def use(self, entry: IndexEntry[V], now: float) -> None:
         """The block was used now."""
-        self._policy.touch(entry)
+        self.policy.touch(entry)
         self._extend_life(entry, now)
 
     def hold(
@@ -67,28 +78,16 @@ class StoredBlocks(dict[bytes, IndexEntry[V]]):
             if entry.partial and entry not in self._removed:
                 self._extend_life(entry, now)
             if entry.leases == 0:  # its use is recorded when the last lease ends
-                self._policy.hold(entry)
+                self.policy.hold(entry)
                 self.leased += entry.size
                 self.leased_count += 1
             entry.leases += 1
-        self._leases.add(lease, entries, deadline)
-
-    def leased_blocks(self, lease: int) -> tuple[IndexEntry[V], ...] | None:
-        """The blocks that a lease holds; ``None`` if it has ended."""
-        return self._leases.blocks(lease)
-
-    def lease_cost(self, owner: bytes) -> int:
-        """See ``LeaseTable.load``."""
-        return self._leases.cost(owner)
-
-    def extend(self, lease: int, deadline: float) -> bool:
-        """Move the end of a lease; false if it has ended."""
-        return self._leases.extend(lease, deadline)
+        self.leases.add(lease, entries, deadline)
 
     def release(self, lease: int) -> list[IndexEntry[V]]:
         """End a lease, if it has not ended; returns removed blocks whose last lease it was."""
         freed = []
-        for entry in reversed(self._leases.end(lease)):
+        for entry in reversed(self.leases.end(lease)):
             entry.leases -= 1
             if entry.leases == 0 and self._free(entry):
                 freed.append(entry)
@@ -97,17 +96,13 @@ class StoredBlocks(dict[bytes, IndexEntry[V]]):
     def revoke(self, entry: IndexEntry[V]) -> None:
         """Take a damaged block out of every lease."""
         if entry.leases:
-            self._leases.revoke(entry)
+            self.leases.revoke(entry)
             entry.leases = 0
             self._free(entry)
 
     def nothing_due(self, now: float) -> bool:
         """Whether certainly no lease and no partial block has expired."""
-        return self._leases.nothing_due(now) and self._lives.nothing_due(now)
-
-    def expired_leases(self, now: float) -> Iterator[int]:
-        """Leases whose time is over; the caller must release them."""
-        return self._leases.due(now)
+        return self.leases.ends.nothing_due(now) and self._lives.nothing_due(now)
 
     def expired_partials(self, now: float) -> list[bytes]:
         """Partial blocks whose time is over, to be removed. Leased ones live on."""
@@ -124,8 +119,8 @@ class StoredBlocks(dict[bytes, IndexEntry[V]]):
             "bytes": (self.bytes, sum(entry.size for entry in entries)),
             "leased": (self.leased, sum(entry.size for entry in entries if entry.leases)),
             "leased_count": (self.leased_count, sum(entry.leases > 0 for entry in entries)),
-            "leases": (self._leases.total_blocks(), sum(entry.leases for entry in entries)),
-            "deadlines": (self._leases.deadlines(), len(self._leases)),
+            "leases": (self.leases.total_blocks(), sum(entry.leases for entry in entries)),
+            "deadlines": (len(self.leases.ends), len(self.leases)),
             "lives": (len(self._lives), sum(entry.partial for entry in self.values())),
         }
 
@@ -134,7 +129,7 @@ class StoredBlocks(dict[bytes, IndexEntry[V]]):
         self.leased -= entry.size
         self.leased_count -= 1
         if entry not in self._removed:
-            self._policy.free(entry)
+            self.policy.free(entry)
             return False
         self._removed.remove(entry)
         self.bytes -= entry.size

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import threading
 import time
@@ -28,12 +29,14 @@ from kvstore.index.entries import IndexEntry, Located
 from kvstore.index.events import BlockEvent
 from kvstore.index.eviction import make_policy
 from kvstore.index.eviction.policy import EvictionPolicy
-from kvstore.index.eviction.victims import ChooseVictim, QuotaPolicy
+from kvstore.index.eviction.victims import QuotaPolicy
 from kvstore.limits import StoreLimits
 from kvstore.server.arena import Arena, capacity_for
 from kvstore.server.slot import WriteSlot
 from kvstore.server.tenants import TenantQuota, TenantTable
 from kvstore.stats import StoreStats
+
+log = logging.getLogger("kvrelay.store")
 
 STORED, EXPIRED = Outcome(PutStatus.STORED), Outcome(PutStatus.EXPIRED)
 
@@ -56,8 +59,8 @@ class BlockStore:
         owners = self.tenants.owners
         eviction = limits.eviction
         quotas = {prefix: owner.quota for prefix, owner in owners.items()}
-        self._quota_policy = QuotaPolicy(
-            lambda: make_policy(eviction, len(owners)), quotas, ENTRY_BYTES
+        self._quota_policy: QuotaPolicy[int] = QuotaPolicy(
+            lambda: make_policy(eviction, len(owners)), quotas, ENTRY_BYTES, _report
         )
         self._segments = None if limits.disk_budget is None else SegmentIndex(limits.disk_budget)
         self._index = self._make_index()
@@ -72,14 +75,12 @@ class BlockStore:
             events=limits.events,
             shares=replace(limits.shares, owners=max(1, len(self.tenants.owners))),
         )
-        policy: EvictionPolicy = make_policy(limits.eviction)
-        choose: ChooseVictim | None = None
+        policy: EvictionPolicy | QuotaPolicy[int] = make_policy(limits.eviction)
         if self.tenants.owners:
             policy = self._quota_policy
-            choose = self._quota_policy.victim_for
         if self._segments is None:
-            return BlockIndex(options, policy, self.arena, choose)
-        tiered = TieredIndex(options, policy, self.arena, self._segments, choose)
+            return BlockIndex(options, policy, self.arena, _report)
+        tiered = TieredIndex(options, policy, self.arena, self._segments, _report)
         self.disk_index = LockedIndex(tiered, self._lock, self._notify)
         return tiered
 
@@ -204,14 +205,17 @@ class BlockStore:
             return self._index.reserve(claims, life, time.monotonic(), ticket)
 
     def reserved_claim(self, ticket: int, name: bytes) -> Claim | None:
-        """See ``BlockIndex.reserved``."""
+        """The claim of a reservation; ``None`` if it has ended."""
         with self._lock:
-            return self._index.reserved_claim(ticket, name)
+            found = self._index.reservations.find(ticket, name)
+            return None if found is None else found.claim
 
     def extend_ticket(self, ticket: int) -> None:
         """The writer makes progress: its ticket ends later."""
         with self._lock:
-            self._index.extend_ticket(ticket, time.monotonic() + self.limits.ticket_life)
+            self._index.reservations.extend_ticket(
+                ticket, time.monotonic() + self.limits.ticket_life
+            )
 
     def abandon(self, ticket: int) -> None:
         """Give up the remaining reservations of a ticket and notify waiters."""
@@ -223,7 +227,7 @@ class BlockStore:
         """Whether every claimed block is being written."""
         with self._lock:
             self._index.expire(time.monotonic())
-            return all(self._index.is_being_written(claim.name) for claim in claims)
+            return all(claim.name in self._index.reservations for claim in claims)
 
     def slots(self, ticket: int, names: Sequence[bytes]) -> list[WriteSlot | None]:
         """Slots for reserved blocks, ``None`` for each block whose reservation has ended.
@@ -319,3 +323,7 @@ class BlockStore:
             self._index.abandon(slot.ticket, [claim.name])
         self._index.free_place(slot.place, claim.size)
         return EXPIRED if slot.reason is None else Outcome(PutStatus.CORRUPT, slot.reason)
+
+
+def _report(error: Exception) -> None:
+    log.error("eviction: the policy failed; LRU decides until the next start", exc_info=error)

@@ -44,7 +44,11 @@ class TenantScope:
         if not self.prefix:
             return claims
         return [
-            Claim(self.key(c.name), c.size, c.partial, self._mixed_hash(c.first_block_hash))
+            c._replace(
+                name=self.key(c.name),
+                first_block_hash=self._mixed_hash(c.first_block_hash),
+                parent=None if c.parent is None else self.key(c.parent),
+            )
             for c in claims
         ]
 

@@ -49,14 +49,16 @@ def _serve(index: BlockIndex[None], request: TraceRequest) -> None:
     if holding.lease is not None:
         index.release(holding.lease.id)
     full = request.tokens // BLOCK_TOKENS
-    claims = [Claim(name, 1, depth >= full) for depth, name in enumerate(names)]
+    parents = [None, *names]
+    claims = [
+        Claim(name, 1, depth >= full, parent=parent)
+        for depth, (name, parent) in enumerate(zip(names, parents, strict=False))
+    ]
     missing = claims[holding.lead :]
-    parent = names[holding.lead - 1] if holding.lead else None
     grant = index.reserve(missing, FOREVER, now)
     for claim, verdict in zip(missing, grant.verdicts, strict=True):
         if verdict is PutStatus.RESERVED and grant.ticket is not None:
-            index.commit(grant.ticket, claim.name, None, now, parent)
-        parent = claim.name
+            index.commit(grant.ticket, claim.name, None, now, claim.parent)
 
 
 def unbounded(trace: Sequence[TraceRequest]) -> ReplayResult:

@@ -72,7 +72,9 @@ def claims_of(claims: Iterable[pb.Claim], count: int, max_block: int) -> list[Cl
                 " raise the store's --max-block if your blocks are larger",
             )
         first_block_hash = claim.first_block_hash if claim.HasField("first_block_hash") else None
-        values.append(Claim(name, size, claim.partial, first_block_hash))
+        if len(parent := claim.parent) not in (0, NAME_BYTES):
+            raise Rejected(f"claims[{index}].parent", f"{len(parent)} bytes are not {NAME_BYTES}")
+        values.append(Claim(name, size, claim.partial, first_block_hash, parent or None))
     if len({claim.name for claim in values}) != count:
         raise Rejected("claims", "a name is given twice: send each block once")
     return values
@@ -85,6 +87,7 @@ def claim_message(offer: Offer) -> pb.Claim:
         length=offer.size,
         partial=offer.partial,
         first_block_hash=offer.first_block_hash,
+        parent=offer.parent or b"",
     )
 
 

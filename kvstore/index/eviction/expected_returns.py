@@ -67,7 +67,9 @@ class ExpectedReturns(LeastRecentlyUsed):
         self._victim: EvictionNode | None = None  # evicted for room, not expired
 
     def advance(self, now: float) -> None:
-        self._now = now
+        """The time never goes back."""
+        if self._now < now < math.inf:
+            self._now = now
 
     def add(self, node: EvictionNode, parent: EvictionNode | None) -> None:
         super().add(node, parent)
@@ -78,11 +80,9 @@ class ExpectedReturns(LeastRecentlyUsed):
         if (ghost := self._ghosts.take(node.name)) is not None:
             self._table.end(ghost.use_class, ghost.used_at, self._now, used=True)
             node.uses = 1.0 + self._decayed(ghost.uses, ghost.counted_at)
-        if parent is not None:
-            self._cover(parent)
         node.counted_at = self._now
         self._watch(node)
-        self._uncover(node)
+        self._add_leaf(node)
         self._shadow.used(node, False, self._room, self._serial)
 
     def touch(self, node: EvictionNode) -> None:
@@ -91,31 +91,39 @@ class ExpectedReturns(LeastRecentlyUsed):
         self._watch(node)
         self._shadow.used(node, True, self._room, self._serial)
 
+    def cover(self, name: bytes, node: EvictionNode | None) -> None:
+        super().cover(name, node)
+        if node is not None:
+            self._drop_leaf(node)
+
+    def uncover(self, name: bytes, node: EvictionNode | None) -> None:
+        super().uncover(name, node)
+        if node is not None:
+            self._add_leaf(node)
+
     def hold(self, node: EvictionNode) -> None:
         super().hold(node)
-        self._cover(node)
+        self._drop_leaf(node)
 
     def free(self, node: EvictionNode) -> None:
         self._unwatch(node)
         super().free(node)
         self._watch(node)
-        self._uncover(node)
+        self._add_leaf(node)
         self._shadow.used(node, True, self._room, self._serial)
 
     def remove(self, node: EvictionNode, parent: EvictionNode | None) -> None:
         super().remove(node, parent)
         self._size -= 1
-        self._cover(node)
+        self._drop_leaf(node)
         if node is not self._victim:
             self._shadow.drop(node.name)
         self._victim = None
         ghost = Ghost(node.use_class, node.uses, node.used_at, node.counted_at)
         for lost in self._ghosts.put(node.name, ghost, max(self._remembered, self._size // SHARE)):
             self._table.end(lost.use_class, lost.used_at, self._now, used=False)
-        if parent is not None:
-            self._uncover(parent)
-            if parent.leaf_index >= 0:
-                self._pool[parent] = None
+        if parent is not None and parent.leaf_index >= 0:
+            self._pool[parent] = None
 
     def victim(self) -> EvictionNode | None:
         self._victim = oldest = super().victim()
@@ -170,12 +178,12 @@ class ExpectedReturns(LeastRecentlyUsed):
     def _decayed(self, uses: float, since: float) -> float:
         return uses * math.exp2((since - self._now) / self._half_life)
 
-    def _uncover(self, node: EvictionNode) -> None:
+    def _add_leaf(self, node: EvictionNode) -> None:
         if node.leaf_index < 0 and self._is_leaf(node):
             node.leaf_index = len(self._leaves)
             self._leaves.append(node)
 
-    def _cover(self, node: EvictionNode) -> None:
+    def _drop_leaf(self, node: EvictionNode) -> None:
         if node.leaf_index < 0:
             return
         last = self._leaves.pop()

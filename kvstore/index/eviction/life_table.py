@@ -24,6 +24,9 @@ _WIDTHS = [2.0, *(2.0**b for b in range(1, OCTAVES))]
 _FEW = 4.0
 """Prior weight of the common hazards in each class, in blocks: less than one prompt."""
 
+LONGEST = 2.0**OCTAVES
+"""Ages are cut to this, so that no time can make a count, a rank or an age infinite."""
+
 _FADE = 0.98
 """The factor of every count at each ``refresh``: a count halves in 34 refreshes."""
 
@@ -37,6 +40,7 @@ class LifeTable:
         self._starts: list[float] = []  # of the cohorts, oldest first
         self._cohorts: list[dict[int, int]] = []
         self._counted = 0.0  # waiting is counted until this time
+        self._latest = -math.inf  # the last use
         self._ranks: dict[int, list[float]] = {}
         self._common = [0.0] * (OCTAVES + 1)
 
@@ -50,6 +54,7 @@ class LifeTable:
         if not self._starts:
             self._open(at)
             self._counted = at
+        self._latest = max(self._latest, at)
         self._cohort(at)[use_class] += 1
 
     def end(self, use_class: int, since: float, now: float, used: bool) -> None:
@@ -59,13 +64,14 @@ class LifeTable:
         if not cohort[use_class]:
             del cohort[use_class]
         waits = self._waits.setdefault(use_class, [0.0] * OCTAVES)
-        octave = _octave(now - since)
-        waits[octave] += now - max(since, self._counted)
+        octave = _octave(_age(since, now))
+        waits[octave] += _age(max(since, self._counted), now)
         if used:
             self._uses.setdefault(use_class, [0.0] * OCTAVES)[octave] += 1.0
 
     def rank(self, use_class: int, age: float) -> float:
         """The expected uses per second of a block, interpolated between octaves."""
+        age = _age(0.0, age)
         if age < 2.0:
             place = age / 2.0 - 0.5
         else:
@@ -90,16 +96,19 @@ class LifeTable:
                 low = 0.0 if octave == 0 else 2.0**octave
                 return low + _WIDTHS[octave] * left / count
             left -= count
-        return 2.0**OCTAVES
+        return LONGEST
 
     def refresh(self, now: float) -> None:
-        """Fade old counts, add the waiting time since the last call, and compute the ranks."""
+        """Fade old counts, add the waiting time since the last call, and compute the ranks.
+
+        A cohort never begins before a use that is counted in an earlier one.
+        """
+        now = max(now, self._latest)
         for table in (self._uses, self._waits):
             for use_class, row in table.items():
                 table[use_class] = [count * _FADE for count in row]
-        for start, end, cohort in zip(
-            self._starts, [*self._starts[1:], now], self._cohorts, strict=True
-        ):
+        ends = [*self._starts, now][1:]
+        for start, end, cohort in zip(self._starts, ends, self._cohorts, strict=True):
             for use_class, count in cohort.items():
                 self._wait(use_class, count, (start + end) / 2, now)
         self._counted = now
@@ -117,7 +126,7 @@ class LifeTable:
 
     def _wait(self, use_class: int, count: int, since: float, now: float) -> None:
         row = self._waits.setdefault(use_class, [0.0] * OCTAVES)
-        old, new = max(self._counted - since, 0.0), now - since
+        old, new = _age(since, self._counted), _age(since, now)
         for octave in range(_octave(old), _octave(new) + 1):
             low = 0.0 if octave == 0 else 2.0**octave
             row[octave] += count * max(min(new, low + _WIDTHS[octave]) - max(old, low), 0.0)
@@ -152,6 +161,11 @@ class LifeTable:
                     for u, w, c, width in zip(mine, row, common, _WIDTHS, strict=True)
                 ]
             )
+
+
+def _age(since: float, now: float) -> float:
+    """Seconds from ``since`` to ``now``, 0 if they are not in this order or not numbers."""
+    return min(max(0.0, now - since), LONGEST)
 
 
 def _octave(age: float) -> int:

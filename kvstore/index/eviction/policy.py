@@ -68,6 +68,15 @@ class EvictionPolicy(Protocol):
     def touch(self, node: EvictionNode) -> None:
         """A block was used now."""
 
+    def cover(self, name: bytes, node: EvictionNode | None) -> None:
+        """A child of block ``name`` is being written; ``node`` is that block, if stored.
+
+        The block is no candidate until ``uncover``: without it the child would be useless.
+        """
+
+    def uncover(self, name: bytes, node: EvictionNode | None) -> None:
+        """The write of a child has ended."""
+
     def hold(self, node: EvictionNode) -> None:
         """A free block is leased: it is no candidate from now on."""
 
@@ -85,7 +94,8 @@ class LeastRecentlyUsed:
     """Evicts the block that was not used for the longest time, but none before its children.
 
     A run without its head is useless, because lookups count from the head. So only a block without
-    children is a candidate. Names are hashes of their parents, so there is no cycle.
+    children, stored or being written, is a candidate. Names are hashes of their parents, so there
+    is no cycle.
     """
 
     name = LRU
@@ -103,11 +113,23 @@ class LeastRecentlyUsed:
 
     def add(self, node: EvictionNode, parent: EvictionNode | None) -> None:
         if node.parent is not None:
-            self._children[node.parent] = self._children.get(node.parent, 0) + 1
+            self.cover(node.parent, parent)
         self._stamp(node)
 
     def touch(self, node: EvictionNode) -> None:
         self._stamp(node)
+
+    def cover(self, name: bytes, node: EvictionNode | None) -> None:
+        self._children[name] = self._children.get(name, 0) + 1
+
+    def uncover(self, name: bytes, node: EvictionNode | None) -> None:
+        left = self._children[name] - 1
+        if left:
+            self._children[name] = left
+            return
+        del self._children[name]
+        if node is not None:
+            self._offer(node)
 
     def hold(self, node: EvictionNode) -> None:
         node.held = True
@@ -118,15 +140,8 @@ class LeastRecentlyUsed:
 
     def remove(self, node: EvictionNode, parent: EvictionNode | None) -> None:
         node.held = True  # makes its heap entries stale
-        if node.parent is None:
-            return
-        left = self._children[node.parent] - 1
-        if left:
-            self._children[node.parent] = left
-            return
-        del self._children[node.parent]
-        if parent is not None:
-            self._offer(parent)
+        if node.parent is not None:
+            self.uncover(node.parent, parent)
 
     def victim(self) -> EvictionNode | None:
         while self._heap:

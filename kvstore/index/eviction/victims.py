@@ -1,109 +1,225 @@
-"""Which block is evicted to make room for a claim: of one tenant, and among tenants.
-
-Among tenants the one furthest over its quota loses a block first. Each tenant has a policy of its
-own. A tenant may exceed its quota while no other needs the room; a block within its
-tenant's quota is evicted only for a block of the same tenant.
-"""
+"""Which block is evicted to make room for a claim: of one tenant, and among tenants."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from kvstore.claims import Claim, prefix_of
 from kvstore.index.entries import IndexEntry
-from kvstore.index.eviction.policy import EvictionNode, EvictionPolicy
+from kvstore.index.eviction.policy import EvictionNode, EvictionPolicy, LeastRecentlyUsed
 
 V = TypeVar("V")
 
-ChooseVictim = Callable[[Claim], EvictionNode | None]
-"""The block to evict so that the claimed block fits; ``None`` if there is no candidate."""
+ReportFailure = Callable[[Exception], None]
+"""Is given the error of a policy that was replaced by LRU."""
 
 
-class VictimSelector(Generic[V]):
-    """The victim of one policy; the oldest free block if every free block has leased children."""
+def ignore_failure(error: Exception) -> None:
+    """A ``ReportFailure`` for stores without a log; ``failures`` counts all the same."""
 
-    def __init__(self, policy: EvictionPolicy, entries: Mapping[bytes, IndexEntry[V]]) -> None:
+
+class SafePolicy(Generic[V]):
+    """Calls a policy for the stored ``blocks``; LRU replaces the policy if it raises.
+
+    Eviction decides what is kept, never whether a put succeeds. ``failures`` counts the errors.
+    """
+
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        blocks: Mapping[bytes, IndexEntry[V]],
+        report: ReportFailure = ignore_failure,
+    ) -> None:
         self._policy = policy
-        self._entries = entries
+        self._blocks = blocks
+        self._report = report
+        self._covered: Counter[bytes] = Counter()
+        self.failures = 0
+
+    @property
+    def name(self) -> str:
+        """The name of the policy that decides now."""
+        return self._policy.name
+
+    def advance(self, now: float) -> None:
+        try:
+            self._policy.advance(now)
+        except Exception as error:  # noqa: BLE001 - no policy may end a put; counted, reported
+            self._replace(error)
+
+    def add(self, node: IndexEntry[V], parent: IndexEntry[V] | None) -> None:
+        """See ``EvictionPolicy.add``; the node is among ``blocks``."""
+        try:
+            self._policy.add(node, parent)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._replace(error).touch(node)
+
+    def touch(self, node: IndexEntry[V]) -> None:
+        try:
+            self._policy.touch(node)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._replace(error).touch(node)
+
+    def cover(self, name: bytes, node: IndexEntry[V] | None) -> None:
+        self._covered[name] += 1
+        try:
+            self._policy.cover(name, node)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._replace(error)
+
+    def uncover(self, name: bytes, node: IndexEntry[V] | None) -> None:
+        self._covered[name] -= 1
+        if not self._covered[name]:
+            del self._covered[name]
+        try:
+            self._policy.uncover(name, node)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._replace(error)
+
+    def hold(self, node: IndexEntry[V]) -> None:
+        try:
+            self._policy.hold(node)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._replace(error).hold(node)
+
+    def free(self, node: IndexEntry[V]) -> None:
+        try:
+            self._policy.free(node)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._replace(error).free(node)
+
+    def remove(self, node: IndexEntry[V], parent: IndexEntry[V] | None) -> None:
+        """See ``EvictionPolicy.remove``; the node is no longer among ``blocks``."""
+        try:
+            self._policy.remove(node, parent)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._replace(error)
 
     def victim(self) -> EvictionNode | None:
-        """The block to evict next."""
-        return self._policy.victim() or self._oldest_free()
+        """The block to evict next; ``None`` if none may be."""
+        try:
+            victim = self._policy.victim()
+        except Exception as error:  # noqa: BLE001 - as above
+            victim = self._replace(error).victim()
+        return self._oldest_inner() if victim is None else victim
 
     def victim_for(self, claim: Claim) -> EvictionNode | None:
         """The same, for any claim."""
         return self.victim()
 
-    def _oldest_free(self) -> EvictionNode | None:
-        """Rare: searches all entries."""
-        free = (entry for entry in self._entries.values() if not entry.leases)
-        return min(free, key=lambda entry: entry.used, default=None)
+    def _oldest_inner(self) -> EvictionNode | None:
+        """Every free block has leased children: the oldest, but none that a write continues.
+
+        Rare: searches all blocks.
+        """
+        needed: set[bytes] = set()
+        for name in self._covered:
+            above: bytes | None = name
+            while above is not None and above not in needed and above in self._blocks:
+                needed.add(above)
+                above = self._blocks[above].parent
+        free = (b for b in self._blocks.values() if not b.leases and b.name not in needed)
+        return min(free, key=lambda block: block.used, default=None)
+
+    def _replace(self, error: Exception) -> EvictionPolicy:
+        """Continue with an LRU policy that knows every block in the order of its last use."""
+        self.failures += 1
+        self._report(error)
+        self._policy = plain = LeastRecentlyUsed()
+        for name, count in self._covered.items():
+            for _ in range(count):
+                plain.cover(name, None)
+        for block in sorted(self._blocks.values(), key=lambda block: block.used):
+            plain.add(block, None)
+        return plain
 
 
-class _TenantBlocks:
+class _TenantBlocks(Generic[V]):
     """The blocks of one tenant."""
 
-    def __init__(self, policy: EvictionPolicy, quota: int) -> None:
-        self.policy = policy
+    def __init__(self, policy: EvictionPolicy, quota: int, report: ReportFailure) -> None:
         self.quota = quota
         self.bytes = 0
-        self.entries: dict[bytes, IndexEntry[int]] = {}
-        self.victim = VictimSelector(policy, self.entries).victim
+        self.entries: dict[bytes, IndexEntry[V]] = {}
+        self.policy = SafePolicy(policy, self.entries, report)
 
 
-class QuotaPolicy:
-    """An ``EvictionPolicy`` for the records of an index, which calls ``victim_for``."""
+class QuotaPolicy(Generic[V]):
+    """A policy of its own for each tenant, with the interface of ``SafePolicy``.
+
+    Of the tenants the one furthest over its quota loses a block first. A tenant may exceed its
+    quota while no other needs the room; a block within its tenant's quota is evicted only for a
+    block of the same tenant.
+    """
 
     def __init__(
         self,
         make: Callable[[], EvictionPolicy],
         quotas: Mapping[bytes, int],
         entry_bytes: int,
+        report: ReportFailure = ignore_failure,
     ) -> None:
+        self.name = make().name
         self._make = make
         self._quotas = quotas
         self._entry_bytes = entry_bytes
-        self._tenants: dict[bytes, _TenantBlocks] = {}
+        self._report = report
+        self._tenants: dict[bytes, _TenantBlocks[V]] = {}
         self._now = 0.0
 
     @property
-    def name(self) -> str:
-        """The name of the policy that each tenant has."""
-        return self._make().name
+    def failures(self) -> int:
+        """The errors of all tenants' policies."""
+        return sum(tenant.policy.failures for tenant in self._tenants.values())
 
     def advance(self, now: float) -> None:
         self._now = now
 
-    def add(self, node: EvictionNode, parent: EvictionNode | None) -> None:
-        tenant = self._tenant(node)
-        if isinstance(node, IndexEntry):
-            tenant.entries[node.name] = node
-            tenant.bytes += node.size + self._entry_bytes
+    def add(self, node: IndexEntry[V], parent: IndexEntry[V] | None) -> None:
+        tenant = self._tenant(node.name)
+        tenant.entries[node.name] = node
+        tenant.bytes += node.size + self._entry_bytes
         tenant.policy.add(node, parent)
 
-    def touch(self, node: EvictionNode) -> None:
-        self._tenant(node).policy.touch(node)
+    def touch(self, node: IndexEntry[V]) -> None:
+        self._tenant(node.name).policy.touch(node)
 
-    def hold(self, node: EvictionNode) -> None:
-        self._tenant(node).policy.hold(node)
+    def cover(self, name: bytes, node: IndexEntry[V] | None) -> None:
+        self._tenant(name).policy.cover(name, node)
 
-    def free(self, node: EvictionNode) -> None:
-        self._tenant(node).policy.free(node)
+    def uncover(self, name: bytes, node: IndexEntry[V] | None) -> None:
+        self._tenant(name).policy.uncover(name, node)
 
-    def remove(self, node: EvictionNode, parent: EvictionNode | None) -> None:
-        tenant = self._tenant(node)
-        if isinstance(node, IndexEntry):
-            del tenant.entries[node.name]
-            tenant.bytes -= node.size + self._entry_bytes
+    def hold(self, node: IndexEntry[V]) -> None:
+        self._tenant(node.name).policy.hold(node)
+
+    def free(self, node: IndexEntry[V]) -> None:
+        self._tenant(node.name).policy.free(node)
+
+    def remove(self, node: IndexEntry[V], parent: IndexEntry[V] | None) -> None:
+        tenant = self._tenant(node.name)
+        del tenant.entries[node.name]
+        tenant.bytes -= node.size + self._entry_bytes
         tenant.policy.remove(node, parent)
-
-    def victim(self) -> EvictionNode | None:
-        return self._among(None, 0)
 
     def victim_for(self, claim: Claim) -> EvictionNode | None:
         """The block to evict for ``claim``; ``None`` if there is no candidate."""
-        return self._among(prefix_of(claim.name), claim.size + self._entry_bytes)
+        asker = prefix_of(claim.name)
+        size = claim.size + self._entry_bytes
+        over = {
+            prefix: tenant.bytes + (size if prefix == asker else 0) - tenant.quota
+            for prefix, tenant in self._tenants.items()
+        }
+        for prefix in sorted(over, key=over.__getitem__, reverse=True):
+            if over[prefix] <= 0 and prefix != asker:
+                continue
+            tenant = self._tenants[prefix]
+            tenant.policy.advance(self._now)
+            if (victim := tenant.policy.victim()) is not None:
+                return victim
+        return None
 
     def used(self, prefix: bytes) -> tuple[int, int]:
         """Blocks and bytes of one tenant."""
@@ -114,25 +230,10 @@ class QuotaPolicy:
         """The prefixes of all tenants that ever stored a block."""
         return list(self._tenants)
 
-    def _among(self, asker: bytes | None, size: int) -> EvictionNode | None:
-        over = {
-            prefix: tenant.bytes + (size if prefix == asker else 0) - tenant.quota
-            for prefix, tenant in self._tenants.items()
-        }
-        for prefix in sorted(over, key=over.__getitem__, reverse=True):
-            if over[prefix] <= 0 and prefix != asker:
-                continue
-            tenant = self._tenants[prefix]
-            tenant.policy.advance(self._now)
-            if (victim := tenant.victim()) is not None:
-                return victim
-        return None
-
-    def _tenant(self, node: EvictionNode) -> _TenantBlocks:
-        prefix = prefix_of(node.name)
+    def _tenant(self, name: bytes) -> _TenantBlocks[V]:
+        prefix = prefix_of(name)
         if (tenant := self._tenants.get(prefix)) is None:
-            tenant = self._tenants[prefix] = _TenantBlocks(
-                self._make(), self._quotas.get(prefix, 0)
-            )
+            quota = self._quotas.get(prefix, 0)
+            tenant = self._tenants[prefix] = _TenantBlocks(self._make(), quota, self._report)
         tenant.policy.advance(self._now)
         return tenant

@@ -81,7 +81,7 @@ def test_a_writer_that_stands_still_loses_its_reservation() -> None:
     grant = index.reserve([claim(b"a", 60), claim(b"b", 40)], 5.0, 0.0)
     assert grant.ticket is not None
     assert put(index, b"c", now=4.9) == [PutStatus.NO_ROOM]
-    index.extend_ticket(grant.ticket, 8.0)
+    index.reservations.extend_ticket(grant.ticket, 8.0)
     assert index.commit(grant.ticket, b"a", "A", 7.0)
     assert put(index, b"c", size=30, now=8.1) == [PutStatus.RESERVED]
     assert not index.commit(grant.ticket, b"b", "B", 8.2)

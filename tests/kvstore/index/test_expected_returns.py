@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -18,7 +20,8 @@ from kvstore.index.eviction.ghosts import Ghost, GhostList
 from kvstore.index.eviction.life_table import OCTAVES, LifeTable
 from kvstore.index.eviction.policy import EvictionNode, LeastRecentlyUsed
 from kvstore.index.eviction.shadow_lru import LOSS, NAMES, ShadowLru
-from kvstore.limits import EVICTIONS
+from kvstore.index.eviction.victims import QuotaPolicy
+from kvstore.limits import EVICTIONS, LRU
 from kvstore.trace.simulate import replay
 from tests.kvstore.index.naive import Naive
 
@@ -148,6 +151,169 @@ def test_a_life_table_counts_blocks_that_are_used_at_the_moment_of_a_refresh(see
         counts = [count for cohort in table._cohorts for count in cohort.values()]
         assert min(counts, default=1) > 0
         assert sum(counts) == len(waiting)
+
+
+TIMES = st.one_of(
+    st.floats(0.0, 1e5),
+    st.sampled_from([0.0, 2.0, 1e-300, 1e12, 1e300, math.inf, -math.inf, -5.0]),
+)
+
+
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["begin", "use", "forget", "refresh"]), TIMES, st.integers(0, 99)
+        ),
+        max_size=60,
+    )
+)
+@settings(max_examples=200, deadline=None)
+def test_a_life_table_stands_any_times(steps: list[tuple[str, float, int]]) -> None:
+    """Decreasing, equal, huge and infinite: waits, hazards and ranks stay at least 0 and finite."""
+    table = LifeTable()
+    waiting: list[tuple[int, float]] = []
+    for step, at, pick in steps:
+        if step == "begin":
+            waiting.append((pick % 3 - 1, at))
+            table.begin(pick % 3 - 1, at)
+        elif step == "refresh":
+            table.refresh(at)
+        elif waiting:
+            use_class, since = waiting.pop(pick % len(waiting))
+            table.end(use_class, since, at, used=step == "use")
+        counts = [count for cohort in table._cohorts for count in cohort.values()]
+        assert min(counts, default=1) > 0
+        assert sum(counts) == len(waiting)
+        assert all(0.0 <= wait < math.inf for row in table._waits.values() for wait in row)
+    table.refresh(1e6)
+    for use_class in (-1, 0, 1, 7):
+        for age in (0.0, 1.0, 1e6, 1e300, math.inf, -1.0):
+            assert 0.0 <= table.rank(use_class, age) < math.inf
+    assert 0.0 <= (table.reuse_age(0.9) or 0.0) < math.inf
+
+
+@given(times=st.lists(TIMES, min_size=4, max_size=40))
+@settings(max_examples=50, deadline=None)
+def test_an_index_stands_any_times(times: list[float]) -> None:
+    index: BlockIndex[int] = BlockIndex(IndexOptions(6, 30.0, b"boot"), ExpectedReturns())
+    for number, now in enumerate(times):
+        names = [b"%d/%d" % (number % 3, depth) for depth in range(4)]
+        found = index.lookup(names, [], 5.0, now)
+        if found.lease is not None:
+            index.release(found.lease.id)
+        put_chain(index, names[found.lead :], now)
+        assert index.audit() == []
+    assert index.counters.eviction_failures == 0
+
+
+class Failing(ExpectedReturns):
+    """Raises at one call of one method."""
+
+    def __init__(self, method: str, calls: int) -> None:
+        super().__init__()
+        self._method = method
+        self._left = calls
+
+    def __getattribute__(self, name: str) -> object:
+        if name == object.__getattribute__(self, "__dict__").get("_method"):
+            self._left -= 1
+            if self._left < 0:
+                raise OverflowError("math range error")
+        return super().__getattribute__(name)
+
+
+METHODS = ("advance", "add", "touch", "cover", "uncover", "hold", "free", "remove", "victim")
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("quotas", [False, True])
+def test_a_policy_that_raises_is_replaced_by_lru_and_counted(method: str, quotas: bool) -> None:
+    """A put that needs an eviction ended with the policy's error."""
+    reported: list[Exception] = []
+    policy = Failing(method, 60)
+    quota: QuotaPolicy[int] = QuotaPolicy(lambda: policy, {b"": 40}, 0, reported.append)
+    index: BlockIndex[int] = BlockIndex(
+        IndexOptions(40, 1e9, b"boot"), quota if quotas else policy, report=reported.append
+    )
+    chance = random.Random(5)
+    chains = [[b"%031d%d" % (c, i) for i in range(8)] for c in range(12)]
+    for now in range(300):
+        names = chance.choice(chains)
+        found = index.lookup(names, [], 5.0, float(now))
+        put_chain(index, names[found.lead :], float(now), names[: found.lead])
+        assert index.lookup(names, [], 0.0, float(now)).lead == len(names)
+        if found.lease is not None:
+            index.release(found.lease.id)
+        for claim in names[:1]:  # put again: it is touched
+            index.reserve([Claim(claim, 1, False)], 5.0, float(now))
+        assert index.audit() == []
+    assert index.counters.evicted > 100
+    assert index.stats().counters.eviction_failures == 1
+    assert [str(error) for error in reported] == ["math range error"]
+    assert quotas or index.stats().eviction == LRU
+    index.clear(1e3)
+    assert index.stats().entries == 0
+
+
+def test_lru_that_replaces_a_policy_knows_the_order_of_the_last_uses() -> None:
+    policy = Failing("victim", 0)
+    index: BlockIndex[int] = BlockIndex(IndexOptions(3, 1e9, b"boot"), policy)
+    for name in (b"a", b"b", b"c"):
+        put_chain(index, [name], 0.0)
+    index.get(b"a", 0.0)
+    put_chain(index, [b"d"], 1.0)
+    assert {entry.name for entry in index.entries(1.0)} == {b"a", b"c", b"d"}
+    put_chain(index, [b"e"], 1.0)
+    assert {entry.name for entry in index.entries(1.0)} == {b"a", b"d", b"e"}
+
+
+@pytest.mark.parametrize("name", EVICTIONS)
+@pytest.mark.parametrize("length", [9, 10, 11])
+def test_a_put_keeps_the_blocks_that_it_continues(name: str, length: int) -> None:
+    """A prompt that fills the store evicted its own head while it was put: nothing was found."""
+    index: BlockIndex[int] = BlockIndex(IndexOptions(10, 1e9, b"boot"), make_policy(name))
+    prompt = [b"h%d" % depth for depth in range(length)]
+    for now in range(6):
+        put_chain(index, [b"o%d" % now], float(now))
+    put_chain(index, prompt[:4], 10.0)
+    put_chain(index, prompt[4:], 11.0, prompt[:4])
+    assert index.lookup(prompt, [], 0.0, 12.0).lead == min(length, 10)
+
+
+@pytest.mark.parametrize("quotas", [False, True])
+def test_a_block_is_kept_only_while_a_write_continues_it(quotas: bool) -> None:
+    quota: QuotaPolicy[int] = QuotaPolicy(LeastRecentlyUsed, {b"": 3}, 0)
+    policy = quota if quotas else LeastRecentlyUsed()
+    index: BlockIndex[int] = BlockIndex(IndexOptions(3, 1e9, b"boot"), policy)
+    head, child, other = b"h" * 32, b"c" * 32, b"o" * 32
+    put_chain(index, [head], 0.0)
+    grant = index.reserve([Claim(child, 1, False, parent=head)], 5.0, 0.0)
+    put_chain(index, [other], 0.0)
+    assert index.reserve([Claim(b"1" * 32, 2, False)], 5.0, 1.0).verdicts == (PutStatus.NO_ROOM,)
+    assert index.find(head, 1.0) is not None
+    index.abandon(grant.ticket or 0)
+    assert index.reserve([Claim(b"2" * 32, 3, False)], 5.0, 1.0).verdicts == (PutStatus.RESERVED,)
+    assert index.find(head, 1.0) is None
+
+
+def test_a_write_that_ends_by_itself_gives_up_what_it_continues() -> None:
+    index: BlockIndex[int] = BlockIndex(IndexOptions(2, 1e9, b"boot"), LeastRecentlyUsed())
+    put_chain(index, [b"h"], 0.0)
+    index.reserve([Claim(b"c", 1, False, parent=b"h")], 5.0, 0.0)
+    put_chain(index, [b"x", b"y"], 6.0)
+    assert {entry.name for entry in index.entries(6.0)} == {b"x", b"y"}
+
+
+def put_chain(
+    index: BlockIndex[int], names: Sequence[bytes], now: float, before: Sequence[bytes] = ()
+) -> None:
+    """Put full blocks of size 1 that continue one another, and the last of ``before``."""
+    parents = [*before[-1:], *names] if before else [None, *names]
+    pairs = list(zip(names, parents, strict=False))
+    grant = index.reserve([Claim(n, 1, False, parent=p) for n, p in pairs], 5.0, now)
+    for name, parent in pairs:
+        if grant.ticket is not None:
+            index.commit(grant.ticket, name, 0, now, parent)
 
 
 def test_before_anything_is_learned_the_oldest_goes() -> None:
