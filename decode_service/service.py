@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import TypeAlias
 
 import grpc
 
-from kvrelay.engine.core.updates import Ended
+from kvrelay.engine.core.updates import Admitted, Ended, Token
 from kvrelay.rpc.server.server import Server
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from kvrelay.worker import convert
-from kvrelay.worker.streams import LegUpdates
 from kvrelay.worker.worker import Worker
 
 Context: TypeAlias = "grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]"
@@ -31,11 +30,15 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         await context.send_initial_metadata(())  # the leg has arrived
         async with self._worker.run(types_pb2.ROLE_DECODE, request.leg, request.handoff) as batches:
             async for batch in batches:
-                yield self._response(batch, request.leg)
+                updates = [update for update in batch if not isinstance(update, Admitted)]
+                if updates:
+                    yield self._response(updates, request.leg)
 
-    def _response(self, batch: LegUpdates, leg: types_pb2.Leg) -> decode_pb2.DecodeResponse:
+    def _response(
+        self, updates: Sequence[Token | Ended], leg: types_pb2.Leg
+    ) -> decode_pb2.DecodeResponse:
         response = decode_pb2.DecodeResponse()
-        for update in batch:
+        for update in updates:
             if isinstance(update, Ended):
                 response.usage.CopyFrom(self._worker.usage(update, leg))
             else:

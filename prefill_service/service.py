@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import grpc
 
-from kvrelay.engine.core.updates import Ended, Token
+from kvrelay.engine.core.updates import Admitted, Ended, Token
 from kvrelay.rpc.server.server import Server
 from kvrelay.v1 import prefill_pb2, prefill_pb2_grpc, types_pb2
 from kvrelay.worker import convert
@@ -33,7 +33,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         async with self._worker.run(types_pb2.ROLE_PREFILL, request.leg) as batches:
             async for batch in batches:
                 for update in batch:
-                    yield self._response(update, request.leg)
+                    if not isinstance(update, Admitted):
+                        yield self._response(update, request.leg)
 
     def _response(self, update: Token | Ended, leg: types_pb2.Leg) -> prefill_pb2.PrefillResponse:
         if isinstance(update, Token):

@@ -76,7 +76,7 @@ def counters(load: EngineLoad, has_store: bool) -> Iterator[tuple[str, str, floa
     yield "generation_tokens", "Tokens generated.", totals.generated
     yield "prefix_cache_queries", "Tokens looked up in the local prefix cache.", totals.prompt
     yield "prefix_cache_hits", "Tokens found in the local prefix cache.", totals.local
-    asked = totals.prompt - totals.local if has_store else 0
+    asked = totals.asked if has_store else 0
     yield "external_prefix_cache_queries", "Tokens looked up in the store.", asked
     yield (
         "external_prefix_cache_hits",

@@ -9,13 +9,13 @@ from contextlib import aclosing, asynccontextmanager, suppress
 
 from kvrelay.engine.core.legs import StopChecker
 from kvrelay.engine.core.request import Order
-from kvrelay.engine.core.updates import Ended, Failed, Token, Update
+from kvrelay.engine.core.updates import Admitted, Ended, Failed, Token, Update
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import Draining
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.sampling import Sampling
 
-LegUpdates = list[Token | Ended]
+LegUpdates = list[Admitted | Token | Ended]
 LAST_SECONDS = 2.0  # of a deadline, reserved to end the remaining legs and to answer
 
 

@@ -169,7 +169,8 @@ def _commit(world: World) -> None:
         index = world.case.indexes[entry.request.id]
         sampled.append(world.case.truth[index][entry.request.length] if entry.samples else None)
         if scheduler.requests.get(entry.request.id) is entry.request:
-            world.executed[index] += entry.count
+            for position in range(entry.start, entry.start + entry.count):
+                world.executed[index][position] += 1
     before = [(entry.request, entry.request.state) for entry in plan.entries]
     world.note_saves(scheduler.commit(plan, sampled).saves)
     world.plan = None
@@ -203,13 +204,19 @@ def _load_ends(world: World, place: int, valid: int) -> None:
 
 
 def _ended(world: World, request: Request, finish: Finish | None) -> None:
-    """I5 and I6 for one that has just ended."""
+    """I5, I6 and what the account means, for one that has just ended."""
     index, account = world.case.indexes[request.id], leg_tokens(request)
     truth = world.case.truth[index]
     expect(bytes(request.tokens) == truth[: request.length], "wrong tokens", request)
-    expect(account.executed == world.executed[index], "I5", account, world.executed[index])
+    times, first = world.executed[index], world.first[index]
+    expect(account.executed == sum(times), "I5", account, times)
+    again = sum(count - 1 for count in times if count)
+    expect(account.recomputed == again, "recomputed is not executed less distinct", account, times)
+    hits = account.local, account.external
+    expect(hits == (first or (0, 0)), "hits are not those of an undisturbed run", account, first)
     expect(min(account.recomputed, account.failed, account.computed) >= 0, "negative", account)
-    world.executed[index] = 0
+    times[:] = bytes(len(times))
+    world.first[index] = None
     if finish is Finish.ABORT:
         return
     parts = account.local + account.external + account.computed
@@ -244,6 +251,9 @@ def check(world: World) -> None:
 def _check_request(world: World, index: int, request: Request) -> None:
     account = sum([run.executed for run in request.runs])
     residency = request.residency
+    if world.first[index] is None and request.state is RequestState.RUNNING:
+        admission = request.resident.admission
+        world.first[index] = admission.local, admission.external
     if residency is not None:
         truth, size = world.case.blocks[index], world.case.limits.block_size
         left = residency.computed
@@ -255,4 +265,4 @@ def _check_request(world: World, index: int, request: Request) -> None:
         expect(left <= 0, "computed beyond its blocks", request)
         if request.state is RequestState.RUNNING:
             account += residency.computed - residency.admission.hit
-    expect(account == world.executed[index], "I5", request, account, world.executed[index])
+    expect(account == sum(world.executed[index]), "I5", request, account, world.executed[index])

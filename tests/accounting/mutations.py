@@ -87,8 +87,8 @@ MUTATIONS = (
     ),
     _request(
         "the log says more than was computed",
-        "Run(residency.admission, residency.computed)",
-        "Run(residency.admission, self.length)",
+        "self.runs.append(Run(residency.admission, residency.computed))",
+        "self.runs.append(Run(residency.admission, self.length))",
     ),
     _request(
         "a load that never ran is in the log",
@@ -292,7 +292,16 @@ MUTATIONS = (
         "self._admit(budget) if not preempted else ([], [], [])",
         "self._admit(budget)",
     ),
-    _scheduler("a lookup after the last one", "if request.lookups_left == 0:", "if False:"),
+    _scheduler(
+        "a lookup after the last one",
+        "if request.lookups_left == 0 or local",
+        "if local",
+    ),
+    _scheduler(
+        "a lookup that cannot add a token",
+        "if request.lookups_left == 0 or local == request.length - 1:",
+        "if request.lookups_left == 0:",
+    ),
     _scheduler(
         "lookups are not used up", "max(request.lookups_left - 1, 0)", "request.lookups_left"
     ),
@@ -529,22 +538,56 @@ MUTATIONS = (
     ),
     # --- usage ---
     _usage(
-        "usage of the first admission",
-        "run for run in runs if run.frontier >= length",
-        "run for run in runs",
+        "a request's own KV is a hit after a preemption",
+        "(runs[0].admission.local, runs[0].admission.external)",
+        "(runs[-1].admission.local, runs[-1].admission.external)",
     ),
-    _usage("usage of the admission after", "if run.frontier >= length", "if run.frontier > length"),
+    _usage(
+        "hits of the admission that made the first token",
+        "(runs[0].admission.local, runs[0].admission.external) if runs else",
+        "next(((r.admission.local, r.admission.external) for r in runs if r.frontier >= length),"
+        " (runs[-1].admission.local, runs[-1].admission.external)) if runs else",
+    ),
     _usage(
         "decoded positions are called recomputed",
-        "recomputed=executed - computed - beyond",
-        "recomputed=executed - computed",
+        "computed_positions(runs, 0, furthest)",
+        "computed_positions(runs, 0, min(furthest, length))",
     ),
     _usage(
         "decoded positions are called prompt",
-        "computed = min(first.frontier, length)",
-        "computed = first.frontier",
+        "computed=min(furthest, length) - local",
+        "computed=furthest - local",
     ),
-    _usage("an unfinished leg did nothing", "runs[-1] if runs else None", "None"),
+    _usage(
+        "recomputed is what the first admission did not compute",
+        "executed - computed_positions(runs, 0, furthest)",
+        "executed - (furthest - local - external)",
+    ),
+    _usage(
+        "positions of two runs are counted twice",
+        "max(run.admission.hit, counted_to), min(run.frontier, stop)",
+        "max(run.admission.hit, start), min(run.frontier, stop)",
+    ),
+    _usage(
+        "a gap between two runs counts as computed",
+        "max(run.admission.hit, counted_to), min(run.frontier, stop)",
+        "counted_to, min(run.frontier, stop)",
+    ),
+    _usage(
+        "runs are merged in the order of their epochs",
+        "in sorted(runs, key=lambda run: run.admission.hit):",
+        "in runs:",
+    ),
+    _scheduler(
+        "the log counts what a step has just computed as recomputed",
+        "entry.request.runs, entry.start,",
+        "entry.request.all_runs, 0,",
+    ),
+    _request(
+        "a run under way is no run",
+        "return (*self.runs, Run(residency.admission, residency.computed))",
+        "return tuple(self.runs)",
+    ),
     _usage(
         "a block found in part is called missed",
         "admission.hit // -block_size",

@@ -146,9 +146,10 @@ def test_two_admissions_are_never_mixed() -> None:
     assert second.admission.external == 192
     assert min(second.admission.local, second.admission.fresh, second.executed) > 0
     account = leg_tokens(long)
-    assert (account.local, account.external) == (second.admission.local, 192)
+    assert (account.local, account.external) == (0, 64), "what existed before the request came"
     assert account.local + account.external + account.computed == 400
     assert account.executed == first.executed + second.executed
+    assert account.recomputed == 0, "the second residency begins after the first one's work"
     assert leg_tokens(short).generated == 7
 
 

@@ -145,7 +145,7 @@ class Life(RuleBasedStateMachine):
     def books_are_right(self) -> None:
         if hasattr(self, "bench"):
             self.bench.check()
-            executed = sum(request.executed for request in self.bench.requests)
+            executed = sum(leg_tokens(request).executed for request in self.bench.requests)
             assert executed == self.bench.runner.executed_positions
 
     def teardown(self) -> None:

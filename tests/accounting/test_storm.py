@@ -38,6 +38,8 @@ class Storm:
         self.requests: list[Request] = []
         self.salts: dict[str, int] = {}
         self.wasted = 0
+        self.times: dict[str, Counter[int]] = {}  # how often each position was executed
+        self.first: dict[str, tuple[int, int]] = {}  # hits of the first admission that ran
         self.seen: Counter[str] = Counter()
         self.prompts = [self._tokens(self.random.randint(1, 3 * self.size)) for _ in range(3)]
 
@@ -84,6 +86,7 @@ class Storm:
             self._tell(self.random.choice(self.done))  # again, late
         else:
             self._step()
+        self._note_first()
         findings = audit(self.scheduler)
         assert not findings, findings
 
@@ -107,6 +110,7 @@ class Storm:
         plan = self.scheduler.schedule()
         assert sum(entry.count for entry in plan.entries) <= self.limits.max_num_batched_tokens
         assert len(self.scheduler.running) + self.scheduler.loading <= self.limits.max_num_seqs
+        self._note_first()
         self.outside += [*plan.loads, *plan.saves]
         sampled = [
             None if token is None else (token + self.salts[entry.request.id]) % VOCABULARY
@@ -119,7 +123,16 @@ class Storm:
                 for entry in plan.entries
                 if entry.request.state is RequestState.FINISHED
             )
+        for entry in plan.entries:
+            if entry.request.residency is not None:
+                times = self.times.setdefault(entry.request.id, Counter())
+                times.update(range(entry.start, entry.start + entry.count))
         self.outside += self.scheduler.commit(plan, sampled).saves
+
+    def _note_first(self) -> None:
+        for request in self.scheduler.running:
+            admission = request.resident.admission
+            self.first.setdefault(request.id, (admission.local, admission.external))
 
     def _check_end(self) -> None:
         assert not self.scheduler.requests, "not every request ended"
@@ -143,6 +156,10 @@ class Storm:
         made = answer(prompt, request.length - order.prompt_len, self.salts[request.id])
         assert request.tokens == prompt + made
         assert min(account.computed, account.recomputed, account.failed) >= 0
+        times = self.times.get(request.id, Counter())
+        assert account.executed == times.total()
+        assert account.recomputed == times.total() - len(times)
+        assert (account.local, account.external) == self.first.get(request.id, (0, 0))
         if request.finish is not Finish.ABORT:
             assert account.local + account.external + account.computed == account.length
             most = order.max_tokens - len(order.tokens) + order.prompt_len

@@ -29,7 +29,7 @@ def local_hits(scheduler: Scheduler, request_id: str, space: bytes) -> int:
     while scheduler.requests:
         plan = scheduler.schedule()
         scheduler.commit(plan, [7 if entry.samples else None for entry in plan.entries])
-    return request.last_admission.local
+    return request.all_runs[0].admission.local
 
 
 def test_the_pool_of_a_worker() -> None:

@@ -1,37 +1,32 @@
-"""The sums of a worker, number by number: each leg adds what it did, to what was there."""
+"""The sums of a worker, number by number: each event adds to what was there."""
 
 from __future__ import annotations
 
-from kvrelay.engine.core.request import Admission, Finish
+from kvrelay.engine.core.plan import Committed, Output
+from kvrelay.engine.core.request import Admission, Finish, Order, Request
 from kvrelay.engine.core.totals import Totals
-from kvrelay.engine.core.usage import LegTokens
 from kvrelay.usage import Miss, MissedBlocks
 
-LEG = LegTokens(
-    length=20,
-    local=4,
-    external=8,
-    computed=8,
-    generated=3,
-    recomputed=5,
-    executed=15,
-    failed=2,
-    runs=(),
-)
+OUTPUT = Output(Request.of(Order("r", (1,), 1, 9)), 5, None)
 
 
-def test_every_leg_adds_to_what_was_there() -> None:
+def test_every_event_adds_to_what_was_there() -> None:
     totals = Totals()
     for _ in range(2):
         admission = Admission(1, 20, 4, 8)
         totals = totals.with_first_token(admission, {"a": 8}, MissedBlocks(Miss.EVICTED, 2))
-        totals = totals.with_late(6)
+        totals = totals.with_question(16)
+    for _ in range(3):
+        totals = totals.with_step(Committed((OUTPUT,) * 3, (), executed=15, recomputed=5))
+        totals = totals.with_load(failed=2, late=4)
+        totals = totals.with_preemptions(7)
     for how in (Finish.STOP, None, None):
-        totals = totals.with_leg(LEG, 7, how)
+        totals = totals.with_leg(how)
     assert (totals.prompt, totals.local, totals.external, totals.computed) == (40, 8, 16, 16)
     assert (totals.sources, totals.missed) == ({"a": 16}, {Miss.EVICTED: 4})
     assert (totals.generated, totals.recomputed, totals.executed) == (9, 15, 45)
     assert (totals.failed, totals.late, totals.preemptions) == (6, 12, 21)
+    assert totals.asked == 32
     assert totals.finished == {"stop": 1, "handoff": 2}
     assert totals.adds_up
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import marshal
 from hashlib import blake2b
+from itertools import takewhile
 from typing import NamedTuple
 
-from kvrelay.engine.core.external import Save
+from kvrelay.engine.core.external import Query, Save
 from kvrelay.engine.core.plan import Entry, Plan
 from kvrelay.engine.core.request import Admission, Request, RequestState, Residency, Run
 from kvrelay.engine.core.scheduler import Scheduler
@@ -22,9 +23,11 @@ CODES = {state: code for code, state in enumerate(STATES)}
 Numbers = tuple[int, ...]
 Admitted = tuple[int, int, int, int]  # epoch, length, local, external
 Pieces = tuple[tuple[int, bytes, int], ...]  # block, name, count of positions
-# lives, state, length, lookups left, ever run, admission, blocks, computed; only lives when absent
-Standing = tuple[int, int, int, int | None, bool, Admitted | None, Numbers, int] | int
-Log = tuple[int, int, int, tuple[tuple[int, int, int, int], ...]]  # names, failed, executed, runs
+Hits = tuple[int, int]  # local and external of the first admission, its load ended
+# lives, state, length, lookups left, first hits, admission, blocks, computed; lives when absent
+Standing = tuple[int, int, int, int | None, Hits | None, Admitted | None, Numbers, int] | int
+# names, failed, how often each position was executed, runs
+Log = tuple[int, int, bytes, tuple[tuple[int, int, int, int], ...]]
 
 
 class Core(NamedTuple):
@@ -67,21 +70,26 @@ class World:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.scheduler = Scheduler(case.limits, NAMING, lambda query: self.answer(query.request_id))
+        self.scheduler = Scheduler(case.limits, NAMING, self.answer)
         self.slots = [[RUBBISH] * case.limits.block_size for _ in range(case.limits.num_blocks)]
         self.lives = [0] * len(case.orders)
-        self.executed = [0] * len(case.orders)
+        self.executed = [bytearray(len(truth)) for truth in case.truth]  # times, by position
+        self.first: list[Hits | None] = [None] * len(case.orders)
         self.pieces: dict[tuple[str, int, int], Pieces] = {}
         self.plan: Plan | None = None
         self.script: tuple[int | None, ...] = ()
         self.asked: list[tuple[str, int | None]] = []
 
-    def answer(self, request_id: str) -> int | None:
+    def answer(self, query: Query) -> int | None:
         """What the store says: the script's next line, then the first of the case's answers."""
+        size = self.case.limits.block_size
+        named = takewhile(set(self.scheduler.pool.names).__contains__, query.names)
+        local = min(len(list(named)), (len(query.tokens) - 1) // size) * size
+        assert query.local == local, (query, local)
         place = len(self.asked)
         answers = self.case.answers
         said = self.script[place] if place < len(self.script) else answers[0]
-        self.asked.append((request_id, said))
+        self.asked.append((query.request_id, said))
         return said
 
     def note_saves(self, saves: tuple[Save, ...]) -> None:
@@ -100,8 +108,8 @@ class World:
         back = sorted(block, key=block.__getitem__)
         core = Core(
             tuple(
-                lives if request is None else _standing(lives, request, block, epoch)
-                for lives, request in zip(self.lives, requests, strict=True)
+                lives if request is None else _standing(lives, request, first, block, epoch)
+                for lives, request, first in zip(self.lives, requests, self.first, strict=True)
             ),
             tuple([case.indexes[request_id] for request_id in scheduler.requests]),
             tuple([case.indexes[request.id] for request in scheduler.waiting]),
@@ -151,12 +159,12 @@ class World:
 
     def _log(self, index: int, request: Request | None) -> Log:
         if request is None:
-            return 0, 0, 0, ()
+            return 0, 0, b"", ()
         runs = [
             (run.admission.length, run.admission.local, run.admission.external, run.frontier)
             for run in request.runs
         ]
-        return len(request.names), request.failed, self.executed[index], tuple(runs)
+        return len(request.names), request.failed, bytes(self.executed[index]), tuple(runs)
 
     @classmethod
     def restore(cls, case: Case, snapshot: Snapshot) -> World:
@@ -198,9 +206,11 @@ class World:
 
     def _stand(self, index: int, standing: Standing, log: Log) -> None:
         assert not isinstance(standing, int)
-        self.lives[index], code, length, lookups, _, admitted, blocks, computed = standing
+        self.lives[index], code, length, lookups, first, admitted, blocks, computed = standing
+        self.first[index] = first
         order, truth = self.case.orders[index], self.case.truth[index]
-        names, failed, self.executed[index], runs = log
+        names, failed, executed, runs = log
+        self.executed[index][:] = executed
         size = self.case.limits.block_size
         self.scheduler._arrivals += 1
         request = Request(
@@ -210,7 +220,7 @@ class World:
             [truth[:end] for end in range(size, names * size + 1, size)],
             STATES[code],
             None,
-            [Run(Admission(0, *run[:3]), run[3]) for run in runs],
+            [Run(Admission(n - len(runs), *run[:3]), run[3]) for n, run in enumerate(runs)],
             None,
             lookups,
             failed,
@@ -246,10 +256,14 @@ def _what_is_saved(pieces: Pieces) -> list[tuple[bytes, int]]:
 
 
 def _standing(
-    lives: int, request: Request, block: dict[int, int], epoch: dict[int, int]
+    lives: int,
+    request: Request,
+    first: Hits | None,
+    block: dict[int, int],
+    epoch: dict[int, int],
 ) -> Standing:
     residency = request.residency
-    stands = lives, CODES[request.state], request.length, request.lookups_left, bool(request.runs)
+    stands = lives, CODES[request.state], request.length, request.lookups_left, first
     if residency is None:
         return (*stands, None, (), 0)
     admission, blocks = residency.admission, tuple([block[old] for old in residency.blocks])

@@ -9,7 +9,7 @@ import pytest
 from kvrelay.connector.none import NoConnector
 from kvrelay.engine.core.external import Connector, Load, Query, Save, TransferEvent
 from kvrelay.engine.core.request import Order
-from kvrelay.engine.core.updates import Failed, Sampled, Token, Update, Work
+from kvrelay.engine.core.updates import Admitted, Failed, Sampled, Token, Update, Work
 from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.sampling import Sampling
 from tests.engine.fakes import LIMITS, ChainRunner, answer, naming
@@ -124,7 +124,7 @@ def test_a_token_without_text_ends_its_request_alone() -> None:
     turned.submit("bad", [4, 5, 6], NoText())
     turned.run()
     assert turned.tokens("good") == answer([1, 2, 3], 6)
-    assert [type(update) for update in turned.updates["bad"]] == [Failed]
+    assert [type(update) for update in turned.updates["bad"]] == [Admitted, Failed]
 
 
 def test_a_model_that_breaks_ends_the_requests_of_its_step() -> None:
@@ -133,5 +133,5 @@ def test_a_model_that_breaks_ends_the_requests_of_its_step() -> None:
     turned.run()
     turned.submit("after it", [7, 8])
     turned.run()
-    assert [type(update) for update in turned.updates["in the step"]] == [Failed]
+    assert [type(update) for update in turned.updates["in the step"]] == [Admitted, Failed]
     assert turned.tokens("after it") == answer([7, 8], 6)

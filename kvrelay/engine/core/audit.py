@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from kvrelay.engine.core.request import Request, RequestState
 from kvrelay.engine.core.scheduler import Scheduler
+from kvrelay.engine.core.usage import leg_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ def audit(scheduler: Scheduler) -> list[Finding]:
     findings += _tables(scheduler)
     for request in scheduler.requests.values():
         findings += _request(scheduler, request)
+        findings += _account(request)
     findings += _queues(scheduler)
     return findings
 
@@ -104,6 +106,23 @@ def _request(scheduler: Scheduler, request: Request) -> Iterator[Finding]:
         yield Finding("I3", request.id, f"{admission}")
     if request.state is RequestState.RUNNING and computed < admission.hit:
         yield Finding("I3", request.id, f"{computed} computed, {admission.hit} admitted")
+
+
+def _account(request: Request) -> Iterator[Finding]:
+    """I5 and I6: what the account says, against the positions of every run, one by one."""
+    account, runs = leg_tokens(request), request.all_runs
+    spans = [range(run.admission.hit, run.frontier) for run in runs]
+    executed = sum(map(len, spans))
+    again = executed - len(set(chain(*spans))) if len(spans) > 1 else 0
+    if (account.executed, account.recomputed) != (executed, again):
+        message = f"{executed} positions executed, {again} of them again: {account}"
+        yield Finding("I5", request.id, message)
+    if any(before.admission.epoch >= run.admission.epoch for before, run in pairwise(runs)):
+        yield Finding("I6", request.id, f"the runs are not in the order of their epochs: {runs}")
+    hits = (runs[0].admission.local, runs[0].admission.external) if runs else (0, 0)
+    if (account.local, account.external) != hits:
+        message = f"the first admission found {hits}, hits besides are its own work: {account}"
+        yield Finding("I6", request.id, message)
 
 
 def _tables(scheduler: Scheduler) -> Iterator[Finding]:

@@ -131,7 +131,8 @@ class Connector(Protocol):
     def why(self, request_id: str) -> Miss | None:
         """Why the first block after those that the last lookup found is missing.
 
-        Called once an admission, between its lookup and its load. ``None``: there was no lookup.
+        Called once for each request, between the lookup and the load of its first admission.
+        ``None``: there was no lookup, or it found all.
         """
 
     def load(self, load: Load) -> None:

@@ -6,15 +6,18 @@ once. Pure: times are passed in, in seconds of the engine's clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
+from kvrelay.engine.core.audit import Finding
 from kvrelay.engine.core.external import BlockContent, Load, Loaded, Save, Saved, apportion
+from kvrelay.engine.core.plan import Committed
 from kvrelay.engine.core.request import Admission, Request, RequestState
 from kvrelay.engine.core.totals import Totals
-from kvrelay.engine.core.updates import Ended, Failed, Timing, Update
-from kvrelay.engine.core.usage import LegTokens, first_run, leg_tokens, missed_blocks
+from kvrelay.engine.core.updates import Admitted, Ended, Failed, Timing, Update
+from kvrelay.engine.core.usage import leg_tokens, missed_blocks
 from kvrelay.errors import KvrelayError
 from kvrelay.sampling import Sampling
 from kvrelay.usage import Miss, MissedBlocks
@@ -35,35 +38,20 @@ class Leg:
     sampling: Sampling
     stop_checker: StopChecker | None
     submitted: float
-    epoch: int = 0  # of the last admission that was noted
-    miss: Miss | None = None  # why the last lookup or load ended where it did
-    missed: MissedBlocks | None = None  # by the admission that made the first token
     admitted: float | None = None
+    miss: Miss | None = None  # why the lookup of the first admission found no more
+    first: Admitted | None = None
     running: float | None = None
     first_token: float | None = None
     preemptions: int = 0
     open_saves: int = 0
     stored: set[bytes] = field(default_factory=set)
     tail: BlockContent | None = None  # the partial last block, once its save has started
-    sources: dict[int, Mapping[str, int]] = field(default_factory=dict)  # of loads, by epoch
-
-    def note_admitted(self, epoch: int, miss: Miss | None, now: float) -> None:
-        """Note an admission; without a lookup of its own it keeps the last reason."""
-        self.epoch = epoch
-        self.miss = miss or self.miss
-        if self.admitted is None:
-            self.admitted = now
 
     def note_running(self, now: float) -> None:
         """Note the first step that computes positions of this leg."""
         if self.running is None:
             self.running = now
-
-    def note_first_token(self, admission: Admission, block_size: int, now: float) -> None:
-        """Note the first token and the admission that it came from; called once."""
-        self.first_token = now
-        blocks = missed_blocks(admission, block_size)
-        self.missed = MissedBlocks(self.miss, blocks) if self.miss is not None and blocks else None
 
     def note_save(self, save: Save, block_size: int) -> None:
         """Note the start of a save."""
@@ -75,17 +63,6 @@ class Leg:
         """Note the end of a save: its first ``stored`` blocks are in the store."""
         self.open_saves -= 1
         self.stored.update(content.name for content in save.contents[: max(stored, 0)])
-
-    def note_loaded(self, names: Sequence[bytes], event: Loaded) -> None:
-        """Note the end of a load: the store has the blocks ``names``."""
-        self.stored.update(names)
-        self.miss = event.missed or self.miss
-        admission = self.request.resident.admission
-        self.sources[admission.epoch] = apportion(event.sources, admission.external)
-
-    def sources_of(self, admission: Admission) -> Mapping[str, int]:
-        """The external tokens of an admission, by store."""
-        return self.sources.get(admission.epoch, {})
 
     def account(self, block_size: int) -> Ended:
         """The account of the finished request."""
@@ -99,15 +76,14 @@ class Leg:
                 break
             saved += count
             last_name = name
-        first = first_run(self.request)
         return Ended(
             tokens=leg_tokens(self.request),
             timing=self._timing(),
             preemptions=self.preemptions,
             saved=saved,
             last_name=last_name,
-            sources={} if first is None else self.sources_of(first.admission),
-            missed=self.missed,
+            sources={} if self.first is None else self.first.sources,
+            missed=None if self.first is None else self.first.missed,
         )
 
     def _timing(self) -> Timing:
@@ -124,6 +100,7 @@ class Legs:
         self.totals = Totals()
         self._block_size = block_size
         self._open: dict[str, Leg] = {}
+        self._ended = Counter[str]()  # the sums of the accounts of the legs that have left
         self._saves: dict[tuple[str, int, int], tuple[Leg | None, Save]] = {}
         self._loads: dict[tuple[str, int], int] = {}  # tokens ordered by each open load
         self._updates: list[tuple[str, Update]] = []
@@ -139,10 +116,20 @@ class Legs:
         """The request ids of the open legs."""
         return list(self._open)
 
-    @property
-    def executed(self) -> int:
-        """Positions that the open and the ended legs account for (invariant I5)."""
-        return self.totals.executed + sum(leg.request.executed for leg in self._open.values())
+    def audit(self, executed: int) -> Iterator[Finding]:
+        """I5: the positions that the runner ``executed`` are accounted for. I9: the totals."""
+        totals = self.totals
+        if totals.executed != executed:
+            message = f"{executed} positions executed, {totals.executed} accounted"
+            yield Finding("I5", None, message)
+        if not totals.adds_up:
+            yield Finding("I9", None, f"sums by source do not add up: {totals}")
+        accounts = Counter(self._ended)
+        for leg in self._open.values():
+            accounts.update(_countable(leg))
+        for name, count in accounts.items():
+            if (total := asdict(totals)[name]) != count:
+                yield Finding("I9", None, f"{name} is {total}, the legs' accounts sum to {count}")
 
     def add(self, leg: Leg) -> None:
         """Open a leg."""
@@ -163,11 +150,15 @@ class Legs:
         """A load ended; ``request`` runs with its blocks, ``None`` if the load ended too late."""
         ordered = self._loads.pop((event.request_id, event.epoch), 0)
         if request is None:
-            self.totals = self.totals.with_late(min(max(event.valid, 0), ordered))
+            self.totals = self.totals.with_load(0, min(max(event.valid, 0), ordered))
             return
-        admission = request.resident.admission
+        leg, admission = self._open[request.id], request.resident.admission
+        self.totals = self.totals.with_load(ordered - admission.external, 0)
         first, last = admission.local // self._block_size, admission.hit // self._block_size
-        self._open[request.id].note_loaded(request.names[first:last], event)
+        leg.stored.update(request.names[first:last])
+        if leg.first is None:
+            sources = apportion(event.sources, admission.external)
+            self._tell_admission(leg, sources, event.missed or leg.miss)
 
     def end_save(self, event: Saved) -> Leg | None:
         """A save ended; returns its leg, ``None`` for an unknown save or one without a leg."""
@@ -176,15 +167,41 @@ class Legs:
             leg.note_saved(save, event.stored)
         return leg
 
+    def note_admission(self, leg: Leg, miss: Miss | None, now: float) -> None:
+        """Note the first admission of a leg; ``miss`` is why its lookup found no more tokens."""
+        leg.admitted = now
+        leg.miss = miss
+        admission = leg.request.resident.admission
+        if admission.local < admission.length - 1:
+            self.totals = self.totals.with_question(admission.length - admission.local)
+        if not admission.external:
+            self._tell_admission(leg, {}, miss)
+
+    def _tell_admission(self, leg: Leg, sources: Mapping[str, int], miss: Miss | None) -> None:
+        admission = leg.request.resident.admission
+        blocks = missed_blocks(admission, self._block_size)
+        missed = MissedBlocks(miss, blocks) if miss is not None and blocks else None
+        leg.first = Admitted(admission, sources, missed)
+        self.queue_update(leg.request.id, leg.first)
+
+    def note_preempted(self, requests: Sequence[Request]) -> None:
+        """Note the requests that a plan preempted."""
+        for request in requests:
+            self._open[request.id].preemptions += 1
+        self.totals = self.totals.with_preemptions(len(requests))
+
+    def note_step(self, committed: Committed) -> None:
+        """Note the outcome of a step."""
+        self.totals = self.totals.with_step(committed)
+
     def note_token(self, leg: Leg, now: float) -> Admission | None:
-        """Count the leg's prompt with its first token, and return the admission that made it."""
-        if leg.first_token is not None:
+        """Count the leg's prompt with its first token, and return the first admission with it."""
+        if leg.first_token is not None or leg.first is None:
             return None
-        admission = leg.request.last_admission
-        leg.note_first_token(admission, self._block_size, now)
-        sources = leg.sources_of(admission)
-        self.totals = self.totals.with_first_token(admission, sources, leg.missed)
-        return admission
+        leg.first_token = now
+        first = leg.first
+        self.totals = self.totals.with_first_token(first.admission, first.sources, first.missed)
+        return first.admission
 
     def queue_update(self, request_id: str, update: Update) -> None:
         """Queue an update."""
@@ -210,19 +227,31 @@ class Legs:
             return False
         if request.order.prefill_only and leg.open_saves:
             return False
-        ended = leg.account(self._block_size)
-        self.queue_update(request.id, ended)
-        self._leave(leg, ended.tokens)
+        self.queue_update(request.id, leg.account(self._block_size))
+        self._leave(leg)
         return True
 
     def drop(self, request_id: str) -> bool:
         """Close a leg without an account for its stream; returns whether it was open."""
         leg = self._open.get(request_id)
         if leg is not None:
-            self._leave(leg, leg_tokens(leg.request))
+            self._leave(leg)
         return leg is not None
 
-    def _leave(self, leg: Leg, account: LegTokens) -> None:
-        """Close the leg and add it to the totals; called once for every leg."""
+    def _leave(self, leg: Leg) -> None:
+        """Close the leg; called once for every leg."""
         del self._open[leg.request.id]
-        self.totals = self.totals.with_leg(account, leg.preemptions, leg.request.finish)
+        self._ended.update(_countable(leg))
+        self.totals = self.totals.with_leg(leg.request.finish)
+
+
+def _countable(leg: Leg) -> Mapping[str, int]:
+    """The numbers of a leg's account that ``Totals`` sums up, by the names of its fields."""
+    tokens = leg_tokens(leg.request)
+    return {
+        "generated": tokens.generated,
+        "executed": tokens.executed,
+        "recomputed": tokens.recomputed,
+        "failed": tokens.failed,
+        "preemptions": leg.preemptions,
+    }

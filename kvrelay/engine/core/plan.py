@@ -74,7 +74,12 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The outcome of a step: new tokens, and the saves of the blocks it filled."""
+    """The outcome of a step: new tokens, and the saves of the blocks it filled.
+
+    It computed ``executed`` positions; their requests had computed ``recomputed`` of them before.
+    """
 
     outputs: tuple[Output, ...]
     saves: tuple[Save, ...]
+    executed: int
+    recomputed: int

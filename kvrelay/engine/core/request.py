@@ -140,17 +140,12 @@ class Request:
         return self.residency
 
     @property
-    def last_admission(self) -> Admission:
-        """The admission of the residency, else that of the last run."""
-        return self.residency.admission if self.residency else self.runs[-1].admission
-
-    @property
-    def executed(self) -> int:
-        """Positions computed so far, in all residencies (invariant I5)."""
-        before, residency = sum(run.executed for run in self.runs), self.residency
+    def all_runs(self) -> tuple[Run, ...]:
+        """The log of runs, with the run of a running request as it is now."""
+        residency = self.residency
         if residency is None or self.state is not RequestState.RUNNING:
-            return before
-        return before + residency.computed - residency.admission.hit
+            return tuple(self.runs)
+        return (*self.runs, Run(residency.admission, residency.computed))
 
     @property
     def work(self) -> int:

@@ -18,6 +18,7 @@ from kvrelay.engine.core.blocks import BlockPool, Naming
 from kvrelay.engine.core.external import BlockContent, Load, Query, Save
 from kvrelay.engine.core.plan import Committed, EngineLimits, Entry, Output, Plan
 from kvrelay.engine.core.request import Admission, Finish, Order, Request, RequestState, Residency
+from kvrelay.engine.core.usage import computed_positions
 from kvrelay.errors import Rejected
 
 Lookup = Callable[[Query], int | None]
@@ -84,10 +85,15 @@ class Scheduler:
         self._plan = None
         outputs: list[Output] = []
         saves: list[Save] = []
+        executed = recomputed = 0
         for entry, token in zip(plan.entries, sampled, strict=True):
             if _resides(entry.request, entry.epoch, RequestState.RUNNING):
+                executed += entry.count
+                recomputed += computed_positions(
+                    entry.request.runs, entry.start, entry.start + entry.count
+                )
                 self._advance(entry, token, outputs, saves)
-        return Committed(tuple(outputs), tuple(saves))
+        return Committed(tuple(outputs), tuple(saves), executed, recomputed)
 
     def discard(self) -> Plan | None:
         """Drop the current plan: nothing of it was computed."""
@@ -198,8 +204,8 @@ class Scheduler:
         return entries, loads, saves
 
     def _look_up(self, request: Request, local: int) -> int | None:
-        if request.lookups_left == 0:
-            return 0
+        if request.lookups_left == 0 or local == request.length - 1:
+            return 0  # no lookup is left, or none could add a token (D4)
         order = request.order
         return self._lookup(Query(request.id, request.tokens, request.names, local, order.space))
 

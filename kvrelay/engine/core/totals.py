@@ -1,7 +1,8 @@
 """Sums over all legs of a worker since its start: one frozen record, replaced at each change.
 
-Each leg adds its prompt once, with its first token, by the admission that made it: the sums by
-source equal the prompt tokens at any moment, whatever was preempted or failed.
+A sum moves in the step in which the event happens. Each leg adds its prompt once, with its first
+token and by its first admission: the sums by source equal the prompt tokens at any moment, whatever
+was preempted or failed.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from kvrelay.engine.core.external import add_counts
+from kvrelay.engine.core.plan import Committed
 from kvrelay.engine.core.request import Admission, Finish
-from kvrelay.engine.core.usage import LegTokens
 from kvrelay.usage import Miss, MissedBlocks
 
 
@@ -19,7 +20,8 @@ from kvrelay.usage import Miss, MissedBlocks
 class Totals:
     """Token counts, except ``finished`` (legs by finish reason), ``preemptions`` and ``missed``.
 
-    ``sources`` are the ``external`` tokens by store. ``missed`` are blocks by reason.
+    ``asked`` are the tokens that first admissions looked up in the store. ``sources`` are the
+    ``external`` tokens by store. ``missed`` are blocks by reason.
     """
 
     prompt: int = 0
@@ -29,6 +31,7 @@ class Totals:
     recomputed: int = 0
     failed: int = 0
     late: int = 0
+    asked: int = 0
     executed: int = 0
     preemptions: int = 0
     finished: Mapping[str, int] = field(default_factory=dict)
@@ -49,9 +52,10 @@ class Totals:
     def with_first_token(
         self, admission: Admission, sources: Mapping[str, int], missed: MissedBlocks | None
     ) -> Totals:
-        """A leg made its first token out of ``admission``.
+        """A leg made its first token.
 
-        ``sources`` are its external tokens by store, ``missed`` the blocks it did not load.
+        ``admission`` is its first one, ``sources`` are the external tokens of that by store, and
+        ``missed`` are the blocks that it could not load.
         """
         by_reason = {} if missed is None else {missed.reason: missed.blocks}
         return replace(
@@ -63,19 +67,28 @@ class Totals:
             sources=add_counts(self.sources, sources),
         )
 
-    def with_late(self, tokens: int) -> Totals:
-        """A load ended with ``tokens`` after its request had left."""
-        return replace(self, late=self.late + tokens)
+    def with_question(self, tokens: int) -> Totals:
+        """The first admission of a leg looked up ``tokens`` in the store."""
+        return replace(self, asked=self.asked + tokens)
 
-    def with_leg(self, leg: LegTokens, preemptions: int, finish: Finish | None) -> Totals:
-        """A leg has left: finished, aborted, or handed over (``None``)."""
-        how = "handoff" if finish is None else finish.value
+    def with_load(self, failed: int, late: int) -> Totals:
+        """A load ended: ``failed`` tokens were not loaded, ``late`` ones after the leg had left."""
+        return replace(self, failed=self.failed + failed, late=self.late + late)
+
+    def with_preemptions(self, count: int) -> Totals:
+        """A plan preempted ``count`` requests."""
+        return replace(self, preemptions=self.preemptions + count)
+
+    def with_step(self, committed: Committed) -> Totals:
+        """A step was committed."""
         return replace(
             self,
-            generated=self.generated + leg.generated,
-            recomputed=self.recomputed + leg.recomputed,
-            failed=self.failed + leg.failed,
-            executed=self.executed + leg.executed,
-            preemptions=self.preemptions + preemptions,
-            finished=add_counts(self.finished, {how: 1}),
+            generated=self.generated + len(committed.outputs),
+            executed=self.executed + committed.executed,
+            recomputed=self.recomputed + committed.recomputed,
         )
+
+    def with_leg(self, finish: Finish | None) -> Totals:
+        """A leg has left: finished, aborted, or handed over (``None``)."""
+        how = "handoff" if finish is None else finish.value
+        return replace(self, finished=add_counts(self.finished, {how: 1}))

@@ -1,6 +1,7 @@
 """The input and output of the model runner in one step, and the updates of a leg's stream.
 
-Frozen values. The updates of a leg come in order; ``Ended`` or ``Failed`` is the last one.
+Frozen values. ``Admitted`` is the first update of a leg that computes anything; ``Ended``
+or ``Failed`` is the last one.
 """
 
 from __future__ import annotations
@@ -61,11 +62,23 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
+class Admitted:
+    """The leg's first admission, delivered before the step that computes its first positions.
+
+    Its external tokens are loaded and verified; ``sources`` are these tokens by store. A worker
+    that dies later has so reported which tokens the leg did not have to compute.
+    """
+
+    admission: Admission
+    sources: Mapping[str, int] = field(default_factory=dict)
+    missed: MissedBlocks | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Token:
     """One more token; ``finish`` marks the last one and says why.
 
-    The first token carries the admission of the leg, so that a worker that dies later has already
-    reported it.
+    The first token carries the first admission of the leg.
     """
 
     sampled: Sampled
@@ -78,8 +91,8 @@ class Ended:
     """The request has left the engine, after its last token; a prefill leg after its last save.
 
     ``saved`` leading tokens are in the store, as far as this leg knows; ``last_name`` is the name
-    of the last block among them, ``None`` without any. ``sources`` are the leg's external tokens by
-    the store they came from.
+    of the last block among them, ``None`` without any. ``sources`` and ``missed`` are those of
+    ``Admitted``.
     """
 
     tokens: LegTokens
@@ -98,4 +111,4 @@ class Failed:
     error: KvrelayError
 
 
-Update = Token | Ended | Failed
+Update = Admitted | Token | Ended | Failed

@@ -1,7 +1,8 @@
-"""The account of one leg, derived from its log of runs when it has ended (I5 and I6)."""
+"""The account of one leg, derived from its log of runs at any moment (I5 and I6)."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.engine.core.request import Admission, Request, Run
@@ -11,9 +12,10 @@ from kvrelay.engine.core.request import Admission, Request, Run
 class LegTokens:
     """``length = local + external + computed``: the tokens the leg started from, by source.
 
-    They are those of the admission that made the leg's first token, or of the last admission if
-    there is no token. ``executed`` positions went through the runner: ``computed``, the positions
-    of generated tokens, and those ``recomputed`` after preemptions.
+    ``local`` and ``external`` are those of the first admission: what the leg computed itself and
+    finds again after a preemption is no hit. ``executed`` positions went through the runner, of
+    which ``recomputed`` had been computed by this leg before. A leg that ended before its first
+    token has computed only a part of its prompt.
     """
 
     length: int
@@ -27,31 +29,33 @@ class LegTokens:
     runs: tuple[Run, ...]
 
 
-def first_run(request: Request) -> Run | None:
-    """The run that made the leg's first token; else the last run, ``None`` without runs."""
-    runs, length = request.runs, len(request.order.tokens)
-    return next((run for run in runs if run.frontier >= length), runs[-1] if runs else None)
-
-
 def leg_tokens(request: Request) -> LegTokens:
-    """The account of a finished request."""
-    length, runs = len(request.order.tokens), tuple(request.runs)
+    """The account of a request as it is now."""
+    length, runs = len(request.order.tokens), request.all_runs
     executed = sum(run.executed for run in runs)
-    first = first_run(request)
-    local, external = (first.admission.local, first.admission.external) if first else (0, 0)
-    computed = min(first.frontier, length) - local - external if first else 0
-    beyond = max((run.frontier - length for run in runs if run.frontier > length), default=0)
+    local, external = (runs[0].admission.local, runs[0].admission.external) if runs else (0, 0)
+    furthest = max((run.frontier for run in runs), default=0)
     return LegTokens(
         length=length,
         local=local,
         external=external,
-        computed=computed,
+        computed=min(furthest, length) - local - external,
         generated=request.length - length,
-        recomputed=executed - computed - beyond,
+        recomputed=executed - computed_positions(runs, 0, furthest),
         executed=executed,
         failed=request.failed,
         runs=runs,
     )
+
+
+def computed_positions(runs: Sequence[Run], start: int, stop: int) -> int:
+    """The number of positions of ``[start, stop)`` that at least one of the runs computed."""
+    count, counted_to = 0, start
+    for run in sorted(runs, key=lambda run: run.admission.hit):
+        first, last = max(run.admission.hit, counted_to), min(run.frontier, stop)
+        count += max(last - first, 0)
+        counted_to = max(counted_to, last)
+    return count
 
 
 def missed_blocks(admission: Admission, block_size: int) -> int:
