@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from kvrelay.fleet import (
         FleetStatus,
         QueueStatus,
-        RouterTotals,
         WorkerInfo,
         WorkerLoad,
         WorkerNamespace,
@@ -69,7 +68,6 @@ __all__ = [
     "NotInstalled",
     "QueueStatus",
     "Rejected",
-    "RouterTotals",
     "Sampling",
     "StoreTokens",
     "Stream",

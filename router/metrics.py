@@ -49,8 +49,7 @@ class RouterCollector(Collector):
             "Of these, legs of a request whose client had tokens already.",
             retry.migrations,
         )
-        relayed = service.totals.generation_tokens
-        yield CounterMetricFamily(PREFIX + "generation_tokens", "Tokens relayed.", relayed)
+        yield CounterMetricFamily(PREFIX + "generation_tokens", "Tokens relayed.", service.relayed)
         yield SummaryMetricFamily(
             PREFIX + "decision_seconds",
             "Time to choose a worker.",

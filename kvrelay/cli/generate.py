@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.cli.router_options import AnswerOptions, router_client
+from kvrelay.cli.router_options import AnswerOptions
 from kvrelay.cli.screen import paint, print_err, print_out
 from kvrelay.cli.usage import usage_json, usage_lines
 from kvrelay.client.chunk import Chunk
@@ -58,7 +58,7 @@ class GenerateConfig(AnswerOptions):
 def main(argv: Sequence[str]) -> int:
     config = load(GenerateConfig, argv, "kvrelay generate", DESCRIPTION, epilog=EPILOG)
     chunks: list[Chunk] = []
-    with router_client(config.address()) as client, _stream(client, config) as stream:
+    with Client(config.address()) as client, _stream(client, config) as stream:
         for chunk in stream:
             chunks.append(chunk)
             if not config.json:
@@ -67,6 +67,9 @@ def main(argv: Sequence[str]) -> int:
     last = chunks[-1].usage if chunks else None
     if config.json:
         print_out(json.dumps(_as_json(chunks), ensure_ascii=False, indent=2))
+    elif config.token_ids and not any(chunk.text for chunk in chunks):
+        ids = (str(token) for chunk in chunks for token in chunk.token_ids)
+        print_out(",".join(ids))  # the model has no tokenizer
     else:
         print_out()
     if chunks and chunks[-1].finish_reason == "length" and sys.stderr.isatty():

@@ -55,7 +55,9 @@ class ClusterConfig(SecurityOptions):
     block_size: int | None = option(None, "token positions in a block", low=1, high=LARGEST_BLOCK)
     num_blocks: int | None = option(None, "blocks in each worker's pool", low=1)
     dtype: str | None = option(None, "number format of weights and KV", choices=DTYPES)
-    device: str | None = option(None, "device of the workers", choices=DEVICES)
+    device: str | None = option(
+        None, "device of the workers; cuda has not been tried on a GPU yet", choices=DEVICES
+    )
     max_num_seqs: int | None = option(None, "requests that a worker runs at once", low=1)
     max_num_batched_tokens: int | None = option(None, "token positions in one step", low=1)
     max_model_len: int | None = option(None, "longest prompt and answer together", low=1)

@@ -31,7 +31,9 @@ class WorkerConfig(SecurityOptions):
         " first; default: no store",
     )
     dtype: str = option("auto", "number format of weights and KV", choices=DTYPES)
-    device: str = option("auto", "where the model runs", choices=DEVICES)
+    device: str = option(
+        "auto", "where the model runs; cuda has not been tried on a GPU yet", choices=DEVICES
+    )
     attention_backend: str = option("auto", "how attention is computed", choices=ATTENTION_BACKENDS)
     block_size: int = option(16, "token positions in a KV block", low=1, high=LARGEST_BLOCK)
     num_blocks: int | None = option(
