@@ -29,7 +29,8 @@ from kvrelay.v1 import router_pb2
 from kvstore.urls import public_urls
 
 START_SECONDS = 120.0
-STOP_SECONDS = 12.0  # a little more than a worker's grace for open requests
+STOP_SECONDS = 12.0  # a little more than a worker's default grace for open requests
+STOP_MARGIN = 2.0
 KILL_SECONDS = 5.0  # to end after SIGKILL
 TAIL_SHOWN = 12
 
@@ -158,8 +159,13 @@ class Cluster:
         """End a running ``wait``."""
         self._stopping = True
 
-    def stop(self, timeout: float = STOP_SECONDS) -> None:
-        """End every process: SIGTERM, and SIGKILL after ``timeout`` seconds."""
+    def stop(self, timeout: float | None = None) -> None:
+        """End every process: SIGTERM, and SIGKILL after ``timeout`` seconds.
+
+        By default a little more than the processes' grace for open requests.
+        """
+        if timeout is None:
+            timeout = max(STOP_SECONDS, (self.config.grace or 0.0) + STOP_MARGIN)
         self._stopping = True
         for process in self._processes.values():
             process.end()

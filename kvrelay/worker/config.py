@@ -19,6 +19,9 @@ class WorkerConfig(SecurityOptions):
     """Flags, environment and file of a prefill or decode worker."""
 
     model: str = required(str, "directory of a transformers model", metavar="DIR")
+    served_model: str | None = option(
+        None, "name of the model, as the router calls it; default: that of its directory"
+    )
     router: tuple[str, ...] = option((), "routers to announce this worker to", metavar="HOST:PORT")
     advertise: str | None = option(
         None, "address to announce; default: the listening address", metavar="HOST:PORT"
