@@ -114,9 +114,14 @@ def load_tokenizer(folder: str | Path, max_prompt_bytes: int = MAX_PROMPT_BYTES)
     Raises ``Unservable`` if there is no such folder, or if its tokenizer cannot be used.
     """
     path = Path(folder)
-    if path.is_dir() and not any(found for pattern in FILES for found in path.glob(pattern)):
+    if path.is_dir() and not has_tokenizer(path):
         return NoTokenizer()
     return Tokenizer(path, max_prompt_bytes)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder has a file of a vocabulary."""
+    return any(True for pattern in FILES for _ in folder.glob(pattern))
 
 
 def eos_token_ids(folder: str | Path) -> tuple[int, ...]:

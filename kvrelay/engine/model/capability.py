@@ -23,7 +23,7 @@ _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
-def check_model(config: PreTrainedConfig, asked: int | None, known: Sequence[str] = ()) -> int:
+def servable_length(config: PreTrainedConfig, asked: int | None, known: Sequence[str] = ()) -> int:
     """The longest sequence to serve: ``asked``, or the limit in the model's config.
 
     Raises ``Unservable`` with every reason against the model, the ``known`` ones included.

@@ -6,6 +6,8 @@ run is compared with `transformers`' own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -15,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrelay.engine.attention.backend import ATTENTION
 from kvrelay.engine.attention.pool import DTYPES, PoolShape
-from kvrelay.engine.model.capability import check_model
+from kvrelay.engine.model.capability import servable_length
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.decoder_weights import extract_weights
 from kvrelay.engine.model.forward import CausalModel, TransformersModel
@@ -80,16 +82,37 @@ def load_model(
     """
     directory = Path(path)
     bound_kernel_caches()
+    with _explained(directory), torch.inference_mode():
+        where = _device(device)
+        kind, max_len = _check(directory, dtype, max_model_len)
+        return _checked(directory, read_weights(directory, kind, where), kind, where, max_len)
+
+
+def check_model(
+    path: str | Path,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+) -> None:
+    """Raises ``Unservable`` as ``load_model`` does, as far as the model shows without weights."""
+    directory = Path(path)
+    with _explained(directory):
+        _device(device)
+        _check(directory, dtype, max_model_len)
+
+
+@contextmanager
+def _explained(directory: Path) -> Iterator[None]:
     try:
-        with torch.inference_mode():
-            return _load(directory, dtype, _device(device), max_model_len)
+        yield
     except Unservable as error:
         raise Unservable(f"{directory}: {error}") from None
     except FOREIGN as error:
         raise Unservable(f"{directory}: cannot be loaded: {_first_line(error)}") from error
 
 
-def _load(directory: Path, dtype: str, device: torch.device, asked: int | None) -> LoadedModel:
+def _check(directory: Path, dtype: str, asked: int | None) -> tuple[str, int]:
+    """The dtype and the longest sequence to serve; ``Unservable`` with all reasons."""
     known = list(folder_reasons(directory))
     try:
         config = read_config(directory)
@@ -100,8 +123,7 @@ def _load(directory: Path, dtype: str, device: torch.device, asked: int | None) 
     kind = _dtype(config, dtype)
     if kind not in DTYPES:
         known.append(f"dtype {kind}: only {', '.join(DTYPES)} are served, so choose one of them")
-    max_len = check_model(config, asked, known)
-    return _checked(directory, read_weights(directory, kind, device), kind, device, max_len)
+    return kind, servable_length(config, asked, known)
 
 
 def _checked(

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from kvrelay.engine.model.loading import load_model
+from kvrelay.engine.model.loading import check_model, load_model
 from kvrelay.errors import Unservable
 
 SMALL = {
@@ -37,7 +37,10 @@ def folder(model_type: str, directory: Path, settings: dict[str, object]) -> Pat
 def refusal(directory: Path, dtype: str = "auto", max_model_len: int | None = None) -> str:
     with pytest.raises(Unservable) as caught:
         load_model(directory, dtype, max_model_len=max_model_len)
+    with pytest.raises(Unservable) as checked:
+        check_model(directory, dtype, max_model_len=max_model_len)
     text = str(caught.value)
+    assert str(checked.value) == text
     assert text.startswith(f"{directory}: ")
     assert "\n" not in text
     return text.removeprefix(f"{directory}: ")
@@ -135,5 +138,6 @@ def test_a_lora_adapter_is_not_ignored(tmp_path: Path) -> None:
     model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
     model.save_pretrained(tmp_path)
     load_model(tmp_path)
+    check_model(tmp_path)
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8}))
     assert "merge_and_unload" in refusal(tmp_path)
