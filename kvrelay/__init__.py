@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from kvrelay.fleet import (
         FleetStatus,
         QueueStatus,
+        RouterTotals,
         WorkerInfo,
         WorkerLoad,
         WorkerNamespace,
@@ -68,6 +69,7 @@ __all__ = [
     "NotInstalled",
     "QueueStatus",
     "Rejected",
+    "RouterTotals",
     "Sampling",
     "StoreTokens",
     "Stream",

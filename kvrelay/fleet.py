@@ -99,8 +99,24 @@ class QueueStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterTotals:
+    """Counts of one router since its start; the difference of two readings gives rates.
+
+    ``prompt_tokens`` and ``cached_prompt_tokens`` (found in a worker's pool or in the store) are of
+    complete answers. ``first_token_seconds`` is the sum over ``first_tokens`` requests.
+    """
+
+    generation_tokens: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    first_tokens: int
+    first_token_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class FleetStatus:
-    """The workers that a router knows, and its queue."""
+    """The workers that a router knows, its queue and its counts."""
 
     workers: tuple[WorkerStatus, ...]
     queue: QueueStatus
+    totals: RouterTotals

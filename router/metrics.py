@@ -49,7 +49,8 @@ class RouterCollector(Collector):
             "Of these, legs of a request whose client had tokens already.",
             retry.migrations,
         )
-        yield CounterMetricFamily(PREFIX + "generation_tokens", "Tokens relayed.", service.relayed)
+        relayed = service.totals.generation_tokens
+        yield CounterMetricFamily(PREFIX + "generation_tokens", "Tokens relayed.", relayed)
         yield SummaryMetricFamily(
             PREFIX + "decision_seconds",
             "Time to choose a worker.",

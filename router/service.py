@@ -61,7 +61,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             handoff_wait=config.handoff_wait,
         )
         self.ended = Counter[str]()  # requests, by how they ended
-        self.relayed = 0  # tokens
+        self.totals = router_pb2.RouterTotals()
 
     async def Generate(
         self,
@@ -84,7 +84,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                     hold.used = len(request.prompt)  # a request refused earlier used nothing
                     async for response in responses:
                         hold.used += len(response.tokens)
-                        self.relayed += len(response.tokens)
+                        self._count(message, request.received_at, response)
                         yield response
 
     async def Announce(
@@ -103,6 +103,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return router_pb2.ListWorkersResponse(
             workers=[worker.status() for worker in self.registry.workers],
             queue=self.queue_status(),
+            totals=self.totals,
         )
 
     @property
@@ -130,6 +131,20 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         namespace = namespace_of(info, tenant)
         digest = namespace.digest if tenant.salt else info.namespace.digest
         return Generation(request, placer.prefix(prompt, namespace), digest, self._parts)
+
+    def _count(
+        self,
+        message: router_pb2.GenerateRequest,
+        received_at: float,
+        response: router_pb2.GenerateResponse,
+    ) -> None:
+        totals = self.totals
+        if response.request_id and response.tokens and not message.output_token_ids:
+            totals.first_tokens += 1
+            totals.first_token_seconds += time.monotonic() - received_at
+        totals.generation_tokens += len(response.tokens)
+        totals.prompt_tokens += response.usage.prompt_tokens
+        totals.cached_prompt_tokens += response.usage.cached_prompt_tokens
 
     @contextmanager
     def _counted(self) -> Iterator[None]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.cluster.config import PARTS, ClusterBenchConfig, model_directory
-from benchmarks.cluster.rows import HEAD, BenchRow, cells, figure, markdown
-from kvrelay.cli.screen import paint, print_err, print_out, table
+from benchmarks.cluster.rows import BenchRow, figure, markdown, screen
+from kvrelay.cli.screen import paint, print_err, print_out
 from kvrelay.config.reader import load
 from kvrelay.process import sigint
 
@@ -18,7 +19,7 @@ Measures on this machine, side by side in one run: (a) throughput beside transfo
 and generate_batch, (b) the first token cold, with a local hit and with a store hit, (c) the
 handoff from prefill to decode, (d) what the router adds. A ratio over 1 means that kvrelay is
 ahead of the baseline."""
-RIGHT = frozenset({2, 3, 4})
+WIDTH = 80
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="kvrelay-bench-") as made:
         bench = ClusterBench(config, model_directory(config, Path(made)))
         if not config.json:
-            print_out(bench.describe())
+            print_out(textwrap.fill(bench.describe(), WIDTH))
         rows = []
         for row in bench.rows():
             rows.append(row)
@@ -49,6 +50,4 @@ def show(config: ClusterBenchConfig, machine: str, rows: Sequence[BenchRow]) -> 
     for part in config.parts:
         mine = [row for row in rows if row.part == part]
         print_out(f"\n{paint(f'({part}) {PARTS[part]}', 'bold')}")
-        print_out(
-            markdown(mine) if config.markdown else table(HEAD, [cells(row) for row in mine], RIGHT)
-        )
+        print_out(markdown(mine) if config.markdown else screen(mine))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Literal
+
+from kvrelay.cli.screen import paint, table
 
 Better = Literal["less", "more"]
 
@@ -53,6 +56,16 @@ def figure(value: float | None) -> str:
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.3g}"
+
+
+def screen(rows: Sequence[BenchRow]) -> str:
+    """A table of at most 80 columns: below each row, what the other figure is, and the note."""
+    head, *lines = table(HEAD[:5], [cells(row)[:5] for row in rows], frozenset({2, 3, 4})).split(
+        "\n"
+    )
+    below = ("; ".join(filter(None, (f"vs {row.against}", row.note))) for row in rows)
+    pairs = zip(lines, (paint(f"    {text}", "dim") for text in below), strict=True)
+    return "\n".join([head, *chain.from_iterable(pairs)])
 
 
 def markdown(rows: Sequence[BenchRow]) -> str:

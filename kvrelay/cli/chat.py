@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvrelay.cli.router_options import AnswerOptions
+from kvrelay.cli.router_options import AnswerOptions, router_client
 from kvrelay.cli.screen import paint, print_err, print_out
 from kvrelay.client.chunk import Chunk
 from kvrelay.client.client import Client, Stream
@@ -107,7 +107,7 @@ class Conversation:
 
 def main(argv: Sequence[str]) -> int:
     config = load(ChatConfig, argv, "kvrelay chat", DESCRIPTION, epilog=EPILOG)
-    with Client(config.address()) as client:
+    with router_client(config.address()) as client:
         return _talk(Conversation(client, config))
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.cli.router_options import AnswerOptions
+from kvrelay.cli.router_options import AnswerOptions, router_client
 from kvrelay.cli.screen import paint, print_err, print_out
 from kvrelay.cli.usage import usage_json, usage_lines
 from kvrelay.client.chunk import Chunk
@@ -58,7 +58,7 @@ class GenerateConfig(AnswerOptions):
 def main(argv: Sequence[str]) -> int:
     config = load(GenerateConfig, argv, "kvrelay generate", DESCRIPTION, epilog=EPILOG)
     chunks: list[Chunk] = []
-    with Client(config.address()) as client, _stream(client, config) as stream:
+    with router_client(config.address()) as client, _stream(client, config) as stream:
         for chunk in stream:
             chunks.append(chunk)
             if not config.json:

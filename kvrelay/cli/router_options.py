@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrelay.client.client import Client
 from kvrelay.cluster.endpoints import router_of
 from kvrelay.config.reader import option
-from kvrelay.errors import Rejected
+from kvrelay.errors import Rejected, Unavailable
+from kvrelay.installation import command
 from kvrelay.rpc.address import DEFAULT_ROUTER
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST
 from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.rpc.status import NothingListens
 from kvrelay.sampling import DEFAULT_MAX_TOKENS, DEFAULT_TEMPERATURE
 
 
@@ -34,6 +39,19 @@ class RouterOptions(SecurityOptions):
         if self.endpoints is not None:
             return router_of(Path(self.endpoints))
         return self.router or DEFAULT_ROUTER
+
+
+@contextmanager
+def router_client(address: str) -> Iterator[Client]:
+    """A client of the router; if no router runs there, the error says what to do."""
+    try:
+        with Client(address) as client:
+            yield client
+    except NothingListens as error:
+        up = command("up")
+        raise Unavailable(
+            f"{error}: start a cluster with `{up}`, or name its router with --router"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

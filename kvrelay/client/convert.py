@@ -11,6 +11,7 @@ from google.protobuf.message import Message
 from kvrelay.fleet import (
     FleetStatus,
     QueueStatus,
+    RouterTotals,
     WorkerInfo,
     WorkerLoad,
     WorkerNamespace,
@@ -87,9 +88,10 @@ def leg_usage_of(message: types_pb2.LegUsage) -> LegUsage:
 
 
 def fleet_of(message: router_pb2.ListWorkersResponse) -> FleetStatus:
-    """A router's workers and its queue."""
+    """A router's workers, its queue and its counts."""
     workers = tuple(map(worker_status_of, message.workers))
-    return FleetStatus(workers, _copy(QueueStatus, message.queue))
+    queue, totals = _copy(QueueStatus, message.queue), _copy(RouterTotals, message.totals)
+    return FleetStatus(workers, queue, totals)
 
 
 def worker_status_of(message: router_pb2.WorkerStatus) -> WorkerStatus:

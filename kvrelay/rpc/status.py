@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 from typing import Never, Protocol, TypeAlias, TypeVar
+from urllib.parse import unquote
 
 import grpc
 from google.protobuf.duration_pb2 import Duration
@@ -48,11 +49,18 @@ _CODES: tuple[tuple[type[KvrelayError], grpc.StatusCode], ...] = (
     (KvrelayError, grpc.StatusCode.INTERNAL),
 )
 
-# gRPC's texts for a connection that failed because of TLS. A server that requires TLS, or a client
-# certificate, closes the connection without a reason.
-_HANDSHAKE = re.compile(
-    r"failed to connect.*(handshake failed|verification check failed|Socket closed$)", re.DOTALL
+# gRPC's text for a connection that it could not make: the address, and why the last attempt failed.
+_NOT_CONNECTED = re.compile(
+    r"failed to connect to all addresses; last error: \w+: (?:ipv[46]:)?(unix:[^:]+|\S+?:\d+):"
+    r" (?:Failed to connect to remote host: )?(?P<why>.*)",
+    re.DOTALL,
 )
+_NOT_RESOLVED = re.compile(r"(?:errors resolving|DNS resolution failed for) (\S+): .*", re.DOTALL)
+_REFUSED = re.compile(r"Connection refused|No such file")
+_SILENT = re.compile(r"before receiving SETTINGS frame")
+_FOREIGN = re.compile(r"Expected SETTINGS frame")
+# A server that requires TLS, or a client certificate, closes the connection without a reason.
+_HANDSHAKE = re.compile(r"handshake failed|verification check failed|Socket closed$")
 _TLS_HINT = (
     "; where there is TLS: is it on both sides (--tls-ca), with a certificate of that authority"
     " here (--tls-cert), and one for that name there (--tls-name)?"
@@ -60,6 +68,10 @@ _TLS_HINT = (
 
 M = TypeVar("M")
 Trailers: TypeAlias = tuple[tuple[str, str | bytes], ...]
+
+
+class NothingListens(Unavailable):
+    """Every connection to the address is refused: no server runs there."""
 
 
 class _Aborting(Protocol):
@@ -221,10 +233,25 @@ def _from_code(code: grpc.StatusCode, text: str) -> KvrelayError:
             return DeadlineExceeded(text)
         case grpc.StatusCode.DATA_LOSS:
             return Corrupt("response", text)
-        case grpc.StatusCode.UNAVAILABLE if _HANDSHAKE.search(text):
-            return Unavailable(text + _TLS_HINT)
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED | grpc.StatusCode.ABORTED:
-            return Unavailable(text)
+            return _not_connected(text) or Unavailable(text)
         case grpc.StatusCode.INTERNAL if "RST_STREAM" in text:
             return Unavailable(text)  # a peer that died between two frames
     return KvrelayError(f"{code.name}: {text}")
+
+
+def _not_connected(text: str) -> Unavailable | None:
+    """The error in words if ``text`` says that gRPC could not connect."""
+    if (match := _NOT_RESOLVED.match(text)) is not None:
+        return Unavailable(f"the name in {match[1]} has no address: is it spelled right?")
+    if (match := _NOT_CONNECTED.match(text)) is None:
+        return None
+    address, why = unquote(match[1]), match["why"]
+    if _REFUSED.search(why):
+        return NothingListens(f"nothing listens at {address}")
+    if _SILENT.search(why):
+        return Unavailable(f"{address} accepts connections but does not answer")
+    if _FOREIGN.search(why):
+        return Unavailable(f"{address} is no gRPC server: is it the address of another service?")
+    hint = _TLS_HINT if _HANDSHAKE.search(why) else ""
+    return Unavailable(f"no connection to {address}: {why}{hint}")

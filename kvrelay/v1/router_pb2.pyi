@@ -314,23 +314,65 @@ class ListWorkersResponse(_message.Message):
 
     WORKERS_FIELD_NUMBER: _builtins.int
     QUEUE_FIELD_NUMBER: _builtins.int
+    TOTALS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]: ...
     @_builtins.property
     def queue(self) -> Global___QueueStatus: ...
+    @_builtins.property
+    def totals(self) -> Global___RouterTotals: ...
     def __init__(
         self,
         *,
         workers: _abc.Iterable[Global___WorkerStatus] | None = ...,
         queue: Global___QueueStatus | None = ...,
+        totals: Global___RouterTotals | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queue", b"queue", "totals", b"totals", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
+
+@_typing.final
+class RouterTotals(_message.Message):
+    """Counts of this router since its start. The difference of two readings gives rates."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    generation_tokens: _builtins.int
+    """sent to clients"""
+    prompt_tokens: _builtins.int
+    """of answers that are complete"""
+    cached_prompt_tokens: _builtins.int
+    """of these, found in a worker's pool or in the store"""
+    first_tokens: _builtins.int
+    """requests whose first token was sent; resumed ones left out"""
+    first_token_seconds: _builtins.float
+    """their sum, each from the request to its first token"""
+    def __init__(
+        self,
+        *,
+        generation_tokens: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_prompt_tokens: _builtins.int = ...,
+        first_tokens: _builtins.int = ...,
+        first_token_seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "first_token_seconds", b"first_token_seconds", "first_tokens", b"first_tokens", "generation_tokens", b"generation_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RouterTotals: _TypeAlias = RouterTotals  # noqa: Y015
 
 @_typing.final
 class QueueStatus(_message.Message):

@@ -74,7 +74,7 @@ class RouterServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListWorkers(self, request, context):
-        """The workers that this router knows, with their states, and its queue.
+        """The workers that this router knows, with their states, its queue and its counts.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,7 @@ class RouterServiceStub:
     INVALID_ARGUMENT for the field `announce` if the router takes no announcements.
     """
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]
-    """The workers that this router knows, with their states, and its queue."""
+    """The workers that this router knows, with their states, its queue and its counts."""
 
 @_typing.type_check_only
 class RouterServiceAsyncStub(RouterServiceStub):
@@ -60,7 +60,7 @@ class RouterServiceAsyncStub(RouterServiceStub):
     INVALID_ARGUMENT for the field `announce` if the router takes no announcements.
     """
     ListWorkers: _aio.UnaryUnaryMultiCallable[_router_pb2.ListWorkersRequest, _router_pb2.ListWorkersResponse]  # type: ignore[assignment]
-    """The workers that this router knows, with their states, and its queue."""
+    """The workers that this router knows, with their states, its queue and its counts."""
 
 class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -92,6 +92,6 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _router_pb2.ListWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_router_pb2.ListWorkersResponse, _abc.Awaitable[_router_pb2.ListWorkersResponse]]:
-        """The workers that this router knows, with their states, and its queue."""
+        """The workers that this router knows, with their states, its queue and its counts."""
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -72,3 +72,19 @@ async def test_retries() -> None:
         assert len(ids(await router.generate(request()))) == 4
         assert value(page, "retried_legs_total", next="suspect") == 1
         assert value(page, "migrations_total") == 0
+
+
+async def test_totals_for_top() -> None:
+    """A resumed request adds its new tokens, but no time to a first token."""
+    async with running([prefill_worker(), decode_worker()]) as router:
+        whole = ids(await router.generate(request()))
+        totals = router.service.totals
+        assert (totals.generation_tokens, totals.first_tokens) == (4, 1)
+        assert totals.prompt_tokens == 3
+        seconds = totals.first_token_seconds
+        assert seconds > 0
+        resumed = request()
+        resumed.output_token_ids.extend(whole[:2])
+        assert ids(await router.generate(resumed)) == whole[2:]
+        assert (totals.generation_tokens, totals.first_tokens) == (6, 1)
+        assert totals.first_token_seconds == seconds

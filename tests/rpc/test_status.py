@@ -12,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay import errors
+from kvrelay.cluster.ports import free_ports
 from kvrelay.rpc.channel import ChannelOptions, open_channel
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.server.parsing import malformed
 from kvrelay.rpc.server.server import Server
-from kvrelay.rpc.status import from_rpc_error
+from kvrelay.rpc.status import NothingListens, from_rpc_error
 from kvrelay.v1 import (
     decode_pb2,
     decode_pb2_grpc,
     router_pb2,
+    router_pb2_grpc,
     types_pb2,
     worker_pb2,
     worker_pb2_grpc,
@@ -248,3 +250,63 @@ def test_deadline() -> None:
 def test_any_bytes_are_explained(raw: bytes) -> None:
     assert malformed(router_pb2.GenerateRequest, raw).field
     assert malformed(object(), raw).field == "request"
+
+
+ALL = "failed to connect to all addresses; last error: "
+NO_CONNECTION = [
+    (
+        "UNKNOWN: ipv4:127.0.0.1:1: Failed to connect to remote host: Connection refused",
+        "nothing listens at 127.0.0.1:1",
+    ),
+    (
+        "UNKNOWN: ipv6:%5B::1%5D:1: Failed to connect to remote host: connect: Connection refused"
+        " (111)",
+        "nothing listens at [::1]:1",
+    ),
+    (
+        "FAILED_PRECONDITION: unix:/tmp/no: connect failed: addr: unix:/tmp/no error: No such file"
+        " or directory",
+        "nothing listens at unix:/tmp/no",
+    ),
+    (
+        "UNKNOWN: ipv4:10.0.0.1:5: connection attempt timed out before receiving SETTINGS frame",
+        "10.0.0.1:5 accepts connections but does not answer",
+    ),
+    (
+        "INTERNAL: ipv4:10.0.0.1:5: Failed parsing HTTP/2 (Expected SETTINGS frame as the first"
+        " frame, got frame type 80)",
+        "10.0.0.1:5 is no gRPC server: is it the address of another service?",
+    ),
+    (
+        "UNKNOWN: ipv4:10.0.0.1:5: Failed to connect to remote host: No route to host",
+        "no connection to 10.0.0.1:5: No route to host",
+    ),
+]
+
+
+def _failed(text: str) -> grpc.RpcError:
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, text)
+
+
+@pytest.mark.parametrize(("text", "words"), NO_CONNECTION)
+def test_a_failed_connection_is_said_in_words(text: str, words: str) -> None:
+    error = from_rpc_error(_failed(ALL + text))
+    assert isinstance(error, errors.Unavailable)
+    assert str(error) == words
+    assert isinstance(error, NothingListens) == ("nothing listens" in words)
+
+
+def test_a_name_without_an_address_is_said_in_words() -> None:
+    text = "errors resolving h:1: [field:hostname lookup error:address lookup failed for h:1: x]"
+    assert str(from_rpc_error(_failed(text))).startswith("the name in h:1 has no address")
+
+
+async def test_grpc_refuses_a_connection_in_these_words() -> None:
+    """The texts above are those of the installed gRPC."""
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    async with open_channel(address) as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as failed:
+            await stub.ListWorkers(router_pb2.ListWorkersRequest(), timeout=20)
+    assert str(from_rpc_error(failed.value)) == f"nothing listens at {address}"
