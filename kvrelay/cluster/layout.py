@@ -293,6 +293,7 @@ def environ_of(
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(worker_threads(config)),
         "TOKENIZERS_PARALLELISM": "false",
+        **({"KVRELAY_CLUSTER_TOKEN": config.cluster_token} if config.cluster_token else {}),
         **({"KVRELAY_FLEET_KEY": config.fleet_key} if config.fleet_key else {}),
         **({"KVRELAY_STORE": config.store} if config.store and _is_secret(config.store) else {}),
     }

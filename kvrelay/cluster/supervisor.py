@@ -43,6 +43,16 @@ def _ignore(spec: ProcessSpec, text: str) -> None:
     """The default for lines and changes; the last lines stay in the tail of their process."""
 
 
+def with_cluster_token(config: ClusterConfig) -> ClusterConfig:
+    """The configuration with a random token that all processes of the cluster require.
+
+    One whose credentials already say who may call stays as it is.
+    """
+    if policy.load(config).credentials.required:
+        return config
+    return replace(config, cluster_token=secrets.token_urlsafe(32))
+
+
 class Cluster:
     """Every process of one ``ClusterConfig``; a context manager."""
 
@@ -195,6 +205,7 @@ class Cluster:
             "prefill": list(self.addresses("prefill")),
             "decode": list(self.addresses("decode")),
             "model": self.config.model_path,
+            "token": self.config.cluster_token,
             "processes": [
                 {
                     "role": role,

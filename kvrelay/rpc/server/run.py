@@ -34,7 +34,7 @@ def run_service(config: Config, serve: Callable[[Config], Coroutine[object, None
     malloc.trim_periodically()
     _raise_file_limit()
     try:
-        policy.install(config)
+        policy.install(config).warn_if_open()
         return asyncio.run(serve(config))
     except KvrelayError as error:
         log.error("%s", error)
