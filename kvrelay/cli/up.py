@@ -14,7 +14,7 @@ from kvrelay.cli.signals import Signals, end_now
 from kvrelay.cluster import endpoints
 from kvrelay.cluster.layout import ClusterConfig
 from kvrelay.cluster.process import ProcessSpec
-from kvrelay.cluster.supervisor import Cluster, StartInterrupted, with_cluster_token
+from kvrelay.cluster.supervisor import Cluster, StartInterrupted
 from kvrelay.config.reader import load, option
 from kvrelay.connector.script import PREFIX, read_script
 from kvrelay.installation import command
@@ -77,15 +77,12 @@ class Up:
 
     def __init__(self, config: UpConfig) -> None:
         self._config = config
-        named = Path(config.endpoints).absolute() if config.endpoints else None
-        self._files = [file for file in (named, endpoints.own_file()) if file is not None]
+        self._file = Path(config.endpoints).absolute() if config.endpoints else None
         self._ended = threading.Event()
         self._status = 0  # exit status of an interrupted start
         self._up = False
         self._lock = threading.Lock()  # for lines of many threads
-        self.cluster = Cluster(
-            with_cluster_token(config), on_line=self._show_line, on_change=self._show_change
-        )
+        self.cluster = Cluster(config, on_line=self._show_line, on_change=self._show_change)
 
     def serve(self) -> int:
         print_err(f"Starting {self._config.model_path}")
@@ -103,13 +100,15 @@ class Up:
         finally:
             print_err("Stopping")
             self.cluster.stop()
-            self._remove_files()
+            if self._file:
+                endpoints.remove(self._file)
         return 0
 
     def on_signal(self, number: int) -> None:
         """End in order at the first signal, at once at the second."""
         if self._ended.is_set():
-            self._remove_files()
+            if self._file:
+                endpoints.remove(self._file)
             end_now(self.cluster, number)
         self._status = 128 + number
         self.cluster.interrupt()
@@ -129,12 +128,8 @@ class Up:
         return "".join(f" --{name.replace('_', '-')} {path}" for name, path in given if path)
 
     def _publish(self) -> None:
-        for file in () if self._ended.is_set() else self._files:
-            endpoints.write(file, self.cluster.describe())
-
-    def _remove_files(self) -> None:
-        for file in self._files:
-            endpoints.remove(file)
+        if self._file and not self._ended.is_set():
+            endpoints.write(self._file, self.cluster.describe())
 
     def _show_line(self, spec: ProcessSpec, line: str) -> None:
         if not self._config.quiet:

@@ -80,6 +80,7 @@ def _open(
     chosen: ChannelOptions = options or ChannelOptions()
     address = target(address)
     security = chosen.security or installed()
+    security.check_call(address)
     arguments: list[tuple[str, int | str]] = [*chosen.arguments()]
     if security.tls is None:
         channel = insecure(address, options=arguments)
@@ -87,5 +88,5 @@ def _open(
         if security.tls.name is not None:
             arguments.append(("grpc.ssl_target_name_override", security.tls.name))
         channel = secure(address, security.tls.channel(), options=arguments)
-    token = security.token_for(address)
+    token = security.credentials.token
     return channel if token is None else with_token(channel, token)

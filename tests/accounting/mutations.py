@@ -152,7 +152,35 @@ MUTATIONS = (
         "if self.references[block] <= 1:",
     ),
     _blocks("a block nobody holds is dropped", "if self.references[block] < 1:", "if False:"),
-    _blocks("a name moves to the newest block", "if name not in self.by_name:", "if True:"),
+    _blocks(
+        "a name moves to the newest block",
+        "first = self.by_name.setdefault(name, block)",
+        "first = self.by_name[name] = block",
+    ),
+    _blocks(
+        "only the first block of a content is named",
+        "        if self.names[block] == name:\n",
+        "        if name in self.by_name:\n",
+    ),
+    _blocks("a name is lost with its first block", "elif copies:", "elif False:"),
+    _blocks(
+        "a copy is lost with its first block",
+        "self.by_name[name] = copies.pop(0)",
+        "self.by_name[name] = copies.pop()\n            copies.clear()",
+    ),
+    _blocks(
+        "a copy that becomes free keeps its name",
+        "if self.names[block] in self.copies:",
+        "if False:",
+    ),
+    _blocks(
+        "a free block keeps the name of a held one", "if self.references[first] == 0:", "if False:"
+    ),
+    _blocks(
+        "a free block without its name waits like the others",
+        "self.free.move_to_end(first, last=False)",
+        "self.free.move_to_end(first)",
+    ),
     _blocks(
         "a forgotten name is still found",
         "            del self.by_name[name]\n",
@@ -160,8 +188,8 @@ MUTATIONS = (
     ),
     _blocks(
         "a block that gets a name keeps the old one",
-        "            self._forget(block)\n            self.by_name",
-        "            self.by_name",
+        "        self._forget(block)\n        self.names[block] = name",
+        "        self.names[block] = name",
     ),
     _blocks("a hit of any length", "for name in names[:limit]:", "for name in names:"),
     _blocks("a hit with holes", "                break\n", "                continue\n"),
@@ -259,8 +287,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "who passes leaves no room",
-        "self._missing(request, hits, to_end) + reserved",
-        "self._missing(request, hits, to_end)",
+        "self._missing(request, hits, to_end=skipped) + reserved",
+        "self._missing(request, hits, to_end=skipped)",
     ),
     _scheduler(
         "who passes leaves no place",
@@ -274,8 +302,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "who passes grows into the room it left",
-        "to_end = skipped or",
-        "to_end =",
+        "self._missing(request, hits, to_end=skipped)",
+        "self._missing(request, hits, to_end=False)",
     ),
     _scheduler(
         "what is reserved for a skipped request counts as room",
@@ -283,9 +311,9 @@ MUTATIONS = (
         "available(hits)",
     ),
     _scheduler(
-        "preempted requests come back too early",
-        "length = request.stored_positions if to_end else request.length",
-        "length = request.length",
+        "a preempted request waits for room for all it may need",
+        "self._missing(request, hits, to_end=skipped)",
+        "self._missing(request, hits, to_end=skipped or bool(residents and request.runs))",
     ),
     _scheduler(
         "admission in the step of a preemption",
@@ -485,12 +513,12 @@ MUTATIONS = (
         "request.end(RequestState.FINISHED)",
     ),
     _scheduler(
-        "an aborted request to_end in the queue",
+        "an aborted request stays in the queue",
         "            self.waiting.remove(request)\n        elif",
         "            pass\n        elif",
     ),
     _scheduler(
-        "a discarded plan to_end",
+        "a discarded plan stays",
         "plan = self._plan\n        self._plan = None\n",
         "plan = self._plan\n",
     ),

@@ -85,6 +85,31 @@ def name_before_it_is_full(scheduler: Scheduler) -> None:
     scheduler.pool.name(residency(scheduler, "runs").blocks[-1], b"early")
 
 
+def lose_the_name_of_a_full_block(scheduler: Scheduler) -> None:
+    scheduler.pool._forget(residency(scheduler, "runs").blocks[0])
+
+
+def list_a_copy_without_the_name(scheduler: Scheduler) -> None:
+    pool, blocks = scheduler.pool, residency(scheduler, "runs").blocks
+    pool.copies[pool.names[blocks[0]] or b""] = [blocks[-1]]
+
+
+def free_a_copy(scheduler: Scheduler) -> None:
+    pool, first = scheduler.pool, residency(scheduler, "runs").blocks[0]
+    name, copy = pool.names[first], next(iter(pool.free))
+    assert name is not None
+    pool.names[copy] = name
+    pool.copies[name] = [copy]
+
+
+def copy_without_a_first(scheduler: Scheduler) -> None:
+    scheduler.pool.copies[b"other"] = []
+
+
+def copy_what_is_no_block(scheduler: Scheduler) -> None:
+    scheduler.pool.copies[b"other"] = [12]
+
+
 def swap_two_names(scheduler: Scheduler) -> None:
     pool, (one, two, *_) = scheduler.pool, residency(scheduler, "runs").blocks
     pool.names[one], pool.names[two] = pool.names[two], pool.names[one]
@@ -168,6 +193,11 @@ def load_without_a_load(scheduler: Scheduler) -> None:
         (find_what_is_no_block, "I1", None),
         (free_what_is_no_block, "I1", None),
         (name_before_it_is_full, "I4", "runs"),
+        (lose_the_name_of_a_full_block, "I4", "runs"),
+        (list_a_copy_without_the_name, "I4", None),
+        (free_a_copy, "I4", None),
+        (copy_without_a_first, "I4", None),
+        (copy_what_is_no_block, "I1", None),
         (swap_two_names, "I4", "runs"),
         (write_a_block_of_another, "I1", "runs"),
         (write_a_block_of_another, "I1", "loads"),

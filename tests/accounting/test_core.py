@@ -79,6 +79,59 @@ def test_a_block_that_gets_another_name_is_not_found_by_the_one_before() -> None
     assert len(pool.by_name) == 1
 
 
+def test_a_name_finds_a_block_as_long_as_one_with_the_content_is_left() -> None:
+    """Three hold equal content; the name passes on, and the last one keeps it when it is free."""
+    pool = BlockPool(4)
+    one, two, three = pool.take(3)
+    for block in (one, two, three):
+        pool.name(block, b"a")
+    for block, next_found in ((one, two), (two, three), (three, three)):
+        assert pool.leading([b"a"], 1) == [block]
+        pool.drop([block])
+        assert pool.leading([b"a"], 1) == [next_found]
+    assert pool.copies == {}
+    assert [pool.take(1)[0] for _ in range(4)] == [two, one, 3, three], "the cached one goes last"
+    assert pool.leading([b"a"], 1) == []
+
+
+def test_content_that_is_computed_again_is_kept_once() -> None:
+    """The block that was free loses the name and is the next to be reused."""
+    pool = BlockPool(3)
+    old, new = pool.take(2)
+    pool.name(old, b"a")
+    pool.drop([old])
+    pool.name(new, b"a")
+    assert pool.leading([b"a"], 1) == [new]
+    assert pool.take(1) == [old]
+
+
+def test_a_copy_can_be_dropped_before_the_first_block() -> None:
+    pool = BlockPool(3)
+    one, two, three = pool.take(3)
+    for block in (one, two, three):
+        pool.name(block, b"a")
+    pool.drop([two])
+    pool.drop([one])
+    assert pool.leading([b"a"], 1) == [three]
+    pool.drop([three])
+    assert pool.take(3) == [one, two, three]
+
+
+def test_of_equal_prompts_that_ran_at_once_the_next_finds_all_while_one_is_left() -> None:
+    """Eight equal prompts are computed in one step; the first ends; the ninth finds 512 tokens."""
+    bench = Bench(limits(400, 16, budget=8 * 520))
+    requests = [bench.submit(f"r{n}", range(520), 1 if n == 0 else 40) for n in range(8)]
+    plan = bench.step()
+    assert [entry.count for entry in plan.entries] == [520] * 8
+    assert requests[0].state is RequestState.FINISHED
+    for number in range(8, 14):
+        request = bench.submit(f"r{number}", range(520), 40)
+        bench.step()
+        assert request.resident.admission.local == 512
+        bench.scheduler.abort(f"r{number - 7}")
+    bench.run()
+
+
 def test_a_pool_refuses_what_its_books_do_not_allow() -> None:
     pool = BlockPool(2)
     with pytest.raises(RuntimeError, match="free"):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrelay.engine.core.plan import EngineLimits
@@ -31,23 +33,54 @@ class Job:
         return self.prompt + min(self.new, self.stop) - 1
 
 
-def run(jobs: list[Job], blocks: int, size: int, budget: int, headroom: int) -> tuple[int, int]:
-    """Positions computed and steps. A token says how many were made, so a job can stop there."""
-    scheduler = Scheduler(
-        EngineLimits(blocks, size, 9999, 64, budget, headroom), naming(), lambda _: 0
-    )
-    for number, job in enumerate(jobs):
-        prompt, ending = (number,) * job.prompt, frozenset({1000 + job.stop})
-        scheduler.submit(Order(f"r{number}", prompt, job.prompt, job.new, ending, save=False))
+@dataclass(frozen=True)
+class Outcome:
+    """What a run took; ``ended`` is the step in which each job ended."""
+
+    computed: int
+    steps: int
+    preemptions: int
+    ended: tuple[int, ...]
+
+
+def run(jobs: Sequence[Job], limits: EngineLimits, arrivals: Sequence[int] = ()) -> Outcome:
+    """Run all jobs. A token says how many were made, so a job can stop where it is to.
+
+    ``arrivals`` are the steps before which they are submitted, without any all at once.
+    """
+    scheduler = Scheduler(limits, naming(), lambda _: 0)
+    due = deque(zip(arrivals or [0] * len(jobs), enumerate(jobs), strict=True))
     computed = steps = 0
-    while scheduler.requests:
+    ended: dict[str, int] = {}
+    while due or scheduler.requests:
+        while due and due[0][0] <= steps:
+            number, job = due.popleft()[1]
+            prompt, ending = (number,) * job.prompt, frozenset({1000 + job.stop})
+            scheduler.submit(Order(f"r{number}", prompt, job.prompt, job.new, ending, save=False))
         plan = scheduler.schedule()
         computed += sum(entry.count for entry in plan.entries)
         made = [entry.request.length - entry.request.order.prompt_len for entry in plan.entries]
         sampled = zip(plan.entries, made, strict=True)
-        scheduler.commit(plan, [1001 + count if e.samples else None for e, count in sampled])
+        done = scheduler.commit(plan, [1001 + count if e.samples else None for e, count in sampled])
         steps += 1
-    return computed, steps
+        ended |= {output.request.id: steps for output in done.outputs if output.finish}
+    at = tuple(ended[f"r{number}"] for number in range(len(jobs)))
+    return Outcome(computed, steps, scheduler.preemptions, at)
+
+
+def drain_jobs(asked: int | None, blocks: int) -> list[Job]:
+    """256 requests of 64 and about 150 tokens, which ask for their true length or for more.
+
+    0 asks for as many as fill the pool.
+    """
+    dice = random.Random(3)
+    stops = [max(1, min(600, int(dice.expovariate(1 / 150)))) for _ in range(256)]
+    return [Job(64, stop if asked is None else asked or blocks * 16 - 64, stop) for stop in stops]
+
+
+def drain(jobs: Sequence[Job], blocks: int) -> Outcome:
+    """At most 64 of them at once over a pool that does not hold so many."""
+    return run(jobs, EngineLimits(blocks, 16, 9999, 64, 2048))
 
 
 def loads() -> list[tuple[str, list[Job], int, int, int]]:
@@ -66,9 +99,18 @@ def loads() -> list[tuple[str, list[Job], int, int, int]]:
 def main() -> int:
     print(f"seed {SEED}\n\n| load | ideal | headroom 0 | 1 (default) | 2 |\n|---|---|---|---|---|")
     for name, jobs, blocks, size, budget in loads():
-        results = [run(jobs, blocks, size, budget, headroom) for headroom in range(3)]
-        cells = [f"{computed:,}; {steps:,}" for computed, steps in results]
+        results = [
+            run(jobs, EngineLimits(blocks, size, 9999, 64, budget, headroom))
+            for headroom in range(3)
+        ]
+        cells = [f"{result.computed:,}; {result.steps:,}" for result in results]
         print(f"| {name} | {sum(job.ideal for job in jobs):,} | {' | '.join(cells)} |")
+    print("\n| blocks | asked for | steps | positions | preemptions |\n|---|---|---|---|---|")
+    for blocks in (300, 400, 520):
+        for asked, words in ((None, "what is used"), (2048, "2,048"), (0, "the whole pool")):
+            done = drain(drain_jobs(asked, blocks), blocks)
+            row = f"| {blocks} | {words} | {done.steps:,} | {done.computed:,} |"
+            print(row, f"{done.preemptions} |")
     return 0
 
 

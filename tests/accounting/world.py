@@ -42,18 +42,23 @@ class Core(NamedTuple):
     free: Numbers
     references: Numbers
     names: tuple[bytes | None, ...]
+    copies: tuple[Numbers, ...]  # blocks of one name, in the order in which they are found
     plan: tuple[tuple[int, int, int, int, bool], ...] | None
 
 
 class Snapshot(NamedTuple):
-    """``logs`` is history: carried along and checked, no part of the key."""
+    """``logs`` is history: carried along and checked.
+
+    Of it only how often each position ran (never, once, again) is a part of the key.
+    """
 
     core: Core
     logs: tuple[Log, ...]
 
     def key(self) -> int:
         """Version 2 of marshal writes equal values as equal bytes."""
-        packed = marshal.dumps(tuple(self.core), 2)
+        times = tuple([bytes([min(count, 2) for count in log[2]]) for log in self.logs])
+        packed = marshal.dumps((tuple(self.core), times), 2)
         return int.from_bytes(blake2b(packed, digest_size=8).digest(), "big")
 
     def pack(self) -> bytes:
@@ -119,6 +124,12 @@ class World:
             tuple([block[old] for old in pool.free]),
             tuple([pool.references[old] for old in back]),
             tuple([pool.names[old] for old in back]),
+            tuple(
+                [
+                    tuple([block[old] for old in (pool.by_name[name], *pool.copies[name])])
+                    for name in sorted(pool.copies)
+                ]
+            ),
             None
             if self.plan is None
             else tuple([self._entry(e, epoch) for e in self.plan.entries]),
@@ -203,6 +214,11 @@ class World:
             if known is not None:
                 pool.by_name[known] = block
                 self.slots[block][:] = contents(known, self.case.limits.block_size)
+        for first, *others in core.copies:
+            shared = core.names[first]
+            assert shared is not None
+            pool.by_name[shared] = first
+            pool.copies[shared] = others
 
     def _stand(self, index: int, standing: Standing, log: Log) -> None:
         assert not isinstance(standing, int)

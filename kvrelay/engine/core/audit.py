@@ -42,6 +42,7 @@ def _unknown_blocks(scheduler: Scheduler) -> Iterator[Finding]:
     held = [*_held(scheduler)]
     held += [(block, None, "the free list") for block in pool.free]
     held += [(block, None, "the names") for block in pool.by_name.values()]
+    held += [(block, None, "a copy") for blocks in pool.copies.values() for block in blocks]
     for block, request_id, holder in held:
         if not 0 <= block < size:
             yield Finding("I1", request_id, f"{holder} has block {block} of {size}")
@@ -75,13 +76,22 @@ def _references(scheduler: Scheduler) -> Iterator[Finding]:
 
 
 def _names(scheduler: Scheduler) -> Iterator[Finding]:
-    """I4: names and blocks agree; a block that a load writes is neither free nor named."""
+    """I4: names and blocks agree; a block that a load writes is neither free nor named.
+
+    Only held blocks have a name in common, and one of them is found by it.
+    """
     pool = scheduler.pool
-    for name, block in pool.by_name.items():
+    named = [*pool.by_name.items()]
+    named += [(name, block) for name, blocks in pool.copies.items() for block in blocks]
+    for name, block in named:
         if pool.names[block] != name:
             yield Finding("I4", None, f"block {block} is found by a name that it does not have")
-    if sum(name is not None for name in pool.names) != len(pool.by_name):
+        if name in pool.copies and block in pool.free:
+            yield Finding("I4", None, f"block {block} is free and a copy of a held block")
+    if len({block for _, block in named}) != sum(name is not None for name in pool.names):
         yield Finding("I4", None, "a block has a name that does not find it")
+    if not pool.copies.keys() <= pool.by_name.keys():
+        yield Finding("I4", None, "a name of copies does not find any of them")
     for (request_id, _), blocks in scheduler.loads.items():
         for block in blocks:
             if block in pool.free or pool.names[block] is not None:
@@ -129,7 +139,7 @@ def _tables(scheduler: Scheduler) -> Iterator[Finding]:
     """I1 and I4 (D6) of block tables.
 
     A block is in a table at most once, and a block that is not full in no other table. A full block
-    has the name of its tokens or none; one that is not full has none.
+    has the name of its tokens; one that is not full has none.
     """
     pool, size = scheduler.pool, scheduler.limits.block_size
     residents = [request for request in scheduler.requests.values() if request.residency]
@@ -143,9 +153,11 @@ def _tables(scheduler: Scheduler) -> Iterator[Finding]:
                 yield Finding("I1", request.id, f"block {block} is written and in another table")
         for index, block in enumerate(blocks):
             wanted = request.names[index] if index < min(full, len(request.names)) else None
-            if pool.names[block] not in (None, wanted):
+            if pool.names[block] != wanted:
                 of = f"positions {index * size} to {(index + 1) * size - 1}, {full * size} are full"
-                yield Finding("I4", request.id, f"block {block} has another block's name: {of}")
+                yield Finding(
+                    "I4", request.id, f"block {block} lacks the name of its content: {of}"
+                )
 
 
 def _queues(scheduler: Scheduler) -> Iterator[Finding]:

@@ -1,7 +1,9 @@
 """The pool's bookkeeping: references, free blocks, and names.
 
 A block without references is free. A free block keeps its name, and can be found by it, until it
-is taken for other content: blocks without a name first, then the least recently freed.
+is taken for other content: blocks without a name first, then the least recently freed. Several held
+blocks may have one name, if requests computed equal content at once; the name finds one of them as
+long as any is left.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class BlockPool:
         self.free: OrderedDict[int, None] = OrderedDict((block, None) for block in range(size))
         self.names: list[bytes | None] = [None] * size
         self.by_name: dict[bytes, int] = {}
+        self.copies: dict[bytes, list[int]] = {}  # further held blocks of the name
 
     def leading(self, names: Sequence[bytes], limit: int) -> list[int]:
         """Blocks of the longest leading run of ``names[:limit]`` in the pool. Changes nothing."""
@@ -71,23 +74,45 @@ class BlockPool:
         return taken
 
     def drop(self, blocks: Sequence[int]) -> None:
-        """Remove a reference from each. The last block of a sequence is reused first."""
+        """Remove a reference from each. The last block of a sequence is reused first.
+
+        A block that becomes free loses its name if another block has the same content.
+        """
         for block in reversed(blocks):
             if self.references[block] < 1:
                 raise RuntimeError(f"block {block} is dropped and has no references")
             self.references[block] -= 1
             if self.references[block] == 0:
                 self.free[block] = None
+                if self.names[block] in self.copies:
+                    self._forget(block)
                 self.free.move_to_end(block, last=self.names[block] is not None)
 
     def name(self, block: int, name: bytes) -> None:
-        """Name the content of ``block``. If another block has the name already, it keeps it."""
-        if name not in self.by_name:
-            self._forget(block)
-            self.by_name[name] = block
-            self.names[block] = name
+        """Name the content of a held block. A free block that has the name loses it."""
+        if self.names[block] == name:
+            return
+        self._forget(block)
+        self.names[block] = name
+        first = self.by_name.setdefault(name, block)
+        if first != block:
+            self.copies.setdefault(name, []).append(block)
+            if self.references[first] == 0:
+                self._forget(first)
+                self.free.move_to_end(first, last=False)
 
     def _forget(self, block: int) -> None:
-        name, self.names[block] = self.names[block], None
-        if name is not None:
+        """Take the name from a block; the next copy, if any, is found by it instead."""
+        name = self.names[block]
+        if name is None:
+            return
+        self.names[block] = None
+        copies = self.copies.get(name, [])
+        if self.by_name[name] != block:
+            copies.remove(block)
+        elif copies:
+            self.by_name[name] = copies.pop(0)
+        else:
             del self.by_name[name]
+        if not copies:
+            self.copies.pop(name, None)

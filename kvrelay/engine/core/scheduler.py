@@ -185,12 +185,11 @@ class Scheduler:
             answer = self._look_up(request, local)
             if answer is None:
                 if not skipped:
-                    reserved, held_hits = self._missing(request, hits, bool(request.runs)), hits
+                    reserved, held_hits = self._missing(request, hits, to_end=False), hits
                 skipped = True
                 continue
             external = min(max(answer, 0), request.length - 1 - local)  # D4
-            to_end = skipped or (residents > 0 and bool(request.runs))
-            wanted = self._missing(request, hits, to_end) + reserved
+            wanted = self._missing(request, hits, to_end=skipped) + reserved
             wanted += max(self.limits.headroom * residents, self._growth() if skipped else 0)
             if (not external and budget < 1) or wanted > self.pool.available({*hits, *held_hits}):
                 break
@@ -210,11 +209,7 @@ class Scheduler:
         return self._lookup(Query(request.id, request.tokens, request.names, local, order.space))
 
     def _missing(self, request: Request, hits: list[int], to_end: bool) -> int:
-        """Blocks to take beside the hits: for the request's length, or ``to_end`` for all.
-
-        A preempted request is admitted again only with blocks for all positions that it can still
-        need, so that it is not preempted again and again.
-        """
+        """Blocks to take beside the hits: for the request's length, or ``to_end`` for all."""
         length = request.stored_positions if to_end else request.length
         return -(length // -self.limits.block_size) - len(hits)
 
