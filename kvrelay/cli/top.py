@@ -9,9 +9,11 @@ import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from kvrelay.cli.router_options import RouterOptions, router_client
 from kvrelay.cli.screen import coloured, paint, print_out, table
+from kvrelay.cluster.endpoints import processes_of
 from kvrelay.config.reader import load, option
 from kvrelay.errors import DeadlineExceeded, Unavailable
 from kvrelay.fleet import FleetStatus, RouterTotals, WorkerStatus
@@ -143,12 +145,14 @@ def main(argv: Sequence[str]) -> int:
             try:
                 sample = FleetSample(client.fleet(), time.monotonic())
             except (Unavailable, DeadlineExceeded) as error:
+                _show_failing(config)
                 if config.once or config.json or before is None:
                     raise
                 print_out(paint(f"router {address}: {error}", "red"))  # it may be back soon
                 time.sleep(config.interval)
                 continue
             _show(sample, before, address, config)
+            _show_failing(config)
             if config.once:
                 decodes = (one.role == "decode" and one.healthy for one in sample.fleet.workers)
                 return 0 if any(decodes) else 1
@@ -177,6 +181,14 @@ def _show(sample: FleetSample, before: FleetSample | None, address: str, config:
         sys.stdout.write(HOME)
     columns = shutil.get_terminal_size((WIDTH, 24)).columns
     print_out(screen(rows, fleet, rates, address, columns))
+
+
+def _show_failing(config: TopConfig) -> None:
+    """The processes of the endpoints file that keep dying; the router may know nothing of them."""
+    if config.endpoints is not None and not config.json:
+        for one in processes_of(Path(config.endpoints)):
+            if one.failing is not None:
+                print_out(paint(f"{one.name} {one.address}: {one.failing}", "red"))
 
 
 def screen(

@@ -26,8 +26,8 @@ from kvstore import connect
 COLOURS = {"store": "magenta", "prefill": "cyan", "decode": "green", "router": "blue"}
 DESCRIPTION = """\
 Starts a store, prefill workers, decode workers and a router as processes of their own, waits
-until all of them serve, and restarts a process that dies. Ctrl-C ends the cluster; a second
-Ctrl-C ends it at once."""
+until all of them serve, and restarts a process that dies, however often. Ctrl-C ends the cluster
+(status 1 if a process kept dying); a second Ctrl-C ends it at once."""
 EPILOG = """\
 examples:
   kvrelay up                                    the shipped model, one worker of each role
@@ -80,6 +80,7 @@ class Up:
         self._file = Path(config.endpoints).absolute() if config.endpoints else None
         self._ended = threading.Event()
         self._status = 0  # exit status of an interrupted start
+        self._failing: dict[str, str] = {}  # processes that kept dying until the end
         self._up = False
         self._lock = threading.Lock()  # for lines of many threads
         self.cluster = Cluster(config, on_line=self._show_line, on_change=self._show_change)
@@ -95,6 +96,9 @@ class Up:
             print_out(f"  {command('generate')} {where} {self._example()}")
             self._publish()
             self._ended.wait()
+            self._failing = self.cluster.failing()
+            for name, how in self._failing.items():
+                print_err(f"{paint(f'{name:>9}', 'bold', sys.stderr)} {how}")
         except StartInterrupted:
             return self._status
         finally:
@@ -102,7 +106,7 @@ class Up:
             self.cluster.stop()
             if self._file:
                 endpoints.remove(self._file)
-        return 0
+        return 1 if self._failing else 0
 
     def on_signal(self, number: int) -> None:
         """End in order at the first signal, at once at the second."""

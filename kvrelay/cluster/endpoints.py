@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.errors import NotFound, Rejected
@@ -51,6 +52,16 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
+@dataclass(frozen=True, slots=True)
+class ListedProcess:
+    """One process of the file. ``failing``: how it ended, if it keeps dying."""
+
+    name: str
+    address: str
+    pid: int | None
+    failing: str | None
+
+
 def router_of(path: Path) -> str:
     """The router's address in an endpoints file."""
     return _field(path, "router")
@@ -61,7 +72,38 @@ def store_of(path: Path) -> str:
     return _field(path, "store")
 
 
+def processes_of(path: Path) -> tuple[ListedProcess, ...]:
+    """The processes of a running cluster; ``NotFound`` if ``kvrelay up`` itself has ended."""
+    match _content(path):
+        case {"pid": int(supervisor), "processes": list(entries)}:
+            listed = tuple(_process(path, entry) for entry in entries)
+        case _:
+            raise _incomplete(path, "processes")
+    if not _runs(supervisor):
+        raise NotFound(f"endpoints: the kvrelay up that wrote {path} has ended: start it again")
+    return listed
+
+
+def _process(path: Path, entry: object) -> ListedProcess:
+    match entry:
+        case {
+            "name": str(name),
+            "address": str(address),
+            "pid": int() | None as pid,
+            "failing": str() | None as failing,
+        }:
+            return ListedProcess(name, address, pid, failing)
+    raise _incomplete(path, "processes")
+
+
 def _field(path: Path, name: str) -> str:
+    found = _content(path).get(name)
+    if not isinstance(found, str):
+        raise _incomplete(path, name)
+    return found
+
+
+def _content(path: Path) -> dict[str, object]:
     try:
         content: object = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -70,7 +112,18 @@ def _field(path: Path, name: str) -> str:
         ) from None
     except ValueError as error:
         raise Rejected("endpoints", f"{path} is not JSON: {error}") from None
-    found = content.get(name) if isinstance(content, dict) else None
-    if not isinstance(found, str):
-        raise Rejected("endpoints", f"{path} names no {name}; write it with kvrelay up --endpoints")
-    return found
+    return content if isinstance(content, dict) else {}
+
+
+def _incomplete(path: Path, name: str) -> Rejected:
+    return Rejected("endpoints", f"{path} names no {name}; write it with kvrelay up --endpoints")
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # another user's
+        return True
+    return True

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ log = logging.getLogger(__name__)
 TAIL_LINES = 40
 MAX_LINE = 1 << 16
 PUMP_SECONDS = 2.0
+FAILING_DEATHS = 3  # in a row: the process keeps dying
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +46,13 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class RestartBackoff:
-    """Waits between restarts: ``first``, doubled up to ``longest``, at most ``tries`` in a row.
+    """Waits between restarts: ``first``, doubled up to ``longest``.
 
-    A process that ran for ``settled`` seconds starts at ``first`` again.
+    A process that has run for ``settled`` seconds starts at ``first`` again.
     """
 
     first: float = 0.5
     longest: float = 30.0
-    tries: int = 8
     settled: float = 60.0
 
     def wait(self, deaths: int) -> float:
@@ -75,13 +74,14 @@ class SupervisedProcess:
         self.dead = threading.Event()  # it ended and will not be restarted
         self.served = threading.Event()  # set once it was seen serving; no restart before
         self.starts = 0
+        self._deaths = 0  # in a row, each before the process had settled
+        self._last_end = ""
         self._on_line = on_line
         self._on_change = on_change
         self._backoff = backoff
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._running: RunningProcess | None = None  # from the start until just before it is reaped
-        self._started = 0.0
         self._thread = threading.Thread(target=self._supervise, name=spec.name, daemon=True)
 
     def start(self) -> None:
@@ -92,6 +92,13 @@ class SupervisedProcess:
         """The process id; ``None`` between two runs."""
         running = self._running
         return None if running is None else running.pid
+
+    @property
+    def failing(self) -> str | None:
+        """How the process ended, if it keeps dying; ``None`` once a run has settled."""
+        if self._deaths < FAILING_DEATHS:
+            return None
+        return f"{self._last_end}, {self._deaths} times in a row"
 
     def send(self, number: int) -> bool:
         """Send a signal to the process and its group; false if it does not run."""
@@ -118,30 +125,32 @@ class SupervisedProcess:
         return not self._thread.is_alive()
 
     def _supervise(self) -> None:
-        deaths = 0
         try:
             while (status := self._run_once()) is not None:
-                lived = time.monotonic() - self._started
-                settled = self._backoff is not None and lived >= self._backoff.settled
-                deaths = 1 if settled else deaths + 1
-                if self._stopping.is_set() or not self._should_restart(status, deaths):
+                self._last_end = describe(status)
+                self._deaths += 1
+                if self._stopping.is_set() or not self._should_restart():
                     break
         finally:
             self.dead.set()
 
-    def _should_restart(self, status: int, deaths: int) -> bool:
+    def _should_restart(self) -> bool:
         """Wait out the backoff. Returns whether to restart."""
-        how = describe(status)
         if not self.served.is_set():
-            self._on_change(self.spec, f"{how} before it served")
+            self._on_change(self.spec, f"{self._last_end} before it served")
             return False
-        if self._backoff is None or deaths > self._backoff.tries:
-            more = "" if self._backoff is None else f" {deaths} times in a row; not restarted"
-            self._on_change(self.spec, f"{how}{more}")
+        if self._backoff is None:
+            self._on_change(self.spec, self._last_end)
             return False
-        wait = self._backoff.wait(deaths)
-        self._on_change(self.spec, f"{how}; restarting in {wait:g} s")
+        wait = self._backoff.wait(self._deaths)
+        self._on_change(self.spec, f"{self.failing or self._last_end}; restarting in {wait:g} s")
         return not self._stopping.wait(wait)
+
+    def _settle(self) -> None:
+        """The current run has settled."""
+        if self._deaths:
+            self._deaths = 0
+            self._on_change(self.spec, "runs again")
 
     def _run_once(self) -> int | None:
         """Start the process and wait for its end. Returns its status, ``None`` after ``end``."""
@@ -151,7 +160,6 @@ class SupervisedProcess:
             start = start_forked if self.spec.forked else start_fresh
             running = start(self.spec.module, self.spec.args, self.spec.environ)
             self._running = running
-            self._started = time.monotonic()
             self.starts += 1
         if not running.wait_started():
             return running.wait(self._ended)
@@ -159,7 +167,11 @@ class SupervisedProcess:
             self._on_change(self.spec, f"restarted as process {running.pid}")
         pump = threading.Thread(target=self._pump, args=(running,), daemon=True)
         pump.start()
+        settled = threading.Timer((self._backoff or RestartBackoff()).settled, self._settle)
+        settled.daemon = True
+        settled.start()
         status = running.wait(self._ended)
+        settled.cancel()
         pump.join(PUMP_SECONDS)
         return status
 

@@ -10,6 +10,7 @@ itself is killed.
 
 from __future__ import annotations
 
+import os
 import secrets
 import signal
 import time
@@ -114,6 +115,11 @@ class Cluster:
                 return process
         raise NotFound(f"no process {name!r}")
 
+    def failing(self) -> dict[str, str]:
+        """The processes that keep dying, by name, and how the last one of each ended."""
+        ends = {p.spec.name: p.failing for p in self._processes.values()}
+        return {name: how for name, how in ends.items() if how is not None}
+
     def kill(self, role: str, index: int = 0, number: int = signal.SIGKILL) -> None:
         """Send a signal: SIGKILL to have it restarted, SIGSTOP and SIGCONT to simulate a hang."""
         if not self.process(role, index).send(number):
@@ -184,6 +190,7 @@ class Cluster:
     def describe(self) -> dict[str, object]:
         """The content of an endpoints file."""
         return {
+            "pid": os.getpid(),
             "router": self.router,
             "store": public_urls(self.store),
             "prefill": list(self.addresses("prefill")),
@@ -191,10 +198,13 @@ class Cluster:
             "model": self.config.model_path,
             "processes": [
                 {
+                    "name": process.spec.name,
                     "role": role,
                     "index": index,
                     "address": process.spec.address,
                     "pid": process.pid,
+                    "starts": process.starts,
+                    "failing": process.failing,
                 }
                 for (role, index), process in self._processes.items()
             ],

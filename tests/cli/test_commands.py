@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -239,6 +240,30 @@ def test_a_closed_pipe_leaves_no_trace() -> None:
         popen.stdout.close()
         assert popen.stderr.read() == b""
     assert popen.returncode == 141
+
+
+def test_doctor_and_top_name_the_processes_that_keep_dying(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "up.json"
+    entry = {"name": "decode-0", "address": "127.0.0.1:2", "pid": 7, "failing": None}
+    failing = {**entry, "name": "router", "pid": None, "failing": "was killed by SIGKILL, 9 times"}
+    content = {"pid": os.getpid(), "router": "127.0.0.1:1", "processes": [entry, failing]}
+    endpoints.write(path, content)
+    assert main(["doctor", "--endpoints", str(path)]) == 1
+    shown = capsys.readouterr().out
+    assert "+ decode-0       process 7 at 127.0.0.1:2" in shown
+    assert "! router         was killed by SIGKILL, 9 times" in shown
+    assert main(["top", "--once", "--endpoints", str(path)]) == 1
+    assert "router 127.0.0.1:2: was killed by SIGKILL, 9 times" in capsys.readouterr().out
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    endpoints.write(path, {**content, "pid": ended.pid})
+    with pytest.raises(NotFound, match="has ended"):
+        endpoints.processes_of(path)
+    endpoints.write(path, {"pid": 1, "processes": [{"name": "store"}]})
+    with pytest.raises(Rejected, match="names no processes"):
+        endpoints.processes_of(path)
 
 
 def test_endpoints_are_written_whole_and_read_back(tmp_path: Path) -> None:

@@ -93,6 +93,34 @@ def test_it_serves_restarts_and_stops(up: Up) -> None:
     assert not up.file.exists()
 
 
+def test_a_process_that_keeps_dying_is_shown_and_decides_the_status(up: Up) -> None:
+    up.wait()
+    for death in range(1, 4):
+        before = up.pids()["store-0"]
+        os.kill(before, signal.SIGKILL)
+        again = up.told(f"the store started again after death {death}")
+        until(lambda: up.pids()["store-0"] not in (None, before), again)  # noqa: B023
+    how = "was killed by SIGKILL, 3 times in a row"
+    doctor = kvrelay("doctor", "--endpoints", str(up.file))
+    assert doctor.returncode == 1, doctor.stdout
+    assert f"! store          {how}" in doctor.stdout
+    assert how in kvrelay("top", "--once", "--endpoints", str(up.file)).stdout
+    up.popen.send_signal(signal.SIGINT)
+    assert up.popen.wait(30) == 1, up.log.read_text()
+    assert f"store {how}" in up.log.read_text()
+
+
+def kvrelay(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "kvrelay", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel for one of its threads")
 def test_a_signal_that_another_thread_gets_stops_it(up: Up) -> None:
     """This happened on a busy machine: the main thread was never woken."""

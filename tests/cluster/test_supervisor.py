@@ -23,7 +23,7 @@ from kvrelay.errors import DeadlineExceeded, Rejected, Unavailable
 from tests.cluster.processes import alive, until
 
 pytestmark = pytest.mark.cluster
-FAST = RestartBackoff(first=0.05, longest=0.2, tries=3)
+FAST = RestartBackoff(first=0.05, longest=0.2)
 
 
 def layout(*manners: str) -> Callable[[ClusterConfig], tuple[ProcessSpec, ...]]:
@@ -47,11 +47,15 @@ def layout(*manners: str) -> Callable[[ClusterConfig], tuple[ProcessSpec, ...]]:
     return make
 
 
-def fakes(*manners: str, on_change: Callable[[ProcessSpec, str], None] | None = None) -> Cluster:
+def fakes(
+    *manners: str,
+    on_change: Callable[[ProcessSpec, str], None] | None = None,
+    backoff: RestartBackoff = FAST,
+) -> Cluster:
     return Cluster(
         ClusterConfig(port=0),
         layout=layout(*manners),
-        backoff=FAST,
+        backoff=backoff,
         on_change=on_change or (lambda spec, what: None),
     )
 
@@ -82,15 +86,32 @@ def test_what_dies_is_started_again_on_the_same_port() -> None:
     assert any("SIGKILL; restarting" in what for what in said)
 
 
-def test_it_gives_up_after_so_many_deaths_in_a_row() -> None:
+def test_it_never_gives_up_and_names_the_process_that_keeps_dying() -> None:
     said: list[str] = []
-    with fakes("good", on_change=lambda spec, what: said.append(what)) as cluster:
+    deaths = 12  # it used to give up after nine
+    with fakes("good", "good", on_change=lambda spec, what: said.append(what)) as cluster:
         process = cluster.process("decode", 0)
-        for start in range(1, FAST.tries + 2):
+        assert cluster.failing() == {}
+        for start in range(1, deaths + 1):
             until(partial(_started, process, start), "up")
             cluster.kill("decode", 0)
-        assert process.dead.wait(10)
-    assert "not restarted" in said[-1]
+        until(partial(_started, process, deaths + 1), "up again")
+        how = f"was killed by SIGKILL, {deaths} times in a row"
+        assert cluster.failing() == {"decode-0": how}
+        cluster.wait(timeout=20)
+    assert f"{how}; restarting in 0.2 s" in said
+
+
+def test_a_process_that_has_settled_is_failing_no_more() -> None:
+    backoff = RestartBackoff(first=0.05, longest=0.05, settled=3.0)
+    with fakes("good", backoff=backoff) as cluster:
+        process = cluster.process("decode", 0)
+        for start in range(1, 4):
+            until(partial(_started, process, start), "up")
+            cluster.kill("decode", 0)
+        until(lambda: bool(cluster.failing()), "failing")
+        until(lambda: not cluster.failing(), "settled")
+        assert _started(process, 4)
 
 
 def _started(process: SupervisedProcess, times: int) -> bool:

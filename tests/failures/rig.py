@@ -23,7 +23,7 @@ from tests.failures.proxy import Proxy
 
 BLOCK = 16
 SEQS = 2
-BACKOFF = RestartBackoff(first=0.05, longest=0.2, tries=10_000)
+BACKOFF = RestartBackoff(first=0.05, longest=0.2)
 ROLES = ("prefill", "decode")
 
 

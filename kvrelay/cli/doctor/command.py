@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
+from pathlib import Path
 
 from google.protobuf import json_format
 
 from kvrelay.cli.doctor.machine import Diagnosis, audit, examine
 from kvrelay.cli.screen import paint, print_out
+from kvrelay.cluster.endpoints import processes_of
 from kvrelay.config.reader import load, option
 from kvrelay.installation import CLUSTER, command, install_line, lacking, require
 from kvrelay.rpc.security import policy
@@ -19,7 +21,8 @@ from kvrelay.rpc.security.options import SecurityOptions
 
 DESCRIPTION = """\
 Checks this machine: what kvrelay would use, what is absent without harm, and what is missing. With
---store it also checks that stores (Redis too) are reachable and set up for blocks. With --audit a
+--store it also checks that stores (Redis too) are reachable and set up for blocks, with --endpoints
+that no process of a running cluster keeps dying. With --audit a
 running worker checks every invariant of its accounting instead. Ends with status 1 only if
 something needed is missing or an invariant is broken."""
 MARKS = {"ok": ("+", "green"), "absent": ("-", "yellow"), "missing": ("!", "red")}
@@ -37,6 +40,12 @@ class DoctorConfig(SecurityOptions):
         environ=False,  # KVRELAY_AUDIT is a switch of workers
     )
     store: str | None = option(None, "check this store too, or several with commas", metavar="URL")
+    endpoints: str | None = option(
+        None,
+        "check the processes of the kvrelay up that wrote this file too",
+        metavar="FILE",
+        environ=False,  # KVRELAY_ENDPOINTS may name a file that kvrelay up has not written yet
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
         return show_audit(config.audit, config.json)
     policy.install(config)
     findings = []
-    for finding in chain(examine(), _stores(config.store)):
+    for finding in chain(examine(), _stores(config.store), _processes(config.endpoints)):
         findings.append(finding)
         if not config.json:
             print_out(line(finding))
@@ -82,6 +91,16 @@ def _stores(urls: str | None) -> Iterator[Diagnosis]:
     from kvrelay.cli.doctor.stores import check_stores  # needs the packages of that extra
 
     yield from check_stores(urls)
+
+
+def _processes(path: str | None) -> Iterator[Diagnosis]:
+    for one in processes_of(Path(path)) if path else ():
+        if one.failing is not None:
+            yield Diagnosis(one.name, "missing", one.failing, "its log is that of kvrelay up")
+        elif one.pid is None:
+            yield Diagnosis(one.name, "absent", "it is being restarted")
+        else:
+            yield Diagnosis(one.name, "ok", f"process {one.pid} at {one.address}")
 
 
 def show_audit(address: str, as_json: bool) -> int:
