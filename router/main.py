@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from kvrelay.config.reader import load
@@ -9,12 +10,14 @@ from kvrelay.process import logs
 from kvrelay.rpc.server import exposition
 from kvrelay.rpc.server.run import run_service, serve_until_signal
 from kvrelay.rpc.server.server import CALL_SHARES, MAX_CALLS, Server, ServerOptions
-from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.text.tokenizer import NoTokenizer, load_tokenizer
 from kvrelay.v1 import router_pb2_grpc
 from router.config import RouterConfig
 from router.metrics import registry_of
 from router.service import SERVICE, RouterService
 from router.workers.registry import Registry
+
+log = logging.getLogger("kvrelay.router")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,7 +29,9 @@ def main(argv: Sequence[str]) -> int:
 
 async def serve(config: RouterConfig) -> int:
     """Serve until a signal; raises ``KvrelayError`` when it cannot begin."""
-    tokenizer = Tokenizer(config.model, config.max_prompt)
+    tokenizer = load_tokenizer(config.model, config.max_prompt)
+    if isinstance(tokenizer, NoTokenizer):
+        log.warning("%s has no tokenizer: only token ids go in and out", config.model)
     registry = Registry(config)
     service = RouterService(config, registry, tokenizer)
     server = make_server(config, service)

@@ -67,6 +67,9 @@ def main(argv: Sequence[str]) -> int:
     last = chunks[-1].usage if chunks else None
     if config.json:
         print_out(json.dumps(_as_json(chunks), ensure_ascii=False, indent=2))
+    elif config.token_ids and not any(chunk.text for chunk in chunks):
+        ids = (str(token) for chunk in chunks for token in chunk.token_ids)
+        print_out(",".join(ids))  # the model has no tokenizer
     else:
         print_out()
     if chunks and chunks[-1].finish_reason == "length" and sys.stderr.isatty():

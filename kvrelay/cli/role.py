@@ -39,7 +39,7 @@ class RoleConfig(RouterOptions):
 
 def main(argv: Sequence[str]) -> int:
     config = load(RoleConfig, argv, "kvrelay role", DESCRIPTION)
-    router, role = config.address(), ROLES[config.role]
+    router, role = config.address(config.worker), ROLES[config.role]
     with open_sync_channel(config.worker) as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:

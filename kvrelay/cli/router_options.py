@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.client.client import Client
-from kvrelay.cluster.endpoints import router_of
+from kvrelay.cluster.endpoints import authorized, router_of
 from kvrelay.config.reader import option
 from kvrelay.errors import Rejected, Unavailable
 from kvrelay.installation import command
@@ -33,12 +33,13 @@ class RouterOptions(SecurityOptions):
         if self.router is not None and self.endpoints is not None:
             raise Rejected("router", "give either --router or --endpoints")
 
-    def address(self) -> str:
-        """The router's address, after installing this process's credentials."""
-        policy.install(self, ADMIN_FIRST)
+    def address(self, *others: str) -> str:
+        """The router's address, after installing credentials for it and for ``others``."""
+        router = self.router or DEFAULT_ROUTER
         if self.endpoints is not None:
-            return router_of(Path(self.endpoints))
-        return self.router or DEFAULT_ROUTER
+            router = router_of(Path(self.endpoints))
+        policy.install(authorized(self, self.endpoints, router, *others), ADMIN_FIRST)
+        return router
 
 
 @contextmanager

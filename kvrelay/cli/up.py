@@ -14,7 +14,7 @@ from kvrelay.cli.signals import Signals, end_now
 from kvrelay.cluster import endpoints
 from kvrelay.cluster.layout import ClusterConfig
 from kvrelay.cluster.process import ProcessSpec
-from kvrelay.cluster.supervisor import Cluster, StartInterrupted
+from kvrelay.cluster.supervisor import Cluster, StartInterrupted, with_cluster_token
 from kvrelay.config.reader import load, option
 from kvrelay.connector.script import PREFIX, read_script
 from kvrelay.installation import command
@@ -77,13 +77,16 @@ class Up:
 
     def __init__(self, config: UpConfig) -> None:
         self._config = config
-        self._file = Path(config.endpoints).absolute() if config.endpoints else None
+        named = Path(config.endpoints).absolute() if config.endpoints else None
+        self._files = [file for file in (named, endpoints.own_file()) if file is not None]
         self._ended = threading.Event()
         self._status = 0  # exit status of an interrupted start
         self._failing: dict[str, str] = {}  # processes that kept dying until the end
         self._up = False
         self._lock = threading.Lock()  # for lines of many threads
-        self.cluster = Cluster(config, on_line=self._show_line, on_change=self._show_change)
+        self.cluster = Cluster(
+            with_cluster_token(config), on_line=self._show_line, on_change=self._show_change
+        )
 
     def serve(self) -> int:
         print_err(f"Starting {self._config.model_path}")
@@ -104,15 +107,13 @@ class Up:
         finally:
             print_err("Stopping")
             self.cluster.stop()
-            if self._file:
-                endpoints.remove(self._file)
+            self._remove_files()
         return 1 if self._failing else 0
 
     def on_signal(self, number: int) -> None:
         """End in order at the first signal, at once at the second."""
         if self._ended.is_set():
-            if self._file:
-                endpoints.remove(self._file)
+            self._remove_files()
             end_now(self.cluster, number)
         self._status = 128 + number
         self.cluster.interrupt()
@@ -132,8 +133,12 @@ class Up:
         return "".join(f" --{name.replace('_', '-')} {path}" for name, path in given if path)
 
     def _publish(self) -> None:
-        if self._file and not self._ended.is_set():
-            endpoints.write(self._file, self.cluster.describe())
+        for file in () if self._ended.is_set() else self._files:
+            endpoints.write(file, self.cluster.describe())
+
+    def _remove_files(self) -> None:
+        for file in self._files:
+            endpoints.remove(file)
 
     def _show_line(self, spec: ProcessSpec, line: str) -> None:
         if not self._config.quiet:

@@ -1,19 +1,26 @@
-"""The endpoints file of a running cluster: addresses, process ids and roles, as JSON.
+"""The endpoints file of a running cluster: addresses, process ids, roles and its token, as JSON.
 
-Written atomically, so a script that sees the file can read it.
+Written atomically, so a script that sees the file can read it. Only its owner can: who has the
+token may do everything with the cluster. ``kvrelay up`` also writes one to a private folder of the
+user, where the user's other commands find the token by the address they call.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
-from kvrelay.errors import NotFound, Rejected
+from kvrelay.errors import KvrelayError, NotFound, Rejected
+from kvrelay.rpc.security.options import SecurityOptions
+
+S = TypeVar("S", bound=SecurityOptions)
 
 
 def check_writable(path: Path) -> None:
@@ -72,6 +79,23 @@ def store_of(path: Path) -> str:
     return _field(path, "store")
 
 
+def own_file() -> Path | None:
+    """The endpoints file of this process in the user's private folder; ``None`` without one."""
+    folder = _private_folder()
+    return None if folder is None else folder / f"up-{os.getpid()}.json"
+
+
+def authorized(options: S, file: str | None, *addresses: str) -> S:
+    """The options with the token of the cluster at these addresses, unless they have credentials.
+
+    It is in the endpoints file ``file``, or in one of this user's own.
+    """
+    if options.credentials or options.token or options.cluster_token:
+        return options
+    token = _content(Path(file)).get("token") if file is not None else _token_at(addresses)
+    return replace(options, cluster_token=token) if isinstance(token, str) else options
+
+
 def processes_of(path: Path) -> tuple[ListedProcess, ...]:
     """The processes of a running cluster; ``NotFound`` if ``kvrelay up`` itself has ended."""
     match _content(path):
@@ -82,6 +106,48 @@ def processes_of(path: Path) -> tuple[ListedProcess, ...]:
     if not _runs(supervisor):
         raise NotFound(f"endpoints: the kvrelay up that wrote {path} has ended: start it again")
     return listed
+
+
+def _token_at(addresses: Collection[str]) -> object:
+    folder = _private_folder()
+    files = [] if folder is None else folder.glob("up-*.json")
+    for path in sorted(files, key=_age):
+        with suppress(KvrelayError):  # its cluster has just ended
+            content = _content(path)
+            processes = content.get("processes")
+            for process in processes if isinstance(processes, list) else ():
+                if isinstance(process, dict) and process.get("address") in addresses:
+                    return content.get("token")
+    return None
+
+
+def _age(path: Path) -> float:
+    """A killed cluster leaves its file, so the newest one with an address counts."""
+    try:
+        return -path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _private_folder() -> Path | None:
+    """A folder that only this user can use, made if it is absent; ``None`` if it cannot be."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(runtime, "kvrelay") if runtime else _temporary_folder()
+    if folder is None:
+        return None
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        return None
+    private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+    return folder if private and status.st_uid == os.getuid() else None
+
+
+def _temporary_folder() -> Path | None:
+    with suppress(OSError):  # no folder is writable
+        return Path(tempfile.gettempdir(), f"kvrelay-{os.getuid()}")
+    return None
 
 
 def _process(path: Path, entry: object) -> ListedProcess:

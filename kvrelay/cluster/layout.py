@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvrelay.cluster.ports import free_ports
@@ -16,23 +16,38 @@ from kvrelay.cluster.process import ProcessSpec
 from kvrelay.config.option import PREFIX, option, options
 from kvrelay.config.reader import check
 from kvrelay.errors import Rejected
+from kvrelay.process.logs import LEVELS
 from kvrelay.rpc.address import ROUTER_PORT
 from kvrelay.rpc.security.options import SecurityOptions
-from kvrelay.worker.config import ATTENTION_BACKENDS, DEVICES, DTYPES, LARGEST_BLOCK
-from kvstore.limits import BUDGET, DISK_BUDGET
+from kvrelay.worker.config import (
+    ATTENTION_BACKENDS,
+    DEVICES,
+    DTYPES,
+    LARGEST_BLOCK,
+    WorkerConfig,
+)
+from kvstore.config import StoreConfig
+from kvstore.limits import BUDGET, DISK_BUDGET, EVICTIONS
 from kvstore.urls import split_urls
-from router.config import DISAGGREGATE
+from router.config import DISAGGREGATE, RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_MODEL = Path(__file__).resolve().parents[1] / "recall" / "model"
 LOCAL = "127.0.0.1"
 FLUSH_SECONDS = 8.0  # for the store to write its memory to disk; see supervisor.STOP_SECONDS
+JOURNAL = PREFIX + "JOURNAL"
 NVIDIA = Path("/dev/nvidiactl")
 MODULES = {
     "store": "kvstore",
     "prefill": "prefill_service",
     "decode": "decode_service",
     "router": "router",
+}
+CONFIGS: Mapping[str, type[SecurityOptions]] = {
+    "store": StoreConfig,
+    "prefill": WorkerConfig,
+    "decode": WorkerConfig,
+    "router": RouterConfig,
 }
 
 
@@ -44,7 +59,9 @@ class ClusterConfig(SecurityOptions):
     prefill: int = option(1, "prefill workers; with 0 the decode workers do it", low=0, high=64)
     decode: int = option(1, "decode workers", low=1, high=64)
     store: str | None = option(None, "URL of a running store; default: start one", metavar="URL")
+    store_port: int = option(0, "port of the store; 0 picks a free one", low=0, high=65535)
     store_budget: int = option(BUDGET, "memory of the store", unit="bytes", low=2**20)
+    eviction: str | None = option(None, "eviction policy of the store", choices=EVICTIONS)
     store_disk: str | None = option(
         None, "directory for blocks evicted from the store's memory", metavar="DIR"
     )
@@ -52,10 +69,18 @@ class ClusterConfig(SecurityOptions):
     restore: bool = option(True, "start without the blocks that are in --store-disk")
     host: str = option("127.0.0.1", "address that the router listens on", metavar="HOST")
     port: int = option(ROUTER_PORT, "port of the router; 0 picks a free one", low=0, high=65535)
+    served_model: str | None = option(
+        None, "name of the model for clients; default: that of its directory", metavar="NAME"
+    )
     block_size: int | None = option(None, "token positions in a block", low=1, high=LARGEST_BLOCK)
     num_blocks: int | None = option(None, "blocks in each worker's pool", low=1)
+    kv_memory: int | None = option(
+        None, "size of each worker's pool, without --num-blocks", unit="bytes", low=1
+    )
     dtype: str | None = option(None, "number format of weights and KV", choices=DTYPES)
-    device: str | None = option(None, "device of the workers", choices=DEVICES)
+    device: str | None = option(
+        None, "device of the workers; cuda has not been tried on a GPU yet", choices=DEVICES
+    )
     max_num_seqs: int | None = option(None, "requests that a worker runs at once", low=1)
     max_num_batched_tokens: int | None = option(None, "token positions in one step", low=1)
     max_model_len: int | None = option(None, "longest prompt and answer together", low=1)
@@ -67,7 +92,23 @@ class ClusterConfig(SecurityOptions):
         "which prompts go to prefill workers; default: the router's own",
         choices=DISAGGREGATE,
     )
+    queue_tokens: int | None = option(
+        None, "tokens of waiting requests above which the router refuses more", low=1
+    )
+    queue_seconds: float | None = option(
+        None, "estimated seconds of waiting above which the router refuses a request", low=0.0
+    )
     threads: int | None = option(None, "threads of a worker; default: cores / workers", low=1)
+    metrics_port: int | None = option(
+        None,
+        "port of the router for Prometheus; the workers have the next ones, in the order shown",
+        low=1,
+        high=65535,
+    )
+    grace: float | None = option(
+        None, "seconds that open requests get after SIGTERM or Ctrl-C", low=0.0
+    )
+    log_level: str | None = option(None, "how much every process logs", choices=LEVELS)
 
     def __post_init__(self) -> None:
         check(self)
@@ -77,6 +118,9 @@ class ClusterConfig(SecurityOptions):
             raise Rejected(
                 "store_disk", "applies to the store that is started here, not to --store"
             )
+        last = (self.metrics_port or 0) + self.prefill + self.decode
+        if last > 65535:
+            raise Rejected("metrics_port", f"the last worker would have port {last}")
 
     @property
     def model_path(self) -> str:
@@ -87,7 +131,7 @@ def process_specs(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
     """Every process, in display order. A process keeps its port when it is restarted."""
     count = config.prefill + config.decode
     ports = iter(free_ports(count + 2))
-    router_port, store_port = next(ports), next(ports)
+    router_port, store_port = next(ports), config.store_port or next(ports)
     url = config.store or f"kvrelay://{LOCAL}:{store_port}"
     own_store = () if config.store else (_store(config, store_port),)
     prefill = tuple(_worker(config, "prefill", i, next(ports), url) for i in range(config.prefill))
@@ -108,7 +152,14 @@ def worker_threads(config: ClusterConfig) -> int:
 
 
 def _store(config: ClusterConfig, port: int) -> ProcessSpec:
-    args = ["--host", LOCAL, "--port", str(port), "--budget", str(config.store_budget)]
+    given = {
+        "host": LOCAL,
+        "port": port,
+        "budget": config.store_budget,
+        "eviction": config.eviction,
+        "log-level": config.log_level,
+    }
+    args = [*_flags(given)]
     if config.store_disk is not None:
         args += ["--disk", config.store_disk, "--disk-budget", str(config.store_disk_budget)]
         args += ["--flush-seconds", str(FLUSH_SECONDS)]
@@ -117,20 +168,28 @@ def _store(config: ClusterConfig, port: int) -> ProcessSpec:
 
 
 def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -> ProcessSpec:
+    metrics = config.metrics_port
+    if metrics is not None:
+        metrics += 1 + index + (config.prefill if role == "decode" else 0)
     given = {
         "model": config.model_path,
+        "served-model": config.served_model,
         "store": None if _is_secret(url) else url,
         "host": LOCAL,
         "port": port,
         "threads": worker_threads(config),
         "block-size": config.block_size,
         "num-blocks": config.num_blocks,
+        "kv-memory": config.kv_memory,
         "dtype": config.dtype,
         "device": config.device,
         "max-num-seqs": config.max_num_seqs,
         "max-num-batched-tokens": config.max_num_batched_tokens,
         "max-model-len": config.max_model_len,
         "attention-backend": config.attention_backend,
+        "metrics-port": metrics,
+        "grace": config.grace,
+        "log-level": config.log_level,
     }
     return _spec(config, role, index, port, (*_flags(given), *_security(config)))
 
@@ -141,11 +200,21 @@ def _router(
     prefill: tuple[ProcessSpec, ...],
     decode: tuple[ProcessSpec, ...],
 ) -> ProcessSpec:
-    args = ["--model", config.model_path, "--host", config.host, "--port", str(port)]
+    given = {
+        "model": config.model_path,
+        "served-model": config.served_model,
+        "host": config.host,
+        "port": port,
+        "disaggregate": config.disaggregate,
+        "queue-tokens": config.queue_tokens,
+        "queue-seconds": config.queue_seconds,
+        "metrics-port": config.metrics_port,
+        "grace": config.grace,
+        "log-level": config.log_level,
+    }
+    args = [*_flags(given)]
     for worker in (*prefill, *decode):
         args += [f"--{worker.role}", worker.address]
-    if config.disaggregate is not None:
-        args += ["--disaggregate", config.disaggregate]
     if not config.tls_mutual:
         args.append("--no-tls-mutual")  # only the router's clients may lack a certificate
     return _spec(config, "router", 0, port, (*args, *_security(config)))
@@ -167,16 +236,16 @@ def _flags(given: Mapping[str, object]) -> tuple[str, ...]:
 def _spec(
     config: ClusterConfig, role: str, index: int, port: int, args: tuple[str, ...]
 ) -> ProcessSpec:
-    return ProcessSpec(
+    spec = ProcessSpec(
         role=role,
         index=index,
         module=MODULES[role],
         args=args,
         host=config.host if role == "router" else LOCAL,
         port=port,
-        environ=_environ(config, os.environ),
         forked=role in ("prefill", "decode") and _can_fork(config),
     )
+    return replace(spec, environ=environ_of(config, spec, os.environ))
 
 
 def import_path(outer: Mapping[str, str]) -> dict[str, str]:
@@ -200,16 +269,38 @@ def _can_fork(config: ClusterConfig) -> bool:
     return config.device == "cpu" or (sys.platform == "linux" and not NVIDIA.exists())
 
 
-def _environ(config: ClusterConfig, outer: Mapping[str, str]) -> dict[str, str]:
-    """The environment of children: without the variables that are meant for this process."""
-    own = {item.variable for item in options(type(config))}
-    own |= {PREFIX + "CONFIG", PREFIX + "ROUTER"}  # KVRELAY_ROUTER is for clients
+def environ_of(
+    config: ClusterConfig, spec: ProcessSpec, outer: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of a child.
+
+    Of kvrelay's variables it gets those of its own options. It does not get those of the cluster,
+    which reach it as flags, those of other services, nor KVRELAY_ROUTER, which is for clients.
+    KVRELAY_DECODE_1_AUDIT is KVRELAY_AUDIT for the child decode-1 alone.
+    """
+    variables = {role: {item.variable for item in options(kind)} for role, kind in CONFIGS.items()}
+    own = variables[spec.role]
+    foreign = {item.variable for item in options(type(config))}
+    foreign |= {PREFIX + "CONFIG", PREFIX + "ROUTER"}
+    foreign |= set().union(*variables.values()) - own
+    kept = {name: value for name, value in outer.items() if name not in foreign}
+    if JOURNAL in kept and config.prefill + config.decode > 1:
+        kept[JOURNAL] += f".{spec.name}"  # each worker writes a file of its own
     return {
-        **{name: value for name, value in outer.items() if name not in own},
+        **kept,
+        **_addressed(spec, own, outer),
         **import_path(outer),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(worker_threads(config)),
         "TOKENIZERS_PARALLELISM": "false",
+        **({"KVRELAY_CLUSTER_TOKEN": config.cluster_token} if config.cluster_token else {}),
         **({"KVRELAY_FLEET_KEY": config.fleet_key} if config.fleet_key else {}),
         **({"KVRELAY_STORE": config.store} if config.store and _is_secret(config.store) else {}),
     }
+
+
+def _addressed(spec: ProcessSpec, own: set[str], outer: Mapping[str, str]) -> dict[str, str]:
+    """The variables that name this child, without its name."""
+    before = f"{PREFIX}{spec.name.upper().replace('-', '_')}_"
+    found = {PREFIX + key.removeprefix(before): key for key in outer if key.startswith(before)}
+    return {variable: outer[key] for variable, key in found.items() if variable in own}

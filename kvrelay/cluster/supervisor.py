@@ -30,7 +30,8 @@ from kvrelay.v1 import router_pb2
 from kvstore.urls import public_urls
 
 START_SECONDS = 120.0
-STOP_SECONDS = 12.0  # a little more than a worker's grace for open requests
+STOP_SECONDS = 12.0  # a little more than a worker's default grace for open requests
+STOP_MARGIN = 2.0
 KILL_SECONDS = 5.0  # to end after SIGKILL
 TAIL_SHOWN = 12
 
@@ -41,6 +42,16 @@ class StartInterrupted(KvrelayError):
 
 def _ignore(spec: ProcessSpec, text: str) -> None:
     """The default for lines and changes; the last lines stay in the tail of their process."""
+
+
+def with_cluster_token(config: ClusterConfig) -> ClusterConfig:
+    """The configuration with a random token that all processes of the cluster require.
+
+    One whose credentials already say who may call stays as it is.
+    """
+    if policy.load(config).credentials.required:
+        return config
+    return replace(config, cluster_token=secrets.token_urlsafe(32))
 
 
 class Cluster:
@@ -164,8 +175,13 @@ class Cluster:
         """End a running ``wait``."""
         self._stopping = True
 
-    def stop(self, timeout: float = STOP_SECONDS) -> None:
-        """End every process: SIGTERM, and SIGKILL after ``timeout`` seconds."""
+    def stop(self, timeout: float | None = None) -> None:
+        """End every process: SIGTERM, and SIGKILL after ``timeout`` seconds.
+
+        By default a little more than the processes' grace for open requests.
+        """
+        if timeout is None:
+            timeout = max(STOP_SECONDS, (self.config.grace or 0.0) + STOP_MARGIN)
         self._stopping = True
         for process in self._processes.values():
             process.end()
@@ -196,6 +212,7 @@ class Cluster:
             "prefill": list(self.addresses("prefill")),
             "decode": list(self.addresses("decode")),
             "model": self.config.model_path,
+            "token": self.config.cluster_token,
             "processes": [
                 {
                     "name": process.spec.name,

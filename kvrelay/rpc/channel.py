@@ -80,7 +80,6 @@ def _open(
     chosen: ChannelOptions = options or ChannelOptions()
     address = target(address)
     security = chosen.security or installed()
-    security.check_call(address)
     arguments: list[tuple[str, int | str]] = [*chosen.arguments()]
     if security.tls is None:
         channel = insecure(address, options=arguments)
@@ -88,5 +87,5 @@ def _open(
         if security.tls.name is not None:
             arguments.append(("grpc.ssl_target_name_override", security.tls.name))
         channel = secure(address, security.tls.channel(), options=arguments)
-    token = security.credentials.token
+    token = security.token_for(address)
     return channel if token is None else with_token(channel, token)

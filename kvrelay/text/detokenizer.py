@@ -19,7 +19,7 @@ from typing import Literal, Protocol
 from tokenizers import Tokenizer as Backend
 
 from kvrelay.errors import Unservable
-from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
 
 _REPLACEMENT = "\ufffd"
 _LONGEST_CHARACTER = 4  # bytes, hence tokens, of an incomplete character
@@ -39,9 +39,21 @@ class Detokenizer(Protocol):
 
 def detokenizer(tokenizer: Tokenizer) -> Detokenizer:
     """A new detokenizer of the kind that this tokenizer needs."""
+    if isinstance(tokenizer, NoTokenizer):
+        return NoText()
     if _is_byte_level(tokenizer.backend):
         return ByteLevelDetokenizer(tokenizer)
     return AnchoredDetokenizer(tokenizer)
+
+
+class NoText:
+    """For models without a tokenizer."""
+
+    def push(self, token: int) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
 
 
 class ByteLevelDetokenizer:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvrelay.text.detokenizer import detokenizer
 from kvrelay.text.stop import StopStrings
-from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,8 @@ class OutputText:
     def __init__(
         self, tokenizer: Tokenizer, stops: Sequence[str] = (), min_tokens: int = 0
     ) -> None:
+        if stops and isinstance(tokenizer, NoTokenizer):
+            raise tokenizer.refusal("sampling.stop")
         self._detokenizer = detokenizer(tokenizer)
         self._stops = StopStrings(stops)
         self._ignored = min_tokens

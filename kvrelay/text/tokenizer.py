@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from kvrelay.errors import Rejected, Unservable
+from kvrelay.model_folder import missing_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerBase
 
 MAX_PROMPT_BYTES = 4 << 20
+FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
+"""Files of vocabularies. Without one ``transformers`` makes an empty tokenizer for some models."""
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -85,6 +88,42 @@ class Tokenizer:
             raise Rejected(field, f"{size} bytes, more than the limit of {self.max_prompt_bytes}")
 
 
+class NoTokenizer(Tokenizer):
+    """For a model whose folder has no tokenizer: token ids go in and out, texts are refused."""
+
+    def __init__(self) -> None:
+        self.max_prompt_bytes = 0
+        self.vocab_size = 0
+        self.special_ids = frozenset()
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        raise self.refusal("chat")
+
+    def check_size(self, text: str, field: str) -> None:
+        raise self.refusal(field)
+
+    def refusal(self, field: str) -> Rejected:
+        """The error for a field that needs text."""
+        instead = "stop_token_ids" if field == "sampling.stop" else "token_ids"
+        return Rejected(field, f"needs a tokenizer, and this model has none: send {instead}")
+
+
+def load_tokenizer(folder: str | Path, max_prompt_bytes: int = MAX_PROMPT_BYTES) -> Tokenizer:
+    """The tokenizer of a model folder, a ``NoTokenizer`` for a folder without files of one.
+
+    Raises ``Unservable`` if there is no such folder, or if its tokenizer cannot be used.
+    """
+    path = Path(folder)
+    if path.is_dir() and not has_tokenizer(path):
+        return NoTokenizer()
+    return Tokenizer(path, max_prompt_bytes)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder has a file of a vocabulary."""
+    return any(True for pattern in FILES for _ in folder.glob(pattern))
+
+
 def eos_token_ids(folder: str | Path) -> tuple[int, ...]:
     """End-of-sequence ids of generation_config.json, or else of config.json."""
     for name in ("generation_config.json", "config.json"):
@@ -97,8 +136,8 @@ def eos_token_ids(folder: str | Path) -> tuple[int, ...]:
 
 
 def _load(folder: Path) -> PreTrainedTokenizerBase:
-    if not folder.is_dir():
-        raise Unservable(f"{folder}: no such folder; give a local model folder")
+    if (reason := missing_folder(folder)) is not None:
+        raise Unservable(f"{folder}: {reason}")
     config = _json(folder / "tokenizer_config.json")
     plain = config.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in config
     logging.getLogger("transformers").addFilter(_is_useful)

@@ -19,6 +19,9 @@ class WorkerConfig(SecurityOptions):
     """Flags, environment and file of a prefill or decode worker."""
 
     model: str = required(str, "directory of a transformers model", metavar="DIR")
+    served_model: str | None = option(
+        None, "name of the model, as the router calls it; default: that of its directory"
+    )
     router: tuple[str, ...] = option((), "routers to announce this worker to", metavar="HOST:PORT")
     advertise: str | None = option(
         None, "address to announce; default: the listening address", metavar="HOST:PORT"
@@ -31,7 +34,9 @@ class WorkerConfig(SecurityOptions):
         " first; default: no store",
     )
     dtype: str = option("auto", "number format of weights and KV", choices=DTYPES)
-    device: str = option("auto", "where the model runs", choices=DEVICES)
+    device: str = option(
+        "auto", "where the model runs; cuda has not been tried on a GPU yet", choices=DEVICES
+    )
     attention_backend: str = option("auto", "how attention is computed", choices=ATTENTION_BACKENDS)
     block_size: int = option(16, "token positions in a KV block", low=1, high=LARGEST_BLOCK)
     num_blocks: int | None = option(

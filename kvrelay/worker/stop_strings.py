@@ -8,7 +8,7 @@ from kvrelay.engine.core.request import Order
 from kvrelay.errors import Rejected, Unservable
 from kvrelay.sampling import Sampling
 from kvrelay.text.output import OutputText
-from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.text.tokenizer import Tokenizer, load_tokenizer
 
 
 class StopStringChecker:
@@ -22,14 +22,14 @@ class StopStringChecker:
 
 
 class StopCheckers:
-    """Makes stop checkers. Without a tokenizer, requests without stop strings are still served."""
+    """Makes stop checkers. Requests without stop strings are served without a tokenizer too."""
 
     def __init__(self, folder: str | Path) -> None:
         """Read the tokenizer now: later it would block the event loop."""
         self._tokenizer: Tokenizer | None = None
         self._reason = ""
         try:
-            self._tokenizer = Tokenizer(folder)
+            self._tokenizer = load_tokenizer(folder)
         except Unservable as error:
             self._reason = str(error)
 

@@ -63,7 +63,9 @@ class Worker:
         """Load the model and build the parts; nothing runs yet. ``Unservable``, ``Rejected``."""
         model = load_model(config.model, config.dtype, config.device, config.max_model_len)
         info = model.info
-        namespace = Namespace(info.name, info.revision, info.dtype, LAYOUT, config.block_size)
+        namespace = Namespace(
+            config.served_model or info.name, info.revision, info.dtype, LAYOUT, config.block_size
+        )
         limits = limits_of(config, model)
         runner = Runner(
             model, limits.num_blocks, limits.block_size, config.attention_backend, config.threads

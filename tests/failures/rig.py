@@ -128,10 +128,10 @@ def rig(
         max_num_batched_tokens=16,
         disaggregate="always",
         store_budget=1 << 26,
+        queue_seconds=600.0,  # a slow machine gets hundreds of requests at once
     )
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVRELAY_AUDIT", "true")
-        patch.setenv("KVRELAY_QUEUE_SECONDS", "600")  # a slow machine gets hundreds at once
         for name, value in (environ or {}).items():
             patch.setenv(f"KVRELAY_{name.upper()}", value)
         proxies: dict[str, Proxy] = {}

@@ -126,7 +126,7 @@ def tokens(tmp_path: Path) -> str:
 
 
 def shown(token: str | None) -> Security:
-    return Security(credentials=credentials.given(token, None))
+    return Security(credentials=credentials.load(SecurityOptions(token=token)))
 
 
 async def test_mutual_tls(party: Callable[..., Files]) -> None:
@@ -416,15 +416,15 @@ def test_secrets_are_in_no_repr(tokens: str, party: Callable[..., Files]) -> Non
 
 def test_what_a_process_shows(tokens: str) -> None:
     for shows, token in ((SERVICE_FIRST, SERVICE), (ADMIN_FIRST, ADMIN)):
-        assert credentials.read(tokens, None, None, shows).token == token
-    assert credentials.read(tokens, ALICE, None).token == ALICE
+        assert credentials.load(SecurityOptions(credentials=tokens), shows).token == token
+    assert credentials.load(SecurityOptions(credentials=tokens, token=ALICE)).token == ALICE
 
 
 def test_old_tokens_and_new_ones_side_by_side(tmp_path: Path) -> None:
     """So tokens can be changed while processes with either one run."""
     text = CREDENTIALS.replace(f'"{SERVICE}"', f'["{NEW}", "{SERVICE}"]')
     text = text.replace(f'"{ALICE}"', f'["{NEW} of alice", "{ALICE}"]')
-    known = credentials.read(write_credentials(tmp_path, text), None, None)
+    known = credentials.load(SecurityOptions(credentials=write_credentials(tmp_path, text)))
     assert known.token == NEW
     assert known.identify(NEW) == known.identify(SERVICE) == Caller(CallerKind.SERVICE)
     old, new = known.identify(ALICE), known.identify(f"{NEW} of alice")
@@ -434,7 +434,7 @@ def test_old_tokens_and_new_ones_side_by_side(tmp_path: Path) -> None:
 
 
 def test_salts_differ_and_stay(tokens: str) -> None:
-    first, again = (credentials.read(tokens, None, None) for _ in range(2))
+    first, again = (credentials.load(SecurityOptions(credentials=tokens)) for _ in range(2))
     salts = [_salt(first, ALICE), _salt(first, BOB), _salt(again, ALICE)]
     assert salts[0] != salts[1]
     assert salts[0] == salts[2]
@@ -470,11 +470,11 @@ def _salt(known: credentials.Credentials, token: str) -> bytes:
 )
 def test_files_that_cannot_be_used(text: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(Rejected, match=says) as caught:
-        credentials.read(write_credentials(tmp_path, text), None, None)
+        credentials.load(SecurityOptions(credentials=write_credentials(tmp_path, text)))
     assert not any(secret in str(caught.value) for secret in SECRETS)
 
 
-@pytest.mark.parametrize("field", ["token", "fleet_key"])
+@pytest.mark.parametrize("field", ["token", "cluster_token", "fleet_key"])
 @pytest.mark.parametrize(
     "secret", [f"{ALICE}\n", f"{ALICE}\r\n", "\n", "é" * 20, "short", "x" * 1025]
 )
@@ -482,10 +482,12 @@ def test_what_the_environment_says_is_checked_like_a_file(
     field: str, secret: str, tokens: str
 ) -> None:
     """gRPC would end each call, one of them without a status; a short key is no protection."""
-    given = {"token": None, "fleet_key": None, field: secret}
     for file in (None, tokens):
         options = SecurityOptions(
-            credentials=file, token=given["token"], fleet_key=given["fleet_key"]
+            credentials=file,
+            token=secret if field == "token" else None,
+            cluster_token=secret if field == "cluster_token" else None,
+            fleet_key=secret if field == "fleet_key" else None,
         )
         with pytest.raises(Rejected, match=f"^{field}: must") as caught:
             policy.load(options)
@@ -494,7 +496,9 @@ def test_what_the_environment_says_is_checked_like_a_file(
 
 def test_a_file_of_brackets_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Rejected, match="is not TOML"):
-        credentials.read(write_credentials(tmp_path, "a = " + "[" * 100_000), None, None)
+        credentials.load(
+            SecurityOptions(credentials=write_credentials(tmp_path, "a = " + "[" * 100_000))
+        )
 
 
 def test_a_file_that_others_can_read_is_told(
@@ -502,7 +506,7 @@ def test_a_file_that_others_can_read_is_told(
 ) -> None:
     path = write_credentials(tmp_path)
     Path(path).chmod(0o644)
-    credentials.read(path, None, None)
+    credentials.load(SecurityOptions(credentials=path))
     assert "chmod 600" in caplog.text
 
 

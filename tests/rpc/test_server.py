@@ -171,6 +171,26 @@ def test_signal_drains_and_exits_0(number: signal.Signals, drain_seconds: str) -
     assert output == "draining\n"
 
 
+LIMITED = """
+import resource
+from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.rpc.server.run import run_service
+
+async def serve(config):
+    return int(resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1000)
+
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+raise SystemExit(run_service(SecurityOptions(), serve))
+"""
+
+
+def test_a_service_raises_its_limit_of_open_files() -> None:
+    """A full server has more connections than many systems allow open files."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    subprocess.run([sys.executable, "-c", LIMITED], env=environment, timeout=60, check=True)
+
+
 async def test_stop_gives_running_calls_time() -> None:
     entered, leave = asyncio.Event(), asyncio.Event()
 

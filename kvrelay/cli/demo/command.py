@@ -19,11 +19,13 @@ from kvrelay.cli.signals import Signals, end_now
 from kvrelay.client.client import Client
 from kvrelay.cluster.layout import ClusterConfig
 from kvrelay.cluster.process import ProcessSpec
-from kvrelay.cluster.supervisor import Cluster
+from kvrelay.cluster.supervisor import Cluster, with_cluster_token
 from kvrelay.config.reader import load, option
 from kvrelay.errors import Rejected
 from kvrelay.installation import command, make
 from kvrelay.recall.facts import FactQuestion
+from kvrelay.rpc.security import policy
+from kvrelay.rpc.security.credentials import ADMIN_FIRST
 
 DESCRIPTION = """\
 Starts a store, prefill workers, decode workers and a router on free ports, and asks questions
@@ -80,13 +82,16 @@ class Demo:
         self._config = config
         self._plan = plan
         self._kills = config.kill is None
-        size = ClusterConfig(
-            model=config.model,
-            prefill=config.prefill,
-            decode=config.decode,
-            port=0,
-            disaggregate="always",  # the demo shows the handoff
+        size = with_cluster_token(
+            ClusterConfig(
+                model=config.model,
+                prefill=config.prefill,
+                decode=config.decode,
+                port=0,
+                disaggregate="always",  # the demo shows the handoff
+            )
         )
+        policy.install(size, ADMIN_FIRST)
         self._cluster = Cluster(size, on_change=self._on_change)
         self._names = names_of(self._cluster)
         self._flow = WrappedOutput(quiet=config.json)

@@ -12,7 +12,7 @@ from google.protobuf import json_format
 
 from kvrelay.cli.doctor.machine import Diagnosis, audit, examine
 from kvrelay.cli.screen import paint, print_out
-from kvrelay.cluster.endpoints import processes_of
+from kvrelay.cluster.endpoints import authorized, processes_of
 from kvrelay.config.reader import load, option
 from kvrelay.installation import CLUSTER, command, install_line, lacking, require
 from kvrelay.rpc.security import policy
@@ -51,7 +51,7 @@ class DoctorConfig(SecurityOptions):
 def main(argv: Sequence[str]) -> int:
     config = load(DoctorConfig, argv, "kvrelay doctor", DESCRIPTION)
     if config.audit is not None:
-        policy.install(config, ADMIN_FIRST)
+        policy.install(authorized(config, None, config.audit), ADMIN_FIRST)
         return show_audit(config.audit, config.json)
     policy.install(config)
     findings = []

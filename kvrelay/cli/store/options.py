@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from kvrelay.cluster.endpoints import store_of
+from kvrelay.cluster.endpoints import authorized, store_of
 from kvrelay.config.reader import option
 from kvrelay.errors import Rejected
 from kvrelay.rpc.security import policy
@@ -37,11 +38,12 @@ class StoreSelection(SecurityOptions):
 
     def urls(self) -> list[str]:
         """The stores' URLs, after installing this process's credentials."""
-        policy.install(self, ADMIN_FIRST)
         text = store_of(Path(self.endpoints)) if self.endpoints is not None else self.store
         if not text:
             raise Rejected("store", "is empty: give a URL such as kvrelay://HOST:PORT")
         urls = split_urls(text)
+        addresses = (urlsplit(url).netloc for url in urls)
+        policy.install(authorized(self, self.endpoints, *addresses), ADMIN_FIRST)
         twice = [name for name, count in Counter(map(public_url, urls)).items() if count > 1]
         if twice:
             raise Rejected("store", f"{twice[0]} is in the list twice")

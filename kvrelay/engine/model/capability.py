@@ -1,90 +1,146 @@
 """Checks, before the weights load, whether a model can be served exactly.
 
 Each check is for a property that would make an answer wrong (a window shorter than the longest
-sequence, frequencies that depend on the batch), never for a model's name. ``model.probe`` then
-observes the loaded model and compares it with itself.
+sequence, frequencies that depend on the batch), never for a model's name. Every reason is
+collected, those included that ``model.probe`` observes in the modules without weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from kvrelay.engine.model.pretrained import FOREIGN, skeleton
+from kvrelay.engine.model.probe import observed_reasons
 from kvrelay.errors import Unservable
+from kvrelay.model_folder import joined
 
+OTHER_MODEL = "; no option changes that: choose another model"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
-def longest(config: PreTrainedConfig, asked: int | None) -> int:
+def servable_length(config: PreTrainedConfig, asked: int | None, known: Sequence[str] = ()) -> int:
     """The longest sequence to serve: ``asked``, or the limit in the model's config.
 
-    Raises ``Unservable`` if neither exists, or if ``asked`` exceeds the limit.
+    Raises ``Unservable`` with every reason against the model, the ``known`` ones included.
     """
-    limit = next((n for name in _LENGTHS if (n := _integer(config, name)) is not None), None)
-    if asked is None and limit is None:
-        raise Unservable("the model's config names no maximum length: give one (max_model_len)")
-    if asked is not None and limit is not None and asked > limit:
-        raise Unservable(f"max_model_len {asked} exceeds the model's own limit of {limit}")
-    length = asked if asked is not None else limit
-    if length is None or length < 1:
-        raise Unservable(f"max_model_len must be at least 1, got {length}")
+    fixed = [*known, *_format_reasons(config)]
+    if (kind := _kind_reason(config)) is not None:  # its length and modules would say nothing
+        raise Unservable(joined([kind, *fixed]) + OTHER_MODEL)
+    limit = position_limit(config)
+    fixed += _length_reasons(asked, limit)
+    length = min((n for n in (asked, limit) if n is not None and n > 0), default=1)
+    try:
+        model = skeleton(config)
+    except FOREIGN:
+        if known := [*fixed, *_config_reasons(config, length)]:
+            raise Unservable(joined(known)) from None
+        raise
+    reasons = _reasons(config, model, length)
+    if fixed or reasons:
+        raise Unservable(joined([*fixed, *reasons]) + _advice(config, model, reasons, fixed))
     return length
 
 
-def check_config(config: PreTrainedConfig, max_len: int) -> None:
-    """Raise ``Unservable`` for what the config shows."""
+def _kind_reason(config: PreTrainedConfig) -> str | None:
     if getattr(config, "is_encoder_decoder", False):
-        raise Unservable("an encoder-decoder model: only decoders are served")
+        return "an encoder-decoder model: only decoder-only text models are served"
     if config.get_text_config() is not config or getattr(config, "vision_config", None):
-        raise Unservable("a multimodal model: only text decoders are served")
+        return "a multimodal model: only text models are served, such as a text-only checkpoint"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"a model of type {config.model_type!r}, which is no causal language model"
+    return None
+
+
+def _format_reasons(config: PreTrainedConfig) -> Iterator[str]:
     if getattr(config, "quantization_config", None) is not None:
-        raise Unservable("quantised weights: only float32, bfloat16 and float16 are served")
-    for reason in (*_layer_types(config, max_len), *_windows(config, max_len)):
-        raise Unservable(reason)
-    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "") == "alibi":
-        raise Unservable("ALiBi position biases: attention with a bias is not implemented")
-    for name in ("attn_logit_softcapping", "attn_logit_cap"):
-        if getattr(config, name, None):
-            raise Unservable(f"soft-capped attention logits ({name}): not implemented")
+        yield (
+            "quantised weights: only float32, bfloat16 and float16 are served, so take the"
+            " original checkpoint"
+        )
 
 
-def check_modules(model: PreTrainedModel, max_len: int) -> None:
-    """Raise ``Unservable`` for what the modules show, for example on the meta device."""
-    kind = type(model).__name__
-    if not type(model)._supports_attention_backend or not model._can_set_attn_implementation():
-        raise Unservable(f"{kind} does not call its attention through the attention interface")
+def position_limit(config: PreTrainedConfig) -> int | None:
+    """The longest sequence that the config allows; ``None`` if it names no limit."""
+    lengths = (_integer(config, name) for name in _LENGTHS)
+    return next((length for length in lengths if length is not None and length > 0), None)
+
+
+def _length_reasons(asked: int | None, limit: int | None) -> Iterator[str]:
+    if asked is None and limit is None:
+        yield "the model's config names no maximum length: give one (max_model_len)"
+    if asked is not None and asked < 1:
+        yield f"max_model_len must be at least 1, got {asked}"
+    if asked is not None and limit is not None and asked > limit:
+        yield f"max_model_len {asked} exceeds the model's own limit of {limit}"
+
+
+def _reasons(
+    config: PreTrainedConfig, model: PreTrainedModel, length: int
+) -> dict[str, int | None]:
+    """Reasons against sequences of this length.
+
+    Each with the length up to which it does not hold, ``None`` if it always does.
+    """
+    reasons = _config_reasons(config, length)
     for name, module in model.named_modules():
-        if getattr(module, "sinks", None) is not None:
-            raise Unservable(f"attention sinks in {name}: not implemented")
         for rope in _ropes(module):
-            _check_rope(name, rope, module, max_len)
+            reasons.update(_rope_reasons(name, rope, module, length))
+    if not type(model)._supports_attention_backend or not model._can_set_attn_implementation():
+        reason = (
+            f"{type(model).__name__} of `transformers` does not call its attention through the"
+            " attention interface, by which KV blocks get in"
+        )
+        return {**reasons, reason: None}
+    return {**reasons, **dict.fromkeys(observed_reasons(model, 0 if reasons else length))}
 
 
-def _layer_types(config: PreTrainedConfig, max_len: int) -> Iterator[str]:
+def _config_reasons(config: PreTrainedConfig, length: int) -> dict[str, int | None]:
+    reasons = dict((*_layer_types(config, length), *_windows(config, length)))
+    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", "") == "alibi":
+        reasons["ALiBi position biases: attention with a bias is not implemented"] = None
+    return reasons
+
+
+def _advice(
+    config: PreTrainedConfig,
+    model: PreTrainedModel,
+    reasons: dict[str, int | None],
+    fixed: Sequence[str],
+) -> str:
+    """Whether shorter sequences could be served: only if no reason is left against them."""
+    lengths = [length for length in reasons.values() if length is not None]
+    if len(lengths) < len(reasons) or (lengths and _reasons(config, model, min(lengths))):
+        return OTHER_MODEL
+    return f"; max_model_len {min(lengths)} would do" if lengths and not fixed else ""
+
+
+def _layer_types(config: PreTrainedConfig, length: int) -> Iterator[tuple[str, int | None]]:
     for kind in dict.fromkeys(getattr(config, "layer_types", None) or ()):
         if kind == "full_attention":
             continue
         if kind not in _WINDOWS:
-            yield f"layers of type {kind!r}: only full attention is implemented"
-        elif (window := _integer(config, _WINDOWS[kind])) is None or window < max_len:
-            yield _too_narrow(f"layers of type {kind!r}", window, max_len)
+            yield f"layers of type {kind!r}: only full attention is implemented", None
+        elif (window := _integer(config, _WINDOWS[kind])) is None or window < length:
+            yield _too_narrow(f"layers of type {kind!r}", window, length), window
 
 
-def _windows(config: PreTrainedConfig, max_len: int) -> Iterator[str]:
+def _windows(config: PreTrainedConfig, length: int) -> Iterator[tuple[str, int | None]]:
     if getattr(config, "layer_types", None):  # each layer's type says whether it uses the window
         return
     window = _integer(config, "sliding_window")
-    if window is not None and window < max_len and getattr(config, "use_sliding_window", True):
-        yield _too_narrow("sliding-window attention", window, max_len)
+    if window is not None and window < length and getattr(config, "use_sliding_window", True):
+        yield _too_narrow("sliding-window attention", window, length), window
 
 
-def _too_narrow(what: str, window: int | None, max_len: int) -> str:
-    reason = f"{what} with a window of {window}, shorter than sequences of up to {max_len}"
+def _too_narrow(what: str, window: int | None, length: int) -> str:
     return (
-        reason if window is None else f"{reason}: not implemented; max_model_len {window} would do"
+        f"{what} with a window of {window}, shorter than sequences of up to {length}: only full"
+        " attention is implemented"
     )
 
 
@@ -95,7 +151,9 @@ def _ropes(module: torch.nn.Module) -> list[str]:
     return [str(kind) for kind in kinds.values()] if isinstance(kinds, dict) else []
 
 
-def _check_rope(name: str, rope: str, module: torch.nn.Module, max_len: int) -> None:
+def _rope_reasons(
+    name: str, rope: str, module: torch.nn.Module, length: int
+) -> Iterator[tuple[str, int | None]]:
     """`transformers` chooses these frequencies by the longest position in the batch."""
     if "dynamic" in rope:
         limit = getattr(module, "original_max_seq_len", None)
@@ -103,9 +161,9 @@ def _check_rope(name: str, rope: str, module: torch.nn.Module, max_len: int) -> 
         limit = _original_length(module)
     else:
         return
-    if not isinstance(limit, int) or max_len > limit:
-        hint = "" if limit is None else f"; max_model_len {limit} would do"
-        raise Unservable(f"rope type {rope!r} in {name}: frequencies depend on the length{hint}")
+    known = limit if isinstance(limit, int) else None
+    if known is None or length > known:
+        yield f"rope type {rope!r} in {name}: frequencies depend on the length", known
 
 
 def _original_length(module: torch.nn.Module) -> object:

@@ -6,38 +6,26 @@ run is compared with `transformers`' own.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
-from safetensors import SafetensorError
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrelay.engine.attention.backend import ATTENTION
 from kvrelay.engine.attention.pool import DTYPES, PoolShape
-from kvrelay.engine.model.capability import check_config, check_modules, longest
+from kvrelay.engine.model.capability import servable_length
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.decoder_weights import extract_weights
 from kvrelay.engine.model.forward import CausalModel, TransformersModel
 from kvrelay.engine.model.packed_linear import bound_kernel_caches, pack_linears
-from kvrelay.engine.model.pretrained import read_config, read_weights, revision, skeleton
+from kvrelay.engine.model.pretrained import FOREIGN, read_config, read_weights, revision
 from kvrelay.engine.model.probe import compare_logits, observe_model, reference_logits
 from kvrelay.errors import Unservable
-
-# What `transformers` raises while it reads a broken or unknown model.
-_FOREIGN = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    OSError,
-    RuntimeError,
-    SafetensorError,
-    TypeError,
-    ValueError,
-)
+from kvrelay.model_folder import folder_reasons, joined
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,26 +78,52 @@ def load_model(
     """Load from a directory with ``config.json`` and ``*.safetensors`` (sharded or not).
 
     ``dtype`` is "float32", "bfloat16", "float16" or "auto" (the config's own); ``device`` "cpu",
-    "cuda" or "auto". Raises ``Unservable`` with the reason when it cannot be served exactly.
+    "cuda" or "auto". Raises ``Unservable`` with all reasons if it cannot be served exactly.
     """
     directory = Path(path)
     bound_kernel_caches()
+    with _explained(directory), torch.inference_mode():
+        where = _device(device)
+        kind, max_len = _check(directory, dtype, max_model_len)
+        return _checked(directory, read_weights(directory, kind, where), kind, where, max_len)
+
+
+def check_model(
+    path: str | Path,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+) -> None:
+    """Raises ``Unservable`` as ``load_model`` does, as far as the model shows without weights."""
+    directory = Path(path)
+    with _explained(directory):
+        _device(device)
+        _check(directory, dtype, max_model_len)
+
+
+@contextmanager
+def _explained(directory: Path) -> Iterator[None]:
     try:
-        with torch.inference_mode():
-            return _load(directory, dtype, _device(device), max_model_len)
+        yield
     except Unservable as error:
         raise Unservable(f"{directory}: {error}") from None
-    except _FOREIGN as error:
+    except FOREIGN as error:
         raise Unservable(f"{directory}: cannot be loaded: {_first_line(error)}") from error
 
 
-def _load(directory: Path, dtype: str, device: torch.device, asked: int | None) -> LoadedModel:
-    config = read_config(directory)
-    max_len = longest(config, asked)
-    check_config(config, max_len)
-    check_modules(skeleton(config), max_len)
+def _check(directory: Path, dtype: str, asked: int | None) -> tuple[str, int]:
+    """The dtype and the longest sequence to serve; ``Unservable`` with all reasons."""
+    known = list(folder_reasons(directory))
+    try:
+        config = read_config(directory)
+    except FOREIGN:
+        if known:
+            raise Unservable(joined(known)) from None
+        raise
     kind = _dtype(config, dtype)
-    return _checked(directory, read_weights(directory, kind, device), kind, device, max_len)
+    if kind not in DTYPES:
+        known.append(f"dtype {kind}: only {', '.join(DTYPES)} are served, so choose one of them")
+    return kind, servable_length(config, asked, known)
 
 
 def _checked(
@@ -161,10 +175,7 @@ def _vocab(model: PreTrainedModel, logits: int) -> int:
 
 def _dtype(config: PreTrainedConfig, asked: str) -> str:
     own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    name = own if asked == "auto" else asked
-    if name not in DTYPES:
-        raise Unservable(f"dtype {name}: only {', '.join(DTYPES)} are served")
-    return name
+    return own if asked == "auto" else asked
 
 
 def _device(asked: str) -> torch.device:

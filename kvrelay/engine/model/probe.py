@@ -8,21 +8,29 @@ with the model's own logits.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from kvrelay.engine.attention.batch import pack
 from kvrelay.engine.attention.pool import KVPool, PoolShape
 from kvrelay.engine.attention.sdpa import SdpaBackend
 from kvrelay.engine.core.updates import Work
 from kvrelay.engine.model.forward import CausalModel, TransformersModel
+from kvrelay.engine.model.pretrained import FOREIGN
 from kvrelay.errors import Unservable
+from kvrelay.model_folder import joined
 from kvrelay.sampling import Sampling
 
 _OBSERVED = "kvrelay_observed"
-_BIASES = ("softcap", "s_aux", "position_bias", "alibi")
+_BIASES = {
+    "softcap": "soft-capped attention logits, as in Gemma 2",
+    "s_aux": "attention sinks, as in gpt-oss",
+    "position_bias": "position biases, as in T5",
+    "alibi": "ALiBi position biases",
+}
 # The largest allowed difference of logits, as a share of their largest magnitude: rounding grows
 # with depth, while a wrong slot, mask or bias changes logits by the order of their size.
 _TOLERANCE = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.25}
@@ -48,11 +56,12 @@ class _Call:
 
 
 class _Observer:
-    """Takes the place of a step: records each call."""
+    """Takes the place of a step: records each call, and once each reason against its attention."""
 
     def __init__(self, max_len: int) -> None:
         self.max_len = max_len
         self.calls: list[_Call] = []
+        self.reasons: dict[str, None] = {}
 
     def note(
         self,
@@ -66,21 +75,36 @@ class _Observer:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int):
             raise Unservable("attention modules without a layer number")
+        self.reasons |= dict.fromkeys(self._reasons(module, mask, options))
         if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
-            raise Unservable(
-                f"layer {layer}: keys {[*key.shape]} and values {[*value.shape]} differ"
-            )
+            widths = f"keys of width {key.shape[-1]} and values of width {value.shape[-1]}"
+            reason = f"{widths}, as in multi-head latent attention (MLA): not implemented"
+            self.reasons[reason] = None
+        self.calls.append(_Call(layer, query.shape[1], key.shape[1], key.shape[3]))
+
+    def finish(self, expected: int | None) -> None:
+        """Add the reasons that all calls together show; ``expected`` is the number of layers."""
+        layers = [call.layer for call in self.calls]
+        if not layers or len(layers) != (expected or len(layers)):
+            self.reasons[f"{len(layers)} of {expected} layers call the attention interface"] = None
+        elif layers != list(range(len(layers))):
+            self.reasons["layers do not each have a KV of their own, in order"] = None
+        elif len({replace(call, layer=0) for call in self.calls}) > 1:
+            self.reasons["layers that differ in the number or width of their heads"] = None
+
+    def _reasons(
+        self, module: torch.nn.Module, mask: torch.Tensor | None, options: dict[str, object]
+    ) -> Iterator[str]:
         if getattr(module, "is_causal", True) is False or options.get("is_causal") is False:
-            raise Unservable(f"layer {layer}: attention is not causal")
-        for name in _BIASES:
+            yield "attention that is not causal: only decoders are served"
+        for name, words in _BIASES.items():
             if options.get(name) is not None:
-                raise Unservable(f"layer {layer}: attention with {name} is not implemented")
+                yield f"{words}: not implemented"
         window = options.get("sliding_window")
         if isinstance(window, int) and window < self.max_len:
-            raise Unservable(f"layer {layer}: a sliding window of {window} is not implemented")
+            yield f"a sliding window of {window}: not implemented"
         if mask is not None:
-            raise Unservable(f"layer {layer}: attention needs the model's own mask")
-        self.calls.append(_Call(layer, query.shape[1], key.shape[1], key.shape[3]))
+            yield "attention with a mask of the model's own: not implemented"
 
 
 def _observed_attention(
@@ -95,7 +119,8 @@ def _observed_attention(
     if kvrelay_step is None:
         raise Unservable("the model does not pass its keyword arguments on to the attention")
     kvrelay_step.note(module, query, key, value, attention_mask, options)
-    return query.transpose(1, 2).contiguous(), None
+    batch, heads, count, _ = query.shape
+    return query.new_zeros(batch, count, heads, value.shape[-1]), None
 
 
 AttentionInterface.register(_OBSERVED, _observed_attention)
@@ -107,19 +132,38 @@ def observe_model(forward: TransformersModel, device: torch.device, max_len: int
     Raises ``Unservable`` if a layer has no attention, or shares the KV of another.
     """
     observer = _Observer(max_len)
+    vocab = _run(forward, device, observer)
+    if observer.reasons:
+        raise Unservable(joined([*observer.reasons]))
+    last = observer.calls[-1]
+    return ObservedModel(len(observer.calls), last.heads, last.kv_heads, last.head_dim, vocab)
+
+
+def observed_reasons(skeleton: PreTrainedModel, max_len: int) -> tuple[str, ...]:
+    """The reasons that ``observe_model`` would find, from modules on the meta device.
+
+    A forward that needs weights ends early: then the reasons are those observed before.
+    """
+    observer = _Observer(max_len)
+    torch.nn.Module.to(skeleton, torch.bfloat16)  # experts' products take nothing else there
+    skeleton.train(False)
+    try:
+        with torch.inference_mode():
+            _run(TransformersModel(skeleton), torch.device("meta"), observer)
+    except Unservable as error:
+        return (*observer.reasons, str(error))
+    except FOREIGN:
+        pass
+    return tuple(observer.reasons)
+
+
+def _run(forward: TransformersModel, device: torch.device, observer: _Observer) -> int:
+    """Run three tokens; returns the number of logits."""
     forward.set_attention(_OBSERVED)
     tokens = torch.tensor([[0, 1, 2]], device=device)
     logits = forward.logits(tokens, tokens.clone(), observer, tokens[0, -1:])
-    calls = observer.calls
-    expected = getattr(forward.model.config, "num_hidden_layers", len(calls))
-    if not calls or len(calls) != expected:
-        raise Unservable(f"{len(calls)} of {expected} layers call the attention interface")
-    if [call.layer for call in calls] != list(range(len(calls))):
-        raise Unservable("layers do not each have a KV of their own, in order")
-    if len({replace(call, layer=0) for call in calls}) > 1:
-        raise Unservable("layers differ in their number or width of heads")
-    last = calls[-1]
-    return ObservedModel(len(calls), last.heads, last.kv_heads, last.head_dim, logits.shape[-1])
+    observer.finish(getattr(forward.model.config, "num_hidden_layers", None))
+    return logits.shape[-1]
 
 
 def reference_logits(forward: TransformersModel, device: torch.device, vocab: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ TOML, readable by its owner only. Every part is optional, and each process may h
 
     service = "..."          # token among router, workers and store
     admin = "..."            # token for drain, audit, clear
-    fleet = "..."            # key that signs handoffs, and from which salts are derived
+    fleet = "..."            # key that signs handoffs and blocks; tenants' salts derive from it
     token = "..."            # the token to send, if it is neither of the two above
 
 A token may be a list, ``["new", "old"]``: all of them are accepted, the first is sent, so a token
@@ -33,6 +33,7 @@ from pathlib import Path
 from kvrelay.config.values import size
 from kvrelay.errors import Rejected
 from kvrelay.rpc.security.identity import Caller, CallerKind, Tenant
+from kvrelay.rpc.security.options import SecurityOptions
 
 log = logging.getLogger("kvrelay.rpc")
 FIELD = "credentials"
@@ -47,16 +48,22 @@ _TENANT = frozenset({"token", "salt", "max-requests", "tokens-per-minute", "weig
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """``token`` is what this process sends; ``fleet_key`` signs handoffs."""
+    """``token`` is what this process sends; ``fleet_key`` signs handoffs and blocks.
+
+    Without a token of its own, a process sends ``cluster_token``, but not to other machines.
+    ``open``: clients need no token, because only the cluster's is known here.
+    """
 
     token: str | None = field(default=None, repr=False)
     fleet_key: bytes | None = field(default=None, repr=False)
+    cluster_token: str | None = field(default=None, repr=False)
+    open: bool = False
     _known: Mapping[bytes, Caller] = field(default_factory=dict, repr=False)
     _key: bytes = field(default_factory=lambda: os.urandom(32), repr=False)
 
     @property
     def required(self) -> bool:
-        """Whether callers must send a token."""
+        """Whether callers must send a token; with ``open``, all but clients."""
         return bool(self._known)
 
     @property
@@ -79,17 +86,20 @@ class Credentials:
         return self._known.get(_digest(self._key, token))
 
 
-def read(
-    path: str, token: str | None, fleet_key: str | None, shows: Sequence[CallerKind] = SERVICE_FIRST
-) -> Credentials:
-    """The credentials in a file; ``fleet_key`` is used if the file has none.
+def load(options: SecurityOptions, shows: Sequence[CallerKind] = SERVICE_FIRST) -> Credentials:
+    """The credentials in the options and in the file they name.
 
-    This process sends ``token``, else the file's ``token``, else the first token of ``shows``.
+    This process sends ``token``, else the file's ``token``, else the first token of ``shows`` in
+    the file. The file's fleet key precedes that of the options.
     """
-    _check_given(token, fleet_key)
-    table = _table(path)
+    path = options.credentials
+    for name in ("token", "cluster_token", "fleet_key"):
+        given = getattr(options, name)
+        if given is not None and (wrong := _wrong(given)) is not None:
+            raise Rejected(name, f"{wrong}; does it end with a newline?")
+    table = {} if path is None else _table(path)
     _check_names("", table, _TOP)
-    fleet = _fleet(_secret(table, "fleet", "fleet") or fleet_key)
+    fleet = _fleet(_secret(table, "fleet", "fleet") or options.fleet_key)
     key = os.urandom(32)
     known: dict[bytes, Caller] = {}
     for secret, identity in _identities(table, fleet):
@@ -97,21 +107,14 @@ def read(
         if digest in known:
             raise Rejected(FIELD, f"{path}: two of its tokens are equal")
         known[digest] = identity
+    cluster = options.cluster_token
+    opened = not known and cluster is not None
+    if cluster is not None:
+        known[_digest(key, cluster)] = Caller(CallerKind.ADMIN)
     names = ("token", *(kind.value for kind in shows))
-    own = [token, *(first for name in names for first in _tokens(table, name, name)[:1])]
-    return Credentials(next(filter(None, own), None), fleet, known, key)
-
-
-def given(token: str | None, fleet_key: str | None) -> Credentials:
-    """Credentials without a file: callers need no token."""
-    _check_given(token, fleet_key)
-    return Credentials(token, _fleet(fleet_key))
-
-
-def _check_given(token: str | None, fleet_key: str | None) -> None:
-    for name, secret in (("token", token), ("fleet_key", fleet_key)):
-        if secret is not None and (wrong := _wrong(secret)) is not None:
-            raise Rejected(name, f"{wrong}; does it end with a newline?")
+    firsts = (first for name in names for first in _tokens(table, name, name)[:1])
+    own = next(filter(None, (options.token, *firsts)), None)
+    return Credentials(own, fleet, cluster, opened, known, key)
 
 
 def _digest(key: bytes, token: str) -> bytes:

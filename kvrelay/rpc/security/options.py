@@ -43,9 +43,15 @@ class SecurityOptions:
         secret=True,
         group=GROUP,
     )
+    cluster_token: str | None = option(
+        None,
+        "token of one cluster, which its processes require of all but clients",
+        secret=True,
+        group=GROUP,
+    )
     fleet_key: str | None = option(
         None,
-        "the key that signs handoffs, if --credentials has none",
+        "the key that signs handoffs and blocks, if --credentials has none",
         secret=True,
         group=GROUP,
     )

@@ -39,7 +39,7 @@ class Security:
         lacks = []
         if self.tls is None:
             lacks.append("the connection is not encrypted (--tls-cert, --tls-key)")
-        if not self.credentials.required and not (self.tls is not None and self.tls.asks_clients):
+        if self.credentials.open or not self._asks_callers:
             lacks.append("anyone could call it (--credentials, or --tls-ca)")
         if not lacks:
             return
@@ -49,6 +49,19 @@ class Security:
                 "address", f"{problem}: fix that, listen on 127.0.0.1, or give --allow-insecure"
             )
         log.warning("%s; --allow-insecure was given", problem)
+
+    def warn_if_open(self) -> None:
+        """Log that any user of this machine may call this process, if that is so."""
+        if not self._asks_callers:
+            log.warning(
+                "no credentials: every user of this machine may call this process; give"
+                " --credentials, or the same KVRELAY_CLUSTER_TOKEN to all processes"
+            )
+
+    @property
+    def _asks_callers(self) -> bool:
+        """Whether callers must show a token or a certificate."""
+        return self.credentials.required or (self.tls is not None and self.tls.asks_clients)
 
     def check_plain(self, field: str, host: str) -> None:
         """Raise ``Rejected`` for a port without TLS and tokens that other machines reach."""
@@ -68,6 +81,12 @@ class Security:
                 " --credentials, or give --allow-insecure",
             )
 
+    def token_for(self, address: str) -> str | None:
+        """The token to send to ``address``, after ``check_call``. A cluster's stays on its host."""
+        self.check_call(address)
+        token, own = self.credentials.token, self.credentials.cluster_token
+        return own if token is None and own and Address.parse(address).local else token
+
     def check_call(self, address: str) -> None:
         """Raise ``Rejected`` if a token would cross a network in plain text."""
         if self.tls is not None or self.credentials.token is None or self.allow_insecure:
@@ -86,11 +105,7 @@ _installed = INSECURE
 
 def load(options: SecurityOptions, shows: Sequence[CallerKind] = SERVICE_FIRST) -> Security:
     """Read every file that is named; ``Rejected`` names the wrong option."""
-    token, fleet_key = options.token, options.fleet_key
-    if options.credentials is None:
-        known = credentials.given(token, fleet_key)
-    else:
-        known = credentials.read(options.credentials, token, fleet_key, shows)
+    known = credentials.load(options, shows)
     return Security(tls.load(options), known, options.allow_insecure)
 
 

@@ -28,6 +28,10 @@ RETRY_SECONDS = 1.0
 MAX_NAME = 200
 
 CLIENTS = frozenset({"/kvrelay.v1.RouterService/Generate"})
+OPEN = CLIENTS | {"/kvrelay.v1.RouterService/ListWorkers"}
+OPEN_PREFIX = "/grpc.reflection."
+"""What callers without a token may call where ``Credentials.open`` says so."""
+
 STORE_USERS = frozenset(
     f"/kvrelay.v1.StoreService/{method}"
     for method in (
@@ -89,10 +93,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         caller = LOCAL_CALLER
         if self._credentials.required:
             found = self._identify(handler_call_details.invocation_metadata)
-            if found is None and not method.startswith(HEALTH_PREFIX):
+            if found is None and not self._needs_no_token(method):
                 return _refusing(
                     grpc.StatusCode.UNAUTHENTICATED,
-                    "no token that this server knows: give --credentials, or set KVRELAY_TOKEN",
+                    "no token that this server knows: give --credentials, --endpoints with the"
+                    " file of kvrelay up, or set KVRELAY_TOKEN",
                 )
             if found is not None and not is_allowed(found, method):
                 return _refusing(
@@ -112,13 +117,19 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             grpc.StatusCode.UNIMPLEMENTED, f"no method {_name(method)} on this server"
         )
 
+    def _needs_no_token(self, method: str) -> bool:
+        if method.startswith(HEALTH_PREFIX):
+            return True
+        return self._credentials.open and (method in OPEN or method.startswith(OPEN_PREFIX))
+
     def _count_in(self, found: Caller | None, method: str) -> bool:
         """Count the call until its task ends. Returns false if there is no room."""
         if found is not None and found.kind is not CallerKind.CLIENT:
             return True
         key = method if found is None else found.tenant.name
         task = asyncio.current_task()
-        full = self._open[key] >= self._share or self._open.total() >= self._total
+        share = self._total if self._credentials.open else self._share
+        full = self._open[key] >= share or self._open.total() >= self._total
         if full or task is None:
             return False
         self._open[key] += 1

@@ -16,6 +16,7 @@ from typing import Never, TypeAlias, TypeVar, cast
 import grpc
 
 from kvrelay.errors import KvrelayError, Rejected, Unavailable
+from kvrelay.rpc.server.connections import ConnectionGuard
 from kvrelay.rpc.server.parsing import tolerant_parser
 from kvrelay.rpc.status import abort
 
@@ -36,8 +37,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     answer pings, and would hold the stream's resources until the deadline.
     """
 
-    def __init__(self, stuck: float) -> None:
+    def __init__(self, stuck: float, guard: ConnectionGuard) -> None:
         self._stuck = stuck
+        self._guard = guard
         self._wrapped: dict[str, tuple[object, object]] = {}
 
     async def intercept_service(
@@ -50,31 +52,30 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         known = self._wrapped.get(method)
         if known is None or known[0] is not handler:
-            known = self._wrapped[method] = handler, _wrap(method, handler, self._stuck)
+            known = self._wrapped[method] = handler, self._wrap(method, handler)
         return cast("Handler[Q, R]", known[1])
 
-
-def _wrap(method: str, handler: Handler[Q, R], stuck: float) -> Handler[Q, R]:
-    kinds = {
-        (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
-        (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
-        (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
-        (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
-    }
-    make, behaviour = kinds[handler.request_streaming, handler.response_streaming]
-    if inspect.isasyncgenfunction(behaviour):
-        inner = _writing(behaviour, stuck)
-    elif inspect.iscoroutinefunction(behaviour):
-        inner = behaviour
-    else:
-        raise TypeError(f"{method}: handlers are coroutine functions or async generators")
-    parse = handler.request_deserializer
-    wrapped = make(
-        _edge(method, inner, streaming=handler.request_streaming),
-        request_deserializer=None if parse is None else tolerant_parser(parse),
-        response_serializer=handler.response_serializer,
-    )
-    return cast("Handler[Q, R]", wrapped)
+    def _wrap(self, method: str, handler: Handler[Q, R]) -> Handler[Q, R]:
+        kinds = {
+            (False, False): (grpc.unary_unary_rpc_method_handler, handler.unary_unary),
+            (False, True): (grpc.unary_stream_rpc_method_handler, handler.unary_stream),
+            (True, False): (grpc.stream_unary_rpc_method_handler, handler.stream_unary),
+            (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
+        }
+        make, behaviour = kinds[handler.request_streaming, handler.response_streaming]
+        if inspect.isasyncgenfunction(behaviour):
+            inner = _writing(behaviour, self._stuck)
+        elif inspect.iscoroutinefunction(behaviour):
+            inner = behaviour
+        else:
+            raise TypeError(f"{method}: handlers are coroutine functions or async generators")
+        parse = handler.request_deserializer
+        wrapped = make(
+            _edge(method, inner, self._guard, streaming=handler.request_streaming),
+            request_deserializer=None if parse is None else tolerant_parser(parse),
+            response_serializer=handler.response_serializer,
+        )
+        return cast("Handler[Q, R]", wrapped)
 
 
 def _writing(
@@ -96,14 +97,19 @@ def _writing(
 
 
 def _edge(
-    method: str, inner: Callable[..., Awaitable[object]], *, streaming: bool
+    method: str,
+    inner: Callable[..., Awaitable[object]],
+    guard: ConnectionGuard,
+    *,
+    streaming: bool,
 ) -> Callable[..., Awaitable[object]]:
     async def call(request: object, context: Context[Q, R]) -> object:
         try:
-            if not streaming:
-                return await inner(_checked(request), context)
-            async with aclosing(_checked_all(context)) as requests:
-                return await inner(requests, context)
+            with guard.counted(context.peer()):
+                if not streaming:
+                    return await inner(_checked(request), context)
+                async with aclosing(_checked_all(context)) as requests:
+                    return await inner(requests, context)
         except KvrelayError as error:
             await abort(context, error)
         except grpc.aio.AbortError:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import resource
 import signal
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import TypeVar
 
 from kvrelay.errors import KvrelayError
@@ -17,6 +19,7 @@ from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.rpc.server.server import Server
 
 log = logging.getLogger("kvrelay")
+OPEN_FILES = 8192
 
 Config = TypeVar("Config", bound=SecurityOptions)
 
@@ -29,12 +32,22 @@ def run_service(config: Config, serve: Callable[[Config], Coroutine[object, None
     malloc.limit_arenas()
     malloc.keep_large_buffers()
     malloc.trim_periodically()
+    _raise_file_limit()
     try:
-        policy.install(config)
+        policy.install(config).warn_if_open()
         return asyncio.run(serve(config))
     except KvrelayError as error:
         log.error("%s", error)
         return 1
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as a full server needs; many systems begin with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if 0 <= soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def serve_until_signal(

@@ -11,6 +11,7 @@ right. ``serve_until_signal`` is in ``kvrelay.rpc.server.run``.
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,7 @@ from kvrelay.rpc.address import Address
 from kvrelay.rpc.security.policy import Security, installed
 from kvrelay.rpc.security.tls import TlsCredentials
 from kvrelay.rpc.server.authorization import AuthInterceptor
+from kvrelay.rpc.server.connections import ConnectionGuard, ConnectionLimits
 from kvrelay.rpc.server.errors import ErrorInterceptor
 from kvrelay.rpc.server.workarounds import quiet_grpc_log, tolerate_bad_method_names
 
@@ -43,6 +45,9 @@ class ServerOptions:
     address: str = "127.0.0.1:0"
     max_message_bytes: int = 8 * MIB
     max_connections: int = 2048  # each may hold some hundred KiB of unparsed input
+    max_connections_per_host: int = 1024
+    first_call_seconds: float = 20.0  # for the first call of a connection
+    idle_seconds: float = 300.0  # a connection without an open call ends after that
     max_concurrent_streams: int = 1024  # per connection
     max_calls: int = MAX_CALLS  # over all connections; further calls get RESOURCE_EXHAUSTED
     handshake_seconds: float = 20.0  # for a new connection to begin HTTP/2
@@ -52,6 +57,17 @@ class ServerOptions:
     stuck_seconds: float = 120.0  # a stream that the client does not read ends after that
     security: Security | None = None
 
+    @property
+    def connection_limits(self) -> ConnectionLimits:
+        """Bounds of ``ConnectionGuard``: it makes room at 7/8 of all connections or files."""
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        places = self.max_connections if files < 0 else min(self.max_connections, files // 2)
+        return ConnectionLimits(
+            per_host=min(self.max_connections_per_host, places // 2),
+            crowded=places - places // 8,
+            first_call_seconds=self.first_call_seconds,
+        )
+
     def arguments(self) -> list[tuple[str, int]]:
         """Channel arguments of gRPC core."""
         return [
@@ -59,6 +75,7 @@ class ServerOptions:
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_send_message_length", self.max_message_bytes),
             ("grpc.max_allowed_incoming_connections", self.max_connections),
+            ("grpc.max_connection_idle_ms", round(self.idle_seconds * 1000)),
             ("grpc.max_concurrent_streams", self.max_concurrent_streams),
             ("grpc.server_handshake_timeout_ms", round(self.handshake_seconds * 1000)),
             *keepalive.arguments(
@@ -95,6 +112,7 @@ class Server:
     def __init__(self, options: ServerOptions | None = None) -> None:
         self.options = options or ServerOptions()
         self.health = HealthService()
+        self._guard = ConnectionGuard(self.options.connection_limits)
         self._services: dict[str, tuple[Callable[[grpc.aio.Server], None], bool]] = {}
         self._server: grpc.aio.Server | None = None
 
@@ -118,7 +136,7 @@ class Server:
         quiet_grpc_log()
         tolerate_bad_method_names()
         server = grpc.aio.server(
-            interceptors=(authorize, ErrorInterceptor(self.options.stuck_seconds)),
+            interceptors=(authorize, ErrorInterceptor(self.options.stuck_seconds, self._guard)),
             options=self.options.arguments(),
             maximum_concurrent_rpcs=self.options.max_calls,
         )
@@ -128,6 +146,7 @@ class Server:
         names = (*self._services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         bound = address.with_port(self._bind(server, address, security.tls))
+        self._guard.start(bound)
         await server.start()
         self._server = server
         for service, (_, serving) in self._services.items():
@@ -146,6 +165,7 @@ class Server:
         if server is not None:
             await self.health.leave()
             await server.stop(grace)
+            self._guard.stop()
 
     def _bind(self, server: grpc.aio.Server, address: Address, tls: TlsCredentials | None) -> int:
         try:

@@ -14,8 +14,9 @@ from kvrelay.block.header import decode
 from kvrelay.cli.dispatch import main
 from kvrelay.errors import Exhausted, KvrelayError, NotFound, Rejected
 from kvrelay.rpc.security import policy
-from kvrelay.rpc.security.credentials import Credentials, read
+from kvrelay.rpc.security.credentials import Credentials, load
 from kvrelay.rpc.security.identity import Caller, CallerKind, Tenant
+from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.rpc.security.policy import Security
 from kvrelay.usage import Miss
 from kvrelay.v1 import store_pb2 as pb
@@ -301,7 +302,7 @@ def test_quotas_must_fit_and_salts_must_differ() -> None:
 
 
 def test_store_bytes_in_the_file(tmp_path: Path) -> None:
-    known = read(write_credentials(tmp_path, TOKENS), None, None)
+    known = load(SecurityOptions(credentials=write_credentials(tmp_path, TOKENS)))
     assert {t.name: t.store_bytes for t in known.tenants} == {
         "alice": 2 << 20,
         "bob": 1 << 20,
@@ -310,7 +311,7 @@ def test_store_bytes_in_the_file(tmp_path: Path) -> None:
     for bad in ('"much"', "0", "true", "1.5"):
         path = write_credentials(tmp_path, TOKENS.replace('"2MiB"', bad))
         with pytest.raises(Rejected, match=r"alice\.store-bytes"):
-            read(path, None, None)
+            load(SecurityOptions(credentials=path))
 
 
 @pytest.mark.parametrize("disk_budget", [None, 1 << 20])

@@ -1,0 +1,143 @@
+"""What ``kvrelay up`` gives each process: flags, ports and environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrelay.cluster.layout import ClusterConfig, environ_of, process_specs
+from kvrelay.cluster.process import ProcessSpec
+from kvrelay.config.option import options
+from kvrelay.config.reader import read
+from kvrelay.errors import Rejected
+from kvrelay.worker.config import WorkerConfig
+from kvstore.config import StoreConfig
+from router.config import RouterConfig
+
+
+def flags_of(spec: ProcessSpec) -> dict[str, str]:
+    """Every ``--flag value`` of a process; the last one where a flag is repeated."""
+    words = [word for word in spec.args if word not in ("--no-tls-mutual", "--restore")]
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def by_name(config: ClusterConfig) -> dict[str, ProcessSpec]:
+    return {spec.name: spec for spec in process_specs(config)}
+
+
+def test_flags_are_passed_on_to_the_processes_that_have_them() -> None:
+    config = ClusterConfig(
+        port=0,
+        prefill=2,
+        decode=1,
+        kv_memory=3 << 20,
+        metrics_port=9100,
+        log_level="debug",
+        grace=25.0,
+        queue_tokens=123,
+        queue_seconds=4.5,
+        served_model="mine",
+        eviction="lru",
+        store_port=14567,
+    )
+    specs = by_name(config)
+    flags = {name: flags_of(spec) for name, spec in specs.items()}
+    workers = ("prefill-0", "prefill-1", "decode-0")
+    assert {name: flags[name].get("--metrics-port") for name in specs} == {
+        "store": None,
+        "prefill-0": "9101",
+        "prefill-1": "9102",
+        "decode-0": "9103",
+        "router": "9100",
+    }
+    assert all(flags[name]["--log-level"] == "debug" for name in specs)
+    assert all(flags[name]["--kv-memory"] == str(3 << 20) for name in workers)
+    assert all(flags[name]["--served-model"] == "mine" for name in (*workers, "router"))
+    assert all(flags[name]["--grace"] == "25.0" for name in (*workers, "router"))
+    assert flags["router"]["--queue-tokens"] == "123"
+    assert flags["router"]["--queue-seconds"] == "4.5"
+    assert flags["store"]["--eviction"] == "lru"
+    assert specs["store"].port == 14567
+    assert all(flags[name]["--store"] == "kvrelay://127.0.0.1:14567" for name in workers)
+
+
+def test_every_process_accepts_its_flags() -> None:
+    config = ClusterConfig(
+        port=0, kv_memory=1 << 20, metrics_port=9100, queue_seconds=1.0, grace=1.0, eviction="lru"
+    )
+    kinds = {"store": StoreConfig, "router": RouterConfig}
+    for spec in process_specs(config):
+        read(kinds.get(spec.role, WorkerConfig), spec.args, spec.name, "", {})
+
+
+def test_the_ports_for_metrics_must_exist() -> None:
+    with pytest.raises(Rejected, match="metrics_port: the last worker would have port 65536"):
+        ClusterConfig(metrics_port=65534)
+
+
+OUTER = {
+    "PATH": "/bin",
+    "KVRELAY_METRICS_PORT": "9100",  # of the cluster: passed on as flags
+    "KVRELAY_ROUTER": "h:1",  # of clients
+    "KVRELAY_HEALTH_TIMEOUT": "20",
+    "KVRELAY_AUDIT": "true",
+    "KVRELAY_PREFAULT": "no",
+    "KVRELAY_REDIS_PASSWORD": "hush",  # no option of a service
+    "KVRELAY_DECODE_1_LOG_LEVEL": "debug",
+    "KVRELAY_ROUTER_GRACE": "3",
+}
+
+
+def test_a_variable_reaches_only_the_processes_that_have_the_option() -> None:
+    config = ClusterConfig(port=0, decode=2)
+    found = {
+        spec.name: {
+            name.removeprefix("KVRELAY_")
+            for name in environ_of(config, spec, OUTER)
+            if name.startswith("KVRELAY_") and not name.startswith(ADDRESSED)
+        }
+        for spec in process_specs(config)
+    }
+    assert found == {
+        "store": {"PREFAULT", "REDIS_PASSWORD"},
+        "prefill-0": {"AUDIT", "REDIS_PASSWORD"},
+        "decode-0": {"AUDIT", "REDIS_PASSWORD"},
+        "decode-1": {"AUDIT", "LOG_LEVEL", "REDIS_PASSWORD"},
+        "router": {"HEALTH_TIMEOUT", "GRACE", "REDIS_PASSWORD"},
+    }
+
+
+ADDRESSED = ("KVRELAY_DECODE_1_", "KVRELAY_ROUTER_")
+
+
+def test_a_variable_for_one_child_sets_its_option() -> None:
+    config = ClusterConfig(port=0, decode=2)
+    specs = by_name(config)
+    levels = {}
+    for name in ("decode-0", "decode-1"):
+        environ = environ_of(config, specs[name], OUTER)
+        worker = read(WorkerConfig, specs[name].args, name, "", environ)
+        levels[name] = (worker.log_level, worker.metrics_port)
+    assert levels == {"decode-0": ("info", None), "decode-1": ("debug", None)}
+
+
+def test_workers_do_not_share_a_journal() -> None:
+    outer = {"KVRELAY_JOURNAL": "/tmp/j"}
+    config = ClusterConfig(port=0)
+    files = {name: environ_of(config, spec, outer) for name, spec in by_name(config).items()}
+    assert files["prefill-0"]["KVRELAY_JOURNAL"] == "/tmp/j.prefill-0"
+    assert files["decode-0"]["KVRELAY_JOURNAL"] == "/tmp/j.decode-0"
+    assert "KVRELAY_JOURNAL" not in files["router"]
+    alone = ClusterConfig(port=0, prefill=0)
+    assert environ_of(alone, by_name(alone)["decode-0"], outer)["KVRELAY_JOURNAL"] == "/tmp/j"
+
+
+def test_the_options_of_the_cluster_mean_what_they_mean_for_its_processes() -> None:
+    """A choice or a bound that a process has must be the cluster's too: it is checked at once."""
+    own = {item.name: item for item in options(ClusterConfig)}
+    for kind in (StoreConfig, RouterConfig, WorkerConfig):
+        for item in options(kind):
+            same = own.get(item.name)
+            if same is None or item.name in ("prefill", "decode", "store", "model", "host", "port"):
+                continue
+            assert same.rules.choices == item.rules.choices, item.name
+            assert (same.rules.low, same.rules.high) == (item.rules.low, item.rules.high), item.name

@@ -1,0 +1,137 @@
+"""Another user of the machine: ``python -m tests.secure.stranger``, with a target as JSON on stdin.
+
+Becomes the user 65534 if it may, tries everything, and prints what became of each attempt as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+
+from kvrelay.errors import KvrelayError
+from kvrelay.rpc.channel import open_sync_channel
+from kvrelay.v1 import decode_pb2, prefill_pb2, router_pb2, store_pb2, worker_pb2
+from kvstore.client.remote import RemoteStore
+from kvstore.client.transports.selector import TRANSPORTS
+from kvstore.wire.frames import Op, RequestFrame
+from kvstore.wire.sockets import unix_address
+from tests.kvstore.rig import make, put
+
+NOBODY = 65534
+SECONDS = 5.0
+BLOCKS = 12
+SERVICES = {
+    "store": [store_pb2.DESCRIPTOR.services_by_name["StoreService"]],
+    "prefill": [
+        worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
+        prefill_pb2.DESCRIPTOR.services_by_name["PrefillService"],
+    ],
+    "decode": [
+        worker_pb2.DESCRIPTOR.services_by_name["WorkerService"],
+        decode_pb2.DESCRIPTOR.services_by_name["DecodeService"],
+    ],
+    "router": [router_pb2.DESCRIPTOR.services_by_name["RouterService"]],
+}
+
+
+def become_nobody() -> bool:
+    """Whether this process has another user than its parent now."""
+    if os.getuid() != 0:
+        return False
+    "loaded while it can be read".encode("idna")
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+    return True
+
+
+def _codes(address: str, services: list[ServiceDescriptor]) -> dict[str, str]:
+    """The code of the status of each method, called with an empty message."""
+    codes = {}
+    with open_sync_channel(address) as channel:
+        for service in services:
+            for name in service.methods_by_name:
+                make_call: grpc.StreamStreamMultiCallable[bytes, bytes]
+                make_call = channel.stream_stream(f"/{service.full_name}/{name}")
+                call = make_call(iter([b""]), timeout=SECONDS)
+                codes[name] = _code(call)
+    return codes
+
+
+def _code(call: Iterator[bytes]) -> str:
+    """``OK`` as soon as there is an answer."""
+    try:
+        next(call, None)
+    except grpc.RpcError as error:
+        return cast(grpc.Call, error).code().name
+    cast(grpc.Call, call).cancel()
+    return "OK"
+
+
+def poison(address: str, transport: str) -> Counter[str]:
+    """The outcomes of puts of small and of large blocks, by a transport."""
+    outcomes = Counter[str]()
+    store = RemoteStore(address, transport)
+    for number in range(BLOCKS):
+        try:
+            (status,) = put(store, make(4096 if number % 2 else 1 << 20))
+            outcomes[status.value] += 1
+        except KvrelayError:
+            outcomes["refused"] += 1
+    store.close()
+    return outcomes
+
+
+def attach() -> list[str]:
+    """What every shared-memory socket of a store on this machine answers to an ``ATTACH``."""
+    names = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()}
+    answers = []
+    for name in (name for name in names if name.startswith("@kvrelay-store-")):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            try:
+                sock.settimeout(SECONDS)
+                sock.connect(unix_address(name[1:]))
+                sock.sendall(RequestFrame(Op.ATTACH).encode())
+                answers.append("attached" if sock.recv(1) else "closed")
+            except OSError:
+                answers.append("closed")
+    return answers
+
+
+def read(path: str) -> str:
+    """Whether a file, or a folder of processes' descriptors, can be read."""
+    try:
+        os.listdir(path) if path.endswith("fd") else Path(path).read_bytes()
+    except OSError:
+        return "refused"
+    return "read"
+
+
+def main() -> int:
+    target = json.load(sys.stdin)
+    attempts: dict[str, Callable[[], object]] = {
+        **{role: partial(_codes, target[role], services) for role, services in SERVICES.items()},
+        **{
+            f"poison {transport}": partial(poison, target["store"], transport)
+            for transport in TRANSPORTS
+        },
+        "attach": attach,
+        "files": lambda: {path: read(path) for path in target["files"]},
+    }
+    another = become_nobody()
+    print(json.dumps({"another user": another, **{name: t() for name, t in attempts.items()}}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
