@@ -39,6 +39,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     "store": {**_SERVER, "numpy": "numpy", "redis": "redis", "xxhash": "xxhash"},
     "worker": {
         **_SERVER,
+        "huggingface_hub": "huggingface-hub",
         "jinja2": "jinja2",
         "numpy": "numpy",
         "prometheus_client": "prometheus-client",

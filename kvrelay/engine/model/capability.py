@@ -57,7 +57,8 @@ def _kind_reason(config: PreTrainedConfig) -> str | None:
 
 
 def _format_reasons(config: PreTrainedConfig) -> Iterator[str]:
-    if getattr(config, "quantization_config", None) is not None:
+    names = ("quantization_config", "compression_config")
+    if any(getattr(config, name, None) is not None for name in names):
         yield (
             "quantised weights: only float32, bfloat16 and float16 are served, so take the"
             " original checkpoint"

@@ -27,6 +27,8 @@ from kvrelay.engine.model.probe import compare_logits, observe_model, reference_
 from kvrelay.errors import Unservable
 from kvrelay.model_folder import folder_reasons, joined
 
+LONGEST_REASON = 300  # characters of an error of another library
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -108,7 +110,7 @@ def _explained(directory: Path) -> Iterator[None]:
     except Unservable as error:
         raise Unservable(f"{directory}: {error}") from None
     except FOREIGN as error:
-        raise Unservable(f"{directory}: cannot be loaded: {_first_line(error)}") from error
+        raise Unservable(f"{directory}: cannot be loaded: {_line(error)}") from error
 
 
 def _check(directory: Path, dtype: str, asked: int | None) -> tuple[str, int]:
@@ -195,6 +197,6 @@ def _eos(model: PreTrainedModel) -> tuple[int, ...]:
     return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+def _line(error: BaseException) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text:.{LONGEST_REASON}}"

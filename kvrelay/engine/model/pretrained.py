@@ -9,8 +9,15 @@ from typing import TypedDict, cast
 
 import torch
 import xxhash
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from kvrelay.engine.attention.pool import DTYPES
@@ -25,6 +32,7 @@ FOREIGN = (
     OSError,
     RuntimeError,
     SafetensorError,
+    StrictDataclassError,
     TypeError,
     ValueError,
 )
@@ -39,6 +47,12 @@ class _Report(TypedDict):
 
 def read_config(directory: Path) -> PreTrainedConfig:
     """The config of a model directory."""
+    raw, _ = PreTrainedConfig.get_config_dict(directory)
+    if "auto_map" in raw and raw.get("model_type") not in CONFIG_MAPPING:
+        raise Unservable(
+            f"code of its own for the model type {raw.get('model_type')!r} (auto_map in"
+            " config.json), which is never run: choose a model that `transformers` implements"
+        )
     return cast(
         PreTrainedConfig,
         AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False),

@@ -133,6 +133,23 @@ def test_a_folder_that_cannot_be_read_is_told_with_what_its_names_show(tmp_path:
     assert "pickles, which are never loaded" in refusal(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "code of its own"),
+        ({"model_type": "llama", "vocab_size": "x"}, "Field 'vocab_size' expected int, got str"),
+        ({"model_type": "unheard-of"}, "model type `unheard-of`"),
+        ({"model_type": "llama", "compression_config": {}}, "quantised weights"),
+    ],
+)
+def test_a_config_that_cannot_be_used(
+    tmp_path: Path, config: dict[str, object], reason: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").touch()
+    assert reason in refusal(tmp_path)
+
+
 def test_a_lora_adapter_is_not_ignored(tmp_path: Path) -> None:
     config = AutoConfig.for_model("llama", **SMALL)
     model = cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))  # type: ignore[no-untyped-call]
