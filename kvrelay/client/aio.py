@@ -132,7 +132,7 @@ class AsyncClient(BaseClient):
         await self.close()
 
     def _start(self, request: router_pb2.GenerateRequest, timeout: float | None) -> AsyncStream:
-        self._check_open()
+        self._check_request(request)
         call = self._stub.Generate(request, timeout=seconds_of(timeout))
         stream = AsyncStream(request, call, self._liveness)
         if self._liveness.begin(stream):

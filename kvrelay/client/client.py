@@ -127,7 +127,7 @@ class Client(BaseClient):
         self.close()
 
     def _start(self, request: router_pb2.GenerateRequest, timeout: float | None) -> Stream:
-        self._check_open()
+        self._check_request(request)
         call = self._stub.Generate(request, timeout=seconds_of(timeout))
         stream = Stream(request, call, self._liveness)
         if self._liveness.begin(stream):

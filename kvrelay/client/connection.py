@@ -12,8 +12,11 @@ from kvrelay.rpc.address import DEFAULT_ROUTER
 from kvrelay.rpc.channel import ChannelOptions
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.v1 import router_pb2
 
 MAX_MESSAGE_BYTES = 32 << 20
+INPUT_OF = {"prompt": "prompt", "token_ids": "token_ids", "chat": "messages"}
+"""The parameter of each kind of input."""
 
 
 class BaseClient(ABC):
@@ -51,6 +54,7 @@ class BaseClient(ABC):
         chosen = options or ChannelOptions(max_message_bytes=MAX_MESSAGE_BYTES)
         if access != SecurityOptions():
             chosen = replace(chosen, security=policy.load(access))
+        self._max_message_bytes = chosen.max_message_bytes
         self._liveness = Liveness()
         self._closed = threading.Event()
         self._connect(_checked(address), chosen)
@@ -61,6 +65,14 @@ class BaseClient(ABC):
     def _check_open(self) -> None:
         if self._closed.is_set():
             raise Unavailable("this client is closed: make another one")
+
+    def _check_request(self, request: router_pb2.GenerateRequest) -> None:
+        """``Rejected`` for a request that the channel would refuse to send."""
+        self._check_open()
+        size, most = request.ByteSize(), self._max_message_bytes
+        if size > most:
+            name = INPUT_OF[request.WhichOneof("input") or "prompt"]
+            raise Rejected(name, f"the request has {size} bytes, more than {most}: shorten it")
 
 
 def _checked(address: str) -> str:

@@ -66,6 +66,10 @@ _TLS_HINT = (
     " here (--tls-cert), and one for that name there (--tls-name)?"
 )
 
+# gRPC's texts for a message above the limit of either side, and for a deadline that passed.
+_TOO_LARGE = re.compile(r"larger than max \((\d+) vs\. (\d+)\)")
+_LATE = re.compile(r"^Deadline Exceeded$|^Stream removed \(Deadline Exceeded\)$")
+
 M = TypeVar("M")
 Trailers: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
@@ -225,12 +229,15 @@ def _from_code(code: grpc.StatusCode, text: str) -> KvrelayError:
             )
         case grpc.StatusCode.UNAUTHENTICATED | grpc.StatusCode.PERMISSION_DENIED:
             return Rejected("credentials", text)
-        case grpc.StatusCode.RESOURCE_EXHAUSTED if "larger than max" in text:
-            return Rejected("request", text)
+        case grpc.StatusCode.RESOURCE_EXHAUSTED if (match := _TOO_LARGE.search(text)) is not None:
+            return Rejected(
+                "request", f"has {match[1]} bytes, and a message can have {match[2]}: send less"
+            )
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return Exhausted(text, DEFAULT_RETRY_SECONDS)
         case grpc.StatusCode.DEADLINE_EXCEEDED:
-            return DeadlineExceeded(text)
+            late = "the time limit passed before the answer was complete: allow more time"
+            return DeadlineExceeded(late if _LATE.search(text) else text)
         case grpc.StatusCode.DATA_LOSS:
             return Corrupt("response", text)
         case grpc.StatusCode.UNAVAILABLE | grpc.StatusCode.CANCELLED | grpc.StatusCode.ABORTED:

@@ -28,6 +28,7 @@ from kvrelay.errors import (
     Unavailable,
     Unservable,
 )
+from kvrelay.rpc.channel import ChannelOptions
 from kvrelay.sampling import Sampling
 from tests.router.fakes import Behaviour, decode_worker, running
 
@@ -130,6 +131,23 @@ async def test_parameters_of_other_types_are_named() -> None:
             generate(prompt="a", sampling={"seed": 1})
         with pytest.raises(Rejected, match=r"^timeout: must be a number of seconds, got 'x'"):
             generate(prompt="a", timeout="x")
+
+
+def test_a_request_that_is_too_large_names_its_input() -> None:
+    """The channel's own words for it are gRPC's."""
+    with Client("127.0.0.1:1", ChannelOptions(max_message_bytes=100)) as client:
+        generate: Callable[..., object] = client.generate
+        for given in (
+            {"prompt": "x" * 200},
+            {"token_ids": [1] * 200},
+            {"messages": [("u", "x" * 99)]},
+        ):
+            (name,) = given
+            with pytest.raises(
+                Rejected, match=r"the request has \d+ bytes, more than 100"
+            ) as caught:
+                generate(**given)
+            assert caught.value.field == name
 
 
 ERRORS = [

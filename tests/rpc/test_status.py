@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import AsyncIterator
 
 import grpc
@@ -174,7 +175,9 @@ async def test_what_grpc_says() -> None:
         big = decode_pb2.DecodeRequest(handoff=handoff)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await anext(aiter(decode_pb2_grpc.DecodeServiceStub(channel).Decode(big)))
-        assert isinstance(from_rpc_error(caught.value), errors.Rejected)
+        error = from_rpc_error(caught.value)
+        assert isinstance(error, errors.Rejected)
+        assert re.search(r"^request: has \d+ bytes, and a message can have \d+: ", str(error))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await raw_call(channel, "/kvrelay.v1.DecodeService/Nothing", b"")
         assert isinstance(from_rpc_error(caught.value), errors.Mismatch)
