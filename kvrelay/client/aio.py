@@ -102,8 +102,7 @@ class AsyncClient(BaseClient):
 
         The stream may belong to another client. Raises ``Rejected`` if its answer has ended.
         """
-        stream.cancel()
-        return self._start(stream.continued(), timeout)
+        return self._start(self._continued(stream), timeout)
 
     async def workers(self, timeout: float | None = 10.0) -> tuple[WorkerStatus, ...]:  # noqa: ASYNC109 - the call's deadline
         """The workers that this router knows."""

@@ -99,8 +99,7 @@ class Client(BaseClient):
 
         The stream may belong to another client. Raises ``Rejected`` if its answer has ended.
         """
-        stream.close()
-        return self._start(stream.continued(), timeout)
+        return self._start(self._continued(stream), timeout)
 
     def workers(self, timeout: float | None = 10.0) -> tuple[WorkerStatus, ...]:
         """The workers that this router knows."""

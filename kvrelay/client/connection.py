@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import replace
 
 from kvrelay.client.liveness import Liveness
+from kvrelay.client.stream import BaseStream, C
 from kvrelay.errors import Rejected, Unavailable
-from kvrelay.rpc.address import DEFAULT_ROUTER
+from kvrelay.rpc.address import DEFAULT_ROUTER, Address
 from kvrelay.rpc.channel import ChannelOptions
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.options import SecurityOptions
@@ -43,6 +45,10 @@ class BaseClient(ABC):
             certificate and its key. tls_name: the name in the router's certificate if it is not its
             address.
         """
+        texts = {"token": token, "tls_ca": tls_ca, "tls_cert": tls_cert, "tls_key": tls_key}
+        for name, value in {**texts, "tls_name": tls_name}.items():
+            if value is not None and not isinstance(value, str):  # the value may be a secret
+                raise Rejected(name, f"must be text (a str), got a {type(value).__name__}")
         access = SecurityOptions(
             token=token,
             tls_ca=tls_ca,
@@ -66,6 +72,13 @@ class BaseClient(ABC):
         if self._closed.is_set():
             raise Unavailable("this client is closed: make another one")
 
+    def _continued(self, stream: BaseStream[C]) -> router_pb2.GenerateRequest:
+        """Cancel a stream; the request that resumes it."""
+        if not isinstance(stream, BaseStream):
+            raise Rejected("stream", f"must be a stream of generate(), got {stream!r:.80}")
+        stream.cancel()
+        return stream.continued()
+
     def _check_request(self, request: router_pb2.GenerateRequest) -> None:
         """``Rejected`` for a request that the channel would refuse to send."""
         self._check_open()
@@ -77,7 +90,8 @@ class BaseClient(ABC):
 
 def _checked(address: str) -> str:
     """The address of a router; ``Rejected`` if a channel would only report it as unreachable."""
-    wrong = not isinstance(address, str) or not address or not address.isprintable()
-    if wrong or address.startswith(("http://", "https://")):
-        raise Rejected("address", f"must be HOST:PORT or unix:PATH, got {address!r:.200}")
-    return address
+    if isinstance(address, str) and not address.startswith(("http://", "https://")):
+        with suppress(Rejected):
+            Address.parse(address)
+            return address
+    raise Rejected("address", f"must be HOST:PORT or unix:PATH, got {address!r:.200}")

@@ -85,11 +85,28 @@ async def test_a_fleet_is_asked_with_a_number_of_seconds() -> None:
             fleet("x")
 
 
-@pytest.mark.parametrize("address", ["", 5, None, "http://127.0.0.1:1", "a\nb:1"])
+@pytest.mark.parametrize(
+    "address", ["", 5, None, "http://127.0.0.1:1", "a\nb:1", "host", "host:99999", "host:x"]
+)
 async def test_what_is_no_address_is_rejected(address: str) -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(Rejected, match=r"^address: must be HOST:PORT or unix:PATH, got "):
             kind(address)
+
+
+@pytest.mark.parametrize("name", ["token", "tls_ca", "tls_cert", "tls_key", "tls_name"])
+def test_an_option_of_another_type_is_named_and_not_shown(name: str) -> None:
+    make: Callable[..., object] = Client
+    with pytest.raises(Rejected, match=f"^{name}: must be text") as caught:
+        make("127.0.0.1:1", **{name: 987654321})
+    assert "987654321" not in str(caught.value)
+
+
+def test_only_streams_are_resumed() -> None:
+    with Client("127.0.0.1:1") as client:
+        resume: Callable[..., object] = client.resume
+        with pytest.raises(Rejected, match=r"^stream: must be a stream of generate\(\), got None"):
+            resume(None)
 
 
 def test_timeouts() -> None:
