@@ -3,9 +3,9 @@
 Every check calls ``GetLoad``, whose boot token shows a restart between two checks; every fourth one
 also calls ``grpc.health.v1`` and ``GetInfo``. A worker is silent if neither an answer to a check
 nor a message of a leg arrives within the time allowed. That time is counted in waits of the
-router's own event loop: while the router does not run, no worker becomes suspect. A busy worker
-that answers slowly gets more time, since moving its legs would slow down other workers. So does a
-worker that is being sent a long prompt: on a slow network the check waits behind the prompt.
+router's own event loop: while the router does not run, no worker becomes suspect. A slow worker and
+a busy host get more time (``Patience``). So does a worker that is being sent a long prompt: on a
+slow network the check waits behind the prompt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 
 import grpc
 
@@ -25,14 +24,12 @@ from kvrelay.rpc.status import checked_response, from_rpc_error
 from kvrelay.v1 import worker_pb2
 from router.config import RouterConfig
 from router.workers.health import WorkerHealth, health_after_answer, health_after_failure
+from router.workers.patience import Patience
 from router.workers.worker import KnownWorker
 
 WAITS = 8  # into which the time allowed is divided
 FULL_CHECK_EVERY = 4  # checks; the others only read the load
 LONGEST_CHECK_SECONDS = 10.0
-PATIENCE = 3.0  # times the slowest of the last answers
-MAX_PATIENCE = 6.0  # times the configured silence
-DECAY = 0.8  # of the slowest answer, with each answer
 
 
 class Watcher:
@@ -58,14 +55,12 @@ class Watcher:
         self._answered_at = time.monotonic()
         self._accepted = False
         self._checks = 0  # since the last one that failed
-        self._slowest = 0.0
+        self._patience = Patience(config.health_timeout)
 
     @property
     def silence(self) -> float:
         """Seconds that this worker may be silent now."""
-        configured = self._config.health_timeout
-        patience = min(max(configured, PATIENCE * self._slowest), MAX_PATIENCE * configured)
-        return patience + self._worker.transit
+        return self._patience.silence + self._worker.transit
 
     def check_now(self) -> None:
         """Do not wait for the end of the interval."""
@@ -76,9 +71,16 @@ class Watcher:
         while True:
             self._due.clear()
             self._judge(self._worker, await self._health())
-            with suppress(TimeoutError):
-                async with asyncio.timeout(self._config.health_interval):
-                    await self._due.wait()
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Wait until the next check is due."""
+        interval, begun = self._config.health_interval, time.monotonic()
+        try:
+            async with asyncio.timeout(interval):
+                await self._due.wait()
+        except TimeoutError:
+            self._patience.woke(time.monotonic() - begun - interval, interval)
 
     async def _health(self) -> WorkerHealth:
         begun = time.monotonic()
@@ -89,7 +91,7 @@ class Watcher:
             self._accepted &= not isinstance(error, Mismatch)
             now = time.monotonic()
             if isinstance(error, DeadlineExceeded):
-                self._slowest = max(self._slowest, now - begun)
+                self._patience.fell_silent(now - begun)
             return health_after_failure(
                 error,
                 self._accepted,
@@ -99,7 +101,7 @@ class Watcher:
         self._answered_at = time.monotonic()
         self._accepted = True
         self._worker.answered_check = begun
-        self._slowest = max(self._answered_at - begun, DECAY * self._slowest)
+        self._patience.answered(self._answered_at - begun)
         return health
 
     async def _within_silence(self, check: Coroutine[None, None, WorkerHealth]) -> WorkerHealth:

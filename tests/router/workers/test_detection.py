@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ from router.workers.health import (
     health_after_answer,
     health_after_failure,
 )
+from router.workers.patience import Patience
 from tests.failures.proxy import Faults, Proxy
 from tests.router.fakes import (
     Behaviour,
@@ -369,6 +371,35 @@ def test_states() -> None:
     assert health_after_failure(silent, True, 10.4, 10).state is HealthState.UNREACHABLE
     assert health_after_failure(refused, True, 0.4, 10).state is HealthState.UNREACHABLE
     assert health_after_failure(Mismatch("role", "m"), True, 0.4, 10).state is HealthState.STARTING
+
+
+QUIET, BUSY = (0.0002, 0.001, 0.005), (0.007, 0.051, 0.163)  # median, 90 %, 99 % measured, seconds
+
+
+def patience(late: tuple[float, ...], checks: int = 200) -> Patience:
+    """After so many checks, answered after 5 ms, whose timers fired so late."""
+    made, chance = Patience(0.35), random.Random(7)
+    for _ in range(checks):
+        made.answered(0.005)
+        made.woke(chance.choices(late, (50, 45, 5))[0], 0.15)
+    return made
+
+
+def test_a_busy_host_is_told_from_a_dead_worker_by_the_timers_of_the_router() -> None:
+    """With 12 processes on 2 cores workers answered 0.65 s late: they were suspect after 0.35 s."""
+    assert patience(QUIET).silence == 0.35
+    assert 0.65 < patience(BUSY).silence <= 6 * 0.35
+
+
+def test_patience_ends_with_the_load_and_one_pause_of_the_router_changes_little() -> None:
+    made = patience(BUSY)
+    for _ in range(60):  # ten seconds
+        made.woke(0.0002, 0.15)
+    assert made.silence == 0.35
+    made.woke(2.0, 0.15)
+    assert made.silence < 4 * 0.35
+    made.fell_silent(60.0)
+    assert made.silence == pytest.approx(6 * 0.35)
 
 
 class Spoilt:
