@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from kvrelay.config.reader import option
 from kvrelay.errors import Rejected
 from kvrelay.process.logs import LEVELS
+from kvrelay.rpc.address import LOOPBACK
 from kvrelay.rpc.security.options import SecurityOptions
 from kvstore.limits import (
     BUDGET,
@@ -23,7 +24,7 @@ from kvstore.limits import (
 class StoreConfig(SecurityOptions):
     """Flags, environment and file of the store."""
 
-    host: str = option("127.0.0.1", "address to listen on", metavar="HOST")
+    host: str = option(LOOPBACK, "address to listen on", metavar="HOST")
     port: int = option(0, "port to listen on; 0 picks a free one", low=0, high=65535)
     budget: int = option(BUDGET, "memory for blocks", unit="bytes", low=1 << 10)
     max_block: int = option(MAX_BLOCK, "largest block accepted", unit="bytes", low=1 << 10)

@@ -13,6 +13,9 @@ if __name__ == "__main__":
     installation.require_service(
         "prefill_service", "worker", "One prefill worker, whose role may change to decode."
     )
+    from kvrelay.process import tempdir
+
+    tempdir.require("prefill_service")  # before the import of torch
     from decode_service.service import register as decode
     from kvrelay.v1 import types_pb2
     from kvrelay.worker.main import main

@@ -8,7 +8,7 @@ from pathlib import Path
 from kvrelay.config.reader import check, option, required
 from kvrelay.errors import Rejected
 from kvrelay.process.logs import LEVELS
-from kvrelay.rpc.address import ROUTER_PORT
+from kvrelay.rpc.address import LOOPBACK, ROUTER_PORT
 from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.text.tokenizer import MAX_PROMPT_BYTES
 
@@ -23,7 +23,7 @@ class RouterConfig(SecurityOptions):
     served_model: str | None = option(
         None, "name of the model; default: that of its directory, as workers call it"
     )
-    host: str = option("127.0.0.1", "address to listen on", metavar="HOST")
+    host: str = option(LOOPBACK, "address to listen on", metavar="HOST")
     port: int = option(ROUTER_PORT, "port to listen on; 0 picks a free one", low=0, high=65535)
     prefill: tuple[str, ...] = option(
         (),
@@ -91,7 +91,7 @@ class RouterConfig(SecurityOptions):
         None, "port for Prometheus; default: no metrics", low=1, high=65535
     )
     metrics_host: str = option(
-        "127.0.0.1", "address of the metrics: plain HTTP, without a token", metavar="HOST"
+        LOOPBACK, "address of the metrics: plain HTTP, without a token", metavar="HOST"
     )
     grace: float = option(10.0, "seconds that running requests get after SIGTERM", low=0.0)
     log_level: str = option("info", "how much to log", choices=LEVELS)

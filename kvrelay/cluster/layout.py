@@ -17,7 +17,7 @@ from kvrelay.config.option import PREFIX, option, options
 from kvrelay.config.reader import check
 from kvrelay.errors import Rejected
 from kvrelay.process.logs import LEVELS
-from kvrelay.rpc.address import ROUTER_PORT
+from kvrelay.rpc.address import LOOPBACK, ROUTER_PORT, Address
 from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.worker.config import (
     ATTENTION_BACKENDS,
@@ -33,7 +33,6 @@ from router.config import DISAGGREGATE, RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_MODEL = Path(__file__).resolve().parents[1] / "recall" / "model"
-LOCAL = "127.0.0.1"
 FLUSH_SECONDS = 8.0  # for the store to write its memory to disk; see supervisor.STOP_SECONDS
 JOURNAL = PREFIX + "JOURNAL"
 NVIDIA = Path("/dev/nvidiactl")
@@ -67,7 +66,7 @@ class ClusterConfig(SecurityOptions):
     )
     store_disk_budget: int = option(DISK_BUDGET, "bytes of it to use", unit="bytes", low=2**20)
     restore: bool = option(True, "start without the blocks that are in --store-disk")
-    host: str = option("127.0.0.1", "address that the router listens on", metavar="HOST")
+    host: str = option(LOOPBACK, "address that the router listens on", metavar="HOST")
     port: int = option(ROUTER_PORT, "port of the router; 0 picks a free one", low=0, high=65535)
     served_model: str | None = option(
         None, "name of the model for clients; default: that of its directory", metavar="NAME"
@@ -132,7 +131,7 @@ def process_specs(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
     count = config.prefill + config.decode
     ports = iter(free_ports(count + 2))
     router_port, store_port = next(ports), config.store_port or next(ports)
-    url = config.store or f"kvrelay://{LOCAL}:{store_port}"
+    url = config.store or f"kvrelay://{Address(LOOPBACK, store_port)}"
     own_store = () if config.store else (_store(config, store_port),)
     prefill = tuple(_worker(config, "prefill", i, next(ports), url) for i in range(config.prefill))
     decode = tuple(_worker(config, "decode", i, next(ports), url) for i in range(config.decode))
@@ -153,7 +152,7 @@ def worker_threads(config: ClusterConfig) -> int:
 
 def _store(config: ClusterConfig, port: int) -> ProcessSpec:
     given = {
-        "host": LOCAL,
+        "host": LOOPBACK,
         "port": port,
         "budget": config.store_budget,
         "eviction": config.eviction,
@@ -175,7 +174,7 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
         "model": config.model_path,
         "served-model": config.served_model,
         "store": None if _is_secret(url) else url,
-        "host": LOCAL,
+        "host": LOOPBACK,
         "port": port,
         "threads": worker_threads(config),
         "block-size": config.block_size,
@@ -241,7 +240,7 @@ def _spec(
         index=index,
         module=MODULES[role],
         args=args,
-        host=config.host if role == "router" else LOCAL,
+        host=config.host if role == "router" else LOOPBACK,
         port=port,
         forked=role in ("prefill", "decode") and _can_fork(config),
     )

@@ -14,13 +14,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from kvrelay.errors import Rejected, Unavailable
+from kvrelay.rpc.address import LOOPBACK
 
 MIN_PORT = 10240
 RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 TRIES = 1000
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
     """Distinct ports that no process listens on and that are not reserved."""
     found: list[int] = []
     for _ in range(TRIES):
@@ -33,7 +34,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     raise Unavailable(f"no {count} free ports on {host} between {MIN_PORT} and {_highest()}")
 
 
-def is_free(port: int, host: str = "127.0.0.1") -> bool:
+def is_free(port: int, host: str = LOOPBACK) -> bool:
     """Whether a server could listen on the port now."""
     probe = _bind(host, port, reuse=True)
     if probe is not None:

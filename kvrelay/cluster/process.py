@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kvrelay.cluster.spawn import RunningProcess, signal_group, start_forked, start_fresh
+from kvrelay.rpc.address import Address
 
 log = logging.getLogger(__name__)
 TAIL_LINES = 40
@@ -41,7 +42,7 @@ class ProcessSpec:
 
     @property
     def address(self) -> str:
-        return f"{self.host}:{self.port}"
+        return str(Address(self.host, self.port))
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from kvrelay.cluster.ports import ReservedPorts
 from kvrelay.cluster.process import ProcessSpec, RestartBackoff, SupervisedProcess
 from kvrelay.cluster.readiness import ReadinessProbe
 from kvrelay.errors import DeadlineExceeded, KvrelayError, NotFound, Unavailable
+from kvrelay.process.tempdir import ensure_temporary_directory
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST
 from kvrelay.v1 import router_pb2
@@ -70,6 +71,7 @@ class Cluster:
             config = replace(config, fleet_key=secrets.token_hex(32))
         self.config = config
         self.security = policy.load(config, ADMIN_FIRST)
+        ensure_temporary_directory()
         self.specs = layout(config)
         self._on_change = on_change
         self._processes = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from dataclasses import dataclass
 
 from kvrelay.errors import Rejected
@@ -10,7 +11,20 @@ from kvrelay.errors import Rejected
 ROUTER_PORT = 50051
 """The default port of a router, for the router and its clients."""
 
-DEFAULT_ROUTER = f"127.0.0.1:{ROUTER_PORT}"
+
+def _loopback() -> str:
+    for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
+                probe.bind((host, 0))
+        except OSError:  # not an address of this host
+            continue
+        return host
+    return "127.0.0.1"
+
+
+LOOPBACK = _loopback()
+"""Where this host reaches itself: ``127.0.0.1``, or ``::1`` on a host with IPv6 only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,3 +66,6 @@ class Address:
         if self.port is None:
             return f"unix:{self.host}"
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+DEFAULT_ROUTER = str(Address(LOOPBACK, ROUTER_PORT))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.config.reader import option, required
 from kvrelay.process.logs import LEVELS
+from kvrelay.rpc.address import LOOPBACK
 from kvrelay.rpc.security.options import SecurityOptions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -26,7 +27,7 @@ class WorkerConfig(SecurityOptions):
     advertise: str | None = option(
         None, "address to announce; default: the listening address", metavar="HOST:PORT"
     )
-    host: str = option("127.0.0.1", "address to listen on", metavar="HOST")
+    host: str = option(LOOPBACK, "address to listen on", metavar="HOST")
     port: int = option(0, "port to listen on; 0 picks a free one", low=0, high=65535)
     store: str | None = option(
         None,
@@ -59,7 +60,7 @@ class WorkerConfig(SecurityOptions):
         None, "port for Prometheus; default: no metrics", low=1, high=65535
     )
     metrics_host: str = option(
-        "127.0.0.1", "address of the metrics: plain HTTP, without a token", metavar="HOST"
+        LOOPBACK, "address of the metrics: plain HTTP, without a token", metavar="HOST"
     )
     journal: str | None = option(
         None,

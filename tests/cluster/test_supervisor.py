@@ -258,3 +258,35 @@ def test_a_script_without_a_guard_is_run_once(tmp_path: Path) -> None:
     assert done.stdout.count("once") == 1, done.stdout + done.stderr
     assert "Namespaces are one honking great idea" in done.stdout
     assert "status 0" in done.stdout
+
+
+IPV6_ONLY = 'ip link set lo up && ip addr del 127.0.0.1/8 dev lo && exec "$@"'
+SERVES = """
+from kvrelay import Client
+from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.ports import free_ports
+from kvrelay.cluster.supervisor import Cluster
+from kvrelay.rpc.address import DEFAULT_ROUTER
+
+with Cluster(ClusterConfig(port=free_ports(1)[0])) as cluster, Client(cluster.router) as client:
+    client.generate(prompt="The copper mask stands in Boston.", max_tokens=4)
+    print(DEFAULT_ROUTER, *(spec.host for spec in cluster.specs), cluster.store.split("]")[0])
+"""
+
+
+@pytest.mark.slow
+def test_a_cluster_serves_on_a_host_with_ipv6_only() -> None:
+    """It used to end with `no 4 free ports on 127.0.0.1`."""
+    inside = ["unshare", "-n", "sh", "-c", IPV6_ONLY, "sh"]
+    if sys.platform != "linux" or subprocess.run([*inside, "true"], check=False).returncode:
+        pytest.skip("needs a network namespace and iproute2")
+    done = subprocess.run(
+        [*inside, sys.executable, "-c", SERVES],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    words = done.stdout.split()
+    assert words == ["[::1]:50051", *["::1"] * 4, "kvrelay://[::1"], done.stderr
