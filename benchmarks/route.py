@@ -28,7 +28,7 @@ from kvrelay.v1.worker_pb2 import Namespace, WorkerInfo, WorkerLoad
 from kvstore.trace.requests import BLOCK_TOKENS, read_trace
 from router.config import RouterConfig
 from router.placement.affinity import Affinity
-from router.placement.placer import NextLeg, Placer
+from router.placement.placer import NextLeg, Placer, StreamBinding
 from router.placement.policy import PREFILL, LegDemand, Prefix, choose
 from router.workers.candidate import Candidate
 from router.workers.health import READY
@@ -151,7 +151,7 @@ def _leg(chain: tuple[bytes, ...]) -> NextLeg:
         prompt_tokens=prompt,
         so_far=0,
         positions=stored_positions(prompt, 64),
-        prefix=Prefix(chain, 16),
+        bound=StreamBinding("", "", b"", Prefix(chain, 16)),
         deadline=Deadline.after(600.0),
     )
 

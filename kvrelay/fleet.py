@@ -24,6 +24,7 @@ class WorkerNamespace:
     layout: str
     block_size: int
     format_version: int
+    numerics: str  # numeric profile; empty with --numerics loose
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class WorkerInfo:
     vocab_size: int
     pid: int
     version: str
+    numeric_profile: str  # whatever --numerics is
 
 
 @dataclass(frozen=True, slots=True)

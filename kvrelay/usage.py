@@ -20,6 +20,7 @@ class Miss(StrEnum):
     EXPIRED = "expired"  # the lease of a partial block ran out
     CLEARED = "cleared"  # an operator cleared the store
     OTHER_NAMESPACE = "other_namespace"  # stored for another model, dtype or layout
+    OTHER_NUMERICS = "other_numerics"  # stored by workers of another numeric profile
     FAILED_VERIFICATION = "failed_verification"  # the loaded bytes were not the block's
     TOO_LATE = "too_late"  # stored or being stored, but not loaded in time
     UNREACHABLE = "unreachable"  # the store did not answer

@@ -76,14 +76,14 @@ class LookupResult:
 class SurveyResult:
     """The bytes of each block in order, ``None`` if it is absent; all held by ``lease``.
 
-    ``misses`` says why each absent block is absent, if the store can tell. ``first_block_known``
-    says whether a stored block has one of the first-block hashes asked for.
+    ``misses`` says why each absent block is absent, if the store can tell. ``first_block`` says
+    under what other namespace a block with one of the first-block hashes is stored, if one is.
     """
 
     sizes: tuple[int | None, ...]
     lease: Lease | None
     misses: tuple[Miss | None, ...] = field(default=(), compare=False)
-    first_block_known: bool = field(default=False, compare=False)
+    first_block: Miss | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,11 @@ class RouterCollector(Collector):
             "Of these, legs of a request whose client had tokens already.",
             retry.migrations,
         )
+        yield CounterMetricFamily(
+            PREFIX + "mixed_numerics_legs",
+            "Legs that continued a stream on a worker of another numeric profile.",
+            placer.mixed_numerics,
+        )
         relayed = service.totals.generation_tokens
         yield CounterMetricFamily(PREFIX + "generation_tokens", "Tokens relayed.", relayed)
         yield SummaryMetricFamily(

@@ -23,7 +23,7 @@ from router.config import RouterConfig
 from router.generate.generation import Generation, SharedParts
 from router.generate.request import build, check_envelope, check_length
 from router.generate.retry import PoisonList, RetryControl, RetryLimits, TokenBucket
-from router.placement.placer import Placer, namespace_of
+from router.placement.placer import Placer
 from router.queue.gate import QueueGate
 from router.queue.prompts import PromptTokenizer
 from router.queue.quotas import QuotaHold, Quotas
@@ -123,14 +123,12 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         tenant, placer = hold.tenant, self.placer
         async with deadline.limit("to tokenize the prompt"):
             prompt = await self._prompts.tokenize(message, tenant)
-        info = await placer.info(deadline)
+        info = await placer.info(deadline, message.weights)
         check_length(message, info.max_model_len)
         request = build(message, prompt, info, deadline, tenant, received_at)
         placer.check_fits(request.positions)
         hold.charge(request.charged_tokens)
-        namespace = namespace_of(info, tenant)
-        digest = namespace.digest if tenant.salt else info.namespace.digest
-        return Generation(request, placer.prefix(prompt, namespace), digest, self._parts)
+        return Generation(request, placer.bind(info, prompt, tenant), self._parts)
 
     def _count(
         self,

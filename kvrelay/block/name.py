@@ -15,6 +15,8 @@ from kvrelay.block.namespace import Namespace
 from kvrelay.errors import Rejected
 
 NAME_BYTES = 32
+FAMILY_BITS = 16
+FAMILY_MASK = (1 << FAMILY_BITS) - 1
 
 Digest = Callable[[bytes], bytes]
 """Bytes in, 32 bytes out. Tests of collisions use a weaker one than SHA-256."""
@@ -61,12 +63,13 @@ class Namer:
         """``namespace`` may be given by its digest."""
         if isinstance(namespace, Namespace):
             self._namespace = namespace.digest
-            tenant = namespace.tenant_salt
+            tenant, family = namespace.tenant_salt, namespace.family
         else:
-            self._namespace = tenant = namespace
+            self._namespace = tenant = family = namespace
         self._digest = digest
         self.root = digest(_ROOT + self._namespace)
         self._tenant_key = hashlib.sha256(_FIRST_BLOCK + tenant).digest()
+        self._family = int.from_bytes(family[:8]) & FAMILY_MASK
 
     def within(self, namespace: bytes) -> Namer:
         """The namer of another namespace, by its digest."""
@@ -77,14 +80,15 @@ class Namer:
         return child_name(self._namespace, parent, tokens, self._digest)
 
     def first_block_hash(self, tokens: Sequence[int]) -> int:
-        """64 bits that all namespaces of one tenant share for a sequence's first block.
+        """64 bits by which the store knows a sequence's first block under another namespace.
 
-        With it the store can tell a block that it has under another namespace from one that it
-        does not have; it reveals nothing about blocks of other tenants.
+        All namespaces of one tenant share the upper bits, which reveal nothing about blocks of
+        other tenants; namespaces that differ in the numeric profile alone share the lower
+        ``FAMILY_BITS`` too.
         """
         packed = _packer(len(tokens)).pack(len(tokens), *tokens)
         hashed = hashlib.blake2b(packed, digest_size=8, key=self._tenant_key)
-        return int.from_bytes(hashed.digest())
+        return int.from_bytes(hashed.digest()) & ~FAMILY_MASK | self._family
 
     def chain(self, tokens: Sequence[int], block_size: int) -> list[bytes]:
         """Names of the full blocks of ``tokens``, in order."""

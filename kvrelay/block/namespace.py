@@ -1,7 +1,7 @@
 """The namespace: everything that must be equal before two workers may share a KV block.
 
 Its digest is part of every name and every header, so a lookup cannot find blocks of another model,
-revision, dtype, layout, block size, format or tenant.
+revision, dtype, layout, block size, format, numeric profile or tenant.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ def _framed(value: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Namespace:
-    """Model, weights revision, dtype, layout of the payload, ``B``, format version and tenant."""
+    """What a block depends on besides its tokens.
+
+    ``numerics`` is the numeric profile of the worker that computes it; empty (``--numerics loose``)
+    for blocks that workers of any profile share.
+    """
 
     model: str
     revision: str
@@ -33,6 +37,7 @@ class Namespace:
     layout: str
     block_size: int
     format_version: int = FORMAT_VERSION
+    numerics: str = ""
     tenant_salt: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
@@ -47,6 +52,11 @@ class Namespace:
         for each in fields(self):
             parts += _framed(each.name.encode()), _framed(_encoded(getattr(self, each.name)))
         return hashlib.sha256(b"".join(parts)).digest()
+
+    @cached_property
+    def family(self) -> bytes:
+        """The digest of the namespace without profile and tenant: equal up to rounding."""
+        return replace(self, numerics="", tenant_salt=b"").digest
 
     def of_tenant(self, salt: bytes) -> Namespace:
         """The namespace of the tenant with this salt."""

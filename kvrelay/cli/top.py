@@ -7,7 +7,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -98,6 +98,8 @@ class WorkerRow:
     blocks: int
     executed: int
     reason: str
+    numeric_profile: str  # as measured at its start
+    numerics: str  # the profile that its streams keep to; empty with --numerics loose
     rate: float | None = None
 
     @classmethod
@@ -117,6 +119,8 @@ class WorkerRow:
             blocks=status.info.num_blocks if status.info is not None else 0,
             executed=load.executed,
             reason=status.reason,
+            numeric_profile=status.info.numeric_profile if status.info is not None else "",
+            numerics=status.info.namespace.numerics if status.info is not None else "",
             rate=(load.executed - (before or 0)) / seconds if known else None,
         )
 
@@ -191,6 +195,19 @@ def _show_failing(config: TopConfig) -> None:
                 print_out(paint(f"{one.name} {one.address}: {one.failing}", "red"))
 
 
+def _profiles(rows: Sequence[WorkerRow]) -> Iterator[str]:
+    """Each numeric profile, and which workers have it if there are several."""
+    known = [row for row in rows if row.numeric_profile]
+    profiles = dict.fromkeys((row.numeric_profile, bool(row.numerics)) for row in known)
+    for profile, strict in profiles:
+        having = [
+            r.address for r in known if (r.numeric_profile, bool(r.numerics)) == (profile, strict)
+        ]
+        mode = "strict" if strict else "loose"
+        at = f" at {', '.join(having)}" if len(profiles) > 1 else ""
+        yield f"numeric profile {profile} ({mode}){at}"
+
+
 def screen(
     rows: Sequence[WorkerRow],
     fleet: FleetStatus,
@@ -210,7 +227,10 @@ def screen(
     taken = 2 + sum(2 + max(len(row[i]) for row in [HEAD[1:], *others]) for i in range(8))
     head, *body = table(HEAD, [row.cells(width - taken) for row in rows], RIGHT).splitlines()
     lines = [paint(f"router {address}: {ready} of {len(rows)} workers ready", "bold")]
-    lines += [*_wrapped(waits, width), *_wrapped(str(rates), width), "", head]
+    lines += [*_wrapped(waits, width), *_wrapped(str(rates), width)]
+    for profile in _profiles(rows):
+        lines += _wrapped(profile, width)
+    lines += ["", head]
     for text, row in zip(body, rows, strict=True):
         state = paint(row.state, COLOURS.get(row.state, "dim"))
         lines.append(text.replace(f" {row.state} ", f" {state} ", 1))

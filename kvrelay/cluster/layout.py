@@ -24,6 +24,7 @@ from kvrelay.worker.config import (
     DEVICES,
     DTYPES,
     LARGEST_BLOCK,
+    NUMERICS,
     WorkerConfig,
 )
 from kvstore.config import StoreConfig
@@ -85,6 +86,11 @@ class ClusterConfig(SecurityOptions):
     max_model_len: int | None = option(None, "longest prompt and answer together", low=1)
     attention_backend: str | None = option(
         None, "attention backend of the workers", choices=ATTENTION_BACKENDS
+    )
+    numerics: str | None = option(
+        None,
+        "strict: workers share KV and streams only if their arithmetic is equal to the bit",
+        choices=NUMERICS,
     )
     disaggregate: str | None = option(
         None,
@@ -189,6 +195,7 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
         "metrics-port": metrics,
         "grace": config.grace,
         "log-level": config.log_level,
+        "numerics": config.numerics,
     }
     return _spec(config, role, index, port, (*_flags(given), *_security(config)))
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kvrelay.engine.attention.backend import AttentionBackend
-from kvrelay.engine.attention.batch import pack
+from kvrelay.engine.attention.batch import Batch, pack
 from kvrelay.engine.attention.pool import KVPool
 from kvrelay.engine.attention.sdpa import SdpaBackend
 from kvrelay.engine.core.updates import Sampled, Work
@@ -51,19 +51,23 @@ class Runner:
         answers: list[Sampled | None] = [None] * len(works)
         if not works:
             return answers
-        if self._threads is not None and torch.get_num_threads() != self._threads:
-            torch.set_num_threads(self._threads)  # OpenMP keeps it per thread
         with torch.inference_mode():
-            batch = pack(works, self.pool.shape, self.pool.device)
-            self.pool.clear(batch.opened)
-            step = self._backend.step(batch)
-            logits = self._forward.logits(batch.tokens, batch.positions, step, batch.logit_rows)
+            batch, logits = self.compute(works)
             chosen = sample(logits, [works[index] for index in batch.samples])
         self.pool.computed()
         self._executed += sum(work.count for work in works)
         for index, sampled in zip(batch.samples, chosen, strict=True):
             answers[index] = sampled
         return answers
+
+    def compute(self, works: Sequence[Work]) -> tuple[Batch, torch.Tensor]:
+        """Store the KV of all works; returns them packed, and the logits of ``logit_rows``."""
+        if self._threads is not None and torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)  # OpenMP keeps it per thread
+        batch = pack(works, self.pool.shape, self.pool.device)
+        self.pool.clear(batch.opened)
+        step = self._backend.step(batch)
+        return batch, self._forward.logits(batch.tokens, batch.positions, step, batch.logit_rows)
 
 
 def choose_attention(name: str, pool: KVPool) -> AttentionBackend:

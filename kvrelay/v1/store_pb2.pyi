@@ -145,7 +145,8 @@ class LookupRequest(_message.Message):
     @_builtins.property
     def first_block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Hashes of the sequence's first block without the namespace (kvrelay/block/name.py); at most 16.
-        Used for `first_miss` only: the same hash under another name means another namespace.
+        Used for `first_miss` only: the same upper 48 bits under another name mean another namespace,
+        all 64 another numeric profile.
         """
 
     def __init__(
@@ -177,7 +178,7 @@ class LookupResponse(_message.Message):
     LEASE_MS_FIELD_NUMBER: _builtins.int
     FIRST_MISS_FIELD_NUMBER: _builtins.int
     MISSES_FIELD_NUMBER: _builtins.int
-    FIRST_BLOCK_KNOWN_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     """random, new at every start of the store; leases of others are void"""
     lead: _builtins.int
@@ -190,8 +191,10 @@ class LookupResponse(_message.Message):
     """from the store's answer; counting from the request is safe"""
     first_miss: _types_pb2.Miss.ValueType
     """why the first block after the leading run is absent, if one is"""
-    first_block_known: _builtins.bool
-    """with `each`: whether one of `first_block_hashes` is present"""
+    first_block: _types_pb2.Miss.ValueType
+    """With `each`: other namespace or other numerics if a block with one of `first_block_hashes` is
+    present, else unspecified.
+    """
     @_builtins.property
     def lengths(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Bytes of header and payload: of the leading blocks, then of the tail if one was taken. With
@@ -213,11 +216,11 @@ class LookupResponse(_message.Message):
         lease_ms: _builtins.int = ...,
         first_miss: _types_pb2.Miss.ValueType = ...,
         misses: _abc.Iterable[_types_pb2.Miss.ValueType] | None = ...,
-        first_block_known: _builtins.bool = ...,
+        first_block: _types_pb2.Miss.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tail", b"_tail", "tail", b"tail"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tail", b"_tail", "boot", b"boot", "first_block_known", b"first_block_known", "first_miss", b"first_miss", "lead", b"lead", "lease", b"lease", "lease_ms", b"lease_ms", "lengths", b"lengths", "misses", b"misses", "tail", b"tail"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tail", b"_tail", "boot", b"boot", "first_block", b"first_block", "first_miss", b"first_miss", "lead", b"lead", "lease", b"lease", "lease_ms", b"lease_ms", "lengths", b"lengths", "misses", b"misses", "tail", b"tail"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tail: _TypeAlias = _typing.Literal["tail"]  # noqa: Y015
     _WhichOneofArgType__tail: _TypeAlias = _typing.Literal["_tail", b"_tail"]  # noqa: Y015

@@ -84,6 +84,8 @@ class _MissEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Miss.ValueType],
     """the store did not answer"""
     MISS_UNKNOWN: _Miss.ValueType  # 9
     """the store cannot tell, or was restarted"""
+    MISS_OTHER_NUMERICS: _Miss.ValueType  # 10
+    """the same first block exists from another numeric profile"""
 
 class Miss(_Miss, metaclass=_MissEnumTypeWrapper):
     """Why a block was not loaded from the store. For several blocks in a row the first one decides."""
@@ -107,6 +109,8 @@ MISS_UNREACHABLE: Miss.ValueType  # 8
 """the store did not answer"""
 MISS_UNKNOWN: Miss.ValueType  # 9
 """the store cannot tell, or was restarted"""
+MISS_OTHER_NUMERICS: Miss.ValueType  # 10
+"""the same first block exists from another numeric profile"""
 Global___Miss: _TypeAlias = Miss  # noqa: Y015
 
 @_typing.final

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import types_pb2 as kvrelay_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/worker.proto\x12\nkvrelay.v1\x1a\x16kvrelay/v1/types.proto\"\x87\x01\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x16\n\x0e\x66ormat_version\x18\x06 \x01(\r\x12\x0e\n\x06\x64igest\x18\x07 \x01(\x0c\"\x84\x03\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvrelay.v1.Role\x12(\n\tnamespace\x18\x03 \x01(\x0b\x32\x15.kvrelay.v1.Namespace\x12\x19\n\x11\x61ttention_backend\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\r\n\x05store\x18\x06 \x01(\t\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x12\n\nvocab_size\x18\x0b \x01(\r\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x0f\n\x07version\x18\r \x01(\t\x12\x10\n\x08protocol\x18\x0e \x01(\r\x12$\n\nstarted_as\x18\x0f \x01(\x0e\x32\x10.kvrelay.v1.Role\x12\x14\n\x0c\x66leet_key_id\x18\x10 \x01(\x0c\"\xec\x01\n\nWorkerLoad\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07loading\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x05 \x01(\r\x12\x0e\n\x06saving\x18\x06 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x07 \x01(\x04\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x10\n\x08\x65xecuted\x18\t \x01(\x04\x12\x13\n\x0bpreemptions\x18\n \x01(\x04\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x11\n\tworker_id\x18\x0c \x01(\t\"\x10\n\x0eGetInfoRequest\"7\n\x0fGetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.WorkerInfo\"\x10\n\x0eGetLoadRequest\"7\n\x0fGetLoadResponse\x12$\n\x04load\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.WorkerLoad\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"0\n\x0eSetRoleRequest\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.kvrelay.v1.Role\"7\n\x0fSetRoleResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.WorkerInfo\"\x0e\n\x0c\x41uditRequest\"]\n\rAuditResponse\x12*\n\x08\x66indings\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.AuditFinding\x12\x10\n\x08requests\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\"F\n\x0c\x41uditFinding\x12\x11\n\tinvariant\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t2\xd7\x02\n\rWorkerService\x12\x42\n\x07GetInfo\x12\x1a.kvrelay.v1.GetInfoRequest\x1a\x1b.kvrelay.v1.GetInfoResponse\x12\x42\n\x07GetLoad\x12\x1a.kvrelay.v1.GetLoadRequest\x1a\x1b.kvrelay.v1.GetLoadResponse\x12<\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x19.kvrelay.v1.DrainResponse\x12\x42\n\x07SetRole\x12\x1a.kvrelay.v1.SetRoleRequest\x1a\x1b.kvrelay.v1.SetRoleResponse\x12<\n\x05\x41udit\x12\x18.kvrelay.v1.AuditRequest\x1a\x19.kvrelay.v1.AuditResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/worker.proto\x12\nkvrelay.v1\x1a\x16kvrelay/v1/types.proto\"\x99\x01\n\tNamespace\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x08revision\x18\x02 \x01(\t\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x0e\n\x06layout\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x16\n\x0e\x66ormat_version\x18\x06 \x01(\r\x12\x0e\n\x06\x64igest\x18\x07 \x01(\x0c\x12\x10\n\x08numerics\x18\x08 \x01(\t\"\x9d\x03\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.kvrelay.v1.Role\x12(\n\tnamespace\x18\x03 \x01(\x0b\x32\x15.kvrelay.v1.Namespace\x12\x19\n\x11\x61ttention_backend\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\r\n\x05store\x18\x06 \x01(\t\x12\x12\n\nnum_blocks\x18\x07 \x01(\r\x12\x15\n\rmax_model_len\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x12\n\nvocab_size\x18\x0b \x01(\r\x12\x0b\n\x03pid\x18\x0c \x01(\r\x12\x0f\n\x07version\x18\r \x01(\t\x12\x10\n\x08protocol\x18\x0e \x01(\r\x12$\n\nstarted_as\x18\x0f \x01(\x0e\x32\x10.kvrelay.v1.Role\x12\x14\n\x0c\x66leet_key_id\x18\x10 \x01(\x0c\x12\x17\n\x0fnumeric_profile\x18\x11 \x01(\t\"\xec\x01\n\nWorkerLoad\x12\x0f\n\x07waiting\x18\x01 \x01(\r\x12\x0f\n\x07loading\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x04 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x05 \x01(\r\x12\x0e\n\x06saving\x18\x06 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x07 \x01(\x04\x12\r\n\x05steps\x18\x08 \x01(\x04\x12\x10\n\x08\x65xecuted\x18\t \x01(\x04\x12\x13\n\x0bpreemptions\x18\n \x01(\x04\x12\x10\n\x08\x64raining\x18\x0b \x01(\x08\x12\x11\n\tworker_id\x18\x0c \x01(\t\"\x10\n\x0eGetInfoRequest\"7\n\x0fGetInfoResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.WorkerInfo\"\x10\n\x0eGetLoadRequest\"7\n\x0fGetLoadResponse\x12$\n\x04load\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.WorkerLoad\"\x0e\n\x0c\x44rainRequest\"\x0f\n\rDrainResponse\"0\n\x0eSetRoleRequest\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.kvrelay.v1.Role\"7\n\x0fSetRoleResponse\x12$\n\x04info\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.WorkerInfo\"\x0e\n\x0c\x41uditRequest\"]\n\rAuditResponse\x12*\n\x08\x66indings\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.AuditFinding\x12\x10\n\x08requests\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x01(\r\"F\n\x0c\x41uditFinding\x12\x11\n\tinvariant\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t2\xd7\x02\n\rWorkerService\x12\x42\n\x07GetInfo\x12\x1a.kvrelay.v1.GetInfoRequest\x1a\x1b.kvrelay.v1.GetInfoResponse\x12\x42\n\x07GetLoad\x12\x1a.kvrelay.v1.GetLoadRequest\x1a\x1b.kvrelay.v1.GetLoadResponse\x12<\n\x05\x44rain\x12\x18.kvrelay.v1.DrainRequest\x1a\x19.kvrelay.v1.DrainResponse\x12\x42\n\x07SetRole\x12\x1a.kvrelay.v1.SetRoleRequest\x1a\x1b.kvrelay.v1.SetRoleResponse\x12<\n\x05\x41udit\x12\x18.kvrelay.v1.AuditRequest\x1a\x19.kvrelay.v1.AuditResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,33 +33,33 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.worker_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_NAMESPACE']._serialized_start=64
-  _globals['_NAMESPACE']._serialized_end=199
-  _globals['_WORKERINFO']._serialized_start=202
-  _globals['_WORKERINFO']._serialized_end=590
-  _globals['_WORKERLOAD']._serialized_start=593
-  _globals['_WORKERLOAD']._serialized_end=829
-  _globals['_GETINFOREQUEST']._serialized_start=831
-  _globals['_GETINFOREQUEST']._serialized_end=847
-  _globals['_GETINFORESPONSE']._serialized_start=849
-  _globals['_GETINFORESPONSE']._serialized_end=904
-  _globals['_GETLOADREQUEST']._serialized_start=906
-  _globals['_GETLOADREQUEST']._serialized_end=922
-  _globals['_GETLOADRESPONSE']._serialized_start=924
-  _globals['_GETLOADRESPONSE']._serialized_end=979
-  _globals['_DRAINREQUEST']._serialized_start=981
-  _globals['_DRAINREQUEST']._serialized_end=995
-  _globals['_DRAINRESPONSE']._serialized_start=997
-  _globals['_DRAINRESPONSE']._serialized_end=1012
-  _globals['_SETROLEREQUEST']._serialized_start=1014
-  _globals['_SETROLEREQUEST']._serialized_end=1062
-  _globals['_SETROLERESPONSE']._serialized_start=1064
-  _globals['_SETROLERESPONSE']._serialized_end=1119
-  _globals['_AUDITREQUEST']._serialized_start=1121
-  _globals['_AUDITREQUEST']._serialized_end=1135
-  _globals['_AUDITRESPONSE']._serialized_start=1137
-  _globals['_AUDITRESPONSE']._serialized_end=1230
-  _globals['_AUDITFINDING']._serialized_start=1232
-  _globals['_AUDITFINDING']._serialized_end=1302
-  _globals['_WORKERSERVICE']._serialized_start=1305
-  _globals['_WORKERSERVICE']._serialized_end=1648
+  _globals['_NAMESPACE']._serialized_end=217
+  _globals['_WORKERINFO']._serialized_start=220
+  _globals['_WORKERINFO']._serialized_end=633
+  _globals['_WORKERLOAD']._serialized_start=636
+  _globals['_WORKERLOAD']._serialized_end=872
+  _globals['_GETINFOREQUEST']._serialized_start=874
+  _globals['_GETINFOREQUEST']._serialized_end=890
+  _globals['_GETINFORESPONSE']._serialized_start=892
+  _globals['_GETINFORESPONSE']._serialized_end=947
+  _globals['_GETLOADREQUEST']._serialized_start=949
+  _globals['_GETLOADREQUEST']._serialized_end=965
+  _globals['_GETLOADRESPONSE']._serialized_start=967
+  _globals['_GETLOADRESPONSE']._serialized_end=1022
+  _globals['_DRAINREQUEST']._serialized_start=1024
+  _globals['_DRAINREQUEST']._serialized_end=1038
+  _globals['_DRAINRESPONSE']._serialized_start=1040
+  _globals['_DRAINRESPONSE']._serialized_end=1055
+  _globals['_SETROLEREQUEST']._serialized_start=1057
+  _globals['_SETROLEREQUEST']._serialized_end=1105
+  _globals['_SETROLERESPONSE']._serialized_start=1107
+  _globals['_SETROLERESPONSE']._serialized_end=1162
+  _globals['_AUDITREQUEST']._serialized_start=1164
+  _globals['_AUDITREQUEST']._serialized_end=1178
+  _globals['_AUDITRESPONSE']._serialized_start=1180
+  _globals['_AUDITRESPONSE']._serialized_end=1273
+  _globals['_AUDITFINDING']._serialized_start=1275
+  _globals['_AUDITFINDING']._serialized_end=1345
+  _globals['_WORKERSERVICE']._serialized_start=1348
+  _globals['_WORKERSERVICE']._serialized_end=1691
 # @@protoc_insertion_point(module_scope)

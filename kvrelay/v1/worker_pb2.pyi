@@ -21,7 +21,9 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Namespace(_message.Message):
-    """Everything that block names depend on. Workers with different namespaces cannot share KV."""
+    """Everything that block names depend on besides the tokens. Workers with different namespaces
+    cannot share KV.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -32,6 +34,7 @@ class Namespace(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     FORMAT_VERSION_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     revision: _builtins.str
     """digest of the weights"""
@@ -40,7 +43,9 @@ class Namespace(_message.Message):
     block_size: _builtins.int
     format_version: _builtins.int
     digest: _builtins.bytes
-    """of the fields above and the tenant's salt"""
+    """of the other fields and the tenant's salt"""
+    numerics: _builtins.str
+    """numeric profile; empty with --numerics loose"""
     def __init__(
         self,
         *,
@@ -51,10 +56,11 @@ class Namespace(_message.Message):
         block_size: _builtins.int = ...,
         format_version: _builtins.int = ...,
         digest: _builtins.bytes = ...,
+        numerics: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "digest", b"digest", "dtype", b"dtype", "format_version", b"format_version", "layout", b"layout", "model", b"model", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "digest", b"digest", "dtype", b"dtype", "format_version", b"format_version", "layout", b"layout", "model", b"model", "numerics", b"numerics", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -80,6 +86,7 @@ class WorkerInfo(_message.Message):
     PROTOCOL_FIELD_NUMBER: _builtins.int
     STARTED_AS_FIELD_NUMBER: _builtins.int
     FLEET_KEY_ID_FIELD_NUMBER: _builtins.int
+    NUMERIC_PROFILE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """random, new at every start and change of role"""
     role: _types_pb2.Role.ValueType
@@ -100,6 +107,10 @@ class WorkerInfo(_message.Message):
     """role at start, under which it is listed; SetRole does not change it"""
     fleet_key_id: _builtins.bytes
     """identifies the key that signs handoffs here; empty: no key"""
+    numeric_profile: _builtins.str
+    """Numeric profile, whatever --numerics is: engine, device, instruction set, kernel versions,
+    attention backend, TP degree, and the digest of what a probe computed at start.
+    """
     @_builtins.property
     def namespace(self) -> Global___Namespace: ...
     def __init__(
@@ -121,10 +132,11 @@ class WorkerInfo(_message.Message):
         protocol: _builtins.int = ...,
         started_as: _types_pb2.Role.ValueType = ...,
         fleet_key_id: _builtins.bytes = ...,
+        numeric_profile: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "fleet_key_id", b"fleet_key_id", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "namespace", b"namespace", "num_blocks", b"num_blocks", "pid", b"pid", "protocol", b"protocol", "role", b"role", "started_as", b"started_as", "store", b"store", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attention_backend", b"attention_backend", "device", b"device", "fleet_key_id", b"fleet_key_id", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "namespace", b"namespace", "num_blocks", b"num_blocks", "numeric_profile", b"numeric_profile", "pid", b"pid", "protocol", b"protocol", "role", b"role", "started_as", b"started_as", "store", b"store", "version", b"version", "vocab_size", b"vocab_size", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

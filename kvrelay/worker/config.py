@@ -12,6 +12,7 @@ from kvrelay.rpc.security.options import SecurityOptions
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
 ATTENTION_BACKENDS = ("auto", "sdpa")
+NUMERICS = ("strict", "loose")
 LARGEST_BLOCK = 1024  # token positions
 
 
@@ -39,6 +40,12 @@ class WorkerConfig(SecurityOptions):
         "auto", "where the model runs; cuda has not been tried on a GPU yet", choices=DEVICES
     )
     attention_backend: str = option("auto", "how attention is computed", choices=ATTENTION_BACKENDS)
+    numerics: str = option(
+        "strict",
+        "strict: share KV blocks and streams only with workers whose arithmetic is equal to the"
+        " bit; loose: with all that serve these weights in this dtype, equal up to rounding",
+        choices=NUMERICS,
+    )
     block_size: int = option(16, "token positions in a KV block", low=1, high=LARGEST_BLOCK)
     num_blocks: int | None = option(
         None, "KV blocks in the pool; default: what fits in --kv-memory and can be used", low=1

@@ -21,6 +21,7 @@ from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.core.updates import Ended
 from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.engine.model.loading import LoadedModel, load_model
+from kvrelay.engine.numerics import numeric_profile
 from kvrelay.engine.runner import Runner
 from kvrelay.errors import Mismatch
 from kvrelay.rpc.protocol import PROTOCOL, Role
@@ -49,6 +50,7 @@ class Worker:
     identity: WorkerIdentity
     model: LoadedModel
     runner: Runner
+    numeric_profile: str
     namespace: Namespace
     namer: Namer
     limits: EngineLimits
@@ -63,8 +65,14 @@ class Worker:
         """Load the model and build the parts; nothing runs yet. ``Unservable``, ``Rejected``."""
         model = load_model(config.model, config.dtype, config.device, config.max_model_len)
         info = model.info
+        profile = numeric_profile(model, config.attention_backend, config.threads)
         namespace = Namespace(
-            config.served_model or info.name, info.revision, info.dtype, LAYOUT, config.block_size
+            model=config.served_model or info.name,
+            revision=info.revision,
+            dtype=info.dtype,
+            layout=LAYOUT,
+            block_size=config.block_size,
+            numerics=profile if config.numerics == "strict" else "",
         )
         limits = limits_of(config, model)
         runner = Runner(
@@ -92,6 +100,7 @@ class Worker:
             identity=WorkerIdentity(role),
             model=model,
             runner=runner,
+            numeric_profile=profile,
             namespace=namespace,
             namer=namer,
             limits=limits,
@@ -161,6 +170,7 @@ class Worker:
             pid=os.getpid(),
             version=VERSION,
             fleet_key_id=self.credentials.fleet_key_id,
+            numeric_profile=self.numeric_profile,
         )
 
     def _space(self, leg: types_pb2.Leg) -> bytes:
@@ -169,7 +179,8 @@ class Worker:
         if leg.namespace_digest and leg.namespace_digest != digest:
             raise Mismatch(
                 "leg.namespace_digest",
-                "the sender expects another model, dtype or block size than this worker has",
+                "the sender expects another model, dtype, block size or numeric profile than this"
+                " worker has",
             )
         return digest if leg.tenant_salt else b""
 
@@ -231,5 +242,6 @@ def namespace_message(namespace: Namespace) -> worker_pb2.Namespace:
         layout=namespace.layout,
         block_size=namespace.block_size,
         format_version=namespace.format_version,
+        numerics=namespace.numerics,
         digest=namespace.digest,
     )

@@ -86,7 +86,7 @@ class RemoteStore:
             sizes=tuple(length or None for length in answer.lengths),
             lease=lease,
             misses=tuple(map(miss_of, answer.misses)),
-            first_block_known=answer.first_block_known,
+            first_block=miss_of(answer.first_block),
         )
 
     def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:

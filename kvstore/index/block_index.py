@@ -115,9 +115,7 @@ class BlockIndex(Generic[V]):
         self.counters.misses += sizes.count(None)
         lease = self._hold(found.values(), now + ttl, now) if found and ttl > 0 else None
         misses = tuple(None if name in found else self._miss_reason([name]) for name in names)
-        return SurveyResult(
-            sizes, lease, misses, self._tombstones.knows_first_block(first_block_hashes)
-        )
+        return SurveyResult(sizes, lease, misses, self._tombstones.elsewhere(first_block_hashes))
 
     def get(self, name: bytes, now: float) -> V | None:
         """The block's value, or ``None``; the block counts as used now."""

@@ -49,8 +49,8 @@ def _why(answers: Answers, wanted: Sequence[int], first: bool) -> Miss:
     known = (miss for miss in reasons if miss not in (Miss.NEVER_STORED, Miss.UNKNOWN))
     if (reason := next(known, None)) is not None:
         return reason
-    if first and any(seen.first_block_known for seen in answers.values()):
-        return Miss.OTHER_NAMESPACE
+    if first and (elsewhere := _first_block(answers)) is not None:
+        return elsewhere
     return Miss.UNKNOWN if Miss.UNKNOWN in reasons else Miss.NEVER_STORED
 
 
@@ -64,9 +64,13 @@ def surveyed(answers: Answers, count: int) -> SurveyResult:
     misses = tuple(
         _why(answers, [i], False) if owner is None else None for i, owner in enumerate(having)
     )
-    return SurveyResult(
-        sizes, lease, misses, any(seen.first_block_known for seen in answers.values())
-    )
+    return SurveyResult(sizes, lease, misses, _first_block(answers))
+
+
+def _first_block(answers: Answers) -> Miss | None:
+    """What the backends know of the first block elsewhere; the closest namespace counts."""
+    known = [seen.first_block for seen in answers.values() if seen.first_block is not None]
+    return Miss.OTHER_NUMERICS if Miss.OTHER_NUMERICS in known else next(iter(known), None)
 
 
 def lease_of(answers: Answers, used: set[str]) -> Lease | None:

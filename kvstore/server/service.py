@@ -141,7 +141,7 @@ class StoreService:
             lease=found.lease.id if found.lease else 0,
             lease_ms=request.lease_ms if found.lease else 0,
             misses=map(miss_message, found.misses),
-            first_block_known=found.first_block_known,
+            first_block=miss_message(found.first_block),
         )
 
     async def locate(self, request: pb.LocateRequest, context: object) -> pb.LocateResponse:

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kvrelay.block.name import FAMILY_BITS, FAMILY_MASK
 from kvrelay.config.values import show_size
 from kvrelay.errors import NotFound, Rejected
 from kvrelay.rpc.security.identity import Caller, Tenant
@@ -53,15 +54,19 @@ class TenantScope:
         ]
 
     def first_block_hashes(self, hashes: Iterable[int]) -> list[int]:
-        """Hashes of first blocks, mixed so that they reveal nothing of other tenants' prompts."""
+        """Hashes of first blocks, mixed so that they reveal nothing of other tenants' prompts.
+
+        The bits that stand for the model stay.
+        """
         return [self._mixed(number) if self.prefix else number for number in hashes]
 
     def _mixed_hash(self, number: int | None) -> int | None:
         return None if number is None else self._mixed(number)
 
     def _mixed(self, number: int) -> int:
-        data = number.to_bytes(8, "little")
-        return int.from_bytes(hashlib.blake2b(data, key=self.prefix, digest_size=8).digest())
+        data = (number >> FAMILY_BITS).to_bytes(8, "little")
+        mixed = hashlib.blake2b(data, key=self.prefix, digest_size=8).digest()
+        return int.from_bytes(mixed) & ~FAMILY_MASK | number & FAMILY_MASK
 
 
 OPEN_SCOPE = TenantScope()

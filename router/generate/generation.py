@@ -23,8 +23,7 @@ from router.generate.legs import UNFINISHED, LegEvent, LegOrder, run_leg
 from router.generate.request import AcceptedRequest
 from router.generate.retry import Attempts, FailedLeg, PoisonRequest, RetryControl
 from router.generate.usage import lost_leg, request_usage
-from router.placement.placer import NextLeg, Placed, Placer
-from router.placement.policy import Prefix
+from router.placement.placer import NextLeg, Placed, Placer, StreamBinding
 from router.queue.prompts import TokenizeSlots
 from router.workers.registry import Registry
 
@@ -49,12 +48,10 @@ class SharedParts:
 class Generation:
     """Owns the output tokens of a request, their text, and the usage of its legs."""
 
-    def __init__(
-        self, request: AcceptedRequest, prefix: Prefix, digest: bytes, parts: SharedParts
-    ) -> None:
+    def __init__(self, request: AcceptedRequest, bound: StreamBinding, parts: SharedParts) -> None:
         self.request = request
-        self._prefix = prefix
-        self._digest = digest
+        self._bound = bound
+        self._profile = ""  # of the worker of the last leg
         self._parts = parts
         sampling = request.sampling
         self._text = OutputText(parts.tokenizer, sampling.stop, sampling.min_tokens)
@@ -119,6 +116,7 @@ class Generation:
         before, reported = self.so_far, len(self._usages)
         order = self._order(placed)
         self._legs += 1
+        self._note_profile(placed)
         self._admission = None
         self._handoff = types_pb2.Handoff()
         try:
@@ -146,6 +144,13 @@ class Generation:
                 f"{placed.worker.address} ended its leg without finishing the request"
             )
 
+    def _note_profile(self, placed: Placed) -> None:
+        """Count a stream that continues where rounding may differ (``--numerics loose``)."""
+        before = self._profile
+        self._profile = placed.worker.info.numeric_profile if placed.worker.info else before
+        if before and self._outputs and self._profile != before:
+            self._parts.placer.mixed_numerics += 1
+
     async def _retry(self, placed: Placed, error: KvrelayError, generated: int) -> None:
         """Carry out the retry step after a failed leg; raises the error that ends the request."""
         if self._finish != UNFINISHED:
@@ -170,11 +175,13 @@ class Generation:
 
     def _next_leg(self) -> NextLeg:
         request, attempts = self.request, self._attempts
+        if not self._outputs:
+            self._bound = self._parts.placer.rebind(self._bound, request.prompt, request.tenant)
         return NextLeg(
             prompt_tokens=len(request.prompt),
             so_far=self.so_far,
             positions=request.positions,
-            prefix=self._prefix,
+            bound=self._bound,
             deadline=request.deadline,
             excluded=attempts.excluded,
             avoided=attempts.avoided,
@@ -189,7 +196,7 @@ class Generation:
             output_token_ids=self._outputs,
             max_tokens=request.max_tokens,
             sampling=request.sampling,
-            namespace_digest=self._digest,
+            namespace_digest=self._bound.digest,
             explain=request.explain,
             tenant_salt=request.tenant.salt,
             generation_id=self._id,
@@ -208,7 +215,7 @@ class Generation:
         """Apply one event. Returns the response to send, ``None`` if there are no new tokens."""
         if event.usage is not None:
             event.usage.address = placed.worker.address
-            self._parts.placer.learn(placed, self._prefix, event.usage)
+            self._parts.placer.learn(placed, self._bound.prefix, event.usage)
             self._usages.append(event.usage)
         if event.handoff is not None:
             self._handoff = event.handoff
@@ -248,7 +255,7 @@ class Generation:
             tokens=tokens,
             text=text,
             seed=request.sampling.seed,
-            weights=request.weights,
+            weights=self._bound.weights,
             prompt_hash=request.prompt_hash,
         )
 

@@ -15,6 +15,7 @@ from kvrelay.rpc.security.identity import Tenant
 from kvrelay.sampling import DEFAULT_MAX_TOKENS, stored_positions
 from kvrelay.v1 import router_pb2, types_pb2, worker_pb2
 from router.queue.fair import HIGHEST, LOWEST
+from router.workers.fleet import weights_of
 
 MAX_REQUEST_ID_CHARS = 128
 NO_TENANT = Tenant()
@@ -25,7 +26,7 @@ MAX_MESSAGES = 4096
 class AcceptedRequest:
     """The input of every leg. ``sampling`` carries the seed; ``outputs`` are tokens so far.
 
-    ``weights`` and ``prompt_hash`` are sent to the client, which sends them back to resume.
+    ``prompt_hash`` is sent to the client, which sends it back to resume.
     ``received_at`` is a time of ``time.monotonic``.
     """
 
@@ -38,7 +39,6 @@ class AcceptedRequest:
     explain: bool = False  # each leg reports why blocks were missed
     tenant: Tenant = NO_TENANT
     priority: int = 0
-    weights: str = ""
     prompt_hash: int = 0
     received_at: float = 0.0
 
@@ -118,12 +118,13 @@ def build(
     received_at: float,
 ) -> AcceptedRequest:
     """The request, after the checks that need to know what the fleet serves."""
-    vocab_size, weights = info.vocab_size, weights_of(info)
+    vocab_size, weights = info.vocab_size, weights_of(info.namespace)
     if message.weights not in ("", weights):  # the tokens so far are another model's
         raise Mismatch(
             "weights",
-            f"the stream began with {message.weights[:80]!r}, and {weights!r} are served now:"
-            " start it again, or resume it where its weights are served",
+            f"the stream began with {message.weights[:200]!r}, and {weights!r} are served now:"
+            " start it again, or resume it where its weights are served by workers of its numeric"
+            " profile",
         )
     if not prompt:
         raise Rejected("prompt", "has no tokens")
@@ -151,12 +152,6 @@ def build(
         explain=message.explain,
         tenant=tenant,
         priority=message.priority,
-        weights=weights,
         prompt_hash=prompt_hash,
         received_at=received_at,
     )
-
-
-def weights_of(info: worker_pb2.WorkerInfo) -> str:
-    """The identity of the weights: a stream resumes only where it is equal."""
-    return f"{info.namespace.revision}/{info.namespace.dtype}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -19,6 +19,7 @@ from router.placement.affinity import Affinity
 from router.placement.costs import ComputeSite, Costs, LegTimings
 from router.placement.policy import DECODE, PREFILL, LegDemand, Prefix, choose
 from router.workers.candidate import too_long
+from router.workers.fleet import weights_of
 from router.workers.registry import Registry
 from router.workers.worker import KnownWorker
 
@@ -27,6 +28,19 @@ MAX_NAMESPACES = 256  # cached: one for each tenant with a salt
 STORE = "store"
 STORED = 1 << 16  # names that the store is believed to hold
 WEIGHTS = {types_pb2.ROLE_PREFILL: PREFILL, types_pb2.ROLE_DECODE: DECODE}
+
+
+@dataclass(frozen=True, slots=True)
+class StreamBinding:
+    """The namespace of a stream's blocks: all its legs run on workers that have it.
+
+    ``digest`` is that of the namespace with the tenant's salt.
+    """
+
+    weights: str
+    numerics: str
+    digest: bytes
+    prefix: Prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +54,7 @@ class NextLeg:
     prompt_tokens: int
     so_far: int
     positions: int
-    prefix: Prefix
+    bound: StreamBinding
     deadline: Deadline
     excluded: Set[str] = frozenset()
     avoided: Set[str] = frozenset()
@@ -72,7 +86,7 @@ class PrefixHits:
 
 
 def namespace_of(info: worker_pb2.WorkerInfo, tenant: Tenant) -> Namespace:
-    """The namespace of a tenant's blocks on every worker of the fleet."""
+    """The namespace of a tenant's blocks on every worker of the same numeric profile."""
     space = info.namespace
     return _namespace(
         space.model,
@@ -81,16 +95,25 @@ def namespace_of(info: worker_pb2.WorkerInfo, tenant: Tenant) -> Namespace:
         space.layout,
         space.block_size,
         space.format_version,
+        space.numerics,
         tenant.salt,
     )
 
 
 @lru_cache(MAX_NAMESPACES)
 def _namespace(
-    model: str, revision: str, dtype: str, layout: str, size: int, version: int, salt: bytes
+    model: str,
+    revision: str,
+    dtype: str,
+    layout: str,
+    size: int,
+    version: int,
+    numerics: str,
+    salt: bytes,
 ) -> Namespace:
     """One object for all requests, which keeps its digest."""
-    return Namespace(model, revision, dtype, layout, size, version).of_tenant(salt)
+    space = Namespace(model, revision, dtype, layout, size, version, numerics)
+    return space.of_tenant(salt)
 
 
 _namer = lru_cache(MAX_NAMESPACES)(Namer)
@@ -103,6 +126,7 @@ class Placer:
         self.costs = Costs()
         self.decisions = 0
         self.decision_seconds = 0.0
+        self.mixed_numerics = 0  # legs that continued a stream on another numeric profile
         self._registry = registry
         self._mode = config.disaggregate
         self._worker_wait = config.worker_wait
@@ -110,16 +134,20 @@ class Placer:
         self._affinity = {role: Affinity() for role in WEIGHTS}
         self._stored = Affinity()
 
-    async def info(self, deadline: Deadline) -> worker_pb2.WorkerInfo:
-        """What a usable decode worker reports of itself; waits a while for one."""
+    async def info(self, deadline: Deadline, weights: str = "") -> worker_pb2.WorkerInfo:
+        """What a usable decode worker reports of itself; waits a while for one.
+
+        One that serves the ``weights`` of a stream to resume, if there is one; else one of the
+        numeric profile whose workers have the fewest legs.
+        """
         decode = types_pb2.ROLE_DECODE
-        if (info := self._decode_info()) is not None:
+        if (info := self._decode_info(weights)) is not None:
             return info
         if isinstance(refused := self._registry.missing(decode), Mismatch):
             raise refused  # waiting would not help
         waiting = deadline.earlier(self._worker_wait)
         await self._registry.wait_for(lambda: bool(self._registry.usable(decode)), waiting)
-        if (info := self._decode_info()) is not None:
+        if (info := self._decode_info(weights)) is not None:
             return info
         deadline.check("to find a worker")
         raise self._registry.missing(decode)
@@ -130,11 +158,27 @@ class Placer:
         if members and not any(worker.fits(positions) for worker in members):
             raise too_long(positions, [worker.candidate() for worker in members])
 
-    def prefix(self, prompt: tuple[int, ...], namespace: Namespace) -> Prefix:
-        """Names of the prompt's full blocks, the first ``MAX_NAMES`` of them."""
-        size = namespace.block_size
+    def bind(
+        self, info: worker_pb2.WorkerInfo, prompt: tuple[int, ...], tenant: Tenant
+    ) -> StreamBinding:
+        """Bind a stream to the namespace of a worker, with the first ``MAX_NAMES`` block names."""
+        namespace, size = namespace_of(info, tenant), info.namespace.block_size
         names = _namer(namespace).chain(prompt[: MAX_NAMES * size], size)
-        return Prefix(tuple(names), size)
+        return StreamBinding(
+            weights=weights_of(info.namespace),
+            numerics=info.namespace.numerics,
+            digest=namespace.digest if tenant.salt else info.namespace.digest,
+            prefix=Prefix(tuple(names), size),
+        )
+
+    def rebind(
+        self, bound: StreamBinding, prompt: tuple[int, ...], tenant: Tenant
+    ) -> StreamBinding:
+        """The binding of a stream without output: another one if no worker of its own is left."""
+        if self._registry.usable(types_pb2.ROLE_DECODE, bound.numerics):
+            return bound
+        info = self._decode_info()
+        return bound if info is None else self.bind(info, prompt, tenant)
 
     async def place(self, leg: NextLeg) -> Placed:
         """A prefill worker for a request without output, if that is worth it; else a decode one."""
@@ -142,7 +186,7 @@ class Placer:
         placed = prefill or await self._decode_worker(leg)
         info = placed.worker.info
         capacity = info.num_blocks if info is not None else 0
-        self._affinity[placed.role].record(leg.prefix.names, placed.key, capacity)
+        self._affinity[placed.role].record(leg.bound.prefix.names, placed.key, capacity)
         return placed
 
     def learn(self, placed: Placed, prefix: Prefix, usage: types_pb2.LegUsage) -> None:
@@ -161,7 +205,7 @@ class Placer:
     def _prefill_worker(self, leg: NextLeg) -> Placed | None:
         """``None``: a decode worker computes the prompt."""
         self._check_full(types_pb2.ROLE_PREFILL, leg)
-        hits = self._hits(leg.prefix)
+        hits = self._hits(leg.bound.prefix)
         placed = self._choose(types_pb2.ROLE_PREFILL, leg, hits)
         if placed is not None and not self._is_direct_better(leg, placed, hits):
             return placed
@@ -179,7 +223,7 @@ class Placer:
         while True:
             if not leg.so_far:
                 self._check_full(types_pb2.ROLE_DECODE, leg)
-            placed = self._choose(types_pb2.ROLE_DECODE, leg, self._hits(leg.prefix))
+            placed = self._choose(types_pb2.ROLE_DECODE, leg, self._hits(leg.bound.prefix))
             if placed is not None:
                 return placed
             if not leg.so_far and isinstance(leg.last_error, Exhausted):
@@ -217,7 +261,7 @@ class Placer:
         demand = LegDemand(
             tokens=leg.prompt_tokens + leg.so_far,
             positions=leg.positions,
-            prefix=leg.prefix,
+            prefix=leg.bound.prefix,
             weights=WEIGHTS[role],
             stored=hits.stored,
         )
@@ -232,7 +276,7 @@ class Placer:
 
     def _left(self, role: Role, leg: NextLeg) -> list[KnownWorker]:
         """Workers that are usable, not excluded, and could hold the request."""
-        usable = self._registry.usable(role)
+        usable = self._registry.usable(role, leg.bound.numerics)
         return [w for w in usable if w.key not in leg.excluded and w.fits(leg.positions)]
 
     def _check_full(self, role: Role, leg: NextLeg) -> None:
@@ -247,9 +291,14 @@ class Placer:
         stored = self._stored.leading(prefix.names).get(STORE, 0)
         return PrefixHits(leading, stored * prefix.block_size if self._registry.stores else 0)
 
-    def _decode_info(self) -> worker_pb2.WorkerInfo | None:
-        usable = self._registry.usable(types_pb2.ROLE_DECODE)
-        return next((worker.info for worker in usable if worker.info is not None), None)
+    def _decode_info(self, weights: str = "") -> worker_pb2.WorkerInfo | None:
+        served: dict[str, list[KnownWorker]] = {}
+        for worker in self._registry.usable(types_pb2.ROLE_DECODE):
+            if worker.info is not None:
+                served.setdefault(weights_of(worker.info.namespace), []).append(worker)
+        if not served:
+            return None
+        return (served.get(weights) or min(served.values(), key=_mean_legs))[0].info
 
     def _none_left(self, leg: NextLeg) -> KvrelayError:
         if leg.deadline.expired:
@@ -259,6 +308,16 @@ class Placer:
             return Unavailable(
                 f"no decode worker that holds {leg.positions} positions can be used now"
             )
+        if usable and not self._registry.usable(types_pb2.ROLE_DECODE, leg.bound.numerics):
+            return Mismatch(
+                "numerics",
+                f"the stream began on numeric profile {leg.bound.numerics!r}, and no decode worker"
+                " of this profile can be used now: resume it later, or start it again",
+            )
         if leg.last_error is not None:
             return Unavailable(f"no other worker to continue on ({leg.last_error})")
         return self._registry.missing(types_pb2.ROLE_DECODE)
+
+
+def _mean_legs(workers: Sequence[KnownWorker]) -> float:
+    return sum(worker.candidate().legs for worker in workers) / len(workers)

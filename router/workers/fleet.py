@@ -6,7 +6,7 @@ from kvrelay.errors import Mismatch
 from kvrelay.rpc.protocol import NAMES, PROTOCOL, Role, role_name
 from kvrelay.v1 import types_pb2, worker_pb2
 
-_FIELDS = ("model", "revision", "dtype", "layout", "block_size", "format_version", "digest")
+_FIELDS = ("model", "revision", "dtype", "layout", "block_size", "format_version")
 
 
 def belongs(info: worker_pb2.WorkerInfo, listed: Role) -> bool:
@@ -41,6 +41,11 @@ def check_worker(
         check_namespace(info.namespace, fleet)
 
 
+def weights_of(space: worker_pb2.Namespace) -> str:
+    """What a stream is bound to: it resumes only on weights, dtype and numerics that are equal."""
+    return "/".join(filter(None, (space.revision, space.dtype, space.numerics)))
+
+
 def check_key(info: worker_pb2.WorkerInfo, ours: bytes) -> None:
     """Raise ``Mismatch`` for a worker whose handoffs the other workers would refuse."""
     if ours and info.fleet_key_id != ours:
@@ -52,8 +57,11 @@ def check_key(info: worker_pb2.WorkerInfo, ours: bytes) -> None:
 
 
 def check_namespace(mine: worker_pb2.Namespace, fleet: worker_pb2.Namespace) -> None:
-    """Raise ``Mismatch`` naming the first field that differs, with both values."""
-    for field in _FIELDS:
+    """Raise ``Mismatch`` naming the first field that differs, with both values.
+
+    Workers of several numeric profiles may belong to one fleet: each stream stays within one.
+    """
+    for field in (*_FIELDS, *(["digest"] if mine.numerics == fleet.numerics else [])):
         ours, theirs = getattr(mine, field), getattr(fleet, field)
         if ours != theirs:
             if isinstance(ours, bytes):  # the digest differs alone if the tenant's salt does

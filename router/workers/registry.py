@@ -78,10 +78,14 @@ class Registry:
         """All listed workers, in listing order."""
         return tuple(self._workers.values())
 
-    def usable(self, role: Role) -> list[KnownWorker]:
-        """The workers of a role that may be given legs."""
+    def usable(self, role: Role, numerics: str | None = None) -> list[KnownWorker]:
+        """The workers of a role, and of a numeric profile if one is named, that may have legs."""
         every = self._workers.values()
-        return [worker for worker in every if worker.role == role and worker.usable]
+        return [
+            worker
+            for worker in every
+            if worker.role == role and numerics in (None, worker.numerics) and worker.usable
+        ]
 
     def members(self, role: Role) -> list[KnownWorker]:
         """The workers of a role that belong to the fleet, usable at the moment or not."""
@@ -250,7 +254,8 @@ class Registry:
             # Prefill legs end soon by themselves. A stream that fits on no other worker may end
             # here. Other workers count only if they answered since: they may be draining too.
             since = worker.health_since
-            staying = [w for w in self.usable(worker.role) if w.answered_check > since]
+            same = self.usable(worker.role, worker.numerics)
+            staying = [w for w in same if w.answered_check > since]
             worker.evict_movable(staying, Draining(f"{worker.address} is draining"))
 
     def _joined(self, worker: KnownWorker, health: WorkerHealth) -> WorkerHealth:

@@ -118,7 +118,9 @@ class KnownWorker:
         self._candidate: Candidate | None = None
         self.role = self.listed
         self.key = self.address
+        self.numerics = ""  # the profile of its streams; empty with ``--numerics loose``
         if info is not None:
+            self.numerics = info.namespace.numerics
             self.role = info.role if belongs(info, self.listed) else self.listed
             self.key = info.worker_id
 

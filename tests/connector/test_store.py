@@ -498,6 +498,24 @@ def test_the_same_prompt_under_another_namespace_is_told_as_such(
     assert worker.connector.why("other") is Miss.NEVER_STORED
 
 
+@pytest.mark.parametrize("prompt", [3, 4, 9])
+def test_the_same_prompt_from_another_numeric_profile_is_told_as_such(
+    making: Making, prompt: int
+) -> None:
+    tokens = list(range(prompt))
+    saved(making(space=replace(SPACE, numerics="avx2/sdpa")), tokens)
+    for numerics in ("avx512/sdpa", ""):
+        worker = making(space=replace(SPACE, numerics=numerics))
+        assert worker.ask("r", tokens) == worker.ask("next", [*tokens, 7]) == 0
+        assert worker.connector.why("r") is Miss.OTHER_NUMERICS
+        assert worker.connector.why("next") is Miss.OTHER_NUMERICS
+        assert worker.ask("other", [50, *tokens]) == 0
+        assert worker.connector.why("other") is Miss.NEVER_STORED
+    other = making(space=replace(SPACE, revision="other", numerics="avx512/sdpa"))
+    assert other.ask("r", tokens) == 0
+    assert other.connector.why("r") is Miss.OTHER_NAMESPACE
+
+
 def test_what_another_tenant_holds_is_not_told(making: Making) -> None:
     tokens = list(range(9))
     saved(making(space=replace(SPACE, tenant_salt=b"theirs")), tokens)

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from kvrelay.block.header import decode, encode
+from kvrelay.block.name import FAMILY_MASK
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt, Rejected
 from kvrelay.usage import Miss
@@ -417,12 +418,14 @@ def test_an_evicted_block_is_told_as_such(store: Store) -> None:
 @ours_only
 def test_the_same_opening_under_another_name_is_of_another_namespace(store: Store) -> None:
     mine, other, later = make(), make(), make()
+    alike, strange = 7 ^ FAMILY_MASK, 7 ^ (1 << 63)
     store.put(
         [replace(offer(other), first_block_hash=7), replace(offer(later), name=name_of(later))],
         TIMEOUT,
     )
-    assert why(store, name_of(mine), first_block_hashes=[6, 7]) is Miss.OTHER_NAMESPACE
-    assert why(store, name_of(mine), first_block_hashes=[6]) is Miss.NEVER_STORED
+    assert why(store, name_of(mine), first_block_hashes=[strange, 7]) is Miss.OTHER_NUMERICS
+    assert why(store, name_of(mine), first_block_hashes=[strange, alike]) is Miss.OTHER_NAMESPACE
+    assert why(store, name_of(mine), first_block_hashes=[strange]) is Miss.NEVER_STORED
     assert why(store, name_of(later), name_of(mine), first_block_hashes=[7]) is Miss.NEVER_STORED
     store.clear(TIMEOUT)
     assert why(store, name_of(mine), first_block_hashes=[7]) is Miss.NEVER_STORED

@@ -82,7 +82,7 @@ def text_of(tokens: Sequence[int]) -> str:
     return tokenizer().decode(tokens)
 
 
-def namespace(**changes: str | int) -> worker_pb2.Namespace:
+def namespace(**changes: str | int | bytes) -> worker_pb2.Namespace:
     values = {"model": "tiny", "revision": "r", "dtype": "float32", "layout": "l"}
     result = worker_pb2.Namespace(block_size=BLOCK, format_version=1, digest=b"d" * 32, **values)
     for name, value in changes.items():
@@ -127,6 +127,7 @@ class FakeWorker(
     boot: str
     namespace: worker_pb2.Namespace = field(default_factory=namespace)
     max_model_len: int = 1000
+    numeric_profile: str = ""
     num_blocks: int = 100
     protocol: int = PROTOCOL
     max_num_seqs: int = 64
@@ -282,6 +283,7 @@ class FakeWorker(
             max_model_len=self.max_model_len,
             vocab_size=VOCAB,
             store="kvrelay://fake",
+            numeric_profile=self.numeric_profile or self.namespace.numerics,
         )
         return worker_pb2.GetInfoResponse(info=info)
 

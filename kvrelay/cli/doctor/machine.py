@@ -160,6 +160,11 @@ def _torch() -> Iterator[Diagnosis]:
     flash = importlib.util.find_spec("flash_attn") is not None
     means = "flash_attn is installed and not used: kvrelay has no backend for it" if flash else ""
     yield Diagnosis("attention", "ok", "sdpa, of torch", means)
+    from kvrelay.engine.kernels import kernels
+
+    profile = "/".join(kernels(torch.device("cuda" if count else "cpu")))
+    means = "workers with equal numeric profiles share KV blocks and streams"
+    yield Diagnosis("numerics", "ok", profile, means)
 
 
 def _port() -> Diagnosis:

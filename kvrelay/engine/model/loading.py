@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvrelay.engine.attention.backend import ATTENTION
 from kvrelay.engine.attention.pool import DTYPES, PoolShape
-from kvrelay.engine.model.capability import servable_length
+from kvrelay.engine.model.capability import position_limit, servable_length
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.decoder_weights import extract_weights
 from kvrelay.engine.model.forward import CausalModel, TransformersModel
@@ -50,6 +50,7 @@ class ModelInfo:
     head_dim: int
     vocab_size: int
     max_model_len: int
+    position_limit: int | None  # the model's own
     eos_token_ids: tuple[int, ...]
     num_parameters: int
     logit_error: float
@@ -151,6 +152,7 @@ def _checked(
         head_dim=shape.head_dim,
         vocab_size=vocab,
         max_model_len=max_len,
+        position_limit=position_limit(model.config),
         eos_token_ids=_eos(model),
         num_parameters=parameters,
         logit_error=error,

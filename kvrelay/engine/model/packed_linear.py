@@ -100,5 +100,9 @@ def pack_linears(model: torch.nn.Module) -> int:
 
 
 def _packable(weight: torch.Tensor) -> bool:
+    if weight.device.type != "cpu" or weight.dtype not in _PACKED:
+        return False
     built = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return bool(built) and weight.device.type == "cpu" and weight.dtype in _PACKED
+    # oneDNN packs no bfloat16 on a CPU with AVX2 alone.
+    packs = weight.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(built and packs)

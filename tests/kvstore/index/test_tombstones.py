@@ -8,6 +8,7 @@ import tracemalloc
 
 import pytest
 
+from kvrelay.block.name import FAMILY_MASK
 from kvrelay.usage import Miss
 from kvstore.base import SurveyResult, Tail
 from kvstore.claims import Claim
@@ -16,7 +17,7 @@ from kvstore.index.eviction.policy import LeastRecentlyUsed
 from kvstore.index.tombstones import MAX_TOMBSTONES, Tombstones
 from kvstore.multi.union import united
 
-A, B, C = (hashlib.sha256(word).digest() for word in (b"a", b"b", b"c"))
+A, B, C, D = (hashlib.sha256(word).digest() for word in (b"a", b"b", b"c", b"d"))
 
 
 def test_the_newest_are_remembered_with_their_last_reason() -> None:
@@ -32,13 +33,19 @@ def test_the_newest_are_remembered_with_their_last_reason() -> None:
 
 
 def test_an_opening_counts_while_one_block_of_it_is_there() -> None:
-    tombstones = Tombstones()
+    """Another model is known by the upper bits of the hash, another numeric profile by all."""
+    tombstones, other_model = Tombstones(), 5 ^ FAMILY_MASK
     tombstones.added(5)
     tombstones.added(5)
     tombstones.removed(A, 5, Miss.EVICTED)
-    assert tombstones.reason([B], [5]) is Miss.OTHER_NAMESPACE
+    assert tombstones.reason([B], [5]) is Miss.OTHER_NUMERICS
+    assert tombstones.reason([B], [other_model]) is Miss.OTHER_NAMESPACE
+    tombstones.added(other_model)
     tombstones.removed(C, 5, Miss.EVICTED)
-    assert tombstones.reason([B], [5]) is Miss.NEVER_STORED
+    assert tombstones.reason([B], [5]) is Miss.OTHER_NAMESPACE
+    assert tombstones.reason([B], [5, other_model]) is Miss.OTHER_NUMERICS
+    tombstones.removed(B, other_model, Miss.EVICTED)
+    assert tombstones.reason([D], [5, other_model]) is Miss.NEVER_STORED
     assert tombstones.reason([A], [5]) is Miss.EVICTED
 
 
@@ -71,15 +78,16 @@ def test_a_partial_block_whose_life_is_over_has_expired() -> None:
 @pytest.mark.parametrize(
     ("near", "far", "known", "told"),
     [
-        ((Miss.NEVER_STORED,), (Miss.EVICTED,), False, Miss.EVICTED),
-        ((Miss.EXPIRED,), (Miss.EVICTED,), True, Miss.EXPIRED),
-        ((Miss.NEVER_STORED,), (Miss.NEVER_STORED,), False, Miss.NEVER_STORED),
-        ((Miss.NEVER_STORED,), (Miss.NEVER_STORED,), True, Miss.OTHER_NAMESPACE),
-        ((Miss.NEVER_STORED,), (), False, Miss.UNKNOWN),
+        ((Miss.NEVER_STORED,), (Miss.EVICTED,), None, Miss.EVICTED),
+        ((Miss.EXPIRED,), (Miss.EVICTED,), Miss.OTHER_NUMERICS, Miss.EXPIRED),
+        ((Miss.NEVER_STORED,), (Miss.NEVER_STORED,), None, Miss.NEVER_STORED),
+        ((Miss.NEVER_STORED,), (Miss.NEVER_STORED,), Miss.OTHER_NAMESPACE, Miss.OTHER_NAMESPACE),
+        ((Miss.NEVER_STORED,), (Miss.NEVER_STORED,), Miss.OTHER_NUMERICS, Miss.OTHER_NUMERICS),
+        ((Miss.NEVER_STORED,), (), None, Miss.UNKNOWN),
     ],
 )
 def test_of_several_stores_the_one_that_knows_is_believed(
-    near: tuple[Miss, ...], far: tuple[Miss, ...], known: bool, told: Miss
+    near: tuple[Miss, ...], far: tuple[Miss, ...], known: Miss | None, told: Miss
 ) -> None:
     answers = {
         "near": SurveyResult((None,), None, near),

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.block.header import decode
+from kvrelay.block.name import FAMILY_MASK
 from kvrelay.cli.dispatch import main
 from kvrelay.errors import Exhausted, KvrelayError, NotFound, Rejected
 from kvrelay.rpc.security import policy
@@ -118,11 +119,14 @@ def test_why_a_block_is_missing_says_nothing_of_others(connect: Connect) -> None
     offered = pb.Claim(name=name_of(block), length=block.size, first_block_hash=first_block_hash)
     assert raw_put(alice, offered, block) == pb.VERDICT_STORED
     other = make()
-    for tenant, reason in ((alice, Miss.OTHER_NAMESPACE), (bob, Miss.NEVER_STORED)):
-        found = tenant.lookup(
-            NameQuery([name_of(other)], first_block_hashes=[first_block_hash]), TIMEOUT
-        )
-        assert found.missing is reason
+    other_model = first_block_hash ^ FAMILY_MASK
+    for asked, known in (
+        (first_block_hash, Miss.OTHER_NUMERICS),
+        (other_model, Miss.OTHER_NAMESPACE),
+    ):
+        for tenant, reason in ((alice, known), (bob, Miss.NEVER_STORED)):
+            query = NameQuery([name_of(other)], first_block_hashes=[asked])
+            assert tenant.lookup(query, TIMEOUT).missing is reason
     admin.clear(TIMEOUT)
     for tenant, reason in ((alice, Miss.CLEARED), (bob, Miss.NEVER_STORED)):
         assert tenant.lookup(NameQuery([name_of(block)]), TIMEOUT).missing is reason
