@@ -275,7 +275,7 @@ class Engine:
         self._deliver_updates()  # before the model runs: if it dies, the admissions are known
 
     def _note_admitted(self, leg: Leg, now: float) -> None:
-        if leg.admitted is None:
+        if leg.first is None:
             self._legs.note_admission(leg, self._connector.why(leg.request.id), now)
 
     def _start_saves(self, saves: Sequence[Save]) -> None:

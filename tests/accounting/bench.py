@@ -82,6 +82,9 @@ class Bench:
         plan = self.scheduler.schedule()
         assert sum(entry.count for entry in plan.entries) <= self.bounds.max_num_batched_tokens
         assert len(self.scheduler.running) + self.scheduler.loading <= self.bounds.max_num_seqs
+        residents = [request for request in self.requests if request.residency is not None]
+        for request in plan.preempted:
+            assert all(other.arrival < request.arrival for other in residents), "a newer one stays"
         self.started += plan.loads
         self.loads += plan.loads
         self.saves += plan.saves

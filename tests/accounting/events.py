@@ -113,6 +113,7 @@ def _schedule(world: World) -> None:
     expect(total <= limits.max_num_batched_tokens, "over budget", plan)
     expect(all(load.external > 0 for load in plan.loads), "an empty load", plan)
     _check_order(world, queue, held)
+    _check_preempted(world, plan, held)
     _execute(world, plan)
     for load in plan.loads:
         _check_load(world, load)
@@ -131,6 +132,16 @@ def _check_order(world: World, queue: list[str], held: set[str]) -> None:
         request = world.scheduler.requests[request_id]
         expect(request_id not in held, "a resident asks the store", request_id)
         expect(request.lookups_left is None or request.lookups_left <= 1, "asks too often", request)
+
+
+def _check_preempted(world: World, plan: Plan, held: set[str]) -> None:
+    """The newest residents are preempted, whether others run or load; none comes at once after."""
+    requests = world.scheduler.requests
+    residents = [requests[request_id] for request_id in held if requests[request_id].residency]
+    for request in plan.preempted:
+        older = all(other.arrival < request.arrival for other in residents)
+        expect(older, "preempted before a newer one", request, residents)
+        expect(request.residency is None and not plan.loads, "admitted in this step", plan)
 
 
 def _execute(world: World, plan: Plan) -> None:

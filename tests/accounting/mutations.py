@@ -317,8 +317,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "admission in the step of a preemption",
-        "self._admit(budget) if not preempted else ([], [], [])",
-        "self._admit(budget)",
+        "settled = not preempted and len(ready) == len(self.running)",
+        "settled = len(ready) == len(self.running)",
     ),
     _scheduler(
         "a lookup after the last one",
@@ -458,8 +458,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "blocks are taken that are not there",
-        "if missing <= len(self.pool.free):",
-        "if missing <= len(self.pool.free) + 1:",
+        "if missing <= (len(self.pool.free) if len(ready) == index else 0):",
+        "if missing <= (len(self.pool.free) if len(ready) == index else 0) + 1:",
     ),
     _scheduler(
         "one block is enough for any step",
@@ -468,8 +468,53 @@ MUTATIONS = (
     ),
     _scheduler(
         "the last runner is preempted for itself",
+        "elif index + 1 < len(self.running) and not load_given_up:",
+        "elif not load_given_up:",
+    ),
+    _scheduler(
+        "an older request is preempted for a newer one that loads",
+        "newest = max((self.running[-1], *self._loading()), key=_arrival)",
+        "newest = self.running[-1]",
+    ),
+    _scheduler(
+        "requests that load are preempted before newer ones that run",
+        "newest = max((self.running[-1], *self._loading()), key=_arrival)",
+        "newest = max(self._loading() or (self.running[-1],), key=_arrival)",
+    ),
+    _scheduler(
+        "all loads are given up at once",
+        "elif index + 1 < len(self.running) and not load_given_up:",
         "elif index + 1 < len(self.running):",
-        "elif True:",
+    ),
+    _scheduler(
+        "a request loads the same tokens twice at once",
+        "if (request.id, request.given_up) in self.loads:",
+        "if False:",
+    ),
+    _request(
+        "a load that was given up is forgotten",
+        "self.given_up = residency.admission.epoch",
+        "pass",
+    ),
+    _scheduler(
+        "a load of a request that has left counts as one that loads",
+        "if request is not None and _resides(request, epoch, RequestState.LOADING)",
+        "if request is not None",
+    ),
+    _scheduler(
+        "a request that lacks blocks holds up all newer ones",
+        "            else:\n                index += 1\n",
+        "            else:\n                break\n",
+    ),
+    _scheduler(
+        "a newer request takes the blocks that an older one lacks",
+        "if missing <= (len(self.pool.free) if len(ready) == index else 0):",
+        "if missing <= len(self.pool.free):",
+    ),
+    _scheduler(
+        "admission while a running request lacks blocks",
+        "settled = not preempted and len(ready) == len(self.running)",
+        "settled = not preempted",
     ),
     _scheduler(
         "preempted to the end of the queue",

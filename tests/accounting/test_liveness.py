@@ -171,19 +171,84 @@ def test_the_watermark_counts_everybody_who_is_here(blocks: int, admitted: bool)
 
 
 def test_two_that_are_preempted_wait_in_the_order_they_came() -> None:
-    """The second runs while the third loads, so it is preempted first, and is still before it."""
+    """The third loads and is the newest, so it goes first; the second follows and is before it."""
     bench = Bench(limits(10, 1, headroom=0), lambda query: 99 if query.request_id == "third" else 0)
     bench.submit("first", [1], 8)
     second = bench.submit("second", [2, 3], 5)
     third = bench.submit("third", [4, 5, 6], 3)
     while not bench.scheduler.preemptions:
         bench.step()
-    assert (second.state, third.state) == (RequestState.WAITING, RequestState.LOADING)
-    bench.end_all()
+    assert (second.state, third.state) == (RequestState.RUNNING, RequestState.WAITING)
+    assert bench.loads, "the load still holds its blocks"
     while bench.scheduler.preemptions < 2:
         bench.step()
     assert list(bench.scheduler.waiting) == [second, third]
     bench.run()
+
+
+@pytest.mark.parametrize("delay", [0, 40, 150, 400])
+def test_no_older_request_gives_way_to_newer_ones_that_load(delay: int) -> None:
+    """Four old answers fill the pool as they grow; six newer requests load slowly beside them.
+
+    The newest residents give way first, one load a step, and none loads twice at once.
+    """
+    bench = Bench(limits(100, 16), lambda query: 99 if query.request_id.startswith("young") else 0)
+    olds = [bench.submit(f"old{n}", [n, *range(63)], 330) for n in range(4)]
+    for _ in range(20):
+        bench.step()
+        bench.end_all()
+    young = [bench.submit(f"young{n}", [20 + n, *range(111)], 20) for n in range(6)]
+    begun: dict[int, int] = {}
+    given_up: list[Request] = []
+    while bench.scheduler.requests:
+        assert bench.steps < 3000
+        plan = bench.step()  # the bench checks that none newer than a preempted one stays
+        given_up += [request for request in plan.preempted if request.given_up]
+        if any(request in young for request in plan.preempted):
+            assert len(plan.preempted) == 1
+        assert len({load.request_id for load in bench.loads}) == len(bench.loads)
+        for save in list(bench.saves):
+            bench.end_save(save)
+        for load in list(bench.loads):
+            if bench.steps - begun.setdefault(load.epoch, bench.steps) >= delay:
+                bench.end_load(load)
+    bench.check_end()
+    assert given_up[:6] == (young[::-1] if delay >= 150 else [])
+    if delay < 150:
+        assert all(len(request.runs) == 1 for request in olds)
+
+
+def test_a_running_request_goes_on_while_an_older_one_waits_for_blocks() -> None:
+    """The first lacks a block, all others are being loaded or in use; the second has room left."""
+    bench = Bench(limits(8, 4, headroom=0), lambda query: 99 if query.request_id == "load" else 0)
+    first = bench.submit("first", range(8), 9)
+    second = bench.submit("second", range(20, 25), 9)
+    bench.submit("load", range(40, 56), 2)
+    bench.step()
+    assert len(bench.scheduler.pool.free) == 0
+    plan = bench.step()
+    assert [request.id for request in plan.preempted] == ["load"]
+    assert [entry.request for entry in plan.entries] == [second]
+    assert first.length == 9
+    bench.run()
+
+
+def test_the_first_admission_is_that_of_the_load_that_was_not_given_up() -> None:
+    """Preempted while it loads, a request has computed nothing: what it then finds are hits."""
+    bench = Bench(limits(8, 4, headroom=0), lambda query: 99 if query.request_id == "load" else 0)
+    bench.submit("first", range(8), 9)
+    bench.submit("second", range(20, 25), 9)
+    load = bench.submit("load", range(40, 53), 2)
+    bench.step()
+    bench.step()
+    assert (load.state, load.runs, load.given_up) == (RequestState.WAITING, [], 3)
+    late = bench.scheduler.late_events
+    bench.end_load(bench.loads[0])
+    assert bench.scheduler.late_events == late + 1
+    bench.run()
+    account = leg_tokens(load)
+    assert (account.local, account.external, account.computed) == (0, 12, 1)
+    assert account.recomputed == 0
 
 
 def stream(bench: Bench, new: int) -> None:

@@ -111,6 +111,9 @@ class Storm:
         assert sum(entry.count for entry in plan.entries) <= self.limits.max_num_batched_tokens
         assert len(self.scheduler.running) + self.scheduler.loading <= self.limits.max_num_seqs
         self._note_first()
+        residents = [request for request in self.requests if request.residency is not None]
+        for request in plan.preempted:
+            assert all(other.arrival < request.arrival for other in residents)
         self.outside += [*plan.loads, *plan.saves]
         sampled = [
             None if token is None else (token + self.salts[entry.request.id]) % VOCABULARY

@@ -24,8 +24,9 @@ Numbers = tuple[int, ...]
 Admitted = tuple[int, int, int, int]  # epoch, length, local, external
 Pieces = tuple[tuple[int, bytes, int], ...]  # block, name, count of positions
 Hits = tuple[int, int]  # local and external of the first admission, its load ended
-# lives, state, length, lookups left, first hits, admission, blocks, computed; lives when absent
-Standing = tuple[int, int, int, int | None, Hits | None, Admitted | None, Numbers, int] | int
+# lives, state, length, lookups left, first hits, admission, blocks, computed, epoch of the load
+# that was given up and still runs; only lives when absent
+Standing = tuple[int, int, int, int | None, Hits | None, Admitted | None, Numbers, int, int] | int
 # names, failed, how often each position was executed, runs
 Log = tuple[int, int, bytes, tuple[tuple[int, int, int, int], ...]]
 
@@ -113,7 +114,12 @@ class World:
         back = sorted(block, key=block.__getitem__)
         core = Core(
             tuple(
-                lives if request is None else _standing(lives, request, first, block, epoch)
+                lives
+                if request is None
+                else (
+                    *_standing(lives, request, first, block, epoch),
+                    self._given_up(request, epoch),
+                )
                 for lives, request, first in zip(self.lives, requests, self.first, strict=True)
             ),
             tuple([case.indexes[request_id] for request_id in scheduler.requests]),
@@ -135,6 +141,10 @@ class World:
             else tuple([self._entry(e, epoch) for e in self.plan.entries]),
         )
         return Snapshot(core, tuple(map(self._log, range(len(requests)), requests)))
+
+    def _given_up(self, request: Request, epoch: dict[int, int]) -> int:
+        still_loads = (request.id, request.given_up) in self.scheduler.loads
+        return epoch[request.given_up] if still_loads else 0
 
     def _rename(
         self, requests: list[Request | None], saves: list[Pieces]
@@ -222,7 +232,8 @@ class World:
 
     def _stand(self, index: int, standing: Standing, log: Log) -> None:
         assert not isinstance(standing, int)
-        self.lives[index], code, length, lookups, first, admitted, blocks, computed = standing
+        self.lives[index], code, length, lookups, first, admitted, *last = standing
+        blocks, computed, given_up = last
         self.first[index] = first
         order, truth = self.case.orders[index], self.case.truth[index]
         names, failed, executed, runs = log
@@ -240,6 +251,7 @@ class World:
             None,
             lookups,
             failed,
+            given_up,
         )
         self.scheduler.requests[order.request_id] = request
         if admitted is not None:
@@ -277,7 +289,7 @@ def _standing(
     first: Hits | None,
     block: dict[int, int],
     epoch: dict[int, int],
-) -> Standing:
+) -> tuple[int, int, int, int | None, Hits | None, Admitted | None, Numbers, int]:
     residency = request.residency
     stands = lives, CODES[request.state], request.length, request.lookups_left, first
     if residency is None:

@@ -39,6 +39,7 @@ class Leg:
     stop_checker: StopChecker | None
     submitted: float
     admitted: float | None = None
+    asked: int = 0  # tokens looked up for the first admission
     miss: Miss | None = None  # why the lookup of the first admission found no more
     first: Admitted | None = None
     running: float | None = None
@@ -168,12 +169,18 @@ class Legs:
         return leg
 
     def note_admission(self, leg: Leg, miss: Miss | None, now: float) -> None:
-        """Note the first admission of a leg; ``miss`` is why its lookup found no more tokens."""
-        leg.admitted = now
+        """Note an admission of a leg that has not run; ``miss`` is why the lookup found no more.
+
+        If its load is given up, the next admission is the first that counts.
+        """
+        if leg.admitted is None:
+            leg.admitted = now
         leg.miss = miss
         admission = leg.request.resident.admission
-        if admission.local < admission.length - 1:
-            self.totals = self.totals.with_question(admission.length - admission.local)
+        asked = admission.length - admission.local
+        if asked > max(leg.asked, 1):
+            self.totals = self.totals.with_question(asked - leg.asked)
+            leg.asked = asked
         if not admission.external:
             self._tell_admission(leg, {}, miss)
 

@@ -26,7 +26,7 @@ class RequestState(Enum):
 
 TRANSITIONS: Mapping[RequestState, Set[RequestState]] = {
     RequestState.WAITING: {RequestState.LOADING, RequestState.RUNNING, RequestState.FINISHED},
-    RequestState.LOADING: {RequestState.RUNNING, RequestState.FINISHED},
+    RequestState.LOADING: {RequestState.WAITING, RequestState.RUNNING, RequestState.FINISHED},
     RequestState.RUNNING: {RequestState.WAITING, RequestState.FINISHED},
     RequestState.FINISHED: set(),
 }
@@ -119,6 +119,7 @@ class Request:
     finish: Finish | None = None
     lookups_left: int | None = None  # None: no limit; set by a failed load
     failed: int = 0  # external tokens that a lookup found and the load did not
+    given_up: int = 0  # epoch of the last load that a preemption gave up
 
     @classmethod
     def of(cls, order: Order, arrival: int = 0) -> Request:
@@ -181,6 +182,8 @@ class Request:
         self.residency = None
         if residency is not None and self.state is RequestState.RUNNING:
             self.runs.append(Run(residency.admission, residency.computed))
+        elif residency is not None and state is RequestState.WAITING:
+            self.given_up = residency.admission.epoch
         self.move(state)
         return residency
 

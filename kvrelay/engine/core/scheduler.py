@@ -74,7 +74,8 @@ class Scheduler:
         preempted, ready = self._make_room()
         entries = self._share_budget(ready)
         budget = self.limits.max_num_batched_tokens - sum(entry.count for entry in entries)
-        admitted, loads, saves = self._admit(budget) if not preempted else ([], [], [])
+        settled = not preempted and len(ready) == len(self.running)
+        admitted, loads, saves = self._admit(budget) if settled else ([], [], [])
         self._plan = Plan(tuple(entries + admitted), tuple(loads), tuple(saves), tuple(preempted))
         return self._plan
 
@@ -128,25 +129,42 @@ class Scheduler:
     def _make_room(self) -> tuple[list[Request], list[Request]]:
         """Give every running request its blocks, oldest first; preempt the newest for them.
 
-        The newest is never preempted for its own blocks: it waits until loads, saves or older
-        requests release some. Returns the preempted requests and the requests that can compute.
+        The newest resident is preempted whether it runs or loads. A load keeps its blocks until it
+        ends, so after preempting one that loads, a request that still lacks blocks waits for the
+        next step. The newest that runs waits too, until loads, saves or older requests release
+        some. Returns the preempted requests and those that can compute.
         """
         preempted: list[Request] = []
+        ready: list[Request] = []
         index = 0
+        load_given_up = False
         while index < len(self.running):
             request = self.running[index]
             missing = request.need(request.work, self.limits.block_size)
-            if missing <= len(self.pool.free):
+            if missing <= (len(self.pool.free) if len(ready) == index else 0):
                 request.resident.blocks += self.pool.take(max(missing, 0))
+                ready.append(request)
                 index += 1
-            elif index + 1 < len(self.running):
-                preempted.append(self._preempt())
+            elif index + 1 < len(self.running) and not load_given_up:
+                newest = max((self.running[-1], *self._loading()), key=_arrival)
+                load_given_up = newest.state is RequestState.LOADING
+                preempted.append(self._preempt(newest))
             else:
-                break
-        return preempted, self.running[:index]
+                index += 1
+        return preempted, ready
 
-    def _preempt(self) -> Request:
-        request = self.running.pop()
+    def _loading(self) -> list[Request]:
+        """The requests that wait for a load."""
+        loads = ((self.requests.get(request_id), epoch) for request_id, epoch in self.loads)
+        return [
+            request
+            for request, epoch in loads
+            if request is not None and _resides(request, epoch, RequestState.LOADING)
+        ]
+
+    def _preempt(self, request: Request) -> Request:
+        if request.state is RequestState.RUNNING:
+            self.running.remove(request)
         insort(self.waiting, request, key=_arrival)
         self._release(request, RequestState.WAITING)
         self.preemptions += 1
@@ -205,6 +223,10 @@ class Scheduler:
     def _look_up(self, request: Request, local: int) -> int | None:
         if request.lookups_left == 0 or local == request.length - 1:
             return 0  # no lookup is left, or none could add a token (D4)
+        if (request.id, request.given_up) in self.loads:
+            return (
+                None  # its last load still holds blocks: the same tokens do not load twice at once
+            )
         order = request.order
         return self._lookup(Query(request.id, request.tokens, request.names, local, order.space))
 
