@@ -247,7 +247,7 @@ class Engine:
         self._report(committed, [item for item in sampled if item is not None])
         if self._options.audit_steps and (findings := self._audit()):
             raise RuntimeError(f"the accounting is broken: {findings}")
-        return bool(plan.entries)
+        return bool(plan.entries) or plan.unnamed
 
     def _take_event(self, event: TransferEvent) -> None:
         if isinstance(event, Loaded):
@@ -380,7 +380,7 @@ class Engine:
         free = len(scheduler.pool.free)
         return EngineLoad(
             waiting=len(scheduler.waiting),
-            waiting_tokens=sum(request.length for request in scheduler.waiting),
+            waiting_tokens=scheduler.waiting_tokens,
             loading=scheduler.loading,
             running=len(scheduler.running),
             saving=len(scheduler.saves),

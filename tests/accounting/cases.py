@@ -61,6 +61,14 @@ SMALL = (
         answers=(0, 99, None),
         shorts=(1, 99),
     ),
+    Case(
+        "a queue that is named in pieces",
+        replace(limits(4, 1, 2, 3, 0), names_per_step=1),
+        (order("a", b"\1\2\3", 2), order("b", b"\1\2", 2)),
+        answers=(0, 99, None),
+        shorts=(1, 99),
+        lives=2,
+    ),
 )
 LARGE = (
     Case(

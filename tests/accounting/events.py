@@ -125,7 +125,10 @@ def _check_order(world: World, queue: list[str], held: set[str]) -> None:
     passed = False
     for request_id in queue:
         if world.scheduler.requests[request_id].residency is None:
-            passed = passed or request_id not in said or said[request_id] is not None
+            request = world.scheduler.requests[request_id]
+            later = request_id in said and said[request_id] is None
+            later = later or (request_id, request.given_up) in world.scheduler.loads
+            passed = passed or not later
         else:
             expect(not passed, "overtaken by", request_id, queue, said)
     for request_id, _ in world.asked:

@@ -27,6 +27,7 @@ TESTS = (
     "tests/accounting/test_undisturbed.py",
     "tests/accounting/test_liveness.py",
     "tests/accounting/test_thrashing.py",
+    "tests/accounting/test_queue.py",
     "tests/accounting/test_storm.py",
     "tests/accounting/test_exhaustive.py",
 )

@@ -103,8 +103,8 @@ MUTATIONS = (
     _request("an ending token is overlooked", "if token in self.order.ending:", "if False:"),
     _request(
         "a partial block is named like a full one",
-        "self.length - block_size + 1, block_size):",
-        "self.length, block_size):",
+        "range(first, self.length - block_size + 1, block_size)",
+        "range(first, self.length, block_size)",
     ),
     _request(
         "names do not chain", "parent = self.names[-1] if self.names else name.root", "parent = b''"
@@ -241,14 +241,64 @@ MUTATIONS = (
         "self.pool.take(request.need(residency.admission.fresh, self.limits.block_size))",
     ),
     _scheduler(
-        "residents without those that load",
-        "residents = len(self.running) + self.loading + skipped",
-        "residents = len(self.running) + skipped",
+        "places without those that load",
+        "self.limits.max_num_seqs - len(self.running) - self.loading, 0)",
+        "self.limits.max_num_seqs - len(self.running), 0)",
+    ),
+    _scheduler(
+        "all waiting requests are asked about",
+        "list(islice(self.waiting, places))",
+        "list(self.waiting) if places else []",
+    ),
+    _scheduler(
+        "a whole queue is named in one step",
+        "naming, self.limits.block_size, most)",
+        "naming, self.limits.block_size)",
+    ),
+    _scheduler(
+        "every request may have all the names of a step",
+        "most = self.limits.names_per_step - self._named",
+        "most = self.limits.names_per_step",
+    ),
+    _scheduler(
+        "a request is admitted before it is named",
+        "                self._unnamed = True\n                break\n",
+        "                self._unnamed = True\n",
+    ),
+    _scheduler(
+        "the engine may sleep while a request is named",
+        "                self._unnamed = True\n                break\n",
+        "                break\n",
+    ),
+    _scheduler(
+        "a plan calls all later ones unnamed",
+        "        self._unnamed = False\n        preempted",
+        "        preempted",
+    ),
+    _scheduler(
+        "a plan counts the names of all plans before it",
+        "        self._named = 0\n        self._unnamed = False\n        preempted",
+        "        self._unnamed = False\n        preempted",
+    ),
+    _scheduler(
+        "those that pass do not count what they become",
+        "growth += self._missing(request, request.resident.blocks, to_end=True)",
+        "growth += 0",
+    ),
+    _scheduler(
+        "a request that leaves the queue goes on counting",
+        "self.waiting_tokens -= request.length",
+        "self.waiting_tokens -= 0",
+    ),
+    _scheduler(
+        "a preempted request does not count as waiting",
+        "key=_arrival)\n        self.waiting_tokens += request.length\n",
+        "key=_arrival)\n",
     ),
     _scheduler(
         "one resident too many",
-        "if residents >= self.limits.max_num_seqs:",
-        "if residents > self.limits.max_num_seqs:",
+        "places = max(self.limits.max_num_seqs - len(self.running) - self.loading, 0)",
+        "places = max(self.limits.max_num_seqs - len(self.running) - self.loading, 0) + 1",
     ),
     _scheduler(
         "one that must ask later blocks the queue",
@@ -272,8 +322,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "no watermark",
-        "max(self.limits.headroom * residents, self._growth() if skipped else 0)",
-        "self._growth() if skipped else 0",
+        "max(self.limits.headroom * residents, growth)",
+        "growth",
     ),
     _scheduler(
         "a watermark for one resident only",
@@ -297,8 +347,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "who passes does not count what the others become",
-        "self._growth() if skipped else 0",
-        "0",
+        "growth = self._growth()",
+        "growth = 0",
     ),
     _scheduler(
         "who passes grows into the room it left",
@@ -317,8 +367,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "admission in the step of a preemption",
-        "settled = not preempted and len(ready) == len(self.running)",
-        "settled = len(ready) == len(self.running)",
+        "self._admit(budget) if not preempted else ([], [], [])",
+        "self._admit(budget)",
     ),
     _scheduler(
         "a lookup after the last one",
@@ -458,8 +508,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "blocks are taken that are not there",
-        "if missing <= (len(self.pool.free) if len(ready) == index else 0):",
-        "if missing <= (len(self.pool.free) if len(ready) == index else 0) + 1:",
+        "if missing <= len(self.pool.free):",
+        "if missing <= len(self.pool.free) + 1:",
     ),
     _scheduler(
         "one block is enough for any step",
@@ -507,16 +557,6 @@ MUTATIONS = (
         "            else:\n                break\n",
     ),
     _scheduler(
-        "a newer request takes the blocks that an older one lacks",
-        "if missing <= (len(self.pool.free) if len(ready) == index else 0):",
-        "if missing <= len(self.pool.free):",
-    ),
-    _scheduler(
-        "admission while a running request lacks blocks",
-        "settled = not preempted and len(ready) == len(self.running)",
-        "settled = not preempted",
-    ),
-    _scheduler(
         "preempted to the end of the queue",
         "insort(self.waiting, request, key=_arrival)",
         "self.waiting.append(request)",
@@ -559,7 +599,7 @@ MUTATIONS = (
     ),
     _scheduler(
         "an aborted request stays in the queue",
-        "            self.waiting.remove(request)\n        elif",
+        "            self._dequeue(request)\n        elif",
         "            pass\n        elif",
     ),
     _scheduler(

@@ -167,7 +167,7 @@ def test_an_idle_worker_writes_nothing() -> None:
         "nonsense\n",
         "[]\n",
         '{"journal":1,"limits":{}}\n',
-        '{"journal":2,"limits":{}}\n',
+        '{"journal":3,"limits":{}}\n',
         head(num_blocks=0),
         head(num_blocks=10**12),
         head(block_size=0),

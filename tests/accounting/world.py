@@ -25,8 +25,9 @@ Admitted = tuple[int, int, int, int]  # epoch, length, local, external
 Pieces = tuple[tuple[int, bytes, int], ...]  # block, name, count of positions
 Hits = tuple[int, int]  # local and external of the first admission, its load ended
 # lives, state, length, lookups left, first hits, admission, blocks, computed, epoch of the load
-# that was given up and still runs; only lives when absent
-Standing = tuple[int, int, int, int | None, Hits | None, Admitted | None, Numbers, int, int] | int
+# that was given up and still runs, blocks named so far; only lives when absent
+Numbered = tuple[int, int, int, int | None, Hits | None, Admitted | None, Numbers, int, int, int]
+Standing = Numbered | int
 # names, failed, how often each position was executed, runs
 Log = tuple[int, int, bytes, tuple[tuple[int, int, int, int], ...]]
 
@@ -119,6 +120,7 @@ class World:
                 else (
                     *_standing(lives, request, first, block, epoch),
                     self._given_up(request, epoch),
+                    self._named(request),
                 )
                 for lives, request, first in zip(self.lives, requests, self.first, strict=True)
             ),
@@ -145,6 +147,11 @@ class World:
     def _given_up(self, request: Request, epoch: dict[int, int]) -> int:
         still_loads = (request.id, request.given_up) in self.scheduler.loads
         return epoch[request.given_up] if still_loads else 0
+
+    def _named(self, request: Request) -> int:
+        """Only where the queue is named in pieces does it matter how far that has come."""
+        pieces = self.case.limits.names_per_step < request.length
+        return len(request.names) if pieces else 0
 
     def _rename(
         self, requests: list[Request | None], saves: list[Pieces]
@@ -198,6 +205,7 @@ class World:
             world._stand(index, core.requests[index], snapshot.logs[index])
         ids = [order.request_id for order in case.orders]
         scheduler.waiting.extend([scheduler.requests[ids[index]] for index in core.waiting])
+        scheduler.waiting_tokens = sum([request.length for request in scheduler.waiting])
         scheduler.running.extend([scheduler.requests[ids[index]] for index in core.running])
         world._hold(core)
         if core.plan is not None:
@@ -233,7 +241,7 @@ class World:
     def _stand(self, index: int, standing: Standing, log: Log) -> None:
         assert not isinstance(standing, int)
         self.lives[index], code, length, lookups, first, admitted, *last = standing
-        blocks, computed, given_up = last
+        blocks, computed, given_up, _ = last
         self.first[index] = first
         order, truth = self.case.orders[index], self.case.truth[index]
         names, failed, executed, runs = log

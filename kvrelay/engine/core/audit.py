@@ -174,6 +174,10 @@ def _queues(scheduler: Scheduler) -> Iterator[Finding]:
             or scheduler.requests.get(request.id) is not request
         ):
             yield Finding("I8", request.id, f"is among the running and {request.state}")
+    tokens = sum(request.length for request in scheduler.waiting)
+    if scheduler.waiting_tokens != tokens:
+        message = f"{tokens} tokens wait, {scheduler.waiting_tokens} are counted"
+        yield Finding("I8", None, message)
     for queue in (scheduler.waiting, scheduler.running):
         for before, request in pairwise(queue):
             if before.arrival > request.arrival:

@@ -21,7 +21,7 @@ from kvrelay.engine.core.scheduler import Lookup, Scheduler
 from kvrelay.engine.core.usage import leg_tokens
 from kvrelay.errors import Rejected
 
-VERSION = 2
+VERSION = 3
 Json = None | bool | int | str | Sequence["Json"] | dict[str, "Json"]
 Record = dict[str, Json]
 
@@ -107,7 +107,8 @@ def _nowhere(line: str) -> None:
 
 def is_empty(plan: Plan) -> bool:
     """Whether a plan changes nothing; the journal leaves such plans out."""
-    return not (plan.entries or plan.loads or plan.saves or plan.preempted)
+    changes = (plan.entries, plan.loads, plan.saves, plan.preempted, plan.named, plan.unnamed)
+    return not any(changes)
 
 
 def counters(scheduler: Scheduler) -> Record:
@@ -134,6 +135,8 @@ def describe_plan(plan: Plan) -> Record:
         "loads": [_load(load) for load in plan.loads],
         "saves": [_save(save) for save in plan.saves],
         "preempted": [request.id for request in plan.preempted],
+        "named": plan.named,
+        "unnamed": plan.unnamed,
     }
 
 

@@ -12,7 +12,10 @@ from kvrelay.sampling import stored_positions
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """The bounds of one worker. ``headroom`` blocks stay free for each resident request."""
+    """The bounds of one worker. ``headroom`` blocks stay free for each resident request.
+
+    At most ``names_per_step`` blocks of waiting requests are named (hashed) in one step.
+    """
 
     num_blocks: int
     block_size: int
@@ -20,6 +23,7 @@ class EngineLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     headroom: int = 1
+    names_per_step: int = 1024
 
     def check(self, order: Order) -> None:
         """D5. Raises ``Rejected`` for an order that can never be served within these bounds."""
@@ -55,12 +59,18 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step: the entries to compute, the loads and saves to start, the preempted requests."""
+    """One step: the entries to compute, the loads and saves to start, the preempted requests.
+
+    ``named`` blocks of waiting requests were named. ``unnamed``: a request could not be considered
+    yet, since its blocks are not all named.
+    """
 
     entries: tuple[Entry, ...]
     loads: tuple[Load, ...]
     saves: tuple[Save, ...]
     preempted: tuple[Request, ...]
+    named: int = 0
+    unnamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,8 +195,14 @@ class Request:
             return Finish.LENGTH
         return None
 
-    def name_full_blocks(self, name: Naming, block_size: int) -> None:
-        """Extend ``names`` to all full blocks of ``tokens``; a name never changes."""
-        for start in range(len(self.names) * block_size, self.length - block_size + 1, block_size):
+    def name_full_blocks(self, name: Naming, block_size: int, most: int | None = None) -> int:
+        """Extend ``names`` to all full blocks of ``tokens``, or by ``most``; returns by how many.
+
+        A name never changes.
+        """
+        first = len(self.names) * block_size
+        starts = range(first, self.length - block_size + 1, block_size)[:most]
+        for start in starts:
             parent = self.names[-1] if self.names else name.root
             self.names.append(name.child(parent, self.tokens[start : start + block_size]))
+        return len(starts)

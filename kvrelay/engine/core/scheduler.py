@@ -13,6 +13,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from kvrelay.engine.core.blocks import BlockPool, Naming
 from kvrelay.engine.core.external import BlockContent, Load, Query, Save
@@ -33,6 +34,7 @@ class Scheduler:
         self.pool = BlockPool(limits.num_blocks)
         self.requests: dict[str, Request] = {}
         self.waiting: deque[Request] = deque()
+        self.waiting_tokens = 0
         self.running: list[Request] = []
         self.loads: dict[tuple[str, int], tuple[int, ...]] = {}
         self.saves: dict[tuple[str, int, int], tuple[int, ...]] = {}
@@ -40,6 +42,8 @@ class Scheduler:
         self.preemptions = 0
         self._lookup = lookup
         self._plan: Plan | None = None
+        self._named = 0
+        self._unnamed = False
         self._arrivals = 0
         self._epoch = 0
         self._serial = 0
@@ -58,6 +62,7 @@ class Scheduler:
         request = Request.of(order, self._arrivals)
         self.requests[request.id] = request
         self.waiting.append(request)
+        self.waiting_tokens += request.length
         return request
 
     def abort(self, request_id: str, finish: Finish = Finish.ABORT) -> Request | None:
@@ -71,12 +76,20 @@ class Scheduler:
         """The next step. Its ``commit`` comes before the next ``schedule``."""
         if self._plan is not None:
             raise RuntimeError("schedule() before commit() of the last plan")
+        self._named = 0
+        self._unnamed = False
         preempted, ready = self._make_room()
         entries = self._share_budget(ready)
         budget = self.limits.max_num_batched_tokens - sum(entry.count for entry in entries)
-        settled = not preempted and len(ready) == len(self.running)
-        admitted, loads, saves = self._admit(budget) if settled else ([], [], [])
-        self._plan = Plan(tuple(entries + admitted), tuple(loads), tuple(saves), tuple(preempted))
+        admitted, loads, saves = self._admit(budget) if not preempted else ([], [], [])
+        self._plan = Plan(
+            tuple(entries + admitted),
+            tuple(loads),
+            tuple(saves),
+            tuple(preempted),
+            self._named,
+            self._unnamed,
+        )
         return self._plan
 
     def commit(self, plan: Plan, sampled: Sequence[int | None]) -> Committed:
@@ -141,7 +154,7 @@ class Scheduler:
         while index < len(self.running):
             request = self.running[index]
             missing = request.need(request.work, self.limits.block_size)
-            if missing <= (len(self.pool.free) if len(ready) == index else 0):
+            if missing <= len(self.pool.free):
                 request.resident.blocks += self.pool.take(max(missing, 0))
                 ready.append(request)
                 index += 1
@@ -166,6 +179,7 @@ class Scheduler:
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
         insort(self.waiting, request, key=_arrival)
+        self.waiting_tokens += request.length
         self._release(request, RequestState.WAITING)
         self.preemptions += 1
         return request
@@ -185,33 +199,41 @@ class Scheduler:
 
         A request whose lookup has no answer yet is skipped. Requests admitted past the first
         skipped one leave it a place and its blocks, beside all blocks that residents may still
-        need. So no request is skipped for ever.
+        need. So no request is skipped for ever. As many requests are considered as there are
+        places, and named in pieces, so that a long queue does not delay the step.
         """
         entries: list[Entry] = []
         loads: list[Load] = []
         saves: list[Save] = []
         skipped = False
-        reserved = 0
+        reserved = growth = 0
         held_hits: list[int] = []
-        for request in list(self.waiting):
+        places = max(self.limits.max_num_seqs - len(self.running) - self.loading, 0)
+        for request in list(islice(self.waiting, places)):
             residents = len(self.running) + self.loading + skipped
-            if residents >= self.limits.max_num_seqs:
+            most = self.limits.names_per_step - self._named
+            naming = self._naming(request)
+            self._named += request.name_full_blocks(naming, self.limits.block_size, most)
+            if len(request.names) < request.length // self.limits.block_size:
+                self._unnamed = True
                 break
-            request.name_full_blocks(self._naming(request), self.limits.block_size)
             hits = self.pool.leading(request.names, (request.length - 1) // self.limits.block_size)
             local = len(hits) * self.limits.block_size
             answer = self._look_up(request, local)
             if answer is None:
                 if not skipped:
                     reserved, held_hits = self._missing(request, hits, to_end=False), hits
+                    growth = self._growth()
                 skipped = True
                 continue
             external = min(max(answer, 0), request.length - 1 - local)  # D4
             wanted = self._missing(request, hits, to_end=skipped) + reserved
-            wanted += max(self.limits.headroom * residents, self._growth() if skipped else 0)
+            wanted += max(self.limits.headroom * residents, growth)
             if (not external and budget < 1) or wanted > self.pool.available({*hits, *held_hits}):
                 break
             self._begin(request, hits, local, external)
+            if skipped:
+                growth += self._missing(request, request.resident.blocks, to_end=True)
             saves += self._save(request, 0, local)
             if external:
                 loads.append(self._load(request))
@@ -224,9 +246,7 @@ class Scheduler:
         if request.lookups_left == 0 or local == request.length - 1:
             return 0  # no lookup is left, or none could add a token (D4)
         if (request.id, request.given_up) in self.loads:
-            return (
-                None  # its last load still holds blocks: the same tokens do not load twice at once
-            )
+            return None  # the load that was given up still holds blocks: do not load twice at once
         order = request.order
         return self._lookup(Query(request.id, request.tokens, request.names, local, order.space))
 
@@ -237,7 +257,7 @@ class Scheduler:
 
     def _growth(self) -> int:
         """Blocks that resident requests may still need."""
-        residents = [request for request in self.requests.values() if request.residency is not None]
+        residents = (*self.running, *self._loading())
         return sum(self._missing(request, request.resident.blocks, True) for request in residents)
 
     def _begin(self, request: Request, hits: list[int], local: int, external: int) -> None:
@@ -246,7 +266,7 @@ class Scheduler:
         self._epoch += 1
         admission = Admission(self._epoch, request.length, local, external)
         residency = Residency(admission, hits, local)
-        self.waiting.remove(request)
+        self._dequeue(request)
         request.begin(residency)
         residency.blocks += self.pool.take(request.need(request.work, self.limits.block_size))
         if request.lookups_left is not None:
@@ -353,11 +373,15 @@ class Scheduler:
         """End a request. It is removed first, so that broken accounting fails only once."""
         del self.requests[request.id]
         if request.state is RequestState.WAITING:
-            self.waiting.remove(request)
+            self._dequeue(request)
         elif request.state is RequestState.RUNNING:
             self.running.remove(request)
         request.finish = finish
         self._release(request, RequestState.FINISHED)
+
+    def _dequeue(self, request: Request) -> None:
+        self.waiting.remove(request)
+        self.waiting_tokens -= request.length
 
     def _release(self, request: Request, state: RequestState) -> None:
         if (residency := request.end(state)) is not None:
