@@ -74,7 +74,10 @@ class Corrupt(KvrelayError):
 
 
 class Unservable(KvrelayError):
-    """This model cannot be served exactly by this engine; the message says why."""
+    """This model, or a request of this size, cannot be served here until the operator acts.
+
+    The message says why, and what would help.
+    """
 
 
 class NotInstalled(KvrelayError):

@@ -17,6 +17,7 @@ from kvrelay.config.option import PREFIX, option, options
 from kvrelay.config.reader import check
 from kvrelay.errors import Rejected
 from kvrelay.process.logs import LEVELS
+from kvrelay.process.memory import HostMemory, host_memory
 from kvrelay.rpc.address import LOOPBACK, ROUTER_PORT, Address
 from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.worker.config import (
@@ -35,6 +36,9 @@ from router.config import DISAGGREGATE, RouterConfig
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_MODEL = Path(__file__).resolve().parents[1] / "recall" / "model"
 FLUSH_SECONDS = 8.0  # for the store to write its memory to disk; see supervisor.STOP_SECONDS
+HOST_SHARE = 0.5  # of the memory that is left for the pools of all workers on the CPU
+DEVICE_SHARE = 0.8  # of a GPU's
+LEAST_POOL = 64 << 20
 JOURNAL = PREFIX + "JOURNAL"
 NVIDIA = Path("/dev/nvidiactl")
 MODULES = {
@@ -75,7 +79,11 @@ class ClusterConfig(SecurityOptions):
     block_size: int | None = option(None, "token positions in a block", low=1, high=LARGEST_BLOCK)
     num_blocks: int | None = option(None, "blocks in each worker's pool", low=1)
     kv_memory: int | None = option(
-        None, "size of each worker's pool, without --num-blocks", unit="bytes", low=1
+        None,
+        "size of each worker's KV pool, without --num-blocks; default: half of the memory that the"
+        " weights and the store leave on this host, or 0.8 of a GPU's, divided by the workers",
+        unit="bytes",
+        low=1,
     )
     dtype: str | None = option(None, "number format of weights and KV", choices=DTYPES)
     device: str | None = option(
@@ -134,6 +142,7 @@ class ClusterConfig(SecurityOptions):
 
 def process_specs(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
     """Every process, in display order. A process keeps its port when it is restarted."""
+    config = replace(config, kv_memory=pool_bytes(config, host_memory()))
     count = config.prefill + config.decode
     ports = iter(free_ports(count + 2))
     router_port, store_port = next(ports), config.store_port or next(ports)
@@ -156,6 +165,21 @@ def worker_threads(config: ClusterConfig) -> int:
     return config.threads or max(1, cores() // (config.prefill + config.decode))
 
 
+def pool_bytes(config: ClusterConfig, memory: HostMemory | None) -> int | None:
+    """The pool of each worker on the CPU: its part of what is free for all of them.
+
+    The store's memory and every worker's weights are set aside. ``None`` leaves the size to the
+    worker: on a GPU, or if the free memory is not known.
+    """
+    if config.kv_memory is not None or memory is None or not _can_fork(config):
+        return config.kv_memory
+    workers = config.prefill + config.decode
+    files = sum(path.stat().st_size for path in Path(config.model_path).glob("*.safetensors"))
+    weights = files * (2 if config.dtype == "float32" else 1)  # the files may hold bfloat16
+    store = config.store_budget if config.store is None else 0
+    return max(int(HOST_SHARE * (memory.free - store) / workers - HOST_SHARE * weights), LEAST_POOL)
+
+
 def _store(config: ClusterConfig, port: int) -> ProcessSpec:
     given = {
         "host": LOOPBACK,
@@ -173,6 +197,7 @@ def _store(config: ClusterConfig, port: int) -> ProcessSpec:
 
 
 def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -> ProcessSpec:
+    workers = config.prefill + config.decode
     metrics = config.metrics_port
     if metrics is not None:
         metrics += 1 + index + (config.prefill if role == "decode" else 0)
@@ -186,6 +211,7 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
         "block-size": config.block_size,
         "num-blocks": config.num_blocks,
         "kv-memory": config.kv_memory,
+        "kv-share": DEVICE_SHARE / workers,
         "dtype": config.dtype,
         "device": config.device,
         "max-num-seqs": config.max_num_seqs,

@@ -50,7 +50,14 @@ class WorkerConfig(SecurityOptions):
     num_blocks: int | None = option(
         None, "KV blocks in the pool; default: what fits in --kv-memory and can be used", low=1
     )
-    kv_memory: int = option(2**29, "pool size without --num-blocks", unit="bytes", low=1)
+    kv_memory: int | None = option(
+        None,
+        "pool size without --num-blocks; default: --kv-share of the memory that is free once the"
+        " weights are loaded, on the device or on the host",
+        unit="bytes",
+        low=1,
+    )
+    kv_share: float = option(0.5, "see --kv-memory", low=0.001, high=0.95)
     max_model_len: int | None = option(
         None, "positions a request may have; default: the model's own limit", low=1
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import lru_cache
+
+import torch
 
 from kvrelay.block.name import Namer
 from kvrelay.block.namespace import Namespace
@@ -24,6 +27,7 @@ from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.numerics import numeric_profile
 from kvrelay.engine.runner import Runner
 from kvrelay.errors import Mismatch
+from kvrelay.process.memory import host_memory
 from kvrelay.rpc.protocol import PROTOCOL, Role
 from kvrelay.rpc.security.credentials import Credentials
 from kvrelay.rpc.security.policy import installed
@@ -38,7 +42,9 @@ from kvrelay.worker.streams import LegStreams, LegUpdates
 from kvstore.client.connect import connect
 from kvstore.urls import public_urls
 
+log = logging.getLogger(__name__)
 TENANTS = 1024
+UNKNOWN_MEMORY = 1 << 30
 LAYOUT = "block,layer,k|v,position,head,dim"
 
 
@@ -222,7 +228,16 @@ def limits_of(config: WorkerConfig, model: LoadedModel) -> EngineLimits:
     if blocks is None:
         block_bytes = model.pool_shape(1, size).block_rows * model.pool_shape(1, size).row_bytes
         useful = -(length // -size) * config.max_num_seqs
-        blocks = max(min(config.kv_memory // block_bytes, useful), 1)
+        memory = config.kv_memory or int(config.kv_share * free_memory(model.device))
+        blocks = max(min(memory // block_bytes, useful), 1)
+    if blocks * size < length:
+        log.warning(
+            "the KV pool holds %d positions, fewer than one request may have (max_model_len %d):"
+            " longer requests are refused; raise --kv-memory or --num-blocks, or lower"
+            " --max-model-len",
+            blocks * size,
+            length,
+        )
     return EngineLimits(
         num_blocks=blocks,
         block_size=size,
@@ -231,6 +246,14 @@ def limits_of(config: WorkerConfig, model: LoadedModel) -> EngineLimits:
         max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free now, on a GPU or on this host; ``UNKNOWN_MEMORY`` if it is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    memory = host_memory()
+    return UNKNOWN_MEMORY if memory is None else memory.free
 
 
 def namespace_message(namespace: Namespace) -> worker_pb2.Namespace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.errors import Rejected
+from kvrelay.errors import KvrelayError, Rejected, Unservable
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +30,21 @@ class Candidate:
         return positions <= self.longest
 
 
-def too_long(positions: int, candidates: Sequence[Candidate]) -> Rejected:
-    """The error for a request that none of the workers can ever serve."""
+def too_long(positions: int, candidates: Sequence[Candidate]) -> KvrelayError:
+    """The error for a request that none of the workers can ever serve.
+
+    It is the client's mistake only if the request is longer than ``max_model_len``.
+    """
     longest = max(candidate.longest for candidate in candidates)
+    allowed = max(candidate.max_model_len for candidate in candidates)
+    if positions <= allowed:
+        return Unservable(
+            f"prompt and output need {positions} positions, within the {allowed} that are allowed"
+            f" here, but no worker's KV pool holds more than {longest}: its operator must raise"
+            " --kv-memory (or --num-blocks), or lower --max-model-len"
+        )
     return Rejected(
         "max_tokens",
-        f"prompt and output need {positions} positions, the largest worker has {longest}:"
+        f"prompt and output need {positions} positions, the largest worker has {allowed}:"
         " shorten the prompt or lower max_tokens",
     )

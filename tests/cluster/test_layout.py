@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from kvrelay.cluster.layout import ClusterConfig, environ_of, process_specs
+from kvrelay.cluster.layout import LEAST_POOL, ClusterConfig, environ_of, pool_bytes, process_specs
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.config.option import options
 from kvrelay.config.reader import read
 from kvrelay.errors import Rejected
+from kvrelay.process.memory import HostMemory
 from kvrelay.worker.config import WorkerConfig
 from kvstore.config import StoreConfig
 from router.config import RouterConfig
@@ -141,3 +144,29 @@ def test_the_options_of_the_cluster_mean_what_they_mean_for_its_processes() -> N
                 continue
             assert same.rules.choices == item.rules.choices, item.name
             assert (same.rules.low, same.rules.high) == (item.rules.low, item.rules.high), item.name
+
+
+GIB = 1 << 30
+
+
+def test_the_workers_of_a_host_share_its_free_memory(tmp_path: Path) -> None:
+    """Half of what the store and the weights leave, the same part for each worker."""
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(GIB)
+    memory = HostMemory(total=64 * GIB, free=21 * GIB)
+    config = ClusterConfig(model=str(tmp_path), device="cpu", prefill=2, decode=2, port=0)
+    assert pool_bytes(config, memory) == (20 - 4) * GIB // 2 // 4
+    wide = ClusterConfig(model=str(tmp_path), device="cpu", dtype="float32", port=0)
+    assert pool_bytes(wide, memory) == (20 - 2 * 2) * GIB // 2 // 2
+    elsewhere = ClusterConfig(model=str(tmp_path), device="cpu", store="kvrelay://h:1", port=0)
+    assert pool_bytes(elsewhere, memory) == (21 - 2) * GIB // 2 // 2
+    assert pool_bytes(config, HostMemory(total=64 * GIB, free=GIB)) == LEAST_POOL
+    assert pool_bytes(config, None) is None
+    given = ClusterConfig(model=str(tmp_path), device="cpu", kv_memory=7, port=0)
+    assert pool_bytes(given, memory) == 7
+
+
+def test_every_worker_gets_the_same_pool() -> None:
+    specs = process_specs(ClusterConfig(port=0, prefill=2, decode=2, device="cpu"))
+    pools = {flags_of(spec)["--kv-memory"] for spec in specs if spec.role in ("prefill", "decode")}
+    assert len(pools) == 1

@@ -38,11 +38,14 @@ class EngineLimits:
         positions = stored_positions(order.prompt_len, order.max_tokens)
         capacity = self.num_blocks * self.block_size
         if positions > min(self.max_model_len, capacity):
+            advice = "shorten the prompt or lower max_tokens"
+            if positions <= self.max_model_len:
+                advice = "its operator must raise --kv-memory (or --num-blocks)"
             raise Rejected(
                 "max_tokens",
                 f"{order.prompt_len} prompt tokens and max_tokens {order.max_tokens} need "
                 f"{positions} positions; this worker has max_model_len {self.max_model_len} "
-                f"and room for {capacity}: shorten the prompt or lower max_tokens",
+                f"and room for {capacity}: {advice}",
             )
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
 from benchmarks.policies import POLICIES, placement_policy
-from kvrelay.errors import Rejected
+from kvrelay.errors import Rejected, Unservable
 from router.placement.affinity import Affinity
 from router.placement.policy import DECODE, PREFILL, LegDemand, Prefix, choose
 from router.workers.candidate import Candidate
@@ -33,7 +34,7 @@ def wish(tokens: int, prefix: tuple[bytes, ...] = (), positions: int = 10) -> Le
     return LegDemand(tokens, positions, Prefix(prefix, 16), PREFILL)
 
 
-def test_nobody_and_nobody_large_enough() -> None:
+def test_no_worker_and_no_large_enough_worker() -> None:
     assert choose(wish(10), [], {}) is None
     with pytest.raises(Rejected, match="4097 positions, the largest worker has 4096") as caught:
         choose(wish(10, positions=4097), [candidate("a"), candidate("b", length=10)], {})
@@ -42,6 +43,13 @@ def test_nobody_and_nobody_large_enough() -> None:
         "b",
         0,
     )
+
+
+def test_a_pool_smaller_than_the_model_allows_is_not_the_fault_of_the_client() -> None:
+    small = [replace(candidate("a"), capacity=100), replace(candidate("b"), capacity=200)]
+    assert picked(wish(10, positions=150), small, {}) == ("b", 0)
+    with pytest.raises(Unservable, match=r"need 201 .* the 4096 .* more than 200: its operator"):
+        choose(wish(10, positions=201), small, {})
 
 
 def test_the_prefix_wins_until_the_queue_costs_more() -> None:
