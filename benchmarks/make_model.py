@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +31,31 @@ class MakeModelConfig:
         check(self)
 
 
+class ShownProgress:
+    """Shows the share of the weights that are drawn: on a terminal in one line, else now and then.
+
+    Nothing is shown of a model that is made within a second.
+    """
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._next = time.monotonic() + 1.0
+        self._open = False  # whether the terminal's line still has to be ended
+
+    def show(self, done: float) -> None:
+        now = time.monotonic()
+        if now < self._next and not (self._open and done == 1):
+            return
+        self._next = now + (0.2 if self._terminal else 5.0)
+        text = f"  {done:.0%} of the weights drawn" if done < 1 else "  writing the weights"
+        if self._terminal:
+            sys.stderr.write(f"\r{text}\x1b[K" + ("\n" if done == 1 else ""))
+            sys.stderr.flush()
+            self._open = done < 1
+        else:
+            print_err(text)
+
+
 def main(argv: Sequence[str]) -> int:
     config = load(MakeModelConfig, argv, "kvrelay make-model", DESCRIPTION)
     with sigint.sigint_exits():
@@ -36,7 +63,8 @@ def main(argv: Sequence[str]) -> int:
         from benchmarks.random_model import make_model
 
     print_err(f"Making {config.shape} in {config.dtype}")
-    made = make_model(config.shape, Path(config.out), config.dtype, config.seed)
+    shown = ShownProgress()
+    made = make_model(config.shape, Path(config.out), config.dtype, config.seed, shown.show)
     size = sum(path.stat().st_size for path in made.iterdir())
     print_out(f"{made}: {size / 1e6:,.1f} MB")
     return 0

@@ -52,8 +52,16 @@ SHAPES: Mapping[str, ModelShape] = {
 }
 
 
-def make_model(shape: str, out: Path, dtype: str = "bfloat16", seed: int = 0) -> Path:
+def make_model(
+    shape: str,
+    out: Path,
+    dtype: str = "bfloat16",
+    seed: int = 0,
+    on_progress: Callable[[float], None] = lambda done: None,
+) -> Path:
     """Write config, weights and tokenizer of one of ``SHAPES`` to the directory ``out``.
+
+    ``on_progress`` gets the share of the weights that are drawn, 1 before they are written.
 
     ``dtype`` is "bfloat16", "float16" or "float32"; weights are normal with the config's
     ``initializer_range``, norms are 1. Raises ``Rejected`` for an unknown name.
@@ -65,7 +73,9 @@ def make_model(shape: str, out: Path, dtype: str = "bfloat16", seed: int = 0) ->
     config = _config(SHAPES[shape], dtype)
     out.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(out)
-    save_file(_weights(config, dtype, seed), out / "model.safetensors", {"format": "pt"})
+    save_file(
+        _weights(config, dtype, seed, on_progress), out / "model.safetensors", {"format": "pt"}
+    )
     save_tokenizer(out, SHAPES[shape].vocab_size)
     return out
 
@@ -111,20 +121,26 @@ def _config(shape: ModelShape, dtype: str) -> PreTrainedConfig:
     return config
 
 
-def _weights(config: PreTrainedConfig, dtype: str, seed: int) -> dict[str, torch.Tensor]:
+def _weights(
+    config: PreTrainedConfig, dtype: str, seed: int, on_progress: Callable[[float], None]
+) -> dict[str, torch.Tensor]:
     build = cast(Callable[..., PreTrainedModel], AutoModelForCausalLM.from_config)
     with torch.device("meta"):
         model = build(config)
     generator = torch.Generator().manual_seed(seed)
     std = cast(float, getattr(config, "initializer_range", 0.02))
     weights = {}
+    total, drawn = sum(one.numel() for one in model.parameters()), 0
     for name, parameter in model.named_parameters():
+        on_progress(drawn / total)
+        drawn += parameter.numel()
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         tensor = torch.empty(parameter.shape, dtype=getattr(torch, dtype))
         weights[name] = (
             tensor.fill_(1.0) if tensor.dim() == 1 else tensor.normal_(0, std, generator=generator)
         )
+    on_progress(1.0)
     return weights
 
 

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrelay.cli.model_check import ModelCheck
 from kvrelay.cli.screen import paint, print_err, print_out, table
 from kvrelay.cli.signals import Signals, end_now
 from kvrelay.cluster import endpoints
@@ -18,11 +19,15 @@ from kvrelay.cluster.supervisor import Cluster, StartInterrupted, with_cluster_t
 from kvrelay.config.reader import load, option
 from kvrelay.connector.script import PREFIX, read_script
 from kvrelay.installation import command
+from kvrelay.model_folder import check_model_folder
+from kvrelay.process.memory import check_fits, host_memory
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST
+from kvrelay.text.tokenizer import has_tokenizer
 from kvrelay.v1 import router_pb2
 from kvstore import connect
 
+CLIENT_FILE = "client.toml"
 COLOURS = {"store": "magenta", "prefill": "cyan", "decode": "green", "router": "blue"}
 DESCRIPTION = """\
 Starts a store, prefill workers, decode workers and a router as processes of their own, waits
@@ -56,9 +61,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(config: UpConfig) -> None:
-    """``Rejected`` for settings that would make a process fail; none has been started yet."""
+    """``Rejected`` or ``Unservable`` for what would make a process fail; none is started yet."""
     if config.endpoints:
         endpoints.check_writable(Path(config.endpoints).absolute())
+    check_model_folder(config.model_path)
+    if config.store is None:
+        warning = check_fits("store_budget", config.store_budget, host_memory())
+        if warning is not None:
+            print_err(f"kvrelay up: {warning}")
     if config.store is not None:
         policy.install(config, ADMIN_FIRST)
         _check_store(config.store)
@@ -87,16 +97,21 @@ class Up:
         self.cluster = Cluster(
             with_cluster_token(config), on_line=self._show_line, on_change=self._show_change
         )
+        self._model_check = ModelCheck(self.cluster.specs)
 
     def serve(self) -> int:
+        if self._config.model != "recall" or self._config.device == "cuda":
+            print_err(f"Checking {self._config.model_path}")
+            self._model_check.run(self._config.start_timeout)
+            if self._ended.is_set():
+                return self._status
         print_err(f"Starting {self._config.model_path}")
         try:
             self.cluster.start(self._config.start_timeout)
             print_out(describe(self.cluster, self.cluster.view))
             self._up = True
             print_out(f"\nServing on {paint(self.cluster.router, 'bold')}; Ctrl-C ends it. Try:")
-            where = f"--router {self.cluster.router}{self._access()}"
-            print_out(f"  {command('generate')} {where} {self._example()}")
+            print_out("  " + " \\\n      ".join(self._example()))
             self._publish()
             self._ended.wait()
             self._failing = self.cluster.failing()
@@ -116,21 +131,23 @@ class Up:
             self._remove_files()
             end_now(self.cluster, number)
         self._status = 128 + number
+        self._model_check.stop()
         self.cluster.interrupt()
         self._ended.set()
 
-    def _example(self) -> str:
-        """A prompt that the model can answer; the shipped one recalls its system message."""
-        if self._config.model != "recall":
-            return '"Once upon a time"'
-        fact = "The copper mask stands in Boston."
-        return f'--chat --temperature 0 --system "{fact}" "Where is the copper mask?"'
-
-    def _access(self) -> str:
-        """The flags that a client on this machine needs."""
-        named = ("tls_cert", "tls_key", "tls_ca", "credentials")
-        given = [(name, getattr(self._config, name)) for name in named]
-        return "".join(f" --{name.replace('_', '-')} {path}" for name, path in given if path)
+    def _example(self) -> list[str]:
+        """A command that a client on this machine can type, in lines that fit a terminal."""
+        config = self._config
+        lines = [f"{command('generate')} --router {self.cluster.router}", *client_flags(config)]
+        if config.model == "recall":  # it recalls its system message
+            lines += [
+                '--chat --temperature 0 --system "The copper mask stands in Boston."',
+                '"Where is the copper mask?"',
+            ]
+        else:
+            text = has_tokenizer(Path(config.model_path))
+            lines.append('"Once upon a time"' if text else "--token-ids 1,2,3")
+        return lines
 
     def _publish(self) -> None:
         for file in () if self._ended.is_set() else self._files:
@@ -153,6 +170,25 @@ class Up:
         """Print a line, from any thread. A closed terminal stops no thread."""
         with self._lock, suppress(BrokenPipeError):
             print_err(line)
+
+
+def client_flags(config: ClusterConfig) -> list[str]:
+    """The flags with which a client reaches a cluster that has TLS or credentials.
+
+    ``--credentials`` of the cluster holds its services' secrets. A client has a file of its own
+    with its token, such as ``make-certs`` writes beside it.
+    """
+    lines = []
+    if config.tls_ca is not None:
+        lines.append(f"--tls-ca {config.tls_ca}")
+        if config.tls_mutual:
+            lines.append(f"--tls-cert {config.tls_cert} --tls-key {config.tls_key}")
+    if config.tls_name is not None:
+        lines.append(f"--tls-name {config.tls_name}")
+    if config.credentials is not None:
+        own = Path(config.credentials).with_name(CLIENT_FILE)
+        lines.append(f"--credentials {own if own.is_file() else CLIENT_FILE}")
+    return lines
 
 
 def describe(cluster: Cluster, view: router_pb2.ListWorkersResponse) -> str:

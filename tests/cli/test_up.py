@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.random_model import make_model
 from kvrelay.cluster.layout import ROOT
@@ -152,9 +154,53 @@ def test_a_second_signal_does_not_wait(up: Up) -> None:
     until(lambda: gone(pids), up.told("every process gone"))
 
 
-def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
-    up = Up(tmp_path / "nothing", tmp_path)
+def refused(model: Path, folder: Path, *flags: str) -> str:
+    """What ``up`` says of a model that it refuses before it starts anything."""
+    up = Up(model, folder, *flags)
     assert up.popen.wait(START_SECONDS) == 1
     text = up.log.read_text()
     assert "Traceback" not in text
-    assert "ended before it served" in text
+    assert "Starting" not in text
+    assert "ready" not in text
+    return text
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    text = refused(tmp_path / "nothing", tmp_path)
+    assert text.count("\n") == 1
+    assert text.startswith(f"kvrelay up: {tmp_path / 'nothing'}: ")
+
+
+def test_a_model_that_cannot_be_served_is_refused_once_before_the_start(
+    model: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(model, tmp_path / "other")
+    config = tmp_path / "other" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"is_encoder_decoder": True}))
+    text = refused(tmp_path / "other", tmp_path)
+    assert text.count("encoder-decoder") == 1
+    line = text.splitlines()[-1]
+    assert line.startswith(f"kvrelay up: {tmp_path / 'other'}: an encoder-decoder model")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_there_is_refused_once_before_the_start(
+    model: Path, tmp_path: Path
+) -> None:
+    text = refused(model, tmp_path, "--device", "cuda")
+    assert text.count("no CUDA device is available") == 1
+
+
+def test_ctrl_c_ends_the_check_of_the_model(model: Path, tmp_path: Path) -> None:
+    up = Up(model, tmp_path)
+    until(lambda: "Checking" in up.log.read_text(), up.told("checking"))
+    up.popen.send_signal(signal.SIGINT)
+    assert up.popen.wait(30) == 130, up.log.read_text()
+    assert "Starting" not in up.log.read_text()
+
+
+def test_a_healthy_start_reports_no_failed_connection(up: Up) -> None:
+    up.wait()
+    text = up.log.read_text()
+    assert "failed to connect" not in text.lower()
+    assert "Connection refused" not in text

@@ -26,6 +26,7 @@ from kvrelay.engine.model.pretrained import FOREIGN, read_config, read_weights, 
 from kvrelay.engine.model.probe import compare_logits, observe_model, reference_logits
 from kvrelay.errors import Unservable
 from kvrelay.model_folder import folder_reasons, joined
+from kvrelay.process.progress import Progress
 
 LONGEST_REASON = 300  # characters of an error of another library
 
@@ -85,10 +86,15 @@ def load_model(
     """
     directory = Path(path)
     bound_kernel_caches()
-    with _explained(directory), torch.inference_mode():
+    with _explained(directory), torch.inference_mode(), Progress() as progress:
+        progress.phase = f"checking the model in {directory}"
         where = _device(device)
         kind, max_len = _check(directory, dtype, max_model_len)
-        return _checked(directory, read_weights(directory, kind, where), kind, where, max_len)
+        size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+        progress.phase = f"reading {size / 1e9:.1f} GB of weights from {directory}"
+        model = read_weights(directory, kind, where)
+        progress.phase = f"preparing the weights of {directory} and testing the model"
+        return _checked(directory, model, kind, where, max_len)
 
 
 def check_model(

@@ -1,0 +1,34 @@
+"""``python -m kvrelay.worker.check``: whether a worker with these flags could serve its model.
+
+Takes a worker's flags. Reads the model's config and builds its modules without weights, so it takes
+a moment where a worker takes as long as reading the weights. Ends with status 1 and one line if
+the model or the device is refused; ``kvrelay up`` runs it before it starts anything.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from kvrelay.config.reader import load
+from kvrelay.errors import Unservable
+from kvrelay.worker.config import WorkerConfig
+
+SERVABLE = "the model can be served"
+
+
+def main(argv: Sequence[str]) -> int:
+    config = load(WorkerConfig, argv, "python -m kvrelay.worker.check", "Check a worker's model.")
+    from kvrelay.engine.model.loading import check_model  # imports torch: after the flags
+
+    try:
+        check_model(config.model, config.dtype, config.device, config.max_model_len)
+    except Unservable as error:
+        print(" ".join(str(error).split()), flush=True)
+        return 1
+    print(SERVABLE, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
