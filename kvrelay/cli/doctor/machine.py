@@ -132,7 +132,11 @@ def _memory() -> Diagnosis:
     if memory is None:
         return Diagnosis("memory", "absent", "unknown here")
     state: State = "ok" if memory.free >= MEMORY_WANTED else "absent"
-    means = "" if state == "ok" else f"under {show_size(MEMORY_WANTED)}: lower --num-blocks"
+    means = (
+        ""
+        if state == "ok"
+        else f"under {show_size(MEMORY_WANTED)}: lower --kv-memory and --store-budget"
+    )
     return Diagnosis("memory", state, f"{memory.free / 2**30:.1f} GiB available", means)
 
 
