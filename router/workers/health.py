@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from kvrelay.errors import DeadlineExceeded, Draining, KvrelayError, Mismatch, Unavailable
+from kvrelay.rpc.status import NothingListens
 from kvrelay.v1 import router_pb2
 
 
@@ -66,6 +67,8 @@ def health_after_failure(
     error: KvrelayError, accepted: bool, silent_for: float, unreachable_after: float
 ) -> WorkerHealth:
     """The health after a failed check. ``accepted``: the worker belonged to the fleet before."""
+    if not accepted and isinstance(error, NothingListens):
+        return WorkerHealth(HealthState.STARTING, Unavailable("it does not listen yet"))
     if not accepted or isinstance(error, Mismatch):
         return WorkerHealth(HealthState.STARTING, error)
     if isinstance(error, DeadlineExceeded) and silent_for < unreachable_after:

@@ -12,6 +12,7 @@ from typing import Literal, TypedDict
 import pytest
 
 from kvrelay.errors import DeadlineExceeded, Draining, KvrelayError, Mismatch, Unavailable
+from kvrelay.rpc.status import NothingListens
 from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from router.workers.health import (
     READY,
@@ -371,6 +372,8 @@ def test_states() -> None:
     assert health_after_failure(silent, True, 10.4, 10).state is HealthState.UNREACHABLE
     assert health_after_failure(refused, True, 0.4, 10).state is HealthState.UNREACHABLE
     assert health_after_failure(Mismatch("role", "m"), True, 0.4, 10).state is HealthState.STARTING
+    closed = health_after_failure(NothingListens("nothing listens at h:1"), False, 0.4, 10)
+    assert (closed.state, str(closed.problem)) == (HealthState.STARTING, "it does not listen yet")
 
 
 QUIET, BUSY = (0.0002, 0.001, 0.005), (0.007, 0.051, 0.163)  # median, 90 %, 99 % measured, seconds
