@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 
 from kvrelay.block.verify import verify_block
 from kvrelay.connector.context import JobContext
@@ -43,14 +43,17 @@ def load_targets(load: Load, answer: LookupAnswer | None, geometry: Geometry) ->
 
 
 class LoadJob:
-    """One load on a thread of the connector; it ends with one ``Loaded``, given to ``end``."""
+    """One load on a thread of the connector; it ends with one ``Loaded``, given to ``end``.
+
+    ``end`` is also given the blocks after a wrong one: they may be wrong too.
+    """
 
     def __init__(
         self,
         context: JobContext,
         load: Load,
         targets: Sequence[LoadTarget],
-        end: Callable[[TransferEvent], None],
+        end: Callable[[TransferEvent, Sequence[LoadTarget]], None],
     ) -> None:
         self._context = context
         self._load = load
@@ -62,6 +65,8 @@ class LoadJob:
         self._valid_to = load.local
         self._sources: dict[str, int] = {}  # tokens of valid blocks by store
         self._missed = Miss.UNKNOWN  # the reason, if the load ends short
+        self._accepted = 0
+        self._suspect: Sequence[LoadTarget] = ()
 
     def run(self) -> None:
         """Get, verify and count until the end or the first failure."""
@@ -72,6 +77,7 @@ class LoadJob:
                     break
         except Corrupt as error:
             self._context.meter.add(corrupt=1)
+            self._suspect = self._targets[self._accepted + 1 :]
             other = error.field == "namespace"
             self._missed = Miss.OTHER_NAMESPACE if other else Miss.FAILED_VERIFICATION
         except DeadlineExceeded:
@@ -104,7 +110,7 @@ class LoadJob:
         )
         missed = self._missed if valid < load.external else None
         sources = tuple(self._sources.items())
-        self._end(Loaded(load.request_id, load.epoch, valid, missed, sources))
+        self._end(Loaded(load.request_id, load.epoch, valid, missed, sources), self._suspect)
 
     def _batches(self) -> Iterator[list[LoadTarget]]:
         """Batches of at most ``batch_bytes`` and ``MAX_NAMES`` blocks."""
@@ -157,5 +163,46 @@ class LoadJob:
         tokens = min(target.end, last) - self._valid_to
         self._sources[source] = self._sources.get(source, 0) + tokens
         self._valid_to = target.end
+        self._accepted += 1
         self._context.meter.add(loaded_bytes=want.buffer.nbytes)
         return True
+
+
+class RecheckJob:
+    """Reads the blocks after a wrong one of a load that has ended; the store removes wrong ones.
+
+    Without it a chain with many wrong blocks would heal one block a request.
+    """
+
+    def __init__(self, context: JobContext, targets: Sequence[LoadTarget]) -> None:
+        self._context = context
+        self._targets = targets
+
+    def run(self) -> None:
+        """Stop reading at each wrong block, which makes the store verify it."""
+        pool, options = self._context.pool, self._context.options
+        nbytes = sum(pool.nbytes(target.expected.count) for target in self._targets)
+        deadline = time.monotonic() + options.load_timeout(nbytes)
+        with suppress(KvrelayError):
+            for target in self._targets:
+                self._check(target, deadline - time.monotonic())
+
+    def give_up(self) -> None:
+        """Nothing waits for this job."""
+
+    def _check(self, target: LoadTarget, timeout: float) -> None:
+        buffer = memoryview(bytearray(self._context.pool.nbytes(target.expected.count)))
+        partial = target.expected.count < self._context.pool.shape.block_size
+        want = Want(target.expected.name, buffer, target.source, partial)
+        with closing(self._context.store.get([want], timeout)) as arriving:
+            for got in arriving:
+                if got.header is not None and _is_wrong(got.header, target, buffer, got.summed):
+                    return
+
+
+def _is_wrong(header: bytes, target: LoadTarget, payload: memoryview, summed: int | None) -> bool:
+    try:
+        verify_block(header, target.expected, payload, summed)
+    except Corrupt:
+        return True
+    return False

@@ -9,21 +9,30 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from kvrelay.block import Namer, Namespace
 from kvrelay.connector.context import BlockMemory, ConnectorOptions, JobContext
 from kvrelay.connector.counters import ConnectorCounters, Meter
-from kvrelay.connector.geometry import Geometry
-from kvrelay.connector.loading import LoadJob, load_targets
+from kvrelay.connector.geometry import Geometry, LoadTarget
+from kvrelay.connector.loading import LoadJob, RecheckJob, load_targets
 from kvrelay.connector.lookups import LeaseReleaser, Lookups
 from kvrelay.connector.saving import SaveJob
 from kvrelay.connector.thread_pool import ThreadPool
 from kvrelay.engine.core.external import Load, Query, Save, Saved, TransferEvent
 from kvrelay.usage import Miss
-from kvstore import Store
+from kvstore import Lease, Store
 
 JOIN_SECONDS = 5.0
+
+
+@dataclass(slots=True)
+class _KeptLease:
+    """A lease on the blocks that a request found and continues; ``loaded``: its load has ended."""
+
+    lease: Lease | None
+    loaded: bool = False
 
 
 class StoreConnector:
@@ -47,12 +56,14 @@ class StoreConnector:
         self._save_threads = [
             self._threads(f"store-save-{number}", 1) for number in range(options.save_threads)
         ]
+        self._recheck_threads = self._threads("store-recheck", 1)
         self._release_threads = self._threads("store-release", 1)
         self._leases = LeaseReleaser(store, self._release_threads, self._meter)
         self._lookups = Lookups(
             self._context, self._geometry, self._lookup_threads, self._leases, clock, self._wake
         )
         self._lock = threading.Lock()
+        self._kept: dict[str, _KeptLease] = {}  # by request
         self._events: list[TransferEvent] = []
         self._notify: Callable[[], None] | None = None
 
@@ -73,13 +84,28 @@ class StoreConnector:
         return self._lookups.why(request_id)
 
     def load(self, load: Load) -> None:
-        """Start a load; the lookup's answer and its lease end with it."""
+        """Start a load; the lookup's answer ends with it.
+
+        Its lease ends too if the store has every full block of the request. Else the rest will be
+        saved after what was found, which must not be evicted for it: the lease ends with the leg.
+        """
         answer = self._lookups.take(load.request_id)
         targets = load_targets(load, answer, self._geometry.of(load.space))
+        kept = _KeptLease(None if answer is None else answer.lease)
+        self._let_go(load.request_id)
+        if answer is not None and answer.lead < len(load.names):
+            with self._lock:
+                self._kept[load.request_id] = kept
 
-        def end(event: TransferEvent) -> None:
-            self._leases.release(None if answer is None else answer.lease)
+        def end(event: TransferEvent, suspect: Sequence[LoadTarget]) -> None:
+            with self._lock:
+                kept.loaded = True
+                needed = self._kept.get(load.request_id) is kept
+            if not needed:
+                self._leases.release(kept.lease)
             self._post(event)
+            if suspect:
+                self._recheck_threads.submit(RecheckJob(self._context, suspect))
 
         self._meter.add(loads=1, open_loads=1)
         self._load_threads.submit(LoadJob(self._context, load, targets, end))
@@ -104,6 +130,7 @@ class StoreConnector:
 
     def release(self, request_id: str) -> None:
         self._lookups.release(request_id)
+        self._let_go(request_id)
 
     def poll(self) -> list[TransferEvent]:
         with self._lock:
@@ -114,6 +141,8 @@ class StoreConnector:
     def close(self) -> None:
         """Stop. Closing the store ends the calls that are under way."""
         self._lookups.close()
+        for request_id in list(self._kept):
+            self._let_go(request_id)
         for threads in self._all_threads()[:-1]:
             threads.close()
         self._leases.run()
@@ -130,8 +159,17 @@ class StoreConnector:
             self._lookup_threads,
             self._load_threads,
             *self._save_threads,
+            self._recheck_threads,
             self._release_threads,
         ]
+
+    def _let_go(self, request_id: str) -> None:
+        """Release the lease that was kept for a request, now or when its load has ended."""
+        with self._lock:
+            kept = self._kept.pop(request_id, None)
+            loaded = kept is not None and kept.loaded
+        if kept is not None and loaded:
+            self._leases.release(kept.lease)
 
     def _post(self, event: TransferEvent) -> None:
         with self._lock:

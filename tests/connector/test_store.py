@@ -206,6 +206,44 @@ def test_a_lease_no_load_will_follow_goes_back(making: Making, stage: Stage) -> 
     assert returned()
 
 
+def test_what_a_request_found_is_leased_until_the_rest_is_saved(
+    making: Making, stage: Stage
+) -> None:
+    """The lease ended with the load: a prompt that fills the store evicted its own head."""
+    worker = making()
+    tokens = list(range(100, 117))
+    saved(worker, tokens[:8])
+    assert worker.ask("r", tokens) == 8
+    worker.load("r", tokens, 0, 8, blocks_for(8))
+    worker.event()
+    assert stage.stats(1).leases == worker.counters.open_leases == 1
+    worker.fill(tokens, blocks_for(17))
+    worker.save("r", tokens, blocks_for(17))
+    worker.event()
+    assert stage.clear(1) == 3  # the rest: what was found is held
+    worker.connector.release("r")
+    worker.until(lambda: worker.counters.open_leases == 0)
+    assert stage.clear(1) == 2
+
+
+def test_a_lease_that_is_released_during_its_load_ends_with_the_load(
+    making: Making, stage: Stage
+) -> None:
+    worker = making()
+    tokens = list(range(100, 117))
+    saved(worker, tokens[:8])
+    assert worker.ask("r", tokens) == 8
+    stage.stall()
+    worker.load("r", tokens, 0, 8, blocks_for(8))
+    assert stage.asked.acquire(timeout=WAIT)
+    worker.connector.release("r")
+    assert worker.counters.open_leases == 1
+    stage.go.set()
+    worker.event()
+    worker.until(lambda: worker.counters.open_leases == 0)
+    assert stage.stats(1).leases == 0
+
+
 def test_a_release_during_the_lookup_gives_the_lease_back(making: Making, stage: Stage) -> None:
     worker = making()
     saved(worker, list(range(8)))
@@ -231,6 +269,29 @@ def test_nothing_counts_from_the_first_wrong_block_on(
     assert worker.event() == Loaded("r", load.epoch, bad * B, Miss.FAILED_VERIFICATION)
     assert (worker.counters.corrupt, worker.counters.loads_short) == (1, 1)
     assert worker.holds(tokens, 0, bad * B, blocks_for(bad * B))
+
+
+def test_a_chain_with_many_wrong_blocks_heals_after_one_load(making: Making, stage: Stage) -> None:
+    """Of five wrong blocks each request removed one."""
+    tokens = list(range(100, 100 + 6 * B))
+    worker = making()
+    saved(worker, tokens)
+    names = worker.namer.chain(tokens, B)
+    for name in names[1:]:
+        entry = stage._shared.index.find(name, time.monotonic())
+        assert entry is not None
+        entry.value = entry.value[:-1] + bytes([entry.value[-1] ^ 1])
+    assert worker.ask("r", [*tokens, 7]) == 6 * B
+    load = worker.load("r", [*tokens, 7], 0, 6 * B, blocks_for(6 * B))
+    assert worker.event() == Loaded("r", load.epoch, B, Miss.FAILED_VERIFICATION)
+    deadline = time.monotonic() + WAIT
+    while stage.stats(1).entries > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert stage.stats(1).entries == 1
+    assert stage.stats(1).counters.corrupt == 5
+    assert worker.counters.corrupt == 1  # a request met one wrong block
+    saved(worker, tokens)
+    assert stage.stats(1).entries == 6
 
 
 def test_an_absent_block_ends_the_load_there(making: Making) -> None:
