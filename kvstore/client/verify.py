@@ -1,9 +1,14 @@
-"""Reads every block of a store back and checks header, name and payload. A read counts as a use."""
+"""Reads every block of a store back and checks header, name and payload. A read counts as a use.
+
+A store removes a block at which a reader stops, if the block is wrong: so a repair needs no call of
+its own and works with every kind of store.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 
 from kvrelay.block.header import fields_of, header_bytes
 from kvrelay.block.verify import verify_payload
@@ -18,7 +23,7 @@ BATCH_BLOCKS = 256
 
 @dataclass(frozen=True, slots=True)
 class VerifiedBlock:
-    """A listed block: correct, or ``error`` says what is wrong, or it was ``removed`` since."""
+    """A listed block: correct, or with an ``error``; ``removed``: it is no longer stored."""
 
     listed: ListedBlock
     error: Corrupt | None = None
@@ -26,11 +31,26 @@ class VerifiedBlock:
 
 
 def verify_blocks(
-    store: Store, blocks: Iterable[ListedBlock], timeout: float
+    store: Store, blocks: Iterable[ListedBlock], timeout: float, repair: bool = False
 ) -> Iterator[VerifiedBlock]:
-    """One result for each block, in order; ``timeout`` is that of each call to the store."""
+    """One result for each block, in order; ``timeout`` is that of each call to the store.
+
+    ``repair``: remove wrong blocks, so that right ones may be put in their place.
+    """
     for batch in size_batches(blocks, BATCH_BYTES, BATCH_BLOCKS):
-        yield from _read(store, batch, timeout)
+        for found in _read(store, batch, timeout):
+            wrong = repair and found.error is not None
+            yield replace(found, removed=_remove(store, found, timeout)) if wrong else found
+
+
+def _remove(store: Store, found: VerifiedBlock, timeout: float) -> bool:
+    """Stop reading at a wrong block; returns whether the store has removed it."""
+    listed = found.listed
+    payload = max(listed.size - header_bytes(listed.tokens), 0)
+    want = Want(listed.name, memoryview(bytearray(payload)))
+    with closing(store.get([want], timeout)) as arriving:
+        next(arriving, None)
+    return store.survey(NameQuery([listed.name]), timeout).sizes[0] is None
 
 
 def _read(store: Store, batch: Sequence[ListedBlock], timeout: float) -> Iterator[VerifiedBlock]:

@@ -17,8 +17,9 @@ from kvrelay.cli.dispatch import main
 from kvrelay.cli.store import clear, options
 from kvrelay.errors import Rejected
 from kvrelay.rpc.deadline import Deadline
-from kvstore import Block, Store, connect
+from kvstore import Block, PutStatus, Store, connect
 from kvstore.base import NameQuery
+from kvstore.client import remote
 from kvstore.client.remote import RemoteStore
 from kvstore.urls import standalone_url
 from tests.kvstore.conftest import start_service, stop
@@ -178,6 +179,37 @@ def test_verify_finds_the_block_with_a_flipped_byte(
                 memory.seek(at)
                 memory.write(byte)
     assert run(capsys, "verify", "--store", url)[0] == 0
+
+
+def test_verify_with_repair_takes_wrong_blocks_out(
+    running: tuple[subprocess.Popen[str], str],
+    store: Store,
+    blocks: Sequence[Block],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remote, "RECHECK_SECONDS", TIMEOUT)
+    process, url = running
+    direct = RemoteStore(url.removeprefix("kvrelay://"))
+    wrong = [name_of(block) for block in blocks[:2]]
+    located = direct._calls.locate(wrong, 60_000, Deadline.after(TIMEOUT))
+    direct._calls.release_lease(located.boot, located.lease, TIMEOUT)
+    direct.close()
+    with open(f"/proc/{process.pid}/mem", "r+b", buffering=0) as memory:
+        for place, block in zip(located.offsets, blocks, strict=False):
+            memory.seek(at := arena_in(process) + place + block.size - 1)
+            byte = memory.read(1)
+            memory.seek(at)
+            memory.write(bytes([byte[0] ^ 1]))
+    status, out, _ = run(capsys, "verify", "--store", url, "--repair", "--json")
+    (found,) = json.loads(out)
+    assert {(one["name"], one["removed"]) for one in found["wrong"]} == {
+        (name.hex(), True) for name in wrong
+    }
+    assert (status, found["blocks"]) == (0, 3)
+    status, out, _ = run(capsys, "verify", "--store", url, "--repair")
+    assert (status, "1 blocks" in out, "0 wrong" in out) == (0, True, True)
+    assert put(store, *blocks[:2]) == [PutStatus.STORED] * 2
 
 
 def test_clear_asks_before_it_does(

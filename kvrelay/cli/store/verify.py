@@ -18,8 +18,9 @@ from kvstore.urls import public_url
 
 DESCRIPTION = """\
 Reads every block of a store back and checks its header, its payload and its name, which must follow
-from the header. Reading a block counts as a use of it, also for eviction. Ends with status 1 if a
-block is wrong."""
+from the header. Reading a block counts as a use of it, also for eviction. With --repair, wrong
+blocks are removed, so that right ones can be put in their place. Ends with status 1 if a block is
+wrong and was not removed."""
 PROGRESS_SECONDS = 0.5
 
 
@@ -28,6 +29,7 @@ class VerifyConfig(StoreSelection):
     """The blocks to verify."""
 
     prefix: str = option("", "first digits of the names", metavar="PREFIX", positional=True)
+    repair: bool = option(False, "remove wrong blocks")
 
 
 @dataclass(slots=True)
@@ -54,12 +56,19 @@ class VerifyProgress:
         else:
             self.bytes += one.listed.size
 
+    @property
+    def left(self) -> int:
+        """Wrong blocks that were not removed."""
+        return sum(not one.removed for one in self.wrong)
+
     def __str__(self) -> str:
         seconds = max(time.monotonic() - self.began, 1e-9)
         more = [f"{self.evicted:,} evicted before they were read"] if self.evicted else []
         more += [f"{self.foreign:,} of tenants, not read"] if self.foreign else []
         rate = f"{show_bytes(self.bytes)} at {self.bytes / seconds / 1e9:.2f} GB/s"
         parts = [f"{self.blocks:,} blocks", rate, *more, f"{len(self.wrong):,} wrong"]
+        if removed := len(self.wrong) - self.left:
+            parts.append(f"{removed:,} of them removed")
         return f"{self.store}: {', '.join(parts)}"
 
     def as_json(self) -> dict[str, object]:
@@ -71,7 +80,12 @@ class VerifyProgress:
             "evicted": self.evicted,
             "not_read": self.foreign,
             "wrong": [
-                {"name": one.listed.name.hex(), "error": str(one.error)} for one in self.wrong
+                {
+                    "name": one.listed.name.hex(),
+                    "error": str(one.error),
+                    "removed": one.removed,
+                }
+                for one in self.wrong
             ],
         }
 
@@ -85,9 +99,10 @@ def main(argv: Sequence[str]) -> int:
         for progress in done:
             for one in progress.wrong:
                 name = one.listed.name.hex()[:SHOWN]
-                print_out(f"{paint('wrong', 'red')} {name} in {progress.store}: {one.error}")
+                end = "; removed" if one.removed else ""
+                print_out(f"{paint('wrong', 'red')} {name} in {progress.store}: {one.error}{end}")
             print_out(str(progress))
-    return 1 if any(progress.wrong for progress in done) else 0
+    return 1 if any(progress.left for progress in done) else 0
 
 
 def _verified(url: str, config: VerifyConfig) -> VerifyProgress:
@@ -95,7 +110,8 @@ def _verified(url: str, config: VerifyConfig) -> VerifyProgress:
     with browsing(url) as browser, connected(url) as store:
         # All names first: reading takes longer than a list may stay open.
         listed = list(blocks_by_digits(browser, config.prefix, config.timeout))
-        for one in _watched(verify_blocks(store, listed, config.timeout), progress, len(listed)):
+        found = verify_blocks(store, listed, config.timeout, config.repair)
+        for one in _watched(found, progress, len(listed)):
             progress.add(one)
     return progress
 

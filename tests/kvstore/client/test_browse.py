@@ -105,6 +105,7 @@ def test_what_is_no_block_in_redis_is_listed_and_wrong(
     listed = sorted(browser.list(TIMEOUT), key=lambda one: one.name)
     assert [(one.name, one.size) for one in listed] == [(names[0], 1), (names[1], 0)]
     assert all(isinstance(c.error, Corrupt) for c in verify_blocks(store, listed, TIMEOUT))
+    assert not any(c.removed for c in verify_blocks(store, listed, TIMEOUT))
     for name in names[:2]:
         with pytest.raises(Corrupt):
             browser.inspect(name, TIMEOUT)
