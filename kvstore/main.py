@@ -7,7 +7,7 @@ import gc
 import logging
 
 from kvrelay.config.reader import load
-from kvrelay.config.values import show_size
+from kvrelay.config.values import show_bytes, show_size
 from kvrelay.process import logs
 from kvrelay.process.memory import check_fits, host_memory
 from kvrelay.rpc.deadline import Deadline
@@ -17,7 +17,7 @@ from kvrelay.rpc.server.server import Server, ServerOptions
 from kvstore.config import StoreConfig
 from kvstore.disk.tier import DiskOptions, DiskTier
 from kvstore.limits import StoreLimits
-from kvstore.server.block_store import BlockStore
+from kvstore.server.block_store import BlockStore, most_overhead
 from kvstore.server.listener import ListenerOptions, TransportListener
 from kvstore.server.prefault import Prefault
 from kvstore.server.service import SERVICE_NAME, StoreService, register
@@ -69,6 +69,8 @@ async def serve(config: StoreConfig) -> int:
             Prefault(store.arena.whole).start()
         log.info("blocks go by %s", ", ".join(listener.titles))
         log.info("eviction: %s", config.eviction)
+        most = show_bytes(most_overhead(limits))
+        log.info("bookkeeping takes up to about %s of memory beside the budget", most)
         size = show_size(config.budget)
         return f"store ready at {bound}, budget {size}, boot {store.boot.hex()}"
 

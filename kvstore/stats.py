@@ -68,7 +68,11 @@ class TenantStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """One reading. ``bytes`` include what is reserved; ``leased_bytes`` cannot be evicted now."""
+    """One reading. ``bytes`` include what is reserved; ``leased_bytes`` cannot be evicted now.
+
+    ``overhead_bytes`` is the memory of the store's bookkeeping beside the budget: tombstones,
+    events, leases, the memory of the eviction policy, and locations on disk.
+    """
 
     boot: bytes
     budget: int
@@ -81,6 +85,7 @@ class StoreStats:
     counters: StoreCounters
     disk: DiskStats | None = None
     eviction: str = ""  # the policy's name
+    overhead_bytes: int = 0
     tenants: tuple[TenantStats, ...] = ()  # for admins only
 
 

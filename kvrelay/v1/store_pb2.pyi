@@ -829,6 +829,7 @@ class GetStatsResponse(_message.Message):
     TENANTS_FIELD_NUMBER: _builtins.int
     EVICTION_FIELD_NUMBER: _builtins.int
     EVICTION_FAILURES_FIELD_NUMBER: _builtins.int
+    OVERHEAD_BYTES_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     budget: _builtins.int
     """bytes"""
@@ -877,6 +878,8 @@ class GetStatsResponse(_message.Message):
     """name of the policy"""
     eviction_failures: _builtins.int
     """errors of the policy, which LRU then replaced"""
+    overhead_bytes: _builtins.int
+    """now, memory of bookkeeping beside the budget"""
     @_builtins.property
     def disk(self) -> Global___DiskStats:
         """absent without a disk tier"""
@@ -916,10 +919,11 @@ class GetStatsResponse(_message.Message):
         tenants: _abc.Iterable[Global___TenantStats] | None = ...,
         eviction: _builtins.str = ...,
         eviction_failures: _builtins.int = ...,
+        overhead_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "disk", b"disk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "abandoned", b"abandoned", "absent", b"absent", "boot", b"boot", "budget", b"budget", "bytes", b"bytes", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "cleared", b"cleared", "corrupt", b"corrupt", "disk", b"disk", "entries", b"entries", "evicted", b"evicted", "eviction", b"eviction", "eviction_failures", b"eviction_failures", "existed", b"existed", "expired", b"expired", "hits", b"hits", "leased_bytes", b"leased_bytes", "leases", b"leases", "lookups", b"lookups", "misses", b"misses", "pending", b"pending", "rejected", b"rejected", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "served", b"served", "stored", b"stored", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "abandoned", b"abandoned", "absent", b"absent", "boot", b"boot", "budget", b"budget", "bytes", b"bytes", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "cleared", b"cleared", "corrupt", b"corrupt", "disk", b"disk", "entries", b"entries", "evicted", b"evicted", "eviction", b"eviction", "eviction_failures", b"eviction_failures", "existed", b"existed", "expired", b"expired", "hits", b"hits", "leased_bytes", b"leased_bytes", "leases", b"leases", "lookups", b"lookups", "misses", b"misses", "overhead_bytes", b"overhead_bytes", "pending", b"pending", "rejected", b"rejected", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "served", b"served", "stored", b"stored", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__disk: _TypeAlias = _typing.Literal["disk"]  # noqa: Y015
     _WhichOneofArgType__disk: _TypeAlias = _typing.Literal["_disk", b"_disk"]  # noqa: Y015

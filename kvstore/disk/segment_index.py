@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from kvstore.claims import Claim
 from kvstore.index.entries import IndexEntry
 
+LOCATION_BYTES = 340
+"""Memory of a block's location, measured."""
+
 
 @dataclass(slots=True)
 class DiskLocation:

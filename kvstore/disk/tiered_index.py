@@ -15,7 +15,12 @@ from collections.abc import Iterable, Sequence
 from kvstore.base import Lease, LookupResult, SurveyResult, Tail
 from kvstore.claims import Claim
 from kvstore.disk.record import record_bytes
-from kvstore.disk.segment_index import DiskLocation, SegmentIndex, entry_on_disk
+from kvstore.disk.segment_index import (
+    LOCATION_BYTES,
+    DiskLocation,
+    SegmentIndex,
+    entry_on_disk,
+)
 from kvstore.disk.write_queue import WriteQueue
 from kvstore.index.block_index import BlockIndex, IndexOptions
 from kvstore.index.entries import IndexEntry, PlaceAllocator
@@ -235,8 +240,10 @@ class TieredIndex(BlockIndex[int]):
         return entry if location is None else entry_on_disk(location)
 
     def stats(self) -> StoreStats:
+        stats = super().stats()
         return dataclasses.replace(
-            super().stats(),
+            stats,
+            overhead_bytes=stats.overhead_bytes + LOCATION_BYTES * len(self.segments),
             disk=DiskStats(
                 self.segments.budget,
                 self.segments.bytes,

@@ -304,6 +304,10 @@ class BlockIndex(Generic[V]):
             len(self.reservations),
             dataclasses.replace(self.counters, eviction_failures=self._entries.policy.failures),
             eviction=self._entries.policy.name,
+            overhead_bytes=self._entries.policy.overhead_bytes
+            + self._entries.leases.overhead_bytes
+            + self._tombstones.overhead_bytes
+            + self.events.overhead_bytes,
         )
 
     def audit(self) -> list[str]:

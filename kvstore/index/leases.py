@@ -65,6 +65,11 @@ class LeaseTable(Generic[V]):
         """The cost of all leases of a tenant, in names; ``owner`` is the tenant's prefix."""
         return self._costs[owner]
 
+    @property
+    def overhead_bytes(self) -> int:
+        """The memory of all leases: a reference for each name."""
+        return 8 * self._costs.total()
+
     def total_blocks(self) -> int:
         """The number of blocks in all leases together."""
         return sum(map(len, self._blocks.values()))

@@ -23,7 +23,8 @@ MISS_REASONS = {
 """The miss that a reader is told for each reason of removal."""
 
 MAX_TOMBSTONES = 1 << 16
-"""That many tombstones take 5 MiB beside the budget, measured."""
+TOMBSTONE_BYTES = 120
+"""Memory of a tombstone, measured."""
 
 
 class Tombstones:
@@ -37,6 +38,11 @@ class Tombstones:
 
     def __len__(self) -> int:
         return len(self._reasons)
+
+    @property
+    def overhead_bytes(self) -> int:
+        """The memory of all tombstones."""
+        return TOMBSTONE_BYTES * len(self)
 
     def added(self, first_block_hash: int | None) -> None:
         """A block was stored."""

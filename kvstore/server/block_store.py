@@ -26,11 +26,15 @@ from kvstore.disk.segment_index import SegmentIndex, entry_on_disk
 from kvstore.disk.tiered_index import TieredIndex
 from kvstore.index.block_index import BlockIndex, IndexOptions
 from kvstore.index.entries import IndexEntry, Located
-from kvstore.index.events import BlockEvent
+from kvstore.index.events import EVENT_BYTES, BlockEvent
 from kvstore.index.eviction import make_policy
+from kvstore.index.eviction.expected_returns import GHOSTS
+from kvstore.index.eviction.ghosts import GHOST_BYTES
 from kvstore.index.eviction.policy import EvictionPolicy
+from kvstore.index.eviction.shadow_lru import NAME_BYTES, NAMES
 from kvstore.index.eviction.victims import QuotaPolicy
-from kvstore.limits import StoreLimits
+from kvstore.index.tombstones import MAX_TOMBSTONES, TOMBSTONE_BYTES
+from kvstore.limits import RETURNS, StoreLimits
 from kvstore.server.arena import Arena, capacity_for
 from kvstore.server.slot import WriteSlot
 from kvstore.server.tenants import TenantQuota, TenantTable
@@ -42,6 +46,15 @@ STORED, EXPIRED = Outcome(PutStatus.STORED), Outcome(PutStatus.EXPIRED)
 
 ENTRY_BYTES = 480
 """Memory of one block besides its place, measured with a million blocks."""
+
+
+def most_overhead(limits: StoreLimits) -> int:
+    """Bytes of bookkeeping beside the budget, but for leases and the disk, once the store is full.
+
+    Stores of more than a quarter of a million blocks need more for the eviction policy.
+    """
+    policy = GHOST_BYTES * GHOSTS + NAME_BYTES * NAMES if limits.eviction == RETURNS else 0
+    return policy + TOMBSTONE_BYTES * MAX_TOMBSTONES + EVENT_BYTES * limits.events
 
 
 class BlockStore:

@@ -78,7 +78,10 @@ class ChangeSignal:
 
 
 class StoreService:
-    """Handlers of ``kvrelay.v1.StoreService``; ``transports`` is what ``GetTransports`` answers."""
+    """Handlers of ``kvrelay.v1.StoreService``, by the names in ``register``.
+
+    ``transports`` is what ``GetTransports`` answers.
+    """
 
     def __init__(
         self,
@@ -103,11 +106,9 @@ class StoreService:
     async def transports(
         self, request: pb.GetTransportsRequest, context: object
     ) -> pb.GetTransportsResponse:
-        """``GetTransports``."""
         return self._transports
 
     async def lookup(self, request: pb.LookupRequest, context: object) -> pb.LookupResponse:
-        """``Lookup``."""
         asked = checked_names("names", request.names, MAX_NAMES)
         if request.lease_ms > MAX_LEASE_MS:
             raise Rejected("lease_ms", f"{request.lease_ms} is more than {MAX_LEASE_MS}")
@@ -145,7 +146,6 @@ class StoreService:
         )
 
     async def locate(self, request: pb.LocateRequest, context: object) -> pb.LocateResponse:
-        """``Locate``."""
         names = checked_names("names", request.names, MAX_NAMES)
         scope = self._scope()
         seconds = min(DISK_LOAD_SECONDS, request.lease_ms / 2000)
@@ -171,7 +171,6 @@ class StoreService:
                 self._store.release([found.lease.id])
 
     async def reserve(self, request: pb.ReserveRequest, context: object) -> pb.ReserveResponse:
-        """``Reserve``."""
         claims = claims_of(request.claims, len(request.claims), self._store.limits.max_block)
         wanted = self._scope().claims(claims)
         if request.wait_ms:
@@ -179,12 +178,10 @@ class StoreService:
         return reserve_response(self._store, self._store.reserve(wanted))
 
     async def put(self, requests: AsyncIterator[bytes], context: object) -> pb.PutResponse:
-        """``Put``."""
         head = await first_head(requests)
         return put_message(pb.PutResponse, self._store.boot, await self._put(head, requests))
 
     async def put_small(self, request: pb.PutSmallRequest, context: object) -> pb.PutSmallResponse:
-        """``PutSmall``."""
         if len(request.data) > MAX_SMALL:
             raise Rejected("data", f"{len(request.data)} bytes are more than {MAX_SMALL}: use Put")
 
@@ -195,7 +192,6 @@ class StoreService:
         return put_message(pb.PutSmallResponse, self._store.boot, outcomes)
 
     async def release(self, request: pb.ReleaseRequest, context: object) -> pb.ReleaseResponse:
-        """``Release``."""
         if len(request.leases) > MAX_NAMES:
             raise Rejected("leases", f"{len(request.leases)} are more than {MAX_NAMES}")
         if request.boot == self._store.boot:
@@ -213,11 +209,9 @@ class StoreService:
         return pb.RecheckResponse(boot=self._store.boot, removed=error is not None)
 
     async def stats(self, request: pb.GetStatsRequest, context: object) -> pb.GetStatsResponse:
-        """``GetStats``."""
         return stats_response(self._store, caller())
 
     async def clear(self, request: pb.ClearRequest, context: object) -> pb.ClearResponse:
-        """``Clear``."""
         removed = self._store.clear()
         if self._disk is not None:
             await asyncio.to_thread(self._disk.sweep)
@@ -226,7 +220,6 @@ class StoreService:
     async def list(
         self, request: pb.ListRequest, context: object
     ) -> AsyncGenerator[pb.ListResponse, None]:
-        """``List``."""
         if len(request.prefix) > NAME_BYTES:
             raise Rejected("prefix", f"{len(request.prefix)} bytes are more than a name has")
         if request.limit > MAX_LISTED:
@@ -236,11 +229,9 @@ class StoreService:
             yield page
 
     async def watch(self, request: pb.WatchRequest, context: WatchStream) -> None:
-        """``Watch``."""
         await self._watching.serve(request, context)
 
     async def inspect(self, request: pb.InspectRequest, context: object) -> pb.InspectResponse:
-        """``Inspect``."""
         checked_names("name", [request.name], 1)
         key = self._store.tenants.named(request.tenant).key(request.name)
         return await asyncio.to_thread(inspect_response, self._store, self._disk, key)

@@ -157,6 +157,7 @@ def stats_of(message: pb.GetStatsResponse) -> StoreStats:
         counters=_counters(StoreCounters, message),
         disk=_disk_of(message.disk) if message.HasField("disk") else None,
         eviction=message.eviction,
+        overhead_bytes=message.overhead_bytes,
         tenants=tuple(
             TenantStats(one.name, one.quota, one.entries, one.bytes) for one in message.tenants
         ),

@@ -1,10 +1,11 @@
 """Eviction by expected reuse: the block with the lowest expected hits per second is evicted first.
 
-A block's class is how many uses it had lately, whether it continues a stored conversation, and
-whether it is partial. How soon blocks of a class are used again, given the time since the last use,
-is learned (``life_table``); only the constants below are set, each with its reason. Where LRU would
-have had more hits (``shadow_lru``), LRU is followed; until LRU is well beaten, the policy departs
-from it only where the difference is clear.
+A block's wide class is how many uses it had lately, whether it continues a stored conversation, and
+whether it is partial; its class is also the gap of its chain: how long after an earlier prompt came
+the prompt that continued it. How soon blocks of a class are used again, given the time since the
+last use, is learned (``life_table``); only the constants below are set, each with its reason. Where
+LRU would have had more hits (``shadow_lru``), LRU is followed; until LRU is well beaten, the policy
+departs from it only where the difference is clear.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from __future__ import annotations
 import math
 import random
 
-from kvstore.index.eviction.ghosts import Ghost, GhostList
-from kvstore.index.eviction.life_table import LifeTable
+from kvstore.index.eviction.ghosts import GHOST_BYTES, Ghost, GhostList
+from kvstore.index.eviction.life_table import GAPS, LifeTable
 from kvstore.index.eviction.policy import EvictionNode, LeastRecentlyUsed
-from kvstore.index.eviction.shadow_lru import ShadowLru
+from kvstore.index.eviction.shadow_lru import NAME_BYTES, ShadowLru
 from kvstore.limits import RETURNS
 
 HAND_OVER = 5.0
@@ -31,8 +32,8 @@ LEVELS = 16
 GHOSTS, SHARE = 1 << 16, 4
 """Evicted blocks remembered: at least ``GHOSTS``, and at least a quarter of the stored ones."""
 
-LEARN, TURN = 2000, 4
-"""Ranks are computed anew every ``LEARN`` uses, but at most every quarter of a turnover."""
+LEARN = 100
+"""Ranks are computed anew every so many prompts."""
 
 CLEAR = 1.5
 """A ratio of ranks that a few prompts do not produce by chance."""
@@ -62,9 +63,16 @@ class ExpectedReturns(LeastRecentlyUsed):
         self._leaves: list[EvictionNode] = []  # free nodes without children; each knows its index
         self._pool: dict[EvictionNode, None] = {}
         self._chance = random.Random(0)  # the same requests give the same victims
-        self._size = self._learned = 0
+        self._size = 0
+        self._prompts = 0  # since the ranks were computed
         self._peak = self._room = 0  # most blocks since the last refresh, and before it
         self._victim: EvictionNode | None = None  # evicted for room, not expired
+        # The block before the one used last, and the gap of the prompt that used it.
+        self._run: tuple[bytes | None, int] = (None, 0)
+
+    @property
+    def overhead_bytes(self) -> int:
+        return GHOST_BYTES * len(self._ghosts) + NAME_BYTES * len(self._shadow)
 
     def advance(self, now: float) -> None:
         """The time never goes back."""
@@ -77,9 +85,19 @@ class ExpectedReturns(LeastRecentlyUsed):
         self._peak = max(self._peak, self._size)
         self._room = max(self._room, self._size)
         node.continues = _continues(parent)
+        node.ends_prompt = True
+        if parent is None:
+            self._prompts += 1
+        else:
+            node.gap = parent.gap
+            if _is_new(parent) and not node.partial:
+                parent.ends_prompt = False
         if (ghost := self._ghosts.take(node.name)) is not None:
             self._table.end(ghost.use_class, ghost.used_at, self._now, used=True)
             node.uses = 1.0 + self._decayed(ghost.uses, ghost.counted_at)
+            node.ends_prompt = ghost.ends_prompt
+            if ghost.ends_prompt:
+                node.gap = _gap(self._now - ghost.counted_at)
         node.counted_at = self._now
         self._watch(node)
         self._add_leaf(node)
@@ -104,6 +122,7 @@ class ExpectedReturns(LeastRecentlyUsed):
     def hold(self, node: EvictionNode) -> None:
         super().hold(node)
         self._drop_leaf(node)
+        node.gap = self._gap_of(node)  # for what is put after it while it is held
 
     def free(self, node: EvictionNode) -> None:
         self._unwatch(node)
@@ -119,7 +138,7 @@ class ExpectedReturns(LeastRecentlyUsed):
         if node is not self._victim:
             self._shadow.drop(node.name)
         self._victim = None
-        ghost = Ghost(node.use_class, node.uses, node.used_at, node.counted_at)
+        ghost = Ghost(node.use_class, node.uses, node.used_at, node.counted_at, node.ends_prompt)
         for lost in self._ghosts.put(node.name, ghost, max(self._remembered, self._size // SHARE)):
             self._table.end(lost.use_class, lost.used_at, self._now, used=False)
         if parent is not None and parent.leaf_index >= 0:
@@ -136,7 +155,7 @@ class ExpectedReturns(LeastRecentlyUsed):
 
     def _least(self) -> EvictionNode:
         """The compared leaf with the lowest rank."""
-        seen = {node: None for node in self._pool if node.leaf_index >= 0}
+        seen = self._pool
         for _ in range(SAMPLE):
             seen[self._leaves[int(self._chance.random() * len(self._leaves))]] = None
         rank, now = self._table.rank, self._now
@@ -159,17 +178,31 @@ class ExpectedReturns(LeastRecentlyUsed):
         """Learn from a use of the node."""
         now = self._now
         if now - node.counted_at > HAND_OVER:
+            # A run is used from its last block on.
+            chain, gap = self._run
+            if chain != node.name:
+                self._prompts += 1
+                gap = self._gap_of(node)
+            node.gap = gap
             node.uses = 1.0 + self._decayed(node.uses, node.counted_at)
             node.counted_at = now
+        self._run = (node.parent, node.gap)
         node.was_read = True
         self._table.end(node.use_class, node.used_at, now, used=True)
+
+    def _gap_of(self, node: EvictionNode) -> int:
+        """The gap of a prompt for which this is the last known block."""
+        gap = self._now - node.counted_at
+        if gap <= HAND_OVER:
+            return node.gap
+        return _gap(gap) if node.ends_prompt else 0
 
     def _watch(self, node: EvictionNode) -> None:
         node.used_at = self._now
         node.use_class = _use_class(node)
         self._table.begin(node.use_class, node.used_at)
-        if self._serial >= self._learned:
-            self._learned = self._serial + max(LEARN, self._size // TURN)
+        if self._prompts >= LEARN:
+            self._prompts = 0
             self._table.refresh(self._now)
             self._half_life = self._table.reuse_age(LONG) or math.inf
             self._room = self._peak
@@ -186,6 +219,7 @@ class ExpectedReturns(LeastRecentlyUsed):
     def _drop_leaf(self, node: EvictionNode) -> None:
         if node.leaf_index < 0:
             return
+        self._pool.pop(node, None)
         last = self._leaves.pop()
         if last is not node:
             self._leaves[node.leaf_index] = last
@@ -194,19 +228,28 @@ class ExpectedReturns(LeastRecentlyUsed):
 
 
 def _continues(parent: EvictionNode | None) -> bool:
-    """Whether a new block continues more than a beginning that many prompts share."""
+    """Whether a new block is of a prompt that continues an earlier one from its end."""
     if parent is None:
         return False
-    new = not parent.was_read and parent.uses == 1.0
-    return parent.continues if new else parent.parent is not None
+    return parent.continues if _is_new(parent) else parent.ends_prompt
+
+
+def _is_new(node: EvictionNode) -> bool:
+    """Whether the node was put and not used since: its child is of the same prompt."""
+    return not node.was_read and node.uses == 1.0
+
+
+def _gap(seconds: float) -> int:
+    """The class of a gap, by its octave; 0 is for prompts that continue none."""
+    return min(math.frexp(seconds + 1.0)[1], GAPS - 1)
 
 
 def _use_class(node: EvictionNode) -> int:
     """The class as one number. Reuse predicts more than what the block continues."""
     if node.uses > 1.0:
-        return 4 * min(1 + int(2.0 * math.log2(node.uses)), LEVELS) + node.partial
-    return (
-        2 * node.continues + node.partial
-        if node.was_read
-        else -1 - 2 * node.continues - node.partial
-    )
+        wide = 4 * min(1 + int(2.0 * math.log2(node.uses)), LEVELS) + node.partial
+    elif node.was_read:
+        wide = 2 * node.continues + node.partial
+    else:
+        wide = -1 - 2 * node.continues - node.partial
+    return wide * GAPS + node.gap

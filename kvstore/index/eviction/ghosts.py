@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+GHOST_BYTES = 300
+"""Memory of a ghost, measured."""
+
 
 class Ghost(NamedTuple):
     """The use statistics of an evicted block, see ``EvictionNode``."""
@@ -13,6 +16,7 @@ class Ghost(NamedTuple):
     uses: float
     used_at: float
     counted_at: float
+    ends_prompt: bool = False
 
 
 class GhostList:

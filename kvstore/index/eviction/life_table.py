@@ -5,6 +5,9 @@ how often a block of that age was used again and ``waits`` the block-seconds in 
 been; their quotient is the hazard of reuse at that age. Blocks that still wait are counted by
 cohort, so what has not come back weighs as much as what has.
 
+A class is a wide class and, within it, one of ``GAPS``. The hazards of a class are drawn towards
+those of its wide class, and these towards the common ones, as if a few blocks more had been seen.
+
 From the hazards follows ``rank``: the most uses per second of waiting that keeping a block can
 bring, over all times to keep it. That is Gittins' index (J. R. Statist. Soc. B 41, 1979) with the
 use as the reward and the room as the price; as eviction, the "hit density" of Beckmann, Chen and
@@ -16,13 +19,20 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
+from collections.abc import Iterable
 
 OCTAVES = 20
 """Ages of 2 s and less, of 4 s and less, up to 2**20 s: twelve days."""
 
 _WIDTHS = [2.0, *(2.0**b for b in range(1, OCTAVES))]
+GAPS = 16
+"""Classes within a wide class: ``use_class // GAPS`` is the wide class."""
+
 _FEW = 4.0
-"""Prior weight of the common hazards in each class, in blocks: less than one prompt."""
+"""Prior weight of the common hazards in each wide class, in blocks: less than one prompt."""
+
+_MANY = 300.0
+"""Prior weight of a wide class's hazards in each of its classes, in blocks: several prompts."""
 
 LONGEST = 2.0**OCTAVES
 """Ages are cut to this, so that no time can make a count, a rank or an age infinite."""
@@ -148,19 +158,26 @@ class LifeTable:
             self._open(now)
 
     def _rank_all(self) -> None:
-        uses, waits = _sums(self._uses), _sums(self._waits)
+        uses, waits = _sums(self._uses.values()), _sums(self._waits.values())
         common = [u / w if w else 0.0 for u, w in zip(uses, waits, strict=True)]
         self._common = _index(common)
-        none = [0.0] * OCTAVES
+        classes: dict[int, list[int]] = defaultdict(list)
+        for use_class in self._waits:
+            classes[use_class // GAPS].append(use_class)
         self._ranks = {}
-        for use_class, row in self._waits.items():
-            mine = self._uses.get(use_class, none)
-            self._ranks[use_class] = _index(
-                [
-                    (u + _FEW * c * width) / (w + _FEW * width)
-                    for u, w, c, width in zip(mine, row, common, _WIDTHS, strict=True)
-                ]
-            )
+        for narrow in classes.values():
+            wide = self._hazards(narrow, common, _FEW)
+            for use_class in narrow:
+                self._ranks[use_class] = _index(self._hazards([use_class], wide, _MANY))
+
+    def _hazards(self, classes: list[int], prior: list[float], weight: float) -> list[float]:
+        """The hazards of some classes together, drawn towards ``prior``."""
+        uses = _sums(self._uses[c] for c in classes if c in self._uses)
+        waits = _sums(self._waits[c] for c in classes)
+        return [
+            (u + weight * p * width) / (w + weight * width)
+            for u, w, p, width in zip(uses, waits, prior, _WIDTHS, strict=True)
+        ]
 
 
 def _age(since: float, now: float) -> float:
@@ -172,8 +189,8 @@ def _octave(age: float) -> int:
     return 0 if age < 2.0 else min(math.frexp(age)[1] - 1, OCTAVES - 1)
 
 
-def _sums(table: dict[int, list[float]]) -> list[float]:
-    return [sum(column) for column in zip(*table.values(), strict=True)] or [0.0] * OCTAVES
+def _sums(rows: Iterable[list[float]]) -> list[float]:
+    return [sum(column) for column in zip(*rows, strict=True)] or [0.0] * OCTAVES
 
 
 def _index(hazards: list[float]) -> list[float]:

@@ -24,6 +24,8 @@ class EvictionNode:
     __slots__ = (
         "continues",
         "counted_at",
+        "ends_prompt",
+        "gap",
         "held",
         "leaf_index",
         "name",
@@ -50,6 +52,8 @@ class EvictionNode:
         self.leaf_index = -1
         self.was_read = False
         self.continues = False
+        self.ends_prompt = False
+        self.gap = 0
 
 
 class EvictionPolicy(Protocol):
@@ -58,6 +62,10 @@ class EvictionPolicy(Protocol):
     @property
     def name(self) -> str:
         """The policy's name in ``--eviction``."""
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Memory of the policy's own beside the nodes, as measured."""
 
     def advance(self, now: float) -> None:
         """The time is ``now``, in seconds, until the next call."""
@@ -107,6 +115,10 @@ class LeastRecentlyUsed:
         ] = []  # free leaves by last use, and stale entries
         self._serial = 0
         self._limit = SLACK
+
+    @property
+    def overhead_bytes(self) -> int:
+        return 0
 
     def advance(self, now: float) -> None:
         """Unused: only the order of uses counts."""

@@ -14,7 +14,10 @@ from __future__ import annotations
 from kvstore.index.eviction.policy import EvictionNode, LeastRecentlyUsed
 
 NAMES = 4096
-"""Names in the simulation at most, about 1 MB."""
+"""Names in the simulation at most."""
+
+NAME_BYTES = 400
+"""Memory of a name in the simulation, measured."""
 
 LOSS = 8
 """An eighth of the store's blocks decides: a smaller difference can be chance."""
@@ -36,6 +39,9 @@ class ShadowLru:
         self._lead = 0
         self.follow_lru = False
         self.sure = False
+
+    def __len__(self) -> int:
+        return len(self._names)
 
     def used(self, node: EvictionNode, there: bool, size: int, serial: int) -> None:
         """A block was read, or put because it was not ``there``; the store holds ``size`` blocks.

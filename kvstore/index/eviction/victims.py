@@ -43,6 +43,11 @@ class SafePolicy(Generic[V]):
         """The name of the policy that decides now."""
         return self._policy.name
 
+    @property
+    def overhead_bytes(self) -> int:
+        """See ``EvictionPolicy.overhead_bytes``."""
+        return self._policy.overhead_bytes
+
     def advance(self, now: float) -> None:
         try:
             self._policy.advance(now)
@@ -173,6 +178,11 @@ class QuotaPolicy(Generic[V]):
     def failures(self) -> int:
         """The errors of all tenants' policies."""
         return sum(tenant.policy.failures for tenant in self._tenants.values())
+
+    @property
+    def overhead_bytes(self) -> int:
+        """The sum over all tenants' policies."""
+        return sum(tenant.policy.overhead_bytes for tenant in self._tenants.values())
 
     def advance(self, now: float) -> None:
         self._now = now

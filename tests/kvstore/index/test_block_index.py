@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import tracemalloc
 from types import FrameType
 
 import pytest
@@ -11,8 +12,12 @@ import pytest
 from kvstore.base import PutStatus, Tail
 from kvstore.claims import Claim
 from kvstore.index.block_index import BlockIndex, IndexOptions
+from kvstore.index.eviction import make_policy
+from kvstore.index.eviction.expected_returns import ExpectedReturns
 from kvstore.index.eviction.policy import LeastRecentlyUsed
-from kvstore.limits import ReservationShares
+from kvstore.index.eviction.victims import SafePolicy
+from kvstore.index.tombstones import Tombstones
+from kvstore.limits import EVICTIONS, ReservationShares
 
 BOOT = b"boot"
 LIFE = 10.0
@@ -115,6 +120,38 @@ def test_of_one_run_the_last_block_goes_first() -> None:
         put(index, name)
         order += [n for n in before if not index.lookup([n], [], 0.0, 0.0).lead]
     assert order == [b"d", b"c", b"b", b"a"]
+
+
+@pytest.mark.parametrize("policy", EVICTIONS)
+def test_memory_beside_the_budget_is_counted_and_does_not_grow(policy: str) -> None:
+    """Evicted leaves were kept for ever while LRU decided: 208 bytes and more a block."""
+    index: BlockIndex[int] = BlockIndex(
+        IndexOptions(200, 60.0, b"boot", events=4000), make_policy(policy)
+    )
+    index._tombstones = Tombstones(4000)
+    chosen = index._entries.policy
+    if isinstance(chosen, SafePolicy) and isinstance(chosen._policy, ExpectedReturns):
+        chosen._policy._remembered = 4000
+
+    def put_many(first: int, count: int) -> None:
+        for number in range(first, first + count):
+            name = number.to_bytes(32, "big")
+            parent = (number - 1).to_bytes(32, "big") if number % 10 else None
+            grant = index.reserve([Claim(name, 1, False, None, parent)], 30.0, number / 100)
+            index.commit(grant.ticket or 0, name, 0, number / 100, parent)
+
+    put_many(0, 200)
+    tracemalloc.start()
+    try:
+        before, counted = tracemalloc.get_traced_memory()[0], index.stats().overhead_bytes
+        put_many(200, 10_000)
+        used = tracemalloc.get_traced_memory()[0] - before
+        counted = index.stats().overhead_bytes - counted
+        assert 0.6 * used < counted < 1.6 * used
+        put_many(10_200, 10_000)
+        assert tracemalloc.get_traced_memory()[0] - before < 1.2 * used
+    finally:
+        tracemalloc.stop()
 
 
 def test_leases_end_by_their_deadline_and_count() -> None:

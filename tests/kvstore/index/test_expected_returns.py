@@ -17,7 +17,7 @@ from kvstore.index.block_index import BlockIndex, IndexOptions
 from kvstore.index.eviction import make_policy
 from kvstore.index.eviction.expected_returns import ExpectedReturns
 from kvstore.index.eviction.ghosts import Ghost, GhostList
-from kvstore.index.eviction.life_table import OCTAVES, LifeTable
+from kvstore.index.eviction.life_table import GAPS, OCTAVES, LifeTable
 from kvstore.index.eviction.policy import EvictionNode, LeastRecentlyUsed
 from kvstore.index.eviction.shadow_lru import LOSS, NAMES, ShadowLru
 from kvstore.index.eviction.victims import QuotaPolicy
@@ -100,7 +100,7 @@ def test_a_life_table_finds_the_hazards_it_was_fed() -> None:
     now = 0.0
     for step in range(6000):
         now += 0.5
-        for kind, mean in ((1, 20.0), (2, 200.0)):
+        for kind, mean in ((GAPS, 20.0), (2 * GAPS, 200.0)):
             waiting.append((now + chance.expovariate(1 / mean), now, kind))
             table.begin(kind, now)
         for due, since, kind in [one for one in waiting if one[0] <= now]:
@@ -110,25 +110,83 @@ def test_a_life_table_finds_the_hazards_it_was_fed() -> None:
             table.refresh(now)
     # An exponential time to reuse has one hazard at every age, 1 / mean; the best of several
     # estimates is above it.
-    assert 0.8 / 20 < table.rank(1, 10.0) < 1.6 / 20
-    assert 0.8 / 200 < table.rank(2, 10.0) < 1.6 / 200
-    assert 0.8 / 200 < table.rank(2, 100.0) < 1.6 / 200
+    assert 0.8 / 20 < table.rank(GAPS, 10.0) < 1.6 / 20
+    assert 0.8 / 200 < table.rank(2 * GAPS, 10.0) < 1.6 / 200
+    assert 0.8 / 200 < table.rank(2 * GAPS, 100.0) < 1.6 / 200
     assert 100.0 < (table.reuse_age(0.9) or 0.0) < 600.0
-    assert table.rank(1, 1e30) >= 0.0
-    assert table.rank(1, 0.0) >= 0.0
+    assert table.rank(GAPS, 1e30) >= 0.0
+    assert table.rank(GAPS, 0.0) >= 0.0
 
 
 def test_a_life_table_ranks_what_never_returns_below_what_does_and_waits_for_it() -> None:
     table, now = LifeTable(), 0.0
     for step in range(400):
         now = step * 10.0
-        table.begin(1, now)  # never used again
-        table.begin(2, now)
+        table.begin(GAPS, now)  # never used again
+        table.begin(2 * GAPS, now)
         if step >= 10:
-            table.end(2, now - 100.0, now, used=True)  # always after 100 s
+            table.end(2 * GAPS, now - 100.0, now, used=True)  # always after 100 s
         table.refresh(now)
-    assert table.rank(2, 90.0) > table.rank(2, 1.0) > 10 * table.rank(1, 1.0)
+    assert table.rank(2 * GAPS, 90.0) > table.rank(2 * GAPS, 1.0) > 10 * table.rank(GAPS, 1.0)
     assert len(table._starts) < 100
+
+
+def test_a_class_with_few_blocks_is_ranked_as_its_wide_class_and_one_with_many_by_itself() -> None:
+    table, now = LifeTable(), 0.0
+    often, never, rare = 3 * GAPS, 3 * GAPS + 1, 3 * GAPS + 2
+    for step in range(4000):
+        now = step * 1.0
+        table.begin(often, now)
+        table.begin(never, now)
+        if step >= 30:
+            table.end(often, now - 30.0, now, used=True)
+            table.end(never, now - 30.0, now, used=False)
+        if step % 100 == 0:
+            table.refresh(now)
+    table.begin(rare, now)
+    table.refresh(now)
+    assert table.rank(often, 20.0) > 3 * table.rank(never, 20.0)
+    assert table.rank(never, 20.0) < table.rank(rare, 20.0) < table.rank(often, 20.0)
+
+
+def test_a_chain_has_the_gap_since_the_prompt_that_it_continues() -> None:
+    """The gap counts only if an earlier prompt ended at the last block that is known."""
+    policy = ExpectedReturns()
+    naive = Naive(policy)
+    naive.wait(1.0)
+    for name, parent in ((b"a", None), (b"b", b"a"), (b"c", b"b")):
+        naive.add(name, parent)
+    naive.wait(100.0)
+
+    def request(*found: bytes) -> None:
+        for name in found:
+            naive.hold(name)
+        for name in reversed(found):
+            naive.free(name)
+
+    request(b"a", b"b", b"c")  # continues the prompt that ended at c
+    naive.add(b"d", b"c")
+    naive.add(b"e", b"d")
+    gap = naive.nodes[b"c"].gap
+    assert gap == math.frexp(101.0)[1]
+    assert {name: node.gap for name, node in naive.nodes.items()} == dict.fromkeys(
+        (b"a", b"b", b"c", b"d", b"e"), gap
+    )
+    naive.wait(3.0)
+    request(b"a", b"b", b"c", b"d", b"e")  # the decode worker reads what was put: no new gap
+    assert naive.nodes[b"a"].gap == naive.nodes[b"e"].gap == gap
+    naive.wait(1000.0)
+    request(b"a", b"b")  # no prompt ended there: another one with the same beginning
+    naive.add(b"x", b"b")
+    assert [naive.nodes[name].gap for name in (b"a", b"b", b"x")] == [0, 0, 0]
+    assert naive.nodes[b"e"].gap == gap
+    naive.remove(b"e")
+    naive.wait(5000.0)
+    request(b"a", b"b", b"c", b"d")
+    assert naive.nodes[b"d"].gap == 0, "the last known block was inside of a prompt"
+    naive.add(b"e", b"d")  # it was evicted and is remembered: a prompt ended there
+    naive.add(b"f", b"e")
+    assert naive.nodes[b"f"].gap == naive.nodes[b"e"].gap > gap
 
 
 @pytest.mark.parametrize("seed", range(5))
