@@ -86,7 +86,12 @@ class RouterConfig(SecurityOptions):
         30.0, "seconds after which a stream ends if its client reads nothing", low=0.1
     )
     max_prompt: int = option(MAX_PROMPT_BYTES, "largest prompt", unit="bytes", low=1)
-    max_message: int = option(32 << 20, "largest message", unit="bytes", low=1 << 16)
+    max_message: int | None = option(
+        None,
+        "largest message; default: twice --max-prompt (prompt and output so far) and 64 KiB",
+        unit="bytes",
+        low=1 << 16,
+    )
     metrics_port: int | None = option(
         None, "port for Prometheus; default: no metrics", low=1, high=65535
     )
@@ -104,6 +109,11 @@ class RouterConfig(SecurityOptions):
                 "name a decode worker, a --workers-file that does, or let workers --announce"
                 " themselves",
             )
+
+    @property
+    def message_bytes(self) -> int:
+        """The largest message: a prompt, and as many bytes of output so far."""
+        return self.max_message or 2 * self.max_prompt + (64 << 10)
 
     @property
     def model_name(self) -> str:

@@ -53,7 +53,8 @@ def make_server(config: RouterConfig, service: RouterService) -> Server:
     """A server with the service on it, not started."""
     options = ServerOptions(
         f"{config.host}:{config.port}",
-        max_message_bytes=config.max_message,
+        max_message_bytes=config.message_bytes,
+        probe_bandwidth=False,
         stuck_seconds=config.stuck_after,  # before a worker, whose stream then stands too
         max_calls=max(MAX_CALLS, CALL_SHARES * config.max_requests),  # each tenant may have a share
     )

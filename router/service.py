@@ -16,17 +16,20 @@ import grpc
 from kvrelay.errors import KvrelayError
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security.identity import caller
+from kvrelay.rpc.server.errors import Read, reads_late
 from kvrelay.rpc.status import code_of
 from kvrelay.text.tokenizer import Tokenizer, eos_token_ids
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
 from router.generate.generation import Generation, SharedParts
-from router.generate.request import build, check_envelope, check_length
+from router.generate.request import AcceptedRequest, build, check_envelope, check_length
 from router.generate.retry import PoisonList, RetryControl, RetryLimits, TokenBucket
 from router.placement.placer import Placer
 from router.queue.gate import QueueGate
+from router.queue.inbox import Inbox
 from router.queue.prompts import PromptTokenizer
 from router.queue.quotas import QuotaHold, Quotas
+from router.workers.candidate import longest, too_long
 from router.workers.registry import Registry
 
 SERVICE = router_pb2.DESCRIPTOR.services_by_name["RouterService"].full_name
@@ -40,11 +43,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     """The state of a request is in its ``Generation``; totals are counted here."""
 
     def __init__(self, config: RouterConfig, registry: Registry, tokenizer: Tokenizer) -> None:
-        self._prompts = PromptTokenizer(tokenizer)
+        self.inbox = Inbox(config.message_bytes)
+        self._prompts = PromptTokenizer(tokenizer, config.max_prompt)
+        threads = self._prompts.threads
         self._config = config
         self.registry = registry
         self.quotas = Quotas(time.monotonic)
-        self.gate = QueueGate(registry, self._prompts.slots, config)
+        self.gate = QueueGate(registry, (self.inbox.semaphore, threads.semaphore), config)
         self.placer = Placer(registry, config)
         self.retry = RetryControl(
             RetryLimits(config.max_failures, config.max_deaths),
@@ -55,7 +60,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             registry=registry,
             placer=self.placer,
             retry=self.retry,
-            slots=self._prompts.slots,
+            threads=threads,
             tokenizer=tokenizer,
             eos_token_ids=eos_token_ids(config.model),
             handoff_wait=config.handoff_wait,
@@ -63,18 +68,19 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self.ended = Counter[str]()  # requests, by how they ended
         self.totals = router_pb2.RouterTotals()
 
+    @reads_late
     async def Generate(
         self,
-        message: router_pb2.GenerateRequest,
+        read: Read[router_pb2.GenerateRequest],
         context: Context[router_pb2.GenerateRequest, router_pb2.GenerateResponse],
     ) -> AsyncGenerator[router_pb2.GenerateResponse]:
         config, tenant = self._config, caller().tenant
         deadline = Deadline.from_context(context, config.default_timeout, config.max_timeout)
         with self._counted():
-            check_envelope(message, config.model_name)
             deadline.check("to begin")
             with self.quotas.hold(tenant) as hold, self.gate.entered(tenant):
-                generation = await self._accept(message, deadline, hold)
+                hold.charge(0)  # refused before its message is read, if the tenant has used more
+                generation = await self._accept(read, deadline, hold)
                 request = generation.request
                 slot = self.gate.passed(
                     request.positions, request.priority, tenant, deadline, request.part
@@ -84,7 +90,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                     hold.used = len(request.prompt)  # a request refused earlier used nothing
                     async for response in responses:
                         hold.used += len(response.tokens)
-                        self._count(message, request.received_at, response)
+                        self._count(request, response)
                         yield response
 
     async def Announce(
@@ -116,30 +122,29 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         return self.gate.status(self.refused.total())
 
     async def _accept(
-        self, message: router_pb2.GenerateRequest, deadline: Deadline, hold: QuotaHold
+        self, read: Read[router_pb2.GenerateRequest], deadline: Deadline, hold: QuotaHold
     ) -> Generation:
         """The generation of a request, charged to its tenant; raises if the request is refused."""
-        received_at = time.monotonic()
         tenant, placer = hold.tenant, self.placer
-        async with deadline.limit("to tokenize the prompt"):
-            prompt = await self._prompts.tokenize(message, tenant)
-        info = await placer.info(deadline, message.weights)
-        check_length(message, info.max_model_len)
-        request = build(message, prompt, info, deadline, tenant, received_at)
-        placer.check_fits(request.positions)
+        async with self.inbox.received(read, tenant, deadline) as message:
+            received_at = time.monotonic()
+            check_envelope(message, self._config.model_name)
+            info = await placer.info(deadline, message.weights)
+            check_length(message, info.max_model_len)
+            workers = placer.candidates()
+            async with deadline.limit("to tokenize the prompt"):
+                prompt = await self._prompts.tokenize(message, hold, longest(workers))
+            request = build(message, prompt, info, deadline, tenant, received_at)
+        if request.positions > longest(workers):
+            raise too_long(request.positions, workers)
         hold.charge(request.charged_tokens)
         return Generation(request, placer.bind(info, prompt, tenant), self._parts)
 
-    def _count(
-        self,
-        message: router_pb2.GenerateRequest,
-        received_at: float,
-        response: router_pb2.GenerateResponse,
-    ) -> None:
+    def _count(self, request: AcceptedRequest, response: router_pb2.GenerateResponse) -> None:
         totals = self.totals
-        if response.request_id and response.tokens and not message.output_token_ids:
+        if response.request_id and response.tokens and not request.outputs:
             totals.first_tokens += 1
-            totals.first_token_seconds += time.monotonic() - received_at
+            totals.first_token_seconds += time.monotonic() - request.received_at
         totals.generation_tokens += len(response.tokens)
         totals.prompt_tokens += response.usage.prompt_tokens
         totals.cached_prompt_tokens += response.usage.cached_prompt_tokens

@@ -24,12 +24,13 @@ from router.generate.request import AcceptedRequest
 from router.generate.retry import Attempts, FailedLeg, PoisonRequest, RetryControl
 from router.generate.usage import lost_leg, request_usage
 from router.placement.placer import NextLeg, Placed, Placer, StreamBinding
-from router.queue.prompts import TokenizeSlots
+from router.queue.prompts import TextThreads
 from router.workers.registry import Registry
 
 log = logging.getLogger("kvrelay.router")
 STOP, LENGTH = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
 MANY_TOKENS = 4096  # decoding more takes milliseconds: not on the event loop
+BYTES_PER_TOKEN = 4  # of usual text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,7 @@ class SharedParts:
     registry: Registry
     placer: Placer
     retry: RetryControl
-    slots: TokenizeSlots
+    threads: TextThreads
     tokenizer: Tokenizer
     eos_token_ids: tuple[int, ...]
     handoff_wait: float
@@ -78,7 +79,8 @@ class Generation:
             return
         request = self.request
         async with request.deadline.limit("to make text of the output so far"):
-            await self._parts.slots.run(request.tenant, self.replay_tokens)
+            size = BYTES_PER_TOKEN * self.so_far
+            await self._parts.threads.run(request.tenant, size, self.replay_tokens)
 
     def replay_tokens(self) -> None:
         """Decode the tokens so far here; raises ``Rejected`` if one before the last ends them."""

@@ -18,7 +18,7 @@ from router.config import RouterConfig
 from router.placement.affinity import Affinity
 from router.placement.costs import ComputeSite, Costs, LegTimings
 from router.placement.policy import DECODE, PREFILL, LegDemand, Prefix, choose
-from router.workers.candidate import too_long
+from router.workers.candidate import Candidate
 from router.workers.fleet import weights_of
 from router.workers.registry import Registry
 from router.workers.worker import KnownWorker
@@ -152,11 +152,9 @@ class Placer:
         deadline.check("to find a worker")
         raise self._registry.missing(decode)
 
-    def check_fits(self, positions: int) -> None:
-        """``Rejected`` if no decode worker, unreachable ones included, could hold so many."""
-        members = self._registry.members(types_pb2.ROLE_DECODE)
-        if members and not any(worker.fits(positions) for worker in members):
-            raise too_long(positions, [worker.candidate() for worker in members])
+    def candidates(self) -> list[Candidate]:
+        """The decode workers of the fleet, unreachable ones included."""
+        return [worker.candidate() for worker in self._registry.members(types_pb2.ROLE_DECODE)]
 
     def bind(
         self, info: worker_pb2.WorkerInfo, prompt: tuple[int, ...], tenant: Tenant

@@ -148,7 +148,7 @@ class AdmissionControl:
     def _start_waiting(self, now: float) -> AdmissionStep:
         """Run waiting requests while there are slots."""
         started, late = [], []
-        while len(self._service) < self.slots and (request := self._queue.first) is not None:
+        while len(self._service) < self.slots and (request := self._queue.first()) is not None:
             if len(self._queue) > 1 and now + self._service_time(request) > request.until:
                 self._queue.remove(request.key)  # others can use its place
                 late.append((request.key, self._late(request, now)))

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 LOWEST, HIGHEST = -8, 8
 PRIORITY_TOKENS = 4096  # that one step of priority is worth
@@ -40,6 +42,13 @@ class QueuedRequest:
     def kind(self) -> int:
         """The binary exponent of its timeout: requests of one kind take about as long."""
         return math.frexp(self.timeout)[1]
+
+
+Allows: TypeAlias = "Callable[[QueuedRequest], bool]"
+
+
+def _always(_: QueuedRequest) -> bool:
+    return True
 
 
 @dataclass(slots=True)
@@ -88,13 +97,11 @@ class FairQueue:
         """Waiting requests of the most loaded tenant, divided by its weight."""
         return max((line.load for line in self._lines.values()), default=0.0)
 
-    @property
-    def first(self) -> QueuedRequest | None:
-        """The next request."""
-        if not self._lines:
-            return None
-        line = min(self._lines.values(), key=lambda line: (line.start, line.ranks[0][1]))
-        return self._waiting[line.ranks[0][1]]
+    def first(self, allows: Allows = _always) -> QueuedRequest | None:
+        """The next request of all tenants whose own next request is allowed."""
+        firsts = ((line.start, line.ranks[0][1]) for line in self._lines.values())
+        allowed = [(start, key) for start, key in firsts if allows(self._waiting[key])]
+        return self._waiting[min(allowed)[1]] if allowed else None
 
     def push(self, request: QueuedRequest) -> list[QueuedRequest] | None:
         """Add a request; the requests evicted for it, or ``None`` if there is no room for it."""
@@ -114,12 +121,12 @@ class FairQueue:
         self._tokens += request.tokens
         return evicted
 
-    def pop(self) -> QueuedRequest | None:
+    def pop(self, allows: Allows = _always) -> QueuedRequest | None:
         """Remove and return the next request."""
-        request = self.first
+        request = self.first(allows)
         if request is not None:
             line = self._lines[request.tenant]
-            self._now = line.start
+            self._now = max(self._now, line.start)
             line.start += request.tokens / line.weight
             self.remove(request.key)
         return request

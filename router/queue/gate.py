@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from kvrelay.errors import DeadlineExceeded, Unavailable
@@ -21,7 +21,7 @@ from kvrelay.v1 import router_pb2, types_pb2
 from router.config import RouterConfig
 from router.queue.admission import AdmissionControl, AdmissionStep
 from router.queue.fair import QueuedRequest
-from router.queue.prompts import TokenizeSlots
+from router.queue.semaphore import FairSemaphore
 from router.workers.registry import Registry
 from router.workers.worker import KnownWorker
 
@@ -33,11 +33,16 @@ MAX_RUNNING = 0.75  # of all requests allowed: a fair choice needs waiting reque
 
 
 class QueueGate:
-    """One for a router. A request is open from ``entered``, and runs inside ``passed``."""
+    """One for a router. A request is open from ``entered``, and runs inside ``passed``.
 
-    def __init__(self, registry: Registry, slots: TokenizeSlots, config: RouterConfig) -> None:
+    ``semaphores``: what it may wait for in between.
+    """
+
+    def __init__(
+        self, registry: Registry, semaphores: Sequence[FairSemaphore], config: RouterConfig
+    ) -> None:
         self._registry = registry
-        self._tokenizing = slots
+        self._semaphores = semaphores
         self._admission = AdmissionControl(config.queue_tokens, config.queue_seconds)
         self._grants: dict[int, asyncio.Future[None]] = {}
         self._keys = itertools.count()
@@ -129,9 +134,10 @@ class QueueGate:
         )
 
     def _make_room(self, tenant: Tenant) -> None:
-        """Evict a request that waits to be tokenized, or one of the queue; or raise."""
-        admission, tokenizing, now = self._admission, self._tokenizing, time.monotonic()
-        if tokenizing.max_load > admission.max_load and tokenizing.evict_for(
+        """Evict a request that waits to be read or tokenized, or one of the queue; or raise."""
+        admission, now = self._admission, time.monotonic()
+        fullest = max(self._semaphores, key=lambda semaphore: semaphore.max_load)
+        if fullest.max_load > admission.max_load and fullest.evict_for(
             tenant, lambda other: admission.evicted(other.name, other.weight, now)
         ):
             return

@@ -1,137 +1,91 @@
 """The token ids of a request's input. Long inputs are tokenized in threads, not on the event loop.
 
-This happens before the queue, so each tenant has a few slots for it and its other requests wait. A
-thread keeps its slot until it is done, also if its client leaves.
+This happens before the queue, and it takes much memory: so the text under way is bounded over all
+tenants, and a text that cannot fit into the model's positions is refused before it is tokenized.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable
 from typing import TypeVar
 
-from kvrelay.errors import Exhausted
 from kvrelay.rpc.security.identity import Tenant
-from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.text.tokenizer import TextTooLong, Tokenizer
 from kvrelay.v1 import router_pb2
+from router.queue.quotas import QuotaHold
+from router.queue.semaphore import FairSemaphore
 
-LONG_CHARS = 2048  # from here on tokenizing takes too long for the event loop
+LONG_TEXT = 2048  # bytes: from here on tokenizing takes too long for the event loop
 LONG_CHAT = 32  # messages
-SLOTS = 4  # of each tenant
+THREADS = max(4, os.cpu_count() or 1)
 
 T = TypeVar("T")
+
+
+class TextThreads:
+    """Threads for long texts, of ``limit`` bytes at once; half of that for one tenant.
+
+    A text counts until its thread is done, also if its client leaves.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.semaphore = FairSemaphore(limit, limit // 2)
+        self._least = limit // THREADS
+
+    async def run(self, tenant: Tenant, size: int, work: Callable[[], T]) -> T:
+        """The result of ``work`` on ``size`` bytes; ``Exhausted`` if the request is evicted."""
+        units = max(size, self._least)
+        await self.semaphore.acquire(tenant, units)
+        running = asyncio.ensure_future(asyncio.to_thread(work))
+        running.add_done_callback(lambda done: self._finished(tenant, units, done))
+        return await asyncio.shield(running)
+
+    def _finished(self, tenant: Tenant, units: int, done: asyncio.Future[T]) -> None:
+        self.semaphore.release(tenant, units)
+        if not done.cancelled():
+            done.exception()  # retrieved, also if no request waits for it any more
 
 
 class PromptTokenizer:
     """The tokenizer of a router, shared by all tenants."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_prompt: int) -> None:
         self._tokenizer = tokenizer
-        self.slots = TokenizeSlots(SLOTS)
+        self.threads = TextThreads(max_prompt)
 
     async def tokenize(
-        self, message: router_pb2.GenerateRequest, tenant: Tenant
+        self, message: router_pb2.GenerateRequest, hold: QuotaHold, positions: int
     ) -> tuple[int, ...]:
-        """The ids; ``Rejected`` for an input that is too long or that no template takes.
+        """The ids. ``hold`` is told how many a text has: ``positions`` if it cannot fit into them.
 
-        ``Exhausted`` if the request was evicted while it waited for a slot.
+        ``Rejected`` for a text that is too long or that no template takes; ``Exhausted`` if the
+        request was evicted while it waited for a thread.
         """
         if message.HasField("token_ids"):
             return tuple(message.token_ids.ids)
-        if message.HasField("chat"):
-            turns = [{"role": m.role, "content": m.content} for m in message.chat.messages]
-            chars = sum(len(turn["role"]) + len(turn["content"]) for turn in turns)
-            long = chars > LONG_CHARS or len(turns) > LONG_CHAT
-            return await self._encode(lambda: self._tokenizer.encode_chat(turns), long, tenant)
-        prompt = message.prompt
-        self._tokenizer.check_size(prompt, "prompt")
-        long = len(prompt) > LONG_CHARS
-        return await self._encode(lambda: self._tokenizer.encode(prompt), long, tenant)
-
-    async def _encode(
-        self, encode: Callable[[], Sequence[int]], long: bool, tenant: Tenant
-    ) -> tuple[int, ...]:
-        return tuple(await self.slots.run(tenant, encode) if long else encode())
-
-
-@dataclass(slots=True)
-class _TenantSlots:
-    """A tenant's slots, and its tasks that wait for one, oldest first.
-
-    ``evicted`` tasks were cancelled here and raise the error kept for them.
-    """
-
-    tenant: Tenant
-    free: asyncio.Semaphore
-    waiting: dict[asyncio.Task[object], None] = field(default_factory=dict)
-    evicted: dict[asyncio.Task[object], Exhausted] = field(default_factory=dict)
-
-    @property
-    def load(self) -> float:
-        return len(self.waiting) / self.tenant.weight
-
-
-class TokenizeSlots:
-    """Of all tenants; there are no more of them than credentials."""
-
-    def __init__(self, slots: int) -> None:
-        self._slots = slots
-        self._tenants: dict[str, _TenantSlots] = {}
-
-    @property
-    def max_load(self) -> float:
-        """Waiting requests of the most loaded tenant, divided by its weight."""
-        return max((slots.load for slots in self._tenants.values()), default=0.0)
-
-    async def run(self, tenant: Tenant, work: Callable[[], T]) -> T:
-        """The result of ``work``, called in a thread; ``Exhausted`` for an evicted request."""
-        await self.acquire(tenant)
-        running = asyncio.ensure_future(asyncio.to_thread(work))
-        running.add_done_callback(lambda done: self._finished(tenant, done))
-        return await asyncio.shield(running)
-
-    async def acquire(self, tenant: Tenant) -> None:
-        """Wait for a slot, to be released; ``Exhausted`` for an evicted request."""
-        slots = self._of(tenant)
-        task = asyncio.current_task()
-        assert task is not None
-        slots.waiting[task] = None
+        tokenizer, chat = self._tokenizer, message.HasField("chat")
         try:
-            await slots.free.acquire()
-        except asyncio.CancelledError:
-            error = slots.evicted.pop(task, None)
-            if error is None or task.uncancel():
-                raise
-            raise error from None
-        finally:
-            slots.waiting.pop(task, None)
+            text = await self._rendered(message, hold.tenant) if chat else message.prompt
+            size = tokenizer.check_size(text, "chat" if chat else "prompt", positions)
+        except TextTooLong:
+            hold.tokenized(positions)
+            raise
+        ids = await self._run(
+            hold.tenant,
+            size,
+            size > LONG_TEXT,
+            lambda: tokenizer.encode(text, add_special_tokens=not chat),
+        )
+        hold.tokenized(len(ids))
+        return tuple(ids)
 
-    def release(self, tenant: Tenant) -> None:
-        """The oldest waiter of the tenant is next."""
-        self._of(tenant).free.release()
+    async def _rendered(self, message: router_pb2.GenerateRequest, tenant: Tenant) -> str:
+        turns = [{"role": m.role, "content": m.content} for m in message.chat.messages]
+        size = message.chat.ByteSize()
+        long = size > LONG_TEXT or len(turns) > LONG_CHAT
+        return await self._run(tenant, size, long, lambda: self._tokenizer.render(turns))
 
-    def evict_for(self, tenant: Tenant, error: Callable[[Tenant], Exhausted]) -> bool:
-        """Evict the newest waiter of the most loaded tenant if ``tenant`` would still have fewer.
-
-        Returns whether one was evicted.
-        """
-        most = max(self._tenants.values(), key=lambda slots: slots.load, default=None)
-        own = self._tenants.get(tenant.name)
-        load = (len(own.waiting) + 1 if own else 1) / tenant.weight
-        while most is not None and most.load > load:
-            task, _ = most.waiting.popitem()
-            if not task.cancelling():  # else it is leaving already
-                most.evicted[task] = error(most.tenant)
-                task.cancel()
-                return True
-        return False
-
-    def _of(self, tenant: Tenant) -> _TenantSlots:
-        new = _TenantSlots(tenant, asyncio.Semaphore(self._slots))
-        return self._tenants.setdefault(tenant.name, new)
-
-    def _finished(self, tenant: Tenant, done: asyncio.Future[T]) -> None:
-        self.release(tenant)
-        if not done.cancelled():
-            done.exception()  # retrieved, also if no request waits for it any more
+    async def _run(self, tenant: Tenant, size: int, long: bool, work: Callable[[], T]) -> T:
+        return await self.threads.run(tenant, size, work) if long else work()

@@ -3,6 +3,10 @@
 A request is charged when it begins with all the tokens that it can need, and gets back at its end
 what it did not use. A full minute's tokens may be used at once. Then they are restored
 evenly, to the oldest request first, and restored tokens are not given back once more at its end.
+
+A refused request pays for its text, which was read and tokenized: all its tokens if it can never be
+served, and a sixteenth if it may be sent again later. (With more, the retries of a tenant that is
+at its limit would use up the tokens that each of them waits for.)
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from kvrelay.errors import Exhausted, Rejected
 from kvrelay.rpc.security.identity import Tenant
 
 RETRY_SECONDS = 1.0
+RETRIED = 16
 MINUTE = 60.0
 
 
@@ -43,7 +48,7 @@ class QuotaHold:
     """What one request holds of its tenant's quota.
 
     ``used`` counts the tokens of its prompt and its output; ``held`` those charged and not yet
-    restored.
+    restored; ``text`` those of a prompt that came as text.
     """
 
     tenant: Tenant
@@ -51,6 +56,12 @@ class QuotaHold:
     charged: int = 0
     used: int = 0
     held: float = 0.0
+    text: int = 0
+
+    def tokenized(self, tokens: int) -> None:
+        """Note the tokens of its text, or fewer for a text that was refused as too long."""
+        self.text = tokens
+        self.used = -(tokens // -RETRIED)
 
     def charge(self, tokens: int) -> None:
         """For all that it can need; ``Exhausted`` says when there is enough again."""
@@ -60,8 +71,8 @@ class QuotaHold:
 
     @property
     def unused(self) -> float:
-        """Tokens to give back now."""
-        return max(0.0, min(self.held, self.charged - self.used))
+        """Tokens to give back now; negative if more were used than charged."""
+        return min(self.held, self.charged - self.used)
 
 
 class Quotas:
@@ -86,7 +97,12 @@ class Quotas:
         account.open.append(hold)
         try:
             yield hold
+        except Rejected:
+            hold.used = max(hold.used, hold.text)
+            raise
         finally:
+            if tenant.tokens_per_minute is not None and hold.unused < 0:
+                account.advance(self._clock(), tenant.tokens_per_minute / MINUTE)
             account.open.remove(hold)
             account.spent = max(0.0, account.spent - hold.unused)
 

@@ -30,17 +30,22 @@ class Candidate:
         return positions <= self.longest
 
 
+def longest(candidates: Sequence[Candidate]) -> int:
+    """Positions of the longest request that one of the workers could run."""
+    return max(candidate.longest for candidate in candidates)
+
+
 def too_long(positions: int, candidates: Sequence[Candidate]) -> KvrelayError:
     """The error for a request that none of the workers can ever serve.
 
     It is the client's mistake only if the request is longer than ``max_model_len``.
     """
-    longest = max(candidate.longest for candidate in candidates)
+    served = longest(candidates)
     allowed = max(candidate.max_model_len for candidate in candidates)
     if positions <= allowed:
         return Unservable(
             f"prompt and output need {positions} positions, within the {allowed} that are allowed"
-            f" here, but no worker's KV pool holds more than {longest}: its operator must raise"
+            f" here, but no worker's KV pool holds more than {served}: its operator must raise"
             " --kv-memory (or --num-blocks), or lower --max-model-len"
         )
     return Rejected(

@@ -155,7 +155,7 @@ class Registry:
         for key in [key for key in self._workers if key not in wanted]:
             self._retire(key)
         options = ChannelOptions(
-            max_message_bytes=self._config.max_message,
+            max_message_bytes=self._config.message_bytes,
             max_reconnect_seconds=RECONNECT_SECONDS,
             keepalive_seconds=KEEPALIVE_SECONDS,
             keepalive_timeout_seconds=KEEPALIVE_SECONDS,

@@ -99,11 +99,13 @@ CASES: dict[str, tuple[Edit, str]] = {
     ),
     "continued without its seed": (outputs(5), "sampling.seed"),
     "request_id long": (field("request_id", "x" * 129), "request_id"),
-    "prompt of 10 MB": (field("prompt", "x" * 10_000_000), "prompt"),
-    "message of 10 MB": (
-        chat(("user", "x"), ("user", "x" * 10_000_000)),
+    "prompt of 8 MB": (field("prompt", "x" * 8_000_000), "prompt"),
+    "content of 8 MB": (
+        chat(("user", "x"), ("user", "x" * 8_000_000)),
         "chat.messages[1].content",
     ),
+    "more text than positions hold": (field("prompt", "x" * 10_000), "prompt"),
+    "more rendered text than positions hold": (chat(("user", "x" * 10_000)), "chat"),
 }
 
 

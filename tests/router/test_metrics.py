@@ -48,12 +48,12 @@ async def test_requests_legs_and_workers() -> None:
                 await router.generate(request())
         assert value(page, "refused_requests_total", reason="too_many") == 2
         assert value(page, "requests_total", ended="resource_exhausted") == 2
-        with pytest.raises(grpc.RpcError):
-            await router.generate(request(0))
-        assert value(page, "requests_total", ended="invalid_argument") == 1
         for _ in range(8):
             step.release()
         assert len(ids(await call)) == 4
+        with pytest.raises(grpc.RpcError):
+            await router.generate(request(0))
+        assert value(page, "requests_total", ended="invalid_argument") == 1
         assert value(page, "requests_total", ended="finished") == 1
         assert value(page, "generation_tokens_total") == 4
         assert (value(page, "decision_seconds_count") or 0) >= 2

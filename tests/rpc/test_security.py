@@ -325,6 +325,31 @@ async def test_calls_that_never_say_anything_take_a_part_of_the_places(
                 pass
 
 
+async def test_a_tenant_has_places_for_its_requests_and_two_more(tmp_path: Path) -> None:
+    """Two more are refused by the router itself, which says what the limit is."""
+    path = tmp_path / "limited.toml"
+    path.write_text(
+        f'service = "{SERVICE}"\n[tenants.alice]\ntoken = "{ALICE}"\nsalt = "{ALICE}"\n'
+        "max-requests = 3\n"
+    )
+    path.chmod(0o600)
+    server = policy.load(SecurityOptions(credentials=str(path)))
+    async with (
+        serving(server) as address,
+        open_channel(address, ChannelOptions(security=shown(ALICE))) as channel,
+    ):
+        opened = [await _begun(channel, "/kvrelay.v1.RouterService/Generate") for _ in range(9)]
+        left = {asyncio.ensure_future(call.code()) for call in opened}
+        async with asyncio.timeout(SECONDS):
+            while len(left) > 3 + 2:
+                done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+                assert {task.result() for task in done} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+        await asyncio.sleep(0.1)
+        assert not any(task.done() for task in left)
+        for call in opened:
+            call.cancel()
+
+
 async def test_tenants_together_leave_places_to_services(tmp_path: Path) -> None:
     """There may be more tenants than shares."""
     names = [f"tenant-{number}-with-a-token" for number in range(CALL_SHARES + 2)]

@@ -27,7 +27,7 @@ def test_same_ids_as_transformers(kind: str, tmp_path: Path) -> None:
     rendered = theirs.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False, return_tensors=None
     )
-    assert ours.encode_chat(messages) == rendered
+    assert ours.encode(ours.render(messages), add_special_tokens=False) == rendered
     assert ours.vocab_size == len(theirs)
 
 
@@ -59,9 +59,9 @@ def test_a_router_is_not_told_that_torch_is_missing(tmp_path: Path) -> None:
 
 def test_too_long(tmp_path: Path) -> None:
     tokenizer = Tokenizer(write("byte_level", tmp_path), max_prompt_bytes=10)
-    tokenizer.encode("é" * 5)
+    tokenizer.check_size("é" * 5, "prompt")
     with pytest.raises(Rejected, match="12 bytes") as caught:
-        tokenizer.encode("é" * 6)
+        tokenizer.check_size("é" * 6, "prompt")
     assert caught.value.field == "prompt"
     with pytest.raises(Rejected) as caught:
         tokenizer.render([{"role": "user", "content": "x"}, {"role": "user", "content": "x" * 11}])
@@ -107,7 +107,7 @@ def test_loading_does_not_import_torch(tmp_path: Path) -> None:
     config.write_text(json.dumps(values))
     program = (
         "import sys; from kvrelay.text.tokenizer import Tokenizer; t = Tokenizer(sys.argv[1]);"
-        "t.encode_chat([{'role': 'user', 'content': 'x'}]); sys.exit('torch' in sys.modules)"
+        "t.encode(t.render([{'role': 'user', 'content': 'x'}])); sys.exit('torch' in sys.modules)"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
     root = str(Path(__file__).parents[2])

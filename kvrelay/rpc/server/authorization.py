@@ -25,6 +25,7 @@ HEALTH_PREFIX = "/grpc.health.v1.Health/"
 """Methods that need no token: load balancers learn whether the server serves, and no more."""
 
 RETRY_SECONDS = 1.0
+SPARE_CALLS = 2  # of a tenant at its limit of requests: they are refused with that reason
 MAX_NAME = 200
 
 CLIENTS = frozenset({"/kvrelay.v1.RouterService/Generate"})
@@ -71,8 +72,9 @@ Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """The first of a server's interceptors.
 
-    A tenant may have ``share`` calls open, unauthenticated callers ``share`` of each method, and
-    all of these together ``total``. Services and admins are not counted.
+    A tenant may have ``share`` calls open, and a few more requests than its limit; unauthenticated
+    callers ``share`` of each method; all of these together ``total``. Services and admins are not
+    counted.
     """
 
     def __init__(self, credentials: Credentials, share: int, total: int) -> None:
@@ -107,8 +109,8 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             if not self._count_in(found, method):
                 return _refusing(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    f"{self._open.total()} calls are open, {self._share} at most of this kind: end"
-                    " some, or ask again",
+                    f"{self._open.total()} calls are open, at most"
+                    f" {self._limit(found, method)} of this kind: end some, or ask again",
                 )
             caller = found or ANONYMOUS
         set_caller(caller)
@@ -128,13 +130,19 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             return True
         key = method if found is None else found.tenant.name
         task = asyncio.current_task()
-        share = self._total if self._credentials.open else self._share
-        full = self._open[key] >= share or self._open.total() >= self._total
+        full = self._open[key] >= self._limit(found, method) or self._open.total() >= self._total
         if full or task is None:
             return False
         self._open[key] += 1
         task.add_done_callback(lambda _: self._count_out(key))
         return True
+
+    def _limit(self, found: Caller | None, method: str) -> int:
+        share = self._total if self._credentials.open else self._share
+        requests = None if found is None else found.tenant.max_requests
+        if requests is None or method not in CLIENTS:
+            return share
+        return min(share, requests + SPARE_CALLS)
 
     def _count_out(self, key: str) -> None:
         self._open[key] -= 1

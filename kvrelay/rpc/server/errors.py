@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
+from functools import partial
 from typing import Never, TypeAlias, TypeVar, cast
 
 import grpc
@@ -24,10 +25,25 @@ log = logging.getLogger("kvrelay.rpc")
 
 Q = TypeVar("Q")
 R = TypeVar("R")
+S = TypeVar("S")
 # Quoted: these classes are generic in the type stubs only.
 Handler: TypeAlias = "grpc.RpcMethodHandler[Q, R]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Q, R]"
 Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler[Q, R] | None]]"
+Read: TypeAlias = Callable[[], Awaitable[Q]]
+READS_LATE = "kvrelay_reads_late"
+
+
+def reads_late(
+    handler: Callable[[S, Read[Q], Context[Q, R]], AsyncGenerator[R]],
+) -> Callable[[S, Q, Context[Q, R]], AsyncGenerator[R]]:
+    """Mark a handler of one request that reads it itself, when there is memory for it.
+
+    It gets a function that reads the request. Before that call the request stays with the client,
+    but for what fits into the stream's HTTP/2 window, and gRPC keeps no reference to it afterwards.
+    """
+    setattr(handler, READS_LATE, True)
+    return cast("Callable[[S, Q, Context[Q, R]], AsyncGenerator[R]]", handler)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -63,6 +79,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             (True, True): (grpc.stream_stream_rpc_method_handler, handler.stream_stream),
         }
         make, behaviour = kinds[handler.request_streaming, handler.response_streaming]
+        late = getattr(behaviour, READS_LATE, False)
+        if late:  # on the wire a stream of requests begins as a single request does
+            make, _ = kinds[True, handler.response_streaming]
         if inspect.isasyncgenfunction(behaviour):
             inner = _writing(behaviour, self._stuck)
         elif inspect.iscoroutinefunction(behaviour):
@@ -71,7 +90,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             raise TypeError(f"{method}: handlers are coroutine functions or async generators")
         parse = handler.request_deserializer
         wrapped = make(
-            _edge(method, inner, self._guard, streaming=handler.request_streaming),
+            _edge(method, inner, self._guard, streaming=handler.request_streaming, late=late),
             request_deserializer=None if parse is None else tolerant_parser(parse),
             response_serializer=handler.response_serializer,
         )
@@ -102,10 +121,13 @@ def _edge(
     guard: ConnectionGuard,
     *,
     streaming: bool,
+    late: bool,
 ) -> Callable[..., Awaitable[object]]:
     async def call(request: object, context: Context[Q, R]) -> object:
         try:
             with guard.counted(context.peer()):
+                if late:
+                    return await inner(partial(_read, context), context)
                 if not streaming:
                     return await inner(_checked(request), context)
                 async with aclosing(_checked_all(context)) as requests:
@@ -128,6 +150,13 @@ def _checked(request: object) -> object:
     if isinstance(request, Rejected):
         raise request
     return request
+
+
+async def _read(context: Context[Q, R]) -> object:
+    request = await context.read()
+    if request is grpc.aio.EOF:
+        raise Rejected("request", "the call ended without one")
+    return _checked(request)
 
 
 async def _checked_all(context: Context[Q, R]) -> AsyncGenerator[object]:

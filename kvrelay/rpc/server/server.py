@@ -55,6 +55,9 @@ class ServerOptions:
     keepalive_timeout_seconds: float = 15.0
     ping_seconds: float = keepalive.PING_SECONDS
     stuck_seconds: float = 120.0  # a stream that the client does not read ends after that
+    # Lets a stream's window grow with the bandwidth: then megabytes of each call arrive before its
+    # handler reads any, and no handler can bound them.
+    probe_bandwidth: bool = True
     security: Security | None = None
 
     @property
@@ -81,6 +84,7 @@ class ServerOptions:
             *keepalive.arguments(
                 self.keepalive_seconds, self.keepalive_timeout_seconds, self.ping_seconds
             ),
+            ("grpc.http2.bdp_probe", self.probe_bandwidth),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.min_ping_interval_without_data_ms", 1000),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),

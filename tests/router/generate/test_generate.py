@@ -68,7 +68,8 @@ async def test_text_and_chat_are_tokenised_as_the_model_does() -> None:
         await router.generate(router_pb2.GenerateRequest(chat=chat, max_tokens=1))
     assert list(decode.legs[0].prompt_token_ids) == tokenizer().encode("The quick fox")
     turns = [{"role": "user", "content": "Hi"}]
-    assert list(decode.legs[1].prompt_token_ids) == tokenizer().encode_chat(turns)
+    rendered = tokenizer().render(turns)
+    assert list(decode.legs[1].prompt_token_ids) == tokenizer().encode(rendered, False)
 
 
 async def test_defaults_are_resolved_once() -> None:

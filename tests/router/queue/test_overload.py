@@ -188,13 +188,13 @@ async def test_long_prompts_of_one_tenant_do_not_take_every_place(
     tenant, go_on, places = Tenant("greedy"), threading.Event(), 12
     monkeypatch.setattr(service, "caller", lambda: Caller(CallerKind.CLIENT, tenant))
 
-    def encode(self: Tokenizer, text: str) -> list[int]:
+    def encode(self: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         assert go_on.wait(20)
         return [1]
 
     monkeypatch.setattr(Tokenizer, "encode", encode)
-    monkeypatch.setattr(prompts, "SLOTS", 1)  # the pool has few threads on few cores
-    long = router_pb2.GenerateRequest(prompt="x" * (prompts.LONG_CHARS + 1), max_tokens=1)
+    monkeypatch.setattr(prompts, "THREADS", 2)  # one of each tenant
+    long = router_pb2.GenerateRequest(prompt="x" * (prompts.LONG_TEXT + 1), max_tokens=1)
     async with running([decode_worker()], max_requests=places) as router:
         greedy = [asyncio.ensure_future(router.generate(long)) for _ in range(places)]
         async with asyncio.timeout(20):
@@ -224,7 +224,7 @@ async def test_what_one_tenant_resumes_does_not_take_every_thread(
     tenant, go_on, inside = Tenant("greedy"), threading.Event(), threading.Semaphore(0)
     monkeypatch.setattr(service, "caller", lambda: Caller(CallerKind.CLIENT, tenant))
     monkeypatch.setattr(generation, "MANY_TOKENS", 2)
-    monkeypatch.setattr(prompts, "SLOTS", 1)  # the pool has few threads on few cores
+    monkeypatch.setattr(prompts, "THREADS", 2)  # one of each tenant
     replay = Generation.replay_tokens
 
     def slow(self: Generation) -> None:

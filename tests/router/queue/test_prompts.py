@@ -1,4 +1,4 @@
-"""Long inputs are tokenized off the event loop, a few of each tenant at once."""
+"""Long inputs are tokenized off the event loop, a bounded amount at once, some of each tenant."""
 
 from __future__ import annotations
 
@@ -8,50 +8,67 @@ from typing import cast
 
 import pytest
 
-from kvrelay.errors import Exhausted, Rejected
+from kvrelay.errors import Rejected
 from kvrelay.rpc.security.identity import Tenant
-from kvrelay.text.tokenizer import Tokenizer
+from kvrelay.text.tokenizer import TextTooLong, Tokenizer
 from kvrelay.v1 import router_pb2
-from router.queue.prompts import LONG_CHARS, LONG_CHAT, SLOTS, PromptTokenizer, TokenizeSlots
+from router.queue.prompts import LONG_CHAT, LONG_TEXT, PromptTokenizer
+from router.queue.quotas import QuotaHold, Quotas
 
 SECONDS = 20
+POSITIONS = 1000
+MAX_PROMPT = 4 * (LONG_TEXT + 1)  # four long texts at once, two of one tenant
 
 
 class Slow:
-    """A tokenizer that waits for a permit; ``threads`` are those that called it."""
+    """A tokenizer that waits for a permit; ``threads`` have called it."""
 
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
         self.inside = threading.Semaphore(0)
         self.on = threading.Semaphore(0)
 
-    def check_size(self, text: str, field: str) -> None:
-        pass
+    def check_size(self, text: str, field: str, positions: int) -> int:
+        if "long" in text:
+            raise TextTooLong(field, f"more than {positions} tokens")
+        return len(text)
 
-    def encode(self, text: str) -> list[int]:
+    def render(self, turns: list[dict[str, str]]) -> str:
         self.threads.append(threading.current_thread())
-        if len(text) > LONG_CHARS:
+        return "short"
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if text == "short":
+            return [int(add_special_tokens)]
+        self.threads.append(threading.current_thread())
+        if len(text) > LONG_TEXT:
             self.inside.release()
             assert self.on.acquire(timeout=SECONDS)
         if "bad" in text:
             raise Rejected("prompt", "bad")
         return [len(text)]
 
-    def encode_chat(self, turns: list[dict[str, str]]) -> list[int]:
-        self.threads.append(threading.current_thread())
-        return [len(turns)]
-
     async def entered(self, count: int) -> None:
         for _ in range(count):
             assert await asyncio.to_thread(self.inside.acquire, timeout=SECONDS)
 
 
-def prompts(slow: Slow) -> PromptTokenizer:
-    return PromptTokenizer(cast("Tokenizer", slow))
+def hold(tenant: str = "") -> QuotaHold:
+    return QuotaHold(Tenant(tenant), Quotas(lambda: 0.0))
+
+
+class Prompts:
+    """A ``PromptTokenizer`` with a slow tokenizer."""
+
+    def __init__(self, slow: Slow) -> None:
+        self._prompts = PromptTokenizer(cast("Tokenizer", slow), MAX_PROMPT)
+
+    async def ids(self, message: router_pb2.GenerateRequest, tenant: str = "") -> tuple[int, ...]:
+        return await self._prompts.tokenize(message, hold(tenant), POSITIONS)
 
 
 def text(extra: str = "") -> router_pb2.GenerateRequest:
-    return router_pb2.GenerateRequest(prompt="x" * LONG_CHARS + "y" + extra)
+    return router_pb2.GenerateRequest(prompt=("x" * (LONG_TEXT + 1) + extra)[-LONG_TEXT - 1 :])
 
 
 def chat(count: int, role: str, content: str) -> router_pb2.GenerateRequest:
@@ -63,8 +80,8 @@ def chat(count: int, role: str, content: str) -> router_pb2.GenerateRequest:
     ("request_", "apart"),
     [
         (chat(1, "user", "hello"), False),
-        (chat(1, "r" * LONG_CHARS, "hello"), True),
-        (chat(1, "user", "c" * LONG_CHARS), True),
+        (chat(1, "r" * LONG_TEXT, "hello"), True),
+        (chat(1, "user", "c" * LONG_TEXT), True),
         (chat(LONG_CHAT + 1, "", ""), True),
     ],
 )
@@ -72,56 +89,59 @@ async def test_a_long_chat_is_not_for_the_event_loop(
     request_: router_pb2.GenerateRequest, apart: bool
 ) -> None:
     slow = Slow()
-    assert await prompts(slow).tokenize(request_, Tenant()) == (len(request_.chat.messages),)
+    assert await Prompts(slow).ids(request_) == (0,)  # the template adds the special tokens
     assert (slow.threads[0] is not threading.main_thread()) is apart
 
 
-async def test_one_tenants_long_prompts_leave_room_for_those_of_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("router.queue.prompts.SLOTS", 2)  # the pool has few threads on few cores
+async def test_long_prompts_of_one_tenant_leave_room_for_another() -> None:
     slow = Slow()
-    made = prompts(slow)
-    greedy = [asyncio.ensure_future(made.tokenize(text(), Tenant("greedy"))) for _ in range(10)]
+    made = Prompts(slow)
+    greedy = [asyncio.ensure_future(made.ids(text(), "greedy")) for _ in range(10)]
     await slow.entered(2)
-    for task in greedy[:2]:  # a client that leaves does not free its slot
+    for task in greedy[:2]:  # a client that leaves does not free its share
         task.cancel()
-    other = asyncio.ensure_future(made.tokenize(text("other"), Tenant("small")))
+    other = asyncio.ensure_future(made.ids(text("other"), "small"))
     await slow.entered(1)
     assert len(slow.threads) == 2 + 1
-    assert await made.tokenize(router_pb2.GenerateRequest(prompt="short"), Tenant("greedy")) == (5,)
+    assert await made.ids(router_pb2.GenerateRequest(prompt="tiny"), "greedy") == (4,)
     for _ in range(20):
         slow.on.release()
-    assert await other == (LONG_CHARS + 6,)
-    got = await asyncio.gather(*greedy, return_exceptions=True)
-    assert [one for one in got if not isinstance(one, BaseException)] == [(LONG_CHARS + 1,)] * 8
+    assert await other == (LONG_TEXT + 1,)
+    results = await asyncio.gather(*greedy, return_exceptions=True)
+    done = [result for result in results if not isinstance(result, BaseException)]
+    assert done == [(LONG_TEXT + 1,)] * 8
 
 
-async def test_what_is_wrong_is_told_and_gives_its_place_back() -> None:
+async def test_tokenizing_is_bounded_over_all_tenants() -> None:
+    """Its memory is: ten tenants have as many bytes of text under way as one has."""
     slow = Slow()
-    made = prompts(slow)
-    for _ in range(SLOTS + 2):
+    made = Prompts(slow)
+    tasks = [asyncio.ensure_future(made.ids(text(), f"tenant {n}")) for n in range(10)]
+    await slow.entered(4)
+    await asyncio.sleep(0.05)  # no fifth one begins
+    assert len(slow.threads) == 4
+    for _ in range(10):
+        slow.on.release()
+    assert await asyncio.gather(*tasks) == [(LONG_TEXT + 1,)] * 10
+
+
+async def test_a_rejected_prompt_gives_its_share_back() -> None:
+    slow = Slow()
+    made = Prompts(slow)
+    for _ in range(6):
         slow.on.release()
         with pytest.raises(Rejected):
-            await asyncio.wait_for(made.tokenize(text("bad"), Tenant()), SECONDS)
+            await asyncio.wait_for(made.ids(text("bad")), SECONDS)
 
 
-async def test_the_last_of_whoever_has_most_waiting_makes_room() -> None:
-    slots, left = TokenizeSlots(1), Exhausted("pushed out", 1.0)
-    many, heavy, other = Tenant("many"), Tenant("heavy", weight=4.0), Tenant("other")
-    waiting = [asyncio.ensure_future(slots.acquire(who)) for who in (many, heavy) for _ in range(6)]
-    await asyncio.sleep(0)
-    assert slots.max_load == 5
-    assert not slots.evict_for(many, lambda _: left)  # it has most itself
-    assert slots.evict_for(heavy, lambda _: left)
-    assert slots.evict_for(other, lambda _: left)
-    with pytest.raises(Exhausted):
-        await waiting[4]
-    assert [n for n, task in enumerate(waiting) if task.done()] == [0, 4, 5, 6]
-    assert not slots.evict_for(Tenant("light", weight=0.1), lambda _: left)
-    slots.release(many)
-    for task in waiting:
-        task.cancel()  # the task that was just given a slot releases it
-    await asyncio.gather(*waiting, return_exceptions=True)
-    await asyncio.wait_for(slots.acquire(many), SECONDS)
-    assert slots.max_load == 0
+async def test_the_tokens_of_a_text_are_noted_for_its_tenant() -> None:
+    slow, noted = Slow(), hold()
+    slow.on.release()
+    prompts = PromptTokenizer(cast("Tokenizer", slow), MAX_PROMPT)
+    await prompts.tokenize(router_pb2.GenerateRequest(prompt="short"), noted, POSITIONS)
+    assert noted.text == 1
+    noted = hold()
+    with pytest.raises(TextTooLong):
+        await prompts.tokenize(text("long"), noted, POSITIONS)
+    assert noted.text == POSITIONS  # not tokenized: it has more
+    assert not slow.threads

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -111,3 +111,78 @@ def test_a_clock_that_stands_still_gives_nothing() -> None:
         hold.charge(60)
         with pytest.raises(Exhausted):
             hold.charge(1)
+
+
+def left(quotas: Quotas, tenant: Tenant) -> int:
+    """Tokens that the tenant may still be charged."""
+    with quotas.hold(tenant) as hold:
+        for tokens in range(600, -1, -1):
+            try:
+                hold.charge(tokens)
+            except Exhausted:
+                continue
+            return tokens
+    return -1  # it has used more than it may
+
+
+def refuse(
+    quotas: Quotas,
+    tenant: Tenant,
+    text: int,
+    charge: int,
+    error: Exhausted | Rejected | None = None,
+) -> None:
+    """A request of ``text`` tokens that is refused when it is charged, or with ``error``."""
+    with suppress(Rejected, Exhausted), quotas.hold(tenant) as hold:
+        hold.tokenized(text)
+        hold.charge(charge)
+        raise error or AssertionError("it was not refused")
+
+
+def test_a_request_that_is_refused_pays_for_its_text() -> None:
+    quotas, alice = Quotas(Clock()), Tenant("alice", tokens_per_minute=600)
+    refuse(quotas, alice, 160, 0, Rejected("max_tokens", "it fits on no worker"))
+    assert left(quotas, alice) == 440
+    refuse(quotas, alice, 160, 480)  # with the output it needs more than is left
+    assert left(quotas, alice) == 430  # a sixteenth of the text, since it will be sent again
+    refuse(quotas, alice, 160, 200, Exhausted("the queue is full", 1.0))
+    assert left(quotas, alice) == 420
+    with quotas.hold(alice) as hold:
+        hold.tokenized(160)
+        hold.charge(200)
+        hold.used = 160 + 30
+    assert left(quotas, alice) == 230  # as if it had come as token ids
+
+
+def test_a_tenant_in_debt_is_refused_before_its_message_is_read() -> None:
+    clock = Clock()
+    quotas, alice = Quotas(clock), Tenant("alice", tokens_per_minute=600)
+    refuse(quotas, alice, 4096, 0, Rejected("prompt", "too long"))
+    with quotas.hold(alice) as hold, pytest.raises(Exhausted) as caught:
+        hold.charge(0)
+    assert caught.value.retry_after == pytest.approx(349.6)
+    clock.now += 350.0
+    with quotas.hold(alice) as hold:
+        hold.charge(0)
+        hold.charge(4)
+
+
+def test_retries_at_the_limit_do_not_use_up_what_they_wait_for() -> None:
+    """Ten clients of a tenant send one request each second until it runs: all of them get there."""
+    clock = Clock()
+    quotas, alice = Quotas(clock), Tenant("alice", tokens_per_minute=600)
+    waiting, seconds = 10, 0
+    while waiting:
+        for _ in range(waiting):
+            try:
+                with quotas.hold(alice) as hold:
+                    hold.charge(0)
+                    hold.tokenized(100)
+                    hold.charge(120)
+                    hold.used = 120
+            except Exhausted:
+                continue
+            waiting -= 1
+        clock.now += 5.0
+        seconds += 5
+    assert seconds <= 400  # 60 s without any refusal

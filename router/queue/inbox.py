@@ -1,0 +1,65 @@
+"""Receives requests: a message is read from its client only when there is memory for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from kvrelay.errors import DeadlineExceeded
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.security.identity import Tenant
+from kvrelay.v1 import router_pb2
+from router.queue.semaphore import FairSemaphore
+
+INBOX_BYTES = 128 << 20
+SHARES = 4  # a tenant may have one of so many
+READ_SECONDS = 10.0  # then a message that has not arrived makes room for others that wait
+
+
+class Inbox:
+    """The messages of all requests that are not accepted yet.
+
+    The size of a message is known once it has been read: until then it counts as ``largest``.
+    """
+
+    def __init__(self, largest: int) -> None:
+        limit = max(INBOX_BYTES, largest)
+        self.semaphore = FairSemaphore(limit, limit // SHARES)
+        self._largest = largest
+
+    @asynccontextmanager
+    async def received(
+        self,
+        read: Callable[[], Awaitable[router_pb2.GenerateRequest]],
+        tenant: Tenant,
+        deadline: Deadline,
+    ) -> AsyncIterator[router_pb2.GenerateRequest]:
+        """Read a message. Its bytes count inside; keep no reference to it afterwards."""
+        semaphore, held = self.semaphore, self._largest
+        async with deadline.limit("to receive the request"):
+            await semaphore.acquire(tenant, held)
+        try:
+            async with deadline.limit("to receive the request"):
+                message = await self._read(read)
+            unused = max(0, held - message.ByteSize())
+            held -= unused
+            semaphore.release(tenant, unused)
+            yield message
+        finally:
+            semaphore.release(tenant, held)
+
+    async def _read(
+        self, read: Callable[[], Awaitable[router_pb2.GenerateRequest]]
+    ) -> router_pb2.GenerateRequest:
+        reading = asyncio.ensure_future(read())
+        try:
+            while not (await asyncio.wait((reading,), timeout=READ_SECONDS))[0]:
+                if self.semaphore.waiting:
+                    raise DeadlineExceeded(
+                        f"its message did not arrive within {READ_SECONDS:g} s, and other requests"
+                        " wait for its place"
+                    )
+            return reading.result()
+        finally:
+            reading.cancel()
