@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from functools import partial
 from typing import TypeAlias
 
 import grpc
 
-from kvrelay.engine.core.updates import Admitted, Ended, Token
+from kvrelay.engine.core.updates import Admitted, Ended
 from kvrelay.rpc.server.server import Server
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from kvrelay.worker import convert
+from kvrelay.worker.streams import LegUpdates
 from kvrelay.worker.worker import Worker
 
 Context: TypeAlias = "grpc.aio.ServicerContext[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]"
@@ -30,22 +31,18 @@ class DecodeService(decode_pb2_grpc.DecodeServiceServicer):
         await context.send_initial_metadata(())  # the leg has arrived
         async with self._worker.run(types_pb2.ROLE_DECODE, request.leg, request.handoff) as batches:
             async for batch in batches:
-                updates = [update for update in batch if not isinstance(update, Admitted)]
-                if updates:
-                    yield self._response(updates, request.leg)
+                yield self._response(batch, request.leg)
 
-    def _response(
-        self, updates: Sequence[Token | Ended], leg: types_pb2.Leg
-    ) -> decode_pb2.DecodeResponse:
+    def _response(self, updates: LegUpdates, leg: types_pb2.Leg) -> decode_pb2.DecodeResponse:
         response = decode_pb2.DecodeResponse()
         for update in updates:
-            if isinstance(update, Ended):
+            if isinstance(update, Admitted):
+                response.admitted.CopyFrom(self._worker.admitted(update, leg))
+            elif isinstance(update, Ended):
                 response.usage.CopyFrom(self._worker.usage(update, leg))
             else:
                 response.tokens.append(convert.token(update.sampled))
                 response.finish_reason = convert.finish(update.finish)
-                if update.admission is not None:
-                    response.admission.CopyFrom(convert.admission_message(update.admission))
         return response
 
 

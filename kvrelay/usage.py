@@ -66,7 +66,8 @@ class LegUsage:
     worker's own pool, loaded from the store, or computed. ``recomputed`` positions were computed
     again after preemptions; ``failed`` tokens were promised by the store and not delivered.
     ``saved`` counts the leading tokens in the store at the end of the leg, ``None`` if the worker
-    did not report it. A ``lost`` leg's worker died: its figures are those of its first token.
+    did not report it. A ``lost`` leg's worker died: its figures are those of its admission, and
+    ``generated`` and ``executed`` as far as its tokens show.
     """
 
     worker_id: str
@@ -97,6 +98,8 @@ class Usage:
 
     ``cached_prompt_tokens`` is the first leg's hit: a transfer between legs is no cache hit.
     ``first_token_seconds`` runs in the router, from the request to the first token sent.
+    ``recomputed`` is the number of executed positions less that of distinct ones, over all legs: 0
+    if nothing was preempted or lost.
     """
 
     prompt_tokens: int
@@ -107,3 +110,4 @@ class Usage:
     prefill_seconds: float
     transfer_seconds: float
     first_token_seconds: float
+    recomputed: int

@@ -33,16 +33,17 @@ class PrefillService(prefill_pb2_grpc.PrefillServiceServicer):
         async with self._worker.run(types_pb2.ROLE_PREFILL, request.leg) as batches:
             async for batch in batches:
                 for update in batch:
-                    if not isinstance(update, Admitted):
-                        yield self._response(update, request.leg)
+                    yield self._response(update, request.leg)
 
-    def _response(self, update: Token | Ended, leg: types_pb2.Leg) -> prefill_pb2.PrefillResponse:
+    def _response(
+        self, update: Admitted | Token | Ended, leg: types_pb2.Leg
+    ) -> prefill_pb2.PrefillResponse:
+        if isinstance(update, Admitted):
+            return prefill_pb2.PrefillResponse(admitted=self._worker.admitted(update, leg))
         if isinstance(update, Token):
             first = prefill_pb2.FirstToken(
                 token=convert.token(update.sampled), finish_reason=convert.finish(update.finish)
             )
-            if update.admission is not None:
-                first.admission.CopyFrom(convert.admission_message(update.admission))
             return prefill_pb2.PrefillResponse(first_token=first)
         return prefill_pb2.PrefillResponse(
             handoff=self._worker.handoff(leg, update), usage=self._worker.usage(update, leg)

@@ -59,7 +59,8 @@ def _steps(part: object, sequence: str) -> list[Step]:
     """The steps of a normalizer or pre-tokenizer, those of sequences in place of the sequences."""
     if part is None:
         return []
-    steps = [cast("Step", json.loads(part.__getstate__()))]  # type: ignore[attr-defined]
+    state = cast("bytes", part.__getstate__())
+    steps = [cast("Step", json.loads(state))]
     while any(step["type"] == "Sequence" for step in steps):
         steps = [
             inner

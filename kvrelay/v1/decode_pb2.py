@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import types_pb2 as kvrelay_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/decode.proto\x12\nkvrelay.v1\x1a\x16kvrelay/v1/types.proto\"S\n\rDecodeRequest\x12\x1c\n\x03leg\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Leg\x12$\n\x07handoff\x18\x02 \x01(\x0b\x32\x13.kvrelay.v1.Handoff\"\xb3\x01\n\x0e\x44\x65\x63odeResponse\x12!\n\x06tokens\x18\x01 \x03(\x0b\x32\x11.kvrelay.v1.Token\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12#\n\x05usage\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.LegUsage\x12(\n\tadmission\x18\x04 \x01(\x0b\x32\x15.kvrelay.v1.Admission2R\n\rDecodeService\x12\x41\n\x06\x44\x65\x63ode\x12\x19.kvrelay.v1.DecodeRequest\x1a\x1a.kvrelay.v1.DecodeResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/decode.proto\x12\nkvrelay.v1\x1a\x16kvrelay/v1/types.proto\"S\n\rDecodeRequest\x12\x1c\n\x03leg\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Leg\x12$\n\x07handoff\x18\x02 \x01(\x0b\x32\x13.kvrelay.v1.Handoff\"\xb7\x01\n\x0e\x44\x65\x63odeResponse\x12!\n\x06tokens\x18\x01 \x03(\x0b\x32\x11.kvrelay.v1.Token\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12#\n\x05usage\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.LegUsage\x12&\n\x08\x61\x64mitted\x18\x05 \x01(\x0b\x32\x14.kvrelay.v1.LegUsageJ\x04\x08\x04\x10\x05\x32R\n\rDecodeService\x12\x41\n\x06\x44\x65\x63ode\x12\x19.kvrelay.v1.DecodeRequest\x1a\x1a.kvrelay.v1.DecodeResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,7 +35,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DECODEREQUEST']._serialized_start=63
   _globals['_DECODEREQUEST']._serialized_end=146
   _globals['_DECODERESPONSE']._serialized_start=149
-  _globals['_DECODERESPONSE']._serialized_end=328
-  _globals['_DECODESERVICE']._serialized_start=330
-  _globals['_DECODESERVICE']._serialized_end=412
+  _globals['_DECODERESPONSE']._serialized_end=332
+  _globals['_DECODESERVICE']._serialized_start=334
+  _globals['_DECODESERVICE']._serialized_end=416
 # @@protoc_insertion_point(module_scope)

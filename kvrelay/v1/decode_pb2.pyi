@@ -52,15 +52,15 @@ class DecodeResponse(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
-    ADMISSION_FIELD_NUMBER: _builtins.int
+    ADMITTED_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Token]: ...
     @_builtins.property
     def usage(self) -> _types_pb2.LegUsage: ...
     @_builtins.property
-    def admission(self) -> _types_pb2.Admission:
-        """how the leg began; with the first token"""
+    def admitted(self) -> _types_pb2.LegUsage:
+        """hits, by source; `computed` is what the leg has to compute"""
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class DecodeResponse(_message.Message):
         tokens: _abc.Iterable[_types_pb2.Token] | None = ...,
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
         usage: _types_pb2.LegUsage | None = ...,
-        admission: _types_pb2.Admission | None = ...,
+        admitted: _types_pb2.LegUsage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "finish_reason", b"finish_reason", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "finish_reason", b"finish_reason", "tokens", b"tokens", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,8 +45,9 @@ class DecodeServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Decode(self, request, context):
-        """Streams tokens; the last response carries the finish reason and the leg's usage. A leg without
-        output tokens so far is served too: the worker then computes the prompt itself.
+        """Streams tokens. The first response carries the account at the leg's admission and is sent before
+        the worker computes anything; the last one carries the finish reason and the leg's usage. A leg
+        without output tokens so far is served too: the worker then computes the prompt itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

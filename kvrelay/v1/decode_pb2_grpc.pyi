@@ -32,16 +32,18 @@ class DecodeServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeServiceAsyncStub: ...
     Decode: _grpc.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]
-    """Streams tokens; the last response carries the finish reason and the leg's usage. A leg without
-    output tokens so far is served too: the worker then computes the prompt itself.
+    """Streams tokens. The first response carries the account at the leg's admission and is sent before
+    the worker computes anything; the last one carries the finish reason and the leg's usage. A leg
+    without output tokens so far is served too: the worker then computes the prompt itself.
     """
 
 @_typing.type_check_only
 class DecodeServiceAsyncStub(DecodeServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Decode: _aio.UnaryStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]  # type: ignore[assignment]
-    """Streams tokens; the last response carries the finish reason and the leg's usage. A leg without
-    output tokens so far is served too: the worker then computes the prompt itself.
+    """Streams tokens. The first response carries the account at the leg's admission and is sent before
+    the worker computes anything; the last one carries the finish reason and the leg's usage. A leg
+    without output tokens so far is served too: the worker then computes the prompt itself.
     """
 
 class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -51,8 +53,9 @@ class DecodeServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _decode_pb2.DecodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeResponse], _abc.AsyncIterator[_decode_pb2.DecodeResponse]]:
-        """Streams tokens; the last response carries the finish reason and the leg's usage. A leg without
-        output tokens so far is served too: the worker then computes the prompt itself.
+        """Streams tokens. The first response carries the account at the leg's admission and is sent before
+        the worker computes anything; the last one carries the finish reason and the leg's usage. A leg
+        without output tokens so far is served too: the worker then computes the prompt itself.
         """
 
 def add_DecodeServiceServicer_to_server(servicer: DecodeServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

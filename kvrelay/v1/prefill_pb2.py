@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvrelay.v1 import types_pb2 as kvrelay_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/v1/prefill.proto\x12\nkvrelay.v1\x1a\x16kvrelay/v1/types.proto\".\n\x0ePrefillRequest\x12\x1c\n\x03leg\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Leg\"\x89\x01\n\x0fPrefillResponse\x12+\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.FirstToken\x12$\n\x07handoff\x18\x02 \x01(\x0b\x32\x13.kvrelay.v1.Handoff\x12#\n\x05usage\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.LegUsage\"\x89\x01\n\nFirstToken\x12 \n\x05token\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.Token\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12(\n\tadmission\x18\x03 \x01(\x0b\x32\x15.kvrelay.v1.Admission2V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x1a.kvrelay.v1.PrefillRequest\x1a\x1b.kvrelay.v1.PrefillResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvrelay/v1/prefill.proto\x12\nkvrelay.v1\x1a\x16kvrelay/v1/types.proto\".\n\x0ePrefillRequest\x12\x1c\n\x03leg\x18\x01 \x01(\x0b\x32\x0f.kvrelay.v1.Leg\"\xb1\x01\n\x0fPrefillResponse\x12+\n\x0b\x66irst_token\x18\x01 \x01(\x0b\x32\x16.kvrelay.v1.FirstToken\x12$\n\x07handoff\x18\x02 \x01(\x0b\x32\x13.kvrelay.v1.Handoff\x12#\n\x05usage\x18\x03 \x01(\x0b\x32\x14.kvrelay.v1.LegUsage\x12&\n\x08\x61\x64mitted\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.LegUsage\"e\n\nFirstToken\x12 \n\x05token\x18\x01 \x01(\x0b\x32\x11.kvrelay.v1.Token\x12/\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x18.kvrelay.v1.FinishReasonJ\x04\x08\x03\x10\x04\x32V\n\x0ePrefillService\x12\x44\n\x07Prefill\x12\x1a.kvrelay.v1.PrefillRequest\x1a\x1b.kvrelay.v1.PrefillResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,9 +35,9 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREFILLREQUEST']._serialized_start=64
   _globals['_PREFILLREQUEST']._serialized_end=110
   _globals['_PREFILLRESPONSE']._serialized_start=113
-  _globals['_PREFILLRESPONSE']._serialized_end=250
-  _globals['_FIRSTTOKEN']._serialized_start=253
-  _globals['_FIRSTTOKEN']._serialized_end=390
-  _globals['_PREFILLSERVICE']._serialized_start=392
-  _globals['_PREFILLSERVICE']._serialized_end=478
+  _globals['_PREFILLRESPONSE']._serialized_end=290
+  _globals['_FIRSTTOKEN']._serialized_start=292
+  _globals['_FIRSTTOKEN']._serialized_end=393
+  _globals['_PREFILLSERVICE']._serialized_start=395
+  _globals['_PREFILLSERVICE']._serialized_end=481
 # @@protoc_insertion_point(module_scope)

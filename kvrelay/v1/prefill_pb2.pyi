@@ -44,22 +44,28 @@ class PrefillResponse(_message.Message):
     FIRST_TOKEN_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    ADMITTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def first_token(self) -> Global___FirstToken: ...
     @_builtins.property
     def handoff(self) -> _types_pb2.Handoff: ...
     @_builtins.property
     def usage(self) -> _types_pb2.LegUsage: ...
+    @_builtins.property
+    def admitted(self) -> _types_pb2.LegUsage:
+        """hits, by source; `computed` is what the leg has to compute"""
+
     def __init__(
         self,
         *,
         first_token: Global___FirstToken | None = ...,
         handoff: _types_pb2.Handoff | None = ...,
         usage: _types_pb2.LegUsage | None = ...,
+        admitted: _types_pb2.LegUsage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "handoff", b"handoff", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "first_token", b"first_token", "handoff", b"handoff", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_token", b"first_token", "handoff", b"handoff", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "first_token", b"first_token", "handoff", b"handoff", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -71,25 +77,19 @@ class FirstToken(_message.Message):
 
     TOKEN_FIELD_NUMBER: _builtins.int
     FINISH_REASON_FIELD_NUMBER: _builtins.int
-    ADMISSION_FIELD_NUMBER: _builtins.int
     finish_reason: _types_pb2.FinishReason.ValueType
     """set if the request ends with this token"""
     @_builtins.property
     def token(self) -> _types_pb2.Token: ...
-    @_builtins.property
-    def admission(self) -> _types_pb2.Admission:
-        """how the leg began"""
-
     def __init__(
         self,
         *,
         token: _types_pb2.Token | None = ...,
         finish_reason: _types_pb2.FinishReason.ValueType = ...,
-        admission: _types_pb2.Admission | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "token", b"token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admission", b"admission", "finish_reason", b"finish_reason", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish_reason", b"finish_reason", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

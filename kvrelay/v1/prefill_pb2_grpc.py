@@ -45,8 +45,10 @@ class PrefillServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Prefill(self, request, context):
-        """The first response carries the first token and is sent as soon as it is sampled. The last one
-        carries the handoff and the usage and is sent when the blocks are saved.
+        """The first response carries the account at the leg's admission and is sent before the worker
+        computes anything, so that a leg whose worker dies has an account. The next one carries the
+        first token and is sent as soon as it is sampled. The last one carries the handoff and the
+        usage and is sent when the blocks are saved.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

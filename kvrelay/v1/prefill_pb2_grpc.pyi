@@ -32,16 +32,20 @@ class PrefillServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillServiceAsyncStub: ...
     Prefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]
-    """The first response carries the first token and is sent as soon as it is sampled. The last one
-    carries the handoff and the usage and is sent when the blocks are saved.
+    """The first response carries the account at the leg's admission and is sent before the worker
+    computes anything, so that a leg whose worker dies has an account. The next one carries the
+    first token and is sent as soon as it is sampled. The last one carries the handoff and the
+    usage and is sent when the blocks are saved.
     """
 
 @_typing.type_check_only
 class PrefillServiceAsyncStub(PrefillServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Prefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillResponse]  # type: ignore[assignment]
-    """The first response carries the first token and is sent as soon as it is sampled. The last one
-    carries the handoff and the usage and is sent when the blocks are saved.
+    """The first response carries the account at the leg's admission and is sent before the worker
+    computes anything, so that a leg whose worker dies has an account. The next one carries the
+    first token and is sent as soon as it is sampled. The last one carries the handoff and the
+    usage and is sent when the blocks are saved.
     """
 
 class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -51,8 +55,10 @@ class PrefillServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillResponse], _abc.AsyncIterator[_prefill_pb2.PrefillResponse]]:
-        """The first response carries the first token and is sent as soon as it is sampled. The last one
-        carries the handoff and the usage and is sent when the blocks are saved.
+        """The first response carries the account at the leg's admission and is sent before the worker
+        computes anything, so that a leg whose worker dies has an account. The next one carries the
+        first token and is sent as soon as it is sampled. The last one carries the handoff and the
+        usage and is sent when the blocks are saved.
         """
 
 def add_PrefillServiceServicer_to_server(servicer: PrefillServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

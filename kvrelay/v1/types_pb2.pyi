@@ -427,7 +427,10 @@ class LegUsage(_message.Message):
     saved: _builtins.int
     """leading tokens in the store when the leg ended"""
     lost: _builtins.bool
-    """The worker did not report: the figures are those of the first token, if there was one."""
+    """The worker did not report: the figures are those of its admission, and `generated`, `executed`
+    and the admission's `frontier` as far as its tokens show. Positions computed before a first
+    token, or again after a preemption, are not known.
+    """
     @_builtins.property
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admission]: ...
     @_builtins.property
@@ -509,6 +512,7 @@ class Usage(_message.Message):
     PREFILL_SECONDS_FIELD_NUMBER: _builtins.int
     TRANSFER_SECONDS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_SECONDS_FIELD_NUMBER: _builtins.int
+    RECOMPUTED_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     completion_tokens: _builtins.int
     cached_prompt_tokens: _builtins.int
@@ -518,6 +522,8 @@ class Usage(_message.Message):
     transfer_seconds: _builtins.float
     first_token_seconds: _builtins.float
     """from the router's receipt of the request to its first token"""
+    recomputed: _builtins.int
+    """Positions executed less distinct positions executed, over all legs; of lost legs what is known."""
     @_builtins.property
     def legs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LegUsage]:
         """in order of time"""
@@ -533,10 +539,11 @@ class Usage(_message.Message):
         prefill_seconds: _builtins.float = ...,
         transfer_seconds: _builtins.float = ...,
         first_token_seconds: _builtins.float = ...,
+        recomputed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "first_token_seconds", b"first_token_seconds", "legs", b"legs", "prefill_seconds", b"prefill_seconds", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_prompt_tokens", b"cached_prompt_tokens", "completion_tokens", b"completion_tokens", "first_token_seconds", b"first_token_seconds", "legs", b"legs", "prefill_seconds", b"prefill_seconds", "prompt_tokens", b"prompt_tokens", "queue_seconds", b"queue_seconds", "recomputed", b"recomputed", "transfer_seconds", b"transfer_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import replace
 
 from kvrelay.engine.core.request import Admission, Finish, Order
-from kvrelay.engine.core.updates import Ended, Logprob, Sampled
+from kvrelay.engine.core.updates import Admitted, Ended, Logprob, Sampled
 from kvrelay.errors import Rejected
 from kvrelay.rpc.protocol import check_ids, sampling_of
 from kvrelay.sampling import Sampling
@@ -110,12 +111,29 @@ def finish(reason: Finish | None) -> types_pb2.FinishReason.ValueType:
     return types_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH[reason]
 
 
+def admitted_usage(
+    admitted: Admitted, worker: str, role: types_pb2.Role.ValueType, explain: bool = False
+) -> types_pb2.LegUsage:
+    """The account of a leg at its admission."""
+    admission = admitted.admission
+    return types_pb2.LegUsage(
+        worker_id=worker,
+        role=role,
+        length=admission.length,
+        local=admission.local,
+        external=admission.external,
+        computed=admission.fresh,
+        admissions=[admission_message(admission)],
+        external_by_store=_by_store(admitted.sources),
+        missed=_missed(admitted.missed if explain else None),
+    )
+
+
 def leg_usage(
     ended: Ended, worker: str, role: types_pb2.Role.ValueType, explain: bool = False
 ) -> types_pb2.LegUsage:
     """The account of a leg; with ``explain`` also the reasons of missed blocks."""
     tokens, timing = ended.tokens, ended.timing
-    missed = ended.missed if explain else None
     return types_pb2.LegUsage(
         worker_id=worker,
         role=role,
@@ -133,13 +151,16 @@ def leg_usage(
         load_seconds=timing.load,
         run_seconds=timing.run,
         saved=ended.saved,
-        external_by_store=[
-            types_pb2.StoreTokens(store=store, tokens=count)
-            for store, count in ended.sources.items()
-        ],
-        missed=[] if missed is None else [_missed(missed)],
+        external_by_store=_by_store(ended.sources),
+        missed=_missed(ended.missed if explain else None),
     )
 
 
-def _missed(missed: MissedBlocks) -> types_pb2.MissedBlocks:
-    return types_pb2.MissedBlocks(reason=_MISS[missed.reason], blocks=missed.blocks)
+def _by_store(sources: Mapping[str, int]) -> list[types_pb2.StoreTokens]:
+    return [types_pb2.StoreTokens(store=store, tokens=count) for store, count in sources.items()]
+
+
+def _missed(missed: MissedBlocks | None) -> list[types_pb2.MissedBlocks]:
+    if missed is None:
+        return []
+    return [types_pb2.MissedBlocks(reason=_MISS[missed.reason], blocks=missed.blocks)]

@@ -21,7 +21,7 @@ from kvrelay.connector.store import StoreConnector
 from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Connector
 from kvrelay.engine.core.plan import EngineLimits
-from kvrelay.engine.core.updates import Ended
+from kvrelay.engine.core.updates import Admitted, Ended
 from kvrelay.engine.engine import Engine, EngineOptions
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.numerics import numeric_profile
@@ -152,6 +152,11 @@ class Worker:
         tokens = (*leg.prompt_token_ids, *leg.output_token_ids)
         namer = self.namer.within(namespace.digest)
         check_tokens(namer, self.limits.block_size, tokens, handoff)
+
+    def admitted(self, admitted: Admitted, leg: types_pb2.Leg) -> types_pb2.LegUsage:
+        """The account of one leg at its admission."""
+        identity = self.identity
+        return convert.admitted_usage(admitted, identity.id, identity.role, leg.explain)
 
     def usage(self, ended: Ended, leg: types_pb2.Leg) -> types_pb2.LegUsage:
         """The account of one leg; with the reasons of missed blocks if the leg asks to explain."""

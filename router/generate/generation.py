@@ -60,7 +60,7 @@ class Generation:
         self._usages: list[types_pb2.LegUsage] = []
         self._attempts = Attempts()
         self._handoff = types_pb2.Handoff()  # of the previous leg
-        self._admission: types_pb2.Admission | None = None  # of the current leg
+        self._admitted: types_pb2.LegUsage | None = None  # account of the current leg, so far
         self._finish: types_pb2.FinishReason.ValueType = UNFINISHED
         self._stopped = False  # by a stop string
         self._first_token_seconds: float | None = None  # None until the first response
@@ -119,7 +119,7 @@ class Generation:
         order = self._order(placed)
         self._legs += 1
         self._note_profile(placed)
-        self._admission = None
+        self._admitted = None
         self._handoff = types_pb2.Handoff()
         try:
             async with aclosing(run_leg(placed.worker, order)) as events:
@@ -137,7 +137,7 @@ class Generation:
                         placed.worker.address,
                         placed.role,
                         self.so_far - before,
-                        self._admission,
+                        self._admitted,
                     )
                 )
         prefilled = placed.role == types_pb2.ROLE_PREFILL and self.so_far > before
@@ -221,7 +221,7 @@ class Generation:
             self._usages.append(event.usage)
         if event.handoff is not None:
             self._handoff = event.handoff
-        self._admission = event.admission or self._admission
+        self._admitted = event.admitted or self._admitted
         tokens, text = event.tokens, ""
         for count, token in enumerate(tokens, 1):
             self._outputs.append(token.id)

@@ -42,11 +42,11 @@ class LegOrder:
 
 @dataclass(frozen=True, slots=True)
 class LegEvent:
-    """An event of a leg; absent fields did not happen. ``admission`` is with the first token."""
+    """An event of a leg; absent fields did not happen. ``admitted``: its account at admission."""
 
     tokens: Sequence[types_pb2.Token] = ()
     finish: types_pb2.FinishReason.ValueType = UNFINISHED
-    admission: types_pb2.Admission | None = None
+    admitted: types_pb2.LegUsage | None = None
     handoff: types_pb2.Handoff | None = None
     usage: types_pb2.LegUsage | None = None
 
@@ -69,11 +69,13 @@ async def _prefill(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEv
         with leg.reading(call):
             await _arrival(worker, call, request.ByteSize())
             response = await _next(worker, messages)
+            if response is not None and response.HasField("admitted"):
+                yield LegEvent(admitted=response.admitted)
+                response = await _next(worker, messages)
             if response is None or not response.HasField("first_token"):
                 raise _incomplete(worker)
             first = response.first_token
-            admission = first.admission if first.HasField("admission") else None
-            yield LegEvent((first.token,), first.finish_reason, admission)
+            yield LegEvent((first.token,), first.finish_reason)
             try:
                 async with asyncio.timeout(order.handoff_wait):
                     response = await _next(worker, messages)
@@ -98,7 +100,7 @@ async def _decode(worker: KnownWorker, order: LegOrder) -> AsyncGenerator[LegEve
                 yield LegEvent(
                     response.tokens,
                     response.finish_reason,
-                    response.admission if response.HasField("admission") else None,
+                    response.admitted if response.HasField("admitted") else None,
                     usage=response.usage if complete else None,
                 )
     if not complete:

@@ -13,18 +13,24 @@ def lost_leg(
     address: str,
     role: Role,
     generated: int,
-    admission: types_pb2.Admission | None,
+    admitted: types_pb2.LegUsage | None,
 ) -> types_pb2.LegUsage:
-    """The usage of a leg whose worker did not report it: as of its first token."""
-    leg = types_pb2.LegUsage(
-        worker_id=worker_id, address=address, role=role, generated=generated, lost=True
-    )
-    if admission is not None:
-        leg.length = admission.length
-        leg.local = admission.local
-        leg.external = admission.external
-        leg.computed = admission.fresh
-        leg.admissions.append(admission)
+    """The usage of a leg whose worker did not report it: as of its admission and its tokens.
+
+    A leg that generated a token has computed all that it was admitted to compute, and a position
+    for each further token. Of a leg without one it is not known how far it came.
+    """
+    leg = types_pb2.LegUsage()
+    if admitted is not None:
+        leg.CopyFrom(admitted)
+        if generated:
+            leg.executed = admitted.computed + generated - 1
+            leg.admissions[0].frontier = admitted.length + generated - 1
+    leg.worker_id = worker_id
+    leg.address = address
+    leg.role = role
+    leg.generated = generated
+    leg.lost = True
     return leg
 
 
@@ -33,8 +39,8 @@ def request_usage(
 ) -> types_pb2.Usage:
     """``cached_prompt_tokens`` is the first leg's hit: a transfer between legs is no cache hit.
 
-    It never exceeds the prompt: a resumed request may also hit blocks of its tokens so far.
-    A lost leg left nothing but its admission, which arrived with its first token.
+    It never exceeds the prompt: a resumed request may also hit blocks of its tokens so far. A lost
+    leg counts if its worker reported its admission: another one has computed and saved nothing.
     """
     begun = [leg for leg in legs if leg.length or leg.generated]
     first = begun[0] if begun else types_pb2.LegUsage()
@@ -47,4 +53,16 @@ def request_usage(
         prefill_seconds=first.run_seconds,
         transfer_seconds=sum(leg.load_seconds for leg in begun[1:]),
         first_token_seconds=first_token_seconds,
+        recomputed=_recomputed(legs),
     )
+
+
+def _recomputed(legs: Sequence[types_pb2.LegUsage]) -> int:
+    """Executed positions less distinct ones. A residency executed those from hit to frontier."""
+    executed = distinct = end = 0
+    runs = [(run.local + run.external, run.frontier) for leg in legs for run in leg.admissions]
+    for start, stop in sorted(runs):
+        executed += max(0, stop - start)
+        distinct += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return executed - distinct

@@ -114,6 +114,7 @@ class Behaviour:
     tokens: asyncio.Event | None = None  # made while it is set
     draining: bool = False
     slow: float = 0.0  # seconds before a check is answered
+    hits: int | None = None  # tokens that the leg did not have to compute, reported at admission
     pace: float | None = None  # seconds reported for each token computed, and 100 tokens fetched
 
 
@@ -212,6 +213,21 @@ class FakeWorker(
             self.cancelled.set()
             raise
 
+    def _admitted(self, leg: types_pb2.Leg, external: int) -> types_pb2.LegUsage:
+        """The account of a leg at its admission."""
+        length = len(leg.prompt_token_ids) + len(leg.output_token_ids)
+        run = types_pb2.Admission(epoch=1, length=length, external=external)
+        run.fresh = length - external
+        return types_pb2.LegUsage(
+            worker_id=self.boot,
+            role=self.role,
+            length=length,
+            external=external,
+            computed=length - external,
+            admissions=[run],
+            external_by_store=[types_pb2.StoreTokens(store="kvrelay://fake", tokens=external)],
+        )
+
     def _usage(self, leg: types_pb2.Leg, made: int, external: int) -> types_pb2.LegUsage:
         length = len(leg.prompt_token_ids) + len(leg.output_token_ids)
         pace = self.behaviour.pace
@@ -236,6 +252,9 @@ class FakeWorker(
         await context.send_initial_metadata(())  # as the real ones
         leg = request.leg
         self.time_left.append(context.time_remaining())
+        hits = self.behaviour.hits
+        if hits is not None:
+            yield prefill_pb2.PrefillResponse(admitted=self._admitted(leg, hits))
         async for token, finish in self._tokens(leg, 1):
             yield prefill_pb2.PrefillResponse(
                 first_token=prefill_pb2.FirstToken(token=token, finish_reason=finish)
@@ -247,7 +266,7 @@ class FakeWorker(
         prompt = len(leg.prompt_token_ids)
         yield prefill_pb2.PrefillResponse(
             handoff=types_pb2.Handoff(saved_tokens=prompt, last_block_name=b"n" * 32),
-            usage=self._usage(leg, 1, min(4, prompt - 1)),
+            usage=self._usage(leg, 1, min(4, prompt - 1) if hits is None else hits),
         )
 
     async def Decode(
@@ -259,12 +278,16 @@ class FakeWorker(
         leg, made = request.leg, 0
         self.time_left.append(context.time_remaining())
         self.handoffs.append((request.handoff.saved_tokens, request.handoff.last_block_name))
+        hits = self.behaviour.hits
+        if hits is not None:
+            yield decode_pb2.DecodeResponse(admitted=self._admitted(leg, hits))
         async for token, finish in self._tokens(leg, 1 << 30):
             if made == self.behaviour.garbage_after:
                 yield Garbage()  # type: ignore[misc]
             made += 1
             yield decode_pb2.DecodeResponse(tokens=[token], finish_reason=finish)
-        yield decode_pb2.DecodeResponse(usage=self._usage(leg, made, request.handoff.saved_tokens))
+        external = request.handoff.saved_tokens if hits is None else hits
+        yield decode_pb2.DecodeResponse(usage=self._usage(leg, made, external))
 
     async def GetInfo(
         self,

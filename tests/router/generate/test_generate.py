@@ -402,3 +402,17 @@ async def test_a_draining_router_finishes_what_it_has() -> None:
             step.release()
         await first
         await asyncio.wait_for(drained, 1)
+
+
+async def test_the_work_of_a_killed_worker_is_no_cache_hit() -> None:
+    """Its leg has the account of its admission, though it died before its first token."""
+    killed = prefill_worker(behaviour=Behaviour(hits=2, die_after=0))
+    decode = decode_worker(behaviour=Behaviour(hits=8))  # it finds what the first one has saved
+    async with running([killed, decode]) as router:
+        usage = (await router.generate(request()))[-1].usage
+    lost, last = usage.legs
+    assert (lost.lost, lost.worker_id, lost.length) == (True, "p0", len(PROMPT))
+    assert (lost.external, lost.computed, lost.generated) == (2, len(PROMPT) - 2, 0)
+    assert [(part.store, part.tokens) for part in lost.external_by_store] == [("kvrelay://fake", 2)]
+    assert (last.lost, last.external) == (False, 8)
+    assert usage.cached_prompt_tokens == 2

@@ -45,11 +45,48 @@ def test_a_resumed_request_has_no_more_cached_than_its_prompt() -> None:
     )
 
 
-def test_a_lost_leg_is_accounted_for_as_of_its_first_token() -> None:
-    begun = types_pb2.Admission(epoch=3, length=100, local=16, external=32, fresh=52)
-    leg = lost_leg("boot", "h:1", DECODE, 7, begun)
-    assert (leg.length, leg.local, leg.external, leg.computed) == (100, 16, 32, 52)
-    assert (leg.generated, leg.lost, leg.worker_id, leg.address) == (7, True, "boot", "h:1")
-    assert list(leg.admissions) == [begun]
-    assert request_usage([leg], 90, 7, 0.1).cached_prompt_tokens == 48
+def admitted(length: int, external: int) -> types_pb2.LegUsage:
+    """The account of a leg at its admission."""
+    fresh = length - external
+    run = types_pb2.Admission(epoch=3, length=length, external=external, fresh=fresh)
+    return types_pb2.LegUsage(length=length, external=external, computed=fresh, admissions=[run])
+
+
+def ran(role: types_pb2.Role.ValueType, *runs: tuple[int, int]) -> types_pb2.LegUsage:
+    """A leg that executed these positions, from hit to frontier."""
+    admissions = [types_pb2.Admission(external=hit, frontier=end) for hit, end in runs]
+    return types_pb2.LegUsage(role=role, length=1, admissions=admissions)
+
+
+def test_a_lost_leg_has_the_account_of_its_admission() -> None:
+    begun = admitted(100, 48)
+    begun.external_by_store.add(store="kvrelay://a", tokens=48)
+    lost = lost_leg("boot", "h:1", DECODE, 7, begun)
+    assert (lost.length, lost.external, lost.computed) == (100, 48, 52)
+    assert (lost.generated, lost.lost, lost.worker_id, lost.address) == (7, True, "boot", "h:1")
+    assert (lost.executed, lost.admissions[0].frontier) == (52 + 6, 106)
+    assert lost.external_by_store == begun.external_by_store
+    assert request_usage([lost], 90, 7, 0.1).cached_prompt_tokens == 48
     assert lost_leg("boot", "h:1", DECODE, 0, None).length == 0
+
+
+def test_work_of_a_leg_that_was_lost_before_its_first_token_is_no_hit() -> None:
+    """The next worker found 896 of 1,600 tokens that the first one had computed and saved."""
+    lost = lost_leg("boot", "h:1", PREFILL, 0, admitted(1600, 0))
+    assert (lost.computed, lost.executed, lost.admissions[0].frontier) == (1600, 0, 0)
+    second = leg(PREFILL, length=1600, external=896, computed=704)
+    assert request_usage([lost, second], 1600, 8, 0.1).cached_prompt_tokens == 0
+
+
+def test_recomputed_counts_positions_that_any_leg_executed_again() -> None:
+    def recomputed(*legs: types_pb2.LegUsage) -> int:
+        return request_usage(legs, 100, 8, 0.1).recomputed
+
+    prefill = ran(PREFILL, (32, 100))
+    assert recomputed(prefill, ran(DECODE, (100, 140))) == 0  # undisturbed
+    assert recomputed(prefill, ran(DECODE, (96, 140))) == 4  # no handoff of the last block
+    assert recomputed(ran(DECODE, (0, 50), (16, 120))) == 34  # preempted
+    assert recomputed(ran(DECODE, (16, 120), (0, 50))) == 34  # in whatever order
+    assert recomputed(prefill, ran(DECODE, (100, 120)), ran(DECODE, (112, 140))) == 8  # migrated
+    lost = lost_leg("boot", "h:1", DECODE, 21, admitted(101, 100))
+    assert recomputed(prefill, lost, ran(DECODE, (112, 140))) == 9  # it had executed [100, 121)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TypeAlias
 
 import grpc
 import pytest
@@ -36,12 +37,20 @@ max-requests = 8
 """
 
 
+Stream: TypeAlias = (
+    "grpc.aio.StreamStreamMultiCallable[router_pb2.GenerateRequest, router_pb2.GenerateResponse]"
+)
+StreamCall: TypeAlias = (
+    "grpc.aio.StreamStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]"
+)
+
+
 class Mute:
     """A call that sends its headers, and its message only when told to."""
 
     def __init__(self, router: Running) -> None:
         self._send = asyncio.Event()
-        call = router.channel.stream_stream(
+        call: Stream = router.channel.stream_stream(
             GENERATE,
             request_serializer=router_pb2.GenerateRequest.SerializeToString,
             response_deserializer=router_pb2.GenerateResponse.FromString,
@@ -52,9 +61,7 @@ class Mute:
         await self._send.wait()
         yield request()
 
-    async def _read(
-        self, call: AsyncIterator[router_pb2.GenerateResponse]
-    ) -> list[router_pb2.GenerateResponse]:
+    async def _read(self, call: StreamCall) -> list[router_pb2.GenerateResponse]:
         return [response async for response in call]
 
     async def say(self) -> list[router_pb2.GenerateResponse]:
