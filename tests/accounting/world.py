@@ -240,9 +240,8 @@ class World:
 
     def _stand(self, index: int, standing: Standing, log: Log) -> None:
         assert not isinstance(standing, int)
-        self.lives[index], code, length, lookups, first, admitted, *last = standing
-        blocks, computed, given_up, _ = last
-        self.first[index] = first
+        self.lives[index], code, length, lookups, self.first[index] = standing[:5]
+        admitted, blocks, computed, given_up = standing[5:9]
         order, truth = self.case.orders[index], self.case.truth[index]
         names, failed, executed, runs = log
         self.executed[index][:] = executed

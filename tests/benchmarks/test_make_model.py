@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import make_model
 from benchmarks.make_model import ShownProgress
 from benchmarks.random_model import make_model as write_model
 
@@ -23,7 +22,7 @@ def test_it_is_shown_every_five_seconds_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     moments = iter((100.0, 100.5, 102.0, 103.0, 108.0, 120.0))
-    monkeypatch.setattr(make_model.time, "monotonic", lambda: next(moments))
+    monkeypatch.setattr("benchmarks.make_model.time.monotonic", lambda: next(moments))
     shown = ShownProgress()
     for done in (0.1, 0.25, 0.3, 0.75, 1.0):
         shown.show(done)

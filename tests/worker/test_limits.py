@@ -29,6 +29,7 @@ MODEL = LoadedModel(
         head_dim=8,
         vocab_size=100,
         max_model_len=LENGTH,
+        position_limit=LENGTH,
         eos_token_ids=(),
         num_parameters=1,
         logit_error=0.0,
