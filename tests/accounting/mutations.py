@@ -568,8 +568,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "who comes from a load runs last",
-        "insort(self.running, request, key=_arrival)",
-        "self.running.append(request)",
+        "(RequestState.RUNNING)\n        insort(self.running, request, key=_arrival)",
+        "(RequestState.RUNNING)\n        self.running.append(request)",
     ),
     _scheduler(
         "short prefills before long ones",

@@ -143,9 +143,8 @@ class Scheduler:
         """Give every running request its blocks, oldest first; preempt the newest for them.
 
         The newest resident is preempted whether it runs or loads. A load keeps its blocks until it
-        ends, so after preempting one that loads, a request that still lacks blocks waits for the
-        next step. The newest that runs waits too, until loads, saves or older requests release
-        some. Returns the preempted requests and those that can compute.
+        ends, so after that a request that still lacks blocks waits for the next step. The newest
+        that runs waits too. Returns the preempted requests and those that can compute.
         """
         preempted: list[Request] = []
         ready: list[Request] = []
@@ -272,7 +271,7 @@ class Scheduler:
         if request.lookups_left is not None:
             request.lookups_left = max(request.lookups_left - 1, 0)
         if not external:
-            self._run(request)
+            insort(self.running, request, key=_arrival)
 
     def _load(self, request: Request) -> Load:
         size, admission = self.limits.block_size, request.resident.admission
@@ -306,10 +305,6 @@ class Scheduler:
         residency.computed = admission.local + valid
         self._name(request, admission.local, residency.computed)
         request.move(RequestState.RUNNING)
-        self._run(request)
-
-    def _run(self, request: Request) -> None:
-        """Insert into ``running`` by arrival: later requests are preempted first."""
         insort(self.running, request, key=_arrival)
 
     def _advance(
