@@ -70,7 +70,7 @@ CASES: dict[str, tuple[Edit, str]] = {
         "output_token_ids[1]",
     ),
     "never fits": (field("max_tokens", 1000), "max_tokens"),
-    "prompt never fits": (token_ids(*[5] * 500), "max_tokens"),
+    "prompt never fits": (token_ids(*[5] * 990), "max_tokens"),
     "temperature NaN": (sampling("temperature", math.nan), "sampling.temperature"),
     "temperature infinite": (sampling("temperature", math.inf), "sampling.temperature"),
     "temperature negative": (sampling("temperature", -0.1), "sampling.temperature"),
