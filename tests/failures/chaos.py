@@ -1,4 +1,4 @@
-"""Kills at random for as long as asked, fifty streams at once, every token compared.
+"""Kills at random for as long as asked, fifty streams at once, every token and usage compared.
 
     python -m tests.failures.chaos --minutes 30 --seed 7
 

@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TypedDict
 
 from kvrelay import AsyncClient
@@ -101,14 +101,25 @@ class Stream:
         return max((later - one for one, later in pairwise(after)), default=0.0)
 
     def check_usage(self) -> None:
-        """Every token is in the account of exactly one leg of the last call."""
-        assert self.usage is not None
-        assert self.usage.completion_tokens == self.query.max_tokens
-        for leg in self.usage.legs:  # lost ones too, as of their first token
+        """Every token is in the account of exactly one leg of the last call.
+
+        A stream that was never resumed has a prompt that no process had seen before it: whatever
+        died since, its usage has the hits of an undisturbed run, none.
+        """
+        usage = self.usage
+        assert usage is not None
+        assert usage.prompt_tokens == len(self.query.prompt)
+        assert usage.completion_tokens == self.query.max_tokens
+        for leg in usage.legs:  # lost ones too, as of their admission
             assert leg.length == leg.local + leg.external + leg.computed, leg
             assert leg.length or not leg.generated, leg
+        runs = [run for leg in usage.legs for run in leg.admissions]
+        spans = [range(run.local + run.external, run.frontier) for run in runs]
+        distinct = len(set(chain(*spans)))
+        assert usage.recomputed == sum(map(len, spans)) - distinct, usage
         if not self.broken:
-            assert sum(leg.generated for leg in self.usage.legs) == len(self.tokens)
+            assert sum(leg.generated for leg in usage.legs) == len(self.tokens)
+            assert usage.cached_prompt_tokens == 0, usage
 
 
 async def run_all(address: str, streams: list[Stream], may_break: bool = False) -> None:
