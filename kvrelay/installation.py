@@ -36,9 +36,16 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
         "transformers": "transformers",
         "xxhash": "xxhash",
     },
-    "store": {**_SERVER, "numpy": "numpy", "redis": "redis", "xxhash": "xxhash"},
+    "store": {
+        **_SERVER,
+        "cryptography": "cryptography",
+        "numpy": "numpy",
+        "redis": "redis",
+        "xxhash": "xxhash",
+    },
     "worker": {
         **_SERVER,
+        "cryptography": "cryptography",
         "huggingface_hub": "huggingface-hub",
         "jinja2": "jinja2",
         "numpy": "numpy",

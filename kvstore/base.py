@@ -11,11 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.block.header import MAX_COUNT, Header, checksum, header_bytes, seal
 from kvrelay.usage import Miss
 from kvstore.stats import StoreStats
+
+if TYPE_CHECKING:
+    from kvrelay.block.mac import BlockKey
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,15 +124,16 @@ class GetResult:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The bytes of one block. ``sealed=False``: its header still lacks the payload's checksum.
+    """The bytes of one block. ``sealed=False``: its header lacks checksum and tag.
 
     The checksum is then computed while the block is copied, which is cheaper than another pass
-    over the payload.
+    over the payload. ``key`` makes the tag.
     """
 
     header: bytes
     payload: memoryview
     sealed: bool = True
+    key: BlockKey | None = None
 
     @property
     def size(self) -> int:
@@ -137,10 +141,14 @@ class Block:
         return len(self.header) + self.payload.nbytes
 
     def seal(self) -> Block:
-        """The block with its checksum in the header."""
+        """The block with a complete header."""
         if self.sealed:
             return self
-        return Block(seal(self.header, checksum(self.payload)), self.payload)
+        return Block(self.complete(self.payload, checksum(self.payload)), self.payload)
+
+    def complete(self, payload: memoryview, summed: int) -> bytes:
+        """The header for ``payload``, a copy of this block's, which has the checksum ``summed``."""
+        return self.header if self.sealed else seal(self.header, payload, summed, self.key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import logging
 
+from kvrelay.block.mac import BlockKey
 from kvrelay.config.reader import load
 from kvrelay.config.values import show_bytes, show_size
 from kvrelay.process import logs
@@ -49,9 +50,9 @@ async def serve(config: StoreConfig) -> int:
         disk_budget=None if config.disk is None else config.disk_budget,
         eviction=config.eviction,
     )
-    known = policy.installed().credentials.tenants
-    tenants = TenantTable.of(known, config.budget)
-    store = BlockStore(limits, tenants)
+    credentials = policy.installed().credentials
+    tenants = TenantTable.of(credentials.tenants, config.budget)
+    store = BlockStore(limits, tenants, BlockKey.of(credentials.fleet_key))
     disk = _disk(config, store)
     shared = config.shared and not tenants.owners  # a process that maps the memory reads it all
     plain = policy.installed().tls is None  # the socket transport is not encrypted

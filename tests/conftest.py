@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 # Before anything imports torch. Tiny models: more threads only wait for each other, and for ten
 # times as long on a machine that has other work.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A cluster whose blocks outlive it keeps its key there, and not among the files of the user.
+os.environ.setdefault("XDG_STATE_HOME", f"{tempfile.gettempdir()}/kvrelay-tests-{os.getuid()}")
 
 from tests.kvstore.redis.redisserver import version
 

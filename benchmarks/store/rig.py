@@ -13,6 +13,7 @@ import numpy as np
 
 from benchmarks.store.child import start_child
 from kvrelay.block.header import ExpectedBlock, Header, encode_fields, header_bytes
+from kvrelay.block.mac import BlockKey
 from kvrelay.block.name import child_name
 from kvrelay.block.verify import verify_block
 from kvrelay.errors import Corrupt, Unavailable
@@ -38,8 +39,10 @@ Run = Callable[[int], float]
 class StoreRig:
     """A store as a process, full of blocks of ``size``, and a pool as large as all of them."""
 
-    def __init__(self, size: int, working_set: int) -> None:
+    def __init__(self, size: int, working_set: int, key: BlockKey | None = None) -> None:
+        """``key``: blocks are signed with it, and it is checked."""
         self.size = size
+        self.key = key
         self.count = working_set // size
         self.pool = np.random.default_rng(7).integers(0, 256, self.count * size, np.uint8)
         self.block_bytes = header_bytes(len(TOKENS)) + size
@@ -116,7 +119,7 @@ class StoreRig:
         payload = self.buffer(index)
 
         def read() -> Block:
-            return Block(encode_fields(wanted, self.size, 0), payload, sealed=False)
+            return Block(encode_fields(wanted, self.size, 0), payload, sealed=False, key=self.key)
 
         return Offer(wanted.name, self.block_bytes, False, read)
 
@@ -150,9 +153,8 @@ def get_blocks(rig: StoreRig, store: Store, indices: range) -> None:
     for got in store.get(wants, TIMEOUT):
         if got.header is None:
             raise Corrupt("get", "a block that was put is not there")
-        verify_block(
-            got.header, rig.wanted[indices[got.index]], wants[got.index].buffer, got.summed
-        )
+        wanted = rig.wanted[indices[got.index]]
+        verify_block(got.header, wanted, wants[got.index].buffer, got.summed, rig.key)
 
 
 def all_stored(store: Store, offers: list[Offer]) -> None:

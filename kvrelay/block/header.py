@@ -1,13 +1,14 @@
-"""The header before every stored payload: what the block is, and checksums of its bytes.
+"""The header before every stored payload: what the block is, checksums, and its fleet's tag.
 
 Little-endian, 192 fixed bytes, then the token ids, then zeros up to a multiple of 128::
 
     0 magic 8s | 8 version u16 | 10 dimensions u8 | 11 zero | 12 header length u32
-    16 header checksum u64 | 24 payload length u64 | 32 payload checksum u64
-    40 count u32 | 44 dtype 20s | 64 namespace 32s | 96 parent 32s | 128 name 32s
-    160 shape 8 x u32 | 192 token ids count x u32
+    16 header checksum u64 | 24 payload checksum u64 | 32 tag 16s
+    48 payload length u32 | 52 count u32 | 56 dtype 16s
+    72 namespace 32s | 104 parent 32s | 136 name 32s | 168 shape 6 x u32 | 192 token ids count x u32
 
-Both checksums are XXH3-64; the header's covers every header byte but its own eight.
+Both checksums are XXH3-64; the header's covers every header byte but its own eight. The tag is the
+MAC of header and payload by the fleet's key (``kvrelay.block.mac``), zeros without a key.
 """
 
 from __future__ import annotations
@@ -17,20 +18,24 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
 from kvrelay.errors import Corrupt
 
+if TYPE_CHECKING:
+    from kvrelay.block.mac import BlockKey
+
 Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"KVRBLOCK"
-VERSION = 1
+VERSION = 2
 ALIGNMENT = 128
 MAX_COUNT = 1 << 16
 MAX_PAYLOAD = 1 << 30
-MAX_DIMENSIONS = 8
+MAX_DIMENSIONS = 6
+TAG_BYTES = 16
 ITEM_BYTES = {
     "float32": 4,
     "bfloat16": 2,
@@ -42,10 +47,11 @@ ITEM_BYTES = {
 }
 """Element types a payload may have and their sizes in bytes."""
 
-_FIXED = struct.Struct("<8sHBBIQQQI20s32s32s32s8I")
-_KINDS = {dtype.encode("ascii").ljust(20, b"\0"): dtype for dtype in ITEM_BYTES}
+_FIXED = struct.Struct("<8sHBBIQQ16sII16s32s32s32s6I")
+_KINDS = {dtype.encode("ascii").ljust(16, b"\0"): dtype for dtype in ITEM_BYTES}
 _CHECKSUM = slice(16, 24)
-_PAYLOAD_CHECKSUM = slice(32, 40)
+_TAG_END = 48
+_NO_TAG = bytes(TAG_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +99,7 @@ def stated_length(data: Buffer) -> int:
 
 def stated_count(data: Buffer) -> int:
     """The number of tokens that the first bytes of a block state; at most ``MAX_COUNT``."""
-    return min(int.from_bytes(data[40:44], "little"), MAX_COUNT)
+    return min(int.from_bytes(data[52:56], "little"), MAX_COUNT)
 
 
 def payload_bytes(dtype: str, shape: Sequence[int]) -> int:
@@ -107,15 +113,16 @@ def encode(header: Header) -> bytes:
 
 
 def encode_fields(block: ExpectedBlock, size: int, payload_checksum: int) -> bytes:
-    """The header of a block whose payload has this size and checksum.
+    """The header, without a tag, of a block whose payload has this size and checksum.
 
     The parts that most headers share are packed once.
     """
     start, kind, dimensions, words, padding = _common(block.count, block.dtype, block.shape)
     rest = b"".join(
         (
-            size.to_bytes(8, "little"),
             payload_checksum.to_bytes(8, "little"),
+            _NO_TAG,
+            size.to_bytes(4, "little"),
             kind,
             block.namespace,
             block.parent,
@@ -149,6 +156,7 @@ def _common(
         length,
         0,
         0,
+        b"",
         0,
         count,
         dtype.encode("ascii"),
@@ -158,7 +166,7 @@ def _common(
         *dimensions,
     )
     end = _FIXED.size + 4 * count
-    parts = (data[: _CHECKSUM.start], data[40:64], data[160 : _FIXED.size], data[end:])
+    parts = (data[: _CHECKSUM.start], data[52:72], data[168 : _FIXED.size], data[end:])
     start, kind, shaped, padding = map(bytes, parts)
     return start, kind, shaped, _words(count), padding
 
@@ -168,13 +176,14 @@ def _words(count: int) -> struct.Struct:
     return struct.Struct(f"<{count}I")
 
 
-def seal(header: bytes, payload_checksum: int) -> bytes:
-    """``header`` with its payload's checksum, which was not known when it was encoded."""
-    start, before = header[: _CHECKSUM.start], header[_CHECKSUM.stop : _PAYLOAD_CHECKSUM.start]
+def seal(header: bytes, payload: Buffer, payload_checksum: int, key: BlockKey | None) -> bytes:
+    """``header`` with what was not known when it was encoded: the payload's checksum, the tag."""
+    start, rest = header[: _CHECKSUM.start], header[_TAG_END:]
     summed = payload_checksum.to_bytes(8, "little")
-    rest = b"".join((before, summed, header[_PAYLOAD_CHECKSUM.stop :]))
-    own = xxhash.xxh3_64_intdigest(start + rest)
-    return b"".join((start, own.to_bytes(8, "little"), rest))
+    tag = _NO_TAG if key is None else key.tag(b"".join((start, summed, rest)), payload)
+    sealed = b"".join((summed, tag, rest))
+    own = xxhash.xxh3_64_intdigest(start + sealed)
+    return b"".join((start, own.to_bytes(8, "little"), sealed))
 
 
 class HeaderFields(NamedTuple):
@@ -218,8 +227,9 @@ def fields_of(data: Buffer) -> HeaderFields:
         _,
         length,
         own,
-        size,
         payload,
+        _,
+        size,
         count,
         dtype,
         space,

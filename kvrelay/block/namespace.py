@@ -12,7 +12,7 @@ from functools import cached_property
 
 from kvrelay.errors import Rejected
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 """Version of naming, header and payload layout; raise it when any of them changes."""
 
 _DOMAIN = b"kvrelay.namespace.v1"
@@ -38,6 +38,7 @@ class Namespace:
     block_size: int
     format_version: int = FORMAT_VERSION
     numerics: str = ""
+    fleet_key_id: bytes = b""  # of the key that signs the blocks; empty: they are not signed
     tenant_salt: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:

@@ -1,10 +1,14 @@
 """Compares a block that was read with the block that was expected.
 
 Every block that is read from a store passes this check before it becomes visible: a name may
-collide, a store may be wrong, a byte may flip, and each of these is a miss.
+collide, a store may be wrong, a byte may flip, a stranger may have written the block, and each of
+these is a miss.
 """
 
 from __future__ import annotations
+
+import hmac
+from typing import TYPE_CHECKING
 
 from kvrelay.block.header import (
     Buffer,
@@ -14,8 +18,13 @@ from kvrelay.block.header import (
     checksum,
     decode,
     encode_fields,
+    fields_of,
+    seal,
 )
 from kvrelay.errors import Corrupt
+
+if TYPE_CHECKING:
+    from kvrelay.block.mac import BlockKey
 
 
 def verify(header: Header, expected: ExpectedBlock) -> None:
@@ -41,20 +50,33 @@ def verify_payload(
 
 
 def verify_block(
-    raw: Buffer, expected: ExpectedBlock, payload: Buffer, summed: int | None = None
+    raw: Buffer,
+    expected: ExpectedBlock,
+    payload: Buffer,
+    summed: int | None = None,
+    key: BlockKey | None = None,
 ) -> None:
-    """Both checks for a header's bytes: ``Corrupt`` names the first field that is wrong.
+    """Accept exactly the bytes that a holder of ``key`` writes for the expected block.
 
-    A correct header has exactly the bytes that would be written for the expected block, so they are
-    compared as a whole first: that takes a third of the time, and most blocks need no more.
+    Else ``Corrupt`` names the first field that is wrong. The time that the comparison takes does
+    not depend on the bytes.
     """
     actual = checksum(payload) if summed is None else summed
-    nbytes = memoryview(payload).nbytes
-    if raw == encode_fields(expected, nbytes, actual):
+    right = encode_fields(expected, memoryview(payload).nbytes, actual)
+    if key is not None:
+        right = seal(right, payload, actual, key)
+    if hmac.compare_digest(raw, right):
         return
     header = decode(raw)
     verify(header, expected)
     verify_payload(header, payload, actual)
+    raise Corrupt("tag", "the block was not written by this fleet")
+
+
+def verify_tag(raw: bytes, payload: Buffer, key: BlockKey) -> None:
+    """Raise ``Corrupt`` unless a holder of ``key`` wrote this block; its checksums are right."""
+    if not hmac.compare_digest(raw, seal(raw, payload, fields_of(raw).payload_checksum, key)):
+        raise Corrupt("tag", "the block was not written by this fleet")
 
 
 Value = bytes | int | str | tuple[int, ...]

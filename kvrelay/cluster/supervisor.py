@@ -19,6 +19,7 @@ from contextlib import closing
 from dataclasses import replace
 from types import TracebackType
 
+from kvrelay.cluster.fleet_key import kept_key
 from kvrelay.cluster.layout import ClusterConfig, process_specs
 from kvrelay.cluster.ports import ReservedPorts
 from kvrelay.cluster.process import ProcessSpec, RestartBackoff, SupervisedProcess
@@ -45,6 +46,17 @@ def _ignore(spec: ProcessSpec, text: str) -> None:
     """The default for lines and changes; the last lines stay in the tail of their process."""
 
 
+def with_fleet_key(config: ClusterConfig) -> ClusterConfig:
+    """The configuration with a key that signs handoffs and blocks.
+
+    It is drawn for this cluster, or, if blocks outlive the cluster, the one that this user keeps.
+    """
+    if config.fleet_key:
+        return config
+    lasting = config.store is not None or config.store_disk is not None
+    return replace(config, fleet_key=(kept_key() if lasting else None) or secrets.token_hex(32))
+
+
 def with_cluster_token(config: ClusterConfig) -> ClusterConfig:
     """The configuration with a random token that all processes of the cluster require.
 
@@ -67,9 +79,7 @@ class Cluster:
         backoff: RestartBackoff | None = RestartBackoff(),  # noqa: B008 a frozen value
         layout: Callable[[ClusterConfig], tuple[ProcessSpec, ...]] = process_specs,
     ) -> None:
-        if not config.fleet_key:
-            config = replace(config, fleet_key=secrets.token_hex(32))
-        self.config = config
+        self.config = config = with_fleet_key(config)
         self.security = policy.load(config, ADMIN_FIRST)
         ensure_temporary_directory()
         self.specs = layout(config)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.connector.counters import Meter
 from kvstore import Store
+
+if TYPE_CHECKING:
+    from kvrelay.block.mac import BlockKey
 
 MIB = 1 << 20
 
@@ -63,6 +66,7 @@ class ConnectorOptions:
     lookup_threads: int = 4  # lookups in flight
     load_threads: int = 4
     save_threads: int = 2
+    key: BlockKey | None = None  # signs blocks, and only signed ones are accepted
 
     def load_timeout(self, nbytes: int) -> float:
         """Seconds that a load of ``nbytes`` may take."""

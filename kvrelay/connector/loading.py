@@ -155,7 +155,8 @@ class LoadJob:
             self._context.meter.add(absent=1)
             self._missed = Miss.TOO_LATE  # the lookup had found it
             return False
-        verify_block(got.header, target.expected, want.buffer, got.summed)
+        key = self._context.options.key
+        verify_block(got.header, target.expected, want.buffer, got.summed, key)
         if self._direct(target) is None:
             self._context.pool.write(target.block, target.expected.count, want.buffer)
         source = got.source or self._default_source

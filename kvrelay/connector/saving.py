@@ -69,7 +69,7 @@ class SaveJob:
         payload = self._context.pool.read(content.block, len(content.tokens))
         block = self._geometry.block(content.parent, content.name, content.tokens)
         header = encode_fields(block, payload.nbytes, 0)
-        return Block(header, payload, sealed=False)
+        return Block(header, payload, sealed=False, key=self._context.options.key)
 
     def _count(self, outcomes: list[Outcome]) -> None:
         self._stored = sum(1 for _ in takewhile(lambda outcome: outcome.present, outcomes))

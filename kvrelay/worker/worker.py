@@ -11,8 +11,10 @@ from functools import lru_cache
 
 import torch
 
+from kvrelay.block.mac import BlockKey
 from kvrelay.block.name import Namer
 from kvrelay.block.namespace import Namespace
+from kvrelay.connector.context import ConnectorOptions
 from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.connector.mock import MockConnector
 from kvrelay.connector.none import NoConnector
@@ -71,6 +73,7 @@ class Worker:
         """Load the model and build the parts; nothing runs yet. ``Unservable``, ``Rejected``."""
         model = load_model(config.model, config.dtype, config.device, config.max_model_len)
         info = model.info
+        credentials = installed().credentials
         profile = numeric_profile(model, config.attention_backend, config.threads)
         namespace = Namespace(
             model=config.served_model or info.name,
@@ -79,6 +82,7 @@ class Worker:
             layout=LAYOUT,
             block_size=config.block_size,
             numerics=profile if config.numerics == "strict" else "",
+            fleet_key_id=credentials.fleet_key_id,
         )
         limits = limits_of(config, model)
         runner = Runner(
@@ -86,7 +90,8 @@ class Worker:
         )
         namer = Namer(namespace)
         streams = LegStreams()
-        connector = open_connector(config.store, runner, namespace, namer)
+        key = BlockKey.of(credentials.fleet_key)
+        connector = open_connector(config.store, runner, namespace, namer, key)
         engine = Engine(
             runner,
             limits,
@@ -114,7 +119,7 @@ class Worker:
             engine=engine,
             streams=streams,
             stop_checkers=StopCheckers(config.model),
-            credentials=installed().credentials,
+            credentials=credentials,
         )
 
     def start(self) -> None:
@@ -197,15 +202,23 @@ class Worker:
 
 
 def open_connector(
-    url: str | None, runner: Runner, namespace: Namespace, namer: Namer
+    url: str | None,
+    runner: Runner,
+    namespace: Namespace,
+    namer: Namer,
+    key: BlockKey | None = None,
 ) -> Connector:
-    """External KV at ``url``: none, a store, or a script that distorts one (``mock:FILE``)."""
+    """External KV at ``url``: none, a store, or a script that distorts one (``mock:FILE``).
+
+    Blocks are signed with ``key``, and others are not accepted.
+    """
     if url is None:
         return NoConnector()
     if not url.startswith(PREFIX):
-        return StoreConnector(connect(url), namer, namespace, runner.pool)
+        options = ConnectorOptions(key=key)
+        return StoreConnector(connect(url), namer, namespace, runner.pool, options)
     mock = read_script(url)
-    return MockConnector(mock.script, open_connector(mock.store, runner, namespace, namer))
+    return MockConnector(mock.script, open_connector(mock.store, runner, namespace, namer, key))
 
 
 def counters_of(connector: Connector) -> Callable[[], ConnectorCounters] | None:

@@ -138,5 +138,5 @@ class WriteBehind:
 
 def copy_of(name: bytes, block: Block, partial: bool) -> Offer:
     """An offer of a copy of a block whose payload lies in a caller's buffer."""
-    copied = Block(block.header, memoryview(bytes(block.payload)), block.sealed)
+    copied = replace(block, payload=memoryview(bytes(block.payload)))
     return Offer(name, block.size, partial, lambda: copied)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import redis
 
+from kvrelay.block.header import header_bytes
+from kvrelay.block.verify import verify_tag
 from kvrelay.errors import Corrupt, KvrelayError, Unavailable
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.deadline import Deadline
@@ -20,6 +22,9 @@ from kvstore.redis.server import RedisServer
 from kvstore.redis.settings import RedisSettings
 from kvstore.redis.topology import Topology, slots
 from kvstore.stats import StoreCounters, StoreStats
+
+if TYPE_CHECKING:
+    from kvrelay.block.mac import BlockKey
 
 log = logging.getLogger("kvrelay.store")
 
@@ -157,26 +162,31 @@ def _removed(
 
 
 def remove_if_wrong(
-    place: tuple[RedisServer, bytes], name: bytes, settings: RedisSettings, deadline: Deadline
+    place: tuple[RedisServer, bytes],
+    name: bytes,
+    settings: RedisSettings,
+    key: BlockKey | None,
+    deadline: Deadline,
 ) -> bool:
     """Remove the value in the place of a block if it is not that block; whether it was removed.
 
+    With ``key``, a block that another fleet or a stranger wrote is not that block either.
     While it stays, the right block cannot be put.
     """
-    server, key = place
+    server, location = place
     # A missing permission to remove it is no failure of the server: it is not recorded.
     with library_client(server.address, settings, deadline) as client:
-        error = _wrong(client, key.decode(), name)
+        error = _wrong(client, location.decode(), name, key)
         if error is not None:
-            client.unlink(key.decode())
+            client.unlink(location.decode())
             log.warning("%s: block %s was removed: %s", server.address, name.hex(), error)
     return error is not None
 
 
-def _wrong(client: redis.Redis, key: str, name: bytes) -> Corrupt | None:
+def _wrong(client: redis.Redis, location: str, name: bytes, key: BlockKey | None) -> Corrupt | None:
     try:
-        size = client.strlen(key)
-        value = client.get(key) if 0 < size <= LONGEST_BULK else b""
+        size = client.strlen(location)
+        value = client.get(location) if 0 < size <= LONGEST_BULK else b""
     except redis.ResponseError as error:
         if not str(error).startswith(WRONG_TYPE):
             raise
@@ -184,7 +194,10 @@ def _wrong(client: redis.Redis, key: str, name: bytes) -> Corrupt | None:
     if not size or value is None:
         return None
     try:
-        check_block(Claim(name, size, False), cast(bytes, value))
+        block = memoryview(cast(bytes, value))
+        split = header_bytes(check_block(Claim(name, size, False), block).positions)
+        if key is not None:
+            verify_tag(bytes(block[:split]), block[split:], key)
     except Corrupt as error:
         return error
     return None

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from kvrelay.errors import KvrelayError
 from kvrelay.rpc.deadline import Deadline
@@ -34,6 +35,9 @@ from kvstore.redis.topology import Topology
 from kvstore.redis.writes import PutOperation
 from kvstore.stats import StoreCounters, StoreStats
 
+if TYPE_CHECKING:
+    from kvrelay.block.mac import BlockKey
+
 log = logging.getLogger("kvrelay.store")
 
 RECHECK_SECONDS = 1.0
@@ -45,9 +49,11 @@ BOOT = b"redis"
 class RedisStore:
     """A ``Store``. It connects on first use and reconnects when needed."""
 
-    def __init__(self, settings: RedisSettings) -> None:
+    def __init__(self, settings: RedisSettings, key: BlockKey | None = None) -> None:
+        """``key``: a block that a reader refuses is removed unless it was signed with it."""
         self.url = settings.url
         self._settings = settings
+        self._key = key
         self._topology = Topology(settings)
         self._counters = _Counters()
 
@@ -146,7 +152,7 @@ class RedisStore:
             return
         try:
             limit = deadline.earlier(RECHECK_SECONDS)
-            if remove_if_wrong(place, name, self._settings, limit):
+            if remove_if_wrong(place, name, self._settings, self._key, limit):
                 self._counters.add(corrupt=1)
         except KvrelayError as error:
             log.info("%s: block %s was not verified again: %s", self.url, name.hex(), error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from kvrelay.block.header import checksum, fields_of, seal
+from kvrelay.block.header import checksum, fields_of
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt, KvrelayError
 from kvstore.base import Block, Offer, Outcome, PutStatus
@@ -185,7 +185,7 @@ def checked_block(offer: Offer) -> Block:
     if block.size != offer.size:
         raise Corrupt("length", f"{block.size} bytes were read and {offer.size} were offered")
     summed = checksum(block.payload)
-    header = block.header if block.sealed else seal(block.header, summed)
+    header = block.complete(block.payload, summed)
     fields = fields_of(header)
     check_name(offer.name, fields)
     verify_payload(fields, block.payload, summed)

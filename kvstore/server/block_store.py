@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from kvrelay.block.header import stated_length
+from kvrelay.block.header import header_bytes, stated_length
+from kvrelay.block.mac import BlockKey
+from kvrelay.block.verify import verify_tag
 from kvrelay.errors import Corrupt, Exhausted
 from kvstore.base import LookupResult, Outcome, PutStatus, SurveyResult, Tail
 from kvstore.claims import Claim, Grant, check_block, prefix_of
@@ -60,7 +62,14 @@ def most_overhead(limits: StoreLimits) -> int:
 class BlockStore:
     """Thread-safe. ``boot`` tells this start of the store from every other."""
 
-    def __init__(self, limits: StoreLimits, tenants: TenantTable | None = None) -> None:
+    def __init__(
+        self,
+        limits: StoreLimits,
+        tenants: TenantTable | None = None,
+        block_key: BlockKey | None = None,
+    ) -> None:
+        """``block_key``: ``recheck`` also removes blocks of services that it did not sign."""
+        self._block_key = block_key
         self.boot = os.urandom(16)
         self.limits = limits
         self.tenants = tenants or TenantTable()
@@ -173,7 +182,10 @@ class BlockStore:
         entry, lease = found
         try:
             view = self.arena.view(entry.value, entry.size).toreadonly()
-            check_block(Claim(name, entry.size, entry.partial), view)
+            header = check_block(Claim(name, entry.size, entry.partial), view)
+            if self._block_key is not None and not prefix_of(name):
+                split = header_bytes(header.positions)
+                verify_tag(bytes(view[:split]), view[split:], self._block_key)
         except Corrupt as error:
             with self._lock:
                 return error if self._index.remove_corrupt(entry) else None

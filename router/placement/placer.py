@@ -96,6 +96,7 @@ def namespace_of(info: worker_pb2.WorkerInfo, tenant: Tenant) -> Namespace:
         space.block_size,
         space.format_version,
         space.numerics,
+        info.fleet_key_id,
         tenant.salt,
     )
 
@@ -109,10 +110,11 @@ def _namespace(
     size: int,
     version: int,
     numerics: str,
+    fleet: bytes,
     salt: bytes,
 ) -> Namespace:
     """One object for all requests, which keeps its digest."""
-    space = Namespace(model, revision, dtype, layout, size, version, numerics)
+    space = Namespace(model, revision, dtype, layout, size, version, numerics, fleet)
     return space.of_tenant(salt)
 
 

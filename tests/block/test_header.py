@@ -39,7 +39,7 @@ WANTED = ExpectedBlock(b"n" * 32, b"p" * 32, b"x" * 32, HEADER.tokens, "float32"
 
 @given(
     tokens=st.lists(st.integers(0, 2**32 - 1), max_size=300).map(tuple),
-    shape=st.lists(st.integers(0, 9), max_size=8).map(tuple),
+    shape=st.lists(st.integers(0, 9), max_size=6).map(tuple),
     dtype=st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"]),
 )
 def test_round_trip(tokens: tuple[int, ...], shape: tuple[int, ...], dtype: str) -> None:
@@ -76,9 +76,9 @@ def test_every_shorter_header_is_refused() -> None:
     ("offset", "layout", "value", "field"),
     [
         (0, "8s", b"NOTABLOK", "magic"),
-        (8, "H", 2, "version"),
+        (8, "H", 1, "version"),
         (12, "I", 0xFFFFFFFF, "header_length"),
-        (40, "I", 0xFFFFFFFF, "count"),
+        (52, "I", 0xFFFFFFFF, "count"),
         (64, "32s", b"m" * 32, "header_checksum"),
     ],
 )
@@ -96,7 +96,7 @@ def test_the_field_is_named(offset: int, layout: str, value: bytes | int, field:
         ({"dtype": "complex"}, "dtype"),
         ({"payload_bytes": 767}, "payload_bytes"),
         ({"shape": (1 << 31, 1 << 31)}, "payload_bytes"),
-        ({"shape": (1 << 31,), "payload_bytes": 1 << 33}, "payload_bytes"),
+        ({"shape": (1 << 29,), "payload_bytes": 1 << 31}, "payload_bytes"),
     ],
 )
 def test_a_well_checksummed_lie_is_refused(change: dict[str, object], field: str) -> None:

@@ -20,8 +20,9 @@ def test_every_field_of_a_namespace_changes_its_digest() -> None:
         dataclasses.replace(SPACE, dtype="bfloat16"),
         dataclasses.replace(SPACE, layout="layer-major"),
         dataclasses.replace(SPACE, block_size=32),
-        dataclasses.replace(SPACE, format_version=2),
         dataclasses.replace(SPACE, numerics="native/avx2"),
+        dataclasses.replace(SPACE, format_version=3),
+        dataclasses.replace(SPACE, fleet_key_id=b"fleet"),
         dataclasses.replace(SPACE, tenant_salt=b"pepper"),
     ]
     digests = {SPACE.digest, *(other.digest for other in others)}
@@ -87,5 +88,5 @@ def test_the_digest_can_be_replaced() -> None:
     assert len({namer.child(namer.root, [token]) for token in range(2000)}) == 256
 
 
-PINNED_DIGEST = "8bbb071c8ea863905d30ab88274523fa77e21770e21fd2ad619526286ad8366f"
-PINNED_NAME = "a610275a40fe604d73bde9ee980e8c3934e650b78c7cb428f180813a2f804b67"
+PINNED_DIGEST = "7550fa4ddc9ab769c0b45943ee351137b2f0eecc31b76a01ac47980bcc4c66f4"
+PINNED_NAME = "aea590b6c4d50d38f591e484f35f6acc4e522bed0e9c7bc14d7a57fb7da9cea9"

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 
-from kvrelay.block.header import seal
 from kvstore.base import Block, Offer, Outcome
 from kvstore.client.transports.base import parse_outcomes, read_offer
 from kvstore.client.transports.connection import StoreConnection
@@ -117,4 +116,5 @@ def _place(block: Block, target: memoryview) -> None:
         target[:split] = block.header
         copy(target[split:], block.payload)
     else:
-        target[:split] = seal(block.header, copy_summed(target[split:], block.payload))
+        summed = copy_summed(target[split:], block.payload)
+        target[:split] = block.complete(target[split:], summed)
