@@ -99,10 +99,14 @@ def check_usage(query: Query, completion: Completion) -> None:
         for admission in leg.admissions:
             assert admission.local + admission.external + admission.fresh == admission.length
             assert admission.fresh >= 1
-        executed = sum(item.frontier - item.local - item.external for item in leg.admissions)
-        assert leg.executed == executed
+        ran = [range(item.local + item.external, item.frontier) for item in leg.admissions]
+        assert leg.executed == sum(map(len, ran))
+        assert leg.recomputed == leg.executed - len({at for span in ran for at in span}), leg
         own_positions = max(leg.generated - 1, 0)  # the last sampled token's KV is never made
-        assert leg.executed == leg.computed + leg.recomputed + own_positions, leg
+        if len(ran) == 1:
+            assert leg.executed == leg.computed + own_positions, leg
+        first_hit = leg.admissions[0].local, leg.admissions[0].external
+        assert (leg.local, leg.external) == first_hit, leg
     assert sum(leg.generated for leg in usage.legs) == len(completion.token_ids)
     first = usage.legs[0]
     assert first.length == prompt + len(query.so_far)
