@@ -197,13 +197,16 @@ class RecheckJob:
         want = Want(target.expected.name, buffer, target.source, partial)
         with closing(self._context.store.get([want], timeout)) as arriving:
             for got in arriving:
-                if got.header is not None and _is_wrong(got.header, target, buffer, got.summed):
+                if got.header is not None and self._is_wrong(
+                    got.header, target, buffer, got.summed
+                ):
                     return
 
-
-def _is_wrong(header: bytes, target: LoadTarget, payload: memoryview, summed: int | None) -> bool:
-    try:
-        verify_block(header, target.expected, payload, summed)
-    except Corrupt:
-        return True
-    return False
+    def _is_wrong(
+        self, header: bytes, target: LoadTarget, payload: memoryview, summed: int | None
+    ) -> bool:
+        try:
+            verify_block(header, target.expected, payload, summed, self._context.options.key)
+        except Corrupt:
+            return True
+        return False
