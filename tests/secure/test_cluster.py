@@ -139,7 +139,7 @@ def handed_over(secured: Secured, number: int) -> tuple[types_pb2.Leg, types_pb2
         call = prefill_pb2_grpc.PrefillServiceStub(channel).Prefill(
             prefill_pb2.PrefillRequest(leg=leg), timeout=SECONDS
         )
-        first, last = list(call)
+        _, first, last = list(call)
     leg.output_token_ids.append(first.first_token.token.id)
     leg.leg_index = 1
     return leg, last.handoff
