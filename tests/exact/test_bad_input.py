@@ -94,10 +94,6 @@ INVALID = {
         Request(token_ids=router_pb2.TokenIds(ids=[1] * 1024), max_tokens=4),
         "",
     ),
-    "never fits the pool": (
-        Request(token_ids=router_pb2.TokenIds(ids=[1] * 250), max_tokens=600),
-        "",
-    ),
     "temperature NaN": (sampling(temperature=math.nan), "temperature"),
     "temperature negative": (sampling(temperature=-1.0), "temperature"),
     "temperature infinite": (sampling(temperature=math.inf), "temperature"),
@@ -140,6 +136,14 @@ def test_invalid_argument(up: Cluster, name: str) -> None:
     assert named
     assert all(named)
     assert any(field in item for item in named), named
+
+
+def test_a_request_longer_than_every_pool_is_its_operators_matter(up: Cluster) -> None:
+    """It is within ``max_model_len``, so the client did nothing wrong."""
+    request = Request(token_ids=router_pb2.TokenIds(ids=[1] * 250), max_tokens=600)
+    error = refused(up, request)
+    assert error.code() is grpc.StatusCode.FAILED_PRECONDITION, error
+    assert "its operator must raise --kv-memory" in (error.details() or "")
 
 
 def test_stop_string_that_is_not_utf8(up: Cluster) -> None:
