@@ -87,8 +87,7 @@ class Up:
 
     def __init__(self, config: UpConfig) -> None:
         self._config = config
-        named = Path(config.endpoints).absolute() if config.endpoints else None
-        self._files = [file for file in (named, endpoints.own_file()) if file is not None]
+        self._named = Path(config.endpoints).absolute() if config.endpoints else None
         self._ended = threading.Event()
         self._status = 0  # exit status of an interrupted start
         self._failing: dict[str, str] = {}  # processes that kept dying until the end
@@ -150,12 +149,15 @@ class Up:
         return lines
 
     def _publish(self) -> None:
-        for file in () if self._ended.is_set() else self._files:
+        for file in () if self._ended.is_set() else self._files():
             endpoints.write(file, self.cluster.describe())
 
     def _remove_files(self) -> None:
-        for file in self._files:
+        for file in self._files():
             endpoints.remove(file)
+
+    def _files(self) -> list[Path]:
+        return [file for file in (self._named, endpoints.own_file()) if file is not None]
 
     def _show_line(self, spec: ProcessSpec, line: str) -> None:
         if not self._config.quiet:

@@ -54,9 +54,12 @@ def write(path: Path, content: Mapping[str, object]) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove the file of a cluster that ended."""
+    """Remove the file of a cluster that ended, and the private folder once it is empty."""
     with suppress(OSError):
         path.unlink()
+    if path.parent == _private_folder():
+        with suppress(OSError):
+            path.parent.rmdir()
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +83,11 @@ def store_of(path: Path) -> str:
 
 
 def own_file() -> Path | None:
-    """The endpoints file of this process in the user's private folder; ``None`` without one."""
-    folder = _private_folder()
+    """The endpoints file of this process in the user's private folder; ``None`` without one.
+
+    Makes the folder if it is absent.
+    """
+    folder = _private_folder(make=True)
     return None if folder is None else folder / f"up-{os.getpid()}.json"
 
 
@@ -129,14 +135,15 @@ def _age(path: Path) -> float:
         return 0.0
 
 
-def _private_folder() -> Path | None:
-    """A folder that only this user can use, made if it is absent; ``None`` if it cannot be."""
+def _private_folder(make: bool = False) -> Path | None:
+    """The folder that only this user can use; ``None`` if there is none."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(runtime, "kvrelay") if runtime else _temporary_folder()
     if folder is None:
         return None
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
+        if make:
+            folder.mkdir(mode=0o700, exist_ok=True)
         status = folder.lstat()
     except OSError:
         return None
