@@ -306,7 +306,7 @@ class Engine:
         for output, item in zip(committed.outputs, sampled, strict=True):
             request_id = output.request.id
             leg = self._legs[request_id]
-            begun = self._legs.note_token(leg, now)
+            self._legs.note_token(leg, now)
             finish = output.finish
             try:
                 stops = leg.stop_checker is not None and leg.stop_checker.stops_at(item.token)
@@ -316,7 +316,7 @@ class Engine:
             if stops:
                 finish = finish or Finish.STOP
                 self._scheduler.abort(request_id, finish)
-            self._legs.queue_update(request_id, Token(item, finish, begun))
+            self._legs.queue_update(request_id, Token(item, finish))
             self._end(leg)
 
     # --- requests -------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Protocol
 from kvrelay.engine.core.audit import Finding
 from kvrelay.engine.core.external import BlockContent, Load, Loaded, Save, Saved, apportion
 from kvrelay.engine.core.plan import Committed
-from kvrelay.engine.core.request import Admission, Request, RequestState
+from kvrelay.engine.core.request import Request, RequestState
 from kvrelay.engine.core.totals import Totals
 from kvrelay.engine.core.updates import Admitted, Ended, Failed, Timing, Update
 from kvrelay.engine.core.usage import leg_tokens, missed_blocks
@@ -201,14 +201,11 @@ class Legs:
         """Note the outcome of a step."""
         self.totals = self.totals.with_step(committed)
 
-    def note_token(self, leg: Leg, now: float) -> Admission | None:
-        """Count the leg's prompt with its first token, and return the first admission with it."""
-        if leg.first_token is not None or leg.first is None:
-            return None
-        leg.first_token = now
-        first = leg.first
-        self.totals = self.totals.with_first_token(first.admission, first.sources, first.missed)
-        return first.admission
+    def note_token(self, leg: Leg, now: float) -> None:
+        """Count the leg's prompt with its first token."""
+        if leg.first_token is None and (first := leg.first) is not None:
+            leg.first_token = now
+            self.totals = self.totals.with_first_token(first.admission, first.sources, first.missed)
 
     def queue_update(self, request_id: str, update: Update) -> None:
         """Queue an update."""

@@ -76,14 +76,10 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One more token; ``finish`` marks the last one and says why.
-
-    The first token carries the first admission of the leg.
-    """
+    """One more token; ``finish`` marks the last one and says why."""
 
     sampled: Sampled
     finish: Finish | None
-    admission: Admission | None = None
 
 
 @dataclass(frozen=True, slots=True)
