@@ -174,3 +174,12 @@ def test_those_that_pass_in_one_step_leave_room_for_what_they_become() -> None:
     others = [bench.submit(f"r{n}", [n], 4) for n in range(4)]
     bench.begin()
     assert [request.residency is not None for request in others] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("blocks", "passes"), [(2, False), (3, True)])
+def test_who_passes_leaves_headroom_for_the_skipped_request_too(blocks: int, passes: bool) -> None:
+    counted = Counted(limits(blocks, 4, seqs=4), later, running=0)
+    counted.submit("wait0", range(4), new=1)
+    counted.submit("passes", range(4, 8), new=1)
+    plan = counted.step()
+    assert [entry.request.id for entry in plan.entries] == (["passes"] if passes else [])
