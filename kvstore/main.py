@@ -71,7 +71,7 @@ async def serve(config: StoreConfig) -> int:
         log.info("blocks go by %s", ", ".join(listener.titles))
         log.info("eviction: %s", config.eviction)
         most = show_bytes(most_overhead(limits))
-        log.info("bookkeeping takes up to about %s of memory beside the budget", most)
+        log.info("bookkeeping takes up to about %s of memory besides the budget", most)
         size = show_size(config.budget)
         return f"store ready at {bound}, budget {size}, boot {store.boot.hex()}"
 

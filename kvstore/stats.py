@@ -70,7 +70,7 @@ class TenantStats:
 class StoreStats:
     """One reading. ``bytes`` include what is reserved; ``leased_bytes`` cannot be evicted now.
 
-    ``overhead_bytes`` is the memory of the store's bookkeeping beside the budget: tombstones,
+    ``overhead_bytes`` is the memory of the store's bookkeeping, not part of the budget: tombstones,
     events, leases, the memory of the eviction policy, and locations on disk.
     """
 

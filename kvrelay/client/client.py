@@ -138,7 +138,7 @@ class Client(BaseClient):
 def _watch(liveness: Liveness, channel: grpc.Channel, closed: threading.Event) -> None:
     answered = False
     while (step := liveness.next(answered)) is not None and not closed.is_set():
-        with suppress(ValueError):  # the channel was closed meanwhile
+        with suppress(ValueError):  # the channel has been closed since
             answered = step.probe and responds_sync(channel, step.seconds)
         if not step.probe:
             closed.wait(step.seconds)

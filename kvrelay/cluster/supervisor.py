@@ -49,7 +49,7 @@ def _ignore(spec: ProcessSpec, text: str) -> None:
 def with_fleet_key(config: ClusterConfig) -> ClusterConfig:
     """The configuration with a key that signs handoffs and blocks.
 
-    It is drawn for this cluster, or, if blocks outlive the cluster, the one that this user keeps.
+    A cluster whose blocks outlive it uses the key that this user keeps; another draws its own.
     """
     if config.fleet_key:
         return config

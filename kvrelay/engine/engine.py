@@ -137,7 +137,7 @@ class Engine:
         return self._load
 
     def audit(self) -> Future[list[Finding]]:
-        """Check the invariants between two steps; the future holds those that are broken."""
+        """Check the invariants between two steps; the future holds the broken ones."""
         return self._call(self._audit)
 
     def close(self, timeout: float = 10.0) -> None:

@@ -263,7 +263,7 @@ class StoreService:
             await self._changed.wait(min(left, 1.0))
 
     def _check_lease(self, lease: Lease | None) -> None:
-        """A copied message is valid only if the lease of its blocks has not ended meanwhile."""
+        """A copied message is valid only if its blocks were leased until the copy ended."""
         if lease is None or not self._store.extend(lease.id, STREAM_SECONDS):
             raise DeadlineExceeded(f"the client read nothing for {STREAM_SECONDS} s")
 

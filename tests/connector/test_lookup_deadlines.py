@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvrelay.connector.context import ConnectorOptions
+from kvrelay.engine.core.external import Query
 from kvrelay.usage import Miss
 from kvstore import LookupResult
 from kvstore.base import NameQuery
@@ -32,17 +33,23 @@ def saved(worker: Worker) -> None:
     worker.event()
 
 
-def test_a_lookup_that_waits_for_a_thread_is_not_late(stage: Stage) -> None:
-    """The second of two lookups on one thread waits out the first, and still finds its tokens."""
-    now = [time.monotonic()]
-    options = ConnectorOptions(lookup_threads=1, lookup_seconds=1, lookup_queue_seconds=60)
-    worker = Worker(stage, options, clock=lambda: now[0])
+def first_stalls(stage: Stage, worker: Worker) -> tuple[Query, Query]:
+    """Two lookups on one thread: the store has the first and does not answer, the second waits."""
     saved(worker)
     stage.stall()
     first, second = worker.query("first", TOKENS), worker.query("second", TOKENS)
     assert worker.connector.lookup(first) is None
     assert stage.asked.acquire(timeout=WAIT)
     assert worker.connector.lookup(second) is None
+    return first, second
+
+
+def test_a_lookup_that_waits_for_a_thread_is_not_late(stage: Stage) -> None:
+    """The second of two lookups on one thread waits out the first, and still finds its tokens."""
+    now = [time.monotonic()]
+    options = ConnectorOptions(lookup_threads=1, lookup_seconds=1, lookup_queue_seconds=60)
+    worker = Worker(stage, options, clock=lambda: now[0])
+    first, second = first_stalls(stage, worker)
     now[0] += 1.1
     assert worker.connector.lookup(first) == 0
     assert worker.connector.why("first") is Miss.TOO_LATE
@@ -57,12 +64,7 @@ def test_a_lookup_that_waits_too_long_for_a_thread_is_never_sent(stage: Stage) -
     now = [time.monotonic()]
     options = ConnectorOptions(lookup_threads=1, lookup_seconds=60, lookup_queue_seconds=5)
     worker = Worker(stage, options, clock=lambda: now[0])
-    saved(worker)
-    stage.stall()
-    first, second = worker.query("first", TOKENS), worker.query("second", TOKENS)
-    assert worker.connector.lookup(first) is None
-    assert stage.asked.acquire(timeout=WAIT)
-    assert worker.connector.lookup(second) is None
+    _, second = first_stalls(stage, worker)
     now[0] += 5.5
     assert worker.connector.lookup(second) == 0
     assert worker.connector.why("second") is Miss.TOO_LATE

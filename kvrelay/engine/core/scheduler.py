@@ -250,7 +250,7 @@ class Scheduler:
         return self._lookup(Query(request.id, request.tokens, request.names, local, order.space))
 
     def _missing(self, request: Request, hits: list[int], to_end: bool) -> int:
-        """Blocks to take beside the hits: for the request's length, or ``to_end`` for all."""
+        """Blocks to take besides the hits: up to the length, or ``to_end`` of the answer."""
         length = request.stored_positions if to_end else request.length
         return -(length // -self.limits.block_size) - len(hits)
 

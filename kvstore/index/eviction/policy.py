@@ -65,7 +65,7 @@ class EvictionPolicy(Protocol):
 
     @property
     def overhead_bytes(self) -> int:
-        """Memory of the policy's own beside the nodes, as measured."""
+        """Memory that the policy takes besides the nodes, as measured."""
 
     def advance(self, now: float) -> None:
         """The time is ``now``, in seconds, until the next call."""
