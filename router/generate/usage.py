@@ -40,7 +40,7 @@ def request_usage(
     """``cached_prompt_tokens`` is the first leg's hit: a transfer between legs is no cache hit.
 
     It never exceeds the prompt: a resumed request may also hit blocks of its tokens so far. A lost
-    leg counts if its worker reported its admission: another one has computed and saved nothing.
+    leg whose admission did not arrive is taken to have computed and saved nothing.
     """
     begun = [leg for leg in legs if leg.length or leg.generated]
     first = begun[0] if begun else types_pb2.LegUsage()
