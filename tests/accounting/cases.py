@@ -57,7 +57,7 @@ SMALL = (
     Case(
         "two that grow beside a load",
         limits(5, 1, 3, 3, 0),
-        (order("a", b"\1", 3), order("b", b"\2", 3), order("c", b"\3\4\5", 1)),
+        (order("a", b"\1\2", 3), order("b", b"\2", 3), order("c", b"\3\4\5", 1)),
         answers=(0, 99, None),
         shorts=(1, 99),
     ),

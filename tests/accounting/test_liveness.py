@@ -186,6 +186,26 @@ def test_two_that_are_preempted_wait_in_the_order_they_came() -> None:
     bench.run()
 
 
+def test_a_preempted_request_queues_behind_an_older_one_whose_lookup_is_late() -> None:
+    """Two ask later and a third passes both; the first then grows and preempts the third."""
+    late = {"first", "second"}
+    bench = Bench(limits(5, 1, headroom=0), lambda query: None if query.request_id in late else 0)
+    first = bench.submit("first", [1, 2], 3)
+    second = bench.submit("second", [3, 4, 5], 1)
+    third = bench.submit("third", [6], 3)
+    bench.step()
+    assert list(bench.scheduler.running) == [third]
+    late.remove("first")
+    bench.step()
+    assert list(bench.scheduler.running) == [first, third]
+    while not bench.scheduler.preemptions:
+        bench.step()
+    assert list(bench.scheduler.running) == [first]
+    assert list(bench.scheduler.waiting) == [second, third]
+    late.clear()
+    bench.run()
+
+
 @pytest.mark.parametrize("delay", [0, 40, 150, 400])
 def test_no_older_request_gives_way_to_newer_ones_that_load(delay: int) -> None:
     """Four old answers fill the pool as they grow; six newer requests load slowly beside them.
