@@ -7,7 +7,8 @@ worker from (prompt, tokens so far, sampling).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from kvrelay.errors import Rejected
 
@@ -17,6 +18,12 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 100.0
+MAX_LOGIT_BIASES = 1024  # these bounds, and those of bad words in tokens, are vLLM's
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
+MAX_BAD_WORD_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,10 @@ class Sampling:
     ``None`` for no log probabilities, else the number of likeliest tokens to report beside the
     chosen one. ``seed`` is an unsigned 64-bit number; the router draws one
     for ``None``, an engine that is given ``None`` uses 0.
+
+    ``logit_bias`` is added to the logits of its token ids before penalties. A token that would
+    complete one of ``bad_words`` in the output is never sampled; ``bad_word_ids`` are the same as
+    token ids, and all that an engine looks at.
     """
 
     temperature: float = DEFAULT_TEMPERATURE
@@ -44,6 +55,9 @@ class Sampling:
     ignore_eos: bool = False
     min_tokens: int = 0
     logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    bad_words: tuple[str, ...] = ()
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def ending_token_ids(self) -> tuple[int, ...]:
@@ -71,6 +85,36 @@ class Sampling:
             raise Rejected(
                 "sampling.logprobs", f"must lie in [0, {MAX_TOP_LOGPROBS}], got {self.logprobs}"
             )
+        self._check_bias(vocab_size)
+        self._check_bad_words(vocab_size)
+
+    def _check_bias(self, vocab_size: int) -> None:
+        most = MAX_LOGIT_BIASES
+        if len(self.logit_bias) > most:
+            raise Rejected(
+                "sampling.logit_bias", f"at most {most} tokens, got {len(self.logit_bias)}"
+            )
+        for token, bias in sorted(self.logit_bias.items()):
+            _in_vocabulary(f"logit_bias[{token}]", token, vocab_size)
+            _within(f"logit_bias[{token}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+    def _check_bad_words(self, vocab_size: int) -> None:
+        check_bad_words(self.bad_words)
+        sequences = self.bad_word_ids
+        if len(sequences) > MAX_BAD_WORD_SEQUENCES:
+            raise Rejected(
+                "sampling.bad_word_ids",
+                f"at most {MAX_BAD_WORD_SEQUENCES} sequences, got {len(sequences)}",
+            )
+        if (total := sum(map(len, sequences))) > MAX_BAD_WORD_TOKENS:
+            raise Rejected(
+                "sampling.bad_word_ids", f"at most {MAX_BAD_WORD_TOKENS} ids in all, got {total}"
+            )
+        for index, sequence in enumerate(sequences):
+            if not sequence:
+                raise Rejected(f"sampling.bad_word_ids[{index}]", "is empty")
+            for position, token in enumerate(sequence):
+                _in_vocabulary(f"bad_word_ids[{index}][{position}]", token, vocab_size)
 
     def _check_stops(self, vocab_size: int) -> None:
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
@@ -79,24 +123,35 @@ class Sampling:
                 f"at most {MAX_STOP_TOKEN_IDS} ids, got {len(self.stop_token_ids)}",
             )
         for index, token in enumerate(self.stop_token_ids):
-            if not 0 <= token < vocab_size:
-                raise Rejected(
-                    f"sampling.stop_token_ids[{index}]",
-                    f"{token} is outside the vocabulary of {vocab_size}",
-                )
+            _in_vocabulary(f"stop_token_ids[{index}]", token, vocab_size)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise Rejected("sampling.stop", f"at most {MAX_STOP_STRINGS}, got {len(self.stop)}")
-        for index, text in enumerate(self.stop):
-            if not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
-                raise Rejected(
-                    f"sampling.stop[{index}]",
-                    f"must have 1 to {MAX_STOP_STRING_CHARS} characters, got {len(text)}",
-                )
+        _check_texts("stop", self.stop, MAX_STOP_STRING_CHARS)
+
+
+def check_bad_words(words: Sequence[str]) -> None:
+    """Raise ``Rejected`` for too many bad words, or naming the first one of a wrong length."""
+    if len(words) > MAX_BAD_WORDS:
+        raise Rejected("sampling.bad_words", f"at most {MAX_BAD_WORDS}, got {len(words)}")
+    _check_texts("bad_words", words, MAX_BAD_WORD_CHARS)
 
 
 def stored_positions(prompt_tokens: int, max_tokens: int) -> int:
     """Positions whose KV a request stores at most (D5): that of its last token is never stored."""
     return prompt_tokens + max_tokens - 1
+
+
+def _check_texts(field: str, texts: Iterable[str], most: int) -> None:
+    for index, text in enumerate(texts):
+        if not 1 <= len(text) <= most:
+            raise Rejected(
+                f"sampling.{field}[{index}]", f"must have 1 to {most} characters, got {len(text)}"
+            )
+
+
+def _in_vocabulary(field: str, token: int, vocab_size: int) -> None:
+    if not 0 <= token < vocab_size:
+        raise Rejected(f"sampling.{field}", f"{token} is outside the vocabulary of {vocab_size}")
 
 
 def _within(

@@ -67,7 +67,8 @@ class LegUsage:
     again after preemptions; ``failed`` tokens were promised by the store and not delivered.
     ``saved`` counts the leading tokens in the store at the end of the leg, ``None`` if the worker
     did not report it. A ``lost`` leg's worker died: its figures are those of its admission, and
-    ``generated`` and ``executed`` as far as its tokens show.
+    ``generated`` and ``executed`` as far as its tokens show. ``sample`` is the index of the sample
+    that the leg made.
     """
 
     worker_id: str
@@ -90,6 +91,7 @@ class LegUsage:
     external_by_store: tuple[StoreTokens, ...]
     missed: tuple[MissedBlocks, ...]
     lost: bool
+    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,7 +134,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             workers = placer.candidates()
             async with deadline.limit("to tokenize the prompt"):
                 prompt = await self._prompts.tokenize(message, hold, longest(workers))
-            request = build(message, prompt, info, deadline, tenant, received_at)
+                words = await self._prompts.bad_words(message.sampling.bad_words, tenant)
+            request = build(message, prompt, words, info, deadline, tenant, received_at)
         if request.positions > longest(workers):
             raise too_long(request.positions, workers)
         hold.charge(request.charged_tokens)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
@@ -24,7 +25,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 S = TypeVar("S")
 RequestPart: TypeAlias = (
-    "router_pb2.GenerateRequest | router_pb2.ChatMessage | router_pb2.TokenIds | types_pb2.Sampling"
+    "router_pb2.GenerateRequest | router_pb2.Chat | router_pb2.ChatMessage | router_pb2.TokenIds"
+    " | types_pb2.Sampling | types_pb2.TokenSequence"
 )
 
 LONGEST_SECONDS = 1e8  # gRPC's longest timeout; a longer one means no limit
@@ -45,8 +47,12 @@ HINTS: Mapping[str, str] = {
     "system": 'a system message is the first of messages: [("system", "..."), ("user", "...")]',
 }
 PLAIN = ("max_tokens", "model", "request_id", "explain", "priority", "output_token_ids")
-SAMPLING = tuple(field.name for field in fields(Sampling) if field.name != "eos_token_ids")
+SPECIAL = ("eos_token_ids", "logit_bias", "bad_word_ids")
+SAMPLING = tuple(field.name for field in fields(Sampling) if field.name not in SPECIAL)
+ONE_OR_MORE = ("stop", "bad_words")
 TURN = "a mapping with role and content, or a pair of them"
+BIASES = "a mapping of token ids to numbers"
+ARGUMENTS = "a mapping that JSON can express"
 KINDS: Mapping[int, str] = {
     FieldDescriptor.CPPTYPE_BOOL: "True or False",
     FieldDescriptor.CPPTYPE_DOUBLE: "a number",
@@ -68,6 +74,7 @@ ADVICE: Mapping[str, str] = {
 FIELDS: Mapping[str, str] = {
     "leg.": "",
     "sampling.": "",
+    "chat.template_kwargs": "chat_template_kwargs",
     "prompt_token_ids": "prompt",
     "token_ids.ids": "token_ids",
     "chat.messages": "messages",
@@ -83,6 +90,7 @@ class Parameters:
     timeout: seconds for the whole answer; default no limit.
     prompt: text. messages: mappings with ``role`` and ``content``, or pairs of them, rendered by
         the model's chat template. token_ids: a prompt that is already tokenized.
+    chat_template_kwargs: further arguments of the template, such as ``{"enable_thinking": False}``.
     output_token_ids: output tokens so far, to continue an answer; ``resume`` does it by itself.
     max_tokens: output tokens in all, those of ``output_token_ids`` included; default 16.
     sampling: a ``Sampling``; each of the following parameters replaces a field of it.
@@ -90,6 +98,9 @@ class Parameters:
         tokens. top_p: from the likeliest tokens that together have this probability. min_p: from
         tokens with at least this fraction of the likeliest one's probability. Default off.
     repetition_penalty, presence_penalty, frequency_penalty: as in vLLM; default off.
+    logit_bias: numbers from -100 to 100, added to the logits of token ids before penalties.
+    bad_words: texts that the answer must not have, or bad_word_ids: sequences of token ids. The
+        last token of a sequence is not sampled behind the others, as in vLLM.
     seed: the same seed gives the same answer; drawn if absent, and returned with every chunk.
     stop, stop_token_ids: text and tokens that end the answer. ignore_eos: do not end at the
         end-of-sequence token. min_tokens: do not end before this many output tokens.
@@ -104,6 +115,7 @@ class Parameters:
     prompt: str | None = None
     messages: Sequence[Mapping[str, str] | tuple[str, str]] | None = None
     token_ids: Sequence[int] | None = None
+    chat_template_kwargs: Mapping[str, object] | None = None
     output_token_ids: Sequence[int] | None = None
     max_tokens: int | None = None
     sampling: Sampling | None = None
@@ -114,6 +126,9 @@ class Parameters:
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    bad_words: str | Sequence[str] | None = None
+    bad_word_ids: Sequence[Sequence[int]] | None = None
     seed: int | None = None
     stop: str | Sequence[str] | None = None
     stop_token_ids: Sequence[int] | None = None
@@ -146,6 +161,10 @@ class Parameters:
             request.chat.SetInParent()
             for index, turn in enumerate(_elements("messages", TURN, self.messages)):
                 _add_turn(request.chat, f"messages[{index}]", turn)
+        if self.chat_template_kwargs is not None:
+            if self.messages is None:
+                raise Rejected("chat_template_kwargs", "goes with messages: leave it out")
+            request.chat.template_kwargs = _json_object(self.chat_template_kwargs)
 
     def _set_sampling(self, message: types_pb2.Sampling) -> None:
         base = self.sampling
@@ -154,10 +173,16 @@ class Parameters:
         if base is not None and base.eos_token_ids:
             raise Rejected("sampling.eos_token_ids", "comes from the model: leave it out")
         for name in SAMPLING:
-            value = getattr(self, name)
-            if value is None and base is not None:
-                value = getattr(base, name)
-            _set(message, name, [value] if name == "stop" and isinstance(value, str) else value)
+            value = self._given(name)
+            one = name in ONE_OR_MORE and isinstance(value, str)
+            _set(message, name, [value] if one else value)
+        _set_biases(message, self._given("logit_bias"))
+        _set_sequences(message, self._given("bad_word_ids"))
+
+    def _given(self, name: str) -> object:
+        """The parameter, or the field of ``sampling`` that it does not replace."""
+        value: object = getattr(self, name)
+        return getattr(self.sampling, name) if value is None and self.sampling else value
 
 
 def seconds_of(timeout: float | None) -> float | None:
@@ -177,6 +202,8 @@ def parameter_error(error: KvrelayError) -> KvrelayError:
     for field, parameter in FIELDS.items():
         if name.startswith(field):
             name = parameter + name.removeprefix(field)
+            if parameter:
+                break
     return Rejected(name, error.message)
 
 
@@ -225,6 +252,42 @@ def _add_turn(chat: router_pb2.Chat, parameter: str, turn: object) -> None:
             _set(message, "content", content, f"{parameter}.content")
         case _:
             raise _wrong(parameter, TURN, turn)
+
+
+def _set_biases(message: types_pb2.Sampling, biases: object) -> None:
+    if biases is None:
+        return
+    if not isinstance(biases, Mapping):
+        raise _wrong("logit_bias", BIASES, biases)
+    for token, bias in biases.items():
+        token = int(token) if isinstance(token, str) and token.isdecimal() else token  # as in JSON
+        if isinstance(bias, bool):
+            raise _wrong(f"logit_bias[{token}]", "a number", bias)
+        try:
+            message.logit_bias[token] = bias
+        except (TypeError, ValueError, OverflowError):
+            known = isinstance(token, int) and 0 <= token < 1 << 32
+            kind = "a number" if known else f"for {KINDS[FieldDescriptor.CPPTYPE_UINT32]}"
+            raise _wrong(f"logit_bias[{token!r:.80}]", kind, bias) from None
+
+
+def _set_sequences(message: types_pb2.Sampling, sequences: object) -> None:
+    if sequences is None:
+        return
+    for index, ids in enumerate(_elements("bad_word_ids", "a list of token ids", sequences)):
+        sequence = message.bad_word_ids.add()
+        sequence.SetInParent()
+        _set(sequence, "ids", ids, f"bad_word_ids[{index}]")
+
+
+def _json_object(value: object) -> str:
+    """The text of a JSON object."""
+    if not isinstance(value, Mapping):
+        raise _wrong("chat_template_kwargs", ARGUMENTS, value)
+    try:
+        return json.dumps(dict(value), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Rejected("chat_template_kwargs", f"must be {ARGUMENTS}: {error}") from None
 
 
 def _set(message: RequestPart, name: str, value: object, parameter: str = "") -> None:

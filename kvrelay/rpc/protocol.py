@@ -35,7 +35,7 @@ def role_name(role: Role) -> str:
 
 def sampling_of(message: types_pb2.Sampling, eos_token_ids: Sequence[int] = ()) -> Sampling:
     """The sampling parameters of a message and the model's end tokens; defaults where absent."""
-    lists = ("stop", "stop_token_ids")
+    lists = ("stop", "stop_token_ids", "logit_bias", "bad_words", "bad_word_ids")
     given = {f.name: value for f, value in message.ListFields() if f.name not in lists}
     # A zero that was given explicitly is listed too: every scalar field is `optional`.
     return Sampling(
@@ -43,6 +43,9 @@ def sampling_of(message: types_pb2.Sampling, eos_token_ids: Sequence[int] = ()) 
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
         eos_token_ids=tuple(eos_token_ids),
+        logit_bias=dict(message.logit_bias),
+        bad_words=tuple(message.bad_words),
+        bad_word_ids=tuple(tuple(sequence.ids) for sequence in message.bad_word_ids),
     )
 
 

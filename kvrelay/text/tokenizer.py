@@ -6,6 +6,7 @@ choose for most folders is used directly if the folder names it.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, cast
 from kvrelay.errors import Rejected, Unservable
 from kvrelay.model_folder import missing_folder
 from kvrelay.text.bound import bytes_per_token
+from kvrelay.text.template import RESERVED_ARGUMENTS, template_arguments
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 MAX_PROMPT_BYTES = 4 << 20
 FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
 """Files of vocabularies. Without one ``transformers`` makes an empty tokenizer for some models."""
+INSTEAD = {"sampling.stop": "stop_token_ids", "sampling.bad_words": "bad_word_ids"}
+WRONG_VALUES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -65,10 +69,22 @@ class Tokenizer:
         encoded = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return list(encoded[0].ids)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of each text, without special tokens."""
+        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [list(one.ids) for one in encoded]
+
+    @cached_property
+    def reserved_arguments(self) -> frozenset[str]:
+        """The names that no argument of the chat template may have."""
+        known = inspect.signature(self._pretrained.apply_chat_template).parameters
+        return RESERVED_ARGUMENTS | known.keys() | self._pretrained.special_tokens_map.keys()
+
+    def render(self, messages: Sequence[Mapping[str, str]], arguments: str = "") -> str:
         """The text of ``apply_chat_template(messages, add_generation_prompt=True)``.
 
-        Raises ``Rejected`` for the field ``chat``.
+        ``arguments`` are further ones of the template, as a JSON object. Raises ``Rejected`` for
+        the field ``chat``.
         """
         from jinja2 import TemplateError
 
@@ -78,11 +94,17 @@ class Tokenizer:
             raise Rejected("chat", "this model has no chat template: send `prompt` instead")
         for index, message in enumerate(messages):
             self.check_size(message["content"], f"chat.messages[{index}].content")
+        given = template_arguments(arguments, self.reserved_arguments) if arguments else {}
+        # With values of types that it does not expect, a template fails in many ways.
+        expected = (TemplateError, *WRONG_VALUES) if given else TemplateError
         try:
             text = self._pretrained.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **given,  # type: ignore[arg-type]  # none of these names
             )
-        except TemplateError as error:
+        except expected as error:
             raise Rejected("chat", f"the chat template refuses it: {error}") from error
         return cast(str, text)
 
@@ -117,7 +139,7 @@ class NoTokenizer(Tokenizer):
         self.vocab_size = 0
         self.special_ids = frozenset()
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, str]], arguments: str = "") -> str:
         raise self.refusal("chat")
 
     def check_size(self, text: str, field: str, positions: int | None = None) -> int:
@@ -125,7 +147,7 @@ class NoTokenizer(Tokenizer):
 
     def refusal(self, field: str) -> Rejected:
         """The error for a field that needs text."""
-        instead = "stop_token_ids" if field == "sampling.stop" else "token_ids"
+        instead = INSTEAD.get(field, "token_ids")
         return Rejected(field, f"needs a tokenizer, and this model has none: send {instead}")
 
 

@@ -102,20 +102,50 @@ class Chat(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: _builtins.int
+    TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    template_kwargs: _builtins.str
+    """Arguments of the template, a JSON object such as {"enable_thinking": false}; at most 16 KiB."""
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
     def __init__(
         self,
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
+        template_kwargs: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["messages", b"messages", "template_kwargs", b"template_kwargs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Chat: _TypeAlias = Chat  # noqa: Y015
+
+@_typing.final
+class SampleOutput(_message.Message):
+    """What a client has received of one of `n` samples, to resume the stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    ended: _builtins.bool
+    """its finish reason was received: it gets no further response"""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        ended: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SampleOutput: _TypeAlias = SampleOutput  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -133,6 +163,8 @@ class GenerateRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     PROMPT_HASH_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """default: drawn by the router"""
     model: _builtins.str
@@ -149,6 +181,8 @@ class GenerateRequest(_message.Message):
     """to resume: FAILED_PRECONDITION if other weights are served now"""
     prompt_hash: _builtins.int
     """to resume: FAILED_PRECONDITION if the prompt has other tokens now"""
+    n: _builtins.int
+    """samples, 1 to 128; sample i has the seed `seed + i`; default 1"""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """already tokenized"""
@@ -163,6 +197,10 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _types_pb2.Sampling: ...
+    @_builtins.property
+    def samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleOutput]:
+        """to resume n > 1 samples, in place of output_token_ids"""
+
     def __init__(
         self,
         *,
@@ -178,17 +216,23 @@ class GenerateRequest(_message.Message):
         priority: _builtins.int = ...,
         weights: _builtins.str = ...,
         prompt_hash: _builtins.int = ...,
+        n: _builtins.int | None = ...,
+        samples: _abc.Iterable[Global___SampleOutput] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "chat", b"chat", "input", b"input", "max_tokens", b"max_tokens", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "chat", b"chat", "input", b"input", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "chat", b"chat", "explain", b"explain", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "prompt_hash", b"prompt_hash", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "chat", b"chat", "explain", b"explain", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "prompt_hash", b"prompt_hash", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "token_ids", b"token_ids", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__n: _TypeAlias = _typing.Literal["n"]  # noqa: Y015
+    _WhichOneofArgType__n: _TypeAlias = _typing.Literal["_n", b"_n"]  # noqa: Y015
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "token_ids", "chat"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__n) -> _WhichOneofReturnType__n | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType_input) -> _WhichOneofReturnType_input | None: ...
 
@@ -206,6 +250,7 @@ class GenerateResponse(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     PROMPT_HASH_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """on the first response"""
     text: _builtins.str
@@ -213,16 +258,18 @@ class GenerateResponse(_message.Message):
     finish_reason: _types_pb2.FinishReason.ValueType
     """on the last response"""
     seed: _builtins.int
-    """on the first response, as the next two"""
+    """on the first response of a sample, as the next two"""
     weights: _builtins.str
     """revision and dtype of the weights"""
     prompt_hash: _builtins.int
     """hash of the prompt's tokens"""
+    index: _builtins.int
+    """of the sample; each has its own first and last response"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Token]: ...
     @_builtins.property
     def usage(self) -> _types_pb2.Usage:
-        """on the last response"""
+        """on the last response of all"""
 
     def __init__(
         self,
@@ -235,10 +282,11 @@ class GenerateResponse(_message.Message):
         seed: _builtins.int | None = ...,
         weights: _builtins.str = ...,
         prompt_hash: _builtins.int = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "seed", b"seed", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish_reason", b"finish_reason", "prompt_hash", b"prompt_hash", "request_id", b"request_id", "seed", b"seed", "text", b"text", "tokens", b"tokens", "usage", b"usage", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "finish_reason", b"finish_reason", "index", b"index", "prompt_hash", b"prompt_hash", "request_id", b"request_id", "seed", b"seed", "text", b"text", "tokens", b"tokens", "usage", b"usage", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015

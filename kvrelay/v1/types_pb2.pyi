@@ -122,6 +122,26 @@ class Sampling(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
@@ -135,6 +155,9 @@ class Sampling(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_FIELD_NUMBER: _builtins.int
+    BAD_WORD_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """>= 0; 0 is greedy; default 1"""
     top_k: _builtins.int
@@ -165,6 +188,20 @@ class Sampling(_message.Message):
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """the request ends when the output text has one of these"""
 
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these token ids before penalties; each in [-100, 100], at most 1024."""
+
+    @_builtins.property
+    def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Texts that the output shall not have: the last token of one is never sampled behind the others.
+        At most 128. The router sends them to workers as token ids, in the next field.
+        """
+
+    @_builtins.property
+    def bad_word_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenSequence]:
+        """the same as token ids; at most 256, of 1024 ids in all"""
+
     def __init__(
         self,
         *,
@@ -181,10 +218,13 @@ class Sampling(_message.Message):
         ignore_eos: _builtins.bool | None = ...,
         min_tokens: _builtins.int | None = ...,
         logprobs: _builtins.int | None = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        bad_words: _abc.Iterable[_builtins.str] | None = ...,
+        bad_word_ids: _abc.Iterable[Global___TokenSequence] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_ignore_eos", b"_ignore_eos", "_logprobs", b"_logprobs", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "bad_word_ids", b"bad_word_ids", "bad_words", b"bad_words", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -232,6 +272,26 @@ class Sampling(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
+
+@_typing.final
+class TokenSequence(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenSequence: _TypeAlias = TokenSequence  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):
@@ -396,6 +456,7 @@ class LegUsage(_message.Message):
     EXTERNAL_BY_STORE_FIELD_NUMBER: _builtins.int
     MISSED_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
+    SAMPLE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """as in WorkerInfo"""
     role: Global___Role.ValueType
@@ -431,6 +492,8 @@ class LegUsage(_message.Message):
     and the admission's `frontier` as far as its tokens show. Positions computed before a first
     token, or again after a preemption, are not known.
     """
+    sample: _builtins.int
+    """index of the sample that the leg made; set by the router"""
     @_builtins.property
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admission]: ...
     @_builtins.property
@@ -464,10 +527,11 @@ class LegUsage(_message.Message):
         external_by_store: _abc.Iterable[Global___StoreTokens] | None = ...,
         missed: _abc.Iterable[Global___MissedBlocks] | None = ...,
         lost: _builtins.bool = ...,
+        sample: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_saved", b"_saved", "saved", b"saved"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved", b"_saved", "address", b"address", "admissions", b"admissions", "computed", b"computed", "executed", b"executed", "external", b"external", "external_by_store", b"external_by_store", "failed", b"failed", "generated", b"generated", "length", b"length", "load_seconds", b"load_seconds", "local", b"local", "lost", b"lost", "missed", b"missed", "preemptions", b"preemptions", "queue_seconds", b"queue_seconds", "recomputed", b"recomputed", "role", b"role", "run_seconds", b"run_seconds", "saved", b"saved", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved", b"_saved", "address", b"address", "admissions", b"admissions", "computed", b"computed", "executed", b"executed", "external", b"external", "external_by_store", b"external_by_store", "failed", b"failed", "generated", b"generated", "length", b"length", "load_seconds", b"load_seconds", "local", b"local", "lost", b"lost", "missed", b"missed", "preemptions", b"preemptions", "queue_seconds", b"queue_seconds", "recomputed", b"recomputed", "role", b"role", "run_seconds", b"run_seconds", "sample", b"sample", "saved", b"saved", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__saved: _TypeAlias = _typing.Literal["saved"]  # noqa: Y015
     _WhichOneofArgType__saved: _TypeAlias = _typing.Literal["_saved", b"_saved"]  # noqa: Y015

@@ -63,6 +63,8 @@ def check_leg(leg: types_pb2.Leg, vocab_size: int, longest: int) -> None:
         raise Rejected("leg.request_id", f"at most {MAX_REQUEST_ID} characters")
     if len(leg.tenant_salt) not in (0, SALT_BYTES):
         raise Rejected("leg.tenant_salt", f"must have {SALT_BYTES} bytes, or none")
+    if leg.sampling.bad_words:
+        raise Rejected("leg.sampling.bad_words", "must be in bad_word_ids: the router makes these")
     if not leg.prompt_token_ids:
         raise Rejected("leg.prompt_token_ids", "must have at least one token")
     if leg.max_tokens <= len(leg.output_token_ids):

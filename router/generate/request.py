@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -77,6 +78,10 @@ def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:
         raise Rejected(
             "sampling.min_tokens", f"{sampling.min_tokens} is more than max_tokens {max_tokens}"
         )
+    if message.HasField("n") and message.n != 1:
+        raise Rejected("n", f"must be 1, got {message.n}: send a request for each sample")
+    if message.samples:
+        raise Rejected("samples", "resumes n > 1 samples: give output_token_ids")
     random = not sampling.HasField("temperature") or sampling.temperature > 0
     if so_far and random and not sampling.HasField("seed"):
         raise Rejected("sampling.seed", "missing: to continue, give the seed of the first response")
@@ -112,12 +117,16 @@ def check_length(message: router_pb2.GenerateRequest, longest: int) -> None:
 def build(
     message: router_pb2.GenerateRequest,
     prompt: tuple[int, ...],
+    bad_words: Sequence[Sequence[int]],
     info: worker_pb2.WorkerInfo,
     deadline: Deadline,
     tenant: Tenant,
     received_at: float,
 ) -> AcceptedRequest:
-    """The request, after the checks that need to know what the fleet serves."""
+    """The request, after the checks that need to know what the fleet serves.
+
+    ``bad_words`` are the token sequences of ``sampling.bad_words``.
+    """
     vocab_size, weights = info.vocab_size, weights_of(info.namespace)
     if message.weights not in ("", weights):  # the tokens so far are another model's
         raise Mismatch(
@@ -142,6 +151,10 @@ def build(
     if not sampling.HasField("seed"):
         sampling.seed = secrets.randbits(64)
     sampling_of(sampling).check(vocab_size)
+    for ids in bad_words:
+        check_ids("sampling.bad_words", ids, vocab_size)
+        sampling.bad_word_ids.add(ids=ids)
+    sampling.ClearField("bad_words")
     return AcceptedRequest(
         id=message.request_id or secrets.token_hex(8),
         prompt=prompt,

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvrelay.rpc.security.identity import Tenant
+from kvrelay.sampling import check_bad_words
+from kvrelay.text.bad_words import bad_word_ids
 from kvrelay.text.tokenizer import TextTooLong, Tokenizer
 from kvrelay.v1 import router_pb2
 from router.queue.quotas import QuotaHold
@@ -85,7 +87,17 @@ class PromptTokenizer:
         turns = [{"role": m.role, "content": m.content} for m in message.chat.messages]
         size = message.chat.ByteSize()
         long = size > LONG_TEXT or len(turns) > LONG_CHAT
-        return await self._run(tenant, size, long, lambda: self._tokenizer.render(turns))
+        arguments = message.chat.template_kwargs
+        return await self._run(tenant, size, long, lambda: self._tokenizer.render(turns, arguments))
+
+    async def bad_words(self, words: Sequence[str], tenant: Tenant) -> list[list[int]]:
+        """The token sequences of bad words; ``Rejected`` for words that cannot be used."""
+        if not words:
+            return []
+        check_bad_words(words)
+        size = sum(map(len, words))
+        long = size > LONG_TEXT
+        return await self._run(tenant, size, long, lambda: bad_word_ids(self._tokenizer, words))
 
     async def _run(self, tenant: Tenant, size: int, long: bool, work: Callable[[], T]) -> T:
         return await self.threads.run(tenant, size, work) if long else work()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import math
 import pickle
+import re
 from collections.abc import Callable
 
 import numpy as np
@@ -128,6 +130,71 @@ def test_arrays_and_what_is_no_sequence() -> None:
         ask = {"prompt": "a", field: 5} if field == "stop" else {field: 5}
         with pytest.raises(Rejected, match=field):
             Parameters(**ask).message()
+
+
+def test_biases_and_bad_words() -> None:
+    made = Parameters(
+        messages=[("user", "x")],
+        logit_bias={5: 1, "7": -2.5},  # type: ignore[dict-item]  # keys as JSON has them
+        bad_words="one",
+        bad_word_ids=[[1, 2], np.array([3])],  # type: ignore[list-item]
+        chat_template_kwargs={"enable_thinking": False, "names": ["é"]},
+    ).message()
+    assert dict(made.sampling.logit_bias) == {5: 1.0, 7: -2.5}
+    assert list(made.sampling.bad_words) == ["one"]
+    assert [list(one.ids) for one in made.sampling.bad_word_ids] == [[1, 2], [3]]
+    given = json.loads(made.chat.template_kwargs)
+    assert given == {"enable_thinking": False, "names": ["é"]}
+    base = Sampling(logit_bias={1: 2.0}, bad_words=("a",), bad_word_ids=((4,),))
+    whole = Parameters(prompt="x", sampling=base, bad_words=["b"]).message().sampling
+    assert dict(whole.logit_bias) == {1: 2.0}
+    assert list(whole.bad_words) == ["b"]
+    assert [list(one.ids) for one in whole.bad_word_ids] == [[4]]
+    assert hash(base) == hash(Sampling(bad_words=("a",), bad_word_ids=((4,),)))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"logit_bias": [1]}, "logit_bias: must be a mapping of token ids to numbers, got [1]"),
+        ({"logit_bias": {1: "x"}}, "logit_bias[1]: must be a number, got 'x'"),
+        ({"logit_bias": {1: True}}, "logit_bias[1]: must be a number, got True"),
+        ({"logit_bias": {-1: 2.0}}, "logit_bias[-1]: must be for an integer from 0 to 42949672"),
+        ({"logit_bias": {"a": 2.0}}, "logit_bias['a']: must be for an integer from 0 to 42949672"),
+        ({"bad_words": [5]}, "bad_words[0]: must be text (a str)"),
+        ({"bad_word_ids": [5]}, "bad_word_ids[0]: must be a list, each an integer"),
+        ({"bad_word_ids": [[-5]]}, "bad_word_ids[0][0]: must be an integer from 0"),
+        ({"chat_template_kwargs": {}}, "chat_template_kwargs: goes with messages"),
+        (
+            {"messages": [("user", "x")], "chat_template_kwargs": [1]},
+            "chat_template_kwargs: must be a mapping that JSON can express, got [1]",
+        ),
+        (
+            {"messages": [("user", "x")], "chat_template_kwargs": {"a": math.nan}},
+            "chat_template_kwargs: must be a mapping that JSON can express: ",
+        ),
+        (
+            {"messages": [("user", "x")], "chat_template_kwargs": {"a": {1, 2}}},
+            "chat_template_kwargs: must be a mapping that JSON can express: ",
+        ),
+    ],
+)
+def test_what_cannot_be_sent_is_named(given: dict[str, object], told: str) -> None:
+    source = {} if "messages" in given else {"prompt": "x"}
+    make: Callable[..., Parameters] = Parameters
+    with pytest.raises(Rejected, match=re.escape(told)):
+        make(**source, **given).message()
+
+
+async def test_the_routers_refusals_name_the_parameter() -> None:
+    async with running([decode_worker()]) as router, AsyncClient(router.address) as client:
+        turns = [("user", "x")]
+        with pytest.raises(Rejected, match=r"^chat_template_kwargs\.tools: is set by"):
+            await client.complete(messages=turns, chat_template_kwargs={"tools": []})
+        with pytest.raises(Rejected, match=r"^logit_bias\[9\]: must lie in \[-100, 100\], got 200"):
+            await client.complete(prompt="x", logit_bias={9: 200})
+        with pytest.raises(Rejected, match=r"^bad_words\[0\]: ' ' has no token"):
+            await client.complete(prompt="x", bad_words=" ")
 
 
 def test_an_unset_seed_is_drawn_whether_or_not_a_sampling_is_given() -> None:

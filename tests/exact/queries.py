@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
@@ -57,6 +57,9 @@ class Sampling(TypedDict, total=False):
     presence_penalty: float
     frequency_penalty: float
     min_tokens: int
+    logit_bias: Mapping[int, float]
+    bad_words: Sequence[str]
+    bad_word_ids: Sequence[Sequence[int]]
 
 
 async def _complete_all(

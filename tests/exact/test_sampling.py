@@ -24,6 +24,9 @@ RICH: Sampling = {
     "presence_penalty": 0.3,
     "frequency_penalty": 0.2,
     "min_tokens": 4,
+    "logit_bias": {token: 5.0 - token % 11 for token in range(100, 164)},
+    "bad_words": [chr(letter) for letter in range(ord("a"), ord("k"))],
+    "bad_word_ids": [[first, last] for first in range(100, 108) for last in range(100, 130)],
 }
 KIND = "llama"
 

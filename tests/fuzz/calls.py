@@ -86,15 +86,29 @@ def leg(number: int = 0) -> types_pb2.Leg:
         prompt_token_ids=PROMPT,
         max_tokens=3,
         leg_index=number,
-        sampling=types_pb2.Sampling(temperature=0.5, seed=1, stop_token_ids=[3]),
+        sampling=types_pb2.Sampling(
+            temperature=0.5,
+            seed=1,
+            stop_token_ids=[3],
+            logit_bias={9: 1.5},
+            bad_word_ids=[types_pb2.TokenSequence(ids=[5, 6])],
+        ),
     )
 
 
 def generates() -> tuple[Message, ...]:
     sampling = types_pb2.Sampling(temperature=0.0, stop=["zz"], logprobs=2)
     chat = router_pb2.Chat(messages=[router_pb2.ChatMessage(role="user", content="hello")])
+    arguments = router_pb2.Chat(messages=chat.messages, template_kwargs='{"thinking": [true]}')
     ids = router_pb2.TokenIds(ids=PROMPT)
+    words = types_pb2.Sampling(
+        logit_bias={3: -2.5, 7: 100.0},
+        bad_words=["zz", "a b"],
+        bad_word_ids=[types_pb2.TokenSequence(ids=[5, 6])],
+    )
     return (
+        router_pb2.GenerateRequest(token_ids=ids, max_tokens=3, sampling=words),
+        router_pb2.GenerateRequest(chat=arguments, max_tokens=2),
         router_pb2.GenerateRequest(prompt="Once", max_tokens=3, sampling=sampling),
         router_pb2.GenerateRequest(token_ids=ids, max_tokens=3, output_token_ids=[5]),
         router_pb2.GenerateRequest(chat=chat, max_tokens=2),

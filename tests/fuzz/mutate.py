@@ -110,6 +110,10 @@ class Mutator:
         chance, values = self._chance, getattr(message, field.name)
         if chance.random() < 0.3:
             message.ClearField(field.name)
+        elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+            key, item = (field.message_type.fields_by_name[name] for name in ("key", "value"))
+            for _ in range(chance.choice((1, 2, MOST))):
+                values[self._value(key)] = self._value(item)
         elif field.message_type is not None:
             for _ in range(chance.choice((1, 2, 200))):
                 self._change(values.add())

@@ -12,7 +12,7 @@ import pytest
 from kvrelay.errors import Mismatch, NotFound, Rejected
 from kvrelay.rpc.channel import ChannelOptions, open_channel
 from kvrelay.rpc.status import from_rpc_error
-from kvrelay.v1 import router_pb2
+from kvrelay.v1 import router_pb2, types_pb2
 from tests.router.fakes import (
     VOCAB,
     Behaviour,
@@ -49,6 +49,23 @@ def token_ids(*tokens: int) -> Edit:
 
 def stops(*texts: str) -> Edit:
     return lambda request: request.sampling.stop.extend(texts)
+
+
+def bias(token: int, value: float) -> Edit:
+    return lambda request: request.sampling.logit_bias.update({token: value})
+
+
+def words(*texts: str) -> Edit:
+    return lambda request: request.sampling.bad_words.extend(texts)
+
+
+def sequences(*ids: list[int]) -> Edit:
+    made = [types_pb2.TokenSequence(ids=one) for one in ids]
+    return lambda request: request.sampling.bad_word_ids.extend(made)
+
+
+def template(text: str) -> Edit:
+    return both(chat(("user", "x")), lambda r: setattr(r.chat, "template_kwargs", text))
 
 
 def chat(*turns: tuple[str, str]) -> Edit:
@@ -93,6 +110,37 @@ CASES: dict[str, tuple[Edit, str]] = {
     "stop string empty": (stops("a", ""), "sampling.stop[1]"),
     "stop string long": (stops("a" * 257), "sampling.stop[0]"),
     "stop strings many": (stops(*"abcdefghijklmnopq"), "sampling.stop"),
+    "bias of a token outside": (bias(VOCAB, 1.0), f"sampling.logit_bias[{VOCAB}]"),
+    "bias above 100": (bias(7, 100.5), "sampling.logit_bias[7]"),
+    "bias below -100": (bias(7, -101.0), "sampling.logit_bias[7]"),
+    "bias NaN": (both(bias(3, 1.0), bias(7, math.nan)), "sampling.logit_bias[7]"),
+    "bias infinite": (bias(0, -math.inf), "sampling.logit_bias[0]"),
+    "biases many": (both(*(bias(token, 1.0) for token in range(1025))), "sampling.logit_bias"),
+    "bad word empty": (words("a", ""), "sampling.bad_words[1]"),
+    "bad word of spaces": (words("a", "  "), "sampling.bad_words[1]"),
+    "bad word long": (words("a" * 257), "sampling.bad_words[0]"),
+    "bad words many": (words(*("a" * 129)), "sampling.bad_words"),
+    "bad words of many tokens": (words(*("漢" * 200 for _ in range(4))), "sampling.bad_words"),
+    "bad sequence empty": (sequences([1], []), "sampling.bad_word_ids[1]"),
+    "bad sequence outside": (sequences([1], [2, VOCAB]), "sampling.bad_word_ids[1][1]"),
+    "bad sequences many": (sequences(*([1] for _ in range(257))), "sampling.bad_word_ids"),
+    "bad sequences long": (sequences([1] * 1025), "sampling.bad_word_ids"),
+    "template argument no JSON": (template("{"), "chat.template_kwargs"),
+    "template argument NaN": (template('{"a": NaN}'), "chat.template_kwargs"),
+    "template arguments no object": (template("[1]"), "chat.template_kwargs"),
+    "template arguments long": (template('{"a": "%s"}' % ("x" * 16384)), "chat.template_kwargs"),
+    "template arguments deep": (
+        template('{"a": %s}' % ("[" * 16 + "]" * 16)),
+        "chat.template_kwargs",
+    ),
+    "template arguments very deep": (template("[" * 9000), "chat.template_kwargs"),
+    "template argument reserved": (
+        template('{"add_generation_prompt": false}'),
+        "chat.template_kwargs.add_generation_prompt",
+    ),
+    "n 0": (field("n", 0), "n"),
+    "n negative": (field("n", -2), "n"),
+    "n many": (field("n", 129), "n"),
     "more outputs than max_tokens": (
         both(outputs(*[5] * 17), sampling("seed", 1)),
         "output_token_ids",

@@ -32,6 +32,10 @@ def seeds() -> list[bytes]:
     tokens.sampling.stop_token_ids.extend([7, 8])
     chat = router_pb2.GenerateRequest(max_tokens=2)
     chat.chat.messages.add(role="user", content="Hi")
+    chat.chat.template_kwargs = '{"thinking": false, "levels": [1, 2.5, null]}'
+    chat.sampling.logit_bias.update({5: -3.5, 8: 100.0})
+    chat.sampling.bad_words.extend(["fox", " dog"])
+    chat.sampling.bad_word_ids.add(ids=[3, 4])
     return [message.SerializeToString() for message in (text, tokens, chat)]
 
 

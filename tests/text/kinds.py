@@ -25,7 +25,7 @@ CORPUS = [
     "def f(x):\n    return x + 1\n\n\tprint(f(2))  # done",
 ] * 4
 SPECIAL = ["<s>", "</s>"]
-CHAT = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}assistant:"
+CHAT = "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}{{ name }}assistant:"
 
 
 def byte_level() -> Tokenizer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvrelay.errors import Rejected
 from kvrelay.sampling import Sampling
 from kvrelay.v1 import types_pb2
 from kvrelay.worker import convert
@@ -17,3 +18,15 @@ def test_nothing_is_saved_where_there_is_no_store(save: bool) -> None:
     assert (order.tokens, order.prompt_len, order.max_tokens) == ((1, 2, 3, 4), 3, 5)
     assert order.save is save
     assert (order.prefill_only, order.space) == (True, b"whose")
+
+
+def test_bad_words_come_as_token_ids() -> None:
+    leg = types_pb2.Leg()
+    leg.CopyFrom(LEG)
+    leg.sampling.bad_word_ids.add(ids=[5, 6])
+    convert.check_leg(leg, 100, 100)
+    assert convert.sampling(leg.sampling, ()).bad_word_ids == ((5, 6),)
+    leg.sampling.bad_words.append("text")
+    with pytest.raises(Rejected, match="must be in bad_word_ids") as caught:
+        convert.check_leg(leg, 100, 100)
+    assert caught.value.field == "leg.sampling.bad_words"

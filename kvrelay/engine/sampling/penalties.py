@@ -1,15 +1,20 @@
-"""Changes a row of logits before temperature: penalties, then ``min_tokens``.
+"""Changes logits before temperature: biases, penalties, then the tokens that are forbidden.
 
-Both are computed from the sequence's token list, so no state passes from step to step.
+All are computed from the sequence's token list, so no state passes from step to step. vLLM forbids
+first; an infinite logit stays what it is under biases and penalties, so the order is the same.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 
 from kvrelay.engine.core.updates import Work
 from kvrelay.sampling import Sampling
+
+Row = tuple[int, Work, Sampling]  # its number in the batch
 
 
 def penalised(sampling: Sampling) -> bool:
@@ -44,11 +49,54 @@ def penalise(row: torch.Tensor, work: Work, sampling: Sampling) -> None:
         row[tokens] -= sampling.frequency_penalty * counts + sampling.presence_penalty
 
 
-def forbid_endings(row: torch.Tensor, sampling: Sampling) -> None:
-    """Make the tokens that would end the request impossible, in place."""
-    endings = [token for token in sampling.ending_token_ids if token < row.shape[0]]
-    row[torch.tensor(endings, dtype=torch.int64, device=row.device)] = -torch.inf
+def add_biases(logits: torch.Tensor, rows: Iterable[Row]) -> None:
+    """Add the logit biases of all rows to float32 logits [R, vocab], in place."""
+    biased = [(row, sampling.logit_bias) for row, _, sampling in rows if sampling.logit_bias]
+    if not biased:
+        return
+    numbers = [row for row, _ in biased]
+    at = np.repeat(numbers, [len(bias) for _, bias in biased])
+    tokens = np.array([token for _, bias in biased for token in bias], np.int64)
+    values = np.array([value for _, bias in biased for value in bias.values()], np.float32)
+    place = _on(at, logits.device), _on(tokens, logits.device)
+    logits[place] += _on(values, logits.device)  # no place occurs twice
+
+
+def forbid(logits: torch.Tensor, rows: Iterable[Row]) -> None:
+    """Make the forbidden tokens of all rows impossible, in place."""
+    size = logits.shape[1]
+    pairs = [
+        (row, token)
+        for row, work, sampling in rows
+        for token in _forbidden(work, sampling)
+        if token < size
+    ]
+    if pairs:
+        at, tokens = _on(np.array(pairs, np.int64), logits.device).unbind(1)
+        logits[at, tokens] = -torch.inf
+
+
+def _forbidden(work: Work, sampling: Sampling) -> Iterator[int]:
+    """The last token of each bad word whose others the output ends with; early endings."""
+    if sampling.bad_word_ids:
+        yield from _completing(work, sampling.bad_word_ids)
+    if too_short(work, sampling):
+        yield from sampling.ending_token_ids
+
+
+def _completing(work: Work, sequences: Sequence[Sequence[int]]) -> Iterator[int]:
+    length = work.start + work.count
+    longest = max(map(len, sequences)) - 1
+    first = max(work.prompt_len, length - longest)
+    tail = tuple(work.tokens[first:length])
+    for *before, last in sequences:
+        if not before or tail[-len(before) :] == tuple(before):
+            yield last
+
+
+def _on(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values).to(device)
 
 
 def _indices(work: Work, first: int, last: int, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(np.array(work.tokens[first:last], np.int64)).to(device)
+    return _on(np.array(work.tokens[first:last], np.int64), device)

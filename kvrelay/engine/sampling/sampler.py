@@ -1,7 +1,8 @@
 """Samples the next token of each row, with log probabilities if requested.
 
-The order is penalties, ``min_tokens``, temperature, top-k, top-p, min-p; log probabilities are of
-the raw logits. A token depends on (seed, position, logits) and on no other row of the batch.
+The order is logit biases, penalties, bad words and ``min_tokens``, temperature, top-k, top-p,
+min-p; log probabilities are of the raw logits. A token depends on (seed, position, logits) and on
+no other row of the batch.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ import torch
 
 from kvrelay.engine.core.updates import Logprob, Sampled, Work
 from kvrelay.engine.sampling.draw import draw
-from kvrelay.engine.sampling.penalties import forbid_endings, penalise, penalised, too_short
+from kvrelay.engine.sampling.penalties import (
+    Row,
+    add_biases,
+    forbid,
+    penalise,
+    penalised,
+    too_short,
+)
 from kvrelay.engine.sampling.philox import uniform
 from kvrelay.sampling import Sampling
 
@@ -34,9 +42,6 @@ def sample(logits: torch.Tensor, works: Sequence[Work]) -> list[Sampled]:
     ]
 
 
-_Row = tuple[int, Work, Sampling]
-
-
 def _sampling(work: Work) -> Sampling:
     if work.sampling is None:
         raise ValueError("a work without sampling has no row of logits")
@@ -44,21 +49,25 @@ def _sampling(work: Work) -> Sampling:
 
 
 def _adjusts(work: Work, sampling: Sampling) -> bool:
-    return penalised(sampling) or too_short(work, sampling)
+    return (
+        penalised(sampling)
+        or too_short(work, sampling)
+        or bool(sampling.logit_bias or sampling.bad_word_ids)
+    )
 
 
-def _adjusted(logits: torch.Tensor, asked: Sequence[_Row]) -> torch.Tensor:
-    """A float32 copy with each row's penalties and forbidden endings."""
+def _adjusted(logits: torch.Tensor, asked: Sequence[Row]) -> torch.Tensor:
+    """A float32 copy with each row's biases, penalties and forbidden tokens."""
     copy = logits.to(torch.float32, copy=True)
+    add_biases(copy, asked)
     for row, work, sampling in asked:
         if penalised(sampling):
             penalise(copy[row], work, sampling)
-        if too_short(work, sampling):
-            forbid_endings(copy[row], sampling)
+    forbid(copy, asked)
     return copy
 
 
-def _tokens(logits: torch.Tensor, asked: Sequence[_Row]) -> list[int]:
+def _tokens(logits: torch.Tensor, asked: Sequence[Row]) -> list[int]:
     """The argmax for all rows at once, and a draw for rows with a temperature."""
     drawn = [entry for entry in asked if entry[2].temperature > 0]
     tokens: list[int] = logits.argmax(-1).tolist() if len(drawn) < len(asked) else [0] * len(asked)

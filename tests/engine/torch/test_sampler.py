@@ -29,15 +29,21 @@ def reference(logits: list[float], asked: Work) -> int:
     s = asked.sampling
     assert s is not None
     row = list(logits)
-    seen, output = set(asked.tokens), Counter(asked.tokens[asked.prompt_len :])
+    seen, made = set(asked.tokens), list(asked.tokens[asked.prompt_len :])
+    output = Counter(made)
+    for word in s.bad_word_ids:
+        if [*made, word[-1]][-len(word) :] == list(word):
+            row[word[-1]] = -math.inf
+    if len(made) < s.min_tokens:
+        for token in s.ending_token_ids:
+            row[token] = -math.inf
+    for token, bias in s.logit_bias.items():
+        row[token] += bias
     for token in seen:
         r = s.repetition_penalty
         row[token] = row[token] / r if row[token] > 0 else row[token] * r
     for token, count in output.items():
         row[token] -= s.presence_penalty + count * s.frequency_penalty
-    if output.total() < s.min_tokens:
-        for token in s.ending_token_ids:
-            row[token] = -math.inf
     if s.temperature == 0:
         return row.index(max(row))
     probs = normal([math.exp((x - max(row)) / s.temperature) for x in row])
@@ -82,7 +88,18 @@ def random_sampling(rng: random.Random) -> Sampling:
         eos_token_ids=(5,),
         ignore_eos=rng.random() < 0.5,
         min_tokens=rng.choice([0, 0, 4, 9]),
+        logit_bias=random_biases(rng),
+        bad_word_ids=tuple(
+            tuple(rng.randrange(6) for _ in range(rng.randint(1, 3)))
+            for _ in range(rng.choice([0, 0, 1, 12]))
+        ),
     )
+
+
+def random_biases(rng: random.Random) -> dict[int, float]:
+    """None, a few, or of the whole vocabulary."""
+    tokens = rng.sample(range(VOCAB), rng.choice([0, 0, 1, 5, VOCAB]))
+    return {token: rng.choice([-100.0, 100.0, 0.0, rng.uniform(-4, 4)]) for token in tokens}
 
 
 def cases(seed: int, count: int) -> tuple[torch.Tensor, list[Work]]:
@@ -92,7 +109,8 @@ def cases(seed: int, count: int) -> tuple[torch.Tensor, list[Work]]:
     generator = torch.Generator().manual_seed(seed)
     works = []
     for _ in range(count):
-        tokens = [rng.randrange(VOCAB) for _ in range(rng.randint(2, 20))]
+        largest = rng.choice([6, VOCAB])  # few tokens: bad words begin often
+        tokens = [rng.randrange(largest) for _ in range(rng.randint(2, 20))]
         works.append(work(random_sampling(rng), tokens, rng.randint(1, len(tokens))))
     return torch.randn(count, VOCAB, generator=generator) * 3, works
 
@@ -197,9 +215,53 @@ def test_min_tokens_forbids_endings_until_reached() -> None:
     assert sample(logits, [work(free, [1, 2], 2)])[0].token == 5
 
 
+def test_a_bias_counts_before_penalties() -> None:
+    """A logit of -1 becomes 1 and is divided; penalties first would have multiplied it."""
+    logits = torch.full((1, VOCAB), -9.0)
+    logits[0, 3] = -1.0
+    logits[0, 4] = 0.8
+    sampling = Sampling(temperature=0.0, repetition_penalty=2.0, logit_bias={3: 2.0})
+    assert sample(logits, [work(sampling)])[0].token == 4
+    assert sample(logits, [work(replace(sampling, logit_bias={3: 3.0}))])[0].token == 3
+
+
+def test_biases_of_one_row_do_not_reach_another() -> None:
+    logits = torch.zeros(4, VOCAB)
+    plain = work(Sampling(temperature=0.0))
+    works = [
+        plain,
+        work(Sampling(temperature=0.0, logit_bias={9: 1.0, 0: -100.0})),
+        plain,
+        work(Sampling(temperature=0.0, logit_bias={60: 0.5})),
+    ]
+    assert [s.token for s in sample(logits, works)] == [0, 9, 0, 60]
+
+
+def test_a_bad_word_is_completed_nowhere_in_the_output() -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7] = 9.0
+    sampling = Sampling(temperature=0.0, bad_word_ids=((4, 5, 7),))
+    outputs = {(): 7, (5,): 7, (4, 5): 0, (4, 5, 3): 7, (4, 4, 5): 0, (5, 4): 7}
+    for output, token in outputs.items():
+        assert sample(logits, [work(sampling, (1, 2, *output), 2)])[0].token == token, output
+    prompt = work(sampling, (4, 5), 2)  # as in vLLM, what begins in the prompt is no bad word
+    assert sample(logits, [prompt])[0].token == 7
+    alone = replace(sampling, bad_word_ids=((7,),))
+    assert sample(logits, [work(alone, (1, 2), 2)])[0].token == 0
+
+
+def test_biased_rows_stay_in_the_vocabulary_if_all_is_forbidden() -> None:
+    nothing = Sampling(bad_word_ids=tuple((token,) for token in range(VOCAB)), seed=1)
+    for sampling in (nothing, replace(nothing, temperature=0.0, logit_bias={4: 100.0})):
+        (sampled,) = sample(torch.randn(1, VOCAB), [work(sampling)])
+        assert 0 <= sampled.token < VOCAB
+
+
 def test_logprobs_are_of_the_raw_logits() -> None:
     logits, _ = cases(6, 1)
-    sampling = Sampling(temperature=0.1, top_k=1, presence_penalty=2.0, logprobs=4)
+    sampling = Sampling(
+        temperature=0.1, top_k=1, presence_penalty=2.0, logit_bias={5: 9.0}, logprobs=4
+    )
     (sampled,) = sample(logits, [work(sampling)])
     own = logits[0].log_softmax(-1)
     assert sampled.logprob == pytest.approx(own[sampled.token].item(), abs=1e-6)

@@ -33,9 +33,13 @@ class Slow:
             raise TextTooLong(field, f"more than {positions} tokens")
         return len(text)
 
-    def render(self, turns: list[dict[str, str]]) -> str:
+    def render(self, turns: list[dict[str, str]], arguments: str) -> str:
         self.threads.append(threading.current_thread())
         return "short"
+
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        self.threads.append(threading.current_thread())
+        return [[len(text.strip())] for text in texts]
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if text == "short":
@@ -91,6 +95,16 @@ async def test_a_long_chat_is_not_for_the_event_loop(
     slow = Slow()
     assert await Prompts(slow).ids(request_) == (0,)  # the template adds the special tokens
     assert (slow.threads[0] is not threading.main_thread()) is apart
+
+
+async def test_many_bad_words_are_not_for_the_event_loop() -> None:
+    for length, apart in ((20, False), (200, True)):
+        slow = Slow()
+        prompts = PromptTokenizer(cast("Tokenizer", slow), MAX_PROMPT)
+        sequences = await prompts.bad_words(["w" * length] * 100, Tenant())
+        assert sequences == [[length]] * 100
+        assert (slow.threads[0] is not threading.main_thread()) is apart
+    assert await PromptTokenizer(cast("Tokenizer", slow), MAX_PROMPT).bad_words([], Tenant()) == []
 
 
 async def test_long_prompts_of_one_tenant_leave_room_for_another() -> None:

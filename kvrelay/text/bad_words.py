@@ -1,0 +1,38 @@
+"""Bad words as token ids: what vLLM's ``SamplingParams.update_from_tokenizer`` makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrelay.errors import Rejected
+from kvrelay.sampling import MAX_BAD_WORD_TOKENS, check_bad_words
+from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
+
+
+def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str]) -> list[list[int]]:
+    """The token sequences of each word as it begins a text and as it follows a space.
+
+    The second form is left out unless it begins with another token and has as many. Raises
+    ``Rejected`` naming the word that cannot be used.
+    """
+    check_bad_words(words)
+    if isinstance(tokenizer, NoTokenizer):
+        raise tokenizer.refusal("sampling.bad_words")
+    stripped = [word.lstrip() for word in words]
+    forms = tokenizer.encode_all([*stripped, *(f" {word}" for word in stripped)])
+    found: list[list[int]] = []
+    for index, (plain, spaced) in enumerate(
+        zip(forms[: len(words)], forms[len(words) :], strict=True)
+    ):
+        if not plain:
+            raise Rejected(f"sampling.bad_words[{index}]", f"{words[index]!r} has no token")
+        found.append(plain)
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found.append(spaced)
+    if (total := sum(map(len, found))) > MAX_BAD_WORD_TOKENS:
+        raise Rejected(
+            "sampling.bad_words",
+            f"at most {MAX_BAD_WORD_TOKENS} tokens in all, those of both forms of each word,"
+            f" got {total}",
+        )
+    return found
