@@ -52,7 +52,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self.gate = QueueGate(registry, (self.inbox.semaphore, threads.semaphore), config)
         self.placer = Placer(registry, config)
         self.retry = RetryControl(
-            RetryLimits(config.max_failures, config.max_deaths),
+            RetryLimits(config.max_failures, config.max_deaths, silence=config.unreachable_after),
             PoisonList(config.poison_seconds),
             TokenBucket(config.migration_rate, config.migration_burst),
         )

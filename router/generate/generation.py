@@ -15,6 +15,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from kvrelay.errors import KvrelayError, Rejected, Unavailable
+from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.protocol import sampling_of
 from kvrelay.text.output import OutputText
 from kvrelay.text.tokenizer import Tokenizer
@@ -104,6 +105,7 @@ class Generation:
         self._parts.retry.poisons.check(self.request, time.monotonic())
         while self._finish == UNFINISHED:
             placed = await self._parts.placer.place(self._next_leg())
+            self._recount_deaths()  # a worker may have been found dead meanwhile
             before = self.so_far
             try:
                 async with aclosing(self._leg(placed)) as responses:
@@ -160,7 +162,9 @@ class Generation:
         request, parts, worker = self.request, self._parts, placed.worker
         leg = FailedLeg(placed.key, error, generated, streaming=bool(self._outputs))
         now = time.monotonic()
-        step = parts.retry.failed(request, self._attempts, leg, now, parts.registry.answered)
+        step = parts.retry.failed(
+            request, self._attempts, leg, now, parts.registry.answered, parts.registry.died
+        )
         if step.backoff:
             worker.backoff_until = now + step.backoff
         if step.suspect:
@@ -174,6 +178,22 @@ class Generation:
         pause = min(step.resume_at, request.deadline.at) - time.monotonic()
         if pause > 0:
             await asyncio.sleep(pause)
+        if step.settle_until:
+            until = Deadline(min(step.settle_until, request.deadline.at))
+            await parts.registry.wait_for(lambda: not self._recount_deaths(), until)
+
+    def _recount_deaths(self) -> float:
+        """As ``RetryControl.recount`` at this moment."""
+        if not self._attempts.left:
+            return 0.0
+        registry, now = self._parts.registry, time.monotonic()
+        try:
+            return self._parts.retry.recount(
+                self.request, self._attempts, now, registry.answered, registry.died
+            )
+        except PoisonRequest as error:
+            log.error("request %s: %s", self.request.id, error)
+            raise
 
     def _next_leg(self) -> NextLeg:
         request, attempts = self.request, self._attempts

@@ -3,16 +3,19 @@
 ``RetryControl`` answers each failure with a ``RetryStep``, and the generation carries it out. A
 failed leg continues on another worker within two limits: failures in all, and deaths of workers,
 so that a request that kills its workers does not visit the whole fleet. Such a request is refused
-for a while. Streams that lose their worker at the same moment continue at a limited rate.
+for a while. A silent worker may be dying: its death counts once it is found, and before the limit
+could be passed the request waits for that. Streams that lose their worker at the same moment
+continue at a limited rate.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
 
@@ -29,12 +32,13 @@ from kvrelay.errors import (
 )
 from kvrelay.v1 import types_pb2
 from router.generate.request import AcceptedRequest
-from router.workers.health import WorkerLost
+from router.workers.health import WorkerLost, WorkerSilent
 
 SERVED_WELL = 32  # tokens of one leg: a worker that dies later was not killed by the request
 MAX_BACKOFF_SECONDS = 30.0
 MAX_POISONS = 1024
-NEVER_ANSWERED: Mapping[str, float] = MappingProxyType({})
+DEATH_SECONDS = 30.0  # a silent worker that dies later did not die of the request
+UNKNOWN: Mapping[str, float] = MappingProxyType({})
 
 
 class PoisonRequest(KvrelayError):
@@ -51,11 +55,15 @@ class RetryKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RetryLimits:
-    """Failures allowed to one request. ``internal`` bounds errors of unknown cause."""
+    """Failures allowed to one request. ``internal`` bounds errors of unknown cause.
+
+    ``silence``: seconds to wait, at most, until a silent worker answers or is found dead.
+    """
 
     failures: int = 8
     deaths: int = 2
     internal: int = 1
+    silence: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +87,7 @@ class RetryStep:
     ``backoff``: seconds for which the worker is given no new requests. ``suspect``: check the
     worker before it is used again. ``error``: the request ends with it. ``confirm``: check every
     worker before the next one is chosen. ``resume_at``: the time before which no leg begins.
+    ``settle_until``: wait, at most until then, while the request is ``unsettled``.
     """
 
     backoff: float = 0.0
@@ -86,6 +95,18 @@ class RetryStep:
     error: KvrelayError | None = None
     confirm: bool = False
     resume_at: float = 0.0
+    settle_until: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class LeftWorker:
+    """A worker that may have died of a request, and when the request left it.
+
+    ``silent``: the worker did not answer; otherwise its connection broke, or it was restarted.
+    """
+
+    at: float
+    silent: bool
 
 
 @dataclass(slots=True)
@@ -93,12 +114,12 @@ class Attempts:
     """The failures of one request. Workers are named by boot token.
 
     ``excluded`` workers get no other leg of the request; ``avoided`` workers only if there are no
-    others. ``lost``: when the connection to each lost worker broke.
+    others. ``left``: those that may have died of the request.
     """
 
     excluded: set[str] = field(default_factory=set)
     avoided: set[str] = field(default_factory=set)
-    lost: dict[str, float] = field(default_factory=dict)
+    left: dict[str, LeftWorker] = field(default_factory=dict)
     failures: int = 0
     internal: int = 0
     last: KvrelayError | None = None
@@ -169,25 +190,63 @@ class RetryControl:
         attempts: Attempts,
         leg: FailedLeg,
         now: float,
-        answered: Mapping[str, float] = NEVER_ANSWERED,
+        answered: Mapping[str, float] = UNKNOWN,
+        died: Mapping[str, float] = UNKNOWN,
     ) -> RetryStep:
         """Note a failed leg in ``attempts``. Returns the step that follows.
 
         ``answered``: for each worker, when the last check that it answered began. A worker that
-        answered a check begun after its connection broke did not die then.
+        answered a check begun after its connection broke did not die then. ``died``: when it was
+        found dead.
         """
-        error = leg.error
+        error, settle_until = leg.error, 0.0
         if _final(error):
             return RetryStep(error=error)
         attempts.last = error
         kind = self._kind(attempts, leg)
         if kind is not RetryKind.AGAIN and not isinstance(error, Draining):
-            refusal = self._count(attempts, leg, now, answered)
-            if isinstance(refusal, PoisonRequest):
-                self.poisons.add(request, now)
+            refusal = self._count(attempts, leg, now)
+            try:
+                settle_until = self.recount(request, attempts, now, answered, died)
+            except PoisonRequest as poison:
+                refusal = poison
             if refusal is not None:
                 return RetryStep(error=refusal)
-        return self._step(leg, kind, now, request.deadline.at)
+        step = self._step(leg, kind, now, request.deadline.at)
+        if settle_until:  # all workers are checked meanwhile
+            confirm = isinstance(error, WorkerLost) and step.confirm
+            step = replace(step, confirm=confirm, settle_until=settle_until)
+        return step
+
+    def recount(
+        self,
+        request: AcceptedRequest,
+        attempts: Attempts,
+        now: float,
+        answered: Mapping[str, float],
+        died: Mapping[str, float],
+    ) -> float:
+        """Count the deaths again. ``PoisonRequest`` once there are too many.
+
+        Returns until when the request waits, since the deaths of silent workers that may be found
+        by then would be too many; 0.0 if it need not wait.
+        """
+        deaths, open_until, limit = 0, [], self._limits.deaths
+        for key, left in attempts.left.items():
+            if answered.get(key, left.at) > left.at:
+                continue  # it lives
+            if not left.silent or died.get(key, math.inf) <= left.at + DEATH_SECONDS:
+                deaths += 1
+            elif now < left.at + self._limits.silence:
+                open_until.append(left.at + self._limits.silence)
+        if deaths >= limit:
+            self.poisons.add(request, now)
+            raise PoisonRequest(
+                f"{deaths} workers died while they served this request, it is not tried again"
+                f" (the last one: {attempts.last})"
+            ) from attempts.last
+        spare = limit - 1 - deaths  # deaths that could be found without refusing the request
+        return sorted(open_until, reverse=True)[spare] if len(open_until) > spare else 0.0
 
     def _kind(self, attempts: Attempts, leg: FailedLeg) -> RetryKind:
         """The kind of retry. Adds the worker to the excluded or the avoided ones."""
@@ -200,23 +259,14 @@ class RetryControl:
         (attempts.avoided if isinstance(error, Unavailable) else attempts.excluded).add(key)
         return RetryKind.ELSEWHERE if isinstance(error, Exhausted) else RetryKind.SUSPECT
 
-    def _count(
-        self, attempts: Attempts, leg: FailedLeg, now: float, answered: Mapping[str, float]
-    ) -> KvrelayError | None:
-        """Count a failure; the error that ends the request if a limit is exceeded."""
+    def _count(self, attempts: Attempts, leg: FailedLeg, now: float) -> KvrelayError | None:
+        """Count a failure; the error that ends the request if there were too many."""
         error, limits = leg.error, self._limits
         attempts.failures += 1
         attempts.internal += type(error) is KvrelayError
-        if _died(leg):
-            attempts.lost[leg.worker_id] = now  # two broken connections to a worker are one death
-        deaths = sum(answered.get(lost, at) <= at for lost, at in attempts.lost.items())
-        if deaths >= limits.deaths:
-            refusal = PoisonRequest(
-                f"{deaths} workers died while they served this request, it is not tried again"
-                f" (the last one: {error})"
-            )
-            refusal.__cause__ = error
-            return refusal
+        if _may_have_died(leg):  # two broken connections to a worker are one death
+            silent = isinstance(error, WorkerSilent)
+            attempts.left[leg.worker_id] = LeftWorker(now, silent)
         exceeded = attempts.failures > limits.failures or attempts.internal > limits.internal
         return error if exceeded else None
 
@@ -231,7 +281,8 @@ class RetryControl:
             return RetryStep(backoff, suspect, late)
         self.retried[kind.name.lower()] += 1
         self.migrations += leg.streaming
-        return RetryStep(backoff, suspect, None, _died(leg), now + self._pause(error, kind, now))
+        resume_at = now + self._pause(error, kind, now)
+        return RetryStep(backoff, suspect, None, _may_have_died(leg), resume_at)
 
     def _pause(self, error: KvrelayError, kind: RetryKind, now: float) -> float:
         if isinstance(error, Exhausted):
@@ -246,9 +297,9 @@ def _final(error: KvrelayError) -> bool:
     return isinstance(error, Rejected | NotFound | Unservable | DeadlineExceeded)
 
 
-def _died(leg: FailedLeg) -> bool:
+def _may_have_died(leg: FailedLeg) -> bool:
     """Whether the request may have killed the worker."""
-    return isinstance(leg.error, WorkerLost) and leg.generated < SERVED_WELL
+    return isinstance(leg.error, WorkerLost | WorkerSilent) and leg.generated < SERVED_WELL
 
 
 def _digest(request: AcceptedRequest) -> bytes:

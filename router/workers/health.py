@@ -45,6 +45,12 @@ class WorkerHealth:
         """Whether its legs will produce nothing more."""
         return self.state in (HealthState.SUSPECT, HealthState.UNREACHABLE)
 
+    @property
+    def dead(self) -> bool:
+        """Whether its process is presumed dead: the connection broke or is refused."""
+        unreachable = self.state is HealthState.UNREACHABLE
+        return unreachable and not isinstance(self.problem, DeadlineExceeded)
+
     def same_as(self, other: WorkerHealth) -> bool:
         """Errors are compared by their text."""
         return self.state is other.state and str(self.problem) == str(other.problem)

@@ -20,6 +20,7 @@ from kvrelay.rpc.protocol import Role, role_name
 from kvrelay.rpc.security.policy import installed
 from kvrelay.v1 import types_pb2, worker_pb2
 from router.config import RouterConfig
+from router.workers.deaths import Deaths
 from router.workers.fleet import check_key, check_worker
 from router.workers.health import HealthState, WorkerHealth, WorkerLost, WorkerSilent
 from router.workers.sources import WorkerAddresses, WorkerSources
@@ -45,6 +46,7 @@ class Registry:
         self._follower: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._left_out = 0
+        self._deaths = Deaths()
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
 
@@ -95,7 +97,13 @@ class Registry:
     @property
     def answered(self) -> dict[str, float]:
         """By boot token, when the last check began that the worker answered."""
-        return {worker.key: worker.answered_check for worker in self.workers}
+        listed = {worker.key: worker.answered_check for worker in self.workers}
+        return self._deaths.answered | listed
+
+    @property
+    def died(self) -> dict[str, float]:
+        """By boot token, when the worker was found dead."""
+        return self._deaths.found
 
     @property
     def stores(self) -> bool:
@@ -225,6 +233,8 @@ class Registry:
         It is used again once it is accepted.
         """
         changed = worker.info is not None and worker.info.role != before.role
+        if not changed:
+            self._deaths.note(before.worker_id, worker.answered_check, time.monotonic())
         why = Draining("it changed its role") if changed else WorkerLost("it was started again")
         self._set_health(worker, WorkerHealth(HealthState.STARTING, why))
         worker.evict(type(why)(f"{worker.address}: {why}"))
@@ -245,6 +255,10 @@ class Registry:
     def _judge(self, worker: KnownWorker, health: WorkerHealth) -> None:
         """Apply the result of a check: evict a lost worker's legs, a draining one's if they fit."""
         health = self._joined(worker, health)
+        if health.dead:
+            self._deaths.note(worker.key, worker.answered_check, time.monotonic())
+        elif not health.lost:
+            self._deaths.disprove(worker.key)
         self._set_health(worker, health)
         if health.lost and worker.legs:
             error = WorkerLost if health.state is HealthState.UNREACHABLE else WorkerSilent

@@ -103,6 +103,7 @@ class Behaviour:
     """How a fake worker differs from one that serves well."""
 
     die_after: int | None = None  # tokens of a leg, then the whole server stops
+    dying: float = 0.0  # seconds for which it is silent before it stops
     fail: KvrelayError | None = None  # instead of the first token
     fail_after: int = 0  # tokens before `fail`
     step: asyncio.Semaphore | None = None  # one permit for each token
@@ -189,8 +190,7 @@ class FakeWorker(
                 if does.fail is not None and made >= does.fail_after:
                     raise does.fail
                 if does.die_after is not None and made >= does.die_after:
-                    assert self.server is not None
-                    asyncio.get_running_loop().create_task(self.server.stop(0))
+                    await asyncio.shield(asyncio.ensure_future(self._die(does)))
                     await asyncio.sleep(30)
                 if does.step is not None:
                     await does.step.acquire()
@@ -212,6 +212,14 @@ class FakeWorker(
         except (asyncio.CancelledError, GeneratorExit):
             self.cancelled.set()
             raise
+
+    async def _die(self, does: Behaviour) -> None:
+        """Be silent for a while if it is to be, then stop the server."""
+        assert self.server is not None
+        if does.dying:
+            does.checks = asyncio.Event()
+            await asyncio.sleep(does.dying)
+        asyncio.get_running_loop().create_task(self.server.stop(0))
 
     def _admitted(self, leg: types_pb2.Leg, external: int) -> types_pb2.LegUsage:
         """The account of a leg at its admission."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,8 @@ from kvrelay.rpc.security.identity import Tenant
 from kvrelay.v1 import types_pb2
 from router.generate.request import AcceptedRequest
 from router.generate.retry import MAX_POISONS, PoisonList, PoisonRequest
-from tests.router.fakes import Behaviour, answer, decode_worker, ids, running
-from tests.router.rig import PROMPT, failing, request
+from tests.router.fakes import Behaviour, FakeWorker, answer, decode_worker, ids, running
+from tests.router.rig import PROMPT, failing, join, request
 
 ASKED = AcceptedRequest(
     "a", (6, 6, 6), (), 8, types_pb2.Sampling(seed=1, top_k=3), Deadline.after(60)
@@ -58,3 +59,74 @@ async def test_it_kills_no_more_workers_when_asked_again() -> None:
             worker.behaviour.die_after = None
         another = await router.generate(request(temperature=0.5))
         assert ids(another) == answer(PROMPT, 8, 5)
+
+
+def slowly_dying(count: int) -> list[FakeWorker]:
+    """Workers that a leg kills: each is suspect for some time before its connection breaks."""
+    behaves = Behaviour(die_after=0, dying=0.8)
+    return [decode_worker(f"d{i}", behaviour=replace(behaves)) for i in range(count)]
+
+
+async def test_a_worker_that_falls_silent_and_then_dies_is_a_death() -> None:
+    workers = slowly_dying(4)
+    async with running(workers, health_interval=0.05, health_timeout=0.15) as router:
+        assert "2 workers died" in str(await failing(router.generate(request())))
+        error = await failing(router.generate(request(seed=6)))
+        assert "workers died while they served this request" in str(error)
+        assert sum(len(worker.legs) for worker in workers) == 2
+        assert sum(worker.usable for worker in router.registry.workers) == 2
+
+
+async def test_a_death_found_while_the_request_waits_for_a_worker_counts() -> None:
+    """Its first worker comes back as another process: that is when the death is known."""
+    silent, dying = decode_worker("d0"), decode_worker("d1")
+    silent.behaviour = Behaviour(checks=(checks := asyncio.Event()), tokens=asyncio.Event())
+    checks.set()
+    dying.behaviour = Behaviour(die_after=0)
+    async with running(
+        [silent], health_interval=0.05, health_timeout=0.15, unreachable_after=0.5, worker_wait=10.0
+    ) as router:
+        call = asyncio.ensure_future(router.generate(request()))
+        await asyncio.wait_for(silent.entered.wait(), 5)
+        checks.clear()
+        await router.settled(used=0)
+        await join(router, silent, dying)
+        await asyncio.wait_for(dying.entered.wait(), 5)
+        await asyncio.sleep(1.0)  # the request has waited for the silent worker long enough
+        silent.boot = "d0-again"
+        silent.behaviour = Behaviour()
+        checks.set()
+        assert "2 workers died" in str(await failing(call))
+        assert [len(worker.legs) for worker in (silent, dying)] == [1, 1]
+
+
+async def test_silent_workers_that_answer_again_are_no_deaths_though_they_die_later() -> None:
+    workers = [decode_worker(f"d{i}") for i in range(4)]
+    answers = {worker.boot: asyncio.Event() for worker in workers}
+    for worker in workers:
+        answers[worker.boot].set()
+        worker.behaviour = Behaviour(checks=answers[worker.boot], tokens=asyncio.Event())
+    async with running(workers, health_interval=0.05, health_timeout=0.15) as router:
+        call = asyncio.ensure_future(router.generate(request()))
+        left = list(workers)
+        for _ in range(3):
+            worker = await entered(left)
+            left.remove(worker)
+            answers[worker.boot].clear()
+            await asyncio.wait_for(worker.cancelled.wait(), 5)
+            answers[worker.boot].set()
+            await router.settled(used=len(left) + 1)
+            await worker.stop()
+            await router.settled(used=len(left))
+        await entered(left)
+        left[0].behaviour.tokens.set()  # type: ignore[union-attr]
+        assert ids(await call) == answer(PROMPT, 8, 5)
+        assert all(len(worker.legs) == 1 for worker in workers)
+
+
+async def entered(workers: list[FakeWorker]) -> FakeWorker:
+    """The first of the workers that gets a leg."""
+    async with asyncio.timeout(5):
+        while not any(worker.legs for worker in workers):  # noqa: ASYNC110 - one of several events
+            await asyncio.sleep(0.01)
+    return next(worker for worker in workers if worker.legs)

@@ -11,6 +11,7 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.v1 import types_pb2
 from router.generate.request import AcceptedRequest
 from router.generate.retry import (
+    DEATH_SECONDS,
     MAX_BACKOFF_SECONDS,
     SERVED_WELL,
     Attempts,
@@ -37,6 +38,11 @@ class Retried:
     def step(self, key: str, error: KvrelayError, generated: int, now: float = 0.0) -> RetryStep:
         leg = FailedLeg(key, error, generated, streaming=generated > 0)
         return self.control.failed(REQUEST, self.attempts, leg, now)
+
+    def recount(
+        self, now: float, answered: Mapping[str, float] | None = None, **died: float
+    ) -> float:
+        return self.control.recount(REQUEST, self.attempts, now, answered or {}, died)
 
     def suspects(
         self,
@@ -89,6 +95,42 @@ def test_a_lost_connection_to_a_worker_that_lives_is_no_death() -> None:
     answered["e"] = 3.9
     with pytest.raises(PoisonRequest, match="2 workers died"):
         retried.suspects("f", WorkerLost("x"), 0, False, 5.0, answered)
+
+
+def test_a_silent_worker_is_a_death_once_it_is_found_dead() -> None:
+    retried = Retried()
+    step = retried.step("a", WorkerSilent("x"), SERVED_WELL - 1, 10.0)
+    assert (step.error, step.confirm, step.settle_until) == (None, True, 0.0)
+    assert retried.recount(10.1, a=10.1) == 0.0  # one death alone
+    step = retried.step("b", WorkerSilent("y"), 0, 11.0)
+    assert (step.error, step.confirm, step.settle_until) == (None, False, 20.0)
+    assert retried.recount(19.9) == 20.0
+    assert retried.recount(20.0) == 0.0  # the first one was waited for long enough
+    with pytest.raises(PoisonRequest, match=r"2 workers died .* \(the last one: y\)"):
+        retried.recount(13.0, a=10.1, b=13.0)
+    with pytest.raises(PoisonRequest, match=r"workers died .* 2 s ago"):
+        retried.control.poisons.check(REQUEST, 15.0)
+
+
+def test_a_lost_worker_after_a_silent_one_waits_for_its_fate() -> None:
+    retried = Retried()
+    retried.step("a", WorkerSilent("x"), 0, 10.0)
+    step = retried.step("b", WorkerLost("x"), 0, 12.0)
+    assert (step.error, step.confirm, step.settle_until) == (None, True, 20.0)
+    assert retried.recount(15.0, {"a": 14.0}) == 0.0  # it lives
+    assert retried.recount(20.0) == 0.0  # it was waited for long enough
+    with pytest.raises(PoisonRequest, match="2 workers died"):
+        retried.recount(25.0, a=24.0)
+
+
+def test_a_silent_worker_that_answered_or_died_much_later_is_no_death() -> None:
+    retried = Retried()
+    retried.step("a", WorkerSilent("x"), 0, 10.0)
+    retried.step("b", WorkerSilent("x"), 0, 10.0)
+    retried.step("c", WorkerSilent("x"), SERVED_WELL, 10.0)
+    late = 10.0 + DEATH_SECONDS + 0.1
+    assert retried.recount(99.0, a=11.0, b=late, c=11.0) == 0.0
+    assert retried.recount(99.0, {"b": 10.5}, a=11.0, b=12.0) == 0.0
 
 
 @pytest.mark.parametrize("error", [Rejected("a", "b"), DeadlineExceeded("x"), Mismatch("a", "b")])
