@@ -17,6 +17,7 @@ from kvrelay.errors import Rejected
 NAME_BYTES = 32
 FAMILY_BITS = 16
 FAMILY_MASK = (1 << FAMILY_BITS) - 1
+MAX_TENANTS = 1024  # whose namers are kept
 
 Digest = Callable[[bytes], bytes]
 """Bytes in, 32 bytes out. Tests of collisions use a weaker one than SHA-256."""
@@ -34,6 +35,11 @@ def sha256(data: bytes) -> bytes:
 @lru_cache(maxsize=1024)
 def _packer(count: int) -> struct.Struct:
     return struct.Struct(f"<I{count}I")
+
+
+def root_name(namespace: bytes, digest: Digest = sha256) -> bytes:
+    """Name before the first block; ``namespace`` is the namespace's digest."""
+    return digest(_ROOT + namespace)
 
 
 def child_name(
@@ -59,25 +65,21 @@ def name_after(namespace: bytes, parent: bytes, words: bytes, digest: Digest = s
 class Namer:
     """Makes the names of one namespace. Stateless, so any thread may use it."""
 
-    def __init__(self, namespace: Namespace | bytes, digest: Digest = sha256) -> None:
-        """``namespace`` may be given by its digest."""
-        if isinstance(namespace, Namespace):
-            self._namespace = namespace.digest
-            tenant, family = namespace.tenant_salt, namespace.family
-        else:
-            self._namespace = tenant = family = namespace
+    def __init__(self, namespace: Namespace, digest: Digest = sha256) -> None:
+        self._space = namespace
         self._digest = digest
-        self.root = digest(_ROOT + self._namespace)
-        self._tenant_key = hashlib.sha256(_FIRST_BLOCK + tenant).digest()
-        self._family = int.from_bytes(family[:8]) & FAMILY_MASK
+        self.namespace = namespace.digest
+        self.root = root_name(self.namespace, digest)
+        self._tenant_key = hashlib.sha256(_FIRST_BLOCK + namespace.tenant_salt).digest()
+        self._family = int.from_bytes(namespace.family[:8]) & FAMILY_MASK
 
-    def within(self, namespace: bytes) -> Namer:
-        """The namer of another namespace, by its digest."""
-        return Namer(namespace, self._digest)
+    def within(self, salt: bytes) -> Namer:
+        """The namer of the tenant with this salt; this one for the empty salt."""
+        return _of_tenant(self._space, salt, self._digest) if salt else self
 
     def child(self, parent: bytes, tokens: Sequence[int]) -> bytes:
         """Name of the block that holds ``tokens`` after the block ``parent``."""
-        return child_name(self._namespace, parent, tokens, self._digest)
+        return child_name(self.namespace, parent, tokens, self._digest)
 
     def first_block_hash(self, tokens: Sequence[int]) -> int:
         """64 bits by which the store knows a sequence's first block under another namespace.
@@ -97,3 +99,8 @@ class Namer:
             parent = self.child(parent, tokens[end - block_size : end])
             names.append(parent)
         return names
+
+
+@lru_cache(MAX_TENANTS)
+def _of_tenant(namespace: Namespace, salt: bytes, digest: Digest) -> Namer:
+    return Namer(namespace.of_tenant(salt), digest)

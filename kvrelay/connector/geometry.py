@@ -60,12 +60,12 @@ class Geometry:
         self._pool = shape
 
     def of(self, space: bytes) -> Geometry:
-        """Blocks of a tenant's namespace, by its digest; these for the empty ``space``."""
+        """Blocks of the tenant with the salt ``space``; these for the empty ``space``."""
         if not space:
             return self
         tenant = copy(self)
-        tenant._namespace = space
         tenant._namer = self._namer.within(space)
+        tenant._namespace = tenant._namer.namespace
         return tenant
 
     def block(self, parent: bytes, name: bytes, tokens: tuple[int, ...]) -> ExpectedBlock:

@@ -148,14 +148,13 @@ class Worker:
 
     def handoff(self, leg: types_pb2.Leg, ended: Ended) -> types_pb2.Handoff:
         """The signed handoff of a prefill leg to the decode leg."""
-        space = self.namespace.of_tenant(leg.tenant_salt).digest
+        space = self.namer.within(leg.tenant_salt).namespace
         return sign(self.credentials.fleet_key, leg, space, ended.saved, ended.last_name or b"")
 
     def _check_handoff(self, leg: types_pb2.Leg, handoff: types_pb2.Handoff) -> None:
-        namespace = self.namespace.of_tenant(leg.tenant_salt)
-        check_signature(self.credentials.fleet_key, leg, namespace.digest, handoff)
+        namer = self.namer.within(leg.tenant_salt)
+        check_signature(self.credentials.fleet_key, leg, namer.namespace, handoff)
         tokens = (*leg.prompt_token_ids, *leg.output_token_ids)
-        namer = self.namer.within(namespace.digest)
         check_tokens(namer, self.limits.block_size, tokens, handoff)
 
     def admitted(self, admitted: Admitted, leg: types_pb2.Leg) -> types_pb2.LegUsage:
@@ -190,15 +189,15 @@ class Worker:
         )
 
     def _space(self, leg: types_pb2.Leg) -> bytes:
-        """Digest of the namespace of the leg's tenant, empty without a tenant."""
-        digest = self.namespace.of_tenant(leg.tenant_salt).digest
+        """The salt of the leg's tenant, if the leg is for this worker's namespace."""
+        digest = self.namer.within(leg.tenant_salt).namespace
         if leg.namespace_digest and leg.namespace_digest != digest:
             raise Mismatch(
                 "leg.namespace_digest",
                 "the sender expects another model, dtype, block size or numeric profile than this"
                 " worker has",
             )
-        return digest if leg.tenant_salt else b""
+        return leg.tenant_salt
 
 
 def open_connector(

@@ -585,6 +585,30 @@ def test_what_another_tenant_holds_is_not_told(making: Making) -> None:
     assert worker.connector.why("r") is Miss.NEVER_STORED
 
 
+SALTS = {name: name.encode() * 32 for name in "ab"}  # of two tenants
+
+
+@pytest.mark.parametrize("prompt", [3, 4, 9])
+def test_a_tenant_is_told_of_its_own_blocks_elsewhere_and_of_no_others(
+    making: Making, prompt: int
+) -> None:
+    """Workers know a tenant by its salt, as the leg brings it."""
+    tokens = list(range(prompt))
+    old = making(space=replace(SPACE, numerics="avx2/sdpa"))
+    new = making(space=replace(SPACE, numerics="avx512/sdpa"))
+    other = making(space=replace(SPACE, revision="other", numerics="avx512/sdpa"))
+    blocks = blocks_for(prompt, 40)
+    old.fill(tokens, blocks)
+    old.save("saver", tokens, blocks, space=SALTS["a"])
+    old.event()
+    for worker, reason in ((new, Miss.OTHER_NUMERICS), (other, Miss.OTHER_NAMESPACE)):
+        assert worker.ask("a", tokens, space=SALTS["a"]) == 0
+        assert worker.connector.why("a") is reason
+        for name, space in (("b", SALTS["b"]), ("none", b"")):
+            assert worker.ask(name, tokens, space=space) == 0
+            assert worker.connector.why(name) is Miss.NEVER_STORED
+
+
 def test_a_store_that_does_not_answer_is_unreachable_and_a_slow_one_too_late(
     making: Making, stage: Stage
 ) -> None:

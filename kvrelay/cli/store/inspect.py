@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.block.header import Header, header_bytes
-from kvrelay.block.name import Namer
+from kvrelay.block.name import root_name
 from kvrelay.cli.screen import paint, print_out, table
 from kvrelay.cli.store.options import StoreSelection, as_json, browsing, connected, places
 from kvrelay.config.reader import load, required
@@ -121,7 +121,7 @@ def describe(one: InspectedBlock) -> str:
     listed, header = one.listed, one.header
     kind = "partial" if listed.partial else "full"
     after = "in this store" if one.parent_there else "not in this store"
-    first = header.parent == Namer(header.namespace).root
+    first = header.parent == root_name(header.namespace)
     rows = [
         ("store", one.store),
         ("namespace", header.namespace.hex()),

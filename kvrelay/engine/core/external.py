@@ -31,7 +31,7 @@ class Query:
     tokens: Sequence[int]
     names: Sequence[bytes]
     local: int
-    space: bytes = b""
+    space: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Load:
     tokens: tuple[int, ...]
     names: tuple[bytes, ...]
     blocks: tuple[int, ...]
-    space: bytes = b""
+    space: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Save:
     epoch: int
     serial: int
     contents: tuple[BlockContent, ...]
-    space: bytes = b""
+    space: bytes = field(default=b"", repr=False)
 
     @property
     def blocks(self) -> tuple[int, ...]:

@@ -91,8 +91,8 @@ class Order:
 
     ``max_tokens`` counts all output tokens, those so far included. ``ending`` holds the token ids
     that end the request when sampled. A ``prefill_only`` order ends with its first new token and
-    saves its partial last block too; ``save`` offers full blocks to the store. ``space`` is the
-    digest of the tenant's namespace, empty without tenants: only its blocks can be found.
+    saves its partial last block too; ``save`` offers full blocks to the store. ``space`` is what
+    separates the tenant's blocks from others, empty without tenants: only these can be found.
     """
 
     request_id: str
@@ -102,7 +102,7 @@ class Order:
     ending: frozenset[int] = frozenset()
     prefill_only: bool = False
     save: bool = True
-    space: bytes = b""
+    space: bytes = field(default=b"", repr=False)
 
 
 @dataclass(eq=False, slots=True)
