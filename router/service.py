@@ -129,7 +129,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         async with self.inbox.received(read, tenant, deadline) as message:
             received_at = time.monotonic()
             check_envelope(message, self._config.model_name)
-            info = await placer.info(deadline, message.weights)
+            resumes = bool(message.output_token_ids)
+            info = await placer.info(deadline, message.weights, resumes)
             check_length(message, info.max_model_len)
             workers = placer.candidates()
             async with deadline.limit("to tokenize the prompt"):

@@ -16,7 +16,7 @@ from kvrelay.rpc.security.identity import Tenant
 from kvrelay.sampling import DEFAULT_MAX_TOKENS, stored_positions
 from kvrelay.v1 import router_pb2, types_pb2, worker_pb2
 from router.queue.fair import HIGHEST, LOWEST
-from router.workers.fleet import weights_of
+from router.workers.fleet import same_but_numerics, weights_of
 
 MAX_REQUEST_ID_CHARS = 128
 NO_TENANT = Tenant()
@@ -114,6 +114,21 @@ def check_length(message: router_pb2.GenerateRequest, longest: int) -> None:
             raise Rejected(field, f"{count} ids, and the model has {longest} positions")
 
 
+def _other_weights(began: str, served: worker_pb2.Namespace) -> str:
+    """Why a stream cannot be resumed: its weights, or their numeric profile, are not served."""
+    if not same_but_numerics(began, served):
+        return (
+            f"the stream began with {began!r}, and {weights_of(served)!r} are served now: start it"
+            " again, or resume it where its weights are served by workers of its numeric profile"
+        )
+    profile = began.removeprefix(f"{served.revision}/{served.dtype}").lstrip("/") or "loose"
+    return (
+        f"the stream began on numeric profile {profile!r}, and no decode worker of this profile can"
+        f" be used now: resume it later, or at a router with such workers, or start it again on"
+        f" {weights_of(served)!r}"
+    )
+
+
 def build(
     message: router_pb2.GenerateRequest,
     prompt: tuple[int, ...],
@@ -129,12 +144,7 @@ def build(
     """
     vocab_size, weights = info.vocab_size, weights_of(info.namespace)
     if message.weights not in ("", weights):  # the tokens so far are another model's
-        raise Mismatch(
-            "weights",
-            f"the stream began with {message.weights[:200]!r}, and {weights!r} are served now:"
-            " start it again, or resume it where its weights are served by workers of its numeric"
-            " profile",
-        )
+        raise Mismatch("weights", _other_weights(message.weights[:200], info.namespace))
     if not prompt:
         raise Rejected("prompt", "has no tokens")
     check_ids("token_ids.ids", prompt, vocab_size)

@@ -19,7 +19,7 @@ from router.placement.affinity import Affinity
 from router.placement.costs import ComputeSite, Costs, LegTimings
 from router.placement.policy import DECODE, PREFILL, LegDemand, Prefix, choose
 from router.workers.candidate import Candidate
-from router.workers.fleet import weights_of
+from router.workers.fleet import same_but_numerics, weights_of
 from router.workers.registry import Registry
 from router.workers.worker import KnownWorker
 
@@ -136,23 +136,33 @@ class Placer:
         self._affinity = {role: Affinity() for role in WEIGHTS}
         self._stored = Affinity()
 
-    async def info(self, deadline: Deadline, weights: str = "") -> worker_pb2.WorkerInfo:
+    async def info(
+        self, deadline: Deadline, weights: str = "", resumes: bool = False
+    ) -> worker_pb2.WorkerInfo:
         """What a usable decode worker reports of itself; waits a while for one.
 
-        One that serves the ``weights`` of a stream to resume, if there is one; else one of the
-        numeric profile whose workers have the fewest legs.
+        One that serves the ``weights`` of a stream to resume, waiting longer if such a worker may
+        come; else one of the numeric profile whose workers have the fewest legs.
         """
         decode = types_pb2.ROLE_DECODE
-        if (info := self._decode_info(weights)) is not None:
-            return info
-        if isinstance(refused := self._registry.missing(decode), Mismatch):
-            raise refused  # waiting would not help
-        waiting = deadline.earlier(self._worker_wait)
-        await self._registry.wait_for(lambda: bool(self._registry.usable(decode)), waiting)
+        registry, resumes = self._registry, resumes or bool(weights)
+        waiting = deadline.earlier(self._resume_wait if resumes else self._worker_wait)
+
+        def enough() -> bool:
+            served = [w.info.namespace for w in registry.usable(decode) if w.info]
+            if any(weights_of(space) == weights for space in served):
+                return True
+            other = not any(same_but_numerics(weights, space) for space in served)
+            return bool(served) and (other or not registry.may_serve(weights))
+
+        if not enough():
+            if isinstance(refused := registry.missing(decode), Mismatch):
+                raise refused  # waiting would not help
+            await registry.wait_for(enough, waiting)
         if (info := self._decode_info(weights)) is not None:
             return info
         deadline.check("to find a worker")
-        raise self._registry.missing(decode)
+        raise registry.missing(decode)
 
     def candidates(self) -> list[Candidate]:
         """The decode workers of the fleet, unreachable ones included."""

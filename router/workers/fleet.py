@@ -46,6 +46,11 @@ def weights_of(space: worker_pb2.Namespace) -> str:
     return "/".join(filter(None, (space.revision, space.dtype, space.numerics)))
 
 
+def same_but_numerics(weights: str, space: worker_pb2.Namespace) -> bool:
+    """Whether a stream bound to ``weights`` has those of ``space``, numeric profile aside."""
+    return f"{weights}/".startswith(f"{space.revision}/{space.dtype}/")
+
+
 def check_key(info: worker_pb2.WorkerInfo, ours: bytes) -> None:
     """Raise ``Mismatch`` for a worker whose handoffs the other workers would refuse."""
     if ours and info.fleet_key_id != ours:

@@ -21,7 +21,7 @@ from kvrelay.rpc.security.policy import installed
 from kvrelay.v1 import types_pb2, worker_pb2
 from router.config import RouterConfig
 from router.workers.deaths import Deaths
-from router.workers.fleet import check_key, check_worker
+from router.workers.fleet import check_key, check_worker, weights_of
 from router.workers.health import HealthState, WorkerHealth, WorkerLost, WorkerSilent
 from router.workers.sources import WorkerAddresses, WorkerSources
 from router.workers.watch import Watcher
@@ -30,6 +30,7 @@ from router.workers.worker import KnownWorker
 log = logging.getLogger("kvrelay.router")
 RECONNECT_SECONDS = 0.5  # at most, between two attempts to reach a worker that was restarted
 FOLLOW_SECONDS = 1.0  # between two reads of the sources
+MAX_RETIRED = 64  # weights of workers no longer listed, remembered for --resume-wait
 CONFIRM_SECONDS = 0.005  # between two looks at which workers answered
 KEEPALIVE_SECONDS = 3.0  # checks are faster; this ends the calls that checks do not
 
@@ -47,6 +48,7 @@ class Registry:
         self._closing: set[asyncio.Task[None]] = set()
         self._left_out = 0
         self._deaths = Deaths()
+        self._retired: dict[str, float] = {}  # weights of decode workers no longer listed: when
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
 
@@ -88,6 +90,23 @@ class Registry:
             for worker in every
             if worker.role == role and numerics in (None, worker.numerics) and worker.usable
         ]
+
+    def may_serve(self, weights: str) -> bool:
+        """Whether a decode worker with the ``weights`` of a stream may become usable soon.
+
+        One that had them is listed, or was a while ago, or one is listed that is not known yet.
+        """
+        if not weights:
+            return False
+        began = time.monotonic() - self._config.resume_wait
+        if self._retired.get(weights, began) > began:
+            return True
+        listed = (w for w in self.workers if w.role == types_pb2.ROLE_DECODE)
+        return any(
+            not isinstance(w.problem, Mismatch)
+            and (w.info is None or weights_of(w.info.namespace) == weights)
+            for w in listed
+        )
 
     def members(self, role: Role) -> list[KnownWorker]:
         """The workers of a role that belong to the fleet, usable at the moment or not."""
@@ -200,6 +219,12 @@ class Registry:
     def _retire(self, key: tuple[Role, str]) -> None:
         log.info("worker %s is no longer listed", key[1])
         del self._watchers[key]
+        info = self._workers[key].info
+        if info is not None and info.role == types_pb2.ROLE_DECODE:
+            self._retired.pop(weights := weights_of(info.namespace), None)
+            self._retired[weights] = time.monotonic()
+            while len(self._retired) > MAX_RETIRED:
+                del self._retired[next(iter(self._retired))]
         closing = asyncio.create_task(self._outlive(self._workers.pop(key), self._tasks.pop(key)))
         self._closing.add(closing)  # the loop itself holds tasks weakly
         closing.add_done_callback(self._closing.discard)

@@ -7,7 +7,7 @@ import asyncio
 import grpc
 import pytest
 
-from kvrelay.errors import Mismatch
+from kvrelay.errors import Mismatch, Unavailable
 from kvrelay.v1 import router_pb2, worker_pb2
 from tests.router.fakes import (
     Behaviour,
@@ -114,6 +114,75 @@ async def test_a_resumed_stream_goes_to_its_profile_or_is_refused() -> None:
     assert isinstance(error, Mismatch)
     assert error.field == "weights"
     assert (len(old.legs), len(new.legs)) == (1, 2)
+
+
+def resumed(numerics: str) -> router_pb2.GenerateRequest:
+    """A stream that began on this profile, with four tokens so far."""
+    result = request()
+    result.output_token_ids.extend(EXPECTED[:4])
+    result.weights = f"r/float32/{numerics}"
+    return result
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_a_resumed_stream_waits_for_the_only_worker_of_its_profile(listed: bool) -> None:
+    """It is being restarted, at its address or, while it is not listed, at another one."""
+    old, new = decode(AVX2, "d0"), decode(AVX512, "d1")
+    again = decode(AVX2, "d0-again")
+    async with running([old, new], health_interval=0.05) as router:
+        if not listed:
+            await join(router, new)
+        await old.stop()
+        await router.settled(used=1)
+        call = asyncio.ensure_future(router.generate(resumed(AVX2)))
+        await asyncio.sleep(0.5)
+        assert not call.done()
+        await again.start(old.address if listed else "127.0.0.1:0")
+        if not listed:
+            await join(router, new, again)
+        assert ids(await call) == EXPECTED[4:]
+        assert (len(again.legs), len(new.legs)) == (1, 0)
+        await again.stop()
+
+
+async def test_a_profile_that_does_not_come_back_is_named() -> None:
+    old, new = decode(AVX2, "d0"), decode(AVX512, "d1")
+    async with running([old, new], health_interval=0.05, resume_wait=0.5) as router:
+        await old.stop()
+        await router.settled(used=1)
+        error = await failing(_drained(router.call(resumed(AVX2))))
+        assert isinstance(error, Mismatch)
+        assert error.field == "weights"
+        assert f"numeric profile {AVX2!r}" in error.message
+        assert "resume it later" in error.message
+        assert "start it again" in error.message
+        assert not new.legs
+
+
+async def test_other_weights_are_refused_at_once_though_a_worker_may_come() -> None:
+    worker, absent = decode(AVX512), decode(AVX512, "d1")
+    absent.address = "127.0.0.1:9"  # nothing listens there
+    async with running([worker], resume_wait=30.0) as router:
+        await join(router, worker, absent)
+        stream = resumed(AVX512)
+        stream.weights = f"s/float32/{AVX512}"
+        error = await failing(_drained(router.call(stream, 10)))
+        assert isinstance(error, Mismatch)
+        assert "the stream began with 's/float32" in error.message
+
+
+async def test_a_resumed_stream_waits_longer_than_a_new_one_when_there_is_no_worker() -> None:
+    only, again = decode(AVX2, "d0"), decode(AVX2, "d0-again")
+    async with running([only], health_interval=0.05, worker_wait=0.2) as router:
+        await only.stop()
+        await router.settled(used=0)
+        assert isinstance(await failing(_drained(router.call(request()))), Unavailable)
+        call = asyncio.ensure_future(router.generate(resumed(AVX2)))
+        await asyncio.sleep(0.6)
+        assert not call.done()
+        await again.start(only.address)
+        assert ids(await call) == EXPECTED[4:]
+        await again.stop()
 
 
 @pytest.mark.parametrize("same", [True, False])
