@@ -1,8 +1,9 @@
-"""The endpoints file of a running cluster: addresses, process ids, roles and its token, as JSON.
+"""The endpoints file of a running cluster: addresses, process ids, roles and its secrets, as JSON.
 
 Written atomically, so a script that sees the file can read it. Only its owner can: who has the
-token may do everything with the cluster. ``kvrelay up`` also writes one to a private folder of the
-user, where the user's other commands find the token by the address they call.
+token may do everything with the cluster, and who has the fleet key can sign blocks. ``kvrelay up``
+also writes one to a private folder of the user, where the user's other commands find the secrets by
+the address they call.
 """
 
 from __future__ import annotations
@@ -92,14 +93,18 @@ def own_file() -> Path | None:
 
 
 def authorized(options: S, file: str | None, *addresses: str) -> S:
-    """The options with the token of the cluster at these addresses, unless they have credentials.
+    """The options with the secrets of the cluster at these addresses, unless they have credentials.
 
-    It is in the endpoints file ``file``, or in one of this user's own.
+    They are in the endpoints file ``file``, or in one of this user's own.
     """
     if options.credentials or options.token or options.cluster_token:
         return options
-    token = _content(Path(file)).get("token") if file is not None else _token_at(addresses)
-    return replace(options, cluster_token=token) if isinstance(token, str) else options
+    content = _content(Path(file)) if file is not None else _content_at(addresses)
+    token, key = content.get("token"), content.get("fleet_key")
+    if not isinstance(token, str):
+        return options
+    fleet_key = options.fleet_key or (key if isinstance(key, str) else None)
+    return replace(options, cluster_token=token, fleet_key=fleet_key)
 
 
 def processes_of(path: Path) -> tuple[ListedProcess, ...]:
@@ -114,7 +119,8 @@ def processes_of(path: Path) -> tuple[ListedProcess, ...]:
     return listed
 
 
-def _token_at(addresses: Collection[str]) -> object:
+def _content_at(addresses: Collection[str]) -> dict[str, object]:
+    """The newest of this user's own files with one of the addresses; empty without one."""
     folder = _private_folder()
     files = [] if folder is None else folder.glob("up-*.json")
     for path in sorted(files, key=_age):
@@ -123,8 +129,8 @@ def _token_at(addresses: Collection[str]) -> object:
             processes = content.get("processes")
             for process in processes if isinstance(processes, list) else ():
                 if isinstance(process, dict) and process.get("address") in addresses:
-                    return content.get("token")
-    return None
+                    return content
+    return {}
 
 
 def _age(path: Path) -> float:

@@ -225,6 +225,7 @@ class Cluster:
             "decode": list(self.addresses("decode")),
             "model": self.config.model_path,
             "token": self.config.cluster_token,
+            "fleet_key": self.config.fleet_key if self.config.cluster_token else None,
             "processes": [
                 {
                     "name": process.spec.name,

@@ -1,7 +1,10 @@
-"""Reads every block of a store back and checks header, name and payload. A read counts as a use.
+"""Reads every block of a store back and checks header, name, payload and the fleet's tag.
+
+A read counts as a use.
 
 A store removes a block at which a reader stops, if the block is wrong: so a repair needs no call of
-its own and works with every kind of store.
+its own and works with every kind of store. A ``kvrelay://`` store knows a wrong tag if it has the
+fleet's key itself.
 """
 
 from __future__ import annotations
@@ -9,13 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from kvrelay.block.header import fields_of, header_bytes
-from kvrelay.block.verify import verify_payload
+from kvrelay.block.verify import verify_payload, verify_tag
 from kvrelay.errors import Corrupt
 from kvstore.base import GetResult, ListedBlock, NameQuery, Store, Want
 from kvstore.claims import check_name
 from kvstore.wire.buffers import size_batches
+
+if TYPE_CHECKING:
+    from kvrelay.block.mac import BlockKey
 
 BATCH_BYTES = 32 << 20
 BATCH_BLOCKS = 256
@@ -29,16 +36,26 @@ class VerifiedBlock:
     error: Corrupt | None = None
     removed: bool = False
 
+    @property
+    def wrong_tag(self) -> bool:
+        """Whether it is whole, and was not written by this fleet."""
+        return self.error is not None and self.error.field == "tag"
+
 
 def verify_blocks(
-    store: Store, blocks: Iterable[ListedBlock], timeout: float, repair: bool = False
+    store: Store,
+    blocks: Iterable[ListedBlock],
+    timeout: float,
+    repair: bool = False,
+    key: BlockKey | None = None,
 ) -> Iterator[VerifiedBlock]:
     """One result for each block, in order; ``timeout`` is that of each call to the store.
 
-    ``repair``: remove wrong blocks, so that right ones may be put in their place.
+    ``repair``: remove wrong blocks, so that right ones may be put in their place. With ``key``, a
+    block that it did not sign is wrong; blocks of tenants are not signed.
     """
     for batch in size_batches(blocks, BATCH_BYTES, BATCH_BLOCKS):
-        for found in _read(store, batch, timeout):
+        for found in _read(store, batch, timeout, key):
             wrong = repair and found.error is not None
             yield replace(found, removed=_remove(store, found, timeout)) if wrong else found
 
@@ -53,7 +70,9 @@ def _remove(store: Store, found: VerifiedBlock, timeout: float) -> bool:
     return store.survey(NameQuery([listed.name]), timeout).sizes[0] is None
 
 
-def _read(store: Store, batch: Sequence[ListedBlock], timeout: float) -> Iterator[VerifiedBlock]:
+def _read(
+    store: Store, batch: Sequence[ListedBlock], timeout: float, key: BlockKey | None
+) -> Iterator[VerifiedBlock]:
     sized = {b.name: b.size - header_bytes(b.tokens) for b in batch}
     wants = [Want(b.name, memoryview(bytearray(max(sized[b.name], 0)))) for b in batch]
     for got in store.get(wants, timeout):
@@ -62,17 +81,20 @@ def _read(store: Store, batch: Sequence[ListedBlock], timeout: float) -> Iterato
             yield _absent(store, listed, timeout)
             continue
         try:
-            _check(listed, wants[got.index], got)
+            _check(listed, wants[got.index], got, None if listed.tenant else key)
         except Corrupt as error:
             yield VerifiedBlock(listed, error)
         else:
             yield VerifiedBlock(listed)
 
 
-def _check(listed: ListedBlock, want: Want, got: GetResult) -> None:
-    header = fields_of(got.header or b"")
+def _check(listed: ListedBlock, want: Want, got: GetResult, key: BlockKey | None) -> None:
+    raw = got.header or b""
+    header = fields_of(raw)
     check_name(listed.name, header)
     verify_payload(header, want.buffer, got.summed)
+    if key is not None:
+        verify_tag(raw, want.buffer, key)
 
 
 def _absent(store: Store, listed: ListedBlock, timeout: float) -> VerifiedBlock:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from kvrelay.block.header import decode
-from kvrelay.cli.dispatch import main
 from kvrelay.cli.store import clear, options
 from kvrelay.errors import Rejected
 from kvrelay.rpc.deadline import Deadline
@@ -22,6 +21,7 @@ from kvstore.base import NameQuery
 from kvstore.client import remote
 from kvstore.client.remote import RemoteStore
 from kvstore.urls import standalone_url
+from tests.cli.rig import run
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.redis.redisserver import Server
 from tests.kvstore.redis.redisserver import running as ready
@@ -56,14 +56,6 @@ def blocks(store: Store) -> list[Block]:
     made += [make(5000, count=7, parent=name_of(made[0])), make(300, count=3)]
     put(store, *made)
     return made
-
-
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    """Status, output and errors of ``kvrelay store``."""
-    capsys.readouterr()
-    status = main(["store", *words])
-    seen = capsys.readouterr()
-    return status, seen.out, seen.err
 
 
 def test_clear_of_a_redis_counts_blocks_and_not_what_else_lies_there(

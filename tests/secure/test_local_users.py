@@ -132,6 +132,9 @@ def test_commands_find_the_token(
     assert main(["store", "clear", "--yes", "--store", store]) == 0
     assert main(["store", "stats", "--endpoints", str(published)]) == 0
     assert main(["doctor", "--audit", decode]) == 0
+    capsys.readouterr()
+    assert main(["store", "verify", "--store", store]) == 0
+    assert "tags not checked" not in capsys.readouterr().out  # the fleet key is there too
     to_decode = ["role", "decode", "--worker", decode, "--router", cluster.router]
     assert main(to_decode) == 0
     published.unlink()

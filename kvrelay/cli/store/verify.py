@@ -1,4 +1,4 @@
-"""``kvrelay store verify``: every block read back; checksums, names and lengths compared."""
+"""``kvrelay store verify``: every block read back; checksums, names, lengths and tags compared."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from kvrelay.block.mac import BlockKey
 from kvrelay.cli.screen import paint, print_err, print_out
 from kvrelay.cli.store.options import StoreSelection, browsing, connected
 from kvrelay.config.reader import load, option
 from kvrelay.config.values import show_bytes
+from kvrelay.rpc.security.policy import installed
 from kvstore.client.browse import SHOWN, blocks_by_digits
 from kvstore.client.verify import VerifiedBlock, verify_blocks
 from kvstore.urls import public_url
 
 DESCRIPTION = """\
 Reads every block of a store back and checks its header, its payload and its name, which must follow
-from the header. Reading a block counts as a use of it, also for eviction. With --repair, wrong
-blocks are removed, so that right ones can be put in their place. Ends with status 1 if a block is
-wrong and was not removed."""
+from the header. With the fleet's key (of kvrelay up, --credentials or KVRELAY_FLEET_KEY) it also
+checks the tag by which workers know their fleet's blocks: a block of another fleet, or an unsigned
+one, is then wrong; --no-tags where several fleets share the store. Reading a block counts as a use
+of it, also for eviction. With --repair, wrong blocks are removed, so that right ones can be put in
+their place. Ends with status 1 if a block is wrong and was not removed."""
 PROGRESS_SECONDS = 0.5
 
 
@@ -30,6 +34,7 @@ class VerifyConfig(StoreSelection):
 
     prefix: str = option("", "first digits of the names", metavar="PREFIX", positional=True)
     repair: bool = option(False, "remove wrong blocks")
+    tags: bool = option(True, "do not check which fleet wrote a block")
 
 
 @dataclass(slots=True)
@@ -37,6 +42,7 @@ class VerifyProgress:
     """The result for one store so far."""
 
     store: str
+    tags: bool  # whether they are checked
     began: float = field(default_factory=time.monotonic)
     blocks: int = 0
     bytes: int = 0
@@ -61,12 +67,21 @@ class VerifyProgress:
         """Wrong blocks that were not removed."""
         return sum(not one.removed for one in self.wrong)
 
+    @property
+    def wrong_tags(self) -> int:
+        """Blocks that are whole, and that another fleet or a stranger wrote."""
+        return sum(one.wrong_tag for one in self.wrong)
+
     def __str__(self) -> str:
         seconds = max(time.monotonic() - self.began, 1e-9)
         more = [f"{self.evicted:,} evicted before they were read"] if self.evicted else []
         more += [f"{self.foreign:,} of tenants, not read"] if self.foreign else []
         rate = f"{show_bytes(self.bytes)} at {self.bytes / seconds / 1e9:.2f} GB/s"
         parts = [f"{self.blocks:,} blocks", rate, *more, f"{len(self.wrong):,} wrong"]
+        if self.wrong_tags:
+            parts.append(f"{self.wrong_tags:,} of them by their tag")
+        if not self.tags:
+            parts.append("tags not checked")
         if removed := len(self.wrong) - self.left:
             parts.append(f"{removed:,} of them removed")
         return f"{self.store}: {', '.join(parts)}"
@@ -79,6 +94,8 @@ class VerifyProgress:
             "bytes": self.bytes,
             "evicted": self.evicted,
             "not_read": self.foreign,
+            "tags_checked": self.tags,
+            "wrong_tags": self.wrong_tags,
             "wrong": [
                 {
                     "name": one.listed.name.hex(),
@@ -106,11 +123,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _verified(url: str, config: VerifyConfig) -> VerifyProgress:
-    progress = VerifyProgress(public_url(url))
+    key = BlockKey.of(installed().credentials.fleet_key) if config.tags else None
+    progress = VerifyProgress(public_url(url), key is not None)
     with browsing(url) as browser, connected(url) as store:
         # All names first: reading takes longer than a list may stay open.
         listed = list(blocks_by_digits(browser, config.prefix, config.timeout))
-        found = verify_blocks(store, listed, config.timeout, config.repair)
+        found = verify_blocks(store, listed, config.timeout, config.repair, key)
         for one in _watched(found, progress, len(listed)):
             progress.add(one)
     return progress
