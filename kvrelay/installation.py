@@ -30,10 +30,13 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     },
     "router": {
         **_SERVER,
+        "httptools": "httptools",
         "jinja2": "jinja2",
         "prometheus_client": "prometheus-client",
+        "starlette": "starlette",
         "tokenizers": "tokenizers",
         "transformers": "transformers",
+        "uvicorn": "uvicorn",
         "xxhash": "xxhash",
     },
     "store": {

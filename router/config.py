@@ -25,6 +25,15 @@ class RouterConfig(SecurityOptions):
     )
     host: str = option(LOOPBACK, "address to listen on", metavar="HOST")
     port: int = option(ROUTER_PORT, "port to listen on; 0 picks a free one", low=0, high=65535)
+    http_port: int | None = option(
+        None,
+        "port of the HTTP API, OpenAI's, on --host; 0 picks a free one; default: no HTTP",
+        low=0,
+        high=65535,
+    )
+    strict_fields: bool = option(
+        False, "refuse HTTP requests with unknown fields, instead of ignoring these"
+    )
     prefill: tuple[str, ...] = option(
         (),
         "a prefill worker, or with dns:///NAME:PORT every address of a name",

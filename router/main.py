@@ -7,12 +7,18 @@ from collections.abc import Sequence
 
 from kvrelay.config.reader import load
 from kvrelay.process import logs
+from kvrelay.rpc.address import Address
+from kvrelay.rpc.security.policy import installed
 from kvrelay.rpc.server import exposition
 from kvrelay.rpc.server.run import run_service, serve_until_signal
 from kvrelay.rpc.server.server import CALL_SHARES, MAX_CALLS, Server, ServerOptions
 from kvrelay.text.tokenizer import NoTokenizer, load_tokenizer
 from kvrelay.v1 import router_pb2_grpc
 from router.config import RouterConfig
+from router.http.access import Access
+from router.http.app import make_app
+from router.http.connections import HttpLimits
+from router.http.server import HttpServer
 from router.metrics import registry_of
 from router.service import SERVICE, RouterService
 from router.workers.registry import Registry
@@ -37,16 +43,31 @@ async def serve(config: RouterConfig) -> int:
     server = make_server(config, service)
     if config.metrics_port is not None:
         exposition.serve(registry_of(service), config.metrics_host, config.metrics_port)
+    door = None if config.http_port is None else make_door(config, service, config.http_port)
+    url = "" if door is None else f", {await door.start(config)}"
     try:
         await registry.start()
         return await serve_until_signal(
             server,
-            ready=lambda address: f"router ready on {address}: {config.model_name}",
+            ready=lambda address: f"router ready on {address}{url}: {config.model_name}",
             on_stop=lambda _: service.gate.drain(),
             grace=config.grace,
         )
     finally:
+        if door is not None:
+            await door.stop()
         await registry.close()
+
+
+def make_door(config: RouterConfig, service: RouterService, port: int) -> HttpServer:
+    """The HTTP server of the service, not started."""
+    limits = HttpLimits(body_bytes=config.message_bytes, stuck_seconds=config.stuck_after)
+    access = Access(installed().credentials, _max_calls(config))
+    return HttpServer(make_app(service, access, limits), Address(config.host, port), limits)
+
+
+def _max_calls(config: RouterConfig) -> int:
+    return max(MAX_CALLS, CALL_SHARES * config.max_requests)  # each tenant may have a share
 
 
 def make_server(config: RouterConfig, service: RouterService) -> Server:
@@ -56,7 +77,7 @@ def make_server(config: RouterConfig, service: RouterService) -> Server:
         max_message_bytes=config.message_bytes,
         probe_bandwidth=False,
         stuck_seconds=config.stuck_after,  # before a worker, whose stream then stands too
-        max_calls=max(MAX_CALLS, CALL_SHARES * config.max_requests),  # each tenant may have a share
+        max_calls=_max_calls(config),
     )
     server = Server(options)
     server.add(

@@ -22,7 +22,14 @@ from kvrelay.text.tokenizer import Tokenizer, eos_token_ids
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
 from router.generate.generation import Generation, SharedParts
-from router.generate.request import AcceptedRequest, build, check_envelope, check_length
+from router.generate.request import (
+    AcceptedRequest,
+    InboundCall,
+    build,
+    check_envelope,
+    check_length,
+    most_tokens,
+)
 from router.generate.retry import PoisonList, RetryControl, RetryLimits, TokenBucket
 from router.placement.placer import Placer
 from router.queue.gate import QueueGate
@@ -44,9 +51,10 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
 
     def __init__(self, config: RouterConfig, registry: Registry, tokenizer: Tokenizer) -> None:
         self.inbox = Inbox(config.message_bytes)
+        self.tokenizer = tokenizer
         self._prompts = PromptTokenizer(tokenizer, config.max_prompt)
         threads = self._prompts.threads
-        self._config = config
+        self.config = config
         self.registry = registry
         self.quotas = Quotas(time.monotonic)
         self.gate = QueueGate(registry, (self.inbox.semaphore, threads.semaphore), config)
@@ -74,16 +82,23 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         read: Read[router_pb2.GenerateRequest],
         context: Context[router_pb2.GenerateRequest, router_pb2.GenerateResponse],
     ) -> AsyncGenerator[router_pb2.GenerateResponse]:
-        config, tenant = self._config, caller().tenant
+        config = self.config
         deadline = Deadline.from_context(context, config.default_timeout, config.max_timeout)
+        call = InboundCall(caller().tenant, deadline, read)
+        async with aclosing(self.serve(call)) as responses:
+            async for response in responses:
+                yield response
+
+    async def serve(self, call: InboundCall) -> AsyncGenerator[router_pb2.GenerateResponse]:
+        """The responses to one call, of whichever door; closing the stream cancels its work."""
         with self._counted():
-            deadline.check("to begin")
-            with self.quotas.hold(tenant) as hold, self.gate.entered(tenant):
+            call.deadline.check("to begin")
+            with self.quotas.hold(call.tenant) as hold, self.gate.entered(call.tenant):
                 hold.charge(0)  # refused before its message is read, if the tenant has used more
-                generation = await self._accept(read, deadline, hold)
+                generation = await self._accept(call, hold)
                 request = generation.request
                 slot = self.gate.passed(
-                    request.positions, request.priority, tenant, deadline, request.part
+                    request.positions, request.priority, call.tenant, call.deadline, request.part
                 )
                 async with slot, aclosing(generation.responses()) as responses:
                     await generation.replay()
@@ -117,18 +132,21 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """Requests refused for lack of room or quota, by reason."""
         return self.gate.refused + self.quotas.refused
 
+    @property
+    def draining(self) -> bool:
+        """Whether this router refuses new requests for good."""
+        return self.gate.draining
+
     def queue_status(self) -> router_pb2.QueueStatus:
         """Waiting, running and refused requests."""
         return self.gate.status(self.refused.total())
 
-    async def _accept(
-        self, read: Read[router_pb2.GenerateRequest], deadline: Deadline, hold: QuotaHold
-    ) -> Generation:
+    async def _accept(self, call: InboundCall, hold: QuotaHold) -> Generation:
         """The generation of a request, charged to its tenant; raises if the request is refused."""
-        tenant, placer = hold.tenant, self.placer
-        async with self.inbox.received(read, tenant, deadline) as message:
+        tenant, deadline, placer = call.tenant, call.deadline, self.placer
+        async with self.inbox.received(call.read, tenant, deadline) as message:
             received_at = time.monotonic()
-            check_envelope(message, self._config.model_name)
+            check_envelope(message, self.config.model_name)
             resumes = bool(message.output_token_ids)
             info = await placer.info(deadline, message.weights, resumes)
             check_length(message, info.max_model_len)
@@ -136,10 +154,14 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             async with deadline.limit("to tokenize the prompt"):
                 prompt = await self._prompts.tokenize(message, hold, longest(workers))
                 words = await self._prompts.bad_words(message.sampling.bad_words, tenant)
+            if call.fills:
+                message.max_tokens = most_tokens(len(prompt), longest(workers), tenant)
+                check_envelope(message, self.config.model_name)
             request = build(message, prompt, words, info, deadline, tenant, received_at)
         if request.positions > longest(workers):
             raise too_long(request.positions, workers)
         hold.charge(request.charged_tokens)
+        call.accepted = request
         return Generation(request, placer.bind(info, prompt, tenant), self._parts)
 
     def _count(self, request: AcceptedRequest, response: router_pb2.GenerateResponse) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvrelay.cli.model_check import ModelCheck
@@ -21,6 +22,7 @@ from kvrelay.connector.script import PREFIX, read_script
 from kvrelay.installation import command
 from kvrelay.model_folder import check_model_folder
 from kvrelay.process.memory import check_fits, host_memory
+from kvrelay.rpc.address import HTTP_PORT
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST
 from kvrelay.text.tokenizer import has_tokenizer
@@ -45,6 +47,10 @@ examples:
 class UpConfig(ClusterConfig):
     """The cluster, and what to print about it."""
 
+    http_port: int | None = option(
+        HTTP_PORT, "port of the HTTP API, OpenAI's; 0 picks a free one", low=0, high=65535
+    )
+    http: bool = option(True, "serve no HTTP API")
     endpoints: str | None = option(
         None, "write addresses and process ids to this file, as JSON", metavar="FILE"
     )
@@ -55,7 +61,7 @@ class UpConfig(ClusterConfig):
 def main(argv: Sequence[str]) -> int:
     config = load(UpConfig, argv, "kvrelay up", DESCRIPTION, epilog=EPILOG)
     _check(config)
-    run = Up(config)
+    run = Up(config if config.http else replace(config, http_port=None))
     with Signals(run.on_signal):
         return run.serve()
 
@@ -109,6 +115,9 @@ class Up:
             self.cluster.start(self._config.start_timeout)
             print_out(describe(self.cluster, self.cluster.view))
             self._up = True
+            if (http := self.cluster.http) is not None:
+                print_out(f"\nOpenAI API at {paint(f'{http}/v1', 'bold')}; try:")
+                print_out("  " + " \\\n      ".join(curl_example(self._config, http)))
             print_out(f"\nServing on {paint(self.cluster.router, 'bold')}; Ctrl-C ends it. Try:")
             print_out("  " + " \\\n      ".join(self._example()))
             self._publish()
@@ -172,6 +181,28 @@ class Up:
         """Print a line, from any thread. A closed terminal stops no thread."""
         with self._lock, suppress(BrokenPipeError):
             print_err(line)
+
+
+def curl_example(config: ClusterConfig, http: str) -> list[str]:
+    """A request that a client on this machine can type, in lines that fit a terminal."""
+    folder = Path(config.model_path)
+    body: dict[str, object] = {"model": config.served_model or folder.resolve().name}
+    page = "completions"
+    if config.model == "recall":
+        page = "chat/completions"
+        said = "The copper mask stands in Boston."
+        asked = {"role": "user", "content": "Where is the copper mask?"}
+        body |= {"temperature": 0, "messages": [{"role": "system", "content": said}, asked]}
+    else:
+        body["prompt"] = "Once upon a time" if has_tokenizer(folder) else [1, 2, 3]
+    lines = [f"curl {http}/v1/{page} -H 'Content-Type: application/json'"]
+    if config.tls_ca is not None:
+        lines.append(f"--cacert {config.tls_ca}")
+        if config.tls_mutual:
+            lines.append(f"--cert {config.tls_cert} --key {config.tls_key}")
+    if config.credentials is not None:
+        lines.append("-H 'Authorization: Bearer YOUR-TOKEN'")
+    return [*lines, f"-d '{json.dumps(body)}'"]
 
 
 def client_flags(config: ClusterConfig) -> list[str]:

@@ -73,6 +73,15 @@ class ClusterConfig(SecurityOptions):
     restore: bool = option(True, "start without the blocks that are in --store-disk")
     host: str = option(LOOPBACK, "address that the router listens on", metavar="HOST")
     port: int = option(ROUTER_PORT, "port of the router; 0 picks a free one", low=0, high=65535)
+    http_port: int | None = option(
+        None,
+        "port of the router's HTTP API, OpenAI's; 0 picks a free one; default: no HTTP",
+        low=0,
+        high=65535,
+    )
+    strict_fields: bool = option(
+        False, "refuse HTTP requests with unknown fields, instead of ignoring these"
+    )
     served_model: str | None = option(
         None, "name of the model for clients; default: that of its directory", metavar="NAME"
     )
@@ -144,8 +153,10 @@ def process_specs(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
     """Every process, in display order. A process keeps its port when it is restarted."""
     config = replace(config, kv_memory=pool_bytes(config, host_memory()))
     count = config.prefill + config.decode
-    ports = iter(free_ports(count + 2))
+    ports = iter(free_ports(count + 3))
     router_port, store_port = next(ports), config.store_port or next(ports)
+    if config.http_port == 0:
+        config = replace(config, http_port=next(ports))
     url = config.store or f"kvrelay://{Address(LOOPBACK, store_port)}"
     own_store = () if config.store else (_store(config, store_port),)
     prefill = tuple(_worker(config, "prefill", i, next(ports), url) for i in range(config.prefill))
@@ -237,6 +248,7 @@ def _router(
         "served-model": config.served_model,
         "host": config.host,
         "port": port,
+        "http-port": config.http_port,
         "disaggregate": config.disaggregate,
         "queue-tokens": config.queue_tokens,
         "queue-seconds": config.queue_seconds,
@@ -247,6 +259,8 @@ def _router(
     args = [*_flags(given)]
     for worker in (*prefill, *decode):
         args += [f"--{worker.role}", worker.address]
+    if config.strict_fields:
+        args.append("--strict-fields")
     if not config.tls_mutual:
         args.append("--no-tls-mutual")  # only the router's clients may lack a certificate
     return _spec(config, "router", 0, port, (*args, *_security(config)))
@@ -275,6 +289,7 @@ def _spec(
         args=args,
         host=config.host if role == "router" else LOOPBACK,
         port=port,
+        http_port=config.http_port if role == "router" else None,
         forked=role in ("prefill", "decode") and _can_fork(config),
     )
     return replace(spec, environ=environ_of(config, spec, os.environ))

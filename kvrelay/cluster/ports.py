@@ -11,6 +11,7 @@ import random
 import socket
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.errors import Rejected, Unavailable
@@ -42,19 +43,28 @@ def is_free(port: int, host: str = LOOPBACK) -> bool:
     return probe is not None
 
 
+@dataclass(frozen=True, slots=True)
+class WantedPort:
+    """A port to reserve; ``field`` and ``instead`` are for the error if it is taken."""
+
+    host: str
+    port: int
+    field: str = "port"
+    instead: str = "use another port"
+
+
 class ReservedPorts:
     """Ports reserved for servers that start, and restart after a crash, until ``close``."""
 
-    def __init__(self, addresses: Iterable[tuple[str, int]]) -> None:
+    def __init__(self, ports: Iterable[WantedPort]) -> None:
         """Raises ``Rejected`` naming the first port that another process listens on."""
         self._sockets: list[socket.socket] = []
-        for host, port in addresses:
-            held = _bind(host, port, reuse=True)
+        for wanted in ports:
+            held = _bind(wanted.host, wanted.port, reuse=True)
             if held is None:
                 self.close()
-                raise Rejected(
-                    "port", f"{port} on {host} is taken: stop that process, or use another port"
-                )
+                taken = f"{wanted.port} on {wanted.host} is taken"
+                raise Rejected(wanted.field, f"{taken}: stop that process, or {wanted.instead}")
             if sys.platform == "linux":
                 self._sockets.append(held)
             else:

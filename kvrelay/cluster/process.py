@@ -33,6 +33,7 @@ class ProcessSpec:
     args: tuple[str, ...]
     host: str
     port: int
+    http_port: int | None = None  # at which it serves HTTP beside gRPC
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)  # holds secrets
     forked: bool = False  # see ``spawn``
 

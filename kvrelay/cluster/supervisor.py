@@ -14,18 +14,19 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from types import TracebackType
 
 from kvrelay.cluster.fleet_key import kept_key
 from kvrelay.cluster.layout import ClusterConfig, process_specs
-from kvrelay.cluster.ports import ReservedPorts
+from kvrelay.cluster.ports import ReservedPorts, WantedPort
 from kvrelay.cluster.process import ProcessSpec, RestartBackoff, SupervisedProcess
 from kvrelay.cluster.readiness import ReadinessProbe
 from kvrelay.errors import DeadlineExceeded, KvrelayError, NotFound, Unavailable
 from kvrelay.process.tempdir import ensure_temporary_directory
+from kvrelay.rpc.address import Address
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST
 from kvrelay.v1 import router_pb2
@@ -65,6 +66,15 @@ def with_cluster_token(config: ClusterConfig) -> ClusterConfig:
     if policy.load(config).credentials.required:
         return config
     return replace(config, cluster_token=secrets.token_urlsafe(32))
+
+
+def wanted_ports(specs: Sequence[ProcessSpec]) -> Iterator[WantedPort]:
+    """The ports of all processes, that of the HTTP API with the way out if it is taken."""
+    for spec in specs:
+        yield WantedPort(spec.host, spec.port)
+        if spec.http_port is not None:
+            instead = "take any free one with --http-port 0, or none with --no-http"
+            yield WantedPort(spec.host, spec.http_port, "http_port", instead)
 
 
 class Cluster:
@@ -114,6 +124,15 @@ class Cluster:
         return self.addresses("router")[0]
 
     @property
+    def http(self) -> str | None:
+        """Base URL of the router's HTTP API, without a path; ``None`` if it serves none."""
+        spec = self.process("router").spec
+        if spec.http_port is None:
+            return None
+        scheme = "https" if self.security.tls is not None else "http"
+        return f"{scheme}://{Address(spec.host, spec.http_port)}"
+
+    @property
     def store(self) -> str:
         """URL of the store."""
         own = self.addresses("store")
@@ -150,7 +169,7 @@ class Cluster:
 
     def start(self, timeout: float = START_SECONDS) -> None:
         """Start all processes at once; returns when every one serves."""
-        self._ports = ReservedPorts((spec.host, spec.port) for spec in self.specs)
+        self._ports = ReservedPorts(wanted_ports(self.specs))
         for process in self._processes.values():
             process.start()
         self.view = self.wait(timeout)
@@ -220,6 +239,7 @@ class Cluster:
         return {
             "pid": os.getpid(),
             "router": self.router,
+            "http": self.http,
             "store": public_urls(self.store),
             "prefill": list(self.addresses("prefill")),
             "decode": list(self.addresses("decode")),

@@ -11,6 +11,9 @@ from kvrelay.errors import Rejected
 ROUTER_PORT = 50051
 """The default port of a router, for the router and its clients."""
 
+HTTP_PORT = 8000
+"""The default port of the HTTP API of a cluster, as vLLM has it."""
+
 
 def _loopback() -> str:
     for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):

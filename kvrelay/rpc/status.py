@@ -1,4 +1,4 @@
-"""The table between ``kvrelay.errors`` and gRPC status, both ways, with ``google.rpc`` details.
+"""The table between ``kvrelay.errors``, gRPC status and HTTP status, with ``google.rpc`` details.
 
 ``to_status`` makes the status that a server sends; ``from_rpc_error`` makes the same error from it
 on the client's side. Codes that gRPC itself produces (closed socket, message too large) are mapped
@@ -37,17 +37,18 @@ DEFAULT_RETRY_SECONDS = 1.0
 DISCONNECT_TURNS = 6  # of the event loop, within which a disconnect is noticed
 MAX_MESSAGE_BYTES = 1000  # a status is HTTP/2 headers (8 KiB), percent-encoded and twice in them
 
-_CODES: tuple[tuple[type[KvrelayError], grpc.StatusCode], ...] = (
-    (Rejected, grpc.StatusCode.INVALID_ARGUMENT),
-    (NotFound, grpc.StatusCode.NOT_FOUND),
-    (Mismatch, grpc.StatusCode.FAILED_PRECONDITION),
-    (Unservable, grpc.StatusCode.FAILED_PRECONDITION),
-    (Exhausted, grpc.StatusCode.RESOURCE_EXHAUSTED),
-    (Unavailable, grpc.StatusCode.UNAVAILABLE),
-    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
-    (Corrupt, grpc.StatusCode.DATA_LOSS),
-    (KvrelayError, grpc.StatusCode.INTERNAL),
+_CODES: tuple[tuple[type[KvrelayError], grpc.StatusCode, int], ...] = (
+    (Rejected, grpc.StatusCode.INVALID_ARGUMENT, 400),
+    (NotFound, grpc.StatusCode.NOT_FOUND, 404),
+    (Mismatch, grpc.StatusCode.FAILED_PRECONDITION, 412),
+    (Unservable, grpc.StatusCode.FAILED_PRECONDITION, 422),
+    (Exhausted, grpc.StatusCode.RESOURCE_EXHAUSTED, 429),
+    (Unavailable, grpc.StatusCode.UNAVAILABLE, 503),
+    (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED, 504),
+    (Corrupt, grpc.StatusCode.DATA_LOSS, 502),
+    (KvrelayError, grpc.StatusCode.INTERNAL, 500),
 )
+"""Of each error, the first line that it is an instance of: its gRPC code and its HTTP status."""
 
 # gRPC's text for a connection that it could not make: the address, and why the last attempt failed.
 _NOT_CONNECTED = re.compile(
@@ -91,7 +92,12 @@ class _Aborting(Protocol):
 
 def code_of(error: KvrelayError) -> grpc.StatusCode:
     """The status code of an error."""
-    return next(code for kind, code in _CODES if isinstance(error, kind))
+    return next(code for kind, code, _ in _CODES if isinstance(error, kind))
+
+
+def http_status_of(error: KvrelayError) -> int:
+    """The HTTP status of an error."""
+    return next(status for kind, _, status in _CODES if isinstance(error, kind))
 
 
 def to_status(error: KvrelayError) -> Status:

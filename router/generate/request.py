@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -57,6 +57,29 @@ class AcceptedRequest:
     def part(self) -> float:
         """The fraction of its output still to be generated."""
         return 1.0 - len(self.outputs) / self.max_tokens
+
+
+@dataclass(slots=True)
+class InboundCall:
+    """One call at a door of the router, gRPC or HTTP: both meet here.
+
+    ``read`` receives the message, when there is memory for it; ``fills`` is read after that: then
+    ``max_tokens`` of the message becomes as many as the largest worker holds.
+    """
+
+    tenant: Tenant
+    deadline: Deadline
+    read: Callable[[], Awaitable[router_pb2.GenerateRequest]]
+    fills: bool = False
+    accepted: AcceptedRequest | None = None  # set when the request has passed every check
+
+
+def most_tokens(prompt: int, longest: int, tenant: Tenant) -> int:
+    """The most output tokens after a prompt, on the largest worker and within a minute's quota."""
+    room = longest - prompt + 1
+    if tenant.tokens_per_minute is not None:
+        room = min(room, tenant.tokens_per_minute - prompt)
+    return max(room, 1)
 
 
 def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:

@@ -76,6 +76,11 @@ class QueueGate:
             if not self._open:
                 self._idle.set()
 
+    @property
+    def draining(self) -> bool:
+        """Whether new requests are refused for good."""
+        return self._draining
+
     async def drain(self) -> None:
         """Refuse new requests and wait until the last open one has ended."""
         self._draining = True

@@ -7,8 +7,10 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -32,13 +34,14 @@ class Up:
     """A running ``kvrelay up`` and the content of its endpoints file."""
 
     def __init__(self, model: Path, folder: Path, *flags: str) -> None:
+        self.model = model
         self.file = folder / "up.json"
         self.log = folder / "log"
         with self.log.open("wb") as out:
             self.popen = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "kvrelay", "up", "--model", str(model)),
-                    *("--port", "0", "--endpoints", str(self.file), *flags),
+                    *("--port", "0", "--http-port", "0", "--endpoints", str(self.file), *flags),
                 ],
                 cwd=ROOT,
                 stdout=out,
@@ -83,6 +86,12 @@ def test_it_serves_restarts_and_stops(up: Up) -> None:
     text = up.log.read_text()
     assert "namespace" in text
     assert "Serving on 127.0.0.1:" in text
+
+    http = json.loads(up.file.read_text())["http"]
+    assert f"OpenAI API at {http}/v1; try:" in text
+    assert f"curl {http}/v1/completions" in text
+    with urllib.request.urlopen(f"{http}/v1/models", timeout=20) as page:
+        assert json.load(page)["data"][0]["id"] == up.model.name
 
     os.kill(before["store-0"], signal.SIGKILL)
     again = up.told("the store started again")
@@ -189,6 +198,17 @@ def test_a_device_that_is_not_there_is_refused_once_before_the_start(
 ) -> None:
     text = refused(model, tmp_path, "--device", "cuda")
     assert text.count("no CUDA device is available") == 1
+
+
+def test_a_taken_http_port_is_named_with_the_way_out(model: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        up = Up(model, tmp_path, "--http-port", str(port))
+        assert up.popen.wait(START_SECONDS) != 0
+    (line,) = [line for line in up.log.read_text().splitlines() if "taken" in line]
+    assert f"http_port: {port} on 127.0.0.1 is taken" in line
+    assert "--http-port 0" in line
+    assert "--no-http" in line
 
 
 def test_ctrl_c_ends_the_check_of_the_model(model: Path, tmp_path: Path) -> None:

@@ -17,6 +17,16 @@ from kvstore.config import StoreConfig
 from router.config import RouterConfig
 
 
+def test_a_cluster_serves_http_only_if_it_is_asked_to() -> None:
+    spec = by_name(ClusterConfig(port=0))["router"]
+    assert spec.http_port is None
+    assert "--http-port" not in spec.args
+    spec = by_name(ClusterConfig(port=0, http_port=0, strict_fields=True))["router"]
+    assert spec.http_port
+    assert spec.args[spec.args.index("--http-port") + 1] == str(spec.http_port)
+    assert "--strict-fields" in spec.args
+
+
 def flags_of(spec: ProcessSpec) -> dict[str, str]:
     """Every ``--flag value`` of a process; the last one where a flag is repeated."""
     words = [word for word in spec.args if word not in ("--no-tls-mutual", "--restore")]

@@ -41,12 +41,20 @@ FLOORS = {
     "router/placement": 10,
     "router/queue": 10,
     "router/generate": 11,
-    "router": 12,
-    "kvrelay/recall": 13,
-    "kvrelay/cluster": 13,
-    "kvrelay/cli": 14,
+    "router/http": 12,
+    "router": 13,
+    "kvrelay/recall": 14,
+    "kvrelay/cluster": 14,
+    "kvrelay/cli": 15,
 }
-ROUTER = ("router", "router/workers", "router/placement", "router/queue", "router/generate")
+ROUTER = (
+    "router",
+    "router/workers",
+    "router/placement",
+    "router/queue",
+    "router/generate",
+    "router/http",
+)
 ROUTER_BARRED = {
     "kvrelay/client",
     "kvrelay/engine",

@@ -23,7 +23,16 @@ def test_up_serves(
 ) -> None:
     model = make_model("llama-tiny", tmp_path_factory.mktemp("model"), "float32")
     endpoints, log = foreign / "up.json", foreign / "log"
-    flags = ["--model", str(model), "--port", "0", "--endpoints", str(endpoints)]
+    flags = [
+        "--model",
+        str(model),
+        "--port",
+        "0",
+        "--http-port",
+        "0",
+        "--endpoints",
+        str(endpoints),
+    ]
     with log.open("wb") as out:
         up = subprocess.Popen(
             [with_all.kvrelay, "up", *flags], cwd=foreign, stdout=out, stderr=subprocess.STDOUT

@@ -88,7 +88,7 @@ def test_of_a_demo_that_runs(tmp_path: Path, kill: str) -> None:
 def test_of_a_cluster(tmp_path: Path, model: Path, presses: int) -> None:
     """A cluster that serves ends in order, with status 0."""
     file = tmp_path / "up.json"
-    flags = ("--model", str(model), "--port", "0", "--endpoints", str(file))
+    flags = ("--model", str(model), "--port", "0", "--http-port", "0", "--endpoints", str(file))
     with Terminal(tmp_path, "kvrelay", "up", *flags) as terminal:
         terminal.wait_for_its_first_line()
         status = interrupted(terminal, presses)

@@ -37,7 +37,8 @@ from kvrelay.v1 import (
     worker_pb2_grpc,
 )
 from router.config import RouterConfig
-from router.main import make_server
+from router.http.server import HttpServer
+from router.main import make_door, make_server
 from router.service import RouterService
 from router.workers.registry import Registry
 from tests.text.kinds import write
@@ -367,6 +368,8 @@ class Running:
     channel: grpc.aio.Channel
     registry: Registry
     service: RouterService
+    http: str = ""  # base URL of the HTTP door
+    door: HttpServer | None = None
 
     def call(
         self, request: router_pb2.GenerateRequest, seconds: float = 20
@@ -419,7 +422,12 @@ async def running(
         await registry.start()
         stack.push_async_callback(registry.close)
         channel = await stack.enter_async_context(open_channel(address))
-        result = Running(address, channel, registry, service)
+        url, door = "", None
+        if config.http_port is not None:
+            door = make_door(config, service, config.http_port)
+            url = await door.start(config)
+            stack.push_async_callback(door.stop)
+        result = Running(address, channel, registry, service, url, door)
         await result.settled(len(workers) if used is None else used)
         yield result
 

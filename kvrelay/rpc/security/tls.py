@@ -67,6 +67,19 @@ def load(options: SecurityOptions) -> TlsCredentials | None:
     )
 
 
+def server_context(options: SecurityOptions, loaded: TlsCredentials) -> ssl.SSLContext:
+    """What ``loaded.server()`` is for gRPC, for a server of the standard library."""
+    if options.tls_cert is None or options.tls_key is None:
+        raise Rejected("tls_cert", "a server with --tls-ca needs a --tls-cert and --tls-key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(options.tls_cert, options.tls_key, password=_no_password)
+    context.set_alpn_protocols(["http/1.1"])
+    if loaded.ca is not None and loaded.asks_clients:
+        context.load_verify_locations(cadata=loaded.ca.decode("ascii", "replace"))
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
 def _read(field: str, path: str | None) -> bytes | None:
     if path is None:
         return None

@@ -69,19 +69,57 @@ Continuation: TypeAlias = "Callable[[grpc.HandlerCallDetails], Awaitable[Handler
 Metadata: TypeAlias = Sequence[tuple[str, str | bytes]]
 
 
-class AuthInterceptor(grpc.aio.ServerInterceptor):
-    """The first of a server's interceptors.
+class OpenCalls:
+    """Counts the open calls of tenants and of unauthenticated callers, and bounds them.
 
     A tenant may have ``share`` calls open, and a few more requests than its limit; unauthenticated
-    callers ``share`` of each method; all of these together ``total``. Services and admins are not
-    counted.
+    callers ``share`` of each method; all of these together ``total``.
     """
 
     def __init__(self, credentials: Credentials, share: int, total: int) -> None:
-        self._credentials = credentials
-        self._share = share
+        self._share = total if credentials.open else share
         self._total = total
         self._open = Counter[str]()
+
+    def enter(self, found: Caller | None, method: str) -> bool:
+        """Count a call until ``leave``. Returns false if there is no room for it."""
+        key = _counted_as(found, method)
+        if self._open[key] >= self._limit(found, method) or self._open.total() >= self._total:
+            return False
+        self._open[key] += 1
+        return True
+
+    def leave(self, found: Caller | None, method: str) -> None:
+        """The end of a call that ``enter`` has counted."""
+        key = _counted_as(found, method)
+        self._open[key] -= 1
+        if not self._open[key]:
+            del self._open[key]
+
+    def full(self, found: Caller | None, method: str) -> str:
+        """Why ``enter`` has refused a call."""
+        return (
+            f"{self._open.total()} calls are open, at most {self._limit(found, method)} of this"
+            " kind: end some, or ask again"
+        )
+
+    def _limit(self, found: Caller | None, method: str) -> int:
+        requests = None if found is None else found.tenant.max_requests
+        if requests is None or method not in CLIENTS:
+            return self._share
+        return min(self._share, requests + SPARE_CALLS)
+
+
+def _counted_as(found: Caller | None, method: str) -> str:
+    return method if found is None else found.tenant.name
+
+
+class AuthInterceptor(grpc.aio.ServerInterceptor):
+    """The first of a server's interceptors. Calls of services and admins are not counted."""
+
+    def __init__(self, credentials: Credentials, share: int, total: int) -> None:
+        self._credentials = credentials
+        self._calls = OpenCalls(credentials, share, total)
 
     async def intercept_service(
         self, continuation: Continuation[Q, R], handler_call_details: grpc.HandlerCallDetails
@@ -109,8 +147,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             if not self._count_in(found, method):
                 return _refusing(
                     grpc.StatusCode.RESOURCE_EXHAUSTED,
-                    f"{self._open.total()} calls are open, at most"
-                    f" {self._limit(found, method)} of this kind: end some, or ask again",
+                    self._calls.full(found, method),
                 )
             caller = found or ANONYMOUS
         set_caller(caller)
@@ -128,26 +165,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         """Count the call until its task ends. Returns false if there is no room."""
         if found is not None and found.kind is not CallerKind.CLIENT:
             return True
-        key = method if found is None else found.tenant.name
         task = asyncio.current_task()
-        full = self._open[key] >= self._limit(found, method) or self._open.total() >= self._total
-        if full or task is None:
+        if task is None or not self._calls.enter(found, method):
             return False
-        self._open[key] += 1
-        task.add_done_callback(lambda _: self._count_out(key))
+        task.add_done_callback(lambda _: self._calls.leave(found, method))
         return True
-
-    def _limit(self, found: Caller | None, method: str) -> int:
-        share = self._total if self._credentials.open else self._share
-        requests = None if found is None else found.tenant.max_requests
-        if requests is None or method not in CLIENTS:
-            return share
-        return min(share, requests + SPARE_CALLS)
-
-    def _count_out(self, key: str) -> None:
-        self._open[key] -= 1
-        if not self._open[key]:
-            del self._open[key]
 
     def _identify(self, metadata: Metadata) -> Caller | None:
         for key, value in metadata:

@@ -1,0 +1,75 @@
+"""Who calls: API keys are the tokens of the credentials file, bounded as gRPC's calls are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from kvrelay.errors import Exhausted
+from kvrelay.rpc.bearer import HEADER, SCHEME
+from kvrelay.rpc.security.credentials import Credentials
+from kvrelay.rpc.security.identity import ANONYMOUS, LOCAL_CALLER, Caller, CallerKind
+from kvrelay.rpc.server.authorization import RETRY_SECONDS, OpenCalls
+from kvrelay.rpc.server.server import CALL_SHARES
+from router.http.errors import HttpRefusal
+
+GENERATE = "/kvrelay.v1.RouterService/Generate"
+"""The method whose rights and bounds a generating request has."""
+
+
+class Access:
+    """The callers of this door and their open requests."""
+
+    def __init__(self, credentials: Credentials, max_calls: int) -> None:
+        self._credentials = credentials
+        share = max(max_calls // CALL_SHARES, 1)
+        self._calls = OpenCalls(credentials, share, max(max_calls - share, 1))
+
+    @contextmanager
+    def admitted(self, headers: Mapping[str, str]) -> Iterator[Caller]:
+        """The caller of a request, which counts as open inside.
+
+        Raises ``HttpRefusal`` for a caller without a known token, ``Exhausted`` for one with too
+        many open requests.
+        """
+        if not self._credentials.required:
+            yield LOCAL_CALLER
+            return
+        found = self._identify(headers)
+        if found is None and not self._credentials.open:
+            raise _unauthorized()
+        if found is not None and found.kind is not CallerKind.CLIENT:
+            yield found
+            return
+        if not self._calls.enter(found, GENERATE):
+            raise Exhausted(self._calls.full(found, GENERATE), RETRY_SECONDS)
+        try:
+            yield found or ANONYMOUS
+        finally:
+            self._calls.leave(found, GENERATE)
+
+    def check_operator(self, headers: Mapping[str, str]) -> None:
+        """Raise ``HttpRefusal`` for a caller who may not see figures of all tenants together."""
+        if not self._credentials.required or self._credentials.open:
+            return
+        found = self._identify(headers)
+        if found is None:
+            raise _unauthorized()
+        if found.kind is CallerKind.CLIENT:
+            raise HttpRefusal(403, "forbidden", "only services and admins may read this page")
+
+    def _identify(self, headers: Mapping[str, str]) -> Caller | None:
+        value = headers.get(HEADER, "")
+        scheme, _, token = value.partition(" ")
+        if scheme.lower() != SCHEME.strip().lower():
+            return None
+        return self._credentials.identify(token.strip())
+
+
+def _unauthorized() -> HttpRefusal:
+    return HttpRefusal(
+        401,
+        "invalid_api_key",
+        "no API key that this server knows: send `Authorization: Bearer KEY` with your token",
+        ((b"www-authenticate", b"Bearer"),),
+    )

@@ -1,0 +1,261 @@
+"""From the body of a request to the message of the router, field by field.
+
+What the message has under another name, or cannot say, is decided here and nowhere else. The
+values are checked where gRPC's are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from kvrelay.errors import Rejected
+from kvrelay.sampling import MAX_TOP_LOGPROBS
+from kvrelay.v1 import router_pb2
+from router.http.fields import (
+    INT32,
+    UINT64,
+    Fields,
+    checked_ids,
+    checked_text,
+    shown,
+    wrong,
+)
+
+log = logging.getLogger("kvrelay.router")
+
+NUMBERS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+SILENT = (
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+)
+"""Fields of OpenAI that change no answer here."""
+
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "cache_salt": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1.0,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "modalities": (["text"],),
+    "n": (1,),
+    "prompt_logprobs": (),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+"""Fields that would change the answer and that this server does not have. Their values that change
+nothing are accepted, others are refused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request: the message, and how the client wants to see its answer.
+
+    ``fills``: without ``max_tokens``, as many as fit. ``continuous``: usage with every event.
+    """
+
+    message: router_pb2.GenerateRequest
+    chat: bool
+    stream: bool = False
+    usage: bool = False
+    continuous: bool = False
+    token_ids: bool = False
+    logprobs: bool = False
+    fills: bool = False
+
+
+def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: bool) -> Ask:
+    """The request of a body. Raises ``Rejected`` naming the field that is wrong."""
+    fields = Fields(values)
+    message = router_pb2.GenerateRequest(request_id=request_id)
+    message.model = fields.text("model") or ""
+    message.priority = -(fields.whole("priority", -INT32, INT32) or 0)  # vLLM: lower goes first
+    if chat:
+        _read_messages(fields, message.chat)
+    else:
+        _read_prompt(fields, message)
+    _read_sampling(fields, message, chat)
+    fills = _read_max_tokens(fields, message, chat)
+    stream, options = fields.flag("stream"), fields.table("stream_options")
+    if options is not None and not stream:
+        raise Rejected("stream_options", "is for streams: set stream to true")
+    usage = options is not None and options.flag("include_usage")
+    continuous = options is not None and options.flag("continuous_usage_stats")
+    ask = Ask(
+        message=message,
+        chat=chat,
+        stream=stream,
+        usage=usage,
+        continuous=usage and continuous,
+        token_ids=fields.flag("return_token_ids"),
+        logprobs=message.sampling.HasField("logprobs"),
+        fills=fills,
+    )
+    _check_rest(fields, strict)
+    return ask
+
+
+def _read_prompt(fields: Fields, message: router_pb2.GenerateRequest) -> None:
+    prompt = fields.raw("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    match prompt:
+        case None:
+            raise Rejected("prompt", "missing: give text, or a list of token ids")
+        case str():
+            message.prompt = checked_text("prompt", prompt)
+        case [str() | list(), *_]:
+            raise Rejected("prompt", f"has {len(prompt)} prompts: send a request for each")
+        case list():
+            message.token_ids.SetInParent()
+            message.token_ids.ids.extend(checked_ids("prompt", prompt))
+        case _:
+            raise wrong("prompt", "text, or a list of token ids", prompt)
+
+
+def _read_messages(fields: Fields, chat: router_pb2.Chat) -> None:
+    turns = fields.items("messages", "messages")
+    if turns is None:
+        raise Rejected("messages", "missing: give the conversation")
+    chat.SetInParent()
+    for index, turn in enumerate(turns):
+        where = f"messages[{index}]"
+        match turn:
+            case {"role": role, "content": content}:
+                made = chat.messages.add()
+                made.role = checked_text(f"{where}.role", role)
+                made.content = _content(f"{where}.content", content)
+            case _:
+                raise wrong(where, "an object with role and content", turn)
+
+
+def _content(where: str, content: object) -> str:
+    """Text, or parts of type text; as in vLLM, a line each."""
+    if not isinstance(content, list):
+        return checked_text(where, content)
+    parts = []
+    for index, part in enumerate(content):
+        match part:
+            case {"type": "text" | "input_text", "text": text}:
+                parts.append(checked_text(f"{where}[{index}].text", text))
+            case str():
+                parts.append(checked_text(f"{where}[{index}]", part))
+            case {"type": kind}:
+                raise Rejected(
+                    f"{where}[{index}].type", f"{shown(kind)} is not served: parts are of type text"
+                )
+            case _:
+                raise wrong(f"{where}[{index}]", "a part of type text", part)
+    return "\n".join(parts)
+
+
+def _read_sampling(fields: Fields, message: router_pb2.GenerateRequest, chat: bool) -> None:
+    sampling = message.sampling
+    for name in NUMBERS:
+        if (number := fields.number(name)) is not None:
+            setattr(sampling, name, number)
+    if (top_k := fields.whole("top_k", -1)) is not None:
+        sampling.top_k = max(top_k, 0)  # vLLM: both -1 and 0 are off
+    if (seed := fields.whole("seed", -1, UINT64)) is not None and seed >= 0:
+        sampling.seed = seed  # vLLM: -1 is none
+    if (least := fields.whole("min_tokens", 0)) is not None:
+        sampling.min_tokens = least
+    if fields.raw("ignore_eos") is not None:
+        sampling.ignore_eos = fields.flag("ignore_eos")
+    sampling.stop_token_ids.extend(fields.ids("stop_token_ids") or ())
+    sampling.stop.extend(_stops(fields.raw("stop")))
+    if (count := _logprobs(fields, chat)) is not None:
+        sampling.logprobs = count
+
+
+def _stops(value: object) -> Sequence[str]:
+    match value:
+        case None:
+            return ()
+        case str():
+            return (checked_text("stop", value),)
+        case list():
+            return [checked_text(f"stop[{index}]", one) for index, one in enumerate(value)]
+    raise wrong("stop", "a string, or a list of strings", value)
+
+
+def _logprobs(fields: Fields, chat: bool) -> int | None:
+    """How many of the likeliest tokens to report; ``None`` for no log probabilities."""
+    if not chat:
+        return fields.whole("logprobs", 0, MAX_TOP_LOGPROBS)
+    wanted, top = fields.flag("logprobs"), fields.whole("top_logprobs", 0, MAX_TOP_LOGPROBS)
+    if top and not wanted:
+        raise Rejected("top_logprobs", "needs logprobs: set it to true")
+    return (top or 0) if wanted else None
+
+
+def _read_max_tokens(fields: Fields, message: router_pb2.GenerateRequest, chat: bool) -> bool:
+    """Set ``max_tokens``. Returns whether it is to become as many as fit, as chats have it."""
+    names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
+    given = [fields.whole(name, -INT32, INT32) for name in names]
+    known = next((value for value in given if value is not None), None)
+    if known is not None:
+        message.max_tokens = known
+    elif chat:
+        message.max_tokens = INT32  # until the length of the prompt is known
+        return True
+    return False
+
+
+def _check_rest(fields: Fields, strict: bool) -> None:
+    """Refuse fields that would change the answer; log or refuse those that nobody knows."""
+    for name, neutral in NEUTRAL.items():
+        value = fields.raw(name)
+        if value is not None and not any(_same(value, one) for one in neutral):
+            raise Rejected(name, f"{shown(value)} is not served here: leave it out")
+    for name in SILENT:
+        fields.raw(name)
+    if unknown := fields.unknown:
+        names = ", ".join(shown(name) for name in unknown[:8])
+        if strict:
+            raise Rejected(unknown[0], "no such field, and this server has --strict-fields")
+        log.info("ignored unknown fields of a request: %s", names)
+
+
+def _same(value: object, other: object) -> bool:
+    """Equal, and not a number that stands for a truth value."""
+    return value == other and isinstance(value, bool) == isinstance(other, bool)

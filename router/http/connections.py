@@ -1,0 +1,189 @@
+"""Bounds each connection of the HTTP door: how many there are, the size and time of a head.
+
+uvicorn parses and writes; it bounds neither the bytes before the end of a head nor the time until
+then, and it refuses new connections once there are too many. Here an idle connection makes room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from router.http.errors import HttpRefusal, body_of
+
+if TYPE_CHECKING:
+    from uvicorn.config import Config
+    from uvicorn.server import ServerState
+
+EXTENSION = "kvrelay.connection"
+"""Where a request's scope has its connection, among the extensions."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpLimits:
+    """Bounds of connections and requests; times in seconds, sizes in bytes."""
+
+    connections: int = 2048
+    connections_per_host: int = 1024
+    head_bytes: int = 32 << 10
+    head_seconds: float = 10.0  # from the first byte, or the connection's start, to a whole head
+    idle_seconds: float = 75.0  # between two requests
+    unread_bytes: int = 16 << 20  # of a body, after the response was sent
+    body_bytes: int = 8 << 20
+    body_seconds: float = 30.0
+    stuck_seconds: float = 30.0  # a response that the client does not read ends after that
+
+
+class ConnectionTable:
+    """The open connections of a server; ``idle`` ones are ordered, longest idle first."""
+
+    def __init__(self, limits: HttpLimits) -> None:
+        self.limits = limits
+        self._hosts = Counter[str]()
+        self._idle: dict[BoundedProtocol, None] = {}
+
+    @property
+    def open(self) -> int:
+        """Number of open connections."""
+        return self._hosts.total()
+
+    def enter(self, connection: BoundedProtocol) -> None:
+        """Count a new connection. If there are too many, the one longest idle is closed."""
+        host, limits = connection.host, self.limits
+        self._hosts[host] += 1
+        full = self.open > limits.connections
+        if full or self._hosts[host] > limits.connections_per_host:
+            idle = (one for one in self._idle if full or one.host == host)
+            next(idle, connection).abort()
+        self._idle[connection] = None
+
+    def leave(self, connection: BoundedProtocol) -> None:
+        self._idle.pop(connection, None)
+        self._hosts[connection.host] -= 1
+        if not self._hosts[connection.host]:
+            del self._hosts[connection.host]
+
+    def busy(self, connection: BoundedProtocol) -> None:
+        """A request has begun on the connection."""
+        self._idle.pop(connection, None)
+
+    def rest(self, connection: BoundedProtocol) -> None:
+        """Its last request is complete."""
+        self._idle[connection] = None
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection. ``table`` is set on a subclass for each server."""
+
+    table: ConnectionTable
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, object],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.host = ""
+        self._head_bytes = 0
+        self._in_head = True
+        self._unread = 0
+        self._refused: HttpRefusal | None = None
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(cast("asyncio.Transport", transport))
+        self.host = self.client[0] if self.client else ""
+        self._begin_head()
+        self.table.enter(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        self.table.leave(self)
+        super().connection_lost(exc)
+
+    def abort(self) -> None:
+        """Close at once; what was not written yet is lost."""
+        self.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        began_in_head = self._in_head
+        super().data_received(data)
+        if began_in_head and self._in_head:
+            self._count(len(data))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._begin_head()
+        self._head_bytes = 0
+        self.scope["extensions"] = {EXTENSION: {"connection": self}}
+        self.table.busy(self)
+
+    def on_url(self, url: bytes) -> None:
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count(len(name) + len(value) + 4)
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._end_head()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        if self.cycle.response_complete:
+            self._unread += len(body)
+            if self._unread > self.table.limits.unread_bytes:
+                self.abort()
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.pipeline and not self.transport.is_closing():
+            self.table.rest(self)
+
+    def send_400_response(self, msg: str) -> None:
+        """The answer to a head that cannot be parsed, or is too large or too slow."""
+        refused = self._refused or HttpRefusal(400, "bad_request", f"request: {msg}")
+        content = json.dumps(body_of(refused)).encode()
+        head = STATUS_LINE[refused.status] + (
+            b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            % len(content)
+        )
+        if not self.transport.is_closing():
+            self.transport.write(head + content)
+            self.transport.close()
+
+    def _begin_head(self) -> None:
+        self._in_head = True
+        if self._head_timer is None:
+            seconds = self.table.limits.head_seconds
+            self._head_timer = self.loop.call_later(seconds, self._late)
+
+    def _end_head(self) -> None:
+        self._in_head = False
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _late(self) -> None:
+        self._head_timer = None
+        seconds = self.table.limits.head_seconds
+        self._refuse(408, "request_timeout", f"request: no whole head within {seconds:g} s")
+
+    def _count(self, size: int) -> None:
+        self._head_bytes += size
+        limit = self.table.limits.head_bytes
+        if self._head_bytes > limit and self._refused is None:
+            self._refuse(431, "head_too_large", f"request: its head exceeds {limit} bytes")
+
+    def _refuse(self, status: int, code: str, message: str) -> None:
+        self._refused = HttpRefusal(status, code, message)
+        self.send_400_response(message)

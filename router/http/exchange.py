@@ -1,0 +1,218 @@
+"""One HTTP request and its response, on top of ASGI.
+
+The body is received a little ahead and the rest when it is wanted, so what a client sends before
+there is memory for it stays with the client. A client that disconnects, or stops reading, cancels
+the task that serves it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import TypeAlias, cast
+
+from starlette.types import Receive, Scope, Send
+
+from kvrelay.errors import KvrelayError, Rejected
+from router.generate.request import MAX_REQUEST_ID_CHARS
+from router.http.connections import EXTENSION, BoundedProtocol, HttpLimits
+from router.http.errors import Headers, HttpRefusal, body_of, headers_of, status_of
+
+JsonObject: TypeAlias = Mapping[str, object]
+
+AHEAD = 64 << 10  # bytes of a body that are received before it is wanted
+REQUEST_ID = "x-request-id"
+TRACE = "traceparent"
+_TRACE = re.compile(r"[0-9a-f]{2}-(?P<trace>[0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
+_EVENTS: Headers = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would collect the events
+)
+
+
+class Disconnected(Exception):
+    """The client has left, or reads nothing: there is no response to send."""
+
+
+class Exchange:
+    """``request_id`` is the client's, that of its trace, or drawn here."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, limits: HttpLimits) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._limits = limits
+        self._body = bytearray()
+        self._wanted = asyncio.Event()
+        self._complete = asyncio.Event()
+        self._overflow = False
+        self._lost = False
+        self._writing_since: float | None = None
+        self.started = False
+        self.headers: dict[str, str] = {
+            name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
+        }
+        self.request_id = self._known_id() or secrets.token_hex(16)
+
+    def check(self) -> None:
+        """Raise for a request whose headers already show that it cannot be served."""
+        if (given := self.headers.get(REQUEST_ID)) is not None and not _fit(given):
+            raise Rejected(
+                REQUEST_ID, f"must have 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters"
+            )
+        if self._scope["method"] != "POST":
+            return
+        length = self.headers.get("content-length", "0")
+        if length.isascii() and length.isdigit() and int(length[:20]) > self._limits.body_bytes:
+            raise self._too_large()
+        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":
+            raise HttpRefusal(
+                415,
+                "unsupported_media_type",
+                f"content-type: must be application/json, got {kind!r:.80}",
+            )
+
+    @asynccontextmanager
+    async def attended(self) -> AsyncIterator[None]:
+        """Cancel what runs inside if the client leaves; then it ends with ``Disconnected``."""
+        task = asyncio.current_task()
+        assert task is not None, "a request is served by a task"
+        taking = asyncio.ensure_future(self._take_in(task))
+        watching = self._watch(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self._lost:
+                raise
+            task.uncancel()
+            raise Disconnected from None
+        finally:
+            taking.cancel()
+            for timer in watching:
+                timer.cancel()
+
+    def path_parameter(self, name: str) -> str:
+        """A part of the path, as the route names it."""
+        return str(self._scope["path_params"][name])
+
+    async def body(self) -> bytes:
+        """The whole body. Raises ``HttpRefusal`` if it is too large, or late."""
+        self._wanted.set()
+        seconds = self._limits.body_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await self._complete.wait()
+        except TimeoutError:
+            raise HttpRefusal(
+                408, "request_timeout", f"body: it did not arrive within {seconds:g} s"
+            ) from None
+        if self._overflow:
+            raise self._too_large()
+        body = bytes(self._body)
+        self._body.clear()
+        return body
+
+    async def reply(self, value: JsonObject, status: int = 200, headers: Headers = ()) -> None:
+        """Send the whole response, as JSON."""
+        content = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        raw = content.encode("utf-8", "replace")
+        await self.reply_raw(raw, b"application/json", status, headers)
+
+    async def reply_raw(
+        self, content: bytes, kind: bytes, status: int = 200, headers: Headers = ()
+    ) -> None:
+        """Send the whole response."""
+        own = ((b"content-type", kind), (b"content-length", str(len(content)).encode()))
+        await self._start(status, (*own, *headers))
+        await self._write({"type": "http.response.body", "body": content, "more_body": False})
+
+    async def fail(self, error: KvrelayError) -> None:
+        """Send the error as the response; one that has begun cannot be changed any more."""
+        if not self.started:
+            await self.reply(body_of(error), status_of(error), headers_of(error))
+
+    async def start_events(self, headers: Headers = ()) -> None:
+        """Begin a stream of server-sent events."""
+        await self._start(200, (*_EVENTS, *headers))
+
+    async def write(self, data: str, more: bool = True) -> None:
+        """Send events; they are complete, with their empty lines."""
+        message = {"type": "http.response.body", "body": data.encode("utf-8", "replace")}
+        await self._write({**message, "more_body": more})
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.started = True
+        own = [(REQUEST_ID.encode(), self.request_id.encode("ascii"))]
+        if (trace := self.headers.get(TRACE)) is not None and _TRACE.fullmatch(trace):
+            own.append((TRACE.encode(), trace.encode("latin-1")))
+        message = {"type": "http.response.start", "status": status, "headers": [*own, *headers]}
+        await self._write(message)
+
+    async def _write(self, message: dict[str, object]) -> None:
+        self._writing_since = asyncio.get_running_loop().time()
+        await self._send(message)
+        self._writing_since = None
+
+    async def _take_in(self, task: asyncio.Task[None]) -> None:
+        """Receive the body, then wait for the client's end of the connection."""
+        while (message := await self._receive())["type"] != "http.disconnect":
+            self._body += message.get("body", b"")
+            if len(self._body) > self._limits.body_bytes:
+                self._overflow = True
+                self._body.clear()
+                self._complete.set()
+            if not message.get("more_body", False):
+                self._complete.set()
+            elif len(self._body) >= AHEAD:
+                await self._wanted.wait()
+        self._leave(task)
+
+    def _watch(self, task: asyncio.Task[None]) -> list[asyncio.TimerHandle]:
+        """Look now and then whether a write waits for its client. Returns the pending timer."""
+        loop, stuck = asyncio.get_running_loop(), self._limits.stuck_seconds
+        timers: list[asyncio.TimerHandle] = []
+
+        def look() -> None:
+            since = self._writing_since
+            if since is not None and loop.time() - since >= stuck:
+                self._abort()
+                self._leave(task)
+            else:
+                timers[:] = [loop.call_later(stuck / 4, look)]
+
+        look()
+        return timers
+
+    def _leave(self, task: asyncio.Task[None]) -> None:
+        if not self._lost:
+            self._lost = True
+            task.cancel()
+
+    def _abort(self) -> None:
+        extensions = cast("Mapping[str, Mapping[str, object]]", self._scope.get("extensions", {}))
+        connection = extensions.get(EXTENSION, {}).get("connection")
+        if isinstance(connection, BoundedProtocol):
+            with suppress(OSError):
+                connection.abort()
+
+    def _known_id(self) -> str | None:
+        given = self.headers.get(REQUEST_ID)
+        if given is not None and _fit(given):
+            return given
+        trace = _TRACE.fullmatch(self.headers.get(TRACE, ""))
+        return trace["trace"] if trace else None
+
+    def _too_large(self) -> HttpRefusal:
+        return HttpRefusal(
+            413, "request_too_large", f"body: more than {self._limits.body_bytes} bytes: send less"
+        )
+
+
+def _fit(text: str) -> bool:
+    return 1 <= len(text) <= MAX_REQUEST_ID_CHARS and text.isascii() and text.isprintable()

@@ -1,0 +1,122 @@
+"""Life cycle of the HTTP server: bind, serve on this event loop, stop.
+
+uvicorn with httptools: of the servers measured it takes the least processor time for an event of a
+stream. ``benchmarks/door.py`` compares this door with the gRPC one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import resource
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from kvrelay.errors import Rejected
+from kvrelay.rpc.address import Address
+from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.rpc.security.policy import Security, installed
+from kvrelay.rpc.security.tls import server_context
+from router.http.connections import BoundedProtocol, ConnectionTable, HttpLimits
+
+BACKLOG = 1024
+
+
+class _EmbeddedServer(uvicorn.Server):
+    """Leaves the process's signals alone and says when it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.accepting = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.accepting.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """One server; ``start`` it, and ``stop`` it once."""
+
+    def __init__(self, app: ASGIApp, address: Address, limits: HttpLimits) -> None:
+        self._app = app
+        self._address = address
+        self.connections = ConnectionTable(_within_open_files(limits))
+        self._server: _EmbeddedServer | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, options: SecurityOptions, security: Security | None = None) -> str:
+        """Bind and serve; returns the base URL, without a path.
+
+        Raises ``Rejected`` if the port is taken, or needs protection that is missing.
+        """
+        security = security or installed()
+        security.check_listen(self._address)
+        context = None if security.tls is None else server_context(options, security.tls)
+        listening = _bind(self._address)
+        bound = self._address.with_port(listening.getsockname()[1])
+        protocol = type("_Protocol", (BoundedProtocol,), {"table": self.connections})
+        config = uvicorn.Config(
+            self._app,
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level=logging.ERROR,
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            timeout_keep_alive=math.ceil(self.connections.limits.idle_seconds),
+            backlog=BACKLOG,
+        )
+        config.load()
+        config.ssl = context
+        self._server = _EmbeddedServer(config)
+        self._task = asyncio.create_task(self._server.serve([listening]), name="http")
+        await self._server.accepting.wait()
+        return f"{'http' if context is None else 'https'}://{bound}"
+
+    async def stop(self, grace: float = 0.0) -> None:
+        """Accept no more connections, give open requests ``grace`` seconds, close."""
+        server = self._server
+        self._server = None
+        if server is None or self._task is None:
+            return
+        server.config.timeout_graceful_shutdown = math.ceil(grace)
+        server.should_exit = True
+        await self._task
+
+
+def _bind(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.setblocking(False)
+    try:
+        made.bind((address.host, address.port or 0))
+        made.listen(BACKLOG)
+    except OSError as error:
+        made.close()
+        raise Rejected(
+            "http_port",
+            f"cannot listen on {address} ({error.strerror}): stop the process that does, or choose"
+            " another --http-port (0 takes any free one)",
+        ) from None
+    return made
+
+
+def _within_open_files(limits: HttpLimits) -> HttpLimits:
+    """A quarter of the files that the process may open: gRPC's connections may have half."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    places = limits.connections if files < 0 else min(limits.connections, files // 4)
+    per_host = min(limits.connections_per_host, max(places // 2, 1))
+    return replace(limits, connections=places, connections_per_host=per_host)

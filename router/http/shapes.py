@@ -1,0 +1,227 @@
+"""The JSON of answers: chunks of a stream, whole answers, usage, log probabilities.
+
+A chunk is put together as text around the parts that change: there is one for every token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
+from kvrelay.v1 import router_pb2, types_pb2
+
+Json: TypeAlias = dict[str, object]
+
+FINISH = {
+    types_pb2.FINISH_REASON_STOP: "stop",
+    types_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+
+def dump(value: object) -> str:
+    """Compact JSON."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def usage_of(prompt: int, completion: int, cached: int | None) -> Json:
+    """OpenAI's usage; ``cached`` is known at the end only."""
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": None if cached is None else {"cached_tokens": cached},
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """What every chunk of an answer has. ``fingerprint``: weights and numeric profile."""
+
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+
+    def fields(self, kind: str) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+@dataclass(slots=True)
+class AnswerChoice:
+    """What one sample has so far."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[types_pb2.Logprobs] = field(default_factory=list)
+    finish: str | None = None
+
+    def take(self, response: router_pb2.GenerateResponse) -> None:
+        """Add a response."""
+        self.text += response.text
+        for token in response.tokens:
+            self.token_ids.append(token.id)
+            if token.HasField("logprobs"):
+                self.logprobs.append(token.logprobs)
+        self.finish = FINISH.get(response.finish_reason, self.finish)
+
+
+class AnswerShape:
+    """The JSON of one answer. Subclasses: chats and completions."""
+
+    chunk_kind = ""
+    whole_kind = ""
+
+    def __init__(self, head: AnswerHead, tokenizer: Tokenizer, token_ids: bool) -> None:
+        self._head = head
+        self._tokenizer = tokenizer
+        self._token_ids = token_ids
+        self._begin = dump(head.fields(self.chunk_kind))[:-1] + ',"choices":['
+        self._offset: dict[int, int] = {}  # of each choice, characters of text so far
+
+    def chunk(self, index: int, part: AnswerChoice, usage: Json | bool | None) -> str:
+        """One chunk; ``usage`` is left out if it is false."""
+        return f"{self._begin}{dump(self._chunk_choice(index, part))}]{_usage(usage)}}}"
+
+    def usage_chunk(self, usage: Json) -> str:
+        """The last chunk, without choices."""
+        return f"{self._begin}]{_usage(usage)}}}"
+
+    def first(self, index: int, usage: Json | bool | None, prompt: Sequence[int]) -> str | None:
+        """A chunk before the first token, if the kind of answer has one."""
+        raise NotImplementedError
+
+    def whole(self, choices: Sequence[AnswerChoice], usage: Json, prompt: Sequence[int]) -> Json:
+        """The whole answer."""
+        made = self._head.fields(self.whole_kind)
+        made["choices"] = [self._whole_choice(i, one, prompt) for i, one in enumerate(choices)]
+        made["usage"] = usage
+        return made
+
+    def _chunk_choice(self, index: int, part: AnswerChoice) -> Json:
+        raise NotImplementedError
+
+    def _whole_choice(self, index: int, choice: AnswerChoice, prompt: Sequence[int]) -> Json:
+        raise NotImplementedError
+
+    def _text(self, token: int) -> str:
+        """The text of one token alone; of a part of a character, the replacement character."""
+        if isinstance(self._tokenizer, NoTokenizer):
+            return f"token_id:{token}"
+        return self._tokenizer.backend.decode([token], skip_special_tokens=False)
+
+
+class ChatShape(AnswerShape):
+    """``chat.completion``."""
+
+    chunk_kind = "chat.completion.chunk"
+    whole_kind = "chat.completion"
+
+    def first(self, index: int, usage: Json | bool | None, prompt: Sequence[int]) -> str | None:
+        delta = {"role": "assistant", "content": ""}
+        choice: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        ids = f',"prompt_token_ids":{dump(list(prompt))}' if self._token_ids else ""
+        return f"{self._begin}{dump(choice)}]{ids}{_usage(usage)}}}"
+
+    def whole(self, choices: Sequence[AnswerChoice], usage: Json, prompt: Sequence[int]) -> Json:
+        made = super().whole(choices, usage, prompt)
+        return {**made, "prompt_token_ids": list(prompt)} if self._token_ids else made
+
+    def _chunk_choice(self, index: int, part: AnswerChoice) -> Json:
+        choice: Json = {
+            "index": index,
+            "delta": {"content": part.text} if part.text or part.finish is None else {},
+            "logprobs": self._logprobs(part),
+            "finish_reason": part.finish,
+        }
+        if self._token_ids:
+            choice["token_ids"] = part.token_ids
+        return choice
+
+    def _whole_choice(self, index: int, choice: AnswerChoice, prompt: Sequence[int]) -> Json:
+        made: Json = {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice),
+            "finish_reason": choice.finish,
+        }
+        return {**made, "token_ids": choice.token_ids} if self._token_ids else made
+
+    def _logprobs(self, choice: AnswerChoice) -> Json | None:
+        if not choice.logprobs:
+            return None
+        content = [
+            {
+                **self._entry(one.chosen),
+                "top_logprobs": [self._entry(top) for top in one.top],
+            }
+            for one in choice.logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, one: types_pb2.TokenLogprob) -> Json:
+        text = self._text(one.token_id)
+        return {"token": text, "logprob": one.logprob, "bytes": list(text.encode())}
+
+
+class CompletionShape(AnswerShape):
+    """``text_completion``."""
+
+    chunk_kind = "text_completion"
+    whole_kind = "text_completion"
+
+    def __init__(self, head: AnswerHead, tokenizer: Tokenizer, token_ids: bool) -> None:
+        super().__init__(head, tokenizer, token_ids)
+        self._prompt: Sequence[int] | None = None
+
+    def first(self, index: int, usage: Json | bool | None, prompt: Sequence[int]) -> str | None:
+        self._prompt = prompt  # sent with the first tokens
+        return None
+
+    def _chunk_choice(self, index: int, part: AnswerChoice) -> Json:
+        prompt = self._prompt
+        self._prompt = None
+        return self._whole_choice(index, part, prompt)
+
+    def _whole_choice(self, index: int, choice: AnswerChoice, prompt: Sequence[int] | None) -> Json:
+        made: Json = {
+            "index": index,
+            "text": choice.text,
+            "logprobs": self._logprobs(index, choice),
+            "finish_reason": choice.finish,
+        }
+        if self._token_ids:
+            made["prompt_token_ids"] = None if prompt is None else list(prompt)
+            made["token_ids"] = choice.token_ids
+        return made
+
+    def _logprobs(self, index: int, choice: AnswerChoice) -> Json | None:
+        if not choice.logprobs:
+            return None
+        tokens, offsets, at = [], [], self._offset.get(index, 0)
+        for one in choice.logprobs:
+            tokens.append(self._text(one.chosen.token_id))
+            offsets.append(at)
+            at += len(tokens[-1])
+        self._offset[index] = at
+        return {
+            "tokens": tokens,
+            "token_logprobs": [one.chosen.logprob for one in choice.logprobs],
+            "top_logprobs": [
+                {self._text(top.token_id): top.logprob for top in (*one.top, one.chosen)}
+                for one in choice.logprobs
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _usage(usage: Json | bool | None) -> str:
+    return "" if usage is False else f',"usage":{dump(usage)}'

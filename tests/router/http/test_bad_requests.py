@@ -1,0 +1,321 @@
+"""Bad input through HTTP: a clear 4xx that names the field, nothing held, others undisturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from kvrelay.cli.authority import CertificateAuthority
+from kvrelay.rpc.address import Address
+from kvrelay.rpc.security import policy
+from kvrelay.rpc.security.options import SecurityOptions
+from router.http.access import Access
+from router.http.app import make_app
+from router.http.connections import HttpLimits
+from router.http.server import HttpServer
+from tests.router.fakes import Behaviour, Running, decode_worker, running
+from tests.router.http.rig import SEED, door, expected
+from tests.router.rig import PROMPT
+from tests.secured import ALICE, BOB, SERVICE, write_credentials, write_files
+
+GOOD: dict[str, object] = {"prompt": PROMPT, "max_tokens": 3, "seed": SEED}
+TALK: dict[str, object] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
+
+COMPLETION: dict[str, tuple[dict[str, object], str]] = {
+    "no prompt": ({"prompt": None}, "prompt"),
+    "empty prompt": ({"prompt": ""}, "prompt"),
+    "no ids": ({"prompt": []}, "prompt"),
+    "prompt number": ({"prompt": 5}, "prompt"),
+    "prompt object": ({"prompt": {}}, "prompt"),
+    "two prompts": ({"prompt": ["a", "b"]}, "prompt"),
+    "id negative": ({"prompt": [1, -1]}, "prompt[1]"),
+    "id text": ({"prompt": [1, "a"]}, "prompt[1]"),
+    "id true": ({"prompt": [1, True]}, "prompt[1]"),
+    "id outside": ({"prompt": [1, 2**32 - 1]}, "prompt[1]"),
+    "half a pair": ({"prompt": "\ud800"}, "prompt"),
+    "model number": ({"model": 1}, "model"),
+    "max_tokens 0": ({"max_tokens": 0}, "max_tokens"),
+    "max_tokens true": ({"max_tokens": True}, "max_tokens"),
+    "max_tokens half": ({"max_tokens": 1.5}, "max_tokens"),
+    "max_tokens huge": ({"max_tokens": 2**40}, "max_tokens"),
+    "max_tokens beyond": ({"max_tokens": 5000}, "max_tokens"),
+    "temperature text": ({"temperature": "hot"}, "temperature"),
+    "temperature negative": ({"temperature": -1}, "temperature"),
+    "temperature huge": ({"temperature": 10**400}, "temperature"),
+    "top_p 2": ({"top_p": 2}, "top_p"),
+    "top_k -2": ({"top_k": -2}, "top_k"),
+    "min_p 2": ({"min_p": 2}, "min_p"),
+    "repetition_penalty 0": ({"repetition_penalty": 0}, "repetition_penalty"),
+    "presence_penalty 3": ({"presence_penalty": 3}, "presence_penalty"),
+    "frequency_penalty 3": ({"frequency_penalty": 3}, "frequency_penalty"),
+    "seed text": ({"seed": "x"}, "seed"),
+    "seed -2": ({"seed": -2}, "seed"),
+    "stop number": ({"stop": 1}, "stop"),
+    "stop empty": ({"stop": [""]}, "stop[0]"),
+    "stop list of numbers": ({"stop": [1]}, "stop[0]"),
+    "stop_token_ids text": ({"stop_token_ids": "x"}, "stop_token_ids"),
+    "stop_token_ids outside": ({"stop_token_ids": [99_999]}, "stop_token_ids[0]"),
+    "min_tokens": ({"min_tokens": 4}, "min_tokens"),
+    "ignore_eos 1": ({"ignore_eos": 1}, "ignore_eos"),
+    "logprobs 21": ({"logprobs": 21}, "logprobs"),
+    "priority 9": ({"priority": 9}, "priority"),
+    "stream text": ({"stream": "yes"}, "stream"),
+    "stream_options alone": ({"stream_options": {"include_usage": True}}, "stream_options"),
+    "stream_options list": ({"stream": True, "stream_options": []}, "stream_options"),
+    "include_usage": (
+        {"stream": True, "stream_options": {"include_usage": 1}},
+        "stream_options.include_usage",
+    ),
+    "best_of": ({"best_of": 2}, "best_of"),
+    "suffix": ({"suffix": "x"}, "suffix"),
+    "prompt_logprobs": ({"prompt_logprobs": 1}, "prompt_logprobs"),
+}
+CHAT: dict[str, tuple[dict[str, object], str]] = {
+    "no messages": ({"messages": None}, "messages"),
+    "messages text": ({"messages": "hi"}, "messages"),
+    "empty": ({"messages": []}, "messages"),
+    "turn text": ({"messages": ["hi"]}, "messages[0]"),
+    "no role": ({"messages": [{"content": "x"}]}, "messages[0]"),
+    "role number": ({"messages": [{"role": 1, "content": "x"}]}, "messages[0].role"),
+    "content number": ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "messages[0].content[0].type",
+    ),
+    "part number": ({"messages": [{"role": "user", "content": [1]}]}, "messages[0].content[0]"),
+    "top_logprobs alone": ({"top_logprobs": 3}, "top_logprobs"),
+    "top_logprobs 21": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    "max_completion_tokens": ({"max_completion_tokens": -1}, "max_tokens"),
+    "audio": ({"audio": {"voice": "x"}}, "audio"),
+}
+
+
+async def undisturbed(router: Running, client: httpx2.AsyncClient) -> None:
+    """The door answers a good request, and nothing is left of the bad ones."""
+    good = await client.post("/v1/completions", json=GOOD)
+    assert good.json()["choices"][0]["text"] == expected(3)
+    async with asyncio.timeout(5):
+        while router.service.queue_status().running:  # noqa: ASYNC110 - there is no event
+            await asyncio.sleep(0.01)
+
+
+async def test_each_wrong_field_is_named() -> None:
+    async with door() as (router, client):
+        for page, base, cases in (
+            ("/v1/completions", GOOD, COMPLETION),
+            ("/v1/chat/completions", TALK, CHAT),
+        ):
+            for name, (change, field) in cases.items():
+                body = json.dumps({**base, **change}).encode()
+                made = await client.post(
+                    page, content=body, headers={"content-type": "application/json"}
+                )
+                assert made.status_code == 400, (name, made.text)
+                error = made.json()["error"]
+                assert error["param"] == field, (name, error)
+                assert error["message"].startswith(f"{field}: "), (name, error)
+        await undisturbed(router, client)
+
+
+BODIES: dict[str, tuple[bytes, int, str]] = {
+    "nothing": (b"", 400, "is not JSON"),
+    "broken": (b'{"prompt": "x"', 400, "is not JSON"),
+    "a list": (b"[]", 400, "must be a JSON object"),
+    "NaN": (b'{"prompt": "x", "temperature": NaN}', 400, "NaN is no number"),
+    "not UTF-8": (b'{"prompt": "\xff"}', 400, "is not UTF-8 at byte 12"),
+    "deep": (b'{"prompt": ' + b"[" * 200_000, 400, "nested too deeply"),
+    "a long number": (b'{"seed": ' + b"9" * 10_000 + b"}", 400, "is not JSON"),
+    "10 MB": (b'{"prompt": "' + b"x" * 10_000_000 + b'"}', 413, "more than"),
+}
+
+
+@pytest.mark.parametrize("case", BODIES)
+async def test_bodies(case: str) -> None:
+    body, status, said = BODIES[case]
+    async with door() as (router, client):
+        for content in (body, _in_chunks(body)):
+            made = await client.post(
+                "/v1/completions", content=content, headers={"content-type": "application/json"}
+            )
+            assert made.status_code == status
+            assert said in made.json()["error"]["message"]
+        await undisturbed(router, client)
+
+
+async def _in_chunks(body: bytes) -> AsyncIterator[bytes]:
+    """Without a content-length."""
+    for start in range(0, len(body), 1 << 16):
+        yield body[start : start + (1 << 16)]
+
+
+async def test_other_types_of_content_are_refused() -> None:
+    """A page of another site can send these without asking the browser's user first."""
+    async with door() as (_, client):
+        for kind in ("text/plain", "application/x-www-form-urlencoded"):
+            made = await client.post(
+                "/v1/completions", content=json.dumps(GOOD), headers={"content-type": kind}
+            )
+            assert made.status_code == 415
+
+
+async def test_unknown_fields() -> None:
+    body = {**GOOD, "no_such_field": 1}
+    async with door() as (_, client):
+        assert (await client.post("/v1/completions", json=body)).status_code == 200
+    async with door(strict_fields=True) as (_, client):
+        made = await client.post("/v1/completions", json=body)
+        assert made.json()["error"]["param"] == "no_such_field"
+        assert (await client.post("/v1/completions", json=GOOD)).status_code == 200
+
+
+@asynccontextmanager
+async def bounded(
+    **changes: object,
+) -> AsyncIterator[tuple[Running, httpx2.AsyncClient, HttpServer]]:
+    """A door with other limits."""
+    limits = replace(HttpLimits(), **changes)  # type: ignore[arg-type]
+    async with running([decode_worker()], disaggregate="never") as router:
+        app = make_app(router.service, Access(policy.INSECURE.credentials, 100), limits)
+        server = HttpServer(app, Address("127.0.0.1", 0), limits)
+        url = await server.start(router.service.config)
+        try:
+            async with httpx2.AsyncClient(base_url=url, timeout=20) as client:
+                yield router, client, server
+        finally:
+            await server.stop()
+
+
+async def raw(client: httpx2.AsyncClient) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection("127.0.0.1", client.base_url.port)
+
+
+async def test_heads_that_are_slow_or_large() -> None:
+    async with bounded(head_seconds=0.3, head_bytes=4096) as (router, client, server):
+        for sent, status in (
+            (b"", b"408"),
+            (b"POST /v1/completions HTTP/1.1\r\nx: ", b"408"),
+            (b"GET / HTTP/1.1\r\n" + b"x: y\r\n" * 1000, b"431"),
+            (b"GET / HTTP/1.1\r\nx: " + b"y" * 100_000, b"431"),
+            (b"GET /" + b"y" * 100_000, b"431"),
+            (b"nonsense\r\n\r\n", b"400"),
+        ):
+            reader, writer = await raw(client)
+            writer.write(sent)
+            async with asyncio.timeout(10):
+                answer = await reader.read()
+            assert answer.split()[1] == status, answer
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+            writer.close()
+        await undisturbed(router, client)
+        async with asyncio.timeout(5):
+            while server.connections.open > 1:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.01)
+
+
+async def test_a_body_that_is_slow() -> None:
+    async with bounded(body_seconds=0.3) as (router, client, _):
+        reader, writer = await raw(client)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 100\r\n\r\n{"
+        )
+        async with asyncio.timeout(10):
+            line = await reader.readline()
+        assert b" 408 " in line
+        writer.close()
+        await undisturbed(router, client)
+
+
+async def test_idle_connections_make_room() -> None:
+    """New ones are served however many are idle, and no more stay open than may."""
+    async with bounded(connections=60, connections_per_host=40) as (router, client, server):
+        idle = [await raw(client) for _ in range(100)]
+        await undisturbed(router, client)
+        assert server.connections.open <= 41
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_a_client_that_reads_nothing_is_cut_off() -> None:
+    worker = decode_worker(max_model_len=1 << 20, num_blocks=1 << 20)
+    async with door([worker], stuck_after=0.4) as (router, client):
+        reader, writer = await raw(client)
+        body = json.dumps({**GOOD, "max_tokens": 200_000, "stream": True}).encode()
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n" % len(body) + body
+        )
+        async with asyncio.timeout(60):
+            await worker.cancelled.wait()
+        assert router.service.ended["cancelled"] == 1
+        writer.close()
+        reader.feed_eof()
+
+
+async def test_keys_are_the_tokens_of_tenants(tmp_path: Path) -> None:
+    options = SecurityOptions(credentials=write_credentials(tmp_path))
+    security = policy.load(options)
+    step = asyncio.Semaphore(0)
+    worker = decode_worker(behaviour=Behaviour(step=step))
+    async with running([worker], disaggregate="never") as router:
+        access = Access(security.credentials, 16)
+        server = HttpServer(
+            make_app(router.service, access, HttpLimits()), Address("127.0.0.1", 0), HttpLimits()
+        )
+        url = await server.start(router.service.config)
+        try:
+            async with httpx2.AsyncClient(base_url=url, timeout=20) as client:
+                for key in ("", "Bearer wrong", f"Basic {ALICE}"):
+                    made = await client.post(
+                        "/v1/completions", json=GOOD, headers={"authorization": key}
+                    )
+                    assert made.status_code == 401
+                    assert made.headers["www-authenticate"] == "Bearer"
+                    assert made.json()["error"]["code"] == "invalid_api_key"
+                assert (await client.get("/v1/models")).status_code == 401
+                assert (await client.get("/health")).status_code == 200
+                assert not worker.legs
+                for _ in range(9):
+                    step.release()
+                for key in (ALICE, BOB, SERVICE):
+                    bearer = {"authorization": f"Bearer {key}"}
+                    made = await client.post("/v1/completions", json=GOOD, headers=bearer)
+                    assert made.json()["choices"][0]["text"] == expected(3)
+        finally:
+            await server.stop()
+    salts = [leg.tenant_salt for leg in worker.legs]
+    assert len(set(salts)) == 3
+    assert salts[2] == b""
+
+
+async def test_tls(tmp_path: Path) -> None:
+    authority = CertificateAuthority()
+    files = write_files(tmp_path, "router", authority)
+    for mutual in (False, True):
+        options = replace(files.options(), tls_mutual=mutual)
+        security = policy.load(options)
+        async with running([decode_worker()], disaggregate="never") as router:
+            app = make_app(router.service, Access(security.credentials, 16), HttpLimits())
+            server = HttpServer(app, Address("127.0.0.1", 0), HttpLimits())
+            url = await server.start(options, security)
+            assert url.startswith("https://")
+            try:
+                trust = ssl.create_default_context(cafile=files.ca)
+                if mutual:
+                    async with httpx2.AsyncClient(base_url=url, verify=trust) as stranger:
+                        with pytest.raises(httpx2.TransportError):
+                            await stranger.get("/health")
+                    trust.load_cert_chain(files.cert, files.key)
+                async with httpx2.AsyncClient(base_url=url, verify=trust) as client:
+                    made = await client.post("/v1/completions", json=GOOD)
+                    assert made.json()["choices"][0]["text"] == expected(3)
+            finally:
+                await server.stop()
