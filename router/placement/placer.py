@@ -144,21 +144,14 @@ class Placer:
         One that serves the ``weights`` of a stream to resume, waiting longer if such a worker may
         come; else one of the numeric profile whose workers have the fewest legs.
         """
-        decode = types_pb2.ROLE_DECODE
-        registry, resumes = self._registry, resumes or bool(weights)
+        if (info := self._decode_info(weights, patient=True)) is not None:
+            return info
+        registry, decode = self._registry, types_pb2.ROLE_DECODE
+        if isinstance(refused := registry.missing(decode), Mismatch):
+            raise refused  # waiting would not help
+        resumes = resumes or bool(weights)
         waiting = deadline.earlier(self._resume_wait if resumes else self._worker_wait)
-
-        def enough() -> bool:
-            served = [w.info.namespace for w in registry.usable(decode) if w.info]
-            if any(weights_of(space) == weights for space in served):
-                return True
-            other = not any(same_but_numerics(weights, space) for space in served)
-            return bool(served) and (other or not registry.may_serve(weights))
-
-        if not enough():
-            if isinstance(refused := registry.missing(decode), Mismatch):
-                raise refused  # waiting would not help
-            await registry.wait_for(enough, waiting)
+        await registry.wait_for(lambda: self._decode_info(weights, True) is not None, waiting)
         if (info := self._decode_info(weights)) is not None:
             return info
         deadline.check("to find a worker")
@@ -301,14 +294,27 @@ class Placer:
         stored = self._stored.leading(prefix.names).get(STORE, 0)
         return PrefixHits(leading, stored * prefix.block_size if self._registry.stores else 0)
 
-    def _decode_info(self, weights: str = "") -> worker_pb2.WorkerInfo | None:
+    def _decode_info(
+        self, weights: str = "", patient: bool = False
+    ) -> worker_pb2.WorkerInfo | None:
+        """As ``info``, at once; if ``patient``, ``None`` while a better worker may come."""
         served: dict[str, list[KnownWorker]] = {}
         for worker in self._registry.usable(types_pb2.ROLE_DECODE):
-            if worker.info is not None:
-                served.setdefault(weights_of(worker.info.namespace), []).append(worker)
+            served.setdefault(worker.weights, []).append(worker)
         if not served:
             return None
-        return (served.get(weights) or min(served.values(), key=_mean_legs))[0].info
+        if weights in served:
+            return served[weights][0].info
+        every = list(served.values())
+        if patient and weights and self._may_come(weights, every):
+            return None
+        return (every[0] if len(every) == 1 else min(every, key=_mean_legs))[0].info
+
+    def _may_come(self, weights: str, served: Sequence[Sequence[KnownWorker]]) -> bool:
+        """Whether a worker of the ``weights`` of a stream may come to a fleet of the same model."""
+        infos = (workers[0].info for workers in served)
+        same = any(info and same_but_numerics(weights, info.namespace) for info in infos)
+        return same and self._registry.may_serve(weights)
 
     def _none_left(self, leg: NextLeg) -> KvrelayError:
         if leg.deadline.expired:

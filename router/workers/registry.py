@@ -21,7 +21,7 @@ from kvrelay.rpc.security.policy import installed
 from kvrelay.v1 import types_pb2, worker_pb2
 from router.config import RouterConfig
 from router.workers.deaths import Deaths
-from router.workers.fleet import check_key, check_worker, weights_of
+from router.workers.fleet import check_key, check_worker
 from router.workers.health import HealthState, WorkerHealth, WorkerLost, WorkerSilent
 from router.workers.sources import WorkerAddresses, WorkerSources
 from router.workers.watch import Watcher
@@ -103,8 +103,7 @@ class Registry:
             return True
         listed = (w for w in self.workers if w.role == types_pb2.ROLE_DECODE)
         return any(
-            not isinstance(w.problem, Mismatch)
-            and (w.info is None or weights_of(w.info.namespace) == weights)
+            not isinstance(w.problem, Mismatch) and (w.info is None or w.weights == weights)
             for w in listed
         )
 
@@ -219,10 +218,10 @@ class Registry:
     def _retire(self, key: tuple[Role, str]) -> None:
         log.info("worker %s is no longer listed", key[1])
         del self._watchers[key]
-        info = self._workers[key].info
-        if info is not None and info.role == types_pb2.ROLE_DECODE:
-            self._retired.pop(weights := weights_of(info.namespace), None)
-            self._retired[weights] = time.monotonic()
+        worker = self._workers[key]
+        if worker.weights and worker.role == types_pb2.ROLE_DECODE:
+            self._retired.pop(worker.weights, None)
+            self._retired[worker.weights] = time.monotonic()
             while len(self._retired) > MAX_RETIRED:
                 del self._retired[next(iter(self._retired))]
         closing = asyncio.create_task(self._outlive(self._workers.pop(key), self._tasks.pop(key)))

@@ -27,7 +27,7 @@ from kvrelay.v1 import (
     worker_pb2_grpc,
 )
 from router.workers.candidate import Candidate
-from router.workers.fleet import belongs
+from router.workers.fleet import belongs, weights_of
 from router.workers.health import UNCHECKED, HealthState, WorkerHealth
 
 MIN_TIMED_BYTES = 16 << 10  # the arrival of a smaller leg says nothing about larger ones
@@ -119,8 +119,10 @@ class KnownWorker:
         self.role = self.listed
         self.key = self.address
         self.numerics = ""  # the profile of its streams; empty with ``--numerics loose``
+        self.weights = ""  # what its streams are bound to
         if info is not None:
             self.numerics = info.namespace.numerics
+            self.weights = weights_of(info.namespace)
             self.role = info.role if belongs(info, self.listed) else self.listed
             self.key = info.worker_id
 
