@@ -28,6 +28,9 @@ class ConnectorCounters:
         "store_load_failures", "Loads ended by an error or their deadline."
     )
     loads_short: int = counter("store_loads_short", "Loads that gave fewer tokens than ordered.")
+    loads_cancelled: int = counter(
+        "store_loads_cancelled", "Loads cancelled, since their request was preempted or has ended."
+    )
     loaded_tokens: int = counter("store_loaded_tokens", "Tokens loaded and verified.")
     loaded_bytes: int = counter("store_loaded_bytes", "Bytes loaded and verified.")
     absent: int = counter("store_absent_blocks", "Blocks that a lookup found and the load did not.")

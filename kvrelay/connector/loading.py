@@ -5,6 +5,7 @@ A block counts once it is verified; no block counts after the first that is miss
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -45,7 +46,8 @@ def load_targets(load: Load, answer: LookupAnswer | None, geometry: Geometry) ->
 class LoadJob:
     """One load on a thread of the connector; it ends with one ``Loaded``, given to ``end``.
 
-    ``end`` is also given the blocks after a wrong one: they may be wrong too.
+    ``end`` is also given the blocks after a wrong one: they may be wrong too. Only one of ``run``,
+    ``give_up`` and ``cancel`` may begin the end: the first that is called.
     """
 
     def __init__(
@@ -67,9 +69,14 @@ class LoadJob:
         self._missed = Miss.UNKNOWN  # the reason, if the load ends short
         self._accepted = 0
         self._suspect: Sequence[LoadTarget] = ()
+        self._lock = threading.Lock()
+        self._claimed = False
+        self._cancelled = False
 
     def run(self) -> None:
         """Get, verify and count until the end or the first failure."""
+        if not self._claim():
+            return
         try:
             self._begin()
             for batch in self._batches():
@@ -91,9 +98,29 @@ class LoadJob:
 
     def give_up(self) -> None:
         """End with no valid tokens."""
-        self._context.meter.add(load_failures=1)
-        self._missed = Miss.UNREACHABLE
-        self._finish()
+        if self._claim():
+            self._context.meter.add(load_failures=1)
+            self._missed = Miss.UNREACHABLE
+            self._finish()
+
+    def cancel(self) -> bool:
+        """End a load that has not begun, and let one that runs end before its next block.
+
+        Returns whether no block will be written from now on.
+        """
+        self._context.meter.add(loads_cancelled=1)
+        self._cancelled = True
+        unbegun = self._claim()
+        if unbegun:
+            self._finish()
+        return unbegun
+
+    def _claim(self) -> bool:
+        """Whether the load is the caller's to end."""
+        with self._lock:
+            first = not self._claimed
+            self._claimed = True
+        return first
 
     def _begin(self) -> None:
         now = time.monotonic()
@@ -150,7 +177,9 @@ class LoadJob:
         return self._context.pool.buffer(target.block)
 
     def _accept(self, target: LoadTarget, want: Want, got: GetResult) -> bool:
-        """Verify one block and count it; returns whether the store still had it."""
+        """Verify one block and count it; returns whether the next one is wanted."""
+        if self._cancelled:
+            return False
         if got.header is None:
             self._context.meter.add(absent=1)
             self._missed = Miss.TOO_LATE  # the lookup had found it

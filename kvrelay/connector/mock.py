@@ -31,7 +31,7 @@ class MockEnd:
     ``None`` is the truth: what the inner connector did, or everything without one. The event
     comes ``after`` that many polls, ``times`` times (0: never). Before it comes one stray event for
     each of ``strays``, with an epoch that is off by that number. ``missed`` is the reason of a
-    short load.
+    short load. ``cancels``: until its event the load can be cancelled, by the inner connector too.
     """
 
     amount: int | None = None
@@ -39,6 +39,7 @@ class MockEnd:
     times: int = 1
     strays: tuple[int, ...] = ()
     missed: Miss = Miss.UNKNOWN
+    cancels: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,7 @@ class MockConnector:
         self._used: defaultdict[str, defaultdict[int, int]] = defaultdict(lambda: defaultdict(int))
         self._ends: dict[tuple[str, int, int | None], MockEnd] = {}  # by id, epoch and serial
         self._filling: dict[tuple[str, int], tuple[Load, int]] = {}
+        self._unstoppable: set[tuple[str, int]] = set()  # open loads that do not cancel
         self._due: deque[tuple[int, TransferEvent]] = deque()
         self._notify: Callable[[], None] = _nothing
 
@@ -102,6 +104,8 @@ class MockConnector:
     def load(self, load: Load) -> None:
         self.loads.append(load)
         end = self._line(self.script.loads, load.request_id, MockEnd())
+        if not end.cancels:
+            self._unstoppable.add((load.request_id, load.epoch))
         if self.inner is not None:
             self._ends[load.request_id, load.epoch, None] = end
             self.inner.load(load)
@@ -110,6 +114,12 @@ class MockConnector:
         self._filling[load.request_id, load.epoch] = load, min(max(valid, 0), load.external)
         missed = end.missed if valid < load.external else None
         self._enqueue(Loaded(load.request_id, load.epoch, valid, missed), end)
+
+    def cancel(self, request_id: str, epoch: int) -> bool:
+        if (request_id, epoch) in self._unstoppable:
+            return False
+        self._filling.pop((request_id, epoch), None)
+        return self.inner is None or self.inner.cancel(request_id, epoch)
 
     def save(self, save: Save) -> None:
         self.saves.append(save)
@@ -145,10 +155,12 @@ class MockConnector:
 
     def _write(self, event: TransferEvent) -> None:
         """Write the KV of a load, once, just before its event: until then the load holds them."""
-        if isinstance(event, Loaded) and self._fill is not None:
-            load, valid = self._filling.pop((event.request_id, event.epoch), (None, 0))
-            if load is not None:
-                self._fill(load, valid)
+        if not isinstance(event, Loaded):
+            return
+        self._unstoppable.discard((event.request_id, event.epoch))
+        load, valid = self._filling.pop((event.request_id, event.epoch), (None, 0))
+        if load is not None and self._fill is not None:
+            self._fill(load, valid)
 
     def _distort(self, event: TransferEvent) -> None:
         """Change an event of the inner connector as the script says."""

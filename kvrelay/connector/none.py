@@ -26,6 +26,9 @@ class NoConnector:
     def load(self, load: Load) -> None:
         self._events.append(Loaded(load.request_id, load.epoch, 0))
 
+    def cancel(self, request_id: str, epoch: int) -> bool:
+        return True  # it writes nothing
+
     def save(self, save: Save) -> None:
         self._events.append(Saved(save.request_id, save.epoch, save.serial, 0))
         if self._notify is not None:

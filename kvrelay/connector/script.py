@@ -2,7 +2,8 @@
 
     {"store": "kvrelay://127.0.0.1:50052",
      "lookups": {"*": ["ask"], "r1": [null, null, 8], "r2": [1000000]},
-     "loads":   {"r1": [{"amount": 4, "missed": "expired", "after": 2, "times": 2, "strays": [1]}]},
+     "loads":   {"r1": [{"amount": 4, "missed": "expired", "after": 2, "times": 2, "strays": [1]}],
+                 "r2": [{"after": 9, "cancels": false}]},
      "saves":   {"r2": [{"amount": 0}]},
      "misses":  {"r1": ["evicted"]},
      "reverse": true}
@@ -29,7 +30,7 @@ LARGEST_FILE = 1 << 20
 LONGEST_WAIT = 10_000  # polls
 MOST_TIMES = 1_000
 PARTS = {"store", "lookups", "loads", "saves", "misses", "reverse"}
-MOCK_END = {"amount", "after", "times", "strays", "missed"}
+MOCK_END = {"amount", "after", "times", "strays", "missed", "cancels"}
 
 T = TypeVar("T")
 
@@ -94,6 +95,9 @@ def _answer(where: str, line: object) -> int | str | None:
 def _mock_end(where: str, line: object) -> MockEnd:
     given = _table(where, line, MOCK_END)
     amount, strays = given.get("amount"), given.get("strays", [])
+    cancels = given.get("cancels", True)
+    if not isinstance(cancels, bool):
+        raise Rejected(f"{where}.cancels", f"{cancels!r} is neither true nor false")
     if not isinstance(strays, list) or len(strays) > MOST_TIMES:
         raise Rejected(f"{where}.strays", f"must be a list of at most {MOST_TIMES} numbers")
     return MockEnd(
@@ -102,6 +106,7 @@ def _mock_end(where: str, line: object) -> MockEnd:
         times=_number(f"{where}.times", given.get("times", 1), 0, MOST_TIMES),
         strays=tuple(_number(f"{where}.strays", by) for by in strays),
         missed=_miss(f"{where}.missed", given.get("missed", Miss.UNKNOWN.value)),
+        cancels=cancels,
     )
 
 

@@ -64,6 +64,7 @@ class StoreConnector:
         )
         self._lock = threading.Lock()
         self._kept: dict[str, _KeptLease] = {}  # by request
+        self._loads: dict[tuple[str, int], LoadJob] = {}  # open ones, by request and epoch
         self._events: list[TransferEvent] = []
         self._notify: Callable[[], None] | None = None
 
@@ -99,6 +100,7 @@ class StoreConnector:
 
         def end(event: TransferEvent, suspect: Sequence[LoadTarget]) -> None:
             with self._lock:
+                self._loads.pop((load.request_id, load.epoch), None)
                 kept.loaded = True
                 needed = self._kept.get(load.request_id) is kept
             if not needed:
@@ -108,7 +110,16 @@ class StoreConnector:
                 self._recheck_threads.submit(RecheckJob(self._context, suspect))
 
         self._meter.add(loads=1, open_loads=1)
-        self._load_threads.submit(LoadJob(self._context, load, targets, end))
+        job = LoadJob(self._context, load, targets, end)
+        with self._lock:
+            self._loads[load.request_id, load.epoch] = job
+        self._load_threads.submit(job)
+
+    def cancel(self, request_id: str, epoch: int) -> bool:
+        """At once if the load waits for a thread; a load that runs ends before its next block."""
+        with self._lock:
+            job = self._loads.get((request_id, epoch))
+        return job is None or job.cancel()
 
     def save(self, save: Save) -> None:
         """Start a save; it is dropped if too many bytes are waiting to be saved.

@@ -99,9 +99,9 @@ class Engine:
         self._options = options = options or EngineOptions()
         self._connector = safe = SafeConnector(connector)
         self._scheduler = (
-            Scheduler(limits, naming, safe.lookup)
+            Scheduler(limits, naming, safe.lookup, safe.cancel)
             if options.journal is None
-            else Journal(limits, naming, safe.lookup, options.journal)
+            else Journal(limits, naming, safe.lookup, options.journal, safe.cancel)
         )
         self._legs = Legs(limits.block_size)
         self._steps = 0

@@ -42,6 +42,12 @@ class SafeConnector:
             return
         self._events.append(Loaded(load.request_id, load.epoch, 0, Miss.UNKNOWN))
 
+    def cancel(self, request_id: str, epoch: int) -> bool:
+        """The load keeps its blocks until it ends, if the connector raises."""
+        with _logged("cancel", request_id):
+            return self._connector.cancel(request_id, epoch)
+        return False
+
     def save(self, save: Save) -> None:
         """A save that could not start ends with nothing stored."""
         with _logged("save", save.request_id):

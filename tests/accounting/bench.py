@@ -12,7 +12,7 @@ from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Load, Query, Save
 from kvrelay.engine.core.plan import EngineLimits, Plan
 from kvrelay.engine.core.request import Finish, Order, Request, RequestState
-from kvrelay.engine.core.scheduler import Lookup, Scheduler
+from kvrelay.engine.core.scheduler import Cancel, Lookup, Scheduler
 from kvrelay.engine.core.usage import leg_tokens
 from tests.engine.fakes import VOCABULARY, ChainRunner, answer, naming
 
@@ -26,18 +26,22 @@ def limits(
 
 
 class Bench:
-    """``valid`` says how a load ends: by default all of it was verified."""
+    """``valid`` says how a load ends: by default all of it was verified.
+
+    ``cancels`` says which loads can be given up before they end: by default none.
+    """
 
     def __init__(
         self,
         bounds: EngineLimits,
         answers: Answers = lambda _: 0,
         valid: Callable[[Load], int] = lambda load: load.external,
-        make: Callable[[EngineLimits, Naming, Lookup], Scheduler] = Scheduler,
+        make: Callable[[EngineLimits, Naming, Lookup, Cancel], Scheduler] = Scheduler,
+        cancels: Callable[[Load], bool] = lambda _: False,
     ) -> None:
         self.bounds = bounds
         self.runner = ChainRunner(bounds.num_blocks, bounds.block_size)
-        self.scheduler = make(bounds, naming(), self._lookup)
+        self.scheduler = make(bounds, naming(), self._lookup, self._cancel)
         self.queries: list[tuple[str, int]] = []
         self.started: list[Load] = []
         self.loads: list[Load] = []
@@ -47,6 +51,7 @@ class Bench:
         self.steps = 0
         self._answers = answers
         self._valid = valid
+        self._cancels = cancels
 
     def submit(
         self,
@@ -165,3 +170,11 @@ class Bench:
     def _lookup(self, query: Query) -> int | None:
         self.queries.append((query.request_id, query.local))
         return self._answers(query)
+
+    def _cancel(self, request_id: str, epoch: int) -> bool:
+        """A load that is cancelled writes nothing and has no event."""
+        (load,) = (one for one in self.loads if (one.request_id, one.epoch) == (request_id, epoch))
+        cancelled = self._cancels(load)
+        if cancelled:
+            self.loads.remove(load)
+        return cancelled

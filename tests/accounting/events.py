@@ -10,9 +10,10 @@ from kvrelay.engine.core.plan import Plan
 from kvrelay.engine.core.request import Finish, Request, RequestState
 from kvrelay.engine.core.usage import leg_tokens
 from tests.accounting.case import RUBBISH, contents
-from tests.accounting.world import Snapshot, World
+from tests.accounting.world import STATES, Snapshot, World
 
 Event = tuple[str, tuple[int | None, ...]]
+Keys = set[tuple[str, int]]
 
 
 class Broken(AssertionError):
@@ -39,6 +40,8 @@ def _simple(snapshot: Snapshot, blank: World) -> Iterator[Event]:
     for index, standing in enumerate(core.requests):
         if not isinstance(standing, int):
             yield "abort", (index,)
+            if STATES[standing[1]] is RequestState.LOADING:
+                yield "abort", (index, 1)
         elif standing < case.lives:
             yield "submit", (index,)
     for place, (index, epoch, _) in enumerate(core.loads):
@@ -65,16 +68,18 @@ def _schedules(snapshot: Snapshot, blank: World) -> Iterator[tuple[Event, World]
             expect(not trace, "an empty step leaves a trace", event)
         yield event, world
         for place in range(len(script), len(event[1])):
-            scripts += [(*event[1][:place], other) for other in blank.case.answers[1:]]
+            others = (1,) if place < len(world.cancels) else blank.case.answers[1:]
+            scripts += [(*event[1][:place], other) for other in others]
 
 
 def carry_out(world: World, event: Event) -> Event:
     """Do it and check; a schedule comes back with the answers that were asked for."""
     kind, numbers = event
+    open_before, waited_before = set(world.scheduler.loads), _waited(world)
     if kind == "schedule":
         world.script = numbers
         _schedule(world)
-        event = kind, tuple(said for _, said in world.asked)
+        event = kind, (*world.cancels.values(), *(said for _, said in world.asked))
     elif kind == "commit":
         _commit(world)
     elif kind == "discard":
@@ -85,9 +90,28 @@ def carry_out(world: World, event: Event) -> Event:
     elif kind == "saved":
         world.scheduler.saved(*list(world.scheduler.saves)[numbers[0] or 0])
     else:
+        world.script = numbers[1:]
         _come_or_go(world, kind, numbers[0] or 0)
+    if kind != "loaded":
+        _check_cancels(world, open_before, waited_before)
     check(world)
     return event
+
+
+def _check_cancels(world: World, open_before: Keys, waited_before: Keys) -> None:
+    """Each load that nobody waits for any more is cancelled once; it ends now, or by its event."""
+    ended = {key for key, said in world.cancels.items() if said}
+    expect(open_before - set(world.scheduler.loads) == ended, "other loads have ended", ended)
+    expect(waited_before - _waited(world) == set(world.cancels), "not cancelled", world.cancels)
+
+
+def _waited(world: World) -> Keys:
+    """The loads that requests wait for."""
+    return {
+        (request.id, request.resident.admission.epoch)
+        for request in world.scheduler.requests.values()
+        if request.state is RequestState.LOADING
+    }
 
 
 def _come_or_go(world: World, kind: str, index: int) -> None:

@@ -100,6 +100,11 @@ MUTATIONS = (
         "if self.length >= self.order.prompt_len + self.order.max_tokens:",
         "if self.length > self.order.prompt_len + self.order.max_tokens:",
     ),
+    _request(
+        "the newest comes first",
+        "return self.arrival < other.arrival",
+        "return self.arrival > other.arrival",
+    ),
     _request("an ending token is overlooked", "if token in self.order.ending:", "if False:"),
     _request(
         "a partial block is named like a full one",
@@ -292,8 +297,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "a preempted request does not count as waiting",
-        "key=_arrival)\n        self.waiting_tokens += request.length\n",
-        "key=_arrival)\n",
+        "self.waiting, request)\n        self.waiting_tokens += request.length\n",
+        "self.waiting, request)\n",
     ),
     _scheduler(
         "one resident too many",
@@ -398,8 +403,8 @@ MUTATIONS = (
     _scheduler("a load does not hold its blocks", "        self.pool.hold(blocks)\n", ""),
     _scheduler(
         "a finished load goes on holding",
-        "        self.pool.drop(blocks)\n        request =",
-        "        request =",
+        "self.pool.drop(self.loads.pop((request_id, epoch), ()))",
+        "self.loads.pop((request_id, epoch), ())",
     ),
     _scheduler("a save does not hold its blocks", "        self.pool.hold(save.blocks)\n", ""),
     _scheduler(
@@ -445,8 +450,42 @@ MUTATIONS = (
     ),
     _scheduler(
         "a late load is not counted",
-        "            self.late_events += 1\n            return None\n        self.pool",
-        "            return None\n        self.pool",
+        "            self.late_events += 1\n            return None\n        self._settle",
+        "            return None\n        self._settle",
+    ),
+    _scheduler(
+        "a load that cannot be cancelled returns its blocks",
+        "if key in self.loads and self._cancel(*key):",
+        "if key in self.loads and (self._cancel(*key) or True):",
+    ),
+    _scheduler("no load is cancelled", "if key in self.loads and self._cancel(*key):", "if False:"),
+    _scheduler(
+        "only loads of preempted requests are cancelled",
+        "if key in self.loads and self._cancel(*key):",
+        "if key in self.loads and state is RequestState.WAITING and self._cancel(*key):",
+    ),
+    _scheduler(
+        "loads of preempted requests are not cancelled",
+        "if key in self.loads and self._cancel(*key):",
+        "if key in self.loads and state is RequestState.FINISHED and self._cancel(*key):",
+    ),
+    _scheduler(
+        "a cancelled load keeps its blocks",
+        "            self.pool.drop(self.loads.pop(key))\n",
+        "            pass\n",
+    ),
+    _scheduler(
+        "a cancelled load is forgotten with its blocks",
+        "self.pool.drop(self.loads.pop(key))",
+        "self.loads.pop(key)",
+    ),
+    _scheduler(
+        "a cancelled load goes on holding up the others",
+        "return key not in self.loads",
+        "return self.loads.get(key) is None and request.given_up != key[1]",
+    ),
+    _scheduler(
+        "blocks that a load holds count as returned", "return key not in self.loads", "return True"
     ),
     # --- a step and its commit ---
     _scheduler(
@@ -518,23 +557,23 @@ MUTATIONS = (
     ),
     _scheduler(
         "the last runner is preempted for itself",
-        "elif index + 1 < len(self.running) and not load_given_up:",
-        "elif not load_given_up:",
+        "                if newest is request:\n",
+        "                if False:\n",
     ),
     _scheduler(
         "an older request is preempted for a newer one that loads",
-        "newest = max((self.running[-1], *self._loading()), key=_arrival)",
+        "newest = max(self._residents())",
         "newest = self.running[-1]",
     ),
     _scheduler(
         "requests that load are preempted before newer ones that run",
-        "newest = max((self.running[-1], *self._loading()), key=_arrival)",
-        "newest = max(self._loading() or (self.running[-1],), key=_arrival)",
+        "newest = max(self._residents())",
+        "newest = max(set(self._residents()) - set(self.running) or self._residents())",
     ),
     _scheduler(
         "all loads are given up at once",
-        "elif index + 1 < len(self.running) and not load_given_up:",
-        "elif index + 1 < len(self.running):",
+        "while missing > len(self.pool.free) and returned:",
+        "while missing > len(self.pool.free):",
     ),
     _scheduler(
         "a request loads the same tokens twice at once",
@@ -548,27 +587,27 @@ MUTATIONS = (
     ),
     _scheduler(
         "a load of a request that has left counts as one that loads",
-        "if request is not None and _resides(request, epoch, RequestState.LOADING)",
-        "if request is not None",
+        "*(one for one in known if one.state is RequestState.LOADING)",
+        "*known",
     ),
     _scheduler(
         "a request that lacks blocks holds up all newer ones",
-        "            else:\n                index += 1\n",
-        "            else:\n                break\n",
+        "                ready.append(request)\n",
+        "                ready.append(request)\n            else:\n                break\n",
     ),
     _scheduler(
         "preempted to the end of the queue",
-        "insort(self.waiting, request, key=_arrival)",
+        "insort(self.waiting, request)",
         "self.waiting.append(request)",
     ),
     _scheduler(
         "preempted to the front of the queue",
-        "insort(self.waiting, request, key=_arrival)",
+        "insort(self.waiting, request)",
         "self.waiting.appendleft(request)",
     ),
     _scheduler(
         "who comes from a load runs last",
-        "(RequestState.RUNNING)\n        insort(self.running, request, key=_arrival)",
+        "(RequestState.RUNNING)\n        insort(self.running, request)",
         "(RequestState.RUNNING)\n        self.running.append(request)",
     ),
     _scheduler(

@@ -28,7 +28,7 @@ def test_two_loads_that_could_wedge_each_other(first: int) -> None:
 
 
 def test_a_running_request_waits_for_the_blocks_of_a_load_and_gets_them() -> None:
-    """The last runner needs a block, a load has the rest: it waits, and comes first afterwards."""
+    """The last runner needs a block, a load that cannot be cancelled has the rest."""
     bench = Bench(limits(4, 4, headroom=0), lambda query: 99 if query.request_id == "load" else 0)
     runs = bench.submit("runs", range(7), 8)
     load = bench.submit("load", range(20, 27), 2)
@@ -36,39 +36,78 @@ def test_a_running_request_waits_for_the_blocks_of_a_load_and_gets_them() -> Non
         bench.step()
     for _ in range(3):
         assert not bench.step().entries, "no block, no step; and nobody is preempted for itself"
-    assert bench.scheduler.preemptions == 0
+    assert (bench.scheduler.preemptions, load.state) == (1, RequestState.WAITING)
     bench.end_load(bench.loads[0])
     bench.step()
     assert (runs.length, load.state) == (10, RequestState.WAITING)
     bench.run()
 
 
-def test_a_load_blocks_nobody_else() -> None:
-    bench = Bench(limits(20, 4), lambda query: 99 if query.request_id == "load" else 0)
-    bench.submit("load", range(9), 2)
-    others = [bench.submit(f"r{n}", range(10 * n, 10 * n + 5), 4) for n in range(1, 4)]
-    for _ in range(10):
-        bench.step()
-    assert all(request.state is RequestState.FINISHED for request in others)
-    bench.run()
-
-
-def test_who_must_ask_later_is_passed_over_and_leaves_no_trace() -> None:
-    later = 5
+def test_the_last_running_request_waits_if_only_older_ones_load() -> None:
     bench = Bench(
-        limits(20, 4),
-        lambda query: None if query.request_id == "later" and bench.steps < later else 0,
+        limits(4, 4, headroom=0),
+        lambda query: 99 if query.request_id == "load" else 0,
+        cancels=lambda _: True,
     )
-    waits = bench.submit("later", range(9), 2)
-    other = bench.submit("other", range(20, 29), 2)
-    free = len(bench.scheduler.pool.free)
-    bench.step()
-    assert (waits.state, other.state) == (RequestState.WAITING, RequestState.RUNNING)
+    load = bench.submit("load", range(20, 27), 2)
+    runs = bench.submit("runs", range(7), 8)
+    while runs.length < 9:
+        bench.step()
+    for _ in range(3):
+        assert not bench.step().entries
+    assert (bench.scheduler.preemptions, load.state) == (0, RequestState.LOADING)
     bench.run()
-    asked = [request_id for request_id, _ in bench.queries].count("later")
-    assert asked == later + 1
-    assert [run.admission.length for run in waits.runs] == [9]
-    assert len(bench.scheduler.pool.free) == free
+
+
+@pytest.mark.parametrize(("size", "given_up"), [(5, 1), (2, 2)])
+def test_cancelled_loads_return_their_blocks_in_the_same_step(size: int, given_up: int) -> None:
+    """Two that run lack a block each: one load of two blocks gives way, or two of one block."""
+    held = 1 + size // 4
+    bench = Bench(
+        limits(4 + 2 * held, 4, headroom=0),
+        lambda query: 99 if query.request_id.startswith("load") else 0,
+        cancels=lambda _: True,
+    )
+    runs = [bench.submit(f"run{n}", [n, *range(6)], 8) for n in range(2)]
+    loads = [bench.submit(f"load{n}", [20 + n, *range(size - 1)], 2) for n in range(2)]
+    while runs[0].length < 9:
+        bench.step()
+    plan = bench.step()
+    assert list(plan.preempted) == loads[::-1][:given_up]
+    assert [entry.request for entry in plan.entries] == runs
+    assert [load.request_id for load in bench.loads] == ["load0", "load1"][: 2 - given_up]
+    bench.run()
+
+
+def test_an_aborted_request_returns_the_blocks_of_a_load_that_can_be_cancelled() -> None:
+    bench = Bench(limits(4, 4), lambda _: 99, cancels=lambda load: load.request_id == "cancels")
+    for request_id, held in (("cancels", 0), ("runs on", 2)):
+        bench.submit(request_id, range(8), 2)
+        bench.step()
+        bench.scheduler.abort(request_id)
+        bench.check()
+        assert sum(bench.scheduler.pool.references) == held
+    bench.end_load(bench.loads[0])
+    bench.check_end()
+
+
+@pytest.mark.parametrize(("cancels", "epoch"), [(True, 4), (False, 3)])
+def test_a_load_begins_anew_at_once_after_one_that_was_cancelled(cancels: bool, epoch: int) -> None:
+    """While one that cannot be cancelled is open, the next lookup waits for its end."""
+    bench = Bench(
+        limits(8, 4, headroom=0),
+        lambda query: 99 if query.request_id == "load" else 0,
+        cancels=lambda _: cancels,
+    )
+    bench.submit("first", range(8), 9)
+    second = bench.submit("second", range(20, 25), 4)
+    bench.submit("load", range(40, 53), 2)
+    while second.state is not RequestState.FINISHED:
+        bench.step()
+    bench.scheduler.abort("first")
+    bench.step()
+    assert [load.epoch for load in bench.loads] == [epoch]
+    bench.run()
 
 
 @pytest.mark.parametrize("seqs", [3, 16])
@@ -206,13 +245,19 @@ def test_a_preempted_request_queues_behind_an_older_one_whose_lookup_is_late() -
     bench.run()
 
 
+@pytest.mark.parametrize("cancels", [False, True])
 @pytest.mark.parametrize("delay", [0, 40, 150, 400])
-def test_no_older_request_gives_way_to_newer_ones_that_load(delay: int) -> None:
+def test_no_older_request_gives_way_to_newer_ones_that_load(delay: int, cancels: bool) -> None:
     """Four old answers fill the pool as they grow; six newer requests load slowly beside them.
 
-    The newest residents give way first, one load a step, and none loads twice at once.
+    The newest residents give way first, one load a step, and none loads twice at once. If loads can
+    be cancelled, the old ones never wait: as many steps as without the newer ones.
     """
-    bench = Bench(limits(100, 16), lambda query: 99 if query.request_id.startswith("young") else 0)
+    bench = Bench(
+        limits(100, 16),
+        lambda query: 99 if query.request_id.startswith("young") else 0,
+        cancels=lambda _: cancels,
+    )
     olds = [bench.submit(f"old{n}", [n, *range(63)], 330) for n in range(4)]
     for _ in range(20):
         bench.step()
@@ -222,6 +267,8 @@ def test_no_older_request_gives_way_to_newer_ones_that_load(delay: int) -> None:
     given_up: list[Request] = []
     while bench.scheduler.requests:
         assert bench.steps < 3000
+        if cancels and bench.steps < 330:
+            assert all(request.length == 64 + bench.steps for request in olds), "an old one waits"
         plan = bench.step()  # the bench checks that none newer than a preempted one stays
         given_up += [request for request in plan.preempted if request.given_up]
         if any(request in young for request in plan.preempted):
@@ -233,7 +280,8 @@ def test_no_older_request_gives_way_to_newer_ones_that_load(delay: int) -> None:
             if bench.steps - begun.setdefault(load.epoch, bench.steps) >= delay:
                 bench.end_load(load)
     bench.check_end()
-    assert given_up[:6] == (young[::-1] if delay >= 150 else [])
+    seen = 1 if cancels and delay == 150 else 6  # the other loads end before they are in the way
+    assert given_up[:seen] == (young[::-1][:seen] if delay >= 150 else [])
     if delay < 150:
         assert all(len(request.runs) == 1 for request in olds)
 

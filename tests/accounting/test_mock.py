@@ -105,3 +105,27 @@ def test_around_another_connector_it_never_claims_more_than_is_there() -> None:
     assert outer.poll() == [Loaded("r", 6, 2, Miss.UNKNOWN), Saved("r", 5, 1, 2)]
     assert (list(inner.released), list(outer.released)) == (["r"], ["r"])
     assert inner.loads == outer.loads
+
+
+def test_a_load_that_was_cancelled_writes_nothing() -> None:
+    written: list[int] = []
+    connector = MockConnector(
+        Script(loads={"r": [MockEnd(after=1), MockEnd(after=1, cancels=False)]}),
+        fill=lambda load, valid: written.append(load.epoch),
+    )
+    for epoch in (5, 6):
+        connector.load(replace(LOAD, epoch=epoch))
+    assert [connector.cancel("r", epoch) for epoch in (5, 6, 7)] == [True, False, True]
+    events = [*connector.poll(), *connector.poll()]
+    assert [event.epoch for event in events] == [5, 6], "both have their event"
+    assert written == [6]
+    assert connector.cancel("r", 6), "it has ended"
+
+
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize("outer", [True, False])
+def test_around_another_connector_both_must_cancel(inner: bool, outer: bool) -> None:
+    around = MockConnector(Script(loads={"r": [MockEnd(after=1, cancels=inner)]}))
+    connector = MockConnector(Script(loads={"r": [MockEnd(cancels=outer)]}), around)
+    connector.load(LOAD)
+    assert connector.cancel("r", 5) is (inner and outer)

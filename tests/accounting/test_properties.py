@@ -41,10 +41,15 @@ class Life(RuleBasedStateMachine):
         seqs=st.integers(1, 8),
         budget=st.integers(1, 30),
         headroom=st.integers(0, 3),
+        cancels=st.sampled_from([1, 2, 3]),
     )
-    def begin(self, size: int, blocks: int, seqs: int, budget: int, headroom: int) -> None:
+    def begin(
+        self, size: int, blocks: int, seqs: int, budget: int, headroom: int, cancels: int
+    ) -> None:
         bounds = EngineLimits(blocks, size, 200, seqs, budget, headroom)
-        self.bench = Bench(bounds, self._lookup)
+        self.bench = Bench(
+            bounds, self._lookup, cancels=lambda load: load.epoch % cancels == cancels - 1
+        )
 
     def _lookup(self, query: Query) -> int | None:
         if not self.answers:

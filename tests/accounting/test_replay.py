@@ -17,7 +17,7 @@ from kvrelay.engine.core.external import Query
 from kvrelay.engine.core.journal import VERSION, Journal
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.core.replay import LONGEST_LINE, main, replay
-from kvrelay.engine.core.scheduler import Lookup, Scheduler
+from kvrelay.engine.core.scheduler import Cancel, Lookup, Scheduler
 from kvrelay.errors import Rejected
 from tests.accounting.bench import Bench, limits
 
@@ -30,17 +30,23 @@ def head(**changed: int) -> str:
     return json.dumps({"journal": VERSION, "limits": bounds}) + "\n"
 
 
-def journalled(lines: list[str]) -> Callable[[EngineLimits, Naming, Lookup], Scheduler]:
-    return lambda bounds, naming, lookup: Journal(bounds, naming, lookup, lines.append)
+def journalled(lines: list[str]) -> Callable[[EngineLimits, Naming, Lookup, Cancel], Scheduler]:
+    return lambda bounds, naming, lookup, cancel: Journal(
+        bounds, naming, lookup, lines.append, cancel
+    )
 
 
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
-    """A life with everything in it: preemptions, lies, short loads, aborts, late events."""
+    """A life with everything in it: preemptions, lies, short and cancelled loads, aborts."""
     print(f"seed {SEED}")
     dice, lines = random.Random(SEED), list[str]()
 
     def store(query: Query) -> int | None:
+        if query.request_id.startswith("load"):
+            return 99
+        if query.request_id == "grows":
+            return 0
         return dice.choice([None, 0, 5, 99, -2])
 
     bench = Bench(
@@ -48,7 +54,9 @@ def lines() -> list[str]:
         store,
         lambda load: dice.randint(-1, load.external),
         journalled(lines),
+        lambda load: load.request_id != "load0",
     )
+    give_loads_up(bench)
     with pytest.raises(Rejected):
         bench.submit("too long", range(60), 60)
     for number in range(110):
@@ -69,13 +77,29 @@ def lines() -> list[str]:
     return lines
 
 
+def give_loads_up(bench: Bench) -> None:
+    """Two by aborts, of which one cannot be cancelled, and one for a request that grows."""
+    for number in range(2):
+        bench.submit(f"load{number}", range(9), 3)
+        bench.step()
+        bench.scheduler.abort(f"load{number}")
+    bench.end_all()
+    bench.submit("grows", range(7), 22)
+    for number in range(2, 4):
+        bench.submit(f"load{number}", range(10 * number, 10 * number + 9), 3)
+    for _ in range(20):
+        bench.step()
+    assert bench.scheduler.preemptions == 1
+    bench.run()
+
+
 def test_a_journal_repeats_to_the_last_counter(lines: list[str]) -> None:
     done = replay(lines)
     print(done)
     assert done.difference is None
     assert done.events == len(lines) - 1
     assert done.preemptions >= 100
-    assert done.ended == 110
+    assert done.ended == 110 + 5
 
 
 @pytest.mark.parametrize(
@@ -83,6 +107,9 @@ def test_a_journal_repeats_to_the_last_counter(lines: list[str]) -> None:
     [
         ("schedule", r'"entries":\[\["r\d+",\d+,\d+,', r"\g<0>9"),  # a count
         ("schedule", r'"answers":\[', r"\g<0>7,"),
+        ("abort", r'"cancels":\[true', '"cancels":[false'),
+        ("abort", r'"cancels":\[false', '"cancels":[true'),
+        ("schedule", r'"cancels":\[true', '"cancels":[false'),
         ("schedule", r'"tables":\[\[', r"\g<0>1"),
         ("schedule", r'"loads":\[\["r\d+",\d+,\d+,', r"\g<0>9"),  # what is asked of the store
         ("schedule", r'"saves":\[\["r\d+",\d+,\d+,\[', r"\g<0>9"),  # a block

@@ -15,7 +15,12 @@ from kvrelay.usage import Miss
 WHOLE = {
     "store": "kvrelay://127.0.0.1:5",
     "lookups": {"*": ["ask"], "r": [None, None, 8, -3]},
-    "loads": {"r": [{"amount": 4, "after": 2, "times": 2, "strays": [-1, 7], "missed": "expired"}]},
+    "loads": {
+        "r": [
+            {"amount": 4, "after": 2, "times": 2, "strays": [-1, 7], "missed": "expired"},
+            {"cancels": False},
+        ]
+    },
     "saves": {"r": [{}, {"amount": 0}]},
     "misses": {"*": ["evicted", "too_late"]},
     "reverse": True,
@@ -28,7 +33,7 @@ def test_every_part_of_a_file_arrives(tmp_path: Path) -> None:
     assert read_script(f"mock:{path}") == MockConfig(
         Script(
             lookups={"*": ["ask"], "r": [None, None, 8, -3]},
-            loads={"r": [MockEnd(4, 2, 2, (-1, 7), Miss.EXPIRED)]},
+            loads={"r": [MockEnd(4, 2, 2, (-1, 7), Miss.EXPIRED), MockEnd(cancels=False)]},
             saves={"r": [MockEnd(), MockEnd(0)]},
             misses={"*": [Miss.EVICTED, Miss.TOO_LATE]},
             reverse=True,
@@ -49,6 +54,7 @@ def test_every_part_of_a_file_arrives(tmp_path: Path) -> None:
         ({"lookups": {"r": [True]}}, r"lookups.r\[0\]: True"),
         ({"loads": {"r": [{"amounts": 1}]}}, r"loads.r\[0\]: has no 'amounts'"),
         ({"loads": {"r": [{"amount": "1"}]}}, r"loads.r\[0\].amount"),
+        ({"loads": {"r": [{"cancels": 0}]}}, r"loads.r\[0\].cancels: 0"),
         ({"loads": {"r": [{"after": -1}]}}, r"loads.r\[0\].after"),
         ({"saves": {"r": [{"times": 10**6}]}}, r"saves.r\[0\].times"),
         ({"saves": {"r": [{"strays": 1}]}}, r"saves.r\[0\].strays"),

@@ -19,6 +19,10 @@ SCRIPTS = {
     "lies in lookups": Script(lookups={"*": LIES}),
     "ask later": Script(lookups={"*": [None] * 6 + [8, None, 99]}),
     "slow loads": Script(lookups={"*": [99]}, loads={"*": [MockEnd(after=9), MockEnd(after=2)]}),
+    "loads that cannot be cancelled": Script(
+        lookups={"*": [99]},
+        loads={"*": [MockEnd(after=9, cancels=False), MockEnd(after=2, cancels=False)]},
+    ),
     "short loads": Script(lookups={"*": [99]}, loads={"*": [MockEnd(5), MockEnd(1)]}),
     "failed loads": Script(lookups={"*": [99]}, loads={"*": [MockEnd(0)]}),
     "lies in loads": Script(lookups={"*": [6]}, loads={"*": [MockEnd(-4), MockEnd(10**6)]}),

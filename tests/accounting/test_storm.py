@@ -32,7 +32,7 @@ class Storm:
             headroom=self.random.randint(0, 2),
         )
         self.runner = ChainRunner(self.blocks, self.size)
-        self.scheduler = Scheduler(self.limits, naming(), self._lookup)
+        self.scheduler = Scheduler(self.limits, naming(), self._lookup, self._cancel)
         self.outside: list[Load | Save] = []
         self.done: list[TransferEvent] = []
         self.requests: list[Request] = []
@@ -60,6 +60,16 @@ class Storm:
     def _lookup(self, query: Query) -> int | None:
         return self.random.choice([None, 0, 0, 1, self.size, 2 * self.size, 10_000, -3])
 
+    def _cancel(self, request_id: str, epoch: int) -> bool:
+        """A load that is cancelled writes nothing and has no event."""
+        cancelled = self.random.random() < 0.5
+        if cancelled:
+            for job in list(self.outside):
+                if isinstance(job, Load) and (job.request_id, job.epoch) == (request_id, epoch):
+                    self.outside.remove(job)
+        self.seen["cancelled"] += cancelled
+        return cancelled
+
     def _submit(self, request_id: str) -> None:
         prompt = list(self.random.choice(self.prompts)) + self._tokens(self.random.randint(0, 4))
         capacity = min(self.blocks * self.size, self.limits.max_model_len)
@@ -78,8 +88,10 @@ class Storm:
 
     def _act(self) -> None:
         choice = self.random.random()
-        if choice < 0.01 and self.scheduler.requests:
-            self.scheduler.abort(self.random.choice(list(self.scheduler.requests)))
+        if choice < 0.02 and self.scheduler.requests:
+            standing = list(self.scheduler.requests.values())
+            loading = [one for one in standing if one.state is RequestState.LOADING]
+            self.scheduler.abort(self.random.choice(loading or standing).id)
         elif choice < 0.30 and self.outside:
             self._end(self.outside.pop(self.random.randrange(len(self.outside))))
         elif choice < 0.35 and self.done:
@@ -175,7 +187,8 @@ def test_storm(group: int) -> None:
     for seed in range(group * 20, group * 20 + 20):
         print(f"seed {seed}")
         storm = Storm(seed)
-        storm.run(requests=8)
+        storm.run(requests=12)
         seen.update(storm.seen, preemptions=storm.scheduler.preemptions)
     print(seen)
-    assert all(seen[what] for what in ("local", "external", "recomputed", "failed", "preemptions"))
+    counted = ("local", "external", "recomputed", "failed", "preemptions", "cancelled")
+    assert all(seen[what] for what in counted)

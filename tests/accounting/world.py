@@ -77,7 +77,7 @@ class World:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.scheduler = Scheduler(case.limits, NAMING, self.answer)
+        self.scheduler = Scheduler(case.limits, NAMING, self.answer, self.cancel)
         self.slots = [[RUBBISH] * case.limits.block_size for _ in range(case.limits.num_blocks)]
         self.lives = [0] * len(case.orders)
         self.executed = [bytearray(len(truth)) for truth in case.truth]  # times, by position
@@ -86,6 +86,7 @@ class World:
         self.plan: Plan | None = None
         self.script: tuple[int | None, ...] = ()
         self.asked: list[tuple[str, int | None]] = []
+        self.cancels: dict[tuple[str, int], int] = {}  # loads given up: 1 if that ended them
 
     def answer(self, query: Query) -> int | None:
         """What the store says: the script's next line, then the first of the case's answers."""
@@ -93,11 +94,22 @@ class World:
         named = takewhile(set(self.scheduler.pool.names).__contains__, query.names)
         local = min(len(list(named)), (len(query.tokens) - 1) // size) * size
         assert query.local == local, (query, local)
-        place = len(self.asked)
-        answers = self.case.answers
-        said = self.script[place] if place < len(self.script) else answers[0]
+        said = self._next(self.case.answers[0])
         self.asked.append((query.request_id, said))
         return said
+
+    def cancel(self, request_id: str, epoch: int) -> bool:
+        """Whether the store can give up a load at once: the script's next line, then not."""
+        key = request_id, epoch
+        assert key in self.scheduler.loads, key
+        assert key not in self.cancels, key
+        self.cancels[key] = int(bool(self._next(0)))
+        return self.cancels[key] == 1
+
+    def _next(self, default: int | None) -> int | None:
+        """The next line of the script. In a step all cancels come before the first lookup."""
+        place = len(self.asked) + len(self.cancels)
+        return self.script[place] if place < len(self.script) else default
 
     def note_saves(self, saves: tuple[Save, ...]) -> None:
         for save in saves:

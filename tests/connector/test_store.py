@@ -338,6 +338,74 @@ def test_a_failed_load_has_one_event(making: Making, stage: Stage) -> None:
     assert worker.connector.poll() == []
 
 
+def test_a_load_that_waits_for_a_thread_is_cancelled_at_once(making: Making, stage: Stage) -> None:
+    """Its blocks belong to others from then on: nothing is written into them."""
+    worker = making(ConnectorOptions(load_threads=1))
+    tokens = list(range(100, 109))
+    saved(worker, tokens)
+    assert worker.ask("waits", [*tokens, 7]) == 9
+    stage.stall()
+    runs = worker.load("runs", tokens, 0, 8, blocks_for(8))
+    assert stage.asked.acquire(timeout=WAIT)
+    waits = worker.load("waits", [*tokens, 7], 0, 9, blocks_for(9, 8))
+    assert worker.connector.cancel("waits", waits.epoch)
+    assert worker.event() == Loaded("waits", waits.epoch, 0, Miss.UNKNOWN)
+    other = list(range(200, 209))
+    worker.fill(other, blocks_for(9, 8))
+    stage.go.set()
+    assert worker.event() == Loaded("runs", runs.epoch, 8)
+    worker.load("last", tokens, 0, 8, blocks_for(8, 16))  # begins after the cancelled one's turn
+    worker.event()
+    assert worker.holds(other, 0, 9, blocks_for(9, 8))
+    assert worker.connector.cancel("runs", runs.epoch), "it has ended"
+    assert worker.connector.cancel("unknown", 7)
+    assert (worker.counters.loads, worker.counters.loads_cancelled) == (3, 1)
+    worker.until(lambda: worker.counters.open_leases == 0)
+    assert worker.connector.poll() == []
+
+
+@pytest.mark.parametrize("host", [True, False])
+@pytest.mark.parametrize("batch", [1 << 20, 128])
+def test_a_load_that_runs_stops_before_its_next_block_when_it_is_cancelled(
+    making: Making, stage: Stage, host: bool, batch: int
+) -> None:
+    """Until then it keeps its blocks: its event says when they are free."""
+    worker = making(ConnectorOptions(batch_bytes=batch), host=host)
+    tokens = list(range(100, 117))
+    saved(worker, tokens[:16])
+    answers: list[bool] = []
+    epoch = next(worker.epochs) + 1
+    seen: list[int] = []
+
+    def cancel_at_the_third(index: int) -> bool:
+        seen.append(index)
+        if len(seen) == 3:
+            answers.append(worker.connector.cancel("r", epoch))
+        return False
+
+    stage.flip = cancel_at_the_third
+    load = worker.load("r", tokens, 0, 16, blocks_for(16))
+    assert load.epoch == epoch
+    assert worker.event() == Loaded("r", epoch, 8, Miss.UNKNOWN)
+    assert answers == [False]
+    assert len(seen) == 3
+    assert worker.holds(tokens, 0, 8, blocks_for(8))
+    assert (worker.counters.loads_short, worker.counters.load_failures) == (1, 0)
+
+
+def test_a_load_is_ended_by_one_only(making: Making, stage: Stage) -> None:
+    """Many loads, each cancelled while its thread may begin it: one event each."""
+    worker = making(ConnectorOptions(load_threads=3))
+    saved(worker, list(range(8)))
+    for number in range(300):
+        load = worker.load(f"r{number}", list(range(9)), 0, 8, blocks_for(8))
+        time.sleep((number % 7) * 2e-5)
+        worker.connector.cancel(load.request_id, load.epoch)
+        assert worker.event().epoch == load.epoch
+        assert worker.connector.poll() == []
+    assert worker.counters.open_loads == 0
+
+
 def test_a_load_that_waits_too_long_for_its_turn_is_given_up(making: Making, stage: Stage) -> None:
     worker = making(ConnectorOptions(load_threads=1, queue_seconds=0.0))
     saved(worker, list(range(8)))
@@ -425,6 +493,7 @@ def test_close_answers_everything_that_is_open(stage: Stage) -> None:
     worker.load("late", list(range(9)), 0, 8, blocks_for(8))
     worker.save("late", list(range(8)), [0, 1])
     opened = [f"{kind}{number}" for kind in "ls" for number in range(4)]
+    assert worker.connector.cancel("l3", -1)
     closed = [event.request_id for event in worker.connector.poll()]
     assert sorted(closed) == sorted([*opened, "late", "late"])
     assert worker.idle

@@ -135,3 +135,54 @@ def test_a_model_that_breaks_ends_the_requests_of_its_step() -> None:
     turned.run()
     assert [type(update) for update in turned.updates["in the step"]] == [Admitted, Failed]
     assert turned.tokens("after it") == answer([7, 8], 6)
+
+
+class Endless(NoConnector):
+    """Promises all; its loads never end, and can be cancelled or not."""
+
+    def __init__(self, cancels: bool | None) -> None:
+        super().__init__()
+        self.cancels = cancels
+        self.asked: list[tuple[str, int]] = []
+
+    def lookup(self, query: Query) -> int:
+        return 99
+
+    def load(self, load: Load) -> None:
+        pass
+
+    def cancel(self, request_id: str, epoch: int) -> bool:
+        self.asked.append((request_id, epoch))
+        if self.cancels is None:
+            raise RuntimeError("cancel broke")
+        return self.cancels
+
+
+@pytest.mark.parametrize(("cancels", "held"), [(True, 0), (False, 3), (None, 3)])
+def test_an_aborted_request_returns_its_blocks_at_once_if_its_load_is_cancelled(
+    cancels: bool | None, held: int
+) -> None:
+    """A connector that breaks may still write: the blocks stay held."""
+    connector = Endless(cancels)
+    turned = Turned(ChainRunner(LIMITS.num_blocks, LIMITS.block_size), connector)
+    turned.submit("r", list(range(3 * LIMITS.block_size)))
+    turned.engine.turn()
+    assert turned.engine.load().loading == 1
+    turned.engine.abort("r")
+    turned.engine.turn()
+    assert connector.asked == [("r", 1)]
+    assert turned.engine.load().held_blocks == held
+    findings = turned.engine.audit()
+    turned.engine.turn()
+    assert findings.result() == []
+
+
+def test_a_load_that_did_not_start_holds_no_blocks_after_its_step_failed() -> None:
+    """The step breaks before the connector hears of the load: it will never say that it ended."""
+    connector = Endless(True)
+    turned = Turned(ChainRunner(LIMITS.num_blocks, LIMITS.block_size), connector)
+    turned.submit("r", list(range(3 * LIMITS.block_size)))
+    turned.engine._legs.note_admission = None  # type: ignore[assignment, method-assign]
+    turned.engine.turn()
+    assert isinstance(turned.updates["r"][-1], Failed)
+    assert turned.engine.load().held_blocks == 0

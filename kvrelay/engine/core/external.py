@@ -2,7 +2,7 @@
 
 The protocol lives with the engine that makes the calls; ``kvrelay.connector`` implements it. A
 lookup writes nothing. A load and a save each hold references on their blocks until their event
-arrives, even if the request has ended.
+arrives or the load is cancelled, even if the request has ended.
 """
 
 from __future__ import annotations
@@ -137,6 +137,14 @@ class Connector(Protocol):
 
     def load(self, load: Load) -> None:
         """Start to fill blocks. vLLM: ``update_state_after_alloc`` with ``start_load_kv``."""
+
+    def cancel(self, request_id: str, epoch: int) -> bool:
+        """Give up a load: its request was preempted or has ended.
+
+        ``True``: no byte of it will be written from now on, so its blocks are free at once; also if
+        the load is unknown or has ended. ``False``: it may still write; it should end soon. Its
+        ``Loaded`` comes in both cases. vLLM has no counterpart: it waits for the load.
+        """
 
     def save(self, save: Save) -> None:
         """Start to copy blocks out. vLLM: ``save_kv_layer`` with ``wait_for_save``."""

@@ -1,9 +1,9 @@
 """A scheduler that records every call, every lookup answer and every outcome.
 
 One JSON object a line. The first has the limits. Each other one is a call: its arguments
-(``given``), the ``answers`` of its lookups, and its ``result`` with the counters after it. The core
-depends on nothing else, so ``core.replay`` can repeat it. A journal holds prompts: keep it private.
-Tenants appear as digests.
+(``given``), the ``answers`` of its lookups and of its ``cancels`` of loads, and its ``result`` with
+the counters after it. The core depends on nothing else, so ``core.replay`` can repeat it. A journal
+holds prompts: keep it private. Tenants appear as digests.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Load, Query, Save
 from kvrelay.engine.core.plan import Committed, EngineLimits, Plan
 from kvrelay.engine.core.request import Finish, Order, Request, RequestState
-from kvrelay.engine.core.scheduler import Lookup, Scheduler
+from kvrelay.engine.core.scheduler import Cancel, Lookup, Scheduler
 from kvrelay.engine.core.usage import leg_tokens
 from kvrelay.errors import Rejected
 
-VERSION = 3
+VERSION = 4
 Json = None | bool | int | str | Sequence["Json"] | dict[str, "Json"]
 Record = dict[str, Json]
 
@@ -30,12 +30,19 @@ class Journal(Scheduler):
     """A ``Scheduler`` that gives ``write`` a line, newline included, for each call."""
 
     def __init__(
-        self, limits: EngineLimits, naming: Naming, lookup: Lookup, write: Callable[[str], object]
+        self,
+        limits: EngineLimits,
+        naming: Naming,
+        lookup: Lookup,
+        write: Callable[[str], object],
+        cancel: Cancel = lambda request_id, epoch: False,
     ) -> None:
-        super().__init__(limits, naming, self._record_lookup)
+        super().__init__(limits, naming, self._record_lookup, self._record_cancel)
         self._unrecorded_lookup = lookup
+        self._unrecorded_cancel = cancel
         self._write = write
         self._answers: list[Json] = []
+        self._cancels: list[Json] = []
         self._line({"journal": VERSION, "limits": asdict(limits)})
 
     def submit(self, order: Order) -> Request:
@@ -87,11 +94,16 @@ class Journal(Scheduler):
         self._answers.append(answer)
         return answer
 
+    def _record_cancel(self, request_id: str, epoch: int) -> bool:
+        cancelled = self._unrecorded_cancel(request_id, epoch)
+        self._cancels.append(cancelled)
+        return cancelled
+
     def _note(self, call: str, given: Record, result: Record) -> None:
-        answers = self._answers
+        heard: Record = {"answers": self._answers, "cancels": self._cancels}
         self._answers = []
-        result = {**result, **counters(self)}
-        self._line({"call": call, "given": given, "answers": answers, "result": result})
+        self._cancels = []
+        self._line({"call": call, "given": given, **heard, "result": {**result, **counters(self)}})
 
     def _line(self, record: Record) -> None:
         """Write one line. After a failed write the journal ends and the worker continues."""

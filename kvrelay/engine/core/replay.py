@@ -60,11 +60,12 @@ class Replayed:
 
 @dataclass(frozen=True, slots=True)
 class JournalEvent:
-    """A call of the scheduler, its arguments, the answers its lookups got, and its outcome."""
+    """A call of the scheduler, its arguments, the answers that it got, and its outcome."""
 
     call: str
     given: Record
     answers: list[int | None]
+    cancels: list[bool]
     result: Record
 
 
@@ -100,8 +101,9 @@ class Replay:
     def __init__(self, limits: EngineLimits) -> None:
         self._written: list[str] = []
         self._answers: list[int | None] = []
+        self._cancels: list[bool] = []
         self._plan: Plan | None = None
-        self.core = Journal(limits, _naming(), self._answer, self._written.append)
+        self.core = Journal(limits, _naming(), self._answer, self._written.append, self._cancel)
         self._calls: dict[str, Callable[..., None]] = {
             "submit": self._submit,
             "abort": self._abort,
@@ -119,12 +121,16 @@ class Replay:
             raise Rejected("journal", f"no call is named {event.call!r}")
         self._written.clear()
         self._answers = list(event.answers)
+        self._cancels = list(event.cancels)
         apply(call, event.given, event.call)
         return _parse(self._written[-1]) if self._written else None
 
     def _answer(self, query: Query) -> int | None:
         """The next recorded answer; ``None`` once the core has taken another path."""
         return self._answers.pop(0) if self._answers else None
+
+    def _cancel(self, request_id: str, epoch: int) -> bool:
+        return self._cancels.pop(0) if self._cancels else False
 
     def _submit(
         self,
@@ -215,6 +221,8 @@ def _difference(again: Replay, line: int, recorded: JournalEvent) -> Difference 
     replayed = apply(JournalEvent, written, "the core's record")
     if recorded.answers != replayed.answers:
         return differs(f"answers {recorded.answers}", f"answers {replayed.answers}")
+    if recorded.cancels != replayed.cancels:
+        return differs(f"cancels {recorded.cancels}", f"cancels {replayed.cancels}")
     for name in {**recorded.result, **replayed.result}:
         before, after = recorded.result.get(name), replayed.result.get(name)
         if before != after:

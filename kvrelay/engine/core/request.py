@@ -111,7 +111,7 @@ class Request:
 
     order: Order
     tokens: list[int]
-    arrival: int = 0  # first come, first served
+    arrival: int = 0
     names: list[bytes] = field(default_factory=list)
     state: RequestState = RequestState.WAITING
     residency: Residency | None = None
@@ -120,6 +120,10 @@ class Request:
     lookups_left: int | None = None  # None: no limit; set by a failed load
     failed: int = 0  # external tokens that a lookup found and the load did not
     given_up: int = 0  # epoch of the last load that a preemption gave up
+
+    def __lt__(self, other: Request) -> bool:
+        """First come, first served."""
+        return self.arrival < other.arrival
 
     @classmethod
     def of(cls, order: Order, arrival: int = 0) -> Request:

@@ -23,12 +23,19 @@ from kvrelay.engine.core.usage import computed_positions
 from kvrelay.errors import Rejected
 
 Lookup = Callable[[Query], int | None]
+Cancel = Callable[[str, int], bool]
 
 
 class Scheduler:
     """The requests of one worker and the block pool they share."""
 
-    def __init__(self, limits: EngineLimits, naming: Naming, lookup: Lookup) -> None:
+    def __init__(
+        self,
+        limits: EngineLimits,
+        naming: Naming,
+        lookup: Lookup,
+        cancel: Cancel = lambda request_id, epoch: False,
+    ) -> None:
         self.limits = limits
         self.naming = naming
         self.pool = BlockPool(limits.num_blocks)
@@ -41,6 +48,7 @@ class Scheduler:
         self.late_events = 0
         self.preemptions = 0
         self._lookup = lookup
+        self._cancel = cancel
         self._plan: Plan | None = None
         self._named = 0
         self._unnamed = False
@@ -117,11 +125,7 @@ class Scheduler:
 
     def loaded(self, request_id: str, epoch: int, valid: int) -> Request | None:
         """A load ended with ``valid`` leading tokens; returns its request, which now runs."""
-        blocks = self.loads.pop((request_id, epoch), None)
-        if blocks is None:
-            self.late_events += 1
-            return None
-        self.pool.drop(blocks)
+        self.pool.drop(self.loads.pop((request_id, epoch), ()))
         request = self.requests.get(request_id)
         if request is None or not _resides(request, epoch, RequestState.LOADING):
             self.late_events += 1
@@ -142,46 +146,42 @@ class Scheduler:
     def _make_room(self) -> tuple[list[Request], list[Request]]:
         """Give every running request its blocks, oldest first; preempt the newest for them.
 
-        The newest resident is preempted whether it runs or loads. A load keeps its blocks until it
-        ends, so after that a request that still lacks blocks waits for the next step. The newest
-        that runs waits too. Returns the preempted requests and those that can compute.
+        The newest resident is preempted, whether it runs or loads; only the newest itself waits.
+        A load that cannot be cancelled keeps its blocks until it ends: after one, all that lack
+        blocks wait for the next step. Returns the preempted requests and those that can compute.
         """
         preempted: list[Request] = []
         ready: list[Request] = []
-        index = 0
-        load_given_up = False
-        while index < len(self.running):
-            request = self.running[index]
+        returned = True
+        for request in tuple(self.running):
+            if request in preempted:
+                break  # and so are all newer ones
             missing = request.need(request.work, self.limits.block_size)
+            while missing > len(self.pool.free) and returned:
+                newest = max(self._residents())
+                if newest is request:
+                    break
+                returned = self._preempt(newest)
+                preempted.append(newest)
             if missing <= len(self.pool.free):
                 request.resident.blocks += self.pool.take(max(missing, 0))
                 ready.append(request)
-                index += 1
-            elif index + 1 < len(self.running) and not load_given_up:
-                newest = max((self.running[-1], *self._loading()), key=_arrival)
-                load_given_up = newest.state is RequestState.LOADING
-                preempted.append(self._preempt(newest))
-            else:
-                index += 1
         return preempted, ready
 
-    def _loading(self) -> list[Request]:
-        """The requests that wait for a load."""
-        loads = ((self.requests.get(request_id), epoch) for request_id, epoch in self.loads)
-        return [
-            request
-            for request, epoch in loads
-            if request is not None and _resides(request, epoch, RequestState.LOADING)
-        ]
+    def _residents(self) -> list[Request]:
+        """The requests that run, and those that load."""
+        ids = {request_id for request_id, _ in self.loads} & self.requests.keys()
+        known = (self.requests[request_id] for request_id in ids)
+        return [*self.running, *(one for one in known if one.state is RequestState.LOADING)]
 
-    def _preempt(self, request: Request) -> Request:
+    def _preempt(self, request: Request) -> bool:
+        """Back to the queue; returns whether its blocks came back."""
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
-        insort(self.waiting, request, key=_arrival)
+        insort(self.waiting, request)
         self.waiting_tokens += request.length
-        self._release(request, RequestState.WAITING)
         self.preemptions += 1
-        return request
+        return self._release(request, RequestState.WAITING)
 
     def _share_budget(self, ready: list[Request]) -> list[Entry]:
         """Requests that decode come first, so that prefills never starve them."""
@@ -256,22 +256,20 @@ class Scheduler:
 
     def _growth(self) -> int:
         """Blocks that resident requests may still need."""
-        residents = (*self.running, *self._loading())
-        return sum(self._missing(request, request.resident.blocks, True) for request in residents)
+        return sum(self._missing(one, one.resident.blocks, True) for one in self._residents())
 
     def _begin(self, request: Request, hits: list[int], local: int, external: int) -> None:
         """Admit: freeze the record, and take every block up to the request's length."""
         self.pool.hold(hits)
         self._epoch += 1
-        admission = Admission(self._epoch, request.length, local, external)
-        residency = Residency(admission, hits, local)
+        residency = Residency(Admission(self._epoch, request.length, local, external), hits, local)
         self._dequeue(request)
         request.begin(residency)
         residency.blocks += self.pool.take(request.need(request.work, self.limits.block_size))
         if request.lookups_left is not None:
             request.lookups_left = max(request.lookups_left - 1, 0)
         if not external:
-            insort(self.running, request, key=_arrival)
+            insort(self.running, request)
 
     def _load(self, request: Request) -> Load:
         size, admission = self.limits.block_size, request.resident.admission
@@ -305,7 +303,7 @@ class Scheduler:
         residency.computed = admission.local + valid
         self._name(request, admission.local, residency.computed)
         request.move(RequestState.RUNNING)
-        insort(self.running, request, key=_arrival)
+        insort(self.running, request)
 
     def _advance(
         self, entry: Entry, token: int | None, outputs: list[Output], saves: list[Save]
@@ -378,13 +376,15 @@ class Scheduler:
         self.waiting.remove(request)
         self.waiting_tokens -= request.length
 
-    def _release(self, request: Request, state: RequestState) -> None:
-        if (residency := request.end(state)) is not None:
-            self.pool.drop(residency.blocks)
-
-
-def _arrival(request: Request) -> int:
-    return request.arrival
+    def _release(self, request: Request, state: RequestState) -> bool:
+        """End the residency, if any, and cancel its load; returns whether its blocks came back."""
+        if (residency := request.end(state)) is None:
+            return True
+        self.pool.drop(residency.blocks)
+        key = (request.id, residency.admission.epoch)
+        if key in self.loads and self._cancel(*key):
+            self.pool.drop(self.loads.pop(key))
+        return key not in self.loads
 
 
 def _resides(request: Request, epoch: int, state: RequestState) -> bool:
