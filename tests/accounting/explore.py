@@ -22,19 +22,23 @@ STORES: dict[str, tuple[int, int]] = {"gone": (0, 0), "there": (99, 99), "lying"
 
 @dataclass
 class Found:
-    """What an exploration has seen; ``closed``: no state lies beyond the depth."""
+    """What an exploration has seen; ``closed``: no state lies beyond the depth.
+
+    ``bound``: no level is begun beyond so many states; 0 if there is no such bound.
+    """
 
     case: str
     states: int = 0
     transitions: int = 0
     depth: int = 0
     closed: bool = False
+    bound: int = 0
     seconds: float = 0.0
     news: list[int] = field(default_factory=list)  # new states of each level
     events: Counter[str] = field(default_factory=Counter)
 
     def line(self) -> str:
-        reach = "all there are" if self.closed else "bounded"
+        reach = "all there are" if self.closed else f"bound {self.bound:,}"
         return (
             f"{self.case:<28} {self.states:>9,} states {self.transitions:>11,} transitions"
             f"  depth {self.depth:>2} ({reach}) {self.seconds:7.1f} s"
@@ -61,9 +65,10 @@ class Explorer:
         first = self._blank.snapshot()
         self._seen.add(first.key())
         level: list[tuple[bytes, bytes]] = [(first.pack(), b"")]
-        most = None if self.most is None else max(self.most, self.case.most)
+        if self.most is not None:
+            self.found.bound = max(self.most, self.case.most)
         while level and self.found.depth < self.case.depth:
-            if most is not None and len(self._seen) >= most:
+            if 0 < self.found.bound <= len(self._seen):
                 break
             level = self.grow(level)
             self.found.news.append(len(level))

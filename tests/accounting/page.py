@@ -21,13 +21,17 @@ SHOWN = 4
 
 
 class CaseRun(TypedDict):
-    """What the exploration of one case found; ``news`` are the new states of each level."""
+    """What the exploration of one case found; ``news`` are the new states of each level.
+
+    No further level was begun beyond ``bound`` states.
+    """
 
     case: str
     states: int
     transitions: int
     depth: int
     closed: bool
+    bound: int
     news: list[int]
     events: dict[str, int]
 
@@ -66,8 +70,8 @@ Written by the run itself. Cases: `tests/accounting/cases.py`; mutations:
 
 {_total(run, "states")} states, {_total(run, "transitions")} transitions. Depth is the number of \
 events; `all there are`: the case has
-no further states. The others were explored in every order of that many events; the last column says
-how many states the last event added.
+no further states. The others are bounded: every order of that many events was explored, and no
+further event once there were as many states as the last column says; the last event added so many.
 
 Transitions by kind, without the fair continuations:
 {kinds}.
@@ -103,7 +107,8 @@ def is_whole(run: ProofRun) -> bool:
 
 
 def _case(case: CaseRun) -> str:
-    reach = "all there are" if case["closed"] else f"one more event: +{_growth(case):.0%}"
+    bounded = f"bound {case['bound']:,}; last event +{_growth(case):.0%}"
+    reach = "all there are" if case["closed"] else bounded
     return (
         f"| {case['case']} | {case['states']:,} | {case['transitions']:,} | {case['depth']} |"
         f" {reach} |"

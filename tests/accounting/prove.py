@@ -56,6 +56,7 @@ def _case(found: Found) -> CaseRun:
         transitions=found.transitions,
         depth=found.depth,
         closed=found.closed,
+        bound=found.bound,
         news=found.news,
         events=dict(found.events),
     )

@@ -18,6 +18,7 @@ RUN = ProofRun(
             transitions=9_000,
             depth=7,
             closed=True,
+            bound=1_400,
             news=[1_200, 0],
             events={"submit": 10},
         ),
@@ -27,6 +28,7 @@ RUN = ProofRun(
             transitions=20_000,
             depth=5,
             closed=False,
+            bound=1_400,
             news=[1_000, 500],
             events={"submit": 5, "abort": 3},
         ),
@@ -41,7 +43,7 @@ RUN = ProofRun(
 def test_every_number_is_that_of_the_run() -> None:
     told = page(RUN)
     assert "| small | 1,200 | 9,000 | 7 | all there are |" in told
-    assert "| large | 1,500 | 20,000 | 5 | one more event: +50% |" in told
+    assert "| large | 1,500 | 20,000 | 5 | bound 1,400; last event +50% |" in told
     assert "2,700 states, 29,000 transitions" in told
     assert "submit 15, schedule 0" in told
     assert "| blocks | two | survives: equal: because |" in told
