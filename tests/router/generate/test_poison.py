@@ -106,7 +106,7 @@ async def test_silent_workers_that_answer_again_are_no_deaths_though_they_die_la
     for worker in workers:
         answers[worker.boot].set()
         worker.behaviour = Behaviour(checks=answers[worker.boot], tokens=asyncio.Event())
-    async with running(workers, health_interval=0.05, health_timeout=0.15) as router:
+    async with running(workers, health_interval=0.05, health_timeout=0.35) as router:
         call = asyncio.ensure_future(router.generate(request()))
         left = list(workers)
         for _ in range(3):
