@@ -32,6 +32,7 @@ log = logging.getLogger("kvrelay.router")
 STOP, LENGTH = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_LENGTH
 MANY_TOKENS = 4096  # decoding more takes milliseconds: not on the event loop
 BYTES_PER_TOKEN = 4  # of usual text
+SETTLE_LOOK_SECONDS = 0.2  # between two looks at silent workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,8 +180,18 @@ class Generation:
         if pause > 0:
             await asyncio.sleep(pause)
         if step.settle_until:
-            until = Deadline(min(step.settle_until, request.deadline.at))
-            await parts.registry.wait_for(lambda: not self._recount_deaths(), until)
+            await self._settle(Deadline(min(step.settle_until, request.deadline.at)))
+
+    async def _settle(self, until: Deadline) -> None:
+        """Wait until silent workers have answered or are found dead.
+
+        An answer of a worker that is used again changes nothing in the registry: look again.
+        """
+        registry, settled = self._parts.registry, lambda: not self._recount_deaths()
+        while not until.expired and not await registry.wait_for(
+            settled, until.earlier(SETTLE_LOOK_SECONDS)
+        ):
+            pass
 
     def _recount_deaths(self) -> float:
         """As ``RetryControl.recount`` at this moment."""
