@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
+
+from prometheus_client import generate_latest
 
 from kvrelay.config.reader import load
 from kvrelay.process import logs
@@ -63,7 +66,9 @@ def make_door(config: RouterConfig, service: RouterService, port: int) -> HttpSe
     """The HTTP server of the service, not started."""
     limits = HttpLimits(body_bytes=config.message_bytes, stuck_seconds=config.stuck_after)
     access = Access(installed().credentials, _max_calls(config))
-    return HttpServer(make_app(service, access, limits), Address(config.host, port), limits)
+    page = partial(generate_latest, registry_of(service))
+    app = make_app(service, access, limits, page)
+    return HttpServer(app, Address(config.host, port), limits)
 
 
 def _max_calls(config: RouterConfig) -> int:

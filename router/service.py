@@ -29,6 +29,7 @@ from router.generate.request import (
     check_envelope,
     check_length,
     most_tokens,
+    salted,
 )
 from router.generate.retry import PoisonList, RetryControl, RetryLimits, TokenBucket
 from router.placement.placer import Placer
@@ -147,7 +148,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         async with self.inbox.received(call.read, tenant, deadline) as message:
             received_at = time.monotonic()
             check_envelope(message, self.config.model_name)
-            resumes = bool(message.output_token_ids)
+            resumes = bool(message.output_token_ids or message.weights)
             info = await placer.info(deadline, message.weights, resumes)
             check_length(message, info.max_model_len)
             workers = placer.candidates()
@@ -155,14 +156,25 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 prompt = await self._prompts.tokenize(message, hold, longest(workers))
                 words = await self._prompts.bad_words(message.sampling.bad_words, tenant)
             if call.fills:
-                message.max_tokens = most_tokens(len(prompt), longest(workers), tenant)
+                room = most_tokens(len(prompt), longest(workers), tenant, message.n)
+                message.max_tokens = room
                 check_envelope(message, self.config.model_name)
+            tenant = salted(tenant, call.cache_salt)
             request = build(message, prompt, words, info, deadline, tenant, received_at)
         if request.positions > longest(workers):
             raise too_long(request.positions, workers)
         hold.charge(request.charged_tokens)
         call.accepted = request
         return Generation(request, placer.bind(info, prompt, tenant), self._parts)
+
+    async def tokenize(self, call: InboundCall) -> tuple[int, ...]:
+        """The token ids of a call's input. It costs the tenant what a refused request does."""
+        with self.quotas.hold(call.tenant) as hold, self.gate.entered(call.tenant):
+            hold.charge(0)
+            async with self.inbox.received(call.read, call.tenant, call.deadline) as message:
+                check_envelope(message, self.config.model_name)
+                async with call.deadline.limit("to tokenize the prompt"):
+                    return await self._prompts.tokenize(message, hold, self.config.max_prompt)
 
     def _count(self, request: AcceptedRequest, response: router_pb2.GenerateResponse) -> None:
         totals = self.totals

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import xxhash
 
@@ -21,6 +22,7 @@ from router.workers.fleet import same_but_numerics, weights_of
 MAX_REQUEST_ID_CHARS = 128
 NO_TENANT = Tenant()
 MAX_MESSAGES = 4096
+CACHE_SALT = b"kvrelay.cache-salt.v1\0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +73,24 @@ class InboundCall:
     deadline: Deadline
     read: Callable[[], Awaitable[router_pb2.GenerateRequest]]
     fills: bool = False
+    cache_salt: str = ""  # only requests of the tenant with the same one share cached blocks
     accepted: AcceptedRequest | None = None  # set when the request has passed every check
 
 
-def most_tokens(prompt: int, longest: int, tenant: Tenant) -> int:
+def most_tokens(prompt: int, longest: int, tenant: Tenant, samples: int = 1) -> int:
     """The most output tokens after a prompt, on the largest worker and within a minute's quota."""
     room = longest - prompt + 1
     if tenant.tokens_per_minute is not None:
-        room = min(room, tenant.tokens_per_minute - prompt)
+        room = min(room, (tenant.tokens_per_minute - prompt) // max(samples, 1))
     return max(room, 1)
+
+
+def salted(tenant: Tenant, cache_salt: str) -> Tenant:
+    """The tenant with a salt of its own for the blocks of these requests."""
+    if not cache_salt:
+        return tenant
+    parts = CACHE_SALT, tenant.salt, cache_salt.encode()
+    return replace(tenant, salt=hashlib.sha256(b"".join(parts)).digest())
 
 
 def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
@@ -14,14 +13,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from kvrelay.errors import KvrelayError, NotFound, Unavailable
-from kvrelay.v1 import types_pb2
+from kvrelay.errors import KvrelayError
 from router.http.access import Access
 from router.http.connections import HttpLimits
 from router.http.errors import HttpRefusal, body_of
 from router.http.exchange import Disconnected, Exchange
 from router.http.generate import Backend, Generate
-from router.workers.candidate import longest
+from router.http.pages import Pages
 
 log = logging.getLogger("kvrelay.router")
 Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
@@ -51,53 +49,11 @@ async def _fail_unknown(exchange: Exchange, error: Exception) -> None:
     await exchange.fail(KvrelayError("internal error, see the server's log"))
 
 
-class Pages:
-    """The endpoints that generate nothing."""
-
-    def __init__(self, backend: Backend, access: Access) -> None:
-        self._backend = backend
-        self._access = access
-        self._since = int(time.time())
-
-    async def models(self, exchange: Exchange) -> None:
-        with self._access.admitted(exchange.headers):
-            await exchange.reply({"object": "list", "data": [self._model()]})
-
-    async def model(self, exchange: Exchange) -> None:
-        with self._access.admitted(exchange.headers):
-            name, known = exchange.path_parameter("model"), self._backend.config.model_name
-            if name != known:
-                raise NotFound(f"model: {name!r:.200} is not served here, {known!r} is")
-            await exchange.reply(self._model())
-
-    async def health(self, exchange: Exchange) -> None:
-        """The process answers."""
-        await exchange.reply({"status": "ok"})
-
-    async def ready(self, exchange: Exchange) -> None:
-        """A request would find a worker now."""
-        if self._backend.draining:
-            raise Unavailable("this router is draining: ask another one")
-        if not self._backend.registry.usable(types_pb2.ROLE_DECODE):
-            raise self._backend.registry.missing(types_pb2.ROLE_DECODE)
-        await exchange.reply({"status": "ready"})
-
-    def _model(self) -> dict[str, object]:
-        name, workers = self._backend.config.model_name, self._backend.placer.candidates()
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._since,
-            "owned_by": "kvrelay",
-            "root": name,
-            "parent": None,
-            "max_model_len": longest(workers) if workers else None,
-        }
-
-
-def make_app(backend: Backend, access: Access, limits: HttpLimits) -> ASGIApp:
-    """The application of one router."""
-    pages = Pages(backend, access)
+def make_app(
+    backend: Backend, access: Access, limits: HttpLimits, metrics: Callable[[], bytes]
+) -> ASGIApp:
+    """The application of one router; ``metrics`` makes the text of the metrics page."""
+    pages = Pages(backend, access, metrics)
 
     def route(path: str, method: str, handler: Handler) -> Route:
         return Route(path, _Edge(handler, limits), methods=[method])
@@ -108,6 +64,9 @@ def make_app(backend: Backend, access: Access, limits: HttpLimits) -> ASGIApp:
             route("/v1/completions", "POST", Generate(backend, access, chat=False)),
             route("/v1/models", "GET", pages.models),
             route("/v1/models/{model:path}", "GET", pages.model),
+            route("/tokenize", "POST", pages.tokenize),
+            route("/detokenize", "POST", pages.detokenize),
+            route("/metrics", "GET", pages.metrics),
             route("/health", "GET", pages.health),
             route("/ready", "GET", pages.ready),
         ],

@@ -6,6 +6,7 @@ values are checked where gRPC's are.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from kvrelay.sampling import MAX_TOP_LOGPROBS
 from kvrelay.v1 import router_pb2
 from router.http.fields import (
     INT32,
+    UINT32,
     UINT64,
     Fields,
     checked_ids,
@@ -47,17 +49,12 @@ SILENT = (
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
-    "add_special_tokens": (),
     "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
-    "cache_salt": (),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
@@ -66,10 +63,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "guided_regex": (),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1.0,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "modalities": (["text"],),
-    "n": (1,),
     "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
@@ -91,6 +86,7 @@ class Ask:
     """One request: the message, and how the client wants to see its answer.
 
     ``fills``: without ``max_tokens``, as many as fit. ``continuous``: usage with every event.
+    ``cache_salt``: only requests with the same one share cached blocks.
     """
 
     message: router_pb2.GenerateRequest
@@ -101,6 +97,13 @@ class Ask:
     token_ids: bool = False
     logprobs: bool = False
     fills: bool = False
+    echo: bool = False
+    cache_salt: str = ""
+
+    @property
+    def samples(self) -> int:
+        """Number of answers to the one prompt."""
+        return self.message.n if self.message.HasField("n") else 1
 
 
 def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: bool) -> Ask:
@@ -109,11 +112,12 @@ def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: 
     message = router_pb2.GenerateRequest(request_id=request_id)
     message.model = fields.text("model") or ""
     message.priority = -(fields.whole("priority", -INT32, INT32) or 0)  # vLLM: lower goes first
-    if chat:
-        _read_messages(fields, message.chat)
-    else:
-        _read_prompt(fields, message)
+    read_input(fields, message, chat)
     _read_sampling(fields, message, chat)
+    _read_biases(fields, message)
+    if (samples := fields.whole("n")) is not None:
+        message.n = samples
+    message.output_token_ids.extend(fields.ids("output_token_ids") or ())
     fills = _read_max_tokens(fields, message, chat)
     stream, options = fields.flag("stream"), fields.table("stream_options")
     if options is not None and not stream:
@@ -129,9 +133,24 @@ def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: 
         token_ids=fields.flag("return_token_ids"),
         logprobs=message.sampling.HasField("logprobs"),
         fills=fills,
+        echo=not chat and fields.flag("echo"),
+        cache_salt=fields.text("cache_salt") or "",
     )
-    _check_rest(fields, strict)
+    if ask.echo and ask.logprobs:
+        raise Rejected("logprobs", "those of the prompt are not computed: leave out echo")
+    check_rest(fields, strict)
     return ask
+
+
+def read_input(fields: Fields, message: router_pb2.GenerateRequest, chat: bool) -> None:
+    """Set the prompt or the conversation of a message."""
+    if chat:
+        _read_messages(fields, message.chat)
+    else:
+        _read_prompt(fields, message)
+    special = fields.flag("add_special_tokens", not chat)
+    if special == chat:
+        raise Rejected("add_special_tokens", f"must be {shown(not chat)} here, or left out")
 
 
 def _read_prompt(fields: Fields, message: router_pb2.GenerateRequest) -> None:
@@ -166,6 +185,17 @@ def _read_messages(fields: Fields, chat: router_pb2.Chat) -> None:
                 made.content = _content(f"{where}.content", content)
             case _:
                 raise wrong(where, "an object with role and content", turn)
+    if arguments := fields.raw("chat_template_kwargs"):
+        if not isinstance(arguments, dict):
+            raise wrong("chat_template_kwargs", "an object", arguments)
+        chat.template_kwargs = checked_text("chat_template_kwargs", _as_json(arguments))
+
+
+def _as_json(value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise Rejected("chat_template_kwargs", "is nested too deeply") from None
 
 
 def _content(where: str, content: object) -> str:
@@ -207,6 +237,20 @@ def _read_sampling(fields: Fields, message: router_pb2.GenerateRequest, chat: bo
         sampling.logprobs = count
 
 
+def _read_biases(fields: Fields, message: router_pb2.GenerateRequest) -> None:
+    biases, words = fields.table("logit_bias"), fields.items("bad_words", "strings")
+    biases = biases or Fields({})
+    for name in biases.names:
+        where = f"logit_bias.{name:.20}"
+        token = int(name) if name.isascii() and name.isdigit() and len(name) <= 10 else -1
+        if not 0 <= token <= UINT32:
+            raise Rejected(where, "each name must be a token id")
+        if (bias := biases.number(name)) is not None:
+            message.sampling.logit_bias[token] = bias
+    for index, word in enumerate(words or ()):
+        message.sampling.bad_words.append(checked_text(f"bad_words[{index}]", word))
+
+
 def _stops(value: object) -> Sequence[str]:
     match value:
         case None:
@@ -241,7 +285,7 @@ def _read_max_tokens(fields: Fields, message: router_pb2.GenerateRequest, chat: 
     return False
 
 
-def _check_rest(fields: Fields, strict: bool) -> None:
+def check_rest(fields: Fields, strict: bool) -> None:
     """Refuse fields that would change the answer; log or refuse those that nobody knows."""
     for name, neutral in NEUTRAL.items():
         value = fields.raw(name)

@@ -85,6 +85,11 @@ class Fields:
         self._known: set[str] = set()
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all fields."""
+        return tuple(self._values)
+
+    @property
     def unknown(self) -> list[str]:
         """The fields that no one asked for, those that are ``null`` left out."""
         given = (name for name, value in self._values.items() if value is not None)

@@ -91,7 +91,7 @@ class HttpServer:
         self._server = None
         if server is None or self._task is None:
             return
-        server.config.timeout_graceful_shutdown = math.ceil(grace)
+        server.config.timeout_graceful_shutdown = max(1, math.ceil(grace))
         server.should_exit = True
         await self._task
 

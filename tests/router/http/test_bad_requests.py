@@ -183,7 +183,7 @@ async def bounded(
     """A door with other limits."""
     limits = replace(HttpLimits(), **changes)  # type: ignore[arg-type]
     async with running([decode_worker()], disaggregate="never") as router:
-        app = make_app(router.service, Access(policy.INSECURE.credentials, 100), limits)
+        app = make_app(router.service, Access(policy.INSECURE.credentials, 100), limits, bytes)
         server = HttpServer(app, Address("127.0.0.1", 0), limits)
         url = await server.start(router.service.config)
         try:
@@ -268,7 +268,9 @@ async def test_keys_are_the_tokens_of_tenants(tmp_path: Path) -> None:
     async with running([worker], disaggregate="never") as router:
         access = Access(security.credentials, 16)
         server = HttpServer(
-            make_app(router.service, access, HttpLimits()), Address("127.0.0.1", 0), HttpLimits()
+            make_app(router.service, access, HttpLimits(), bytes),
+            Address("127.0.0.1", 0),
+            HttpLimits(),
         )
         url = await server.start(router.service.config)
         try:
@@ -303,7 +305,7 @@ async def test_tls(tmp_path: Path) -> None:
         options = replace(files.options(), tls_mutual=mutual)
         security = policy.load(options)
         async with running([decode_worker()], disaggregate="never") as router:
-            app = make_app(router.service, Access(security.credentials, 16), HttpLimits())
+            app = make_app(router.service, Access(security.credentials, 16), HttpLimits(), bytes)
             server = HttpServer(app, Address("127.0.0.1", 0), HttpLimits())
             url = await server.start(options, security)
             assert url.startswith("https://")

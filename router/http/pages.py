@@ -1,0 +1,143 @@
+"""The endpoints that generate nothing: models, tokens, health, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from kvrelay.errors import NotFound, Rejected, Unavailable
+from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.protocol import check_ids
+from kvrelay.text.tokenizer import NoTokenizer
+from kvrelay.v1 import router_pb2, types_pb2
+from router.generate.request import InboundCall
+from router.http.access import Access
+from router.http.ask import check_rest, read_input
+from router.http.exchange import Exchange
+from router.http.fields import Fields, parse_object
+from router.http.generate import Backend
+from router.http.shapes import Json
+from router.workers.candidate import longest
+
+MANY_TOKENS = 4096  # decoding more takes milliseconds: not on the event loop
+METRICS = b"text/plain; version=0.0.4; charset=utf-8"
+
+
+class Pages:
+    """``metrics`` makes the text of the metrics page."""
+
+    def __init__(self, backend: Backend, access: Access, metrics: Callable[[], bytes]) -> None:
+        self._backend = backend
+        self._access = access
+        self._metrics = metrics
+        self._since = int(time.time())
+
+    async def models(self, exchange: Exchange) -> None:
+        with self._access.admitted(exchange.headers):
+            await exchange.reply({"object": "list", "data": [self._model()]})
+
+    async def model(self, exchange: Exchange) -> None:
+        with self._access.admitted(exchange.headers):
+            self._check_model(exchange.path_parameter("model"))
+            await exchange.reply(self._model())
+
+    async def health(self, exchange: Exchange) -> None:
+        """The process answers."""
+        await exchange.reply({"status": "ok"})
+
+    async def ready(self, exchange: Exchange) -> None:
+        """A request would find a worker now."""
+        if self._backend.draining:
+            raise Unavailable("this router is draining: ask another one")
+        if not self._backend.registry.usable(types_pb2.ROLE_DECODE):
+            raise self._backend.registry.missing(types_pb2.ROLE_DECODE)
+        await exchange.reply({"status": "ready"})
+
+    async def metrics(self, exchange: Exchange) -> None:
+        """The text of the metrics port; of all tenants together, so not for tenants."""
+        self._access.check_operator(exchange.headers)
+        await exchange.reply_raw(self._metrics(), METRICS)
+
+    async def tokenize(self, exchange: Exchange) -> None:
+        """The token ids of a prompt, or of a conversation as the chat template renders it."""
+        strings = False
+
+        async def read() -> router_pb2.GenerateRequest:
+            nonlocal strings
+            fields, message = await self._fields(exchange), router_pb2.GenerateRequest()
+            message.model = fields.text("model") or ""
+            read_input(fields, message, fields.raw("messages") is not None)
+            if message.HasField("token_ids"):
+                raise Rejected("prompt", "must be text: these are token ids")
+            strings = fields.flag("return_token_strs")
+            check_rest(fields, self._backend.config.strict_fields)
+            return message
+
+        with self._access.admitted(exchange.headers) as caller:
+            exchange.check()
+            async with exchange.attended():
+                call = InboundCall(caller.tenant, self._deadline(), read)
+                tokens = await self._backend.tokenize(call)
+                answer: Json = {
+                    "count": len(tokens),
+                    "max_model_len": self._longest(),
+                    "tokens": list(tokens),
+                    "token_strs": self._strings(tokens) if strings else None,
+                }
+                await exchange.reply(answer)
+
+    async def detokenize(self, exchange: Exchange) -> None:
+        """The text of token ids, special tokens included."""
+        with self._access.admitted(exchange.headers):
+            exchange.check()
+            async with exchange.attended():
+                fields = await self._fields(exchange)
+                self._check_model(fields.text("model") or self._backend.config.model_name)
+                tokens = fields.ids("tokens")
+                check_rest(fields, self._backend.config.strict_fields)
+                if tokens is None:
+                    raise Rejected("tokens", "missing: give a list of token ids")
+                tokenizer = self._backend.tokenizer
+                if isinstance(tokenizer, NoTokenizer):
+                    raise Rejected("tokens", "this model has no tokenizer")
+                check_ids("tokens", tokens, tokenizer.vocab_size)
+                text = await _in_thread_if_long(tokenizer.backend.decode, tokens)
+                await exchange.reply({"prompt": text})
+
+    async def _fields(self, exchange: Exchange) -> Fields:
+        return Fields(parse_object(await exchange.body()))
+
+    def _strings(self, tokens: Sequence[int]) -> list[str | None]:
+        return [self._backend.tokenizer.backend.id_to_token(token) for token in tokens]
+
+    def _deadline(self) -> Deadline:
+        config = self._backend.config
+        return Deadline.after(min(config.default_timeout, config.max_timeout))
+
+    def _check_model(self, name: str) -> None:
+        known = self._backend.config.model_name
+        if name != known:
+            raise NotFound(f"model: {name!r:.200} is not served here, {known!r} is")
+
+    def _longest(self) -> int | None:
+        workers = self._backend.placer.candidates()
+        return longest(workers) if workers else None
+
+    def _model(self) -> Json:
+        name = self._backend.config.model_name
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "kvrelay",
+            "root": name,
+            "parent": None,
+            "max_model_len": self._longest(),
+        }
+
+
+async def _in_thread_if_long(decode: Callable[[list[int], bool], str], tokens: list[int]) -> str:
+    if len(tokens) <= MANY_TOKENS:
+        return decode(tokens, False)
+    return await asyncio.to_thread(decode, tokens, False)

@@ -1,0 +1,119 @@
+"""Event ids, with which a client resumes a broken stream: the position and what it is bound to.
+
+An id is ``POSITIONS-TOKEN``: output tokens received of each sample, with ``e`` once its finish
+reason was received, and what identifies the stream. The token binds the request's body, its seed,
+the prompt's tokens, and the weights with their numeric profile. It holds no output: a client that
+sends only the id lets the router generate these tokens again, which are the same ones.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvrelay.errors import Mismatch, Rejected
+from kvrelay.v1 import router_pb2
+
+HEADER = "last-event-id"
+DIGEST_BYTES = 8
+MAX_CHARS = 1024
+_LAYOUT = struct.Struct(f"<QQQ{DIGEST_BYTES}s{DIGEST_BYTES}s")
+ENDED = "e"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePosition:
+    """What a client has of one sample."""
+
+    tokens: int
+    ended: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.tokens}{ENDED if self.ended else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamId:
+    """The part of an event id that all events of a stream share."""
+
+    seed: int
+    prompt_hash: int
+    created: int
+    body: bytes  # digest of the request
+    weights: bytes  # digest of the weights and profile
+    request_id: str
+
+    def __str__(self) -> str:
+        numbers = self.seed, self.prompt_hash, self.created
+        raw = _LAYOUT.pack(*numbers, self.body, self.weights) + self.request_id.encode()
+        return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """A parsed event id."""
+
+    stream: StreamId
+    samples: tuple[SamplePosition, ...]
+
+    def check(self, body: bytes) -> None:
+        """Raise ``Mismatch`` if the stream belongs to another request."""
+        if body != self.stream.body:
+            raise Mismatch(
+                HEADER, "the stream began with another request: send the same body, or no id"
+            )
+
+
+def parse_event_id(text: str, samples: int) -> Resumption:
+    """Raises ``Rejected`` for a text that is no id of a request with so many samples."""
+    positions, _, token = text.partition("-")
+    try:
+        if len(text) > MAX_CHARS:
+            raise ValueError("too long")
+        raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
+        seed, prompt_hash, created, body, weights = _LAYOUT.unpack_from(raw)
+        parsed = tuple(map(_position, positions.split(".")))
+        stream = StreamId(
+            seed=seed,
+            prompt_hash=prompt_hash,
+            created=created,
+            body=body,
+            weights=weights,
+            request_id=raw[_LAYOUT.size :].decode("ascii"),
+        )
+    except (ValueError, struct.error, binascii.Error):
+        raise Rejected(HEADER, "is no id of an event of this server") from None
+    if len(parsed) != samples:
+        raise Rejected(HEADER, f"has positions of {len(parsed)} samples, and n is {samples}")
+    return Resumption(stream, parsed)
+
+
+def _position(text: str) -> SamplePosition:
+    number = text.removesuffix(ENDED)
+    if not (number.isascii() and number.isdigit() and len(number) <= 9):
+        raise ValueError(text)
+    return SamplePosition(int(number), text.endswith(ENDED))
+
+
+def event_id(positions: Sequence[SamplePosition], stream: str) -> str:
+    """The id of an event, after which the client has these positions."""
+    return f"{'.'.join(map(str, positions))}-{stream}"
+
+
+def digest(content: bytes) -> bytes:
+    """Of a request, or of weights."""
+    return hashlib.sha256(content).digest()[:DIGEST_BYTES]
+
+
+def request_digest(message: router_pb2.GenerateRequest) -> bytes:
+    """Of what decides the output: not the request's id, not the tokens so far."""
+    copy = router_pb2.GenerateRequest()
+    copy.CopyFrom(message)
+    copy.ClearField("request_id")
+    copy.ClearField("priority")
+    copy.ClearField("output_token_ids")
+    return digest(copy.SerializeToString(deterministic=True))

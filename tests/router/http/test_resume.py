@@ -1,0 +1,130 @@
+"""A broken stream goes on with ``Last-Event-ID``: the same bytes, at any router, from any event."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import httpx2
+import pytest
+
+from tests.router.fakes import answer, decode_worker, namespace, prefill_worker
+from tests.router.http.rig import SEED, door
+from tests.router.rig import PROMPT
+
+BODY: dict[str, object] = {
+    "prompt": PROMPT,
+    "max_tokens": 12,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "return_token_ids": True,
+}
+Event = tuple[str, str]
+
+
+async def events(
+    client: httpx2.AsyncClient,
+    body: Mapping[str, object],
+    page: str = "/v1/completions",
+    last: str | None = None,
+) -> list[Event]:
+    """Ids and data of the events of a stream."""
+    headers = {} if last is None else {"last-event-id": last}
+    found, known = [], ""
+    async with client.stream("POST", page, json=body, headers=headers) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            name, _, value = line.partition(": ")
+            if name == "id":
+                known = value
+            elif name == "data":
+                found.append((known, value))
+    return found
+
+
+def tokens_of(found: list[Event]) -> list[int]:
+    """The token ids of events."""
+    chunks = [json.loads(data) for _, data in found if data != "[DONE]"]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    return [token for choice in choices for token in choice.get("token_ids") or ()]
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+async def test_from_every_event_at_another_router(seeded: bool) -> None:
+    body = {**BODY, "seed": SEED} if seeded else BODY
+    worker = decode_worker()
+    async with door([worker]) as (_, client):
+        whole = await events(client, body)
+        assert len(whole) >= 14
+    if seeded:
+        assert tokens_of(whole) == answer(PROMPT, 12, SEED)
+    async with door([decode_worker("d1")]) as (_, client):
+        for cut, (last, _) in enumerate(whole[:-2], 1):
+            rest = await events(client, body, last=last)
+            assert tokens_of(whole[:cut]) + tokens_of(rest) == tokens_of(whole)
+            assert [data for _, data in rest[:-2]] == [data for _, data in whole[cut:-2]]
+            assert rest[-1] == whole[-1]
+            usage = json.loads(rest[-2][1])["usage"]
+            assert usage["completion_tokens"] == 12
+
+
+async def test_a_chat_does_not_begin_again() -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6, "stream": True}
+    page = "/v1/chat/completions"
+    async with door([prefill_worker(), decode_worker()], disaggregate="always") as (_, client):
+        whole = await events(client, body, page)
+        assert json.loads(whole[0][1])["choices"][0]["delta"]["role"] == "assistant"
+        for cut, (last, _) in enumerate(whole[:-1], 1):
+            rest = await events(client, body, page, last)
+            assert [data for _, data in rest] == [data for _, data in whole[cut:]]
+
+
+async def test_a_client_that_kept_its_tokens_sends_them() -> None:
+    """Then they are not generated again."""
+    worker = decode_worker()
+    body = {**BODY, "seed": SEED}
+    async with door([worker]) as (_, client):
+        whole = await events(client, body)
+        worker.legs.clear()
+        so_far = tokens_of(whole[:5])
+        rest = await events(client, {**body, "output_token_ids": so_far}, last=whole[4][0])
+        assert so_far + tokens_of(rest) == tokens_of(whole)
+        (leg,) = worker.legs
+        assert list(leg.output_token_ids) == so_far
+        wrong = {**body, "output_token_ids": so_far[:-1]}
+        refused = await client.post(
+            "/v1/completions", json=wrong, headers={"last-event-id": whole[4][0]}
+        )
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "output_token_ids"
+
+
+async def test_ids_of_other_streams_are_refused() -> None:
+    async with door() as (router, client):
+        whole = await events(client, {**BODY, "seed": SEED})
+        last = whole[3][0]
+        for body, header, status in (
+            ({**BODY, "seed": SEED + 1}, last, 412),
+            ({**BODY, "seed": SEED, "temperature": 0.5}, last, 412),
+            ({**BODY, "seed": SEED, "prompt": PROMPT[:-1]}, last, 412),
+            ({**BODY, "seed": SEED}, "nonsense", 400),
+            ({**BODY, "seed": SEED}, last[:20], 400),
+            ({**BODY, "seed": SEED}, f"13{last[last.index('-') :]}", 412),
+        ):
+            made = await client.post(
+                "/v1/completions", json=body, headers={"last-event-id": header}
+            )
+            assert made.status_code == status, (header, made.text)
+            assert made.json()["error"]["param"] == "last-event-id"
+        assert router.service.queue_status().running == 0
+
+
+async def test_other_weights_are_refused() -> None:
+    body = {**BODY, "seed": SEED}
+    async with door() as (_, client):
+        last = (await events(client, body))[3][0]
+    other = decode_worker(namespace=namespace(revision="other"))
+    async with door([other], worker_wait=0.2) as (_, client):
+        made = await client.post("/v1/completions", json=body, headers={"last-event-id": last})
+        assert made.status_code == 412
+        assert "weights" in made.json()["error"]["message"]
