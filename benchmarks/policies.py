@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from router.placement.policy import Choice, LegDemand, choose, fitting, tokens_held
+from router.placement.policy import LegDemand, WorkerChoice, choose, fitting, tokens_held
 from router.workers.candidate import Candidate
 
 
@@ -15,7 +15,7 @@ class PlacementPolicy(Protocol):
 
     def choose(
         self, demand: LegDemand, candidates: Sequence[Candidate], leading: Mapping[str, int]
-    ) -> Choice | None:
+    ) -> WorkerChoice | None:
         """``None`` without candidates, ``Rejected`` if none could ever hold the request."""
 
 
@@ -24,7 +24,7 @@ class RouterPolicy:
 
     def choose(
         self, demand: LegDemand, candidates: Sequence[Candidate], leading: Mapping[str, int]
-    ) -> Choice | None:
+    ) -> WorkerChoice | None:
         return choose(demand, candidates, leading)
 
 
@@ -36,7 +36,7 @@ class RoundRobin:
 
     def choose(
         self, demand: LegDemand, candidates: Sequence[Candidate], leading: Mapping[str, int]
-    ) -> Choice | None:
+    ) -> WorkerChoice | None:
         workers = fitting(demand, candidates)
         self._turn += 1
         return _choice(demand, workers[self._turn % len(workers)], leading) if workers else None
@@ -50,7 +50,7 @@ class RandomWorker:
 
     def choose(
         self, demand: LegDemand, candidates: Sequence[Candidate], leading: Mapping[str, int]
-    ) -> Choice | None:
+    ) -> WorkerChoice | None:
         workers = fitting(demand, candidates)
         return _choice(demand, self._random.choice(workers), leading) if workers else None
 
@@ -60,7 +60,7 @@ class LeastLoaded:
 
     def choose(
         self, demand: LegDemand, candidates: Sequence[Candidate], leading: Mapping[str, int]
-    ) -> Choice | None:
+    ) -> WorkerChoice | None:
         workers = fitting(demand, candidates)
         if not workers:
             return None
@@ -69,8 +69,8 @@ class LeastLoaded:
         return _choice(demand, least, leading)
 
 
-def _choice(demand: LegDemand, worker: Candidate, leading: Mapping[str, int]) -> Choice:
-    return Choice(worker.key, tokens_held(demand, leading.get(worker.key, 0)), demand.tokens)
+def _choice(demand: LegDemand, worker: Candidate, leading: Mapping[str, int]) -> WorkerChoice:
+    return WorkerChoice(worker.key, tokens_held(demand, leading.get(worker.key, 0)), demand.tokens)
 
 
 _MAKERS: Mapping[str, Callable[[int], PlacementPolicy]] = {

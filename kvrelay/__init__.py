@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvrelay.client import (
         AsyncClient,
         AsyncStream,
+        Choice,
         Chunk,
         Client,
         Completion,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncClient",
     "AsyncStream",
+    "Choice",
     "Chunk",
     "Client",
     "Completion",

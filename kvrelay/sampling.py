@@ -14,6 +14,8 @@ from kvrelay.errors import Rejected
 
 DEFAULT_MAX_TOKENS = 16  # this and the temperature are vLLM's defaults
 DEFAULT_TEMPERATURE = 1.0
+SEEDS = 1 << 64
+MAX_SAMPLES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
@@ -74,7 +76,7 @@ class Sampling:
         _within("repetition_penalty", self.repetition_penalty, 0.0, math.inf, low_included=False)
         _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if self.seed is not None and not 0 <= self.seed < 1 << 64:
+        if self.seed is not None and not 0 <= self.seed < SEEDS:
             raise Rejected("sampling.seed", f"must fit in 64 unsigned bits, got {self.seed}")
         if self.min_tokens < 0:
             raise Rejected("sampling.min_tokens", f"must be 0 or more, got {self.min_tokens}")

@@ -8,12 +8,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from typing import TypeAlias, TypeVar
 
 import grpc
 
-from kvrelay.errors import KvrelayError
+from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security.identity import caller
 from kvrelay.rpc.server.errors import Read, reads_late
@@ -21,17 +21,19 @@ from kvrelay.rpc.status import code_of
 from kvrelay.text.tokenizer import Tokenizer, eos_token_ids
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
-from router.generate.generation import Generation, SharedParts
+from router.generate.generation import SharedParts
 from router.generate.request import (
-    AcceptedRequest,
     InboundCall,
     build,
     check_envelope,
     check_length,
+    is_resumed,
     most_tokens,
     salted,
+    samples_of,
 )
 from router.generate.retry import PoisonList, RetryControl, RetryLimits, TokenBucket
+from router.generate.samples import Samples
 from router.placement.placer import Placer
 from router.queue.gate import QueueGate
 from router.queue.inbox import Inbox
@@ -94,19 +96,18 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """The responses to one call, of whichever door; closing the stream cancels its work."""
         with self._counted():
             call.deadline.check("to begin")
-            with self.quotas.hold(call.tenant) as hold, self.gate.entered(call.tenant):
+            with self.quotas.hold(call.tenant) as hold, ExitStack() as places:
+                places.enter_context(self.gate.entered(call.tenant))
                 hold.charge(0)  # refused before its message is read, if the tenant has used more
-                generation = await self._accept(call, hold)
-                request = generation.request
-                slot = self.gate.passed(
-                    request.positions, request.priority, call.tenant, call.deadline, request.part
-                )
-                async with slot, aclosing(generation.responses()) as responses:
-                    await generation.replay()
-                    hold.used = len(request.prompt)  # a request refused earlier used nothing
+                samples = await self._accept(call, hold)
+                for _ in range(1, samples.places):
+                    places.enter_context(self.gate.entered(call.tenant))
+                first = not samples.resumed
+                async with aclosing(samples.responses(self.gate)) as responses:
                     async for response in responses:
                         hold.used += len(response.tokens)
-                        self._count(request, response)
+                        self._count(samples.received_at, response, first)
+                        first = False
                         yield response
 
     async def Announce(
@@ -142,13 +143,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """Waiting, running and refused requests."""
         return self.gate.status(self.refused.total())
 
-    async def _accept(self, call: InboundCall, hold: QuotaHold) -> Generation:
-        """The generation of a request, charged to its tenant; raises if the request is refused."""
+    async def _accept(self, call: InboundCall, hold: QuotaHold) -> Samples:
+        """The samples of a request, charged to its tenant; raises if the request is refused."""
         tenant, deadline, placer = call.tenant, call.deadline, self.placer
         async with self.inbox.received(call.read, tenant, deadline) as message:
             received_at = time.monotonic()
             check_envelope(message, self.config.model_name)
-            resumes = bool(message.output_token_ids or message.weights)
+            resumes = is_resumed(message)
             info = await placer.info(deadline, message.weights, resumes)
             check_length(message, info.max_model_len)
             workers = placer.candidates()
@@ -156,16 +157,23 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 prompt = await self._prompts.tokenize(message, hold, longest(workers))
                 words = await self._prompts.bad_words(message.sampling.bad_words, tenant)
             if call.fills:
-                room = most_tokens(len(prompt), longest(workers), tenant, message.n)
-                message.max_tokens = room
+                count = samples_of(message)
+                message.max_tokens = most_tokens(len(prompt), longest(workers), tenant, count)
                 check_envelope(message, self.config.model_name)
             tenant = salted(tenant, call.cache_salt)
             request = build(message, prompt, words, info, deadline, tenant, received_at)
         if request.positions > longest(workers):
             raise too_long(request.positions, workers)
-        hold.charge(request.charged_tokens)
+        samples = Samples(request, placer.bind(info, prompt, tenant), self._parts, hold)
+        if samples.places > self.config.max_requests:
+            most = self.config.max_requests
+            raise Rejected(
+                "n", f"{samples.places} samples, and this router has --max-requests {most}"
+            )
+        hold.widen(samples.places)
+        hold.charge(samples.charged_tokens)
         call.accepted = request
-        return Generation(request, placer.bind(info, prompt, tenant), self._parts)
+        return samples
 
     async def tokenize(self, call: InboundCall) -> tuple[int, ...]:
         """The token ids of a call's input. It costs the tenant what a refused request does."""
@@ -176,11 +184,14 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 async with call.deadline.limit("to tokenize the prompt"):
                     return await self._prompts.tokenize(message, hold, self.config.max_prompt)
 
-    def _count(self, request: AcceptedRequest, response: router_pb2.GenerateResponse) -> None:
+    def _count(
+        self, received_at: float, response: router_pb2.GenerateResponse, first: bool
+    ) -> None:
+        """Add a response to the totals; ``first``: of a request that is not resumed."""
         totals = self.totals
-        if response.request_id and response.tokens and not request.outputs:
+        if first and response.tokens:
             totals.first_tokens += 1
-            totals.first_token_seconds += time.monotonic() - request.received_at
+            totals.first_token_seconds += time.monotonic() - received_at
         totals.generation_tokens += len(response.tokens)
         totals.prompt_tokens += response.usage.prompt_tokens
         totals.cached_prompt_tokens += response.usage.cached_prompt_tokens

@@ -13,6 +13,7 @@ from kvrelay.client.convert import (
     usage_of,
 )
 from kvrelay.errors import Rejected, Unavailable
+from kvrelay.sampling import MAX_SAMPLES, SEEDS
 from kvrelay.usage import Usage
 from kvrelay.v1 import router_pb2
 
@@ -23,6 +24,8 @@ class Chunk:
 
     ``finish_reason`` and ``usage`` are on the last chunk, ``seed`` and ``request_id`` on each.
     ``logprobs`` has one entry for each token if the request asked for them, and is else empty.
+    With ``n`` answers, ``index`` says which of them it belongs to, and ``seed`` is that of this
+    answer; each has a last chunk with a ``finish_reason``, and the very last one has the usage.
     """
 
     text: str
@@ -32,11 +35,27 @@ class Chunk:
     usage: Usage | None
     seed: int
     request_id: str
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One of ``n`` answers. A request with its ``seed`` alone gives the same one."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[Logprobs, ...]
+    finish_reason: FinishReason
+    seed: int
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer."""
+    """A whole answer. ``choices`` are all ``n`` answers by index; this is the first of them.
+
+    ``usage`` is that of the request: of all answers.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -45,6 +64,16 @@ class Completion:
     usage: Usage
     seed: int
     request_id: str
+    choices: tuple[Choice, ...] = ()
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What was received of one answer; ``seed`` is ``None`` before its first message."""
+
+    tokens: list[int]
+    ended: bool = False
+    seed: int | None = None
 
 
 class ResumeState:
@@ -52,18 +81,29 @@ class ResumeState:
 
     def __init__(self, request: router_pb2.GenerateRequest) -> None:
         self._request = request
-        self._tokens: list[int] = []
         self._first: router_pb2.GenerateResponse | None = None
-        self.ended = False  # set by the last message: a later error loses nothing
+        self._answers = [_Answer([]) for _ in range(min(max(request.n, 1), MAX_SAMPLES))]
+        for answer, received in zip(self._answers, request.samples, strict=False):
+            answer.ended = received.ended
         self.unanswered = request.ByteSize()  # bytes of the request until the first message
 
+    @property
+    def ended(self) -> bool:
+        """Whether the last message of every answer has come: a later error loses nothing."""
+        return all(answer.ended for answer in self._answers)
+
     def take(self, message: router_pb2.GenerateResponse) -> Chunk:
-        """Record one message."""
+        """Record one message; ``Unavailable`` if it is of an answer that was not asked for."""
         self.unanswered = 0
-        self._first = self._first or message  # it alone has the seed and the identifiers
+        self._first = self._first or message  # it has the identifiers
+        if message.index >= len(self._answers):
+            raise Unavailable(f"the router sent answer {message.index} of {len(self._answers)}")
+        answer = self._answers[message.index]
+        if answer.seed is None:
+            answer.seed = message.seed  # on its first message alone
         ids = tuple(token.id for token in message.tokens)
-        self._tokens += ids
-        self.ended = self.ended or bool(message.finish_reason)
+        answer.tokens += ids
+        answer.ended = answer.ended or bool(message.finish_reason)
         return Chunk(
             text=message.text,
             token_ids=ids,
@@ -74,8 +114,9 @@ class ResumeState:
             ),
             finish_reason=finish_reason_of(message.finish_reason),
             usage=usage_of(message.usage) if message.HasField("usage") else None,
-            seed=self._first.seed,
+            seed=answer.seed,
             request_id=self._first.request_id,
+            index=message.index,
         )
 
     def continued(self) -> router_pb2.GenerateRequest:
@@ -84,25 +125,54 @@ class ResumeState:
             raise Rejected("stream", "its answer has ended: there is nothing to resume")
         request = router_pb2.GenerateRequest()
         request.CopyFrom(self._request)
-        request.output_token_ids.extend(self._tokens)
+        if len(self._answers) == 1:
+            request.output_token_ids.extend(self._answers[0].tokens)
+        else:
+            self._add_samples(request)
         if self._first is not None:
-            request.sampling.seed = self._first.seed
+            request.sampling.seed = (self._first.seed - self._first.index) % SEEDS
             request.weights = self._first.weights
             request.prompt_hash = self._first.prompt_hash
         return request
+
+    def _add_samples(self, request: router_pb2.GenerateRequest) -> None:
+        """A stream that was resumed before has the samples of its request already."""
+        for index, answer in enumerate(self._answers):
+            sample = request.samples[index] if self._request.samples else request.samples.add()
+            sample.token_ids.extend(answer.tokens)
+            sample.ended = answer.ended
 
 
 def completion_of(chunks: Sequence[Chunk]) -> Completion:
     """Join the chunks of one stream; ``Unavailable`` if the last one is missing."""
     last = chunks[-1] if chunks else None
-    if last is None or last.finish_reason is None or last.usage is None:
+    if last is None or last.usage is None:
         raise Unavailable("the stream ended before the answer did")
+    indices = sorted({chunk.index for chunk in chunks})
+    choices = tuple(_choice([one for one in chunks if one.index == at]) for at in indices)
+    first = choices[0]
     return Completion(
+        text=first.text,
+        token_ids=first.token_ids,
+        logprobs=first.logprobs,
+        finish_reason=first.finish_reason,
+        usage=last.usage,
+        seed=first.seed,
+        request_id=last.request_id,
+        choices=choices,
+    )
+
+
+def _choice(chunks: Sequence[Chunk]) -> Choice:
+    """Join the chunks of one answer."""
+    last = chunks[-1]
+    if last.finish_reason is None:
+        raise Unavailable(f"the stream ended before answer {last.index} did")
+    return Choice(
+        index=last.index,
         text="".join(chunk.text for chunk in chunks),
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
         finish_reason=last.finish_reason,
-        usage=last.usage,
         seed=last.seed,
-        request_id=last.request_id,
     )

@@ -33,8 +33,7 @@ LONGEST_SECONDS = 1e8  # gRPC's longest timeout; a longer one means no limit
 INPUTS = ("prompt", "messages", "token_ids")
 HINTS: Mapping[str, str] = {
     "stream": "generate() always streams, complete() waits for the whole answer",
-    "n": "one call makes one answer: call again with another seed",
-    "best_of": "one call makes one answer: call again with another seed",
+    "best_of": "use n and choose among the answers",
     "max_new_tokens": "use max_tokens, which counts output tokens only",
     "max_completion_tokens": "use max_tokens, which counts output tokens only",
     "max_length": "use max_tokens, which counts output tokens only",
@@ -46,7 +45,7 @@ HINTS: Mapping[str, str] = {
     "top_logprobs": "use logprobs, the number of likeliest tokens to report",
     "system": 'a system message is the first of messages: [("system", "..."), ("user", "...")]',
 }
-PLAIN = ("max_tokens", "model", "request_id", "explain", "priority", "output_token_ids")
+PLAIN = ("n", "max_tokens", "model", "request_id", "explain", "priority", "output_token_ids")
 SPECIAL = ("eos_token_ids", "logit_bias", "bad_word_ids")
 SAMPLING = tuple(field.name for field in fields(Sampling) if field.name not in SPECIAL)
 ONE_OR_MORE = ("stop", "bad_words")
@@ -92,6 +91,8 @@ class Parameters:
         the model's chat template. token_ids: a prompt that is already tokenized.
     chat_template_kwargs: further arguments of the template, such as ``{"enable_thinking": False}``.
     output_token_ids: output tokens so far, to continue an answer; ``resume`` does it by itself.
+    n: answers to make, 1 to 128, each with an ``index``; the prompt is computed once. Answer i is
+        that of a request with seed + i. Each counts as a request of the tenant. Default 1.
     max_tokens: output tokens in all, those of ``output_token_ids`` included; default 16.
     sampling: a ``Sampling``; each of the following parameters replaces a field of it.
     temperature: 0 takes the likeliest token; default 1. top_k: sample from this many likeliest
@@ -117,6 +118,7 @@ class Parameters:
     token_ids: Sequence[int] | None = None
     chat_template_kwargs: Mapping[str, object] | None = None
     output_token_ids: Sequence[int] | None = None
+    n: int | None = None
     max_tokens: int | None = None
     sampling: Sampling | None = None
     temperature: float | None = None

@@ -58,7 +58,8 @@ class RouterServiceServicer:
         """Generates the output for one prompt. Every response carries new tokens; the last one carries
         the finish reason and the usage. Cancelling the call cancels the work on the workers. To resume
         a stream that ended UNAVAILABLE, send the same request with `output_token_ids` set to the
-        tokens received and with the seed, `weights` and `prompt_hash` of its first response.
+        tokens received and with the seed, `weights` and `prompt_hash` of its first response. Of `n`
+        samples, set `samples` instead, and the seed less the index of that response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,8 @@ class RouterServiceStub:
     """Generates the output for one prompt. Every response carries new tokens; the last one carries
     the finish reason and the usage. Cancelling the call cancels the work on the workers. To resume
     a stream that ended UNAVAILABLE, send the same request with `output_token_ids` set to the
-    tokens received and with the seed, `weights` and `prompt_hash` of its first response.
+    tokens received and with the seed, `weights` and `prompt_hash` of its first response. Of `n`
+    samples, set `samples` instead, and the seed less the index of that response.
     """
     Announce: _grpc.UnaryUnaryMultiCallable[_router_pb2.AnnounceRequest, _router_pb2.AnnounceResponse]
     """A worker announces its address. The router checks the worker at that address before it is used
@@ -52,7 +53,8 @@ class RouterServiceAsyncStub(RouterServiceStub):
     """Generates the output for one prompt. Every response carries new tokens; the last one carries
     the finish reason and the usage. Cancelling the call cancels the work on the workers. To resume
     a stream that ended UNAVAILABLE, send the same request with `output_token_ids` set to the
-    tokens received and with the seed, `weights` and `prompt_hash` of its first response.
+    tokens received and with the seed, `weights` and `prompt_hash` of its first response. Of `n`
+    samples, set `samples` instead, and the seed less the index of that response.
     """
     Announce: _aio.UnaryUnaryMultiCallable[_router_pb2.AnnounceRequest, _router_pb2.AnnounceResponse]  # type: ignore[assignment]
     """A worker announces its address. The router checks the worker at that address before it is used
@@ -72,7 +74,8 @@ class RouterServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generates the output for one prompt. Every response carries new tokens; the last one carries
         the finish reason and the usage. Cancelling the call cancels the work on the workers. To resume
         a stream that ended UNAVAILABLE, send the same request with `output_token_ids` set to the
-        tokens received and with the seed, `weights` and `prompt_hash` of its first response.
+        tokens received and with the seed, `weights` and `prompt_hash` of its first response. Of `n`
+        samples, set `samples` instead, and the seed less the index of that response.
         """
 
     @_abc_1.abstractmethod

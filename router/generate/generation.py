@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvrelay.errors import KvrelayError, Rejected, Unavailable
 from kvrelay.rpc.deadline import Deadline
@@ -48,11 +48,44 @@ class SharedParts:
     handoff_wait: float
 
 
-class Generation:
-    """Owns the output tokens of a request, their text, and the usage of its legs."""
+@dataclass(slots=True, eq=False)
+class SharedPrompt:
+    """What the samples of one request share: the sample ``leader`` computes their prompt.
 
-    def __init__(self, request: AcceptedRequest, bound: StreamBinding, parts: SharedParts) -> None:
+    ``computed`` is set once its blocks can be found, by workers of ``bound``: on ``worker`` (a boot
+    token), or in the store if that is empty.
+    """
+
+    leader: int
+    bound: StreamBinding
+    computed: asyncio.Event = field(default_factory=asyncio.Event)
+    worker: str = ""
+
+    def note(self, bound: StreamBinding, worker: str) -> None:
+        """The prompt has been computed."""
+        if not self.computed.is_set():
+            self.bound = bound
+            self.worker = worker
+            self.computed.set()
+
+
+class Generation:
+    """Owns the output tokens of a request, their text, and the usage of its legs.
+
+    ``shared``: of a request for several samples, of which this generation makes one.
+    """
+
+    def __init__(
+        self,
+        request: AcceptedRequest,
+        bound: StreamBinding,
+        parts: SharedParts,
+        shared: SharedPrompt | None = None,
+    ) -> None:
         self.request = request
+        leads = shared is not None and shared.leader == request.sample
+        self._leads = shared if leads else None
+        self._follows = None if leads else shared
         self._bound = bound
         self._profile = ""  # of the worker of the last leg
         self._parts = parts
@@ -96,13 +129,16 @@ class Generation:
                 self._finish = STOP
                 if index < last:
                     raise Rejected(
-                        f"output_token_ids[{index + 1}]", "the output had ended before this token"
+                        f"{self.request.outputs_field}[{index + 1}]",
+                        "the output had ended before this token",
                     )
         if self._finish == UNFINISHED and last + 1 >= self.request.max_tokens:
             self._finish = LENGTH
 
     async def responses(self) -> AsyncGenerator[router_pb2.GenerateResponse]:
         """The responses of the request; closing the stream cancels the current leg."""
+        if self._follows is not None:
+            self._bound = self._follows.bound
         self._parts.retry.poisons.check(self.request, time.monotonic())
         while self._finish == UNFINISHED:
             placed = await self._parts.placer.place(self._next_leg())
@@ -114,6 +150,8 @@ class Generation:
                         yield response
             except KvrelayError as error:
                 await self._retry(placed, error, self.so_far - before)
+        if self._leads is not None:
+            self._leads.note(self._bound, "")  # the output was complete without a leg's end
         yield self._last_response()
 
     async def _leg(self, placed: Placed) -> AsyncGenerator[router_pb2.GenerateResponse]:
@@ -161,7 +199,8 @@ class Generation:
         if self._finish != UNFINISHED:
             return  # the output is complete; only the usage of the leg is lost
         request, parts, worker = self.request, self._parts, placed.worker
-        leg = FailedLeg(placed.key, error, generated, streaming=bool(self._outputs))
+        streaming = bool(self._outputs) or self._follows is not None
+        leg = FailedLeg(placed.key, error, generated, streaming)
         now = time.monotonic()
         step = parts.retry.failed(
             request, self._attempts, leg, now, parts.registry.answered, parts.registry.died
@@ -207,8 +246,8 @@ class Generation:
             raise
 
     def _next_leg(self) -> NextLeg:
-        request, attempts = self.request, self._attempts
-        if not self._outputs:
+        request, attempts, follows = self.request, self._attempts, self._follows
+        if not self._outputs and follows is None:
             self._bound = self._parts.placer.rebind(self._bound, request.prompt, request.tenant)
         return NextLeg(
             prompt_tokens=len(request.prompt),
@@ -219,6 +258,8 @@ class Generation:
             excluded=attempts.excluded,
             avoided=attempts.avoided,
             last_error=attempts.last,
+            computed=follows is not None,
+            near="" if follows is None else follows.worker,
         )
 
     def _order(self, placed: Placed) -> LegOrder:
@@ -263,6 +304,10 @@ class Generation:
                 tokens = tokens[:count]
                 break
         self._note_finish(event)
+        if self._leads is not None and event.handoff is not None:
+            self._leads.note(self._bound, "")
+        elif self._leads is not None and tokens and placed.role == types_pb2.ROLE_DECODE:
+            self._leads.note(self._bound, placed.key)
         return self._response(tokens, text) if tokens else None
 
     def _note_finish(self, event: LegEvent) -> None:
@@ -279,9 +324,9 @@ class Generation:
         self, tokens: Sequence[types_pb2.Token], text: str
     ) -> router_pb2.GenerateResponse:
         """A response; the first one also carries what a client needs to resume."""
-        if self._first_token_seconds is not None:
-            return router_pb2.GenerateResponse(tokens=tokens, text=text)
         request = self.request
+        if self._first_token_seconds is not None:
+            return router_pb2.GenerateResponse(tokens=tokens, text=text, index=request.sample)
         self._first_token_seconds = time.monotonic() - request.received_at
         return router_pb2.GenerateResponse(
             request_id=request.id,
@@ -290,6 +335,7 @@ class Generation:
             seed=request.sampling.seed,
             weights=self._bound.weights,
             prompt_hash=request.prompt_hash,
+            index=request.sample,
         )
 
     def _last_response(self) -> router_pb2.GenerateResponse:

@@ -14,7 +14,7 @@ from kvrelay.errors import Mismatch, NotFound, Rejected
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.protocol import check_ids, sampling_of
 from kvrelay.rpc.security.identity import Tenant
-from kvrelay.sampling import DEFAULT_MAX_TOKENS, stored_positions
+from kvrelay.sampling import DEFAULT_MAX_TOKENS, MAX_SAMPLES, SEEDS, stored_positions
 from kvrelay.v1 import router_pb2, types_pb2, worker_pb2
 from router.queue.fair import HIGHEST, LOWEST
 from router.workers.fleet import same_but_numerics, weights_of
@@ -26,11 +26,20 @@ CACHE_SALT = b"kvrelay.cache-salt.v1\0"
 
 
 @dataclass(frozen=True, slots=True)
+class ReceivedSample:
+    """The output of one sample that the client has, and whether it is whole."""
+
+    outputs: tuple[int, ...] = ()
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class AcceptedRequest:
     """The input of every leg. ``sampling`` carries the seed; ``outputs`` are tokens so far.
 
     ``prompt_hash`` is sent to the client, which sends it back to resume.
-    ``received_at`` is a time of ``time.monotonic``.
+    ``received_at`` is a time of ``time.monotonic``. ``samples``: what the client has of each, if
+    there are several; ``split`` makes a request of each, whose index is ``sample``.
     """
 
     id: str
@@ -44,11 +53,18 @@ class AcceptedRequest:
     priority: int = 0
     prompt_hash: int = 0
     received_at: float = 0.0
+    sample: int = 0
+    samples: tuple[ReceivedSample, ...] = ()
 
     @property
     def charged_tokens(self) -> int:
         """Tokens charged to the tenant: the prompt, and the output still to be generated."""
         return len(self.prompt) + self.max_tokens - len(self.outputs)
+
+    @property
+    def outputs_field(self) -> str:
+        """The field of the message that has ``outputs``."""
+        return "output_token_ids" if not self.samples else f"samples[{self.sample}].token_ids"
 
     @property
     def positions(self) -> int:
@@ -78,10 +94,10 @@ class InboundCall:
 
 
 def most_tokens(prompt: int, longest: int, tenant: Tenant, samples: int = 1) -> int:
-    """The most output tokens after a prompt, on the largest worker and within a minute's quota."""
+    """The most output tokens of each sample, on the largest worker and within a minute's quota."""
     room = longest - prompt + 1
     if tenant.tokens_per_minute is not None:
-        room = min(room, (tenant.tokens_per_minute - prompt) // max(samples, 1))
+        room = min(room, (tenant.tokens_per_minute - prompt) // samples)
     return max(room, 1)
 
 
@@ -112,13 +128,44 @@ def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:
         raise Rejected(
             "sampling.min_tokens", f"{sampling.min_tokens} is more than max_tokens {max_tokens}"
         )
-    if message.HasField("n") and message.n != 1:
-        raise Rejected("n", f"must be 1, got {message.n}: send a request for each sample")
-    if message.samples:
-        raise Rejected("samples", "resumes n > 1 samples: give output_token_ids")
+    _check_samples(message, max_tokens)
     random = not sampling.HasField("temperature") or sampling.temperature > 0
+    so_far += sum(len(sample.token_ids) for sample in message.samples)
     if so_far and random and not sampling.HasField("seed"):
         raise Rejected("sampling.seed", "missing: to continue, give the seed of the first response")
+
+
+def _check_samples(message: router_pb2.GenerateRequest, max_tokens: int) -> None:
+    count, samples = samples_of(message), message.samples
+    if not 1 <= count <= MAX_SAMPLES:
+        raise Rejected("n", f"must be 1 to {MAX_SAMPLES}, got {count}")
+    if count > 1 and message.output_token_ids:
+        raise Rejected("output_token_ids", f"is for one sample, and n is {count}: give samples")
+    if not samples:
+        return
+    if count == 1 or len(samples) != count:
+        raise Rejected(
+            "samples", f"must be one for each of n > 1, got {len(samples)} for n {count}"
+        )
+    for index, sample in enumerate(samples):
+        if len(sample.token_ids) > max_tokens:
+            raise Rejected(
+                f"samples[{index}].token_ids",
+                f"{len(sample.token_ids)} tokens so far, but max_tokens {max_tokens}",
+            )
+    if all(sample.ended for sample in samples):
+        raise Rejected("samples", "have all ended: there is nothing to resume")
+
+
+def samples_of(message: router_pb2.GenerateRequest) -> int:
+    """``n`` of the request, or the default."""
+    return message.n if message.HasField("n") else 1
+
+
+def is_resumed(message: router_pb2.GenerateRequest) -> bool:
+    """Whether the client has a response to the request, or the weights of one."""
+    tokens = message.output_token_ids or any(one.token_ids for one in message.samples)
+    return bool(tokens or message.weights)
 
 
 def max_tokens_of(message: router_pb2.GenerateRequest) -> int:
@@ -143,6 +190,10 @@ def check_length(message: router_pb2.GenerateRequest, longest: int) -> None:
     for field, count in (
         ("token_ids.ids", len(message.token_ids.ids)),
         ("output_token_ids", len(message.output_token_ids)),
+        *(
+            (f"samples[{index}].token_ids", len(sample.token_ids))
+            for index, sample in enumerate(message.samples)
+        ),
     ):
         if count > longest:
             raise Rejected(field, f"{count} ids, and the model has {longest} positions")
@@ -190,6 +241,8 @@ def build(
             " date in the template has changed: start it again",
         )
     check_ids("output_token_ids", message.output_token_ids, vocab_size)
+    for index, sample in enumerate(message.samples):
+        check_ids(f"samples[{index}].token_ids", sample.token_ids, vocab_size)
     sampling = types_pb2.Sampling()
     sampling.CopyFrom(message.sampling)
     if not sampling.HasField("seed"):
@@ -211,4 +264,27 @@ def build(
         priority=message.priority,
         prompt_hash=prompt_hash,
         received_at=received_at,
+        samples=_received(message),
     )
+
+
+def _received(message: router_pb2.GenerateRequest) -> tuple[ReceivedSample, ...]:
+    """Copies: a part of a message would keep the whole message."""
+    if (count := samples_of(message)) == 1:
+        return ()
+    if not message.samples:
+        return (ReceivedSample(),) * count
+    return tuple(ReceivedSample(tuple(one.token_ids), one.ended) for one in message.samples)
+
+
+def split(request: AcceptedRequest) -> list[AcceptedRequest]:
+    """The request of each sample that has not ended: its seed is ``seed + sample``."""
+    made = []
+    for index, received in enumerate(request.samples):
+        if not received.ended:
+            sampling = types_pb2.Sampling()
+            sampling.CopyFrom(request.sampling)
+            sampling.seed = (request.sampling.seed + index) % SEEDS
+            outputs = received.outputs
+            made.append(replace(request, sample=index, sampling=sampling, outputs=outputs))
+    return made

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvrelay.rpc.protocol import Role
 from kvrelay.v1 import types_pb2
@@ -55,6 +55,27 @@ def request_usage(
         first_token_seconds=first_token_seconds,
         recomputed=_recomputed(legs),
     )
+
+
+def samples_usage(
+    usages: Mapping[int, types_pb2.Usage], leader: int, ended_tokens: int
+) -> types_pb2.Usage:
+    """The usage of a request for several samples, from that of each sample.
+
+    The prompt, its hits and the times are those of the ``leader``, which ran as a single request
+    does; output tokens and recomputed positions are sums. ``ended_tokens`` are those of samples
+    that a client has whole. The legs are by sample, then in order of time.
+    """
+    whole = types_pb2.Usage()
+    whole.CopyFrom(usages[leader])
+    whole.completion_tokens = ended_tokens + sum(one.completion_tokens for one in usages.values())
+    whole.recomputed = sum(one.recomputed for one in usages.values())
+    del whole.legs[:]
+    for sample in sorted(usages):
+        for leg in usages[sample].legs:
+            leg.sample = sample
+            whole.legs.append(leg)
+    return whole
 
 
 def _recomputed(legs: Sequence[types_pb2.LegUsage]) -> int:

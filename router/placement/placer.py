@@ -48,7 +48,9 @@ class NextLeg:
     """A leg to be placed: ``so_far`` output tokens exist, ``positions`` are needed in all.
 
     Workers, by boot token: ``excluded`` ones are not chosen, ``avoided`` ones only for decode and
-    if there are no others. ``last_error`` is how the leg before failed.
+    if there are no others; ``near`` is chosen if it can be. ``last_error`` is how the leg before
+    failed. ``computed``: the prompt's blocks can be found, and the client has tokens of another
+    sample of this prompt.
     """
 
     prompt_tokens: int
@@ -59,6 +61,13 @@ class NextLeg:
     excluded: Set[str] = frozenset()
     avoided: Set[str] = frozenset()
     last_error: KvrelayError | None = None
+    computed: bool = False
+    near: str = ""
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client has tokens of the request: the leg waits rather than fails."""
+        return bool(self.so_far) or self.computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +194,7 @@ class Placer:
 
     async def place(self, leg: NextLeg) -> Placed:
         """A prefill worker for a request without output, if that is worth it; else a decode one."""
-        prefill = None if leg.so_far or self._mode == "never" else self._prefill_worker(leg)
+        prefill = None if leg.begun or self._mode == "never" else self._prefill_worker(leg)
         placed = prefill or await self._decode_worker(leg)
         info = placed.worker.info
         capacity = info.num_blocks if info is not None else 0
@@ -218,18 +227,18 @@ class Placer:
 
     async def _decode_worker(self, leg: NextLeg) -> Placed:
         """Waits for one; a request with output waits longer."""
-        waiting = leg.deadline.earlier(self._resume_wait if leg.so_far else self._worker_wait)
+        waiting = leg.deadline.earlier(self._resume_wait if leg.begun else self._worker_wait)
 
         def is_any_left() -> bool:
             return bool(self._left(types_pb2.ROLE_DECODE, leg))
 
         while True:
-            if not leg.so_far:
+            if not leg.begun:
                 self._check_full(types_pb2.ROLE_DECODE, leg)
             placed = self._choose(types_pb2.ROLE_DECODE, leg, self._hits(leg.bound.prefix))
             if placed is not None:
                 return placed
-            if not leg.so_far and isinstance(leg.last_error, Exhausted):
+            if not leg.begun and isinstance(leg.last_error, Exhausted):
                 raise leg.last_error  # a request with output waits for its worker instead
             if not await self._registry.wait_for(is_any_left, waiting):
                 raise self._none_left(leg)
@@ -251,13 +260,14 @@ class Placer:
     def _choose(self, role: Role, leg: NextLeg, hits: PrefixHits) -> Placed | None:
         """``None`` if no worker is left that could hold the request."""
         left = self._left(role, leg)
-        if not leg.so_far:  # a request with output may ask a full worker again
+        if not leg.begun:  # a request with output may ask a full worker again
             now = time.monotonic()
             left = [worker for worker in left if worker.backoff_until <= now]
         fresh = [worker for worker in left if worker.key not in leg.avoided]
         # A prefill worker can be done without: none is asked twice.
         fallback = left if role == types_pb2.ROLE_DECODE else []
-        workers = {worker.key: worker for worker in fresh or fallback}
+        near = [worker for worker in fresh if worker.key == leg.near]
+        workers = {worker.key: worker for worker in near or fresh or fallback}
         candidates = [worker.candidate() for worker in workers.values()]
         if not candidates:
             return None

@@ -58,7 +58,7 @@ class LegDemand:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class WorkerChoice:
     """The worker chosen; ``hit``: leading tokens that it is believed to hold.
 
     ``work``: tokens that the leg counts for while it is there.
@@ -71,7 +71,7 @@ class Choice:
 
 def choose(
     demand: LegDemand, candidates: Sequence[Candidate], leading: Mapping[str, int]
-) -> Choice | None:
+) -> WorkerChoice | None:
     """The cheapest worker that fits; ``None`` without candidates, ``Rejected`` if none fits.
 
     ``leading``: blocks of the prefix that each worker is believed to hold.
@@ -84,7 +84,7 @@ def choose(
     best = min(score for score, _ in scores)
     ties = [key for score, key in scores if score == best]
     key = ties[0] if len(ties) == 1 else max(ties, key=lambda key: _rendezvous(demand, key))
-    return Choice(key, hits[key], _work(demand, hits[key]))
+    return WorkerChoice(key, hits[key], _work(demand, hits[key]))
 
 
 def fitting(demand: LegDemand, candidates: Sequence[Candidate]) -> list[Candidate]:

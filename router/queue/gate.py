@@ -88,9 +88,18 @@ class QueueGate:
 
     @asynccontextmanager
     async def passed(
-        self, tokens: int, priority: int, tenant: Tenant, deadline: Deadline, part: float = 1.0
+        self,
+        tokens: int,
+        priority: int,
+        tenant: Tenant,
+        deadline: Deadline,
+        part: float = 1.0,
+        *,
+        patient: bool = False,
     ) -> AsyncIterator[None]:
         """Wait for a slot; the request runs inside. ``part``: as in ``QueuedRequest``.
+
+        A ``patient`` request, once it may wait, waits until its deadline: its client has tokens.
 
         ``Exhausted`` if it may not wait, or was evicted; ``DeadlineExceeded`` if its slot did not
         come in time.
@@ -111,7 +120,7 @@ class QueueGate:
         self._grants[request.key] = grant
         try:
             self._apply(step)
-            await self._wait(request, grant, deadline)
+            await self._wait(request, grant, deadline, patient)
             yield
             whole = True
         finally:
@@ -149,9 +158,13 @@ class QueueGate:
         self._apply(admission.evict_for(tenant.name, tenant.weight, self._open, now))
 
     async def _wait(
-        self, request: QueuedRequest, grant: asyncio.Future[None], deadline: Deadline
+        self,
+        request: QueuedRequest,
+        grant: asyncio.Future[None],
+        deadline: Deadline,
+        patient: bool,
     ) -> None:
-        waiting = deadline.earlier(MAX_WAIT * self._queue_seconds)
+        waiting = deadline if patient else deadline.earlier(MAX_WAIT * self._queue_seconds)
         try:
             async with asyncio.timeout(waiting.remaining()):
                 await grant

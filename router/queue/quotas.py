@@ -29,6 +29,7 @@ class _Account:
     spent: float = 0.0  # tokens that are not restored yet
     at: float = 0.0
     open: list[QuotaHold] = field(default_factory=list)  # oldest first
+    places: int = 0  # of the open holds
 
     def advance(self, now: float, rate: float) -> None:
         """Restore tokens: the open holds together may give back no more than is still spent."""
@@ -48,7 +49,7 @@ class QuotaHold:
     """What one request holds of its tenant's quota.
 
     ``used`` counts the tokens of its prompt and its output; ``held`` those charged and not yet
-    restored; ``text`` those of a prompt that came as text.
+    restored; ``text`` those of a prompt that came as text. It counts as ``places`` requests.
     """
 
     tenant: Tenant
@@ -57,6 +58,15 @@ class QuotaHold:
     used: int = 0
     held: float = 0.0
     text: int = 0
+    places: int = 1
+
+    def widen(self, places: int) -> None:
+        """Count as so many requests from now on; ``Exhausted`` if the tenant has not as many left.
+
+        ``Rejected`` for the field ``n`` if it may never have as many.
+        """
+        if places > self.places:
+            self.quotas.widen(self, places)
 
     def tokenized(self, tokens: int) -> None:
         """Note the tokens of its text, or fewer for a text that was refused as too long."""
@@ -87,14 +97,15 @@ class Quotas:
     def hold(self, tenant: Tenant) -> Iterator[QuotaHold]:
         """Count a request inside; ``Exhausted`` if the tenant has as many as it may."""
         account = self._accounts.setdefault(tenant.name, _Account(at=self._clock()))
-        if tenant.max_requests is not None and len(account.open) >= tenant.max_requests:
+        if tenant.max_requests is not None and account.places >= tenant.max_requests:
             self.refused["tenant_requests"] += 1
             raise Exhausted(
-                f"tenant {tenant.name!r} has {len(account.open)} requests open, its limit",
+                f"tenant {tenant.name!r} has {account.places} requests open, its limit",
                 RETRY_SECONDS,
             )
         hold = QuotaHold(tenant, self)
         account.open.append(hold)
+        account.places += 1
         try:
             yield hold
         except Rejected:
@@ -104,7 +115,28 @@ class Quotas:
             if tenant.tokens_per_minute is not None and hold.unused < 0:
                 account.advance(self._clock(), tenant.tokens_per_minute / MINUTE)
             account.open.remove(hold)
+            account.places -= hold.places
             account.spent = max(0.0, account.spent - hold.unused)
+
+    def widen(self, hold: QuotaHold, places: int) -> None:
+        """For ``QuotaHold`` alone."""
+        account, most = self._accounts[hold.tenant.name], hold.tenant.max_requests
+        if most is not None and places > most:
+            raise Rejected(
+                "n",
+                f"{places} samples count as {places} requests, and tenant {hold.tenant.name!r} may"
+                f" have {most} open",
+            )
+        others = account.places - hold.places
+        if most is not None and others + places > most:
+            self.refused["tenant_requests"] += 1
+            raise Exhausted(
+                f"tenant {hold.tenant.name!r} has {others} other requests open and may have {most}"
+                f" in all: there is no room for {places} samples",
+                RETRY_SECONDS,
+            )
+        account.places += places - hold.places
+        hold.places = places
 
     def charge(self, tenant: Tenant, tokens: int) -> None:
         """For ``QuotaHold`` alone."""
@@ -129,4 +161,4 @@ class Quotas:
     def requests(self, tenant: Tenant) -> int:
         """Number of its open requests."""
         account = self._accounts.get(tenant.name)
-        return 0 if account is None else len(account.open)
+        return 0 if account is None else account.places

@@ -120,7 +120,7 @@ def test_there_is_one_set_of_defaults() -> None:
     ("name", "hint"),
     [
         ("stream", "complete"),
-        ("n", "one answer"),
+        ("best_of", "use n"),
         ("max_new_tokens", "max_tokens"),
         ("tempature", "did you mean temperature?"),
         ("promt", "did you mean prompt?"),

@@ -56,6 +56,11 @@ def sampling(**fields: object) -> Request:
     return Request(token_ids=IDS, max_tokens=4, sampling=types_pb2.Sampling(**fields))  # type: ignore[arg-type]
 
 
+def chat(arguments: str) -> Request:
+    turns = [router_pb2.ChatMessage(role="user", content="x")]
+    return Request(chat=router_pb2.Chat(messages=turns, template_kwargs=arguments), max_tokens=4)
+
+
 def refused(up: Cluster, request: Request | bytes, timeout: float = 30.0) -> grpc.RpcError:
     raw = request if isinstance(request, bytes) else request.SerializeToString()
     options = [("grpc.max_send_message_length", -1)]
@@ -106,6 +111,27 @@ INVALID = {
     "logprobs too many": (sampling(logprobs=10_000), "logprobs"),
     "stop token outside": (sampling(stop_token_ids=[VOCAB + 1]), "stop_token_ids"),
     "empty stop string": (sampling(stop=[""]), "stop"),
+    "bias NaN": (sampling(logit_bias={5: math.nan}), "sampling.logit_bias[5]"),
+    "bias above 100": (sampling(logit_bias={5: 101.0}), "sampling.logit_bias[5]"),
+    "bias of a token outside": (sampling(logit_bias={VOCAB: 1.0}), f"logit_bias[{VOCAB}]"),
+    "biases many": (
+        sampling(logit_bias=dict.fromkeys(range(2000), 1.0)),
+        "sampling.logit_bias",
+    ),
+    "empty bad word": (sampling(bad_words=[""]), "sampling.bad_words[0]"),
+    "bad words many": (sampling(bad_words=["a"] * 129), "sampling.bad_words"),
+    "bad sequence outside": (
+        sampling(bad_word_ids=[types_pb2.TokenSequence(ids=[VOCAB])]),
+        "sampling.bad_word_ids[0][0]",
+    ),
+    "template arguments no JSON": (chat("{1"), "chat.template_kwargs"),
+    "template argument reserved": (chat('{"tokenize": true}'), "chat.template_kwargs.tokenize"),
+    "n 0": (Request(token_ids=IDS, max_tokens=4, n=0), "n"),
+    "n 129": (Request(token_ids=IDS, max_tokens=4, n=129), "n"),
+    "samples of n 1": (
+        Request(token_ids=IDS, max_tokens=4, samples=[router_pb2.SampleOutput()]),
+        "samples",
+    ),
     "tokens so far use up max_tokens": (
         Request(
             token_ids=IDS,

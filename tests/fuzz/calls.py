@@ -108,7 +108,17 @@ def generates() -> tuple[Message, ...]:
     )
     return (
         router_pb2.GenerateRequest(token_ids=ids, max_tokens=3, sampling=words),
-        router_pb2.GenerateRequest(chat=arguments, max_tokens=2),
+        router_pb2.GenerateRequest(chat=arguments, max_tokens=2, n=3),
+        router_pb2.GenerateRequest(
+            token_ids=ids,
+            max_tokens=3,
+            sampling=types_pb2.Sampling(seed=1),
+            n=2,
+            samples=[
+                router_pb2.SampleOutput(token_ids=[5]),
+                router_pb2.SampleOutput(token_ids=[6, 7, 8], ended=True),
+            ],
+        ),
         router_pb2.GenerateRequest(prompt="Once", max_tokens=3, sampling=sampling),
         router_pb2.GenerateRequest(token_ids=ids, max_tokens=3, output_token_ids=[5]),
         router_pb2.GenerateRequest(chat=chat, max_tokens=2),

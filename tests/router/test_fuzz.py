@@ -36,7 +36,11 @@ def seeds() -> list[bytes]:
     chat.sampling.logit_bias.update({5: -3.5, 8: 100.0})
     chat.sampling.bad_words.extend(["fox", " dog"])
     chat.sampling.bad_word_ids.add(ids=[3, 4])
-    return [message.SerializeToString() for message in (text, tokens, chat)]
+    several = router_pb2.GenerateRequest(prompt="The", max_tokens=3, n=3)
+    several.sampling.seed = 4
+    for tokens_so_far, ended in (([5], False), ([], False), ([7, 8], True)):
+        several.samples.add(token_ids=tokens_so_far, ended=ended)
+    return [message.SerializeToString() for message in (text, tokens, chat, several)]
 
 
 def mutated(rng: random.Random, raw: bytes) -> bytes:

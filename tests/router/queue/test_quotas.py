@@ -186,3 +186,25 @@ def test_retries_at_the_limit_do_not_use_up_what_they_wait_for() -> None:
         clock.now += 5.0
         seconds += 5
     assert seconds <= 400  # 60 s without any refusal
+
+
+def test_a_request_may_count_as_several() -> None:
+    quotas, alice = Quotas(Clock()), Tenant("alice", max_requests=4)
+    with quotas.hold(alice) as hold:
+        hold.widen(3)
+        assert quotas.requests(alice) == 3
+        with quotas.hold(alice) as other:
+            with pytest.raises(Exhausted, match="3 other requests open and may have 4"):
+                other.widen(2)
+            with pytest.raises(Rejected, match=r"5 samples .* may have 4 open") as caught:
+                other.widen(5)
+            assert caught.value.field == "n"
+            with pytest.raises(Exhausted, match="has 4 requests open"), quotas.hold(alice):
+                pass
+        assert quotas.requests(alice) == 3
+        hold.widen(4)
+        assert quotas.requests(alice) == 4
+    assert quotas.requests(alice) == 0
+    assert quotas.refused["tenant_requests"] == 2
+    with quotas.hold(Tenant("free")) as hold:
+        hold.widen(128)
