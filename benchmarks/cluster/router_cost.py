@@ -97,12 +97,13 @@ def _processor(routes: dict[int, Route], prompts: RandomPrompts) -> Iterator[Ben
 def _spent(pid: int, endpoint: Endpoint, address: str, prompts: RandomPrompts, count: int) -> float:
     """Milliseconds a stream."""
     streams = STREAMS[-1]
-    before = _processor_seconds(pid)
+    before = processor_seconds(pid)
     for _ in range(BURSTS):
         run(endpoint, address, prompts.many(streams, PROMPT_TOKENS), count)
-    return (_processor_seconds(pid) - before) * 1e3 / (BURSTS * streams)
+    return (processor_seconds(pid) - before) * 1e3 / (BURSTS * streams)
 
 
-def _processor_seconds(pid: int) -> float:
+def processor_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -1,0 +1,125 @@
+"""Unchanged clients at a real cluster: OpenAI's SDK, sync and async, and curl."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import httpx2
+import openai
+import pytest
+from openai import AsyncOpenAI, OpenAI
+from openai.types.chat import ChatCompletionMessageParam
+
+from kvrelay import Client
+from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.supervisor import Cluster
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+SAID = "The copper mask stands in Boston."
+ASKED = "Where is the copper mask?"
+MESSAGES: list[ChatCompletionMessageParam] = [
+    {"role": "system", "content": SAID},
+    {"role": "user", "content": ASKED},
+]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    config = ClusterConfig(port=0, http_port=0, threads=1, store_budget=64 << 20)
+    with Cluster(config) as made:
+        yield made
+
+
+@pytest.fixture
+def sdk(cluster: Cluster) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{cluster.http}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def test_the_same_tokens_as_through_grpc(cluster: Cluster, sdk: OpenAI) -> None:
+    with Client(cluster.router) as client:
+        pairs = [("system", SAID), ("user", ASKED)]
+        ours = client.complete(messages=pairs, temperature=0, max_tokens=40)
+    theirs = sdk.chat.completions.create(
+        model="model",
+        messages=MESSAGES,
+        temperature=0,
+        max_tokens=40,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    choice = theirs.choices[0]
+    assert choice.message.content == ours.text
+    assert "Boston" in ours.text
+    assert choice.finish_reason == ours.finish_reason == "stop"
+    assert theirs.usage is not None
+    assert theirs.usage.completion_tokens == ours.usage.completion_tokens
+    assert choice.logprobs is not None
+    assert choice.logprobs.content is not None
+    assert len(choice.logprobs.content) == ours.usage.completion_tokens
+    assert all(len(one.top_logprobs) == 2 for one in choice.logprobs.content)
+
+
+def test_streams_and_errors(sdk: OpenAI) -> None:
+    stream = sdk.chat.completions.create(
+        model="model", messages=MESSAGES, temperature=0, max_tokens=40, stream=True
+    )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert "Boston" in text
+    with pytest.raises(openai.NotFoundError):
+        sdk.chat.completions.create(model="other", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError) as caught:
+        sdk.chat.completions.create(model="model", messages=MESSAGES, top_p=7)
+    assert caught.value.param == "top_p"
+
+
+async def test_a_stream_that_is_left_frees_its_slot(cluster: Cluster) -> None:
+    """By the router's own count."""
+    url = cluster.http or ""
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        stream = await client.completions.create(
+            model="model",
+            prompt="The",
+            max_tokens=4000,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        await anext(aiter(stream))
+        assert await _running(url) == 1
+        await stream.close()
+        async with asyncio.timeout(20):
+            while await _running(url):
+                pass
+
+
+async def _running(url: str) -> int:
+    async with httpx2.AsyncClient(base_url=url) as client:
+        page = (await client.get("/metrics")).text
+    (line,) = [
+        one for one in page.splitlines() if one.startswith("kvrelay:router_running_requests ")
+    ]
+    return int(float(line.split()[1]))
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+def test_curl(cluster: Cluster) -> None:
+    body = json.dumps({"messages": MESSAGES, "temperature": 0, "stream": True})
+    done = subprocess.run(
+        [
+            *("curl", "-sS", "-N", f"{cluster.http}/v1/chat/completions", "-d", body),
+            *("-H", "Content-Type: application/json"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert "Boston" in text
