@@ -80,7 +80,7 @@ class LoadJob:
         try:
             self._begin()
             for batch in self._batches():
-                if not self._fill(batch):
+                if self._cancelled or not self._fill(batch):
                     break
         except Corrupt as error:
             self._context.meter.add(corrupt=1)
@@ -104,9 +104,10 @@ class LoadJob:
             self._finish()
 
     def cancel(self) -> bool:
-        """End a load that has not begun, and let one that runs end before its next block.
+        """End a load that has not begun, and let one that runs end before its next batch.
 
-        Returns whether no block will be written from now on.
+        Not in the middle of a batch: a store takes the block at which a reader stops for a wrong
+        one. Returns whether no block will be written from now on.
         """
         self._context.meter.add(loads_cancelled=1)
         self._cancelled = True
@@ -177,9 +178,7 @@ class LoadJob:
         return self._context.pool.buffer(target.block)
 
     def _accept(self, target: LoadTarget, want: Want, got: GetResult) -> bool:
-        """Verify one block and count it; returns whether the next one is wanted."""
-        if self._cancelled:
-            return False
+        """Verify one block and count it; returns whether the store still had it."""
         if got.header is None:
             self._context.meter.add(absent=1)
             self._missed = Miss.TOO_LATE  # the lookup had found it

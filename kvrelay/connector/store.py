@@ -116,7 +116,7 @@ class StoreConnector:
         self._load_threads.submit(job)
 
     def cancel(self, request_id: str, epoch: int) -> bool:
-        """At once if the load waits for a thread; a load that runs ends before its next block."""
+        """At once if the load waits for a thread; a load that runs ends before its next batch."""
         with self._lock:
             job = self._loads.get((request_id, epoch))
         return job is None or job.cancel()
