@@ -7,6 +7,7 @@ first; an infinite logit stays what it is under biases and penalties, so the ord
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from kvrelay.engine.core.updates import Work
 from kvrelay.sampling import Sampling
 
 Row = tuple[int, Work, Sampling]  # its number in the batch
+MOST_CACHED = 1024  # requests whose biases are kept as arrays
 
 
 def penalised(sampling: Sampling) -> bool:
@@ -51,15 +53,21 @@ def penalise(row: torch.Tensor, work: Work, sampling: Sampling) -> None:
 
 def add_biases(logits: torch.Tensor, rows: Iterable[Row]) -> None:
     """Add the logit biases of all rows to float32 logits [R, vocab], in place."""
-    biased = [(row, sampling.logit_bias) for row, _, sampling in rows if sampling.logit_bias]
+    biased = [(row, _biases(sampling)) for row, _, sampling in rows if sampling.logit_bias]
     if not biased:
         return
-    numbers = [row for row, _ in biased]
-    at = np.repeat(numbers, [len(bias) for _, bias in biased])
-    tokens = np.array([token for _, bias in biased for token in bias], np.int64)
-    values = np.array([value for _, bias in biased for value in bias.values()], np.float32)
+    at = np.repeat([row for row, _ in biased], [len(tokens) for _, (tokens, _) in biased])
+    tokens = np.concatenate([tokens for _, (tokens, _) in biased])
+    values = np.concatenate([values for _, (_, values) in biased])
     place = _on(at, logits.device), _on(tokens, logits.device)
     logits[place] += _on(values, logits.device)  # no place occurs twice
+
+
+@lru_cache(maxsize=MOST_CACHED)
+def _biases(sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+    """The token ids and the biases, made once for a request rather than in each step."""
+    bias = sampling.logit_bias
+    return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
 
 
 def forbid(logits: torch.Tensor, rows: Iterable[Row]) -> None:
@@ -84,14 +92,16 @@ def _forbidden(work: Work, sampling: Sampling) -> Iterator[int]:
         yield from sampling.ending_token_ids
 
 
-def _completing(work: Work, sequences: Sequence[Sequence[int]]) -> Iterator[int]:
-    length = work.start + work.count
-    longest = max(map(len, sequences)) - 1
-    first = max(work.prompt_len, length - longest)
-    tail = tuple(work.tokens[first:length])
-    for *before, last in sequences:
-        if not before or tail[-len(before) :] == tuple(before):
-            yield last
+def _completing(work: Work, sequences: Sequence[tuple[int, ...]]) -> Iterator[int]:
+    tokens, length = work.tokens, work.start + work.count
+    made = length - work.prompt_len
+    last = tokens[length - 1] if made else None
+    for sequence in sequences:
+        before = len(sequence) - 1
+        if before and (sequence[-2] != last or before > made):
+            continue  # usually: no slice of the output is compared
+        if tuple(tokens[length - before : length]) == sequence[:-1]:
+            yield sequence[-1]
 
 
 def _on(values: np.ndarray, device: torch.device) -> torch.Tensor:
