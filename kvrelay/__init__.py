@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         WorkerStatus,
     )
     from kvrelay.sampling import Sampling
+    from kvrelay.structured import StructuredOutput
     from kvrelay.usage import LegAdmission, LegUsage, Miss, MissedBlocks, StoreTokens, Usage
 
 __all__ = [
@@ -75,6 +76,7 @@ __all__ = [
     "Sampling",
     "StoreTokens",
     "Stream",
+    "StructuredOutput",
     "TokenLogprob",
     "Unavailable",
     "Unservable",
@@ -91,6 +93,7 @@ _MODULES = (
     "kvrelay.usage",
     "kvrelay.fleet",
     "kvrelay.sampling",
+    "kvrelay.structured",
     "kvrelay.client",
 )
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.errors import Rejected
+from kvrelay.structured import StructuredOutput
 
 DEFAULT_MAX_TOKENS = 16  # this and the temperature are vLLM's defaults
 DEFAULT_TEMPERATURE = 1.0
@@ -41,6 +42,9 @@ class Sampling:
     ``logit_bias`` is added to the logits of its token ids before penalties. A token that would
     complete one of ``bad_words`` in the output is never sampled; ``bad_word_ids`` are the same as
     token ids, and all that an engine looks at.
+
+    With ``structured_output`` an end-of-sequence token ends the request even so, once no other
+    token can continue the text.
     """
 
     temperature: float = DEFAULT_TEMPERATURE
@@ -60,11 +64,14 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     bad_words: tuple[str, ...] = ()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
+    structured_output: StructuredOutput | None = None
 
     @property
     def ending_token_ids(self) -> tuple[int, ...]:
         """The tokens that end the request when sampled."""
-        return self.stop_token_ids if self.ignore_eos else self.stop_token_ids + self.eos_token_ids
+        if self.ignore_eos and self.structured_output is None:
+            return self.stop_token_ids
+        return self.stop_token_ids + self.eos_token_ids
 
     def check(self, vocab_size: int) -> None:
         """Raise ``Rejected`` naming the first field (``sampling.<field>``) that is out of range."""
@@ -89,6 +96,8 @@ class Sampling:
             )
         self._check_bias(vocab_size)
         self._check_bad_words(vocab_size)
+        if self.structured_output is not None:
+            self.structured_output.check()
 
     def _check_bias(self, vocab_size: int) -> None:
         most = MAX_LOGIT_BIASES

@@ -18,6 +18,7 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security.identity import caller
 from kvrelay.rpc.server.errors import Read, reads_late
 from kvrelay.rpc.status import code_of
+from kvrelay.text.structured import GrammarCompiler
 from kvrelay.text.tokenizer import Tokenizer, eos_token_ids
 from kvrelay.v1 import router_pb2, router_pb2_grpc
 from router.config import RouterConfig
@@ -36,6 +37,7 @@ from router.generate.retry import PoisonList, RetryControl, RetryLimits, TokenBu
 from router.generate.samples import Samples
 from router.placement.placer import Placer
 from router.queue.gate import QueueGate
+from router.queue.grammars import GrammarChecks
 from router.queue.inbox import Inbox
 from router.queue.prompts import PromptTokenizer
 from router.queue.quotas import QuotaHold, Quotas
@@ -57,6 +59,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self.tokenizer = tokenizer
         self._prompts = PromptTokenizer(tokenizer, config.max_prompt)
         threads = self._prompts.threads
+        endings = eos_token_ids(config.model)
+        self._grammars = GrammarChecks(GrammarCompiler(tokenizer, endings), threads)
         self.config = config
         self.registry = registry
         self.quotas = Quotas(time.monotonic)
@@ -73,7 +77,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             retry=self.retry,
             threads=threads,
             tokenizer=tokenizer,
-            eos_token_ids=eos_token_ids(config.model),
+            eos_token_ids=endings,
             handoff_wait=config.handoff_wait,
         )
         self.ended = Counter[str]()  # requests, by how they ended
@@ -156,6 +160,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             async with deadline.limit("to tokenize the prompt"):
                 prompt = await self._prompts.tokenize(message, hold, longest(workers))
                 words = await self._prompts.bad_words(message.sampling.bad_words, tenant)
+                await self._grammars.check(message.sampling, tenant)
             if call.fills:
                 count = samples_of(message)
                 message.max_tokens = most_tokens(len(prompt), longest(workers), tenant, count)

@@ -17,8 +17,10 @@ from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
 
+from kvrelay.client.structured import set_structured
 from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.sampling import Sampling
+from kvrelay.structured import StructuredOutput
 from kvrelay.v1 import router_pb2, types_pb2
 
 P = ParamSpec("P")
@@ -42,11 +44,16 @@ HINTS: Mapping[str, str] = {
     "prompt_token_ids": "use token_ids",
     "stop_sequences": "use stop",
     "stop_strings": "use stop",
+    "structured_outputs": "use structured_output",
+    "guided_json": 'use structured_output={"json": ...}',
+    "guided_regex": 'use structured_output={"regex": ...}',
+    "guided_choice": 'use structured_output={"choice": [...]}',
+    "guided_grammar": 'use structured_output={"grammar": ...}',
     "top_logprobs": "use logprobs, the number of likeliest tokens to report",
     "system": 'a system message is the first of messages: [("system", "..."), ("user", "...")]',
 }
 PLAIN = ("n", "max_tokens", "model", "request_id", "explain", "priority", "output_token_ids")
-SPECIAL = ("eos_token_ids", "logit_bias", "bad_word_ids")
+SPECIAL = ("eos_token_ids", "logit_bias", "bad_word_ids", "structured_output")
 SAMPLING = tuple(field.name for field in fields(Sampling) if field.name not in SPECIAL)
 ONE_OR_MORE = ("stop", "bad_words")
 TURN = "a mapping with role and content, or a pair of them"
@@ -105,6 +112,9 @@ class Parameters:
     seed: the same seed gives the same answer; drawn if absent, and returned with every chunk.
     stop, stop_token_ids: text and tokens that end the answer. ignore_eos: do not end at the
         end-of-sequence token. min_tokens: do not end before this many output tokens.
+    structured_output: what the text must be: a ``StructuredOutput``, or a mapping with one of
+        ``json`` (a JSON schema), ``json_object``, ``regex``, ``choice`` and ``grammar``.
+        response_format: the same as OpenAI's API has it.
     logprobs: report the log probability of each token and of this many likeliest tokens.
     model: the model's name; ``NotFound`` if another is served. request_id: default drawn.
     explain: fill in ``missed`` in the usage of each leg: the blocks that were not found, and why.
@@ -136,6 +146,8 @@ class Parameters:
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    structured_output: StructuredOutput | Mapping[str, object] | None = None
+    response_format: Mapping[str, object] | None = None
     logprobs: int | None = None
     model: str | None = None
     request_id: str | None = None
@@ -180,6 +192,7 @@ class Parameters:
             _set(message, name, [value] if one else value)
         _set_biases(message, self._given("logit_bias"))
         _set_sequences(message, self._given("bad_word_ids"))
+        set_structured(message, self._given("structured_output"), self.response_format)
 
     def _given(self, name: str) -> object:
         """The parameter, or the field of ``sampling`` that it does not replace."""

@@ -25,7 +25,7 @@ from kvrelay.engine.core.plan import Committed, EngineLimits, Plan
 from kvrelay.engine.core.request import Finish, Order
 from kvrelay.engine.core.scheduler import Scheduler
 from kvrelay.engine.core.totals import Totals
-from kvrelay.engine.core.updates import Sampled, Token, Update, Work
+from kvrelay.engine.core.updates import OutputGrammar, Sampled, Token, Update, Work
 from kvrelay.engine.safe_connector import SafeConnector
 from kvrelay.engine.watchdog import Watchdog, stack_of
 from kvrelay.errors import Exhausted, KvrelayError, Unavailable
@@ -121,12 +121,16 @@ class Engine:
         self._watchdog.start()
 
     def submit(
-        self, order: Order, sampling: Sampling, stop_checker: StopChecker | None = None
+        self,
+        order: Order,
+        sampling: Sampling,
+        stop_checker: StopChecker | None = None,
+        grammar: OutputGrammar | None = None,
     ) -> None:
         """Queue a request; its updates, a refusal included, go to ``deliver`` under its id."""
         if self._closing.is_set():
             raise Unavailable("the worker is stopping")
-        self._post(lambda: self._submit(order, sampling, stop_checker))
+        self._post(lambda: self._submit(order, sampling, stop_checker, grammar))
 
     def abort(self, request_id: str) -> None:
         """End a request without further updates. An unknown id is no error."""
@@ -288,17 +292,7 @@ class Engine:
             return []
         self._steps += 1
         return self._runner.execute(
-            [
-                Work(
-                    tokens=entry.request.tokens,
-                    start=entry.start,
-                    count=entry.count,
-                    blocks=entry.request.resident.blocks,
-                    prompt_len=entry.request.order.prompt_len,
-                    sampling=self._legs[entry.request.id].sampling if entry.samples else None,
-                )
-                for entry in plan.entries
-            ]
+            [self._legs[entry.request.id].work(entry) for entry in plan.entries]
         )
 
     def _report(self, committed: Committed, sampled: Sequence[Sampled]) -> None:
@@ -306,6 +300,10 @@ class Engine:
         for output, item in zip(committed.outputs, sampled, strict=True):
             request_id = output.request.id
             leg = self._legs[request_id]
+            if item.error is not None:
+                self._legs.fail(request_id, item.error)
+                self._abort(request_id)
+                continue
             self._legs.note_token(leg, now)
             finish = output.finish
             try:
@@ -321,7 +319,13 @@ class Engine:
 
     # --- requests -------------------------------------------------------------------------------
 
-    def _submit(self, order: Order, sampling: Sampling, stop_checker: StopChecker | None) -> None:
+    def _submit(
+        self,
+        order: Order,
+        sampling: Sampling,
+        stop_checker: StopChecker | None,
+        grammar: OutputGrammar | None,
+    ) -> None:
         limit = self._options.max_waiting
         try:
             if len(self._scheduler.waiting) >= limit:
@@ -332,7 +336,7 @@ class Engine:
         except KvrelayError as error:
             self._legs.fail(order.request_id, error)
         else:
-            self._legs.add(Leg(request, sampling, stop_checker, time.monotonic()))
+            self._legs.add(Leg(request, sampling, stop_checker, time.monotonic(), grammar))
 
     def _abort(self, request_id: str) -> None:
         self._scheduler.abort(request_id)

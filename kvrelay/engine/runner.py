@@ -12,6 +12,7 @@ from kvrelay.engine.attention.pool import KVPool
 from kvrelay.engine.attention.sdpa import SdpaBackend
 from kvrelay.engine.core.updates import Sampled, Work
 from kvrelay.engine.model.loading import LoadedModel
+from kvrelay.engine.sampling.masks import MaskThread
 from kvrelay.engine.sampling.sampler import sample
 from kvrelay.errors import Rejected
 
@@ -34,6 +35,7 @@ class Runner:
         self._forward = loaded.forward
         self._backend = choose_attention(attention_backend, self.pool)
         self._threads = threads
+        self._masks = MaskThread(loaded.info.vocab_size)
         self._executed = 0
 
     @property
@@ -51,9 +53,14 @@ class Runner:
         answers: list[Sampled | None] = [None] * len(works)
         if not works:
             return answers
-        with torch.inference_mode():
+        with torch.inference_mode(), self._masks.computing(works) as masks:
             batch, logits = self.compute(works)
-            chosen = sample(logits, [works[index] for index in batch.samples])
+            made = masks()
+            chosen = sample(
+                logits,
+                [works[index] for index in batch.samples],
+                None if made is None else made.arranged(batch.samples),
+            )
         self.pool.computed()
         self._executed += sum(work.count for work in works)
         for index, sampled in zip(batch.samples, chosen, strict=True):

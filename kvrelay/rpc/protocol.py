@@ -1,7 +1,8 @@
 """What the router and the workers agree on: the protocol's version, worker roles, shared fields.
 
 ``PROTOCOL`` is the version of the messages between our processes; processes of different versions
-do not work together. It grows when the meaning of the same bytes changes; a new field needs none.
+do not work together. It grows when the meaning of the same bytes changes, and with a field that an
+older worker must not ignore.
 """
 
 from __future__ import annotations
@@ -12,9 +13,19 @@ from typing import TypeAlias
 from kvrelay.errors import Rejected
 from kvrelay.fleet import WorkerRole
 from kvrelay.sampling import Sampling
+from kvrelay.structured import FIELD, StructuredOutput
 from kvrelay.v1 import types_pb2
 
-PROTOCOL = 1
+PROTOCOL = 2
+CONVERTED = (
+    "stop",
+    "stop_token_ids",
+    "logit_bias",
+    "bad_words",
+    "bad_word_ids",
+    "structured_output",
+)
+"""Fields of ``Sampling`` whose values the message holds in another form."""
 
 Role: TypeAlias = "types_pb2.Role.ValueType"  # quoted: it is in the type stubs only
 NAMES: dict[Role, WorkerRole] = {
@@ -35,8 +46,7 @@ def role_name(role: Role) -> str:
 
 def sampling_of(message: types_pb2.Sampling, eos_token_ids: Sequence[int] = ()) -> Sampling:
     """The sampling parameters of a message and the model's end tokens; defaults where absent."""
-    lists = ("stop", "stop_token_ids", "logit_bias", "bad_words", "bad_word_ids")
-    given = {f.name: value for f, value in message.ListFields() if f.name not in lists}
+    given = {f.name: value for f, value in message.ListFields() if f.name not in CONVERTED}
     # A zero that was given explicitly is listed too: every scalar field is `optional`.
     return Sampling(
         **given,
@@ -46,7 +56,35 @@ def sampling_of(message: types_pb2.Sampling, eos_token_ids: Sequence[int] = ()) 
         logit_bias=dict(message.logit_bias),
         bad_words=tuple(message.bad_words),
         bad_word_ids=tuple(tuple(sequence.ids) for sequence in message.bad_word_ids),
+        structured_output=structured_of(message.structured_output)
+        if message.HasField("structured_output")
+        else None,
     )
+
+
+def structured_of(message: types_pb2.StructuredOutput) -> StructuredOutput:
+    """What the output must be; ``check`` refuses one without a constraint."""
+    given = message.WhichOneof("constraint")
+    if given is None:
+        return StructuredOutput()
+    if given == "choice":
+        return StructuredOutput(choice=tuple(message.choice.texts))
+    return StructuredOutput(**{given: getattr(message, given)})
+
+
+def structured_message(wanted: StructuredOutput) -> types_pb2.StructuredOutput:
+    """The message of what an output must be. Raises ``Rejected`` if it cannot be sent."""
+    wanted.check()
+    kind = wanted.kind
+    message = types_pb2.StructuredOutput()
+    try:
+        if kind == "choice":
+            message.choice.texts.extend(wanted.choice)
+        else:
+            setattr(message, kind, getattr(wanted, kind))
+    except (TypeError, ValueError) as error:
+        raise Rejected(f"{FIELD}.{kind}", f"must be text: {error}") from None
+    return message
 
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import codecs
 import json
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Literal, Protocol
 
@@ -44,6 +45,24 @@ def detokenizer(tokenizer: Tokenizer) -> Detokenizer:
     if _is_byte_level(tokenizer.backend):
         return ByteLevelDetokenizer(tokenizer)
     return AnchoredDetokenizer(tokenizer)
+
+
+def token_bytes(tokenizer: Tokenizer) -> Callable[[int], bytes]:
+    """What a token adds to a text, in bytes; nothing for a special token.
+
+    A text's first token may add less: some decoders strip the first space.
+    """
+    if _is_byte_level(tokenizer.backend):
+        return _token_bytes(tokenizer).__getitem__
+    anchor, text = _anchor(tokenizer)
+    raw = _byte_tokens(tokenizer.backend)
+
+    def one(token: int) -> bytes:
+        if token in raw:
+            return bytes((raw[token],))
+        return tokenizer.decode([anchor, token]).removeprefix(text).encode()
+
+    return one
 
 
 class NoText:

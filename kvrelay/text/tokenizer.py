@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvrelay.errors import Rejected, Unservable
 from kvrelay.model_folder import missing_folder
+from kvrelay.structured import FIELD
 from kvrelay.text.bound import bytes_per_token
 from kvrelay.text.template import RESERVED_ARGUMENTS, template_arguments
 
@@ -26,7 +27,11 @@ if TYPE_CHECKING:
 MAX_PROMPT_BYTES = 4 << 20
 FILES = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.*", "tekken.json")
 """Files of vocabularies. Without one ``transformers`` makes an empty tokenizer for some models."""
-INSTEAD = {"sampling.stop": "stop_token_ids", "sampling.bad_words": "bad_word_ids"}
+INSTEAD = {
+    "sampling.stop": "send stop_token_ids",
+    "sampling.bad_words": "send bad_word_ids",
+    FIELD: "leave it out",
+}
 WRONG_VALUES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
@@ -147,8 +152,8 @@ class NoTokenizer(Tokenizer):
 
     def refusal(self, field: str) -> Rejected:
         """The error for a field that needs text."""
-        instead = INSTEAD.get(field, "token_ids")
-        return Rejected(field, f"needs a tokenizer, and this model has none: send {instead}")
+        instead = INSTEAD.get(field, "send token_ids")
+        return Rejected(field, f"needs a tokenizer, and this model has none: {instead}")
 
 
 def load_tokenizer(folder: str | Path, max_prompt_bytes: int = MAX_PROMPT_BYTES) -> Tokenizer:

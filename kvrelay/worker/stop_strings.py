@@ -26,10 +26,10 @@ class StopCheckers:
 
     def __init__(self, folder: str | Path) -> None:
         """Read the tokenizer now: later it would block the event loop."""
-        self._tokenizer: Tokenizer | None = None
+        self.tokenizer: Tokenizer | None = None
         self._reason = ""
         try:
-            self._tokenizer = load_tokenizer(folder)
+            self.tokenizer = load_tokenizer(folder)
         except Unservable as error:
             self._reason = str(error)
 
@@ -37,9 +37,9 @@ class StopCheckers:
         """The checker of a request, after its output so far; ``None`` without stop strings."""
         if not sampling.stop:
             return None
-        if self._tokenizer is None:
+        if self.tokenizer is None:
             raise Rejected("sampling.stop", f"this worker has no tokenizer: {self._reason}")
-        text = OutputText(self._tokenizer, sampling.stop, sampling.min_tokens)
+        text = OutputText(self.tokenizer, sampling.stop, sampling.min_tokens)
         if text.replay(order.tokens[order.prompt_len :]):
             raise Rejected("leg.output_token_ids", "they already contain a stop string")
         return StopStringChecker(text)

@@ -9,7 +9,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 
 from kvrelay.engine.core.legs import StopChecker
 from kvrelay.engine.core.request import Order
-from kvrelay.engine.core.updates import Admitted, Ended, Failed, Token, Update
+from kvrelay.engine.core.updates import Admitted, Ended, Failed, OutputGrammar, Token, Update
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import Draining
 from kvrelay.rpc.deadline import Deadline
@@ -63,7 +63,12 @@ class LegStreams:
 
     @asynccontextmanager
     async def run(
-        self, engine: Engine, order: Order, sampling: Sampling, stop_checker: StopChecker | None
+        self,
+        engine: Engine,
+        order: Order,
+        sampling: Sampling,
+        stop_checker: StopChecker | None,
+        grammar: OutputGrammar | None = None,
     ) -> AsyncGenerator[AsyncGenerator[LegUpdates]]:
         """Submit an order and yield its updates. Leaving the context early aborts the leg."""
         if self.draining:
@@ -72,7 +77,7 @@ class LegStreams:
         self._queues[order.request_id] = queue
         self._idle.clear()
         try:
-            engine.submit(order, sampling, stop_checker)
+            engine.submit(order, sampling, stop_checker, grammar)
             async with aclosing(_batches(queue)) as batches:
                 yield batches
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -33,10 +33,12 @@ from kvrelay.process.memory import host_memory
 from kvrelay.rpc.protocol import PROTOCOL, Role
 from kvrelay.rpc.security.credentials import Credentials
 from kvrelay.rpc.security.policy import installed
+from kvrelay.text.structured import TokenGrammar
 from kvrelay.v1 import types_pb2, worker_pb2
 from kvrelay.version import VERSION
 from kvrelay.worker import convert, journal_file
 from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.grammars import LegGrammars
 from kvrelay.worker.handoff import check_signature, check_tokens, sign
 from kvrelay.worker.roles import WorkerIdentity
 from kvrelay.worker.stop_strings import StopCheckers
@@ -66,6 +68,7 @@ class Worker:
     engine: Engine
     streams: LegStreams
     stop_checkers: StopCheckers
+    grammars: LegGrammars
     credentials: Credentials = field(default_factory=Credentials)
 
     @classmethod
@@ -85,6 +88,7 @@ class Worker:
             fleet_key_id=credentials.fleet_key_id,
         )
         limits = limits_of(config, model)
+        stop_checkers = StopCheckers(config.model)
         runner = Runner(
             model, limits.num_blocks, limits.block_size, config.attention_backend, config.threads
         )
@@ -118,7 +122,8 @@ class Worker:
             connector=connector,
             engine=engine,
             streams=streams,
-            stop_checkers=StopCheckers(config.model),
+            stop_checkers=stop_checkers,
+            grammars=LegGrammars(stop_checkers.tokenizer, info.eos_token_ids),
             credentials=credentials,
         )
 
@@ -131,6 +136,24 @@ class Worker:
         self, role: Role, leg: types_pb2.Leg, handoff: types_pb2.Handoff | None = None
     ) -> AbstractAsyncContextManager[AsyncGenerator[LegUpdates]]:
         """Check a leg of this role and submit it; see ``LegStreams.run``."""
+        return self._run(role, leg, handoff)
+
+    @asynccontextmanager
+    async def _run(
+        self, role: Role, leg: types_pb2.Leg, handoff: types_pb2.Handoff | None
+    ) -> AsyncGenerator[AsyncGenerator[LegUpdates]]:
+        grammar = await self.grammars.of(leg)
+        async with self._submitted(role, leg, handoff, grammar) as batches:
+            yield batches
+
+    def _submitted(
+        self,
+        role: Role,
+        leg: types_pb2.Leg,
+        handoff: types_pb2.Handoff | None,
+        grammar: TokenGrammar | None,
+    ) -> AbstractAsyncContextManager[AsyncGenerator[LegUpdates]]:
+        """Does not wait: what it checks still holds when the leg is submitted."""
         if role != self.identity.role:
             raise Mismatch("role", f"this is a {self.identity.name} worker now")
         convert.check_leg(leg, self.model.info.vocab_size, self.limits.max_model_len)
@@ -144,7 +167,7 @@ class Worker:
         save = self.config.store is not None
         order = convert.order(leg, engine_id, sampling, prefill_only, save, space)
         stop_checker = self.stop_checkers.of(order, sampling)
-        return self.streams.run(self.engine, order, sampling, stop_checker)
+        return self.streams.run(self.engine, order, sampling, stop_checker, grammar)
 
     def handoff(self, leg: types_pb2.Leg, ended: Ended) -> types_pb2.Handoff:
         """The signed handoff of a prefill leg to the decode leg."""

@@ -120,11 +120,12 @@ class Generation:
     def replay_tokens(self) -> None:
         """Decode the tokens so far here; raises ``Rejected`` if one before the last ends them."""
         sampling = self.request.sampling
-        ending = sampling_of(sampling, self._parts.eos_token_ids).ending_token_ids
+        given = sampling_of(sampling, self._parts.eos_token_ids)
+        ending = given.ending_token_ids
         last = len(self._outputs) - 1
         for index, token in enumerate(self._outputs):
             self._stopped = self._text.push(token).stopped
-            armed = index >= sampling.min_tokens
+            armed = index >= sampling.min_tokens or given.structured_output is not None
             if self._stopped or (armed and token in ending):
                 self._finish = STOP
                 if index < last:

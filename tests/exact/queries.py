@@ -60,6 +60,7 @@ class Sampling(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     bad_words: Sequence[str]
     bad_word_ids: Sequence[Sequence[int]]
+    structured_output: Mapping[str, object]
 
 
 async def _complete_all(

@@ -13,10 +13,18 @@ from typing import Protocol
 
 from kvrelay.engine.core.audit import Finding
 from kvrelay.engine.core.external import BlockContent, Load, Loaded, Save, Saved, apportion
-from kvrelay.engine.core.plan import Committed
+from kvrelay.engine.core.plan import Committed, Entry
 from kvrelay.engine.core.request import Request, RequestState
 from kvrelay.engine.core.totals import Totals
-from kvrelay.engine.core.updates import Admitted, Ended, Failed, Timing, Update
+from kvrelay.engine.core.updates import (
+    Admitted,
+    Ended,
+    Failed,
+    OutputGrammar,
+    Timing,
+    Update,
+    Work,
+)
 from kvrelay.engine.core.usage import leg_tokens, missed_blocks
 from kvrelay.errors import KvrelayError
 from kvrelay.sampling import Sampling
@@ -38,6 +46,7 @@ class Leg:
     sampling: Sampling
     stop_checker: StopChecker | None
     submitted: float
+    grammar: OutputGrammar | None = None
     admitted: float | None = None
     asked: int = 0  # tokens looked up for the first admission
     miss: Miss | None = None  # why the lookup of the first admission found no more
@@ -48,6 +57,19 @@ class Leg:
     open_saves: int = 0
     stored: set[bytes] = field(default_factory=set)
     tail: BlockContent | None = None  # the partial last block, once its save has started
+
+    def work(self, entry: Entry) -> Work:
+        """What the model runner gets for an entry of this leg."""
+        request = entry.request
+        return Work(
+            tokens=request.tokens,
+            start=entry.start,
+            count=entry.count,
+            blocks=request.resident.blocks,
+            prompt_len=request.order.prompt_len,
+            sampling=self.sampling if entry.samples else None,
+            grammar=self.grammar if entry.samples else None,
+        )
 
     def note_running(self, now: float) -> None:
         """Note the first step that computes positions of this leg."""

@@ -8,12 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvrelay.engine.core.request import Admission, Finish
 from kvrelay.engine.core.usage import LegTokens
 from kvrelay.errors import KvrelayError
 from kvrelay.sampling import Sampling
 from kvrelay.usage import MissedBlocks
+
+
+class OutputGrammar(Protocol):
+    """Restricts one output; its state follows from the output tokens."""
+
+    def allowed(self, tokens: Sequence[int], first: int, last: int) -> bytes:
+        """The tokens that may follow the output ``tokens[first:last]``: a bit each, lowest first.
+
+        Raises ``KvrelayError`` if none may.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +35,7 @@ class Work:
     table, covering ``start + count`` positions at least; both are live lists of the scheduler,
     read during the step and never kept. The KV of ``[0, start)`` is valid in the table's blocks.
     With ``sampling``, sample the token at position ``start + count``; for penalties and
-    ``min_tokens`` the output begins at ``prompt_len``.
+    ``min_tokens`` the output begins at ``prompt_len``. That token follows from ``grammar``, if any.
     """
 
     tokens: Sequence[int]
@@ -33,6 +44,7 @@ class Work:
     blocks: Sequence[int]
     prompt_len: int
     sampling: Sampling | None
+    grammar: OutputGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +57,15 @@ class Logprob:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The sampled token and, if requested, its log probability and the most likely tokens."""
+    """The sampled token and, if requested, its log probability and the most likely tokens.
+
+    With ``error`` no token was possible: ``token`` stands for none, and the request must end.
+    """
 
     token: int
     logprob: float | None = None
     top: tuple[Logprob, ...] = ()
+    error: KvrelayError | None = None
 
 
 @dataclass(frozen=True, slots=True)

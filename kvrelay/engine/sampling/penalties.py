@@ -30,6 +30,11 @@ def penalised(sampling: Sampling) -> bool:
 
 def too_short(work: Work, sampling: Sampling) -> bool:
     """Whether an ending token is still forbidden: fewer than ``min_tokens`` were sampled."""
+    return work.grammar is None and before_minimum(work, sampling)
+
+
+def before_minimum(work: Work, sampling: Sampling) -> bool:
+    """Whether the output has fewer than ``min_tokens``."""
     return work.start + work.count - work.prompt_len < sampling.min_tokens
 
 

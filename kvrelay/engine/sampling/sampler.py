@@ -1,18 +1,20 @@
 """Samples the next token of each row, with log probabilities if requested.
 
-The order is logit biases, penalties, bad words and ``min_tokens``, temperature, top-k, top-p,
-min-p; log probabilities are of the raw logits. A token depends on (seed, position, logits) and on
-no other row of the batch.
+The order is the grammar, logit biases, penalties, bad words and ``min_tokens``, temperature,
+top-k, top-p, min-p; log probabilities are of the raw logits, behind the grammar as in vLLM. A token
+depends on (seed, position, logits) and on no other row of the batch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 
 from kvrelay.engine.core.updates import Logprob, Sampled, Work
 from kvrelay.engine.sampling.draw import draw
+from kvrelay.engine.sampling.masks import GrammarMasks
 from kvrelay.engine.sampling.penalties import (
     Row,
     add_biases,
@@ -22,24 +24,43 @@ from kvrelay.engine.sampling.penalties import (
     too_short,
 )
 from kvrelay.engine.sampling.philox import uniform
+from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.sampling import Sampling
+from kvrelay.structured import FIELD
 
 
-def sample(logits: torch.Tensor, works: Sequence[Work]) -> list[Sampled]:
+def sample(
+    logits: torch.Tensor, works: Sequence[Work], masks: GrammarMasks | None = None
+) -> list[Sampled]:
     """One token for each row of logits [R, vocab] in any float dtype; every work has a sampling.
 
-    Greedy (temperature 0) takes the first of equal logits.
+    Greedy (temperature 0) takes the first of equal logits. ``masks`` are those of the works with a
+    grammar.
     """
     asked = [(row, work, _sampling(work)) for row, work in enumerate(works)]
+    if masks is not None:
+        logits = masks.apply(logits)
     plain = not any(_adjusts(work, sampling) for _, work, sampling in asked)
     # In float32 even for the argmax: in bfloat16 it takes five times as long.
-    tokens = _tokens(logits.float() if plain else _adjusted(logits, asked), asked)
+    final = logits.float() if plain else _adjusted(logits, asked)
+    tokens = _tokens(final, asked)
+    errors = {} if masks is None else _errors(final, masks)
     return [
-        Sampled(token)
-        if sampling.logprobs is None
+        Sampled(token, error=errors.get(row))
+        if sampling.logprobs is None or row in errors
         else _report(logits[row], token, sampling.logprobs)
         for token, (row, _, sampling) in zip(tokens, asked, strict=True)
     ]
+
+
+def _errors(final: torch.Tensor, masks: GrammarMasks) -> dict[int, KvrelayError]:
+    """Why rows have no token: their grammar failed, or no token is possible."""
+    highest = final[list(masks.rows)].amax(-1).tolist()
+    return {
+        row: Rejected(FIELD, "with bad_words it leaves no token to continue the output with")
+        for row, best in zip(masks.rows, highest, strict=True)
+        if best == -math.inf
+    } | masks.errors
 
 
 def _sampling(work: Work) -> Sampling:
@@ -84,9 +105,10 @@ def _tokens(logits: torch.Tensor, asked: Sequence[Row]) -> list[int]:
 
 
 def _report(row: torch.Tensor, token: int, count: int) -> Sampled:
-    """The token with its log probability, and the ``count`` most likely ones."""
+    """The token with its log probability, and the ``count`` most likely ones that are possible."""
     logprobs = row.float().log_softmax(-1)
     best = logprobs.topk(count)
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-    top = sorted((Logprob(t, p) for t, p in pairs), key=lambda one: (-one.logprob, one.token))
+    possible = (Logprob(t, p) for t, p in pairs if p > -math.inf)
+    top = sorted(possible, key=lambda one: (-one.logprob, one.token))
     return Sampled(token, float(logprobs[token]), tuple(top))

@@ -1,0 +1,102 @@
+"""What the text of an output must be: JSON, JSON of a schema, a regular expression, a choice, or
+the sentences of a grammar. The names are those of vLLM's ``StructuredOutputsParams``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from kvrelay.errors import Rejected
+
+MAX_BYTES = 64 << 10
+MAX_CHOICES = 1024
+FIELD = "sampling.structured_output"
+NAMES = ("json", "json_object", "regex", "choice", "grammar")
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutput:
+    """Exactly one field is set.
+
+    ``json_object``: any JSON object. ``json_schema``: JSON of this schema (draft 2020-12, as text);
+    a keyword that cannot be enforced is refused. ``regex``: the whole output matches it; no
+    look-around. ``choice``: the output is one of these texts. ``grammar``: a context-free grammar
+    in Lark's syntax (with llguidance's extensions) or in GBNF (``root ::= ...``).
+    """
+
+    json_object: bool = False
+    json_schema: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is set."""
+        given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+        if len(given) != 1:
+            raise Rejected(FIELD, f"set exactly one field, got {', '.join(given) or 'none'}")
+        return given[0]
+
+    @property
+    def size(self) -> int:
+        """Bytes of its texts."""
+        texts = (self.json_schema or "", self.regex or "", self.grammar or "", *self.choice)
+        return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+
+    def check(self) -> None:
+        """Raise ``Rejected`` naming the field that is out of bounds. Compiles nothing."""
+        field = f"{FIELD}.{self.kind}"
+        if len(self.choice) > MAX_CHOICES:
+            raise Rejected(field, f"at most {MAX_CHOICES} choices, got {len(self.choice)}")
+        if self.choice and not all(self.choice):
+            raise Rejected(f"{field}[{self.choice.index('')}]", "is empty")
+        if self.size > MAX_BYTES:
+            raise Rejected(field, f"{self.size} bytes, more than the limit of {MAX_BYTES}")
+
+
+def of_mapping(value: Mapping[str, object], name: str = "structured_output") -> StructuredOutput:
+    """What a mapping with vLLM's names asks for: ``json``, ``json_object``, ``regex``, ``choice``
+    or ``grammar``. ``None`` means absent. ``Rejected`` for the parameter ``name``.
+    """
+    given = {key: entry for key, entry in value.items() if entry is not None}
+    match given:
+        case {"json": schema} | {"json_schema": schema} if len(given) == 1:
+            return StructuredOutput(json_schema=_text_of(schema, f"{name}.json"))
+        case {"json_object": bool(wanted)} if len(given) == 1:
+            return StructuredOutput(json_object=wanted)
+        case {"regex": str(regex)} if len(given) == 1:
+            return StructuredOutput(regex=regex)
+        case {"grammar": str(grammar)} if len(given) == 1:
+            return StructuredOutput(grammar=grammar)
+        case {"choice": list(texts) | tuple(texts)} if len(given) == 1:
+            if all(isinstance(text, str) for text in texts):
+                return StructuredOutput(choice=tuple(map(str, texts)))
+    raise Rejected(name, f"give one of {', '.join(NAMES)} with its value, got {dict(given)!r:.80}")
+
+
+def of_response_format(value: object, name: str = "response_format") -> StructuredOutput | None:
+    """What OpenAI's ``response_format`` asks for, ``None`` for plain text."""
+    match value:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return StructuredOutput(json_object=True)
+        case {"type": "json_schema", "json_schema": {"schema": schema}}:
+            return StructuredOutput(json_schema=_text_of(schema, f"{name}.json_schema.schema"))
+    wanted = "type text, json_object, or json_schema with json_schema.schema"
+    raise Rejected(name, f"must be an object with {wanted}, got {value!r:.80}")
+
+
+def _text_of(schema: object, name: str) -> str:
+    """A JSON schema as text."""
+    if isinstance(schema, str):
+        return schema
+    if not isinstance(schema, Mapping | bool):
+        raise Rejected(name, f"must be a JSON schema, got {schema!r:.80}")
+    try:
+        return json.dumps(dict(schema) if isinstance(schema, Mapping) else schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise Rejected(name, f"must be a JSON schema: {error}") from None

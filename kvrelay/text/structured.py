@@ -1,0 +1,253 @@
+"""Structured output: which tokens may come next, so that the text is what the client asked for.
+
+A matcher's state follows from the output tokens alone: replaying them on any worker gives the same
+masks. ``llguidance`` compiles and matches; its bounds are amounts of work, not times, so a grammar
+that exceeds them does so on every machine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvrelay.errors import KvrelayError, Rejected, Unservable
+from kvrelay.structured import FIELD, StructuredOutput
+from kvrelay.text.detokenizer import token_bytes
+from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+CACHE_BYTES = 16 << 20
+OVERHEAD_BYTES = 64 << 10  # of a compiled grammar, besides
+BYTES_PER_BYTE = 32  # of its text
+MAX_MESSAGE = 400  # characters of the library's messages
+_GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+
+# Bounds of the parser, so that a mask takes a tenth of a second at most. An optional property of a
+# JSON schema takes four items of a row; a grammar that is more ambiguous than usual is hostile.
+MAX_ITEMS = 10_000  # for one mask
+MAX_ROW = 2000  # for one byte
+MAX_ROW_OF_GRAMMAR = 500
+MAX_LEXER_STATES = 50_000  # about 500 bytes each, for one request
+MAX_SYMBOLS = 200_000  # of the grammar
+
+
+class OffGrammar(KvrelayError):
+    """A token does not follow from the grammar: it was not sampled with the grammar's mask."""
+
+
+class TokenGrammar:
+    """The matcher of one output. One thread at a time."""
+
+    def __init__(self, matcher: LLMatcher, field: str) -> None:
+        self._matcher = matcher
+        self._field = field
+        self._consumed = 0
+
+    def follow(self, tokens: Sequence[int], first: int, last: int) -> None:
+        """Consume what is new of the output ``tokens[first:last]``.
+
+        Raises ``OffGrammar`` if a token does not follow.
+        """
+        new = tokens[first + self._consumed : last]
+        taken = self._matcher.try_consume_tokens(list(new)) if new else 0
+        self._consumed += taken
+        self._check_complexity()
+        if taken < len(new):
+            raise OffGrammar(f"output token {self._consumed} does not follow from the grammar")
+
+    def allowed(self, tokens: Sequence[int], first: int, last: int) -> bytes:
+        """One bit for each token, lowest first: those that may follow ``tokens[first:last]``.
+
+        The end-of-sequence tokens may if the text is complete. Raises ``Rejected`` if the grammar
+        is too complex at this place, or if no token of the vocabulary can continue the text.
+        """
+        self.follow(tokens, first, last)
+        mask = self._matcher.compute_bitmask()
+        self._check_complexity()
+        return mask
+
+    def _check_complexity(self) -> None:
+        matcher = self._matcher
+        if matcher.is_error():
+            raise Rejected(
+                self._field,
+                f"is too complex, or cannot be continued, after {self._consumed} output tokens:"
+                f" {brief(matcher.get_error())}",
+            )
+        if matcher.is_stopped() and not matcher.is_accepting():
+            raise Rejected(
+                self._field,
+                f"no token of this model continues the text after {self._consumed} output tokens",
+            )
+
+
+class GrammarCompiler:
+    """Compiles the grammars of requests for one model, and keeps those used last.
+
+    ``compile`` may take a tenth of a second, its first call some seconds for a large vocabulary:
+    not on an event loop. It is safe to use from several threads at once.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._eos = tuple(eos_token_ids)
+        self._lock = threading.Lock()
+        self._vocabulary_lock = threading.Lock()
+        self._vocabulary: LLTokenizer | None = None
+        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._bytes = 0
+
+    @property
+    def cached_bytes(self) -> int:
+        """The estimated size of the compiled grammars that are kept."""
+        return self._bytes
+
+    def knows(self, wanted: StructuredOutput) -> bool:
+        """Whether ``compile`` returns at once."""
+        with self._lock:
+            return wanted in self._compiled
+
+    def compile(self, wanted: StructuredOutput) -> TokenGrammar:
+        """A matcher at the beginning of an output; ``Rejected`` naming the field, and where."""
+        wanted.check()
+        field = f"{FIELD}.{wanted.kind}"
+        with self._lock:
+            found = self._compiled.get(wanted)
+            if found is not None:
+                self._compiled.move_to_end(wanted)
+                return TokenGrammar(found.deep_copy(), field)
+        made = self._compile(wanted, field)
+        with self._lock:
+            if wanted not in self._compiled:
+                self._keep(wanted, made)
+            return TokenGrammar(made.deep_copy(), field)
+
+    def _keep(self, wanted: StructuredOutput, made: LLMatcher) -> None:
+        self._compiled[wanted] = made
+        self._bytes += _cost(wanted)
+        while self._bytes > CACHE_BYTES:
+            oldest, _ = self._compiled.popitem(last=False)
+            self._bytes -= _cost(oldest)
+
+    def _compile(self, wanted: StructuredOutput, field: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        vocabulary = self._loaded(field)
+        try:
+            source = _source(wanted)
+        except (ValueError, RecursionError, KvrelayError) as error:
+            raise Rejected(field, brief(str(error))) from error
+        matcher = LLMatcher(vocabulary, source, log_level=0, limits=_limits(wanted.kind))
+        if matcher.is_error():
+            raise Rejected(field, brief(matcher.get_error()))
+        return matcher
+
+    def _loaded(self, field: str) -> LLTokenizer:
+        if isinstance(self._tokenizer, NoTokenizer):
+            raise self._tokenizer.refusal(FIELD)
+        with self._vocabulary_lock:
+            if self._vocabulary is None:
+                try:
+                    self._vocabulary = vocabulary_of(self._tokenizer, self._eos)
+                except Unservable as error:
+                    raise Rejected(field, f"this model cannot do it: {error}") from error
+            return self._vocabulary
+
+
+def vocabulary_of(tokenizer: Tokenizer, eos_token_ids: Sequence[int]) -> LLTokenizer:
+    """The library's form of a vocabulary.
+
+    Raises ``Unservable`` unless each token stands there for the bytes that the detokenizer gives
+    it. Special tokens stand for no text: only a grammar that names one allows it.
+    """
+    from llguidance import LLTokenizer
+
+    endings = [token for token in eos_token_ids if token < tokenizer.vocab_size]
+    if not endings:
+        raise Unservable("it names no end-of-sequence token")
+    try:
+        made = LLTokenizer(tokenizer.backend.to_str(), eos_token=endings)
+    except ValueError as error:
+        raise Unservable(f"its tokens do not stand for bytes: {brief(str(error))}") from error
+    bytes_of = token_bytes(tokenizer)
+    for token in range(made.vocab_size):
+        if made.is_special_token(token) or token in tokenizer.special_ids:
+            continue
+        if made.decode_bytes([token]) != bytes_of(token):
+            raise Unservable(f"token {token} stands for other bytes than its text has")
+    return made
+
+
+def brief(message: str) -> str:
+    """A message of the library as one line, without what it says about its own code."""
+    text = message.split("<backtrace>")[0].split("<state>")[0].split("<non-verbose/>")[0]
+    text = re.sub(r"(\S{40})\S{20,}", r"\1...", text)
+    if text.startswith("panic"):
+        text = "is too large or too deep"
+    line = " ".join(text.split())
+    return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
+
+
+def _limits(kind: str) -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        max_items_in_row=MAX_ROW_OF_GRAMMAR if kind == "grammar" else MAX_ROW,
+        step_max_items=MAX_ITEMS,
+        max_lexer_states=MAX_LEXER_STATES,
+        max_grammar_size=MAX_SYMBOLS,
+        verbose_errors=False,
+    )
+
+
+def _source(wanted: StructuredOutput) -> str:
+    """The grammar in the library's own form; ``ValueError`` if it cannot be read."""
+    from llguidance import LLMatcher
+
+    if wanted.json_object:
+        return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+    if wanted.json_schema is not None:
+        return LLMatcher.grammar_from_json_schema(_json_schema(wanted.json_schema))
+    if wanted.regex is not None:
+        return LLMatcher.grammar_from_regex(wanted.regex)
+    if wanted.choice:
+        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, wanted.choice)))
+    return LLMatcher.grammar_from_lark(_lark(wanted.grammar or ""))
+
+
+def _lark(text: str) -> str:
+    """The grammar in Lark's syntax; one with rules like ``root ::= ...`` is translated."""
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    if not _GBNF.search(text):
+        return text
+    try:
+        return any_to_lark(text)
+    except GbnfToLarkError as error:
+        raise ValueError(str(error)) from error
+    except Exception as error:
+        if type(error) is not Exception:  # what the translator raises for rules that are missing
+            raise
+        raise ValueError(str(error)) from error
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _json_schema(text: str) -> str:
+    """The schema, which must be a JSON object or a boolean."""
+    schema = json.loads(text)
+    if not isinstance(schema, dict | bool):
+        raise ValueError(f"a JSON schema is an object, got {text[:40]}")
+    return text
+
+
+def _cost(wanted: StructuredOutput) -> int:
+    return OVERHEAD_BYTES + BYTES_PER_BYTE * wanted.size
