@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrelay.errors import Rejected
+from kvrelay.rpc.protocol import structured_message
 from kvrelay.sampling import MAX_TOP_LOGPROBS
+from kvrelay.structured import StructuredOutput, of_mapping, of_response_format
 from kvrelay.v1 import router_pb2
 from router.http.fields import (
     INT32,
@@ -66,10 +68,8 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -233,6 +233,8 @@ def _read_sampling(fields: Fields, message: router_pb2.GenerateRequest, chat: bo
         sampling.ignore_eos = fields.flag("ignore_eos")
     sampling.stop_token_ids.extend(fields.ids("stop_token_ids") or ())
     sampling.stop.extend(_stops(fields.raw("stop")))
+    if (wanted := _structured(fields)) is not None:
+        sampling.structured_output.CopyFrom(structured_message(wanted))
     if (count := _logprobs(fields, chat)) is not None:
         sampling.logprobs = count
 
@@ -260,6 +262,20 @@ def _stops(value: object) -> Sequence[str]:
         case list():
             return [checked_text(f"stop[{index}]", one) for index, one in enumerate(value)]
     raise wrong("stop", "a string, or a list of strings", value)
+
+
+def _structured(fields: Fields) -> StructuredOutput | None:
+    """What OpenAI's ``response_format`` or vLLM's ``structured_outputs`` asks for."""
+    form = fields.raw("response_format")
+    wanted = None if form is None else of_response_format(form)
+    given = fields.raw("structured_outputs")
+    if given is None:
+        return wanted
+    if wanted is not None:
+        raise Rejected("structured_outputs", "response_format is given too: leave one out")
+    if not isinstance(given, Mapping):
+        raise wrong("structured_outputs", "an object", given)
+    return of_mapping(given, "structured_outputs")
 
 
 def _logprobs(fields: Fields, chat: bool) -> int | None:

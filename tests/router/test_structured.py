@@ -7,6 +7,7 @@ import json
 import threading
 from pathlib import Path
 
+import openai
 import pytest
 
 from kvrelay import AsyncClient
@@ -16,6 +17,7 @@ from kvrelay.text.structured import GrammarCompiler, TokenGrammar
 from kvrelay.text.tokenizer import load_tokenizer
 from tests.router import fakes
 from tests.router.fakes import answer, decode_worker, prefill_worker, running
+from tests.router.http.rig import openai_of
 from tests.text.kinds import write
 
 PROMPT = [5, 6, 7]
@@ -147,3 +149,32 @@ async def test_one_way_to_ask(folder: Path) -> None:
             )
         with pytest.raises(TypeError, match="use structured_output"):
             await client.complete(prompt="x", guided_json=SCHEMA)  # type: ignore[call-arg]
+
+
+async def test_over_http(folder: Path) -> None:
+    """Under the names of OpenAI and of vLLM, for completions and chats."""
+    worker = decode_worker()
+    async with (
+        running([worker], model=str(folder), http_port=0, disaggregate="never") as router,
+        openai_of(router) as client,
+    ):
+        await client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=3, extra_body={"structured_outputs": JSON}
+        )
+        await client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "Hi"}],
+            max_tokens=3,
+            extra_body={"response_format": wrapped()},
+        )
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.completions.create(
+                model="tiny",
+                prompt=PROMPT,
+                extra_body={"structured_outputs": {"regex": "a(b"}},
+            )
+        assert caught.value.param == "structured_output.regex"
+        assert "unclosed group" in caught.value.message
+    assert len(worker.legs) == 2
+    for leg in worker.legs:
+        assert json.loads(leg.sampling.structured_output.json_schema) == SCHEMA

@@ -77,6 +77,22 @@ COMPLETION: dict[str, tuple[dict[str, object], str]] = {
     "best_of": ({"best_of": 2}, "best_of"),
     "suffix": ({"suffix": "x"}, "suffix"),
     "prompt_logprobs": ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    "response_format text": ({"response_format": "json"}, "response_format"),
+    "response_format kind": ({"response_format": {"type": "xml"}}, "response_format"),
+    "json_schema list": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
+        "response_format.json_schema.schema",
+    ),
+    "structured_outputs list": ({"structured_outputs": []}, "structured_outputs"),
+    "structured_outputs two": (
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        "structured_outputs",
+    ),
+    "structured_outputs json": ({"structured_outputs": {"json": 3}}, "structured_outputs.json"),
+    "structured_outputs empty": (
+        {"structured_outputs": {"choice": ["a", ""]}},
+        "structured_output.choice[1]",
+    ),
 }
 CHAT: dict[str, tuple[dict[str, object], str]] = {
     "no messages": ({"messages": None}, "messages"),
