@@ -37,7 +37,7 @@ def numeric_profile(model: LoadedModel, attention_backend: str, threads: int | N
         parts.append(f"transformers-{transformers.__version__}")
     with torch.inference_mode():
         digest = _probe(model, runner)
-    return "/".join([*parts, runner.attention_backend, "tp1", digest])
+    return "/".join([*parts, runner.attention_profile, "tp1", digest])
 
 
 def _probe(model: LoadedModel, runner: Runner) -> str:

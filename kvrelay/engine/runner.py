@@ -8,6 +8,8 @@ import torch
 
 from kvrelay.engine.attention.backend import AttentionBackend
 from kvrelay.engine.attention.batch import Batch, pack
+from kvrelay.engine.attention.native.backend import NativeBackend
+from kvrelay.engine.attention.native.library import NoKernel
 from kvrelay.engine.attention.pool import KVPool
 from kvrelay.engine.attention.sdpa import SdpaBackend
 from kvrelay.engine.core.updates import Sampled, Work
@@ -44,6 +46,11 @@ class Runner:
         return self._backend.name
 
     @property
+    def attention_profile(self) -> str:
+        """What the numeric profile calls that backend."""
+        return self._backend.profile
+
+    @property
     def executed_positions(self) -> int:
         """Positions computed since the start: the runner's own count (invariant I5)."""
         return self._executed
@@ -72,13 +79,20 @@ class Runner:
         if self._threads is not None and torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)  # OpenMP keeps it per thread
         batch = pack(works, self.pool.shape, self.pool.device)
-        self.pool.clear(batch.opened)
         step = self._backend.step(batch)
         return batch, self._forward.logits(batch.tokens, batch.positions, step, batch.logit_rows)
 
 
 def choose_attention(name: str, pool: KVPool) -> AttentionBackend:
-    """The attention backend of this name, or with "auto" the best one; ``Rejected`` if unknown."""
+    """The attention backend of this name; "auto" is SDPA, which runs on every device.
+
+    ``Rejected`` if the name is unknown, or if this machine cannot run that backend.
+    """
+    if name == "native":
+        try:
+            return NativeBackend(pool)
+        except NoKernel as error:
+            raise Rejected("attention_backend", f"native cannot be used: {error}") from error
     if name not in ("auto", "sdpa"):
-        raise Rejected("attention_backend", f"{name!r} is not known: auto or sdpa")
+        raise Rejected("attention_backend", f"{name!r} is not known: auto, sdpa or native")
     return SdpaBackend(pool)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -10,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.sources import PACKAGES
+from kvrelay.engine.attention.native import build as native
+from tests.house.sources import PACKAGES, ROOT, tracked
 from tests.install.conftest import Installed
 
 CLIENT = "from kvrelay import AsyncClient, Client, Rejected, Usage"
@@ -29,6 +32,43 @@ def test_the_top_level_is_the_five_packages(wheel: Path) -> None:
     assert {f"{package}/py.typed" for package in PACKAGES} <= set(names)
     assert "kvrelay/v1/types_pb2.pyi" in names
     assert any(name.startswith("kvrelay/recall/model/") for name in names)
+
+
+def test_it_has_the_attention_kernel(wheel: Path, with_all: Installed, tmp_path: Path) -> None:
+    """Compiled for this platform; it loads and passes its test where no clone is."""
+    try:
+        native.compiler()
+    except native.BuildError as error:
+        pytest.skip(str(error))
+    assert not wheel.name.endswith("-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    folder = "kvrelay/engine/attention/native"
+    assert {f"{folder}/{native.object_name(one)}" for one in native.variants()} <= set(names)
+    program = "from kvrelay.engine.attention.native.library import load_kernel; load_kernel()"
+    done = with_all.run(with_all.python, "-c", program, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_wheel_is_built_without_a_compiler(tmp_path: Path) -> None:
+    """With what git has of the clone; the reason is shown, and the wheel runs anywhere."""
+    clone = tmp_path / "clone"
+    for path in tracked():
+        copy = clone / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, copy)
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=clone,
+        env={**os.environ, "CXX": "no-such-compiler"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert "not compiled: no C++ compiler was found" in done.stdout + done.stderr
+    (built,) = tmp_path.glob("*.whl")
+    assert built.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(built).namelist() if name.endswith(".so")]
 
 
 def test_its_metadata_has_the_extras(wheel: Path) -> None:

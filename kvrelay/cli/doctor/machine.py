@@ -164,11 +164,24 @@ def _torch() -> Iterator[Diagnosis]:
     flash = importlib.util.find_spec("flash_attn") is not None
     means = "flash_attn is installed and not used: kvrelay has no backend for it" if flash else ""
     yield Diagnosis("attention", "ok", "sdpa, of torch", means)
+    yield _native_attention()
     from kvrelay.engine.kernels import kernels
 
     profile = "/".join(kernels(torch.device("cuda" if count else "cpu")))
     means = "workers with equal numeric profiles share KV blocks and streams"
     yield Diagnosis("numerics", "ok", profile, means)
+
+
+def _native_attention() -> Diagnosis:
+    """Whether the compiled kernel is here and passes its self-test."""
+    from kvrelay.engine.attention.native.library import NoKernel, load_kernel
+
+    try:
+        found = load_kernel().summary
+    except NoKernel as error:
+        means = "workers compute attention with sdpa"
+        return Diagnosis("native kernel", "absent", str(error), means)
+    return Diagnosis("native kernel", "ok", found, "used with --attention-backend native")
 
 
 def _port() -> Diagnosis:

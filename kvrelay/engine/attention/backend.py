@@ -41,6 +41,10 @@ class AttentionBackend(Protocol):
     def name(self) -> str:
         """The name in logs and tables."""
 
+    @property
+    def profile(self) -> str:
+        """The name in the numeric profile: with all that decides the bits of its results."""
+
     def step(self, batch: Batch) -> AttentionStep:
         """Build every index that the batch needs in any layer."""
 

@@ -29,6 +29,7 @@ class SdpaBackend:
     """SDPA over a pool in host or CUDA memory."""
 
     name = "sdpa"
+    profile = "sdpa"  # the version of torch is in the numeric profile
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool
@@ -36,7 +37,11 @@ class SdpaBackend:
         self._workspace = pool.tensor.new_empty(0)
 
     def step(self, batch: Batch) -> SdpaStep:
-        """Index the batch: groups of decode entries, then prefill entries, each with its mask."""
+        """Index the batch: groups of decode entries, then prefill entries, each with its mask.
+
+        Zeroes the blocks that the batch opens, because masked positions are read.
+        """
+        self.pool.clear(batch.opened)
         groups = tuple(self._indices.groups(batch))
         prefills = tuple(self._indices.prefills(batch))
         runs = [group.runs for group in groups] + [entry.runs for entry in prefills]

@@ -20,6 +20,7 @@ from tests.models import KINDS, VOCAB, tiny_model
 
 TOP = Sampling(temperature=0.0, logprobs=VOCAB)
 LENGTHS = (1, 2, 33, 150, 201, 391, 530, 700)  # runs of 32 queries and 512 keys, 193 to 383 keys
+BACKENDS = ("sdpa", "native")
 EXPERTS = ("mixtral", "qwen3-moe")  # each expert computes as many rows as chose it
 FEW = [("llama", "float32"), ("llama-mha", "float32"), ("gpt2", "float32"), ("qwen3", "bfloat16")]
 
@@ -67,10 +68,12 @@ def neighbours(rng: random.Random, runner: Runner) -> list[Work]:
     return made
 
 
-def check(loaded: LoadedModel, block_size: int, threads: int, seed: int) -> None:
+def check(
+    loaded: LoadedModel, block_size: int, threads: int, seed: int, attention: str = "sdpa"
+) -> None:
     print(f"seed {seed}")
     rng = random.Random(seed)
-    runner = Runner(loaded, num_blocks=3200 // block_size, block_size=block_size, threads=threads)
+    runner = Runner(loaded, 3200 // block_size, block_size, attention, threads)
     for tokens in prompts(seed, LENGTHS, VOCAB):
         kv, top = computed(runner, tokens, [len(tokens)], ())
         assert len(top) == VOCAB
@@ -82,25 +85,32 @@ def check(loaded: LoadedModel, block_size: int, threads: int, seed: int) -> None
             assert top_cut == top, told
 
 
+@pytest.mark.parametrize("attention", BACKENDS)
 @pytest.mark.parametrize(("kind", "dtype"), FEW)
-def test_models(tmp_path: Path, kind: str, dtype: str) -> None:
+def test_models(compiled: None, tmp_path: Path, kind: str, dtype: str, attention: str) -> None:
     path = tiny_model(kind, tmp_path / kind, DTYPES[dtype])
-    check(load_model(path, dtype, "cpu"), 16, 1, random.randrange(1 << 31))
+    check(load_model(path, dtype, "cpu"), 16, 1, random.randrange(1 << 31), attention)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("attention", BACKENDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in EXPERTS])
-def test_every_dense_model(tmp_path: Path, kind: str, dtype: str) -> None:
-    test_models(tmp_path, kind, dtype)
+def test_every_dense_model(
+    compiled: None, tmp_path: Path, kind: str, dtype: str, attention: str
+) -> None:
+    test_models(compiled, tmp_path, kind, dtype, attention)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("attention", BACKENDS)
 @pytest.mark.parametrize("block_size", [1, 12])
-def test_sizes_of_blocks_and_two_threads(tmp_path: Path, block_size: int) -> None:
+def test_sizes_of_blocks_and_two_threads(
+    compiled: None, tmp_path: Path, block_size: int, attention: str
+) -> None:
     """Half a row of the feed-forward, where two threads meet, is a multiple of 32."""
     path = tiny_model("llama", tmp_path / "llama", intermediate_size=128)
-    check(load_model(path, "float32", "cpu"), block_size, 2, random.randrange(1 << 31))
+    check(load_model(path, "float32", "cpu"), block_size, 2, random.randrange(1 << 31), attention)
 
 
 def test_the_sizes() -> None:

@@ -17,15 +17,18 @@ from tests.models import KINDS, VOCAB
 NEW = 8
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "native"])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_tokens_equal_generate(pair: Callable[[str], Pair], kind: str, block_size: int) -> None:
+def test_tokens_equal_generate(
+    compiled: None, pair: Callable[[str], Pair], kind: str, block_size: int, attention: str
+) -> None:
     loaded, oracle = pair(kind)
     seed = 100 * list(KINDS).index(kind) + block_size
     print(f"seed {seed}")
     b = block_size
     asked = prompts(seed, [1, max(1, b - 1), b, b + 1, 2 * b, 2 * b + 1, 40, 67], VOCAB)
-    runner = Runner(loaded, num_blocks=400 // b + 20, block_size=b)
+    runner = Runner(loaded, 400 // b + 20, b, attention)
     want = [oracle.generate(prompt, NEW) for prompt in asked]
     got = generate(runner, asked, NEW, chunk=13, seed=seed)
     assert [s.tokens[s.prompt_len :] for s in got] == want
@@ -80,11 +83,14 @@ def test_logprobs_equal_the_models(pair: Callable[[str], Pair]) -> None:
             assert [one.token for one in sampled.top] == row.topk(5).indices.tolist()
 
 
-def test_stale_memory_is_never_read(pair: Callable[[str], Pair]) -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "native"])
+def test_stale_memory_is_never_read(
+    compiled: None, pair: Callable[[str], Pair], attention: str
+) -> None:
     """A pool full of NaN changes nothing: only what was written is read."""
     loaded, oracle = pair("mistral")
     asked = prompts(13, [1, 5, 22, 41], VOCAB)
-    runner = Runner(loaded, num_blocks=60, block_size=4)
+    runner = Runner(loaded, 60, 4, attention)
     runner.pool.tensor.fill_(torch.nan)
     runner.execute([Work([1] * 8, 0, 8, [0, 1], 8, None)])
     got = generate(runner, asked, NEW, chunk=6, seed=13)

@@ -1,0 +1,79 @@
+"""The arguments of the attention kernel, as arguments.h has them."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_POINTERS = ("pool", "entries", "tables", "query", "key", "value", "out", "sinks", "parallel")
+_NUMBERS = (
+    *("n", "threads", "layer", "kind", "block_size", "kv_heads", "group", "dim"),
+    *("s_block", "s_layer", "s_kv", "s_pos", "s_head"),
+    *("q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "o_row", "o_head", "window"),
+)
+
+
+class KernelArguments(ctypes.Structure):
+    """Strides are in elements; see arguments.h for every field."""
+
+    pool: int
+    entries: int
+    tables: int
+    query: int
+    key: int | None
+    value: int | None
+    out: int
+    sinks: int | None
+    parallel: int
+    n: int
+    threads: int
+    layer: int
+    kind: int
+    block_size: int
+    kv_heads: int
+    group: int
+    dim: int
+    s_block: int
+    s_layer: int
+    s_kv: int
+    s_pos: int
+    s_head: int
+    q_row: int
+    q_head: int
+    k_row: int
+    k_head: int
+    v_row: int
+    v_head: int
+    o_row: int
+    o_head: int
+    window: int
+    scale: float
+    softcap: float
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+        ("scale", ctypes.c_double),
+        ("softcap", ctypes.c_double),
+    )
+
+
+def arguments_of_pool(pool: torch.Tensor) -> KernelArguments:
+    """The part that is a pool's: [block, layer, k|v, position, kv head, head dim], any strides."""
+    if pool.device.type != "cpu" or pool.dtype not in KINDS or pool.stride(5) != 1:
+        raise ValueError(f"no kernel for a pool of {pool.dtype} on {pool.device}")
+    made = KernelArguments()
+    made.pool = pool.data_ptr()
+    made.kind = KINDS[pool.dtype]
+    made.block_size = pool.shape[3]
+    made.kv_heads = pool.shape[4]
+    made.dim = pool.shape[5]
+    made.s_block = pool.stride(0)
+    made.s_layer = pool.stride(1)
+    made.s_kv = pool.stride(2)
+    made.s_pos = pool.stride(3)
+    made.s_head = pool.stride(4)
+    return made

@@ -1,0 +1,615 @@
+// Paged causal attention on the CPU in which a row is rounded the same way wherever it is computed.
+//
+// A row is one query head at one position; plain.cpp is its definition, and every object gives the
+// same bits. Keys are taken in tiles of TILE from position 0. A score is one chain of multiply-adds
+// over the head's dimensions; a tile's maximum moves the running one; weights are exp2 of the
+// differences; an output is one chain over the visible keys. Every SEGMENT keys begin anew, and the
+// segments are merged in order. Rows share packed tiles and registers, never an accumulator, so
+// neither other rows, nor where a prompt is cut, nor the number of threads can change a bit.
+// Build with -ffp-contract=off.
+#include "arguments.h"
+
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+
+#define UNROLL _Pragma("GCC unroll 16")
+#ifdef __AVX512F__
+#include "lanes_avx512.h"
+#else
+#include "lanes_avx2.h"
+#endif
+
+namespace {
+
+constexpr long VECTOR = 16;
+constexpr long SHARE = 192;        // rows that use one packed tile
+constexpr double SERIAL = 50e3;    // nanoseconds of work that are not worth waking threads for
+constexpr double BYTES_A_NS = 12;  // one thread packs so much, about
+constexpr double PRODUCTS_A_NS = 40;
+
+inline long least(long a, long b) { return a < b ? a : b; }
+inline long most(long a, long b) { return a > b ? a : b; }
+inline long ceiling(long a, long b) { return (a + b - 1) / b; }
+
+// What a thread keeps between calls.
+struct Memory {
+  char* bytes = nullptr;
+  long size = 0;
+  ~Memory() { free(bytes); }
+  bool reserve(long wanted) {
+    if (wanted <= size) return true;
+    free(bytes);
+    size = 0;
+    bytes = (char*)aligned_alloc(64, size_t(ceiling(wanted, 4096) * 4096));
+    if (bytes) size = wanted;
+    return bytes;
+  }
+};
+
+// Rounds to nearest and takes subnormal numbers for zero, as VDPBF16PS always does.
+struct Rounding {
+  const unsigned before = _mm_getcsr();
+  Rounding() { _mm_setcsr(0x9fc0); }
+  ~Rounding() { _mm_setcsr(before); }
+};
+
+// ---- c[M][16 N] (+)= a[M][k] * b[k][16 N]
+
+struct Floats {
+  using Right = Lanes;
+  using Left = Lanes;
+  static Right right(const Word* at) { return load((const float*)at); }
+  static Left left(Word a) {
+    float x;
+    memcpy(&x, &a, 4);
+    return all(x);
+  }
+  static Lanes dot(Lanes c, const Left& a, const Right& b) { return fused(a, b, c); }
+};
+
+struct BrainFloats {
+  using Right = Pairs;
+  using Left = Pair;
+  static Right right(const Word* at) { return load_pairs(at); }
+  static Left left(Word a) { return pair(a); }
+  static Lanes dot(Lanes c, const Left& a, const Right& b) { return ::dot(c, a, b); }
+};
+
+template <class Kind, int M, int N>
+void product(const Word* a, long lda, const Word* b, long ldb, long k, float* c, long ldc,
+             bool onto) {
+  Lanes acc[M][N];
+  UNROLL for (int i = 0; i < M; i++)
+    UNROLL for (int j = 0; j < N; j++) acc[i][j] = onto ? load(c + i * ldc + j * VECTOR) : zero();
+  for (long x = 0; x < k; x++) {
+    typename Kind::Right row[N];
+    UNROLL for (int j = 0; j < N; j++) row[j] = Kind::right(b + x * ldb + j * VECTOR);
+    UNROLL for (int i = 0; i < M; i++) {
+      const typename Kind::Left left = Kind::left(a[i * lda + x]);
+      UNROLL for (int j = 0; j < N; j++) acc[i][j] = Kind::dot(acc[i][j], left, row[j]);
+    }
+  }
+  UNROLL for (int i = 0; i < M; i++)
+    UNROLL for (int j = 0; j < N; j++) store(c + i * ldc + j * VECTOR, acc[i][j]);
+}
+
+using Product = void (*)(const Word*, long, const Word*, long, long, float*, long, bool);
+
+template <class Kind, int M, int N>
+Product chosen(long m, long n) {
+  if constexpr (M > 1)
+    if (m < M) return chosen<Kind, M - 1, N>(m, n);
+  if constexpr (N > 1)
+    if (n < N) return chosen<Kind, M, N - 1>(m, n);
+  return product<Kind, M, N>;
+}
+
+template <bool PAIRS>
+void matmul(long m, long vectors, const Word* a, long lda, const Word* b, long ldb, long k,
+            float* c, long ldc, bool onto) {
+  constexpr int N = PAIRS ? WIDE_PAIRS : WIDE;
+  for (long j = 0; j < vectors; j += N) {
+    const long n = least(N, vectors - j);
+    const Product run = PAIRS ? chosen<BrainFloats, ROWS, N>(m, n) : chosen<Floats, ROWS, N>(m, n);
+    run(a, lda, b + j * VECTOR, ldb, k, c + j * VECTOR, ldc, onto);
+  }
+}
+
+// ---- weights
+
+inline Lanes power(Lanes x) {  // 2 ** x for x <= 1; error of about one unit in the last place
+  x = smaller(all(1.f), x);
+  const Lanes whole = nearest(x), f = subtract(x, whole);
+  Lanes y = all(1.5403530393381609e-4f);
+  for (const float c : {1.3333558146428443e-3f, 9.6181291076284772e-3f, 5.5504108664821580e-2f,
+                        2.4022650695910072e-1f, 6.9314718055994531e-1f, 1.f})
+    y = fused(y, f, all(c));
+  return scaled(y, whole, x);
+}
+inline float power(float x) { return first(power(all(x))); }
+
+inline Lanes tangent(Lanes x) {  // the hyperbolic one
+  const Lanes e = power(multiply(magnitude(x), all(float(-2 * LOG2E))));
+  return with_sign(divide(subtract(all(1.f), e), add(all(1.f), e)), x);
+}
+
+inline float larger(float a, float b) { return a > b ? a : b; }
+
+// By what a part with maximum `own` is scaled beside a maximum `peak` that is at least as large.
+inline float share(float own, float peak) { return own == peak ? 1.f : power(own - peak); }
+
+struct Scale {
+  float by;           // of a score, or of the tangent of its soft cap
+  float capped = 0.f; // of a score before the tangent; 0: no soft cap
+  explicit Scale(const Arguments& g) : by(float(g.scale * LOG2E)) {
+    if (g.softcap > 0) {
+      by = float(g.softcap * LOG2E);
+      capped = float(g.scale / g.softcap);
+    }
+  }
+};
+
+// Scores of one row to weights of keys [low, high) of the tile. Returns by what the row's past in
+// this segment is to be scaled.
+template <bool PAIRS>
+inline float weigh(const float* scores, long vectors, long low, long high, const Scale& scale,
+                   float& top, float* sums, Word* weights) {
+  const Lanes none = all(-INFINITY);
+  Lanes s[4], peaks = none;
+  for (long i = 0; i < vectors; i++) {
+    s[i] = load(scores + VECTOR * i);
+    if (scale.capped != 0.f) s[i] = tangent(multiply(s[i], all(scale.capped)));
+    s[i] = between(s[i], low - VECTOR * i, high - VECTOR * i, none);
+    peaks = larger(peaks, s[i]);
+  }
+  const float past = top, peak = larger(past, largest(peaks) * scale.by);
+  const Lanes base = all(peak == -INFINITY ? 0.f : -peak);
+  for (long i = 0; i < vectors; i++) s[i] = power(fused(s[i], all(scale.by), base));
+  for (long i = vectors; i < 4; i++) s[i] = zero();
+  Lanes sum = load(sums);
+  float f = 1.f;
+  if (peak != past) {
+    f = power(past - peak);
+    sum = multiply(sum, all(f));
+    top = peak;
+  }
+  if constexpr (PAIRS) {
+    for (int i = 0; i < 4; i += 2) {
+      store_weights(weights + VECTOR / 2 * i, s[i], s[i + 1]);
+      sum = BrainFloats::dot(sum, pair(0x3f803f80), load_pairs(weights + VECTOR / 2 * i));  // ones
+    }
+  } else {
+    for (int i = 0; i < 4; i++) {
+      sum = add(sum, s[i]);
+      store((float*)weights + VECTOR * i, s[i]);
+    }
+  }
+  store(sums, sum);
+  return f;
+}
+
+// ---- rows and their parts
+
+struct State {  // of `count` rows: maxima, sums in lanes, outputs before the division
+  float *tops, *sums, *acc;
+  static long floats(long count, long wide) { return ceiling(count, 16) * 16 + count * (VECTOR + wide); }
+  State(float* at, long count)
+      : tops(at), sums(at + ceiling(count, 16) * 16), acc(sums + count * VECTOR) {}
+};
+
+// Adds a segment of row `from` to row `to`; `begun`: there was one before.
+void merge(const State& target, long to, const State& part, long from, long wide, bool begun) {
+  float *sums = target.sums + to * VECTOR, *acc = target.acc + to * wide;
+  const float *more = part.sums + from * VECTOR, *next = part.acc + from * wide;
+  if (!begun) {
+    target.tops[to] = part.tops[from];
+    memcpy(sums, more, 4 * VECTOR);
+    memcpy(acc, next, size_t(4 * wide));
+    return;
+  }
+  const float peak = larger(target.tops[to], part.tops[from]);
+  const Lanes f = all(share(target.tops[to], peak)), g = all(share(part.tops[from], peak));
+  target.tops[to] = peak;
+  store(sums, fused(load(more), g, multiply(load(sums), f)));
+  for (long x = 0; x < wide; x += VECTOR)
+    store(acc + x, fused(load(next + x), g, multiply(load(acc + x), f)));
+}
+
+struct Split {  // the segments of an item, computed by several threads and merged by the last
+  float* parts;  // [segment] states
+  long first, count;
+  std::atomic<long> left;
+};
+
+struct Item {  // positions [from, to) of one entry, the heads of kv heads [low, high)
+  const int64_t* entry;
+  long low, high, from, to;
+  long begin, end;  // segments
+  Split* split;     // or null: all segments are here
+};
+
+struct Job {
+  const Arguments* g;
+  Item* items;
+  long count;
+  std::atomic<long> next, failed;
+};
+
+template <int64_t KIND>
+struct Worker {
+  static constexpr bool PAIRS = KIND == BFLOAT16, HALF = KIND == FLOAT16;
+  static constexpr long BYTES = KIND == FLOAT32 ? 4 : 2, PER = PAIRS ? 2 : 1;
+
+  const Arguments& g;
+  const Item& item;
+  const long rows, count, wide, words, padded;  // rows: of a kv head; count: of the item
+  const Scale scale;
+  Word *keys = nullptr, *values = nullptr, *query = nullptr, *weights = nullptr, *edge = nullptr;
+  float *scores = nullptr, *whole = nullptr, *segment = nullptr;
+  char *staged = nullptr, *zeros = nullptr;
+
+  Worker(const Arguments& g, const Item& item)
+      : g(g), item(item), rows((item.to - item.from) * g.group),
+        count(rows * (item.high - item.low)), wide(ceiling(g.dim, VECTOR) * VECTOR),
+        words(ceiling(g.dim, PER)), padded(ceiling(g.dim, VECTOR * PER) * VECTOR * PER), scale(g) {}
+
+  bool reserve(Memory& memory) {
+    const long state = State::floats(count, wide), row = padded * BYTES;
+    const long sizes[] = {TILE * padded / PER * 4, TILE / PER * (padded + 16) * 4, count * words * 4,
+                          ROWS * TILE * 4, padded * 4, ROWS * TILE * 4, state * 4, state * 4,
+                          2 * TILE * row, row};
+    void* const places[] = {&keys, &values, &query, &weights, &edge, &scores, &whole, &segment,
+                            &staged, &zeros};
+    long sum = 0;
+    for (const long size : sizes) sum += ceiling(size, 64) * 64;
+    if (!memory.reserve(sum)) return false;
+    char* at = memory.bytes;
+    for (int i = 0; i < 10; i++) {
+      memcpy(places[i], &at, sizeof at);
+      at += ceiling(sizes[i], 64) * 64;
+    }
+    memset(zeros, 0, size_t(row));
+    if (padded != g.dim) memset(staged, 0, size_t(2 * TILE * row));
+    if (g.dim % PER) memset(query, 0, size_t(count * words * 4));
+    return true;
+  }
+
+  long position(long row) const { return item.from + row % rows / g.group; }
+  long member(long row) const { return (item.low + row / rows) * g.group + row % g.group; }
+  long packed(long row) const { return item.entry[0] + position(row) - item.entry[1]; }
+  long first_seen(long position) const {
+    return g.window ? most(0, position - g.window + 1) : 0;
+  }
+
+  void run() {
+    const State total(whole, count), part(segment, count);
+    load_queries();
+    for (long seg = item.begin; seg < item.end; seg++) {
+      const State state(item.split ? item.split->parts + (seg - item.split->first) *
+                                         State::floats(count, wide)
+                                   : segment,
+                        count);
+      attend(seg, state);
+      if (item.split) continue;
+      add(total, state, seg);
+    }
+    if (!item.split) {
+      finish(total);
+    } else if (item.split->left.fetch_sub(1) == 1) {
+      for (long i = 0; i < item.split->count; i++)
+        add(total, State(item.split->parts + i * State::floats(count, wide), count),
+            item.split->first + i);
+      finish(total);
+    }
+  }
+
+  void load_queries() {
+    for (long r = 0; r < count; r++) {
+      const char* at = g.query + BYTES * (packed(r) * g.q_row + member(r) * g.q_head);
+      if constexpr (HALF) {
+        for (long x = 0; x < g.dim; x += VECTOR) {
+          const long left = least(VECTOR, g.dim - x);
+          char half[2 * VECTOR] = {};
+          float wider[VECTOR];
+          memcpy(half, at + 2 * x, size_t(2 * left));
+          widen(half, wider);
+          memcpy(query + r * words + x, wider, size_t(4 * left));
+        }
+      } else {
+        memcpy(query + r * words, at, size_t(BYTES * g.dim));
+      }
+    }
+  }
+
+  // Merges segment `seg` into every row that saw a key of it.
+  void add(const State& total, const State& part, long seg) {
+    for (long r = 0; r < count; r++) {
+      const long last = position(r), begun = first_seen(last) / SEGMENT;
+      if (begun <= seg && seg <= last / SEGMENT) merge(total, r, part, r, wide, begun < seg);
+    }
+  }
+
+  void attend(long seg, const State& state) {
+    memset(state.sums, 0, size_t(4 * count * (VECTOR + wide)));
+    for (long r = 0; r < count; r++) state.tops[r] = -INFINITY;
+    const long begin = most(seg * SEGMENT, first_seen(item.from)), end = least((seg + 1) * SEGMENT, item.to);
+    int64_t offsets[TILE] = {}, ahead[TILE] = {};
+    find(begin, end, ahead);
+    for (long tile = begin / TILE * TILE; tile < end; tile += TILE) {
+      memcpy(offsets, ahead, sizeof offsets);
+      const long low = most(begin - tile, 0), high = least(TILE, end - tile);
+      find(tile + TILE, end, ahead);
+      for (long head = item.low; head < item.high; head++) {
+        const bool more = head + 1 < item.high;
+        pack(offsets, low, high, head, more ? offsets : ahead, more ? head + 1 : item.low);
+        attend_tile(tile, low, high, (head - item.low) * rows, state);
+      }
+    }
+  }
+
+  // Where the keys of the tile of position `from` lie, those below `to` only.
+  void find(long from, long to, int64_t* offsets) const {
+    const int32_t* table = g.tables + item.entry[3];
+    long block = from / g.block_size, at = from % g.block_size;
+    for (long i = from % TILE; from < to && i < TILE; i++, from++) {
+      offsets[i] = BYTES * (table[block] * g.s_block + at * g.s_pos);
+      if (++at == g.block_size) {
+        at = 0;
+        block++;
+      }
+    }
+  }
+
+  // K as columns and V as rows of floats, or of pairs (key 2i, key 2i + 1), and zeros outside
+  // [low, high). What is next is asked of the memory: [the same keys, or the next tile's].
+  void pack(const int64_t* offsets, long low, long high, long head, const int64_t* next,
+            long next_head) {
+    const char* base = g.pool + BYTES * (g.layer * g.s_layer);
+    const char* soon = base + BYTES * next_head * g.s_head;
+    const char *k[TILE], *v[TILE];
+    for (long i = 0; i < TILE; i++) {
+      k[i] = v[i] = zeros;
+      if (i < low || i >= high) continue;
+      k[i] = base + offsets[i] + BYTES * head * g.s_head;
+      v[i] = k[i] + BYTES * g.s_kv;
+      if (padded != g.dim) {
+        char *here = staged + 2 * i * padded * BYTES, *there = here + padded * BYTES;
+        memcpy(here, k[i], size_t(BYTES * g.dim));
+        memcpy(there, v[i], size_t(BYTES * g.dim));
+        k[i] = here;
+        v[i] = there;
+      }
+    }
+    constexpr long STEP = HALF ? 2 * VECTOR : 4 * VECTOR;  // bytes of a vector of words
+    for (long i = 0; i < high; i += VECTOR)
+      for (long x = 0; x < padded * BYTES; x += STEP) {
+        for (long y = i; y < i + VECTOR; y++) {
+          _mm_prefetch(v[y] + x, _MM_HINT_T0);
+          _mm_prefetch(soon + next[y] + x, _MM_HINT_T1);
+          _mm_prefetch(soon + next[y] + x + BYTES * g.s_kv, _MM_HINT_T1);
+        }
+        transpose<HALF>(k + i, x, keys + x / STEP * VECTOR * TILE + i, TILE);
+      }
+    if constexpr (PAIRS) {
+      for (long i = 0; i < high; i += 2)
+        for (long x = 0; x < padded; x += 32)
+          interleave(v[i] + 2 * x, v[i + 1] + 2 * x, values + i / 2 * padded + x);
+    } else {
+      constexpr long STRIDE = long(sizeof(halves(zeros))) / 4;  // words of a register
+      for (long i = 0; i < high; i++)
+        for (long x = 0; x < padded; x += STRIDE)
+          store_words(values + i * padded + x,
+                      HALF ? halves(v[i] + BYTES * x) : ::words(v[i] + BYTES * x));
+    }
+  }
+
+  // The rows of one kv head, which begin at row `offset`, over a packed tile.
+  void attend_tile(long tile, long low, long high, long offset, const State& state) {
+    const long begin = most(item.from, tile + low), positions = item.to;
+    const long end = g.window ? least(positions, tile + high - 1 + g.window) : positions;
+    if (begin >= end) return;
+    const bool hidden = begin + 1 - tile < high || first_seen(end - 1) > tile + low;
+    const bool apart = hidden && !finite(high);
+    const long last = offset + (end - item.from) * g.group;
+    for (long r = offset + (begin - item.from) * g.group; r < last; r += ROWS) {
+      const long m = least(ROWS, last - r);
+      const long top = least(high, position(r + m - 1) + 1 - tile);
+      const long bottom = most(low, first_seen(position(r)) - tile);
+      const long vectors = ceiling(top, VECTOR);
+      matmul<PAIRS>(m, vectors, query + r * words, words, keys, TILE, words, scores, TILE, false);
+      for (long i = r; i < r + m; i++) {
+        const long from = most(low, first_seen(position(i)) - tile);
+        const long to = least(high, position(i) + 1 - tile);
+        Word* weight = weights + (i - r) * TILE;
+        float* acc = state.acc + i * wide;
+        const float f = weigh<PAIRS>(scores + (i - r) * TILE, vectors, from, to, scale,
+                                     state.tops[i], state.sums + i * VECTOR, weight);
+        if (f != 1.f)
+          for (long x = 0; x < wide; x += VECTOR) store(acc + x, multiply(load(acc + x), all(f)));
+        if (apart) add_apart(weight, from, to, acc);
+      }
+      if (!apart)
+        matmul<PAIRS>(m, wide / VECTOR, weights + bottom / PER, TILE, values + bottom / PER * padded,
+                      padded, ceiling(top, PER) - bottom / PER, state.acc + r * wide, wide, true);
+    }
+  }
+
+  // Whether every packed value is a number: zero times another one is not zero.
+  bool finite(long high) const {
+    constexpr Word UPPER = 0x7f800000, LOWER = PAIRS ? 0x7f80 : 0x80000000;
+    Word found = 0;
+    for (long i = 0; i < ceiling(high, PER) * padded; i++)
+      found |= Word((values[i] & UPPER) == UPPER) |
+               Word(PAIRS && (values[i] & LOWER) == LOWER);
+    return found == 0;
+  }
+
+  // One row over keys [from, to) and no other: the same chain.
+  void add_apart(const Word* weight, long from, long to, float* acc) {
+    for (long x = from / PER; x < ceiling(to, PER); x++) {
+      const Word* right = values + x * padded;
+      const bool no_low = PAIRS && x * PER < from, no_high = PAIRS && x * PER + 1 >= to;
+      if (no_low || no_high) {
+        const Word kept = no_low ? 0xffff0000 : 0x0000ffff;
+        for (long y = 0; y < wide; y++) edge[y] = right[y] & kept;
+        right = edge;
+      }
+      matmul<PAIRS>(1, wide / VECTOR, weight + x, TILE, right, padded, 1, acc, wide, true);
+    }
+  }
+
+  void finish(const State& state) {
+    char last[4 * VECTOR];
+    for (long r = 0; r < count; r++) {
+      char* out = g.out + BYTES * (packed(r) * g.o_row + member(r) * g.o_head);
+      float sum = ::total(load(state.sums + r * VECTOR)), f = 1.f;
+      if (g.sinks) {
+        const float sink = g.sinks[member(r)] * float(LOG2E), peak = larger(state.tops[r], sink);
+        f = share(state.tops[r], peak);
+        sum = fmaf(sum, f, power(sink - peak));
+      }
+      for (long x = 0; x < wide; x += VECTOR) {  // + 0: hidden keys may turn the sign of a zero
+        const Lanes y = multiply(load(state.acc + r * wide + x), all(f));
+        const Lanes z = canonical(::add(divide(y, all(sum)), zero()));
+        const bool fits = g.dim - x >= VECTOR;
+        char* to = fits ? out + BYTES * x : last;
+        if constexpr (PAIRS) store_bfloat16(to, z);
+        else if constexpr (HALF) store_float16(to, z);
+        else store((float*)to, z);
+        if (!fits) memcpy(out + BYTES * x, last, size_t(BYTES * (g.dim - x)));
+      }
+    }
+  }
+};
+
+template <int64_t KIND>
+bool work(const Arguments& g, const Item& item, Memory& memory) {
+  Worker<KIND> worker(g, item);
+  if (!worker.reserve(memory)) return false;
+  worker.run();
+  return true;
+}
+
+void take_items(void* data) {
+  static thread_local Memory memory;
+  Job& job = *(Job*)data;
+  const Rounding rounding;
+  for (long i; (i = job.next.fetch_add(1)) < job.count;) {
+    const int64_t kind = job.g->kind;
+    const auto run = kind == FLOAT32 ? work<FLOAT32> : kind == BFLOAT16 ? work<BFLOAT16> : work<FLOAT16>;
+    if (!run(*job.g, job.items[i], memory)) job.failed.store(1);
+  }
+}
+
+// ---- the call
+
+void store_new(const Arguments& g) {
+  const long bytes = g.kind == FLOAT32 ? 4 : 2, head = bytes * g.dim;
+  for (const int64_t* entry = g.entries; entry < g.entries + 4 * g.n; entry += 4)
+    for (long i = 0; i < entry[2]; i++) {
+      const long position = entry[1] + i, row = entry[0] + i;
+      const int64_t block = g.tables[entry[3] + position / g.block_size];
+      char* to = g.pool + bytes * (block * g.s_block + g.layer * g.s_layer +
+                                   position % g.block_size * g.s_pos);
+      for (long h = 0; h < g.kv_heads; h++, to += bytes * g.s_head) {
+        memcpy(to, g.key + bytes * (row * g.k_row + h * g.k_head), size_t(head));
+        memcpy(to + bytes * g.s_kv, g.value + bytes * (row * g.v_row + h * g.v_head), size_t(head));
+      }
+    }
+}
+
+// How the work of a call is cut. It depends on the batch and the threads, and decides no bit.
+struct Plan {
+  const Arguments& g;
+  const long wide = ceiling(g.dim, VECTOR) * VECTOR;
+  double total = 0;
+  Item* items = nullptr;
+  Split* splits = nullptr;
+  float* parts = nullptr;
+  long count = 0, split_count = 0, floats = 0;
+
+  double cost(long keys, long heads, long positions) const {  // nanoseconds
+    const double bytes = g.kind == FLOAT32 ? 8 : 4;
+    return double(keys * heads * g.dim) *
+           (bytes / BYTES_A_NS + 2.0 * double(positions * g.group) / PRODUCTS_A_NS);
+  }
+
+  long first(long position) const { return g.window ? most(0, position - g.window + 1) : 0; }
+
+  // Calls visit(entry, from, to, heads of an item) for every piece of rows.
+  template <class Visit>
+  void each(long threads, Visit visit) const {
+    const long width = most(1, SHARE / g.group);
+    for (const int64_t* entry = g.entries; entry < g.entries + 4 * g.n; entry += 4) {
+      const bool few = entry[2] * g.group <= 2 * ROWS;  // then the heads of a position lie together
+      const long together = few ? ceiling(g.kv_heads, threads) : 1;
+      for (long to = entry[1] + entry[2]; to > entry[1]; to -= width)  // the longest first
+        visit(entry, most(entry[1], to - width), to, together);
+    }
+  }
+
+  void measure(long threads) {
+    each(threads, [&](const int64_t*, long from, long to, long) {
+      total += cost(to - first(from), g.kv_heads, to - from);
+    });
+  }
+
+  // Fills the items, or only counts them.
+  void cut(long threads, bool fill) {
+    count = split_count = floats = 0;
+    each(threads, [&](const int64_t* entry, long from, long to, long together) {
+      const long begin = first(from) / SEGMENT, end = ceiling(to, SEGMENT);
+      for (long low = 0; low < g.kv_heads; low += together) {
+        const long high = least(g.kv_heads, low + together);
+        const bool alone = threads == 1 || end - begin == 1 ||
+                           cost(to - first(from), high - low, to - from) * double(threads) * 2 < total;
+        if (alone) {
+          if (fill) items[count] = {entry, low, high, from, to, begin, end, nullptr};
+          count++;
+          continue;
+        }
+        const long state = ceiling(State::floats((to - from) * g.group * (high - low), wide), 16) * 16;
+        if (fill) {
+          Split* split = splits + split_count;
+          split->parts = parts + floats;
+          split->first = begin;
+          split->count = end - begin;
+          split->left.store(end - begin);
+          for (long seg = begin; seg < end; seg++)
+            items[count + seg - begin] = {entry, low, high, from, to, seg, seg + 1, split};
+        }
+        split_count++;
+        count += end - begin;
+        floats += state * (end - begin);
+      }
+    });
+  }
+};
+
+}  // namespace
+
+// 0, or 1 if there is no memory.
+int kvrelay_attention(const Arguments* arguments) {
+  static thread_local Memory memory;
+  const Arguments& g = *arguments;
+  if (g.key) store_new(g);
+  if (!g.query) return 0;
+  Plan plan{g};
+  plan.measure(1);
+  const long threads = g.parallel && plan.total > SERIAL ? g.threads : 1;
+  plan.cut(threads, false);
+  const long item_bytes = ceiling(plan.count * long(sizeof(Item)), 64) * 64;
+  const long split_bytes = ceiling(plan.split_count * long(sizeof(Split)), 64) * 64;
+  if (!memory.reserve(item_bytes + split_bytes + 4 * plan.floats)) return 1;
+  plan.items = (Item*)memory.bytes;
+  plan.splits = (Split*)(memory.bytes + item_bytes);
+  plan.parts = (float*)(memory.bytes + item_bytes + split_bytes);
+  plan.cut(threads, true);
+  Job job{&g, plan.items, plan.count, {0}, {0}};
+  if (threads > 1 && plan.count > 1) g.parallel(take_items, &job, unsigned(threads), 0);
+  else take_items(&job);
+  return int(job.failed.load());
+}

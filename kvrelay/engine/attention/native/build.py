@@ -1,0 +1,125 @@
+"""Compiles the attention kernel: one shared object for each instruction set.
+
+``pip install`` runs it through the build hook of pyproject.toml, and
+``python -m kvrelay.engine.attention.native.build`` by hand. It imports the standard library only.
+An object's name has a digest of the sources and flags, so an object of other sources is not loaded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+COMMAND = "python -m kvrelay.engine.attention.native.build"
+PLAIN = "plain"
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
+# The instruction sets, best first; ``plain`` runs on every machine.
+VARIANTS = {
+    "avx512bf16": (*_AVX512, "-mavx512bf16"),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    PLAIN: (),
+}
+# Contraction would fuse a product and a sum in one place and not in another.
+FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"),
+    *("-w", "-pthread"),
+)
+_STATIC = ("-static-libgcc", "-static-libstdc++")  # so that no runtime of C++ is needed
+_COMPILERS = ("c++", "g++", "clang++")
+_SECONDS = 300.0  # for one object, on a machine that is busy
+
+
+class BuildError(Exception):
+    """Why nothing was compiled, in words for people."""
+
+
+def variants() -> tuple[str, ...]:
+    """The variants of this machine's architecture, best first."""
+    intel = platform.machine().lower() in ("x86_64", "amd64")
+    return tuple(VARIANTS) if intel else (PLAIN,)
+
+
+def digest() -> str:
+    """Of the sources and the flags."""
+    found = hashlib.sha256(repr((VARIANTS, FLAGS)).encode())
+    for path in sorted((*FOLDER.glob("*.cpp"), *FOLDER.glob("*.h"))):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def object_name(variant: str) -> str:
+    """The file of a variant that was compiled from the sources as they are."""
+    return f"{variant}-{digest()}.so"
+
+
+def compiler() -> list[str]:
+    """The command of the C++ compiler: ``CXX``, or one on the path."""
+    own = shlex.split(os.environ.get("CXX", ""))
+    for words in [own] if own else [[name] for name in _COMPILERS]:
+        if shutil.which(words[0]):
+            return words
+    tried = shlex.join(own) if own else ", ".join(_COMPILERS)
+    raise BuildError(f"no C++ compiler was found ({tried})")
+
+
+def build(folder: Path = FOLDER) -> list[Path]:
+    """Compile what is not there yet into ``folder``; remove objects of other sources.
+
+    An instruction set that the compiler does not know is left out. Raises ``BuildError`` if not
+    even the plain object compiles.
+    """
+    wanted = {variant: folder / object_name(variant) for variant in variants()}
+    missing = [variant for variant, path in wanted.items() if not path.exists()]
+    if missing:
+        command = compiler()
+        with ThreadPoolExecutor(2) as pool:
+            errors = list(pool.map(lambda v: _compile(command, v, wanted[v]), missing))
+        if not wanted[PLAIN].exists():
+            raise BuildError(f"{shlex.join(command)} failed: {errors[-1]}")
+    for path in folder.glob("*.so"):
+        if path not in wanted.values():
+            path.unlink(missing_ok=True)
+    return [path for path in wanted.values() if path.exists()]
+
+
+def _compile(command: list[str], variant: str, path: Path) -> str:
+    """Compile one object; returns the compiler's complaint, empty if there is none."""
+    source = FOLDER / ("plain.cpp" if variant == PLAIN else "attention.cpp")
+    static = _STATIC if sys.platform == "linux" else ()
+    with tempfile.TemporaryDirectory(dir=path.parent) as room:
+        made = Path(room) / path.name
+        flags = [*FLAGS, *static, *VARIANTS[variant], str(source), "-o", str(made)]
+        try:
+            done = subprocess.run(
+                [*command, *flags], capture_output=True, text=True, timeout=_SECONDS, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)
+        if done.returncode != 0:
+            return " ".join(done.stderr.split())[:300] or f"status {done.returncode}"
+        made.replace(path)  # at once: a process may have the old object mapped
+    return ""
+
+
+def _report() -> Iterator[str]:
+    for path in build():
+        yield f"compiled {path}"
+
+
+if __name__ == "__main__":
+    try:
+        print("\n".join(_report()))
+    except BuildError as failure:
+        sys.exit(f"the attention kernel was not compiled: {failure}")

@@ -1,0 +1,267 @@
+// What attention.cpp computes, one row at a time in plain C++: the definition of a row.
+//
+// For machines without AVX2, and the oracle of the tests and of the self-test. Build with
+// -ffp-contract=off.
+#include "arguments.h"
+
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+float larger(float a, float b) { return a > b ? a : b; }
+
+uint32_t bits(float x) {
+  uint32_t i;
+  memcpy(&i, &x, 4);
+  return i;
+}
+
+float number(uint32_t i) {
+  float x;
+  memcpy(&x, &i, 4);
+  return x;
+}
+
+uint16_t bfloat16(float x) {
+  const uint32_t i = bits(x);
+  return x != x ? 0x7fc0 : uint16_t((i + (i >> 16 & 1) + 0x7fff) >> 16);
+}
+
+float from_half(uint16_t half) {
+  const uint32_t sign = uint32_t(half & 0x8000) << 16;
+  uint32_t exponent = half >> 10 & 31, fraction = half & 0x3ff;
+  if (exponent == 31) return number(sign | 0x7f800000 | fraction << 13);
+  if (exponent == 0) {
+    if (fraction == 0) return number(sign);
+    for (exponent = 1; !(fraction & 0x400); exponent--) fraction <<= 1;
+    fraction &= 0x3ff;
+  }
+  return number(sign | (exponent + 112) << 23 | fraction << 13);
+}
+
+uint16_t to_half(float x) {
+  const uint32_t i = bits(x), sign = i >> 16 & 0x8000, rest = i & 0x7fffffff;
+  if (rest > 0x7f800000) return 0x7e00;
+  if (rest >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds to more than the largest
+  const int exponent = int(rest >> 23) - 112;
+  if (exponent > 0) return uint16_t(sign | (((rest + (rest >> 13 & 1) + 0xfff) >> 13) - (112 << 10)));
+  if (exponent < -10) return uint16_t(sign);
+  const uint32_t fraction = (rest & 0x7fffff) | 0x800000;
+  const int shift = 14 - exponent;
+  const uint32_t half = 1u << (shift - 1), kept = fraction >> shift, lost = fraction & (2 * half - 1);
+  return uint16_t(sign | (kept + (lost > half || (lost == half && (kept & 1)))));
+}
+
+float element(const char* at, int64_t i, int64_t kind) {
+  uint32_t word = 0;
+  uint16_t half;
+  if (kind == FLOAT32) {
+    memcpy(&word, at + 4 * i, 4);
+    return number(word);
+  }
+  memcpy(&half, at + 2 * i, 2);
+  return kind == BFLOAT16 ? number(uint32_t(half) << 16) : from_half(half);
+}
+
+float power(float x) {  // 2 ** x
+  x = x > 1.f ? 1.f : x;
+  if (x < -125.f) return 0.f;
+  if (x != x) return x;
+  const float whole = nearbyintf(x), f = x - whole;
+  float y = 1.5403530393381609e-4f;
+  for (const float c : {1.3333558146428443e-3f, 9.6181291076284772e-3f, 5.5504108664821580e-2f,
+                        2.4022650695910072e-1f, 6.9314718055994531e-1f, 1.f})
+    y = fmaf(y, f, c);
+  return number(bits(y) + (uint32_t(int(whole)) << 23));
+}
+
+float tangent(float x) {
+  const float e = power(fabsf(x) * float(-2 * LOG2E));
+  return copysignf((1.f - e) / (1.f + e), x);
+}
+
+float share(float own, float peak) { return own == peak ? 1.f : power(own - peak); }
+
+struct Rounding {  // as that of attention.cpp
+#if defined(__x86_64__)
+  const unsigned before = _mm_getcsr();
+  Rounding() { _mm_setcsr(0x9fc0); }
+  ~Rounding() { _mm_setcsr(before); }
+#endif
+};
+
+struct Part {
+  float top, sums[16], *acc;
+};
+
+struct Row {
+  const Arguments& g;
+  const int64_t* entry;
+  const int64_t index, head, last, first;
+  const int64_t size, step;
+
+  Row(const Arguments& g, const int64_t* entry, int64_t index, int64_t head)
+      : g(g), entry(entry), index(index), head(head), last(entry[1] + index),
+        first(g.window ? most(0, last - g.window + 1) : 0), size(g.kind == FLOAT32 ? 4 : 2),
+        step(g.kind == BFLOAT16 ? 2 : 1) {}
+
+  const char* key(int64_t p) const {
+    return g.pool + size * (g.tables[entry[3] + p / g.block_size] * g.s_block + g.layer * g.s_layer +
+                            p % g.block_size * g.s_pos + head / g.group * g.s_head);
+  }
+
+  float score(int64_t p) const {
+    const char* query = g.query + size * ((entry[0] + index) * g.q_row + head * g.q_head);
+    float s = 0.f;
+    for (int64_t d = 0; d < g.dim; d += step)  // of a pair the second product first
+      for (int64_t x = least(d + step, g.dim) - 1; x >= d; x--)
+        s = fmaf(element(query, x, g.kind), element(key(p), x, g.kind), s);
+    return s;
+  }
+
+  // Keys of one tile, those that the row sees.
+  void add_tile(int64_t tile, int64_t end, Part& part) const {
+    const float by = float((g.softcap > 0 ? g.softcap : g.scale) * LOG2E);
+    const float capped = g.softcap > 0 ? float(g.scale / g.softcap) : 0.f;
+    float s[TILE], w[TILE] = {}, high = -INFINITY;
+    const int64_t from = most(first, tile) - tile, to = least(end, tile + TILE) - tile;
+    for (int64_t i = from; i < to; i++) {
+      s[i] = score(tile + i);
+      if (capped != 0.f) s[i] = tangent(s[i] * capped);
+      high = larger(high, s[i]);
+    }
+    const float past = part.top, peak = larger(past, high * by);
+    const float base = peak == -INFINITY ? 0.f : -peak;
+    for (int64_t i = from; i < to; i++) {
+      w[i] = power(fmaf(s[i], by, base));
+      if (g.kind == BFLOAT16) w[i] = number(uint32_t(bfloat16(w[i])) << 16);
+    }
+    if (peak != past) {
+      const float f = power(past - peak);
+      for (float& x : part.sums) x *= f;
+      for (int64_t d = 0; d < g.dim; d++) part.acc[d] *= f;
+      part.top = peak;
+    }
+    for (int64_t i = 0; i < TILE; i += step)
+      for (int64_t x = i + step - 1; x >= i; x--) part.sums[i / step % 16] += w[x];
+    for (int64_t i = from / step * step; i < to; i += step)
+      for (int64_t x = least(i + step, to) - 1; x >= most(i, from); x--) {
+        const char* value = key(tile + x) + size * g.s_kv;
+        for (int64_t d = 0; d < g.dim; d++)
+          part.acc[d] = fmaf(w[x], element(value, d, g.kind), part.acc[d]);
+      }
+  }
+
+  void run(float* memory) const {
+    Part whole{-INFINITY, {}, memory}, part{-INFINITY, {}, memory + g.dim};
+    for (int64_t seg = first / SEGMENT; seg <= last / SEGMENT; seg++) {
+      Part& into = seg == first / SEGMENT ? whole : part;
+      into.top = -INFINITY;
+      memset(into.sums, 0, sizeof into.sums);
+      memset(into.acc, 0, size_t(4 * g.dim));
+      const int64_t end = least((seg + 1) * SEGMENT, last + 1);
+      for (int64_t tile = most(first, seg * SEGMENT) / TILE * TILE; tile < end; tile += TILE)
+        add_tile(tile, end, into);
+      if (&into == &part) merge(whole, part);
+    }
+    finish(whole);
+  }
+
+  void merge(Part& whole, const Part& part) const {
+    const float peak = larger(whole.top, part.top);
+    const float f = share(whole.top, peak), h = share(part.top, peak);
+    whole.top = peak;
+    for (int i = 0; i < 16; i++) whole.sums[i] = fmaf(part.sums[i], h, whole.sums[i] * f);
+    for (int64_t d = 0; d < g.dim; d++) whole.acc[d] = fmaf(part.acc[d], h, whole.acc[d] * f);
+  }
+
+  void finish(Part& whole) const {
+    for (const int half : {8, 4, 2, 1})
+      for (int i = 0; i < half; i++) whole.sums[i] += whole.sums[i + half];
+    float sum = whole.sums[0], f = 1.f;
+    if (g.sinks) {
+      const float sink = g.sinks[head] * float(LOG2E), peak = larger(whole.top, sink);
+      f = share(whole.top, peak);
+      sum = fmaf(sum, f, power(sink - peak));
+    }
+    char* out = g.out + size * ((entry[0] + index) * g.o_row + head * g.o_head);
+    for (int64_t d = 0; d < g.dim; d++) {
+      float y = whole.acc[d] * f / sum + 0.f;
+      if (y != y) y = number(0x7fc00000);
+      const uint16_t half = g.kind == BFLOAT16 ? bfloat16(y) : g.kind == FLOAT16 ? to_half(y) : 0;
+      if (g.kind == FLOAT32) memcpy(out + 4 * d, &y, 4);
+      else memcpy(out + 2 * d, &half, 2);
+    }
+  }
+};
+
+struct Job {
+  const Arguments* g;
+  int64_t rows;
+  std::atomic<int64_t> next, failed;
+};
+
+void take_rows(void* data) {
+  Job& job = *(Job*)data;
+  const Arguments& g = *job.g;
+  const Rounding rounding;
+  float* memory = (float*)malloc(size_t(8 * g.dim));
+  if (!memory) job.failed.store(1);
+  for (int64_t row; memory && (row = job.next.fetch_add(1)) < job.rows;) {
+    const int64_t* entry = g.entries;
+    for (; row >= entry[2]; entry += 4) row -= entry[2];
+    for (int64_t head = 0; head < g.kv_heads * g.group; head++) Row(g, entry, row, head).run(memory);
+  }
+  free(memory);
+}
+
+void store_new(const Arguments& g) {
+  const int64_t size = g.kind == FLOAT32 ? 4 : 2;
+  for (int64_t e = 0; e < g.n; e++)
+    for (int64_t i = 0; i < g.entries[4 * e + 2]; i++)
+      for (int64_t head = 0; head < g.kv_heads; head++) {
+        const Row row(g, g.entries + 4 * e, i, head * g.group);
+        char* to = const_cast<char*>(row.key(row.last));
+        const int64_t from = g.entries[4 * e] + i;
+        memcpy(to, g.key + size * (from * g.k_row + head * g.k_head), size_t(size * g.dim));
+        memcpy(to + size * g.s_kv, g.value + size * (from * g.v_row + head * g.v_head),
+               size_t(size * g.dim));
+      }
+}
+
+}  // namespace
+
+int kvrelay_attention(const Arguments* arguments) {
+  const Arguments& g = *arguments;
+  if (g.key) store_new(g);
+  if (!g.query) return 0;
+  Job job{&g, 0, {0}, {0}};
+  for (int64_t e = 0; e < g.n; e++) job.rows += g.entries[4 * e + 2];
+  if (g.parallel && g.threads > 1 && job.rows > 1) g.parallel(take_rows, &job, unsigned(g.threads), 0);
+  else take_rows(&job);
+  return int(job.failed.load());
+}
+
+// The revision, and which objects this machine can run.
+extern "C" __attribute__((visibility("default"))) int64_t kvrelay_revision() { return REVISION; }
+
+extern "C" __attribute__((visibility("default"))) int kvrelay_runs(const char* variant) {
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (!strcmp(variant, "avx2")) return avx2;
+  if (!strcmp(variant, "avx512")) return avx512;
+  if (!strcmp(variant, "avx512bf16")) return avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
+  return !strcmp(variant, "plain");
+}

@@ -1,0 +1,68 @@
+"""Compares an object of the attention kernel with the plain one, to the bit, in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from kvrelay.engine.attention.native.arguments import KINDS, KernelArguments, arguments_of_pool
+
+# A chunk, one beyond a segment of 512 keys, and a decode row; positions before and in the step.
+_SPANS = ((0, 9), (510, 3), (77, 1))
+_BLOCK = 16
+_HEADS = 2
+_GROUP = 2
+_TINY = 4e-38  # weights times such numbers are below the smallest normal one
+
+Kernel = Callable[[KernelArguments], int]
+
+
+def differs(function: Kernel, oracle: Kernel) -> str | None:
+    """What is not the same to the bit, or ``None``."""
+    for dtype in KINDS:
+        for width, size in ((48, 1.0), (20, _TINY)):
+            if _out(function, dtype, width, size) != _out(oracle, dtype, width, size):
+                kind = str(dtype).removeprefix("torch.")
+                return f"not the bits of the plain kernel ({kind}, heads of {width})"
+    return None
+
+
+def _out(function: Kernel, dtype: torch.dtype, width: int, size: float) -> bytes:
+    """The output of the function on numbers that depend on nothing but the arguments."""
+    need = [-(-(start + count) // _BLOCK) for start, count in _SPANS]
+    rows = sum(count for _, count in _SPANS)
+    pool = _numbers((sum(need), 1, 2, _BLOCK, _HEADS, width), size).to(dtype)
+    query = _numbers((rows, _HEADS * _GROUP, width), 3.0).to(dtype)
+    counts = np.array([count for _, count in _SPANS])
+    entries = np.empty((len(_SPANS), 4), np.int64)
+    entries[:, 0] = np.cumsum(counts) - counts
+    entries[:, 1:3] = _SPANS
+    entries[:, 3] = np.cumsum(need) - need
+    tables = np.arange(sum(need), dtype=np.int32)[::-1].copy()
+    out = torch.empty_like(query)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    a = arguments_of_pool(pool)
+    a.entries = entries.ctypes.data
+    a.tables = tables.ctypes.data
+    a.n = len(_SPANS)
+    a.group = _GROUP
+    a.query = query.data_ptr()
+    a.out = out.data_ptr()
+    a.sinks = sinks.data_ptr()
+    a.q_row, a.q_head, _ = query.stride()
+    a.o_row, a.o_head, _ = out.stride()
+    a.window = 600
+    a.scale = width**-0.5
+    a.softcap = 20.0
+    if function(a) != 0:
+        raise MemoryError("self-test of the attention kernel")
+    return out.view(torch.uint8).numpy().tobytes()
+
+
+def _numbers(shape: tuple[int, ...], size: float) -> torch.Tensor:
+    """Numbers in (-size, size), by a sequence of low discrepancy."""
+    count = int(np.prod(shape))
+    steps = np.modf(np.arange(1, count + 1) * 0.6180339887498949)[0] * 2 - 1
+    return torch.from_numpy((steps * size).astype(np.float32)).view(shape)

@@ -1,0 +1,179 @@
+"""The native backend behind the runner, what its profile says, and what refuses it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvrelay.engine.attention.batch import pack
+from kvrelay.engine.attention.native import build, library
+from kvrelay.engine.attention.native.backend import NativeBackend
+from kvrelay.engine.attention.pool import KVPool, PoolShape
+from kvrelay.engine.attention.sdpa import SdpaBackend
+from kvrelay.engine.core.updates import Work
+from kvrelay.engine.model.loading import load_model
+from kvrelay.engine.numerics import numeric_profile
+from kvrelay.engine.runner import Runner, choose_attention
+from kvrelay.errors import Rejected
+from tests.models import tiny_model
+
+SHAPE = PoolShape(12, 2, 4, 2, 16, "float32")
+WORKS = [
+    Work([0] * 10, 9, 1, [3, 5, 1], 10, None),
+    Work([0] * 9, 0, 9, [0, 2, 4], 9, None),
+    Work([0] * 12, 5, 6, [8, 7, 6], 12, None),
+]
+
+
+def filled_pool() -> KVPool:
+    pool = KVPool(SHAPE)
+    pool.tensor.copy_(torch.randn(pool.tensor.shape, generator=torch.Generator().manual_seed(1)))
+    return pool
+
+
+@pytest.mark.parametrize("scaling", [None, 0.1])
+def test_it_computes_what_sdpa_does(compiled: None, scaling: float | None) -> None:
+    """Outputs, and the K and V that are stored, from tensors that are not contiguous."""
+    pools = [filled_pool(), filled_pool()]
+    joint = torch.randn(16, 8, 16)
+    query, key, value = joint[:, :4], joint[:, 4:6], joint[:, 6:]
+    native, sdpa = (
+        backend.step(pack(WORKS, SHAPE, torch.device("cpu"))).attend(1, query, key, value, scaling)
+        for backend in (NativeBackend(pools[0]), SdpaBackend(pools[1]))
+    )
+    assert torch.allclose(native, sdpa, atol=1e-5)
+    assert native.is_contiguous()
+    used = [block for work in WORKS for block in work.blocks]
+    ends = {1: 2, 4: 1, 6: 3}  # positions of a last block; SDPA zeroes the rest of a new one
+    for block in used:
+        stored = [pool.tensor[block, 1, :, : ends.get(block, 4)] for pool in pools]
+        assert torch.equal(*stored), block
+
+
+@pytest.mark.parametrize(
+    ("layer", "rows", "heads", "width", "dtype"),
+    [
+        (2, 16, 2, 16, torch.float32),
+        (-1, 16, 2, 16, torch.float32),
+        (0, 15, 2, 16, torch.float32),
+        (0, 16, 1, 16, torch.float32),
+        (0, 16, 2, 8, torch.float32),
+        (0, 16, 2, 16, torch.bfloat16),
+    ],
+)
+def test_shapes_that_are_not_the_pools_are_refused(
+    compiled: None, layer: int, rows: int, heads: int, width: int, dtype: torch.dtype
+) -> None:
+    """The kernel would read or write elsewhere."""
+    step = NativeBackend(filled_pool()).step(pack(WORKS, SHAPE, torch.device("cpu")))
+    both = torch.zeros(rows, heads, width, dtype=dtype)
+    with pytest.raises(ValueError, match="not of this pool and 16 rows"):
+        step.attend(layer, torch.zeros(16, 4, 16), both, both, None)
+
+
+def test_the_profile_names_revision_and_variant(compiled: None, tmp_path: Path) -> None:
+    loaded = load_model(tiny_model("llama", tmp_path / "llama"), "float32", "cpu")
+    runner = Runner(loaded, 4, 4, "native")
+    assert runner.attention_backend == "native"
+    variant = library.load_kernel().variant
+    assert runner.attention_profile == f"native-1-{variant}"
+    assert f"/native-1-{variant}/tp1/" in numeric_profile(loaded, "native", 1)
+    assert "/sdpa/tp1/" in numeric_profile(loaded, "sdpa", 1)
+
+
+def choose(**environ: str) -> str:
+    """What a new process says that was asked for the native backend."""
+    program = (
+        "from kvrelay.engine.attention.pool import KVPool, PoolShape\n"
+        "from kvrelay.engine.runner import choose_attention\n"
+        "from kvrelay.errors import Rejected\n"
+        "try:\n"
+        "    pool = KVPool(PoolShape(1, 1, 1, 1, 8, 'float32'))\n"
+        "    print(choose_attention('native', pool).profile)\n"
+        "except Rejected as error:\n"
+        "    print(error)\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command, env={**os.environ, **environ}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("variant", build.variants())
+def test_a_variant_can_be_forced(compiled: None, variant: str) -> None:
+    said = choose(**{library.FORCED: variant})
+    if library.runs(variant):
+        assert said == f"native-1-{variant}"
+    else:
+        assert "this processor lacks its instructions" in said
+
+
+def test_an_unknown_variant_is_refused_by_name(compiled: None) -> None:
+    said = choose(**{library.FORCED: "sse9"})
+    assert "attention_backend" in said
+    assert f"{library.FORCED}=sse9: this machine's are" in said
+
+
+def test_what_was_not_compiled_is_refused_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    library._load.cache_clear()
+    try:
+        with pytest.raises(Rejected, match=f"not compiled.*run {build.COMMAND}"):
+            choose_attention("native", KVPool(SHAPE))
+        (tmp_path / "plain-000000000000.so").touch()
+        with pytest.raises(library.NoKernel, match="compiled from other sources"):
+            library.load_kernel()
+    finally:
+        library._load.cache_clear()
+
+
+def test_an_object_that_fails_its_test_is_passed_over(
+    compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next one is used, and the summary says why; without any, nothing is."""
+    monkeypatch.setattr(library, "differs", lambda function, oracle: "other bits")
+    library._load.cache_clear()
+    try:
+        with pytest.raises(library.NoKernel, match="plain: other bits"):
+            library.load_kernel()
+        best, *rest = [variant for variant in build.variants() if library.runs(variant)]
+        verdicts = iter(["other bits", None])
+        monkeypatch.setattr(library, "differs", lambda function, oracle: next(verdicts))
+        kernel = library.load_kernel()
+        assert kernel.variant == rest[0]
+        assert f"{best}: other bits" in kernel.summary
+    finally:
+        library._load.cache_clear()
+
+
+def test_a_build_without_a_compiler_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    with pytest.raises(build.BuildError, match="no C\\+\\+ compiler was found"):
+        build.build(tmp_path)
+
+
+def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", f"{sys.executable} -c exit('broken')")
+    with pytest.raises(build.BuildError, match="broken"):
+        build.build(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_objects_of_other_sources_are_removed(compiled: None, tmp_path: Path) -> None:
+    for variant in build.variants():
+        (tmp_path / build.object_name(variant)).touch()
+    (tmp_path / "avx2-000000000000.so").touch()
+    build.build(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        build.object_name(variant) for variant in build.variants()
+    }
