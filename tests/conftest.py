@@ -12,9 +12,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A cluster whose blocks outlive it keeps its key there, and not among the files of the user.
 os.environ.setdefault("XDG_STATE_HOME", f"{tempfile.gettempdir()}/kvrelay-tests-{os.getuid()}")
 
+import pytest
+
+from kvrelay.engine.attention.native import build
 from tests.kvstore.redis.redisserver import version
 
 
 def pytest_report_header() -> str:
     """Which Redis the store is tested with; without one the run ends here."""
     return f"redis: {version()}"
+
+
+@pytest.fixture(scope="session")
+def compiled() -> None:
+    """The attention kernel, compiled if the install has not done it."""
+    try:
+        build.build()
+    except build.BuildError as error:
+        pytest.skip(str(error))

@@ -20,6 +20,7 @@ from kvrelay.cli.up import UpConfig, _check
 from kvrelay.cluster import endpoints
 from kvrelay.cluster.layout import ROOT
 from kvrelay.cluster.ports import free_ports
+from kvrelay.engine.attention.native.library import FORCED, load_kernel
 from kvrelay.errors import NotFound, Rejected
 from kvrelay.installation import command
 
@@ -221,6 +222,20 @@ def test_doctor_finds_what_the_tests_run_on() -> None:
     states = {finding["name"]: finding["state"] for finding in found["findings"]}
     assert states["python"] == states["torch"] == states["attention"] == "ok"
     assert (done.returncode == 0) is found["ok"]
+
+
+def test_doctor_says_which_attention_kernel_is_here_or_why_none(
+    compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = json.loads(kvrelay("doctor", "--json").stdout)["findings"]
+    (kernel,) = [finding for finding in found if finding["name"] == "native kernel"]
+    assert (kernel["state"], kernel["found"]) == ("ok", load_kernel().summary)
+    monkeypatch.setenv(FORCED, "sse9")
+    found = json.loads(kvrelay("doctor", "--json").stdout)["findings"]
+    (kernel,) = [finding for finding in found if finding["name"] == "native kernel"]
+    assert kernel["state"] == "absent"
+    assert f"{FORCED}=sse9" in kernel["found"]
+    assert "sdpa" in kernel["means"]
 
 
 def test_doctor_ignores_a_switch_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,34 @@ def test_shapes_that_are_not_the_pools_are_refused(
         step.attend(layer, torch.zeros(16, 4, 16), both, both, None)
 
 
+def test_a_table_outside_the_pool_is_refused(compiled: None) -> None:
+    for block in (12, -1):
+        work = Work([0], 0, 1, [block], 1, None)
+        batch = pack([work], SHAPE, torch.device("cpu"))
+        with pytest.raises(IndexError, match="leaves the pool of 12"):
+            NativeBackend(filled_pool()).step(batch)
+
+
+@pytest.mark.parametrize("scaling", [0.0, -1.0, float("nan")])
+def test_a_scale_that_is_not_positive_is_refused(compiled: None, scaling: float) -> None:
+    step = NativeBackend(filled_pool()).step(pack(WORKS, SHAPE, torch.device("cpu")))
+    query, both = torch.zeros(16, 4, 16), torch.zeros(16, 2, 16)
+    with pytest.raises(ValueError, match="scaling"):
+        step.attend(0, query, both, both, scaling)
+
+
+def test_tensors_with_gaps_in_their_heads(compiled: None) -> None:
+    """Also heads of one element, whose last stride says nothing."""
+    for width in (16, 1):
+        pool = KVPool(PoolShape(12, 2, 4, 2, width, "float32"))
+        wide = torch.randn(16, 8, 2 * width)[:, :, ::2]
+        step = NativeBackend(pool).step(pack(WORKS, pool.shape, pool.device))
+        cuts = (wide[:, :4], wide[:, 4:6], wide[:, 6:])
+        got = step.attend(0, *cuts, None)
+        again = step.attend(0, *(cut.contiguous() for cut in cuts), None)
+        assert torch.equal(got, again)
+
+
 def test_the_profile_names_revision_and_variant(compiled: None, tmp_path: Path) -> None:
     loaded = load_model(tiny_model("llama", tmp_path / "llama"), "float32", "cpu")
     runner = Runner(loaded, 4, 4, "native")

@@ -18,21 +18,26 @@ using Parallel = void (*)(void (*body)(void*), void* data, unsigned threads, uns
 
 // Strides are in elements; the elements of one head lie side by side.
 struct Arguments {
-  char* pool;
-  const int64_t* entries;  // [n][first row, first position, positions, offset in tables]
-  const int32_t* tables;   // the numbers of the blocks of all entries
-  const char* query;       // [row, kv head * group + member, dim]
-  const char* key;         // [row, kv head, dim]: stored before anything is read; may be null
+  // Of a call: arguments.py packs them in one piece.
+  int64_t layer, group;
+  double scale;
+  const char* query;  // [row, kv head * group + member, dim]
+  const char* key;    // [row, kv head, dim]: stored before anything is read; may be null
   const char* value;
   char* out;
-  const float* sinks;  // a logit of each query head that has no value; may be null
-  Parallel parallel;   // null: one thread
-  int64_t n, threads, layer, kind;
-  int64_t block_size, kv_heads, group, dim;
-  int64_t s_block, s_layer, s_kv, s_pos, s_head;
   int64_t q_row, q_head, k_row, k_head, v_row, v_head, o_row, o_head;
-  int64_t window;  // keys that a row sees, its own included; 0: all
-  double scale, softcap;  // softcap 0: none
+  // Of a step.
+  const int64_t* entries;  // [n][first row, first position, positions, offset in tables]
+  const int32_t* tables;   // the numbers of the blocks of all entries
+  int64_t n, threads;
+  // Of a pool and its model.
+  char* pool;
+  Parallel parallel;   // null: one thread
+  const float* sinks;  // a logit of each query head that has no value; may be null
+  int64_t window;      // keys that a row sees, its own included; 0: all
+  double softcap;      // 0: none
+  int64_t kind, block_size, kv_heads, dim;
+  int64_t s_block, s_layer, s_kv, s_pos, s_head;
 };
 
 extern "C" __attribute__((visibility("default"))) int kvrelay_attention(const Arguments* arguments);

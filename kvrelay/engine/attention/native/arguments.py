@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 
 import torch
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-_POINTERS = ("pool", "entries", "tables", "query", "key", "value", "out", "sinks", "parallel")
-_NUMBERS = (
-    *("n", "threads", "layer", "kind", "block_size", "kv_heads", "group", "dim"),
-    *("s_block", "s_layer", "s_kv", "s_pos", "s_head"),
-    *("q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "o_row", "o_head", "window"),
+# The fields of a call, in one piece: setting them one by one costs as much as a small call.
+CALL = struct.Struct("@qqd4P8q")
+_CALL = (
+    *("layer", "group", "scale", "query", "key", "value", "out"),
+    *("q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "o_row", "o_head"),
 )
+_STEP = ("entries", "tables", "n", "threads")
+_POOL = (
+    *("pool", "parallel", "sinks", "window", "softcap", "kind", "block_size", "kv_heads", "dim"),
+    *("s_block", "s_layer", "s_kv", "s_pos", "s_head"),
+)
+_POINTERS = {"query", "key", "value", "out", "entries", "tables", "pool", "parallel", "sinks"}
+_DOUBLES = {"scale", "softcap"}
+
+
+def _kind(name: str) -> type[ctypes.c_void_p | ctypes.c_double | ctypes.c_int64]:
+    if name in _POINTERS:
+        return ctypes.c_void_p
+    return ctypes.c_double if name in _DOUBLES else ctypes.c_int64
 
 
 class KernelArguments(ctypes.Structure):
@@ -53,12 +67,7 @@ class KernelArguments(ctypes.Structure):
     scale: float
     softcap: float
 
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in _NUMBERS),
-        ("scale", ctypes.c_double),
-        ("softcap", ctypes.c_double),
-    )
+    _fields_ = tuple((name, _kind(name)) for name in (*_CALL, *_STEP, *_POOL))
 
 
 def arguments_of_pool(pool: torch.Tensor) -> KernelArguments:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvrelay.engine.attention.batch import Batch
-from kvrelay.engine.attention.native.arguments import KernelArguments, arguments_of_pool
+from kvrelay.engine.attention.native.arguments import CALL, KernelArguments, arguments_of_pool
 from kvrelay.engine.attention.native.library import Function, NoKernel, load_kernel
 from kvrelay.engine.attention.pool import KVPool
 
@@ -47,25 +47,39 @@ class NativeBackend:
         lengths = np.array([len(table) for table in batch.tables], np.int64)
         entries[:, 3] = np.cumsum(lengths) - lengths
         tables = np.fromiter(chain.from_iterable(batch.tables), np.int32, int(lengths.sum()))
+        if tables.min() < 0 or tables.max() >= self.pool.shape.num_blocks:
+            raise IndexError(f"a block table leaves the pool of {self.pool.shape.num_blocks}")
         arguments = KernelArguments.from_buffer_copy(self._template)
         arguments.n = len(works)
         arguments.entries = entries.ctypes.data
         arguments.tables = tables.ctypes.data
         arguments.threads = torch.get_num_threads()
         rows = int(entries[:, 2].sum())
-        return NativeStep(self.pool.tensor, rows, arguments, self.kernel.function, entries, tables)
+        shape = self.pool.shape
+        return NativeStep(
+            layers=shape.num_layers,
+            rows=rows,
+            heads=shape.num_kv_heads,
+            width=shape.head_dim,
+            dtype=self.pool.tensor.dtype,
+            arguments=arguments,
+            function=self.kernel.function,
+            owned=(entries, tables, self.pool.tensor),
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class NativeStep:
-    """One step over the pool; see ``AttentionStep``. It owns what its arguments point to."""
+    """One step; see ``AttentionStep``. ``owned`` keeps alive what its arguments point to."""
 
-    pool: torch.Tensor
+    layers: int
     rows: int
+    heads: int  # of K and V
+    width: int
+    dtype: torch.dtype
     arguments: KernelArguments
     function: Function
-    entries: NDArray[np.int64]
-    tables: NDArray[np.int32]
+    owned: tuple[NDArray[np.int64], NDArray[np.int32], torch.Tensor]
 
     def attend(
         self,
@@ -76,42 +90,37 @@ class NativeStep:
         scaling: float | None,
     ) -> torch.Tensor:
         """Store, then attend, in one call of the kernel."""
-        a = self.arguments
-        query, key, value = _rows(query), _rows(key), _rows(value)
-        self._check(layer, query, key, value)
-        out = torch.empty(query.shape, dtype=query.dtype)
-        a.layer = layer
-        a.group = query.shape[1] // a.kv_heads
-        a.scale = a.dim**-0.5 if scaling is None else scaling
-        a.query = query.data_ptr()
-        a.key = key.data_ptr()
-        a.value = value.data_ptr()
-        a.out = out.data_ptr()
-        a.q_row, a.q_head, _ = query.stride()
-        a.k_row, a.k_head, _ = key.stride()
-        a.v_row, a.v_head, _ = value.stride()
-        a.o_row, a.o_head, _ = out.stride()
-        if self.function(a) != 0:
+        q_row, q_head, q_one = query.stride()
+        k_row, k_head, k_one = key.stride()
+        v_row, v_head, v_one = value.stride()
+        if self.width > 1 and not q_one == k_one == v_one == 1:
+            compact = (query.contiguous(), key.contiguous(), value.contiguous())
+            return self.attend(layer, *compact, scaling)
+        width, shape, kept = self.width, query.shape, (self.rows, self.heads, self.width)
+        members = shape[1]
+        scale = width**-0.5 if scaling is None else scaling
+        fits = (
+            scale > 0
+            and shape == (self.rows, members, width)
+            and members % self.heads == 0
+            and key.shape == kept
+            and value.shape == kept
+            and 0 <= layer < self.layers
+            and query.dtype is key.dtype is value.dtype is self.dtype
+        )
+        if not fits:  # the kernel would read or write elsewhere
+            shapes = [(tuple(one.shape), one.dtype) for one in (query, key, value)]
+            raise ValueError(
+                f"layer {layer}, scaling {scale}, {shapes}: not of this pool and {self.rows} rows"
+            )
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        CALL.pack_into(
+            self.arguments,
+            0,
+            *(layer, members // self.heads, scale),
+            *(query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()),
+            *(q_row, q_head, k_row, k_head, v_row, v_head, members * width, width),
+        )
+        if self.function(self.arguments) != 0:
             raise MemoryError("attention")
         return out
-
-    def _check(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> None:
-        """The kernel would read or write outside what does not have these shapes."""
-        pool = self.pool
-        heads, width = pool.shape[4], pool.shape[5]
-        fits = (
-            0 <= layer < pool.shape[1]
-            and query.shape == (self.rows, query.shape[1] // heads * heads, width)
-            and key.shape == value.shape == (self.rows, heads, width)
-            and query.dtype == key.dtype == value.dtype == pool.dtype
-        )
-        if not fits:
-            shapes = [(tuple(one.shape), one.dtype) for one in (query, key, value)]
-            raise ValueError(f"layer {layer}, {shapes}: not of this pool and {self.rows} rows")
-
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, its last dimension without gaps."""
-    return tensor if tensor.stride(2) == 1 else tensor.contiguous()
