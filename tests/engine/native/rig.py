@@ -99,13 +99,17 @@ def attend(
     a.sinks = None if problem.sinks is None else problem.sinks.data_ptr()
     a.query = query.data_ptr()
     a.out = out.data_ptr()
-    a.q_row, a.q_head, _ = query.stride()
-    a.o_row, a.o_head, _ = out.stride()
+    a.q_row = query.stride(0)
+    a.q_head = query.stride(1)
+    a.o_row = out.stride(0)
+    a.o_head = out.stride(1)
     if new is not None:
         a.key = new[0].data_ptr()
         a.value = new[1].data_ptr()
-        a.k_row, a.k_head, _ = new[0].stride()
-        a.v_row, a.v_head, _ = new[1].stride()
+        a.k_row = new[0].stride(0)
+        a.k_head = new[0].stride(1)
+        a.v_row = new[1].stride(0)
+        a.v_head = new[1].stride(1)
     assert function(a) == 0
     return out
 

@@ -51,8 +51,10 @@ def _out(function: Kernel, dtype: torch.dtype, width: int, size: float) -> bytes
     a.query = query.data_ptr()
     a.out = out.data_ptr()
     a.sinks = sinks.data_ptr()
-    a.q_row, a.q_head, _ = query.stride()
-    a.o_row, a.o_head, _ = out.stride()
+    a.q_row = query.stride(0)
+    a.q_head = query.stride(1)
+    a.o_row = out.stride(0)
+    a.o_head = out.stride(1)
     a.window = 600
     a.scale = width**-0.5
     a.softcap = 20.0
