@@ -100,7 +100,8 @@ def test_tensors_with_gaps_in_their_heads(compiled: None) -> None:
         step = NativeBackend(pool).step(pack(WORKS, pool.shape, pool.device))
         cuts = (wide[:, :4], wide[:, 4:6], wide[:, 6:])
         got = step.attend(0, *cuts, None)
-        again = step.attend(0, *(cut.contiguous() for cut in cuts), None)
+        query, key, value = (cut.contiguous() for cut in cuts)
+        again = step.attend(0, query, key, value, None)
         assert torch.equal(got, again)
 
 
