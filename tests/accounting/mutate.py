@@ -32,6 +32,7 @@ TESTS = (
     "tests/accounting/test_exhaustive.py",
 )
 LIMIT = 300.0
+ATTEMPTS = 3
 CAUGHT = "caught by "
 
 
@@ -94,16 +95,24 @@ def _tell(number: int) -> str | None:
 
 
 def catch(number: int, *tests: str) -> str | None:
-    """The test that catches a mutation, run in a process of its own; ``None`` if none does."""
+    """The test that catches a mutation, run in a process of its own; ``None`` if none does.
+
+    A process that ends without a verdict, killed for example, runs again; then it is an error.
+    """
     command = [sys.executable, "-m", "tests.accounting.mutate", str(number), *tests]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return f"no end after {LIMIT:.0f} s"
-    lines = [line for line in done.stdout.splitlines() if line.startswith(CAUGHT)]
-    return lines[-1].removeprefix(CAUGHT) if lines else None
+    for _ in range(ATTEMPTS):
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return f"no end after {LIMIT:.0f} s"
+        lines = [line for line in done.stdout.splitlines() if line.startswith(CAUGHT)]
+        if lines:
+            return lines[-1].removeprefix(CAUGHT)
+        if done.returncode == 0:
+            return None
+    raise RuntimeError(f"mutation {number}: status {done.returncode}, {done.stderr[-1000:]}")
 
 
 class Recorder:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.accounting.mutate import catch
@@ -36,3 +38,9 @@ def test_a_mutation_is_caught(name: str) -> None:
 def test_a_mutation_that_nobody_looks_at_survives() -> None:
     number = [one.name for one in MUTATIONS].index("positions of two runs are counted twice")
     assert catch(number, "tests/accounting/test_mock.py") is None
+
+
+def test_a_process_without_a_verdict_is_no_survivor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "false")
+    with pytest.raises(RuntimeError, match="status 1"):
+        catch(0)
