@@ -224,13 +224,18 @@ _DECODE = types_pb2.ROLE_DECODE
 def _set_outputs(
     message: router_pb2.GenerateRequest, outputs: list[list[int]], resumption: Resumption
 ) -> None:
-    """The tokens so far, cut at the positions of the client."""
+    """The tokens so far, cut at the positions of the client.
+
+    If all samples have ended, the last one ends again, for its usage.
+    """
     message.ClearField("output_token_ids")
     if len(outputs) == 1:
         message.output_token_ids.extend(outputs[0][: resumption.samples[0].tokens])
         return
     for tokens, at in zip(outputs, resumption.samples, strict=True):
         message.samples.add(token_ids=tokens[: at.tokens], ended=at.ended)
+    if all(at.ended for at in resumption.samples):
+        message.samples[-1].ended = False
 
 
 async def _whole(

@@ -128,3 +128,42 @@ async def test_other_weights_are_refused() -> None:
         made = await client.post("/v1/completions", json=body, headers={"last-event-id": last})
         assert made.status_code == 412
         assert "weights" in made.json()["error"]["message"]
+
+
+async def test_several_samples_and_their_resumption() -> None:
+    """Sample i has the seed and i; every cut of the interleaved stream continues each of them."""
+    body = {**BODY, "n": 3, "seed": SEED, "max_tokens": 5}
+    async with door([decode_worker()]) as (_, client):
+        made = await client.post("/v1/completions", json={**body, "stream": False, **PLAIN})
+        choices = made.json()["choices"]
+        assert [choice["index"] for choice in choices] == [0, 1, 2]
+        expected = {i: answer(PROMPT, 5, SEED + i) for i in range(3)}
+        assert {one["index"]: one["token_ids"] for one in choices} == expected
+        assert made.json()["usage"]["completion_tokens"] == 15
+        whole = await events(client, body)
+        assert by_index(whole) == expected
+        for cut, (last, _) in enumerate(whole[:-2], 1):
+            rest = await events(client, body, last=last)
+            first, second = by_index(whole[:cut]), by_index(rest)
+            joined = {i: first.get(i, []) + second.get(i, []) for i in range(3)}
+            assert joined == expected, cut
+            assert finishes(whole[:cut]) + finishes(rest) == 3
+            assert json.loads(rest[-2][1])["usage"]["completion_tokens"] == 15
+
+
+PLAIN = {"stream_options": None}
+
+
+def by_index(found: list[Event]) -> dict[int, list[int]]:
+    """The token ids of each choice."""
+    made: dict[int, list[int]] = {}
+    for _, data in found:
+        for choice in json.loads(data)["choices"] if data != "[DONE]" else ():
+            made.setdefault(choice["index"], []).extend(choice["token_ids"])
+    return made
+
+
+def finishes(found: list[Event]) -> int:
+    """How many choices ended."""
+    chunks = [json.loads(data) for _, data in found if data != "[DONE]"]
+    return sum(choice["finish_reason"] is not None for one in chunks for choice in one["choices"])
