@@ -10,6 +10,7 @@ import pytest
 
 from kvrelay.errors import Exhausted, Rejected
 from kvrelay.v1 import router_pb2
+from router.queue.quotas import QuotaHold
 from tests.router.fakes import (
     LENGTH,
     Behaviour,
@@ -276,6 +277,31 @@ async def test_every_sample_has_a_place() -> None:
             worker.behaviour.step.release()
         check_whole(await call, 6, 3)
         await until_running(router, 0, 0)
+
+
+async def test_the_others_wait_for_their_slot_as_long_as_the_request_may_take() -> None:
+    """A request that has not begun would be refused after twice ``queue_seconds``."""
+    worker = decode_worker(max_num_seqs=1, behaviour=Behaviour(step=asyncio.Semaphore(0)))
+    async with running([worker], queue_seconds=0.1) as router:
+        call = asyncio.ensure_future(router.generate(several(4, 3)))
+        await until_running(router, 2, 2)
+        error = await failing(router.generate(request()))
+        assert isinstance(error, Exhausted)
+        assert worker.behaviour.step is not None
+        for _ in range(12):
+            worker.behaviour.step.release()
+        check_whole(await call, 4, 3)
+
+
+async def test_the_prompt_is_charged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    charged: list[int] = []
+    monkeypatch.setattr(QuotaHold, "charge", lambda hold, tokens: charged.append(tokens))
+    async with running([decode_worker()]) as router:
+        await router.generate(several(4, 8))
+        again = several(3, 8)
+        again.samples.extend([sample([]), sample(answer(PROMPT, 8, 6), True), sample([9])])
+        await router.generate(again)
+    assert charged == [0, len(PROMPT) + 4 * 8, 0, len(PROMPT) + 8 + 7]
 
 
 async def test_more_samples_than_requests_are_allowed() -> None:
