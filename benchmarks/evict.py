@@ -2,17 +2,20 @@
 
     python -m benchmarks.evict [--requests 3000] [--seed 1]
     python -m benchmarks.evict --trace TRACE [--budgets 1000,5000] [--variants]
+    python -m benchmarks.evict --trace TRACE --hints [--budgets 1000,5000] [--horizon 60]
 
 Prints hit rates of LRU, of ``returns`` and of the offline optimum, in blocks. For a trace it also
 prints the way: how much of what the optimum has over LRU ``returns`` has. ``--variants`` adds the
 halves of the trace by conversation, each with half of the budgets, and the trace with the starts
 of its conversations drawn anew, the times within each kept. A policy that was tuned on one of them
-must hold on the others.
+must hold on the others. ``--hints`` prints the way of ``returns`` with hints from a router's queue
+and from clients (``benchmarks.hinted`` says what is assumed).
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.hinted import Assumed, hinted_rate
 from benchmarks.workloads import FAMILIES, bursts, eager, requests
 from kvstore.index.eviction import make_policy
 from kvstore.limits import LRU, RETURNS
@@ -64,6 +68,22 @@ def measured(name: str, trace: Trace, blocks: int) -> StudyRow:
     """One row."""
     lru, returns = (replay(trace, blocks, make_policy(one)).rate for one in (LRU, RETURNS))
     return StudyRow(name, blocks, lru, returns, optimum(trace, blocks).rate)
+
+
+def with_hints(trace: Trace, budgets: Sequence[int], horizon: float) -> Iterator[StudyRow]:
+    """``returns`` without hints, with each kind of hint, and with both."""
+    cases = (
+        Assumed(wait=10.0),
+        Assumed(wait=30.0),
+        Assumed(horizon=horizon),
+        Assumed(wait=30.0, horizon=horizon),
+        Assumed(horizon=math.inf),
+    )
+    for blocks in budgets:
+        plain = measured("no hints", trace, blocks)
+        yield plain
+        for case in cases:
+            yield replace(plain, name=str(case), returns=hinted_rate(trace, blocks, case))
 
 
 def families(count: int, seed: int) -> Iterator[tuple[str, Trace, tuple[int, ...]]]:
@@ -135,6 +155,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
     parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--hints", action="store_true")
+    parser.add_argument("--horizon", type=float, default=60.0)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)
@@ -150,6 +172,8 @@ def main(argv: Sequence[str]) -> int:
         trace = list(read_trace(options.trace))
         budgets = [int(one) for one in options.budgets.split(",")]
         rows = study(trace, budgets, options.variants, options.seed)
+        if options.hints:
+            rows = with_hints(trace, budgets, options.horizon)
     shares: dict[str, list[float]] = {}
     for row in rows:
         print(row, flush=True)

@@ -20,21 +20,26 @@ from statistics import mean
 
 from benchmarks.fleet import Fleet, FleetRequest, FleetResult, FleetShape
 from benchmarks.policies import POLICIES, placement_policy
+from kvrelay.block.name import Namer
 from kvrelay.rpc.channel import ChannelOptions
 from kvrelay.rpc.deadline import Deadline
+from kvrelay.rpc.security.identity import Tenant
 from kvrelay.sampling import stored_positions
 from kvrelay.v1.types_pb2 import ROLE_DECODE, ROLE_PREFILL
 from kvrelay.v1.worker_pb2 import Namespace, WorkerInfo, WorkerLoad
 from kvstore.trace.requests import BLOCK_TOKENS, read_trace
 from router.config import RouterConfig
 from router.placement.affinity import Affinity
-from router.placement.placer import NextLeg, Placer, StreamBinding
+from router.placement.placer import NextLeg, Placer, StreamBinding, namespace_of
 from router.placement.policy import PREFILL, LegDemand, Prefix, choose
 from router.workers.candidate import Candidate
 from router.workers.health import READY
 from router.workers.registry import Registry
 from router.workers.worker import KnownWorker
 
+NAMER = Namer(
+    namespace_of(WorkerInfo(namespace=Namespace(block_size=16, format_version=1)), Tenant())
+)
 SEED = 1
 WORKERS, PREFIXES, DECISIONS, REPEATS = 64, 10_000, 500, 7
 
@@ -151,7 +156,7 @@ def _leg(chain: tuple[bytes, ...]) -> NextLeg:
         prompt_tokens=prompt,
         so_far=0,
         positions=stored_positions(prompt, 64),
-        bound=StreamBinding("", "", b"", Prefix(chain, 16)),
+        bound=StreamBinding("", "", b"", Prefix(chain, 16), NAMER),
         deadline=Deadline.after(600.0),
     )
 

@@ -23,6 +23,20 @@ MAX_LEASE_MS = 600_000
 MAX_SMALL = 1 << 20
 """Bytes of one ``PutSmall``."""
 
+MAX_HINTS = 1 << 10
+"""Hints in one message; they name ``MAX_NAMES`` blocks at most."""
+MAX_SOON_MS = 600_000
+MAX_LATE_MS = 86_400_000
+"""How long a hint holds at most. One of late use keeps nothing, and old ones must not end first."""
+MAX_TENANT = 256
+"""Characters of a tenant's name in a hint."""
+MAX_RUNS = 1 << 12
+"""Hints of use soon in force at once."""
+HINTED_SHARE = 3 / 4
+"""The part of the memory for services' blocks that hints may keep."""
+TENANT_HINTED_SHARE = 1 / 4
+"""The part of it for the hints of one tenant that has no ``store-bytes``."""
+
 
 @dataclass(frozen=True, slots=True)
 class ReservationShares:

@@ -27,6 +27,11 @@ class StoreCounters:
     bytes_in: int = 0
     bytes_out: int = 0
     eviction_failures: int = 0  # errors of the eviction policy, which LRU replaced
+    hints_received: int = 0
+    hints_refused: int = 0  # the tenant's part, or the table, was full
+    hints_used: int = 0  # the blocks were used while the hint held
+    hints_expired: int = 0
+    hints_yielded: int = 0  # nothing else was left to evict, or nearer use took the room
 
 
 @dataclass(slots=True)

@@ -48,6 +48,12 @@ class RouterConfig(SecurityOptions):
     dns_interval: float = option(5.0, "seconds between two look-ups of a name", low=0.1)
     announce: bool = option(False, "list workers that announce themselves with their --router")
     max_workers: int = option(512, "workers listed at once; others are left out", low=1)
+    store: str | None = option(
+        None,
+        "URL of the workers' store: it is told which prompts wait and what clients expect, so that"
+        " it keeps their blocks; default: it is not told",
+        metavar="URL",
+    )
     disaggregate: str = option(
         "auto",
         "send prompts to prefill workers: all, none, or those worth the handoff",

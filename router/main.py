@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from router.http.app import make_app
 from router.http.connections import HttpLimits
 from router.http.server import HttpServer
 from router.metrics import registry_of
+from router.queue.hint_sender import HintSender
 from router.service import SERVICE, RouterService
 from router.workers.registry import Registry
 
@@ -44,10 +46,12 @@ async def serve(config: RouterConfig) -> int:
     registry = Registry(config)
     service = RouterService(config, registry, tokenizer)
     server = make_server(config, service)
+    sender = HintSender(config.store or "", service.hints)
     if config.metrics_port is not None:
         exposition.serve(registry_of(service), config.metrics_host, config.metrics_port)
     door = None if config.http_port is None else make_door(config, service, config.http_port)
     url = "" if door is None else f", {await door.start(config)}"
+    hints = asyncio.create_task(sender.run())
     try:
         await registry.start()
         return await serve_until_signal(
@@ -59,6 +63,8 @@ async def serve(config: RouterConfig) -> int:
     finally:
         if door is not None:
             await door.stop()
+        hints.cancel()
+        await asyncio.gather(hints, return_exceptions=True)
         await registry.close()
 
 

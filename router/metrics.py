@@ -54,6 +54,9 @@ class RouterCollector(Collector):
             "Legs that continued a stream on a worker of another numeric profile.",
             placer.mixed_numerics,
         )
+        yield _counted(
+            "hints", "Hints for the store, by whether it took them.", "result", service.hints.counts
+        )
         relayed = service.totals.generation_tokens
         yield CounterMetricFamily(PREFIX + "generation_tokens", "Tokens relayed.", relayed)
         yield SummaryMetricFamily(

@@ -38,6 +38,7 @@ from router.generate.samples import Samples
 from router.placement.placer import Placer
 from router.queue.gate import QueueGate
 from router.queue.grammars import GrammarChecks
+from router.queue.hints import HintQueue
 from router.queue.inbox import Inbox
 from router.queue.prompts import PromptTokenizer
 from router.queue.quotas import QuotaHold, Quotas
@@ -66,6 +67,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self.quotas = Quotas(time.monotonic)
         self.gate = QueueGate(registry, (self.inbox.semaphore, threads.semaphore), config)
         self.placer = Placer(registry, config)
+        self.hints = HintQueue(enabled=config.store is not None)
         self.retry = RetryControl(
             RetryLimits(config.max_failures, config.max_deaths, silence=config.unreachable_after),
             PoisonList(config.poison_seconds),
@@ -107,7 +109,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 for _ in range(1, samples.places):
                     places.enter_context(self.gate.entered(call.tenant))
                 first = not samples.resumed
-                async with aclosing(samples.responses(self.gate)) as responses:
+                async with aclosing(self._hinted(samples)) as responses:
                     async for response in responses:
                         hold.used += len(response.tokens)
                         self._count(samples.received_at, response, first)
@@ -188,6 +190,21 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 check_envelope(message, self.config.model_name)
                 async with call.deadline.limit("to tokenize the prompt"):
                     return await self._prompts.tokenize(message, hold, self.config.max_prompt)
+
+    async def _hinted(self, samples: Samples) -> AsyncGenerator[router_pb2.GenerateResponse]:
+        """The responses; the store learns that the prompt waits, then what the client expects."""
+        request, output = samples.request, list[int]()
+        tenant, names = request.tenant.name, samples.bound.prefix.names
+        with self.hints.waiting(names, tenant, time.monotonic()) as waits_no_longer:
+            async with aclosing(samples.responses(self.gate)) as responses:
+                async for response in responses:
+                    waits_no_longer()
+                    if request.retention and not response.index:
+                        output += [token.id for token in response.tokens]
+                    yield response
+        if request.retention:
+            whole = samples.bound.names_of([*request.prompt, *request.outputs, *output])
+            self.hints.ended(whole, request.retention, tenant, time.monotonic())
 
     def _count(
         self, received_at: float, response: router_pb2.GenerateResponse, first: bool

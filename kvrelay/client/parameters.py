@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from functools import update_wrapper
 from numbers import Real
-from typing import Concatenate, ParamSpec, TypeAlias, TypeVar
+from typing import Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 
 from google.protobuf.descriptor import FieldDescriptor
 
@@ -56,6 +56,11 @@ PLAIN = ("n", "max_tokens", "model", "request_id", "explain", "priority", "outpu
 SPECIAL = ("eos_token_ids", "logit_bias", "bad_word_ids", "structured_output")
 SAMPLING = tuple(field.name for field in fields(Sampling) if field.name not in SPECIAL)
 ONE_OR_MORE = ("stop", "bad_words")
+Retention = Literal["turn_ends", "tool_call"]
+RETENTIONS: Mapping[str, router_pb2.Retention.ValueType] = {
+    "turn_ends": router_pb2.RETENTION_TURN_ENDS,
+    "tool_call": router_pb2.RETENTION_TOOL_CALL,
+}
 TURN = "a mapping with role and content, or a pair of them"
 BIASES = "a mapping of token ids to numbers"
 ARGUMENTS = "a mapping that JSON can express"
@@ -119,6 +124,8 @@ class Parameters:
     model: the model's name; ``NotFound`` if another is served. request_id: default drawn.
     explain: fill in ``missed`` in the usage of each leg: the blocks that were not found, and why.
     priority: -8 to 8; higher goes first among the waiting requests of one tenant.
+    retention: what follows the answer: ``"tool_call"``, a tool runs and the next prompt comes soon,
+        or ``"turn_ends"``, it comes late or never. Advice on which blocks the store keeps.
     """
 
     _: KW_ONLY
@@ -153,6 +160,7 @@ class Parameters:
     request_id: str | None = None
     explain: bool | None = None
     priority: int | None = None
+    retention: Retention | None = None
 
     def message(self) -> router_pb2.GenerateRequest:
         """The protobuf message. Raises ``Rejected`` naming the parameter that cannot be sent."""
@@ -160,6 +168,10 @@ class Parameters:
         self._set_input(request)
         for name in PLAIN:
             _set(request, name, getattr(self, name))
+        if self.retention is not None:
+            if not isinstance(self.retention, str) or self.retention not in RETENTIONS:
+                raise _wrong("retention", f"one of {', '.join(RETENTIONS)}", self.retention)
+            request.retention = RETENTIONS[self.retention]
         self._set_sampling(request.sampling)
         return request
 

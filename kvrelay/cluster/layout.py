@@ -161,7 +161,7 @@ def process_specs(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
     own_store = () if config.store else (_store(config, store_port),)
     prefill = tuple(_worker(config, "prefill", i, next(ports), url) for i in range(config.prefill))
     decode = tuple(_worker(config, "decode", i, next(ports), url) for i in range(config.decode))
-    router = _router(config, config.port or router_port, prefill, decode)
+    router = _router(config, config.port or router_port, url, prefill, decode)
     return (*own_store, *prefill, *decode, router)
 
 
@@ -240,6 +240,7 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
 def _router(
     config: ClusterConfig,
     port: int,
+    url: str,
     prefill: tuple[ProcessSpec, ...],
     decode: tuple[ProcessSpec, ...],
 ) -> ProcessSpec:
@@ -249,6 +250,7 @@ def _router(
         "host": config.host,
         "port": port,
         "http-port": config.http_port,
+        "store": None if _is_secret(url) else url,
         "disaggregate": config.disaggregate,
         "queue-tokens": config.queue_tokens,
         "queue-seconds": config.queue_seconds,

@@ -21,6 +21,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Retention:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RetentionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Retention.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RETENTION_UNSPECIFIED: _Retention.ValueType  # 0
+    RETENTION_TURN_ENDS: _Retention.ValueType  # 1
+    """a person reads it: the next prompt comes late, or never"""
+    RETENTION_TOOL_CALL: _Retention.ValueType  # 2
+    """a tool runs: the next prompt comes within seconds"""
+
+class Retention(_Retention, metaclass=_RetentionEnumTypeWrapper):
+    """What follows the answer. Advice to the store, which keeps the conversation's blocks longer or less
+    long than others of the same tenant; never part of the answer.
+    """
+
+RETENTION_UNSPECIFIED: Retention.ValueType  # 0
+RETENTION_TURN_ENDS: Retention.ValueType  # 1
+"""a person reads it: the next prompt comes late, or never"""
+RETENTION_TOOL_CALL: Retention.ValueType  # 2
+"""a tool runs: the next prompt comes within seconds"""
+Global___Retention: _TypeAlias = Retention  # noqa: Y015
+
 class _WorkerState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -165,6 +189,7 @@ class GenerateRequest(_message.Message):
     PROMPT_HASH_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
+    RETENTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """default: drawn by the router"""
     model: _builtins.str
@@ -183,6 +208,8 @@ class GenerateRequest(_message.Message):
     """to resume: FAILED_PRECONDITION if the prompt has other tokens now"""
     n: _builtins.int
     """samples, 1 to 128; sample i has the seed `seed + i`; default 1"""
+    retention: Global___Retention.ValueType
+    """INVALID_ARGUMENT for a value that is not known here"""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """already tokenized"""
@@ -218,10 +245,11 @@ class GenerateRequest(_message.Message):
         prompt_hash: _builtins.int = ...,
         n: _builtins.int | None = ...,
         samples: _abc.Iterable[Global___SampleOutput] | None = ...,
+        retention: Global___Retention.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "chat", b"chat", "input", b"input", "max_tokens", b"max_tokens", "n", b"n", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "chat", b"chat", "explain", b"explain", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "prompt_hash", b"prompt_hash", "request_id", b"request_id", "samples", b"samples", "sampling", b"sampling", "token_ids", b"token_ids", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_n", b"_n", "chat", b"chat", "explain", b"explain", "input", b"input", "max_tokens", b"max_tokens", "model", b"model", "n", b"n", "output_token_ids", b"output_token_ids", "priority", b"priority", "prompt", b"prompt", "prompt_hash", b"prompt_hash", "request_id", b"request_id", "retention", b"retention", "samples", b"samples", "sampling", b"sampling", "token_ids", b"token_ids", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
     _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015

@@ -71,6 +71,27 @@ VERDICT_EXPIRED: Verdict.ValueType  # 7
 """Put: the reservation had ended"""
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
+class _Reuse:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReuseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reuse.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REUSE_UNSPECIFIED: _Reuse.ValueType  # 0
+    REUSE_SOON: _Reuse.ValueType  # 1
+    """evicted after blocks without such a hint"""
+    REUSE_LATE: _Reuse.ValueType  # 2
+    """evicted before them"""
+
+class Reuse(_Reuse, metaclass=_ReuseEnumTypeWrapper): ...
+
+REUSE_UNSPECIFIED: Reuse.ValueType  # 0
+REUSE_SOON: Reuse.ValueType  # 1
+"""evicted after blocks without such a hint"""
+REUSE_LATE: Reuse.ValueType  # 2
+"""evicted before them"""
+Global___Reuse: _TypeAlias = Reuse  # noqa: Y015
+
 class _Removal:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -622,6 +643,82 @@ class ReleaseResponse(_message.Message):
 Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
 
 @_typing.final
+class BlockHint(_message.Message):
+    """When a run of blocks is expected to be used again. A use ends the hint, a newer one replaces it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMES_FIELD_NUMBER: _builtins.int
+    REUSE_FIELD_NUMBER: _builtins.int
+    LIFE_MS_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    reuse: Global___Reuse.ValueType
+    life_ms: _builtins.int
+    """the hint ends after this long; at most 10 minutes, of late reuse a day"""
+    tenant: _builtins.str
+    """whose request it is at the router: hints of each keep a bounded part"""
+    @_builtins.property
+    def names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """of one sequence from its beginning; those present without a gap count"""
+
+    def __init__(
+        self,
+        *,
+        names: _abc.Iterable[_builtins.bytes] | None = ...,
+        reuse: Global___Reuse.ValueType = ...,
+        life_ms: _builtins.int = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["life_ms", b"life_ms", "names", b"names", "reuse", b"reuse", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockHint: _TypeAlias = BlockHint  # noqa: Y015
+
+@_typing.final
+class HintRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HINTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hints(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlockHint]:
+        """at most 1,024, of at most 65,536 names"""
+
+    def __init__(
+        self,
+        *,
+        hints: _abc.Iterable[Global___BlockHint] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintRequest: _TypeAlias = HintRequest  # noqa: Y015
+
+@_typing.final
+class HintResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BOOT_FIELD_NUMBER: _builtins.int
+    boot: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        boot: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["boot", b"boot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HintResponse: _TypeAlias = HintResponse  # noqa: Y015
+
+@_typing.final
 class RecheckRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -830,6 +927,11 @@ class GetStatsResponse(_message.Message):
     EVICTION_FIELD_NUMBER: _builtins.int
     EVICTION_FAILURES_FIELD_NUMBER: _builtins.int
     OVERHEAD_BYTES_FIELD_NUMBER: _builtins.int
+    HINTS_RECEIVED_FIELD_NUMBER: _builtins.int
+    HINTS_REFUSED_FIELD_NUMBER: _builtins.int
+    HINTS_USED_FIELD_NUMBER: _builtins.int
+    HINTS_EXPIRED_FIELD_NUMBER: _builtins.int
+    HINTS_YIELDED_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     budget: _builtins.int
     """bytes"""
@@ -880,6 +982,15 @@ class GetStatsResponse(_message.Message):
     """errors of the policy, which LRU then replaced"""
     overhead_bytes: _builtins.int
     """now, memory of bookkeeping beside the budget"""
+    hints_received: _builtins.int
+    """BlockHints, as the rest"""
+    hints_refused: _builtins.int
+    """the tenant's part, or the table, was full"""
+    hints_used: _builtins.int
+    """the blocks were used while the hint held"""
+    hints_expired: _builtins.int
+    hints_yielded: _builtins.int
+    """nothing else was left to evict, or nearer use took the room"""
     @_builtins.property
     def disk(self) -> Global___DiskStats:
         """absent without a disk tier"""
@@ -920,10 +1031,15 @@ class GetStatsResponse(_message.Message):
         eviction: _builtins.str = ...,
         eviction_failures: _builtins.int = ...,
         overhead_bytes: _builtins.int = ...,
+        hints_received: _builtins.int = ...,
+        hints_refused: _builtins.int = ...,
+        hints_used: _builtins.int = ...,
+        hints_expired: _builtins.int = ...,
+        hints_yielded: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "disk", b"disk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "abandoned", b"abandoned", "absent", b"absent", "boot", b"boot", "budget", b"budget", "bytes", b"bytes", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "cleared", b"cleared", "corrupt", b"corrupt", "disk", b"disk", "entries", b"entries", "evicted", b"evicted", "eviction", b"eviction", "eviction_failures", b"eviction_failures", "existed", b"existed", "expired", b"expired", "hits", b"hits", "leased_bytes", b"leased_bytes", "leases", b"leases", "lookups", b"lookups", "misses", b"misses", "overhead_bytes", b"overhead_bytes", "pending", b"pending", "rejected", b"rejected", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "served", b"served", "stored", b"stored", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "abandoned", b"abandoned", "absent", b"absent", "boot", b"boot", "budget", b"budget", "bytes", b"bytes", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "cleared", b"cleared", "corrupt", b"corrupt", "disk", b"disk", "entries", b"entries", "evicted", b"evicted", "eviction", b"eviction", "eviction_failures", b"eviction_failures", "existed", b"existed", "expired", b"expired", "hints_expired", b"hints_expired", "hints_received", b"hints_received", "hints_refused", b"hints_refused", "hints_used", b"hints_used", "hints_yielded", b"hints_yielded", "hits", b"hits", "leased_bytes", b"leased_bytes", "leases", b"leases", "lookups", b"lookups", "misses", b"misses", "overhead_bytes", b"overhead_bytes", "pending", b"pending", "rejected", b"rejected", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "served", b"served", "stored", b"stored", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__disk: _TypeAlias = _typing.Literal["disk"]  # noqa: Y015
     _WhichOneofArgType__disk: _TypeAlias = _typing.Literal["_disk", b"_disk"]  # noqa: Y015

@@ -64,6 +64,11 @@ class StoreServiceStub:
                 request_serializer=kvrelay_dot_v1_dot_store__pb2.RecheckRequest.SerializeToString,
                 response_deserializer=kvrelay_dot_v1_dot_store__pb2.RecheckResponse.FromString,
                 _registered_method=True)
+        self.Hint = channel.unary_unary(
+                '/kvrelay.v1.StoreService/Hint',
+                request_serializer=kvrelay_dot_v1_dot_store__pb2.HintRequest.SerializeToString,
+                response_deserializer=kvrelay_dot_v1_dot_store__pb2.HintResponse.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/kvrelay.v1.StoreService/Release',
                 request_serializer=kvrelay_dot_v1_dot_store__pb2.ReleaseRequest.SerializeToString,
@@ -148,6 +153,14 @@ class StoreServiceServicer:
     def Recheck(self, request, context):
         """Verifies a block that a reader found corrupt, and removes it if it is, so that the right one
         can be put. A copy on disk counts too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Hint(self, request, context):
+        """Tells which blocks are expected to be used soon, or late. Advice to eviction alone: it may be
+        ignored, and it ends with its time. For services.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -241,6 +254,11 @@ def add_StoreServiceServicer_to_server(servicer, server):
                     servicer.Recheck,
                     request_deserializer=kvrelay_dot_v1_dot_store__pb2.RecheckRequest.FromString,
                     response_serializer=kvrelay_dot_v1_dot_store__pb2.RecheckResponse.SerializeToString,
+            ),
+            'Hint': grpc.unary_unary_rpc_method_handler(
+                    servicer.Hint,
+                    request_deserializer=kvrelay_dot_v1_dot_store__pb2.HintRequest.FromString,
+                    response_serializer=kvrelay_dot_v1_dot_store__pb2.HintResponse.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
@@ -445,6 +463,33 @@ class StoreService:
             '/kvrelay.v1.StoreService/Recheck',
             kvrelay_dot_v1_dot_store__pb2.RecheckRequest.SerializeToString,
             kvrelay_dot_v1_dot_store__pb2.RecheckResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Hint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvrelay.v1.StoreService/Hint',
+            kvrelay_dot_v1_dot_store__pb2.HintRequest.SerializeToString,
+            kvrelay_dot_v1_dot_store__pb2.HintResponse.FromString,
             options,
             channel_credentials,
             insecure,

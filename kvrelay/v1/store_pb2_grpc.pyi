@@ -57,6 +57,10 @@ class StoreServiceStub:
     """Verifies a block that a reader found corrupt, and removes it if it is, so that the right one
     can be put. A copy on disk counts too.
     """
+    Hint: _grpc.UnaryUnaryMultiCallable[_store_pb2.HintRequest, _store_pb2.HintResponse]
+    """Tells which blocks are expected to be used soon, or late. Advice to eviction alone: it may be
+    ignored, and it ends with its time. For services.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_store_pb2.ReleaseRequest, _store_pb2.ReleaseResponse]
     """Gives leases back before they end."""
     GetTransports: _grpc.UnaryUnaryMultiCallable[_store_pb2.GetTransportsRequest, _store_pb2.GetTransportsResponse]
@@ -93,6 +97,10 @@ class StoreServiceAsyncStub(StoreServiceStub):
     Recheck: _aio.UnaryUnaryMultiCallable[_store_pb2.RecheckRequest, _store_pb2.RecheckResponse]  # type: ignore[assignment]
     """Verifies a block that a reader found corrupt, and removes it if it is, so that the right one
     can be put. A copy on disk counts too.
+    """
+    Hint: _aio.UnaryUnaryMultiCallable[_store_pb2.HintRequest, _store_pb2.HintResponse]  # type: ignore[assignment]
+    """Tells which blocks are expected to be used soon, or late. Advice to eviction alone: it may be
+    ignored, and it ends with its time. For services.
     """
     Release: _aio.UnaryUnaryMultiCallable[_store_pb2.ReleaseRequest, _store_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Gives leases back before they end."""
@@ -163,6 +171,16 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_store_pb2.RecheckResponse, _abc.Awaitable[_store_pb2.RecheckResponse]]:
         """Verifies a block that a reader found corrupt, and removes it if it is, so that the right one
         can be put. A copy on disk counts too.
+        """
+
+    @_abc_1.abstractmethod
+    def Hint(
+        self,
+        request: _store_pb2.HintRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.HintResponse, _abc.Awaitable[_store_pb2.HintResponse]]:
+        """Tells which blocks are expected to be used soon, or late. Advice to eviction alone: it may be
+        ignored, and it ends with its time. For services.
         """
 
     @_abc_1.abstractmethod

@@ -22,6 +22,7 @@ from kvstore.base import Lease, LookupResult, PutStatus, SurveyResult, Tail
 from kvstore.claims import Claim, Grant, prefix_of
 from kvstore.index.entries import IndexEntry, Located, PlaceAllocator
 from kvstore.index.events import EventLog, RemovalReason
+from kvstore.index.eviction.hints import Hint
 from kvstore.index.eviction.policy import EvictionPolicy
 from kvstore.index.eviction.victims import QuotaPolicy, ReportFailure, ignore_failure
 from kvstore.index.reservations import Borrowed, Reservation, Reservations
@@ -238,6 +239,12 @@ class BlockIndex(Generic[V]):
         self._record_added(entry)
         return True
 
+    def hint(self, hints: Sequence[Hint], now: float) -> None:
+        """Take in advice on which blocks will be used soon, or late."""
+        self.expire(now)
+        for hint in hints:
+            self._entries.policy.hint(hint, self._options.budget)
+
     def owner(self, serial: int) -> bytes | None:
         """The tenant prefix of a lease or ticket; ``None`` if it has ended."""
         held = self._entries.leases.blocks(serial)
@@ -302,7 +309,7 @@ class BlockIndex(Generic[V]):
             self._entries.leased,
             len(self._entries.leases),
             len(self.reservations),
-            dataclasses.replace(self.counters, eviction_failures=self._entries.policy.failures),
+            dataclasses.replace(self.counters, **self._entries.policy.counts),
             eviction=self._entries.policy.name,
             overhead_bytes=self._entries.policy.overhead_bytes
             + self._entries.leases.overhead_bytes

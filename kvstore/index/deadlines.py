@@ -40,6 +40,10 @@ class Deadlines(Generic[K]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
+    def first(self) -> K | None:
+        """The key with the earliest deadline."""
+        return None if self.next() is None else self._heap[0][1]
+
     def nothing_due(self, now: float) -> bool:
         """Whether certainly nothing is due; a cheap test."""
         return not self._heap or self._heap[0][0] > now

@@ -32,11 +32,12 @@ from kvstore.index.events import EVENT_BYTES, BlockEvent
 from kvstore.index.eviction import make_policy
 from kvstore.index.eviction.expected_returns import GHOSTS
 from kvstore.index.eviction.ghosts import GHOST_BYTES
+from kvstore.index.eviction.hints import Hint
 from kvstore.index.eviction.policy import EvictionPolicy
 from kvstore.index.eviction.shadow_lru import NAME_BYTES, NAMES
 from kvstore.index.eviction.victims import QuotaPolicy
 from kvstore.index.tombstones import MAX_TOMBSTONES, TOMBSTONE_BYTES
-from kvstore.limits import RETURNS, StoreLimits
+from kvstore.limits import HINTED_SHARE, RETURNS, TENANT_HINTED_SHARE, StoreLimits
 from kvstore.server.arena import Arena, capacity_for
 from kvstore.server.slot import WriteSlot
 from kvstore.server.tenants import TenantQuota, TenantTable
@@ -192,6 +193,20 @@ class BlockStore:
         finally:
             self.release([lease.id])
         return None
+
+    def hint(self, hints: Sequence[Hint]) -> None:
+        """See ``BlockIndex.hint``."""
+        with self._lock:
+            self._index.hint(hints, time.monotonic())
+
+    def hinted_bytes(self, tenant: str) -> int:
+        """How many bytes of the services' blocks the hints for a tenant of the router may keep."""
+        owners = self.tenants.owners
+        whole = owners[b""].quota if b"" in owners else self.limits.budget
+        for owner in owners.values():
+            if tenant and owner.name == tenant:
+                return owner.quota
+        return int(whole * (TENANT_HINTED_SHARE if tenant else HINTED_SHARE))
 
     def extend(self, lease: int, seconds: float) -> bool:
         """See ``BlockIndex.extend``."""

@@ -22,6 +22,7 @@ from kvrelay.v1 import store_pb2 as pb
 from kvstore.base import Lease, Outcome
 from kvstore.claims import Claim
 from kvstore.disk.tier import DiskTier
+from kvstore.index.eviction.hints import Hint
 from kvstore.limits import MAX_FIRST_BLOCK_HASHES, MAX_LEASE_MS, MAX_NAMES, MAX_SMALL
 from kvstore.server.block_store import BlockStore
 from kvstore.server.puts import first_head, grant_for, receive_stream
@@ -37,7 +38,14 @@ from kvstore.server.responses import (
 from kvstore.server.tenants import TenantScope
 from kvstore.server.watching import WatchOptions, WatchServer, WatchStream
 from kvstore.wire.buffers import data_message, data_messages
-from kvstore.wire.messages import checked_names, claims_of, miss_message, put_message, tails_of
+from kvstore.wire.messages import (
+    check_hints,
+    checked_names,
+    claims_of,
+    miss_message,
+    put_message,
+    tails_of,
+)
 
 log = logging.getLogger("kvrelay.store")
 
@@ -198,6 +206,24 @@ class StoreService:
             self._store.release(request.leases, self._scope().prefix)
         return pb.ReleaseResponse(boot=self._store.boot)
 
+    async def hint(self, request: pb.HintRequest, context: object) -> pb.HintResponse:
+        """``Hint``: a reuse that is unknown here is ignored, as any hint may be."""
+        check_hints(request.hints)
+        self._store.hint(
+            [
+                Hint(
+                    names=one.names,
+                    soon=one.reuse == pb.REUSE_SOON,
+                    life=one.life_ms / 1000,
+                    tenant=one.tenant,
+                    most=self._store.hinted_bytes(one.tenant),
+                )
+                for one in request.hints
+                if one.reuse in (pb.REUSE_SOON, pb.REUSE_LATE)
+            ]
+        )
+        return pb.HintResponse(boot=self._store.boot)
+
     async def recheck(self, request: pb.RecheckRequest, context: object) -> pb.RecheckResponse:
         """``Recheck``; one at a time, so that it does not occupy every thread."""
         checked_names("name", [request.name], 1)
@@ -285,6 +311,7 @@ def register(service: StoreService, server: grpc.aio.Server) -> None:
         "Lookup": unary(service.lookup, pb.LookupRequest.FromString, _serialized),
         "Locate": unary(service.locate, pb.LocateRequest.FromString, _serialized),
         "Reserve": unary(service.reserve, pb.ReserveRequest.FromString, _serialized),
+        "Hint": unary(service.hint, pb.HintRequest.FromString, _serialized),
         "Release": unary(service.release, pb.ReleaseRequest.FromString, _serialized),
         "Recheck": unary(service.recheck, pb.RecheckRequest.FromString, _serialized),
         "GetStats": unary(service.stats, pb.GetStatsRequest.FromString, _serialized),

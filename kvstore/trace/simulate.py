@@ -34,16 +34,22 @@ class ReplayResult:
 
 def replay(trace: Sequence[TraceRequest], budget: int, policy: EvictionPolicy) -> ReplayResult:
     """Replay the whole trace against a new store of ``budget`` blocks."""
-    index: BlockIndex[None] = BlockIndex(IndexOptions(budget, FOREVER, b"simulated"), policy)
+    index = new_index(budget, policy)
     for request in trace:
-        _serve(index, request)
+        serve(index, request)
     counters = index.counters
     return ReplayResult(
         sum(len(request.names) for request in trace), counters.hits, counters.evicted
     )
 
 
-def _serve(index: BlockIndex[None], request: TraceRequest) -> None:
+def new_index(budget: int, policy: EvictionPolicy) -> BlockIndex[None]:
+    """An index of ``budget`` blocks."""
+    return BlockIndex(IndexOptions(budget, FOREVER, b"simulated"), policy)
+
+
+def serve(index: BlockIndex[None], request: TraceRequest) -> None:
+    """Look a prompt up and put what is missing."""
     names, now = request.names, request.at
     holding = index.lookup(names, [], FOREVER, now)
     if holding.lease is not None:

@@ -16,7 +16,14 @@ from kvrelay.v1 import store_pb2 as pb
 from kvrelay.v1 import types_pb2
 from kvstore.base import Offer, Outcome, PutStatus, Tail
 from kvstore.claims import Claim
-from kvstore.limits import MAX_NAMES, MAX_TAILS
+from kvstore.limits import (
+    MAX_HINTS,
+    MAX_LATE_MS,
+    MAX_NAMES,
+    MAX_SOON_MS,
+    MAX_TAILS,
+    MAX_TENANT,
+)
 from kvstore.stats import DiskCounters, DiskStats, StoreCounters, StoreStats, TenantStats
 
 C = TypeVar("C", StoreCounters, DiskCounters)
@@ -89,6 +96,21 @@ def claim_message(offer: Offer) -> pb.Claim:
         first_block_hash=offer.first_block_hash,
         parent=offer.parent or b"",
     )
+
+
+def check_hints(hints: Sequence[pb.BlockHint]) -> None:
+    """``Rejected`` for too many hints or names, a bad name, or a life that is too long."""
+    if (count := len(hints)) > MAX_HINTS:
+        raise Rejected("hints", f"{count} are more than {MAX_HINTS}")
+    if (count := sum(len(hint.names) for hint in hints)) > MAX_NAMES:
+        raise Rejected("hints.names", f"{count} are more than {MAX_NAMES}: split the call")
+    for index, hint in enumerate(hints):
+        checked_names(f"hints[{index}].names", hint.names, MAX_NAMES)
+        if len(hint.tenant) > MAX_TENANT:
+            raise Rejected(f"hints[{index}].tenant", f"has more than {MAX_TENANT} characters")
+        longest = MAX_LATE_MS if hint.reuse == pb.REUSE_LATE else MAX_SOON_MS
+        if hint.life_ms > longest:
+            raise Rejected(f"hints[{index}].life_ms", f"{hint.life_ms} is more than {longest}")
 
 
 def miss_message(missing: Miss | None) -> types_pb2.Miss.ValueType:

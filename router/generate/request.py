@@ -55,6 +55,7 @@ class AcceptedRequest:
     received_at: float = 0.0
     sample: int = 0
     samples: tuple[ReceivedSample, ...] = ()
+    retention: router_pb2.Retention.ValueType = router_pb2.RETENTION_UNSPECIFIED
 
     @property
     def charged_tokens(self) -> int:
@@ -117,6 +118,9 @@ def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:
         raise NotFound(f"model: {message.model!r} is not served here, {model!r} is")
     if not LOWEST <= message.priority <= HIGHEST:
         raise Rejected("priority", f"must be {LOWEST} to {HIGHEST}, got {message.priority}")
+    if message.retention not in router_pb2.Retention.values():
+        known = ", ".join(router_pb2.Retention.keys())
+        raise Rejected("retention", f"{message.retention} is unknown here; known: {known}")
     _check_input(message)
     max_tokens, so_far = max_tokens_of(message), len(message.output_token_ids)
     if max_tokens < 1:
@@ -265,6 +269,7 @@ def build(
         prompt_hash=prompt_hash,
         received_at=received_at,
         samples=_received(message),
+        retention=message.retention,
     )
 
 

@@ -26,7 +26,8 @@ class Samples:
         self, request: AcceptedRequest, bound: StreamBinding, parts: SharedParts, hold: QuotaHold
     ) -> None:
         self.received_at = request.received_at
-        self._request = request
+        self.request = request
+        self.bound = bound
         self._hold = hold
         each = split(request) if request.samples else [request]
         self._prompt = SharedPrompt(each[0].sample, bound) if request.samples else None
@@ -40,21 +41,19 @@ class Samples:
     @property
     def charged_tokens(self) -> int:
         """Tokens charged to the tenant: the prompt once, and every output still to be generated."""
-        prompt = len(self._request.prompt)
+        prompt = len(self.request.prompt)
         return prompt + sum(one.request.charged_tokens - prompt for one in self._generations)
 
     @property
     def resumed(self) -> bool:
         """Whether the client has tokens of the request."""
-        request = self._request
+        request = self.request
         return bool(request.outputs) or any(sample.outputs for sample in request.samples)
 
     def responses(self, gate: QueueGate) -> AsyncGenerator[router_pb2.GenerateResponse]:
         """The responses of all samples; closing the stream cancels all their legs."""
         return (
-            self._merged(gate)
-            if self._request.samples
-            else self._sample(self._generations[0], gate)
+            self._merged(gate) if self.request.samples else self._sample(self._generations[0], gate)
         )
 
     async def _sample(
@@ -112,6 +111,6 @@ class Samples:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _usage(self, usages: Mapping[int, types_pb2.Usage]) -> types_pb2.Usage:
-        ended = [sample for sample in self._request.samples if sample.ended]
+        ended = [sample for sample in self.request.samples if sample.ended]
         tokens = sum(len(sample.outputs) for sample in ended)
         return samples_usage(usages, self._generations[0].request.sample, tokens)

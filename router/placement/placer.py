@@ -34,13 +34,22 @@ WEIGHTS = {types_pb2.ROLE_PREFILL: PREFILL, types_pb2.ROLE_DECODE: DECODE}
 class StreamBinding:
     """The namespace of a stream's blocks: all its legs run on workers that have it.
 
-    ``digest`` is that of the namespace with the tenant's salt.
+    ``digest`` is that of the namespace with the tenant's salt, ``namer`` names its blocks.
     """
 
     weights: str
     numerics: str
     digest: bytes
     prefix: Prefix
+    namer: Namer
+
+    def names_of(self, tokens: Sequence[int]) -> list[bytes]:
+        """The names of all full blocks of the stream's prompt and output."""
+        names, size = list(self.prefix.names), self.prefix.block_size
+        for end in range((len(names) + 1) * size, len(tokens) + 1, size):
+            parent = names[-1] if names else self.namer.root
+            names.append(self.namer.child(parent, tokens[end - size : end]))
+        return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,12 +184,14 @@ class Placer:
     ) -> StreamBinding:
         """Bind a stream to the namespace of a worker, with the first ``MAX_NAMES`` block names."""
         namespace, size = namespace_of(info, tenant), info.namespace.block_size
-        names = _namer(namespace).chain(prompt[: MAX_NAMES * size], size)
+        namer = _namer(namespace)
+        names = namer.chain(prompt[: MAX_NAMES * size], size)
         return StreamBinding(
             weights=weights_of(info.namespace),
             numerics=info.namespace.numerics,
             digest=namespace.digest if tenant.salt else info.namespace.digest,
             prefix=Prefix(tuple(names), size),
+            namer=namer,
         )
 
     def rebind(

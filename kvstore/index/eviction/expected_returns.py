@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 from kvstore.index.eviction.ghosts import GHOST_BYTES, Ghost, GhostList
 from kvstore.index.eviction.life_table import GAPS, LifeTable
@@ -152,6 +153,12 @@ class ExpectedReturns(LeastRecentlyUsed):
         if self._shadow.sure or self._rank(oldest) > CLEAR * self._rank(least):
             self._victim = least
         return self._victim
+
+    def choose(self, nodes: Sequence[EvictionNode]) -> EvictionNode | None:
+        if self._shadow.follow_lru or not self._table.ready:
+            return super().choose(nodes)
+        leaves = (node for node in nodes if self._is_leaf(node))
+        return min(leaves, key=lambda node: (self._rank(node), node.used), default=None)
 
     def _least(self) -> EvictionNode:
         """The compared leaf with the lowest rank."""

@@ -7,6 +7,7 @@ last lease ends, so a victim is found without a search.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvstore.limits import LRU
@@ -27,6 +28,7 @@ class EvictionNode:
         "ends_prompt",
         "gap",
         "held",
+        "late_until",
         "leaf_index",
         "name",
         "parent",
@@ -44,6 +46,7 @@ class EvictionNode:
         self.used = 0
         self.held = False
         self.partial = partial
+        self.late_until = 0.0  # see ``hints``
         # The rest is for ``expected_returns``.
         self.used_at = 0.0
         self.counted_at = 0.0
@@ -96,6 +99,9 @@ class EvictionPolicy(Protocol):
 
     def victim(self) -> EvictionNode | None:
         """The free block to evict next, not yet removed; ``None`` if there is no candidate."""
+
+    def choose(self, nodes: Sequence[EvictionNode]) -> EvictionNode | None:
+        """The candidate among ``nodes`` to evict first; ``None`` if none of them is one."""
 
 
 class LeastRecentlyUsed:
@@ -161,6 +167,10 @@ class LeastRecentlyUsed:
                 return self._heap[0][1]
             heapq.heappop(self._heap)
         return None
+
+    def choose(self, nodes: Sequence[EvictionNode]) -> EvictionNode | None:
+        leaves = (node for node in nodes if self._is_leaf(node))
+        return min(leaves, key=lambda node: node.used, default=None)
 
     def _stamp(self, node: EvictionNode) -> None:
         self._serial += 1

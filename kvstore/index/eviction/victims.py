@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Generic, TypeVar
 
 from kvstore.claims import Claim, prefix_of
 from kvstore.index.entries import IndexEntry
+from kvstore.index.eviction.hints import Hint, HintCounters, HintTable
 from kvstore.index.eviction.policy import EvictionNode, EvictionPolicy, LeastRecentlyUsed
 
 V = TypeVar("V")
@@ -36,6 +38,9 @@ class SafePolicy(Generic[V]):
         self._blocks = blocks
         self._report = report
         self._covered: Counter[bytes] = Counter()
+        self.hints = HintCounters()
+        self._hinted = self._no_hints()
+        self._newest = 0  # use of any block
         self.failures = 0
 
     @property
@@ -45,25 +50,41 @@ class SafePolicy(Generic[V]):
 
     @property
     def overhead_bytes(self) -> int:
-        """See ``EvictionPolicy.overhead_bytes``."""
-        return self._policy.overhead_bytes
+        """Of the policy and of hints."""
+        return self._policy.overhead_bytes + self._hinted.overhead_bytes
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """By name of the counter in ``StoreCounters``."""
+        return {"eviction_failures": self.failures, **asdict(self.hints)}
+
+    def hint(self, hint: Hint, quota: int) -> None:
+        """Take in a hint for blocks of this scope, whose quota is in bytes."""
+        try:
+            self._hinted.receive(hint, quota)
+        except Exception as error:  # noqa: BLE001 - no policy may end a put; counted, reported
+            self._replace(error)
 
     def advance(self, now: float) -> None:
         try:
+            self._hinted.advance(now)
             self._policy.advance(now)
-        except Exception as error:  # noqa: BLE001 - no policy may end a put; counted, reported
+        except Exception as error:  # noqa: BLE001 - as above
             self._replace(error)
 
     def add(self, node: IndexEntry[V], parent: IndexEntry[V] | None) -> None:
         """See ``EvictionPolicy.add``; the node is among ``blocks``."""
         try:
             self._policy.add(node, parent)
+            self._newest = node.used
         except Exception as error:  # noqa: BLE001 - as above
             self._replace(error).touch(node)
 
     def touch(self, node: IndexEntry[V]) -> None:
         try:
+            self._hinted.used(node)
             self._policy.touch(node)
+            self._newest = node.used
         except Exception as error:  # noqa: BLE001 - as above
             self._replace(error).touch(node)
 
@@ -85,6 +106,7 @@ class SafePolicy(Generic[V]):
 
     def hold(self, node: IndexEntry[V]) -> None:
         try:
+            self._hinted.used(node)
             self._policy.hold(node)
         except Exception as error:  # noqa: BLE001 - as above
             self._replace(error).hold(node)
@@ -92,20 +114,28 @@ class SafePolicy(Generic[V]):
     def free(self, node: IndexEntry[V]) -> None:
         try:
             self._policy.free(node)
+            self._newest = node.used
         except Exception as error:  # noqa: BLE001 - as above
             self._replace(error).free(node)
 
     def remove(self, node: IndexEntry[V], parent: IndexEntry[V] | None) -> None:
         """See ``EvictionPolicy.remove``; the node is no longer among ``blocks``."""
         try:
+            self._hinted.removed(node)
             self._policy.remove(node, parent)
         except Exception as error:  # noqa: BLE001 - as above
             self._replace(error)
 
     def victim(self) -> EvictionNode | None:
-        """The block to evict next; ``None`` if none may be."""
+        """The block to evict next; ``None`` if none may be.
+
+        One of a run hinted as late if there is one, one of a run expected soon if none else is.
+        """
         try:
             victim = self._policy.victim()
+            victim = self._hinted.instead_of(victim, self._policy.choose, self._newest)
+            while victim is None and self._hinted.yield_one():
+                victim = self._policy.victim()
         except Exception as error:  # noqa: BLE001 - as above
             victim = self._replace(error).victim()
         return self._oldest_inner() if victim is None else victim
@@ -128,11 +158,21 @@ class SafePolicy(Generic[V]):
         free = (b for b in self._blocks.values() if not b.leases and b.name not in needed)
         return min(free, key=lambda block: block.used, default=None)
 
+    def _no_hints(self) -> HintTable[V]:
+        blocks = self._blocks
+        return HintTable(
+            blocks,
+            lambda name: self._policy.cover(name, blocks.get(name)),
+            lambda name: self._policy.uncover(name, blocks.get(name)),
+            self.hints,
+        )
+
     def _replace(self, error: Exception) -> EvictionPolicy:
-        """Continue with an LRU policy that knows every block in the order of its last use."""
+        """Continue with LRU, without hints, which knows every block in the order of its use."""
         self.failures += 1
         self._report(error)
         self._policy = plain = LeastRecentlyUsed()
+        self._hinted = self._no_hints()
         for name, count in self._covered.items():
             for _ in range(count):
                 plain.cover(name, None)
@@ -175,14 +215,23 @@ class QuotaPolicy(Generic[V]):
         self._now = 0.0
 
     @property
-    def failures(self) -> int:
-        """The errors of all tenants' policies."""
-        return sum(tenant.policy.failures for tenant in self._tenants.values())
-
-    @property
     def overhead_bytes(self) -> int:
         """The sum over all tenants' policies."""
         return sum(tenant.policy.overhead_bytes for tenant in self._tenants.values())
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The sums over all tenants."""
+        total = Counter({"eviction_failures": 0})
+        for tenant in self._tenants.values():
+            total.update(tenant.policy.counts)
+        return dict(total)
+
+    def hint(self, hint: Hint, quota: int) -> None:
+        """Take in a hint; its blocks are of one tenant, whose quota counts."""
+        if hint.names:
+            tenant = self._tenant(hint.names[0])
+            tenant.policy.hint(hint, min(quota, tenant.quota))
 
     def advance(self, now: float) -> None:
         self._now = now
