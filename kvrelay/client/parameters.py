@@ -19,6 +19,7 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from kvrelay.client.structured import set_structured
 from kvrelay.errors import KvrelayError, Rejected
+from kvrelay.rpc.protocol import RETENTIONS
 from kvrelay.sampling import Sampling
 from kvrelay.structured import StructuredOutput
 from kvrelay.v1 import router_pb2, types_pb2
@@ -57,10 +58,6 @@ SPECIAL = ("eos_token_ids", "logit_bias", "bad_word_ids", "structured_output")
 SAMPLING = tuple(field.name for field in fields(Sampling) if field.name not in SPECIAL)
 ONE_OR_MORE = ("stop", "bad_words")
 Retention = Literal["turn_ends", "tool_call"]
-RETENTIONS: Mapping[str, router_pb2.Retention.ValueType] = {
-    "turn_ends": router_pb2.RETENTION_TURN_ENDS,
-    "tool_call": router_pb2.RETENTION_TOOL_CALL,
-}
 TURN = "a mapping with role and content, or a pair of them"
 BIASES = "a mapping of token ids to numbers"
 ARGUMENTS = "a mapping that JSON can express"

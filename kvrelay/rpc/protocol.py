@@ -7,14 +7,14 @@ older worker must not ignore.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from kvrelay.errors import Rejected
 from kvrelay.fleet import WorkerRole
 from kvrelay.sampling import Sampling
 from kvrelay.structured import FIELD, StructuredOutput
-from kvrelay.v1 import types_pb2
+from kvrelay.v1 import router_pb2, types_pb2
 
 PROTOCOL = 2
 CONVERTED = (
@@ -36,6 +36,10 @@ ROLES: dict[str, Role] = {name: role for role, name in NAMES.items()}
 SERVICES: dict[Role, str] = {
     types_pb2.ROLE_PREFILL: "kvrelay.v1.PrefillService",
     types_pb2.ROLE_DECODE: "kvrelay.v1.DecodeService",
+}
+RETENTIONS: Mapping[str, router_pb2.Retention.ValueType] = {
+    "turn_ends": router_pb2.RETENTION_TURN_ENDS,
+    "tool_call": router_pb2.RETENTION_TOOL_CALL,
 }
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrelay.errors import Rejected
-from kvrelay.rpc.protocol import structured_message
+from kvrelay.rpc.protocol import RETENTIONS, structured_message
 from kvrelay.sampling import MAX_TOP_LOGPROBS
 from kvrelay.structured import StructuredOutput, of_mapping, of_response_format
 from kvrelay.v1 import router_pb2
@@ -117,6 +117,10 @@ def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: 
     _read_biases(fields, message)
     if (samples := fields.whole("n")) is not None:
         message.n = samples
+    if (retention := fields.text("retention")) is not None:
+        if retention not in RETENTIONS:
+            raise wrong("retention", f"one of {', '.join(RETENTIONS)}", retention)
+        message.retention = RETENTIONS[retention]
     message.output_token_ids.extend(fields.ids("output_token_ids") or ())
     fills = _read_max_tokens(fields, message, chat)
     stream, options = fields.flag("stream"), fields.table("stream_options")

@@ -67,6 +67,8 @@ COMPLETION: dict[str, tuple[dict[str, object], str]] = {
     "ignore_eos 1": ({"ignore_eos": 1}, "ignore_eos"),
     "logprobs 21": ({"logprobs": 21}, "logprobs"),
     "priority 9": ({"priority": 9}, "priority"),
+    "retention soon": ({"retention": "soon"}, "retention"),
+    "retention 1": ({"retention": 1}, "retention"),
     "stream text": ({"stream": "yes"}, "stream"),
     "stream_options alone": ({"stream_options": {"include_usage": True}}, "stream_options"),
     "stream_options list": ({"stream": True, "stream_options": []}, "stream_options"),

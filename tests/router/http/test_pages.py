@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvrelay.rpc.protocol import RETENTIONS
+from router.http.ask import read_ask
 from tests.router.fakes import answer, decode_worker, text_of, tokenizer
 from tests.router.http.rig import SEED, door, expected
 from tests.router.rig import PROMPT
@@ -98,6 +100,12 @@ async def test_fields_reach_the_workers() -> None:
     assert sent.HasField("top_k")
     assert dict(sent.logit_bias) == {5: 1.5}
     assert sent.bad_word_ids
+
+
+@pytest.mark.parametrize(("name", "value"), RETENTIONS.items())
+def test_retention(name: str, value: int) -> None:
+    body: dict[str, object] = {"prompt": "x", "retention": name}
+    assert read_ask(body, chat=False, request_id="r", strict=True).message.retention == value
 
 
 async def test_a_cache_salt_keeps_blocks_apart() -> None:
