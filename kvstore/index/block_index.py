@@ -186,6 +186,7 @@ class BlockIndex(Generic[V]):
         The reservations are under ``ticket`` if it is open, else under a new one.
         """
         self.expire(now)
+        self.reservations.begin(claims)
         for claim in reversed(claims):
             if (entry := self._entries.get(claim.name)) is not None:
                 self._entries.use(entry, now)
@@ -339,6 +340,7 @@ class BlockIndex(Generic[V]):
         writing = self._make_room(claim, ticket) if self.reservations.allows(claim) else None
         if writing is None:
             self._entries.uncover(claim)
+            self.reservations.refused.add(claim.name)
             self.counters.rejected += 1
             return PutStatus.NO_ROOM
         self.reservations.add(writing)

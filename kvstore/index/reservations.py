@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -48,6 +49,15 @@ class Reservations(dict[bytes, Reservation[V]]):
         self._tickets: dict[int, _Ticket] = {}
         self.ends: Deadlines[int] = Deadlines()
         self.bytes = 0
+        self.refused: set[bytes] = set()  # for want of room, by the put that asked last
+
+    def begin(self, claims: Sequence[Claim]) -> None:
+        """Claims of a new put, or of the put that asked last if they continue what it was refused.
+
+        A refused block is not continued: the room would be taken from the blocks before it.
+        """
+        if not claims or claims[0].parent not in self.refused:
+            self.refused.clear()
 
     def open(self, ticket: int, deadline: float) -> None:
         """Open a ticket without claims; it ends by itself at ``deadline``."""
@@ -62,6 +72,7 @@ class Reservations(dict[bytes, Reservation[V]]):
         """Add a reservation; its ticket is the only writer of the block from now on."""
         claim, ticket = writing.claim, self._tickets[writing.ticket]
         self[claim.name] = writing
+        self.refused.discard(claim.name)
         ticket.names[claim.name] = None
         ticket.bytes += claim.size
         self._owned[prefix_of(claim.name)] += claim.size
@@ -73,7 +84,12 @@ class Reservations(dict[bytes, Reservation[V]]):
         return has > 0 and has + size > self._of_ticket
 
     def allows(self, claim: Claim) -> bool:
-        """Whether the claim fits its tenant's share. One block of any size is allowed."""
+        """Whether the claim continues no refused block and fits its tenant's share.
+
+        One block of any size fits.
+        """
+        if claim.parent in self.refused:
+            return False
         owned = self._owned[prefix_of(claim.name)]
         return owned == 0 or owned + claim.size <= self._of_owner
 

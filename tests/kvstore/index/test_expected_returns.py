@@ -338,6 +338,24 @@ def test_a_put_keeps_the_blocks_that_it_continues(name: str, length: int) -> Non
     assert index.lookup(prompt, [], 0.0, 12.0).lead == min(length, 10)
 
 
+@pytest.mark.parametrize("name", EVICTIONS)
+@pytest.mark.parametrize("cut", [10, 12, 29])
+def test_a_prompt_longer_than_the_store_keeps_its_head(name: str, cut: int) -> None:
+    """A refused block gave its parent up: the blocks after it evicted the head block by block."""
+    index: BlockIndex[int] = BlockIndex(IndexOptions(10, 1e9, b"boot"), make_policy(name))
+    prompt = [b"h%d" % depth for depth in range(30)]
+    put_chain(index, prompt[:10], 10.0)
+    put_chain(index, prompt[10:cut], 11.0, prompt[:10])
+    put_chain(index, prompt[cut:], 12.0, prompt[:cut])
+    assert index.lookup(prompt, [], 0.0, 13.0).lead == 10
+    assert index.counters.rejected == 20
+    other = [b"o%d" % depth for depth in range(4)]
+    put_chain(index, other, 14.0)
+    assert index.lookup(other, [], 0.0, 15.0).lead == 4
+    put_chain(index, prompt[6:12], 16.0, prompt[:6])  # refused before, and there is room now
+    assert index.lookup(prompt, [], 0.0, 17.0).lead == 10
+
+
 @pytest.mark.parametrize("quotas", [False, True])
 def test_a_block_is_kept_only_while_a_write_continues_it(quotas: bool) -> None:
     quota: QuotaPolicy[int] = QuotaPolicy(LeastRecentlyUsed, {b"": 3}, 0)
