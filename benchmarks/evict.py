@@ -1,15 +1,16 @@
 """Eviction policies on families of requests, and a study on recorded traces.
 
     python -m benchmarks.evict [--requests 3000] [--seed 1]
-    python -m benchmarks.evict --trace TRACE [--budgets 1000,5000] [--variants]
-    python -m benchmarks.evict --trace TRACE --hints [--budgets 1000,5000] [--horizon 60]
+    python -m benchmarks.evict --trace TRACE[:1000,5000] [--trace ...] [--variants] [--seeds 2]
+    python -m benchmarks.evict --trace TRACE:1249 --hints [--horizon 60]
 
-Prints hit rates of LRU, of ``returns`` and of the offline optimum, in blocks. For a trace it also
-prints the way: how much of what the optimum has over LRU ``returns`` has. ``--variants`` adds the
-halves of the trace by conversation, each with half of the budgets, and the trace with the starts
-of its conversations drawn anew, the times within each kept. A policy that was tuned on one of them
-must hold on the others. ``--hints`` prints the way of ``returns`` with hints from a router's queue
-and from clients (``benchmarks.hinted`` says what is assumed).
+Prints hit rates of LRU, of ``returns`` and of the offline optimum, in blocks, and the way: how much
+of what the optimum has over LRU ``returns`` has. ``--variants`` adds the halves of each trace by
+conversation, each with half of the budgets, and ``--seeds`` times the trace with the starts of its
+conversations drawn anew, the times within each kept. The last table has for each of them the mean
+way and the worst difference to LRU. A policy that was tuned on one of them must hold on the others.
+``--hints`` prints the way of ``returns`` with hints from a router's queue and from clients
+(``benchmarks.hinted`` says what is assumed).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ SMALL = (eager, bursts)
 SHARED = 200
 """A first block of more requests than this is a system prompt: the second tells them apart."""
 
-BUDGETS = (1000, 2000, 5000, 10_000)
+BUDGETS = "1000,2000,5000,10000"
 
 Trace = Sequence[TraceRequest]
 
@@ -57,6 +58,11 @@ class StudyRow:
         """The share of the way from LRU to the optimum; ``None`` if there is none."""
         room = self.optimum - self.lru
         return (self.returns - self.lru) / room if room > 0.001 else None
+
+    @property
+    def points(self) -> float:
+        """How far ``returns`` is above LRU, in points of hit rate."""
+        return 100 * (self.returns - self.lru)
 
     def __str__(self) -> str:
         rates = " | ".join(f"{rate:.2%}" for rate in (self.lru, self.returns, self.optimum))
@@ -133,55 +139,84 @@ def conversations_of(trace: Trace) -> Iterator[bytes]:
         yield next(iter(request.names[shared and len(request.names) > 1 :]), b"")
 
 
-def study(trace: Trace, budgets: Sequence[int], variants: bool, seed: int) -> Iterator[StudyRow]:
+def study(
+    name: str, trace: Trace, budgets: Sequence[int], variants: bool, seeds: Iterable[int]
+) -> Iterator[StudyRow]:
     """The rows of one trace, then those of its variants."""
-    named = [("the trace", trace, list(budgets))]
+    named = [(name, trace, list(budgets))]
     if variants:
         smaller = [budget // 2 for budget in budgets]
-        named += [(f"half {n}", part, smaller) for n, part in enumerate(halves(trace, seed), 1)]
-        named.append(("drawn anew", drawn_anew(trace, seed), list(budgets)))
-    for name, part, blocks in named:
+        parts = halves(trace, next(iter(seeds), 1))
+        named += [(f"{name}, half {n}", part, smaller) for n, part in enumerate(parts, 1)]
+        named += [
+            (f"{name}, drawn anew {seed}", drawn_anew(trace, seed), list(budgets)) for seed in seeds
+        ]
+    for part_name, part, blocks in named:
         for budget in blocks:
-            yield measured(name, part, budget)
+            yield measured(part_name, part, budget)
+
+
+def recorded(traces: Sequence[str], variants: bool, seeds: Sequence[int]) -> Iterator[StudyRow]:
+    """The rows of recorded traces, each a path and its budgets."""
+    for one in traces:
+        trace, sizes = _with_budgets(one)
+        yield from study(Path(one.partition(":")[0]).stem, trace, sizes, variants, seeds)
+
+
+def _with_budgets(path: str) -> tuple[Trace, list[int]]:
+    """The trace and the budgets of a path with budgets."""
+    path, _, budgets = path.partition(":")
+    return list(read_trace(Path(path))), [int(one) for one in (budgets or BUDGETS).split(",")]
+
+
+def summary(rows: Iterable[StudyRow]) -> Iterator[str]:
+    """For each trace the mean way over its budgets, and the worst difference to LRU."""
+    named: dict[str, list[StudyRow]] = {}
+    for row in rows:
+        named.setdefault(row.name, []).append(row)
+    for name, group in named.items():
+        shares = [row.way for row in group if row.way is not None]
+        mean = f"{fmean(shares):.1%}" if shares else ""
+        yield f"| {name} | {len(group)} | {mean} | {min(row.points for row in group):+.2f} |"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table; the exit status."""
+    """Print the tables; the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.evict",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
+    parser.add_argument("--trace", action="append", default=[], metavar="PATH[:BUDGETS]")
     parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--hints", action="store_true")
     parser.add_argument("--horizon", type=float, default=60.0)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)
-    print("| requests | blocks | LRU | returns | optimum | of the way |\n|---|--:|--:|--:|--:|--:|")
     rows: Iterable[StudyRow]
-    if options.trace is None:
+    if options.trace and options.hints:
+        rows = (
+            row for one in options.trace for row in with_hints(*_with_budgets(one), options.horizon)
+        )
+    elif options.trace:
+        seeds = range(options.seed, options.seed + options.seeds)
+        rows = recorded(options.trace, options.variants, seeds)
+    else:
         rows = (
             measured(name, trace, budget)
             for name, trace, budgets in families(options.requests, options.seed)
             for budget in budgets
         )
-    else:
-        trace = list(read_trace(options.trace))
-        budgets = [int(one) for one in options.budgets.split(",")]
-        rows = study(trace, budgets, options.variants, options.seed)
-        if options.hints:
-            rows = with_hints(trace, budgets, options.horizon)
-    shares: dict[str, list[float]] = {}
+    print("| requests | blocks | LRU | returns | optimum | of the way |\n|---|--:|--:|--:|--:|--:|")
+    done: list[StudyRow] = []
     for row in rows:
         print(row, flush=True)
-        if row.way is not None:
-            shares.setdefault(row.name, []).append(row.way)
-    if options.trace is not None:
-        for name, found in shares.items():
-            print(f"{name}: {fmean(found):.1%} of the way on average")
+        done.append(row)
+    print("\n| requests | budgets | mean way | worst points to LRU |\n|---|--:|--:|--:|")
+    for line in summary(done):
+        print(line)
     return 0
 
 
