@@ -1,11 +1,11 @@
 """Eviction by expected reuse: the block with the lowest expected hits per second is evicted first.
 
-A block's wide class is how many uses it had lately, whether it continues a stored conversation, and
-whether it is partial; its class is also the gap of its chain: how long after an earlier prompt came
-the prompt that continued it. How soon blocks of a class are used again, given the time since the
-last use, is learned (``life_table``); only the constants below are set, each with its reason. Where
-LRU would have had more hits (``shadow_lru``), LRU is followed; until LRU is well beaten, the policy
-departs from it only where the difference is clear.
+A block's wide class is how many uses it had lately and whether it is partial; its class is also the
+gap of its chain: how long after the prompt before came the last prompt that used it. How soon
+blocks of a class are used again, given the time since the last use, is learned (``life_table``);
+only the constants below are set, each with its reason. Where LRU would have had more hits
+(``shadow_lru``), LRU is followed; until LRU is well beaten, the policy departs from it only where
+the difference is clear.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEVELS = 16
 GHOSTS, SHARE = 1 << 16, 4
 """Evicted blocks remembered: at least ``GHOSTS``, and at least a quarter of the stored ones."""
 
-LEARN = 100
+LEARN = 25
 """Ranks are computed anew every so many prompts."""
 
 CLEAR = 1.5
@@ -85,20 +85,14 @@ class ExpectedReturns(LeastRecentlyUsed):
         self._size += 1
         self._peak = max(self._peak, self._size)
         self._room = max(self._room, self._size)
-        node.continues = _continues(parent)
-        node.ends_prompt = True
         if parent is None:
             self._prompts += 1
         else:
             node.gap = parent.gap
-            if _is_new(parent) and not node.partial:
-                parent.ends_prompt = False
         if (ghost := self._ghosts.take(node.name)) is not None:
             self._table.end(ghost.use_class, ghost.used_at, self._now, used=True)
             node.uses = 1.0 + self._decayed(ghost.uses, ghost.counted_at)
-            node.ends_prompt = ghost.ends_prompt
-            if ghost.ends_prompt:
-                node.gap = _gap(self._now - ghost.counted_at)
+            node.gap = _gap(self._now - ghost.counted_at)
         node.counted_at = self._now
         self._watch(node)
         self._add_leaf(node)
@@ -139,7 +133,7 @@ class ExpectedReturns(LeastRecentlyUsed):
         if node is not self._victim:
             self._shadow.drop(node.name)
         self._victim = None
-        ghost = Ghost(node.use_class, node.uses, node.used_at, node.counted_at, node.ends_prompt)
+        ghost = Ghost(node.use_class, node.uses, node.used_at, node.counted_at)
         for lost in self._ghosts.put(node.name, ghost, max(self._remembered, self._size // SHARE)):
             self._table.end(lost.use_class, lost.used_at, self._now, used=False)
         if parent is not None and parent.leaf_index >= 0:
@@ -200,9 +194,7 @@ class ExpectedReturns(LeastRecentlyUsed):
     def _gap_of(self, node: EvictionNode) -> int:
         """The gap of a prompt for which this is the last known block."""
         gap = self._now - node.counted_at
-        if gap <= HAND_OVER:
-            return node.gap
-        return _gap(gap) if node.ends_prompt else 0
+        return _gap(gap) if gap > HAND_OVER else node.gap
 
     def _watch(self, node: EvictionNode) -> None:
         node.used_at = self._now
@@ -234,29 +226,15 @@ class ExpectedReturns(LeastRecentlyUsed):
         node.leaf_index = -1
 
 
-def _continues(parent: EvictionNode | None) -> bool:
-    """Whether a new block is of a prompt that continues an earlier one from its end."""
-    if parent is None:
-        return False
-    return parent.continues if _is_new(parent) else parent.ends_prompt
-
-
-def _is_new(node: EvictionNode) -> bool:
-    """Whether the node was put and not used since: its child is of the same prompt."""
-    return not node.was_read and node.uses == 1.0
-
-
 def _gap(seconds: float) -> int:
-    """The class of a gap, by its octave; 0 is for prompts that continue none."""
+    """The class of a gap, by its octave; 0 is for chains that one prompt used."""
     return min(math.frexp(seconds + 1.0)[1], GAPS - 1)
 
 
 def _use_class(node: EvictionNode) -> int:
-    """The class as one number. Reuse predicts more than what the block continues."""
+    """The class as one number."""
     if node.uses > 1.0:
-        wide = 4 * min(1 + int(2.0 * math.log2(node.uses)), LEVELS) + node.partial
-    elif node.was_read:
-        wide = 2 * node.continues + node.partial
+        level = 1 + min(1 + int(2.0 * math.log2(node.uses)), LEVELS)
     else:
-        wide = -1 - 2 * node.continues - node.partial
-    return wide * GAPS + node.gap
+        level = int(node.was_read)
+    return (2 * level + node.partial) * GAPS + node.gap

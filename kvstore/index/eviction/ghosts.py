@@ -16,7 +16,6 @@ class Ghost(NamedTuple):
     uses: float
     used_at: float
     counted_at: float
-    ends_prompt: bool = False
 
 
 class GhostList:

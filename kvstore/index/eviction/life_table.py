@@ -3,7 +3,8 @@
 As an actuary counts: for each class and each octave of age (time since the last use), ``uses`` is
 how often a block of that age was used again and ``waits`` the block-seconds in which it could have
 been; their quotient is the hazard of reuse at that age. Blocks that still wait are counted by
-cohort, so what has not come back weighs as much as what has.
+cohort, so what has not come back weighs as much as what has. A cohort is short against the ages of
+its blocks: one as long as the time between two calls of ``refresh`` gives young blocks wrong waits.
 
 A class is a wide class and, within it, one of ``GAPS``. The hazards of a class are drawn towards
 those of its wide class, and these towards the common ones, as if a few blocks more had been seen.
@@ -11,7 +12,7 @@ those of its wide class, and these towards the common ones, as if a few blocks m
 From the hazards follows ``rank``: the most uses per second of waiting that keeping a block can
 bring, over all times to keep it. That is Gittins' index (J. R. Statist. Soc. B 41, 1979) with the
 use as the reward and the room as the price; as eviction, the "hit density" of Beckmann, Chen and
-Cidon ("LHD", NSDI 2018).
+Cidon ("LHD", NSDI 2018), which also draws its victim from a few random candidates.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from collections.abc import Iterable
 OCTAVES = 20
 """Ages of 2 s and less, of 4 s and less, up to 2**20 s: twelve days."""
 
-_WIDTHS = [2.0, *(2.0**b for b in range(1, OCTAVES))]
+_ENDS = [2.0 ** (b + 1) for b in range(OCTAVES)]
+_WIDTHS = [2.0, *_ENDS[:-1]]
+
 GAPS = 16
 """Classes within a wide class: ``use_class // GAPS`` is the wide class."""
 
@@ -37,8 +40,11 @@ _MANY = 300.0
 LONGEST = 2.0**OCTAVES
 """Ages are cut to this, so that no time can make a count, a rank or an age infinite."""
 
-_FADE = 0.98
-"""The factor of every count at each ``refresh``: a count halves in 34 refreshes."""
+COHORT, COHORTS = 1.0, 256
+"""The shortest cohort in seconds, half of the first octave; and so many before they are merged."""
+
+_FADE = 0.9975
+"""The factor of every count at each ``refresh``: a count halves in 277 refreshes."""
 
 
 class LifeTable:
@@ -64,6 +70,11 @@ class LifeTable:
         if not self._starts:
             self._open(at)
             self._counted = at
+        elif at > max(self._latest, self._starts[-1] + COHORT):
+            if len(self._starts) < COHORTS:
+                self._open(at)
+            else:
+                self._merge(at)
         self._latest = max(self._latest, at)
         self._cohort(at)[use_class] += 1
 
@@ -73,27 +84,24 @@ class LifeTable:
         cohort[use_class] -= 1
         if not cohort[use_class]:
             del cohort[use_class]
-        waits = self._waits.setdefault(use_class, [0.0] * OCTAVES)
-        octave = _octave(_age(since, now))
-        waits[octave] += _age(max(since, self._counted), now)
+        self._wait(use_class, 1, since, now)
         if used:
+            octave = _octave(_age(since, now))
             self._uses.setdefault(use_class, [0.0] * OCTAVES)[octave] += 1.0
 
     def rank(self, use_class: int, age: float) -> float:
         """The expected uses per second of a block, interpolated between octaves."""
-        age = _age(0.0, age)
-        if age < 2.0:
-            place = age / 2.0 - 0.5
-        else:
-            mantissa, exponent = math.frexp(age)
-            place = exponent + 2.0 * mantissa - 2.5
-        if place <= 0.0:
-            return self._ranks.get(use_class, self._common)[0]
-        octave = int(place)
-        if octave >= OCTAVES - 1:
-            return self._ranks.get(use_class, self._common)[OCTAVES - 1]
         row = self._ranks.get(use_class, self._common)
-        return row[octave] + (row[octave + 1] - row[octave]) * (place - octave)
+        if not age >= 2.0:
+            octave = 0
+            part = max(age, 0.0) / 2.0
+        elif age < LONGEST / 2.0:
+            mantissa, exponent = math.frexp(age)
+            octave = exponent - 1
+            part = 2.0 * mantissa - 1.0
+        else:
+            return row[OCTAVES - 1]
+        return row[octave] + (row[octave + 1] - row[octave]) * part
 
     def reuse_age(self, share: float) -> float | None:
         """The age by which ``share`` of all reuse has happened, ``None`` without any reuse."""
@@ -135,11 +143,17 @@ class LifeTable:
         self._cohorts.append(defaultdict(int))
 
     def _wait(self, use_class: int, count: int, since: float, now: float) -> None:
-        row = self._waits.setdefault(use_class, [0.0] * OCTAVES)
+        """Count the waiting time since the last call of ``refresh``, at each age."""
+        if (row := self._waits.get(use_class)) is None:
+            row = self._waits[use_class] = [0.0] * OCTAVES
         old, new = _age(since, self._counted), _age(since, now)
-        for octave in range(_octave(old), _octave(new) + 1):
-            low = 0.0 if octave == 0 else 2.0**octave
-            row[octave] += count * max(min(new, low + _WIDTHS[octave]) - max(old, low), 0.0)
+        octave, last = _octave(old), _octave(new)
+        while octave < last:
+            end = _ENDS[octave]
+            row[octave] += count * (end - old)
+            old = end
+            octave += 1
+        row[last] += count * max(new - old, 0.0)
 
     def _merge(self, now: float) -> None:
         """Start a cohort; merge an old one into the one before if both are short for their age."""

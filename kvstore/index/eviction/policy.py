@@ -23,9 +23,7 @@ class EvictionNode:
     """
 
     __slots__ = (
-        "continues",
         "counted_at",
-        "ends_prompt",
         "gap",
         "held",
         "late_until",
@@ -54,8 +52,6 @@ class EvictionNode:
         self.use_class = 0
         self.leaf_index = -1
         self.was_read = False
-        self.continues = False
-        self.ends_prompt = False
         self.gap = 0
 
 

@@ -17,7 +17,7 @@ from kvstore.index.block_index import BlockIndex, IndexOptions
 from kvstore.index.eviction import make_policy
 from kvstore.index.eviction.expected_returns import ExpectedReturns
 from kvstore.index.eviction.ghosts import Ghost, GhostList
-from kvstore.index.eviction.life_table import GAPS, OCTAVES, LifeTable
+from kvstore.index.eviction.life_table import COHORTS, GAPS, OCTAVES, LifeTable
 from kvstore.index.eviction.policy import EvictionNode, LeastRecentlyUsed
 from kvstore.index.eviction.shadow_lru import LOSS, NAMES, ShadowLru
 from kvstore.index.eviction.victims import QuotaPolicy
@@ -90,7 +90,7 @@ def test_what_the_policy_knows_is_bounded_and_is_given_back() -> None:
     assert len(policy._leaves) == len(naive.leaves())
     assert len(policy._shadow._names) <= policy._room <= 301
     assert sum(sum(cohort.values()) for cohort in policy._table._cohorts) == 800
-    assert len(policy._table._starts) < 120
+    assert len(policy._table._starts) <= COHORTS
     assert len(policy._heap) <= 2 * len(naive.leaves()) + 2048
 
 
@@ -149,13 +149,13 @@ def test_a_class_with_few_blocks_is_ranked_as_its_wide_class_and_one_with_many_b
     assert table.rank(never, 20.0) < table.rank(rare, 20.0) < table.rank(often, 20.0)
 
 
-def test_a_chain_has_the_gap_since_the_prompt_that_it_continues() -> None:
-    """The gap counts only if an earlier prompt ended at the last block that is known."""
+def test_a_chain_has_the_gap_since_the_prompt_before() -> None:
     policy = ExpectedReturns()
     naive = Naive(policy)
     naive.wait(1.0)
     for name, parent in ((b"a", None), (b"b", b"a"), (b"c", b"b")):
         naive.add(name, parent)
+    assert {node.gap for node in naive.nodes.values()} == {0}
     naive.wait(100.0)
 
     def request(*found: bytes) -> None:
@@ -164,7 +164,7 @@ def test_a_chain_has_the_gap_since_the_prompt_that_it_continues() -> None:
         for name in reversed(found):
             naive.free(name)
 
-    request(b"a", b"b", b"c")  # continues the prompt that ended at c
+    request(b"a", b"b", b"c")
     naive.add(b"d", b"c")
     naive.add(b"e", b"d")
     gap = naive.nodes[b"c"].gap
@@ -176,17 +176,53 @@ def test_a_chain_has_the_gap_since_the_prompt_that_it_continues() -> None:
     request(b"a", b"b", b"c", b"d", b"e")  # the decode worker reads what was put: no new gap
     assert naive.nodes[b"a"].gap == naive.nodes[b"e"].gap == gap
     naive.wait(1000.0)
-    request(b"a", b"b")  # no prompt ended there: another one with the same beginning
+    request(b"a", b"b")  # another prompt with the same beginning
     naive.add(b"x", b"b")
-    assert [naive.nodes[name].gap for name in (b"a", b"b", b"x")] == [0, 0, 0]
+    longer = math.frexp(1004.0)[1]
+    assert [naive.nodes[name].gap for name in (b"a", b"b", b"x")] == [longer] * 3
     assert naive.nodes[b"e"].gap == gap
     naive.remove(b"e")
     naive.wait(5000.0)
-    request(b"a", b"b", b"c", b"d")
-    assert naive.nodes[b"d"].gap == 0, "the last known block was inside of a prompt"
-    naive.add(b"e", b"d")  # it was evicted and is remembered: a prompt ended there
+    request(b"a", b"b", b"c", b"d")  # all of the prompt has the gap of the last block found
+    assert naive.nodes[b"a"].gap == naive.nodes[b"d"].gap > longer
+    naive.wait(1e5)
+    naive.add(b"e", b"d")  # it was evicted and is remembered
     naive.add(b"f", b"e")
-    assert naive.nodes[b"f"].gap == naive.nodes[b"e"].gap > gap
+    assert naive.nodes[b"f"].gap == naive.nodes[b"e"].gap == GAPS - 1
+
+
+@pytest.mark.parametrize("every", [5.0, 600.0])
+def test_hazards_do_not_depend_on_how_often_ranks_are_computed(every: float) -> None:
+    """All waiting since the last refresh was counted at its last age, in cohorts of that length."""
+    table, chance, now = LifeTable(), random.Random(1), 0.0
+    waiting: list[tuple[float, float]] = []
+    refreshed = 0.0
+    while now < 12_000.0:
+        now += 1.5
+        waiting.append((now + chance.expovariate(1 / 10.0), now))
+        table.begin(GAPS, now)
+        if chance.random() < 0.5:
+            table.begin(0, now)  # never used again
+        for due, since in [one for one in waiting if one[0] <= now]:
+            table.end(GAPS, since, due, used=True)
+        waiting = [one for one in waiting if one[0] > now]
+        if now >= refreshed + every:
+            table.refresh(now)
+            refreshed = now
+    for age in (1.0, 5.0, 20.0):
+        assert 0.8 / 10.0 < table.rank(GAPS, age) < 1.25 / 10.0
+        assert table.rank(0, age) < 0.001
+
+
+def test_cohorts_are_few_however_rarely_ranks_are_computed() -> None:
+    table = LifeTable()
+    for second in range(20_000):
+        table.begin(0, second * 2.0)
+    assert len(table._starts) <= COHORTS
+    assert sum(sum(cohort.values()) for cohort in table._cohorts) == 20_000
+    for second in range(20_000):
+        table.end(0, second * 2.0, 50_000.0, used=False)
+    assert not any(table._cohorts)
 
 
 @pytest.mark.parametrize("seed", range(5))
