@@ -64,14 +64,14 @@ def page(run: ProofRun) -> str:
 Written by the run itself. Cases: `tests/accounting/cases.py`; mutations:
 `tests/accounting/mutations.py`; [accounting](accounting.md) says what is checked.
 
-| case | states | transitions | depth | |
+| case | states | transitions | depth | bound |
 |---|---|---|---|---|
 {cases}
 
 {_total(run, "states")} states, {_total(run, "transitions")} transitions. Depth is the number of \
-events; `all there are`: the case has
-no further states. The others are bounded: every order of that many events was explored, and no
-further event once there were as many states as the last column says; the last event added so many.
+events. `complete`: no further
+state exists. Otherwise every order of that many events was explored, and no further event once
+there were as many states as the bound; the last event added so many percent.
 
 Transitions by kind, without the fair continuations:
 {kinds}.
@@ -107,8 +107,7 @@ def is_whole(run: ProofRun) -> bool:
 
 
 def _case(case: CaseRun) -> str:
-    bounded = f"bound {case['bound']:,}; last event +{_growth(case):.0%}"
-    reach = "all there are" if case["closed"] else bounded
+    reach = "complete" if case["closed"] else f"{case['bound']:,}; +{_growth(case):.0%}"
     return (
         f"| {case['case']} | {case['states']:,} | {case['transitions']:,} | {case['depth']} |"
         f" {reach} |"

@@ -42,8 +42,8 @@ RUN = ProofRun(
 
 def test_every_number_is_that_of_the_run() -> None:
     told = page(RUN)
-    assert "| small | 1,200 | 9,000 | 7 | all there are |" in told
-    assert "| large | 1,500 | 20,000 | 5 | bound 1,400; last event +50% |" in told
+    assert "| small | 1,200 | 9,000 | 7 | complete |" in told
+    assert "| large | 1,500 | 20,000 | 5 | 1,400; +50% |" in told
     assert "2,700 states, 29,000 transitions" in told
     assert "submit 15, schedule 0" in told
     assert "| blocks | two | survives: equal: because |" in told
