@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -12,16 +11,18 @@ from collections.abc import Sequence
 from kvrelay.cluster.layout import import_path
 
 PR_SET_PDEATHSIG = 1
+_END_WITH_PARENT = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}, 0, 0, 0)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
 
 
 def start_child(command: Sequence[str], stdout: int | None = None) -> subprocess.Popen[str]:
     """Start a process, from the main thread. Only on Linux does it end when this one is killed."""
     environ = {**os.environ, **import_path(os.environ)}
+    # Not by preexec_fn: it needs a real fork, in whose child gRPC's handlers may fail.
+    words = [sys.executable, "-ISc", _END_WITH_PARENT, *command]
     return subprocess.Popen(
-        command, stdout=stdout, text=True, env=environ, preexec_fn=_end_with_parent
+        words if sys.platform == "linux" else command, stdout=stdout, text=True, env=environ
     )
-
-
-def _end_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
