@@ -18,6 +18,8 @@ BLOCK_SIZES = (1, 4, 16)
 LONGEST = 600
 TIE = 1e-4  # of logits around 5, in float32; two orders of summing differ by up to 1e-5
 MADE = 12
+# The others are among the slow tests, for the sake of the time that `make test` takes.
+QUICK = ("llama", "gpt2", "qwen3-moe")
 
 
 def queries_of(count: int, block_size: int, seed: int) -> list[Query]:
@@ -43,7 +45,13 @@ def compare(up: Cluster, queries: Sequence[Query], wanted: Sequence[list[int]]) 
     return sum(answer.usage.cached_prompt_tokens for answer in answers)
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in ARCHITECTURES
+    ],
+)
 def test_every_architecture(kind: str, models: Models) -> None:
     """Cold, then again with a pool that has lost most of it: from the store, and mixed."""
     block_size = BLOCK_SIZES[ARCHITECTURES.index(kind) % 3]
