@@ -14,7 +14,8 @@ PR_SET_PDEATHSIG = 1
 _END_WITH_PARENT = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}, 0, 0, 0)
-os.execvp(sys.argv[1], sys.argv[1:])
+if os.getppid() == int(sys.argv[1]):  # else the parent has ended before prctl
+    os.execvp(sys.argv[2], sys.argv[2:])
 """
 
 
@@ -22,7 +23,7 @@ def start_child(command: Sequence[str], stdout: int | None = None) -> subprocess
     """Start a process, from the main thread. Only on Linux does it end when this one is killed."""
     environ = {**os.environ, **import_path(os.environ)}
     # Not by preexec_fn: it needs a real fork, in whose child gRPC's handlers may fail.
-    words = [sys.executable, "-ISc", _END_WITH_PARENT, *command]
+    words = [sys.executable, "-ISc", _END_WITH_PARENT, str(os.getpid()), *command]
     return subprocess.Popen(
         words if sys.platform == "linux" else command, stdout=stdout, text=True, env=environ
     )
