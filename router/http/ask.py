@@ -16,6 +16,7 @@ from kvrelay.rpc.protocol import RETENTIONS, structured_message
 from kvrelay.sampling import MAX_TOP_LOGPROBS
 from kvrelay.structured import StructuredOutput, of_mapping, of_response_format
 from kvrelay.v1 import router_pb2
+from router.generate.request import samples_of
 from router.http.fields import (
     INT32,
     UINT32,
@@ -103,7 +104,7 @@ class Ask:
     @property
     def samples(self) -> int:
         """Number of answers to the one prompt."""
-        return self.message.n if self.message.HasField("n") else 1
+        return samples_of(self.message)
 
 
 def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: bool) -> Ask:

@@ -8,7 +8,6 @@ the task that serves it.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import secrets
 from collections.abc import AsyncIterator, Mapping
@@ -21,6 +20,7 @@ from kvrelay.errors import KvrelayError, Rejected
 from router.generate.request import MAX_REQUEST_ID_CHARS
 from router.http.connections import EXTENSION, BoundedProtocol, HttpLimits
 from router.http.errors import Headers, HttpRefusal, body_of, headers_of, status_of
+from router.http.shapes import dump
 
 JsonObject: TypeAlias = Mapping[str, object]
 
@@ -120,8 +120,7 @@ class Exchange:
 
     async def reply(self, value: JsonObject, status: int = 200, headers: Headers = ()) -> None:
         """Send the whole response, as JSON."""
-        content = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-        raw = content.encode("utf-8", "replace")
+        raw = dump(value).encode("utf-8", "replace")
         await self.reply_raw(raw, b"application/json", status, headers)
 
     async def reply_raw(

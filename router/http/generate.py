@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Protocol
 
 from kvrelay.errors import KvrelayError, Mismatch, Rejected
@@ -136,8 +137,7 @@ class _Request:
         async def read() -> router_pb2.GenerateRequest:
             return ask.message
 
-        before = self._call
-        self.call = InboundCall(before.tenant, before.deadline, read, ask.fills, ask.cache_salt)
+        self.call = replace(self._call, read=read)
 
     def answer(self, first: router_pb2.GenerateResponse) -> Answer:
         """The answer that begins with this response."""
