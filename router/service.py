@@ -195,14 +195,15 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         """The responses; the store learns that the prompt waits, then what the client expects."""
         request, output = samples.request, list[int]()
         tenant, names = request.tenant.name, samples.bound.prefix.names
+        tells_end = self.hints.enabled and request.retention
         with self.hints.waiting(names, tenant, time.monotonic()) as waits_no_longer:
             async with aclosing(samples.responses(self.gate)) as responses:
                 async for response in responses:
                     waits_no_longer()
-                    if request.retention and not response.index:
+                    if tells_end and not response.index:
                         output += [token.id for token in response.tokens]
                     yield response
-        if request.retention:
+        if tells_end:
             whole = samples.bound.names_of([*request.prompt, *request.outputs, *output])
             self.hints.ended(whole, request.retention, tenant, time.monotonic())
 

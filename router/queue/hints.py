@@ -59,7 +59,7 @@ class HintQueue:
     """The hints of a router. Disabled, it notes nothing."""
 
     def __init__(self, enabled: bool) -> None:
-        self._enabled = enabled
+        self.enabled = enabled
         self._keys = itertools.count()
         self._waiting: dict[int, _Waiting] = {}
         self._ended: deque[_Ended] = deque()
@@ -72,7 +72,7 @@ class HintQueue:
     ) -> Iterator[Callable[[], None]]:
         """A request whose prompt has these blocks waits inside, until what is given is called."""
         key = next(self._keys)
-        if self._enabled and names:
+        if self.enabled and names:
             self._waiting[key] = _Waiting(names, tenant, now + MIN_WAIT)
         try:
             yield lambda: self._stop_waiting(key)
@@ -87,7 +87,7 @@ class HintQueue:
         now: float,
     ) -> None:
         """An answer is complete. ``names`` are the blocks of its prompt and of itself."""
-        if not self._enabled or retention not in LIVES or not names:
+        if not self.enabled or retention not in LIVES or not names:
             return
         hint = _hint(names, *LIVES[retention], tenant)
         self._ended_names += len(hint.names)
