@@ -93,6 +93,30 @@ async def test_events_on_the_wire() -> None:
     assert chunks[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+@pytest.mark.parametrize(
+    ("changes", "with_ids"),
+    [
+        ({"user-agent": "Python/3.11 aiohttp/3.14.3", "accept": "*/*"}, False),
+        ({"user-agent": "Python/3.11 aiohttp/3.14.3", "accept": "text/event-stream"}, True),
+        ({"user-agent": "mine (Python/3.11 aiohttp/3.14.3)"}, True),
+        ({}, True),
+    ],
+)
+async def test_load_tools_that_read_data_only_get_no_ids(
+    changes: dict[str, str], with_ids: bool
+) -> None:
+    """``vllm bench serve`` takes each event, less ``data: ``, for JSON."""
+    body = {"prompt": PROMPT, "max_tokens": 3, "seed": SEED, "stream": True}
+    async with door() as (_, client):
+        made = await client.post("/v1/completions", json=body, headers=changes)
+    events = made.text.split("\n\n")[:-1]
+    assert events[-1] == "data: [DONE]"
+    assert all(event.startswith("id: ") == with_ids for event in events[:-1])
+    data = [event.partition("data: ")[2] for event in events[:-1]]
+    text = "".join(json.loads(one)["choices"][0]["text"] for one in data)
+    assert text == expected(3)
+
+
 async def test_stop_strings_and_ids_end_it() -> None:
     tokens = answer(PROMPT, 8, SEED)
     async with door() as (_, client):

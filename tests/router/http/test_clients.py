@@ -15,7 +15,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from kvrelay import Client
-from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.layout import ROOT, ClusterConfig
 from kvrelay.cluster.supervisor import Cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -123,3 +123,20 @@ def test_curl(cluster: Cluster) -> None:
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
     text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
     assert "Boston" in text
+
+
+def test_the_first_example_of_the_readme(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Word by word, but for the port."""
+    page = (ROOT / "README.md").read_text()
+    before, _, rest = page.partition("```python\n")
+    assert "`make up`" in before.rpartition("##")[2]
+    example = rest.partition("```")[0]
+    assert "http://127.0.0.1:8000/v1" in example
+    names: dict[str, openai.types.Completion] = {}
+    exec(example.replace("http://127.0.0.1:8000", cluster.http or ""), names)
+    answer = names["answer"]
+    assert answer.usage is not None
+    assert 1 <= answer.usage.completion_tokens <= 64
+    assert capsys.readouterr().out == f"{answer.choices[0].text}\n"
