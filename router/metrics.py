@@ -18,10 +18,11 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from kvrelay.rpc.protocol import role_name
+from kvrelay.rpc.server import families
 from kvrelay.v1 import router_pb2
 from router.service import RouterService
 
-PREFIX = "kvrelay:router_"
+PREFIX = families.PREFIX + "router_"
 
 
 class RouterCollector(Collector):
@@ -31,7 +32,11 @@ class RouterCollector(Collector):
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
-        """Every metric."""
+        """Every metric, labelled with the model's name."""
+        labels = {"model_name": self._service.config.model_name}
+        return families.labelled(self._unlabelled(), labels)
+
+    def _unlabelled(self) -> Iterator[Metric]:
         service = self._service
         for name, text, value in queue(service.queue_status()):
             yield GaugeMetricFamily(PREFIX + name, text, value)
@@ -66,6 +71,7 @@ class RouterCollector(Collector):
             placer.decision_seconds,
         )
         yield self._in_flight()
+        yield from service.latency.collect()
 
     def _in_flight(self) -> Metric:
         family = GaugeMetricFamily(

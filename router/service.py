@@ -35,6 +35,7 @@ from router.generate.request import (
 )
 from router.generate.retry import PoisonList, RetryControl, RetryLimits, TokenBucket
 from router.generate.samples import Samples
+from router.latency import RequestHistograms, RequestTimes
 from router.placement.placer import Placer
 from router.queue.gate import QueueGate
 from router.queue.grammars import GrammarChecks
@@ -65,7 +66,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self.config = config
         self.registry = registry
         self.quotas = Quotas(time.monotonic)
-        self.gate = QueueGate(registry, (self.inbox.semaphore, threads.semaphore), config)
+        self.latency = RequestHistograms()
+        semaphores = self.inbox.semaphore, threads.semaphore
+        self.gate = QueueGate(registry, semaphores, config, self.latency.queue.observe)
         self.placer = Placer(registry, config)
         self.hints = HintQueue(enabled=config.store is not None)
         self.retry = RetryControl(
@@ -108,13 +111,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 samples = await self._accept(call, hold)
                 for _ in range(1, samples.places):
                     places.enter_context(self.gate.entered(call.tenant))
-                first = not samples.resumed
+                times = RequestTimes(self.latency, samples.request, resumed=samples.resumed)
                 async with aclosing(self._hinted(samples)) as responses:
                     async for response in responses:
                         hold.used += len(response.tokens)
-                        self._count(samples.received_at, response, first)
-                        first = False
+                        self._count(response, times.take(response))
                         yield response
+                times.finished()
 
     async def Announce(
         self,
@@ -160,7 +163,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             check_length(message, info.max_model_len)
             workers = placer.candidates()
             async with deadline.limit("to tokenize the prompt"):
-                prompt = await self._prompts.tokenize(message, hold, longest(workers))
+                with self.latency.tokenize.time():
+                    prompt = await self._prompts.tokenize(message, hold, longest(workers))
                 words = await self._prompts.bad_words(message.sampling.bad_words, tenant)
                 await self._grammars.check(message.sampling, tenant)
             if call.fills:
@@ -208,13 +212,13 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             self.hints.ended(whole, request.retention, tenant, time.monotonic())
 
     def _count(
-        self, received_at: float, response: router_pb2.GenerateResponse, first: bool
+        self, response: router_pb2.GenerateResponse, first_token_seconds: float | None
     ) -> None:
-        """Add a response to the totals; ``first``: of a request that is not resumed."""
+        """Add a response to the totals."""
         totals = self.totals
-        if first and response.tokens:
+        if first_token_seconds is not None:
             totals.first_tokens += 1
-            totals.first_token_seconds += time.monotonic() - received_at
+            totals.first_token_seconds += first_token_seconds
         totals.generation_tokens += len(response.tokens)
         totals.prompt_tokens += response.usage.prompt_tokens
         totals.cached_prompt_tokens += response.usage.cached_prompt_tokens

@@ -43,7 +43,6 @@ class ModelRunner(Protocol):
 
     @property
     def executed_positions(self) -> int: ...
-
     def execute(self, works: Sequence[Work]) -> Sequence[Sampled | None]: ...
 
 
@@ -53,7 +52,7 @@ class EngineOptions:
 
     ``on_fatal`` is called when the engine cannot continue, or when a step takes longer than
     ``step_seconds``: the process should exit and be restarted. ``journal`` gets a line for every
-    call of the scheduler (see ``core.journal``).
+    call of the scheduler (``core.journal``), ``on_step`` seconds, requests, positions of a step.
     """
 
     max_waiting: int = 1024
@@ -61,6 +60,7 @@ class EngineOptions:
     step_seconds: float = 120.0
     on_fatal: Callable[[], None] = lambda: None
     journal: Callable[[str], object] | None = None
+    on_step: Callable[[float, int, int], object] = lambda seconds, requests, positions: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,9 +291,12 @@ class Engine:
         if not plan.entries:
             return []
         self._steps += 1
-        return self._runner.execute(
-            [self._legs[entry.request.id].work(entry) for entry in plan.entries]
-        )
+        begun, before = time.monotonic(), self._runner.executed_positions
+        works = [self._legs[entry.request.id].work(entry) for entry in plan.entries]
+        sampled = self._runner.execute(works)
+        positions = self._runner.executed_positions - before
+        self._options.on_step(time.monotonic() - begun, len(works), positions)
+        return sampled
 
     def _report(self, committed: Committed, sampled: Sequence[Sampled]) -> None:
         now = time.monotonic()

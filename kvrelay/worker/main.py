@@ -7,6 +7,8 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
+from prometheus_client import CollectorRegistry
+
 from kvrelay.config.reader import load
 from kvrelay.process import logs
 from kvrelay.rpc.address import Address
@@ -56,11 +58,7 @@ async def _serve(worker: Worker, services: Sequence[Register]) -> int:
 
     worker.start()
     if config.metrics_port is not None:
-        started_as = NAMES[worker.identity.started_as]  # one series, whatever its role becomes
-        registry = metrics.registry_of(
-            worker.engine, started_as, counters_of(worker.connector), config.store is not None
-        )
-        exposition.serve(registry, config.metrics_host, config.metrics_port)
+        exposition.serve(_metrics(worker), config.metrics_host, config.metrics_port)
     try:
         return await serve_until_signal(
             server,
@@ -72,6 +70,19 @@ async def _serve(worker: Worker, services: Sequence[Register]) -> int:
         announcer.end()
         await asyncio.to_thread(worker.engine.close)
         sys.stdout.flush()
+
+
+def _metrics(worker: Worker) -> CollectorRegistry:
+    config = worker.config
+    labels = {
+        "model_name": worker.namespace.model,
+        "worker": config.advertise or str(Address(config.host, config.port)),
+        "role": NAMES[worker.identity.started_as],  # one series, whatever its role becomes
+    }
+    store = counters_of(worker.connector)
+    return metrics.registry_of(
+        worker.engine, labels, worker.histograms, store, config.store is not None
+    )
 
 
 def _ready(worker: Worker, address: str) -> str:

@@ -13,50 +13,112 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvrelay.connector.counters import ConnectorCounters
+from kvrelay.engine.core.updates import Ended
 from kvrelay.engine.engine import Engine, EngineLoad
+from kvrelay.rpc.server.families import (
+    PREFIX,
+    REQUEST_SECONDS,
+    STEP_TOKENS,
+    TOKEN_SECONDS,
+    TOKENS,
+    histogram,
+    labelled,
+)
 from kvrelay.usage import Miss
 
-PREFIX = "kvrelay:"
-Family = CounterMetricFamily | GaugeMetricFamily
 StoreReader = Callable[[], ConnectorCounters]
 
 
+class WorkerHistograms:
+    """Times of steps and legs in seconds, their sizes in positions, requests and tokens."""
+
+    def __init__(self) -> None:
+        self._step_seconds = histogram(
+            "step_time_seconds", "Steps of the model runner.", TOKEN_SECONDS
+        )
+        self._step_positions = histogram(
+            "iteration_tokens_total", "Positions computed in a step.", STEP_TOKENS
+        )
+        self._step_requests = histogram("step_requests", "Requests in a step.", STEP_TOKENS)
+        self._queue = histogram(
+            "leg_queue_time_seconds", "Until a leg was admitted.", REQUEST_SECONDS
+        )
+        self._load = histogram(
+            "leg_load_time_seconds", "From its admission until its KV was loaded.", REQUEST_SECONDS
+        )
+        self._prefill = histogram(
+            "leg_prefill_time_seconds", "From then to its first token.", REQUEST_SECONDS
+        )
+        self._length = histogram("leg_tokens", "Tokens that a leg started from.", TOKENS)
+        self._computed = histogram(
+            "leg_computed_tokens", "Of these, tokens whose KV was computed.", TOKENS
+        )
+        self._generated = histogram("leg_generation_tokens", "Tokens that it generated.", TOKENS)
+
+    def step(self, seconds: float, requests: int, positions: int) -> None:
+        """The model runner computed a step."""
+        self._step_seconds.observe(seconds)
+        self._step_requests.observe(requests)
+        self._step_positions.observe(positions)
+
+    def leg(self, ended: Ended) -> None:
+        """A leg has sent its account."""
+        tokens, timing = ended.tokens, ended.timing
+        self._queue.observe(timing.queue)
+        self._load.observe(timing.load)
+        self._prefill.observe(timing.run)
+        self._length.observe(tokens.length)
+        self._computed.observe(tokens.computed)
+        self._generated.observe(tokens.generated)
+
+    def collect(self) -> Iterator[Metric]:
+        """Every histogram."""
+        for each in vars(self).values():
+            yield from each.collect()
+
+
 class WorkerCollector(Collector):
-    """The metrics of one worker, labelled with its role; ``store`` reads the store connector's."""
+    """The metrics of one worker with its ``labels``; ``store`` reads the store connector's."""
 
     def __init__(
-        self, engine: Engine, role: str, has_store: bool, store: StoreReader | None
+        self,
+        engine: Engine,
+        labels: Mapping[str, str],
+        histograms: WorkerHistograms,
+        store: StoreReader | None,
+        has_store: bool,
     ) -> None:
         self._engine = engine
-        self._role = role
-        self._has_store = has_store
+        self._labels = labels
+        self._histograms = histograms
         self._store = store
+        self._has_store = has_store
 
     def collect(self) -> Iterator[Metric]:
         """All metrics of one reading."""
+        return labelled(self._unlabelled(), self._labels)
+
+    def _unlabelled(self) -> Iterator[Metric]:
         load = self._engine.load()
         for name, text, value in gauges(load):
-            yield self._metric(GaugeMetricFamily, name, text, value)
+            yield GaugeMetricFamily(PREFIX + name, text, value)
         for name, text, value in counters(load, self._has_store):
-            yield self._metric(CounterMetricFamily, name, text, value)
+            yield CounterMetricFamily(PREFIX + name, text, value)
         for name, text, label, values in counters_by_label(load):
-            family = CounterMetricFamily(PREFIX + name, text, labels=["role", label])
+            family = CounterMetricFamily(PREFIX + name, text, labels=[label])
             for key, value in values.items():
-                family.add_metric([self._role, key], value)
+                family.add_metric([key], value)
             yield family
         if self._store is not None:
-            yield from self._store_metrics(self._store())
+            yield from _store_metrics(self._store())
+        yield from self._histograms.collect()
 
-    def _store_metrics(self, read: ConnectorCounters) -> Iterator[Metric]:
-        for each in fields(read):
-            kind = GaugeMetricFamily if each.metadata["gauge"] else CounterMetricFamily
-            name, text = each.metadata["metric"], each.metadata["text"]
-            yield self._metric(kind, name, text, getattr(read, each.name))
 
-    def _metric(self, kind: type[Family], name: str, text: str, value: float) -> Metric:
-        family = kind(PREFIX + name, text, labels=["role"])
-        family.add_metric([self._role], value)
-        return family
+def _store_metrics(read: ConnectorCounters) -> Iterator[Metric]:
+    for each in fields(read):
+        kind = GaugeMetricFamily if each.metadata["gauge"] else CounterMetricFamily
+        name, text = each.metadata["metric"], each.metadata["text"]
+        yield kind(PREFIX + name, text, getattr(read, each.name))
 
 
 def gauges(load: EngineLoad) -> Iterator[tuple[str, str, float]]:
@@ -118,9 +180,13 @@ def counters_by_label(load: EngineLoad) -> Iterator[tuple[str, str, str, Mapping
 
 
 def registry_of(
-    engine: Engine, role: str, store: StoreReader | None = None, has_store: bool = True
+    engine: Engine,
+    labels: Mapping[str, str],
+    histograms: WorkerHistograms,
+    store: StoreReader | None = None,
+    has_store: bool = True,
 ) -> CollectorRegistry:
     """All metrics of a worker. Without a store (``has_store``) the engine has looked nothing up."""
     registry = CollectorRegistry()
-    registry.register(WorkerCollector(engine, role, has_store, store))
+    registry.register(WorkerCollector(engine, labels, histograms, store, has_store))
     return registry

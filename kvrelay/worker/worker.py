@@ -40,6 +40,7 @@ from kvrelay.worker import convert, journal_file
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.grammars import LegGrammars
 from kvrelay.worker.handoff import check_signature, check_tokens, sign
+from kvrelay.worker.metrics import WorkerHistograms
 from kvrelay.worker.roles import WorkerIdentity
 from kvrelay.worker.stop_strings import StopCheckers
 from kvrelay.worker.streams import LegStreams, LegUpdates
@@ -69,6 +70,7 @@ class Worker:
     streams: LegStreams
     stop_checkers: StopCheckers
     grammars: LegGrammars
+    histograms: WorkerHistograms
     credentials: Credentials = field(default_factory=Credentials)
 
     @classmethod
@@ -96,6 +98,7 @@ class Worker:
         streams = LegStreams()
         key = BlockKey.of(credentials.fleet_key)
         connector = open_connector(config.store, runner, namespace, namer, key)
+        histograms = WorkerHistograms()
         engine = Engine(
             runner,
             limits,
@@ -108,6 +111,7 @@ class Worker:
                 step_seconds=config.step_seconds,
                 on_fatal=lambda: os._exit(os.EX_SOFTWARE),
                 journal=None if config.journal is None else journal_file.writer(config.journal),
+                on_step=histograms.step,
             ),
         )
         return cls(
@@ -124,6 +128,7 @@ class Worker:
             streams=streams,
             stop_checkers=stop_checkers,
             grammars=LegGrammars(stop_checkers.tokenizer, info.eos_token_ids),
+            histograms=histograms,
             credentials=credentials,
         )
 
@@ -187,6 +192,7 @@ class Worker:
 
     def usage(self, ended: Ended, leg: types_pb2.Leg) -> types_pb2.LegUsage:
         """The account of one leg; with the reasons of missed blocks if the leg asks to explain."""
+        self.histograms.leg(ended)
         return convert.leg_usage(ended, self.identity.id, self.identity.role, leg.explain)
 
     def info(self) -> worker_pb2.WorkerInfo:

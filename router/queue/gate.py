@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 from kvrelay.errors import DeadlineExceeded, Unavailable
@@ -35,14 +35,20 @@ MAX_RUNNING = 0.75  # of all requests allowed: a fair choice needs waiting reque
 class QueueGate:
     """One for a router. A request is open from ``entered``, and runs inside ``passed``.
 
-    ``semaphores``: what it may wait for in between.
+    ``semaphores``: what it may wait for in between. ``on_slot`` gets the seconds that each request
+    with a slot has waited for it.
     """
 
     def __init__(
-        self, registry: Registry, semaphores: Sequence[FairSemaphore], config: RouterConfig
+        self,
+        registry: Registry,
+        semaphores: Sequence[FairSemaphore],
+        config: RouterConfig,
+        on_slot: Callable[[float], object],
     ) -> None:
         self._registry = registry
         self._semaphores = semaphores
+        self._on_slot = on_slot
         self._admission = AdmissionControl(config.queue_tokens, config.queue_seconds)
         self._grants: dict[int, asyncio.Future[None]] = {}
         self._keys = itertools.count()
@@ -116,11 +122,13 @@ class QueueGate:
             timeout=deadline.remaining(),
         )
         grant = asyncio.get_running_loop().create_future()
-        step, whole = self._admission.offer(request, time.monotonic()), False
+        begun, whole = time.monotonic(), False
+        step = self._admission.offer(request, begun)
         self._grants[request.key] = grant
         try:
             self._apply(step)
             await self._wait(request, grant, deadline, patient)
+            self._on_slot(time.monotonic() - begun)
             yield
             whole = True
         finally:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import re
 import threading
+from dataclasses import replace
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.connector.mock import MockEnd, Script
-from kvrelay.worker.metrics import registry_of
+from kvrelay.worker.metrics import WorkerHistograms, registry_of
 from tests.accounting.bench import limits
 from tests.accounting.journalled import Sums
-from tests.accounting.served import Served
+from tests.accounting.served import AUDITED, Served
 from tests.exact.scrape import Scrape, parsed
 
 
@@ -66,11 +67,13 @@ def test_a_worker_without_a_store_has_looked_nothing_up_there() -> None:
         served.submit("r", range(9), 3)
         served.wait("r")
         seen = parsed(
-            generate_latest(registry_of(served.engine, "decode", has_store=False)).decode()
+            generate_latest(
+                registry_of(served.engine, {}, WorkerHistograms(), has_store=False)
+            ).decode()
         )
         assert seen("prompt_tokens") == 9
         assert seen("external_prefix_cache_queries") == seen("external_prefix_cache_hits") == 0
-        seen = parsed(generate_latest(registry_of(served.engine, "decode")).decode())
+        seen = parsed(generate_latest(registry_of(served.engine, {}, WorkerHistograms())).decode())
         assert seen("external_prefix_cache_queries") == 9
 
 
@@ -81,7 +84,7 @@ def test_sums_by_source_equal_prompt_tokens_on_every_scrape() -> None:
         saves={"*": [MockEnd(after=5, times=2)]},
     )
     with Served(limits(12, 4, budget=16, headroom=0), script) as served:
-        scraper = Scraper(registry_of(served.engine, "decode"))
+        scraper = Scraper(registry_of(served.engine, {}, WorkerHistograms()))
         scraper.start()
         for number in range(60):
             served.submit(f"r{number}", range(number % 5, number % 5 + 9), 30)
@@ -108,6 +111,29 @@ def test_sums_by_source_equal_prompt_tokens_on_every_scrape() -> None:
 
 def test_every_counter_of_the_store_connector_has_a_metric() -> None:
     with Served(limits(8, 4), Script()) as served:
-        page = generate_latest(registry_of(served.engine, "decode", ConnectorCounters)).decode()
+        page = generate_latest(
+            registry_of(served.engine, {}, WorkerHistograms(), ConnectorCounters)
+        ).decode()
     names = set(re.findall(r"^# TYPE kvrelay:(store_\w+?)(?:_total)? ", page, re.MULTILINE))
     assert len(names) == len(ConnectorCounters.__slots__)
+
+
+def test_histograms_of_steps_and_legs() -> None:
+    """Every step of the runner and every account that was sent, once."""
+    histograms = WorkerHistograms()
+    options = replace(AUDITED, on_step=histograms.step)
+    with Served(limits(40, 4, budget=16), Script(), options=options) as served:
+        for number in range(3):
+            served.submit(f"r{number}", range(number, number + 9), 5)
+        served.wait(*served.orders)
+        for request_id in served.orders:
+            histograms.leg(served.ended(request_id))
+        served.settle()
+        steps, positions = served.engine.load().steps, served.runner.executed_positions
+        seen = parsed(generate_latest(registry_of(served.engine, {}, histograms)).decode())
+    assert seen("step_time_seconds_count") == seen("step_requests_count") == steps > 5
+    assert seen("iteration_tokens_total_sum") == seen("leg_computed_tokens_sum") + 12 == positions
+    assert seen("leg_tokens_sum") == 27
+    assert seen("leg_generation_tokens_sum") == 15
+    for name in ("queue", "load", "prefill"):
+        assert seen(f"leg_{name}_time_seconds_count") == 3

@@ -16,7 +16,7 @@ from kvrelay.engine.core.external import (
     add_counts,
     apportion,
 )
-from kvrelay.worker.metrics import registry_of
+from kvrelay.worker.metrics import WorkerHistograms, registry_of
 from tests.accounting.bench import limits
 from tests.accounting.served import Served
 
@@ -71,7 +71,9 @@ def test_usage_and_metrics_tell_tokens_by_store() -> None:
             "silent": {UNKNOWN_STORE: 8},
         }
         served.settle()
-        text = generate_latest(registry_of(served.engine, "decode")).decode()
+        text = generate_latest(
+            registry_of(served.engine, {"role": "decode"}, WorkerHistograms())
+        ).decode()
         lines = [line for line in text.splitlines() if "external_tokens_by_store_total{" in line]
         assert [line.partition("{")[2] for line in lines] == [
             'role="decode",store="a"} 13.0',

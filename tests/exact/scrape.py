@@ -13,12 +13,13 @@ from kvrelay.cluster.ports import free_ports
 from kvrelay.cluster.process import ProcessSpec
 
 WORKERS = ("prefill", "decode")
+PAGE = ("model_name", "worker", "role")  # labels of every sample of a worker
 SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
 
 
 @dataclass(frozen=True, slots=True)
 class Scrape:
-    """One reading: every sample by name and labels, the role left out."""
+    """One reading: every sample by name and labels, those of the whole page left out."""
 
     samples: Mapping[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -40,7 +41,7 @@ def parsed(text: str) -> Scrape:
     samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            labels = {name: value for name, value in sample.labels.items() if name != "role"}
+            labels = {name: value for name, value in sample.labels.items() if name not in PAGE}
             samples[sample.name, tuple(sorted(labels.items()))] = sample.value
     return Scrape(samples)
 

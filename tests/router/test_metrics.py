@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import grpc
 import pytest
@@ -11,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from kvrelay.errors import Unavailable
 from kvrelay.v1 import router_pb2
 from router.metrics import PREFIX, registry_of
-from tests.router.fakes import Behaviour, decode_worker, ids, prefill_worker, running
+from tests.router.fakes import Behaviour, decode_worker, ids, model, prefill_worker, running
 
 
 def request(tokens: int = 4) -> router_pb2.GenerateRequest:
@@ -22,7 +23,7 @@ def request(tokens: int = 4) -> router_pb2.GenerateRequest:
 
 
 def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
-    return registry.get_sample_value(PREFIX + name, labels)
+    return registry.get_sample_value(PREFIX + name, {"model_name": model().name, **labels})
 
 
 async def until(page: CollectorRegistry, wanted: float, name: str, **labels: str) -> None:
@@ -88,3 +89,69 @@ async def test_totals_for_top() -> None:
         assert ids(await router.generate(resumed)) == whole[2:]
         assert (totals.generation_tokens, totals.first_tokens) == (6, 1)
         assert totals.first_token_seconds == seconds
+
+
+def counted(registry: CollectorRegistry, name: str) -> tuple[float, float]:
+    """Number and sum of what a histogram observed."""
+    labels = {"model_name": model().name}
+    count = registry.get_sample_value(f"kvrelay:{name}_count", labels)
+    total = registry.get_sample_value(f"kvrelay:{name}_sum", labels)
+    assert count is not None
+    assert total is not None
+    return count, total
+
+
+async def test_histograms_of_what_clients_see() -> None:
+    """Four tokens with 50 ms between them, a resumed request, a refused one, three samples."""
+    step = asyncio.Semaphore(0)
+
+    async def pace() -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            step.release()
+
+    paced = decode_worker(behaviour=Behaviour(step=step))
+    async with running([prefill_worker(), paced]) as router, asyncio.TaskGroup() as tasks:
+        pacing = tasks.create_task(pace())
+        page = registry_of(router.service)
+        began = time.monotonic()
+        whole = ids(await router.generate(request()))
+        lasted = time.monotonic() - began
+        assert counted(page, "time_to_first_token_seconds")[0] == 1
+        assert counted(page, "inter_token_latency_seconds")[0] == 3
+        gaps, first = (
+            counted(page, f"{name}_seconds")[1]
+            for name in ("inter_token_latency", "time_to_first_token")
+        )
+        assert gaps >= 0.1
+        count, whole_time = counted(page, "e2e_request_latency_seconds")
+        assert count == 1
+        assert first + gaps <= whole_time <= lasted
+        assert counted(page, "request_decode_time_seconds")[1] == pytest.approx(gaps)
+        assert counted(page, "request_time_per_output_token_seconds")[1] == pytest.approx(gaps / 3)
+        assert counted(page, "request_prompt_tokens") == (1, 3)
+        assert counted(page, "request_generation_tokens") == (1, 4)
+        assert counted(page, "request_params_max_tokens") == (1, 4)
+        assert counted(page, "request_tokenize_time_seconds")[0] == 1
+        assert counted(page, "request_queue_time_seconds")[0] == 1
+
+        resumed = request()
+        resumed.output_token_ids.extend(whole[:2])
+        assert ids(await router.generate(resumed)) == whole[2:]
+        assert counted(page, "time_to_first_token_seconds")[0] == 1
+        assert counted(page, "inter_token_latency_seconds")[0] == 4
+        assert counted(page, "request_generation_tokens") == (2, 6)
+
+        with pytest.raises(grpc.RpcError):
+            await router.generate(request(0))
+        assert counted(page, "e2e_request_latency_seconds")[0] == 2
+
+        several = request()
+        several.n = 3
+        await router.generate(several)
+        assert counted(page, "time_to_first_token_seconds")[0] == 2
+        assert counted(page, "inter_token_latency_seconds")[0] == 4 + 3 * 3
+        assert counted(page, "request_generation_tokens") == (5, 6 + 12)
+        assert counted(page, "request_params_n") == (3, 5)
+        assert counted(page, "request_queue_time_seconds")[0] == 5
+        pacing.cancel()

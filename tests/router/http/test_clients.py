@@ -100,7 +100,7 @@ async def _running(url: str) -> int:
     async with httpx2.AsyncClient(base_url=url) as client:
         page = (await client.get("/metrics")).text
     (line,) = [
-        one for one in page.splitlines() if one.startswith("kvrelay:router_running_requests ")
+        one for one in page.splitlines() if one.startswith("kvrelay:router_running_requests{")
     ]
     return int(float(line.split()[1]))
 

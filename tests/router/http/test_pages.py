@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from kvrelay.rpc.protocol import RETENTIONS
@@ -58,8 +60,11 @@ async def test_metrics_are_those_of_the_metrics_port() -> None:
         await client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 3})
         page = await client.get("/metrics")
         assert page.headers["content-type"].startswith("text/plain")
-        assert "kvrelay:router_generation_tokens_total 3.0" in page.text
-        assert 'kvrelay:router_requests_total{ended="finished"} 1.0' in page.text
+        assert re.search(r"^kvrelay:router_generation_tokens_total{[^}]*} 3.0$", page.text, re.M)
+        assert re.search(
+            r'^kvrelay:router_requests_total{ended="finished",.*} 1.0$', page.text, re.M
+        )
+        assert re.search(r"^kvrelay:time_to_first_token_seconds_count{.*} 1.0$", page.text, re.M)
 
 
 async def test_echo_and_one_prompt_in_a_list() -> None:

@@ -1,0 +1,47 @@
+"""What the metrics pages of router, workers and store share: names, histograms, labels.
+
+The bounds of histograms are those of vLLM 0.32 for the same quantity, so that its dashboards and
+alerts work here. Between two tokens there are three more below its first, 10 ms: small models are
+faster than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from prometheus_client import Histogram, disable_created_metrics
+from prometheus_client.core import Metric
+
+PREFIX = "kvrelay:"
+
+REQUEST_SECONDS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+FIRST_TOKEN_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+TOKEN_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
+SAMPLES = (1, 2, 5, 10, 20)
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a series that nobody reads
+
+
+def histogram(name: str, text: str, bounds: Sequence[float]) -> Histogram:
+    """A histogram without labels, which is in no registry."""
+    return Histogram(PREFIX + name, text, registry=None, buckets=bounds)
+
+
+def labelled(metrics: Iterable[Metric], labels: Mapping[str, str]) -> Iterator[Metric]:
+    """The metrics with ``labels`` before those that their samples have."""
+    for metric in metrics:
+        metric.samples = [
+            sample._replace(labels={**labels, **sample.labels}) for sample in metric.samples
+        ]
+        yield metric

@@ -1,0 +1,51 @@
+"""docs/metrics.md lists every metric of routers and workers, and no other."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from prometheus_client.core import Metric
+
+from kvrelay.connector.counters import ConnectorCounters
+from kvrelay.connector.mock import Script
+from kvrelay.worker import metrics as worker_metrics
+from router import metrics as router_metrics
+from tests.accounting.bench import limits
+from tests.accounting.served import Served
+from tests.router.fakes import decode_worker, running
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+ROW = re.compile(r"^\| `(\w+)`[^|]* \| (\w+) \| ([^|]+) \|", re.MULTILINE)
+
+
+def listed(title: str) -> list[tuple[str, ...]]:
+    """Name, type and meaning of every row under a title."""
+    return ROW.findall(PAGE.read_text(encoding="utf-8").split(f"## {title}\n")[1].split("\n## ")[0])
+
+
+def told(families: Iterable[Metric]) -> list[tuple[str, ...]]:
+    """The same of what is exported."""
+    return [
+        (each.name.removeprefix("kvrelay:"), each.type, each.documentation.rstrip("."))
+        for each in families
+    ]
+
+
+async def test_the_router() -> None:
+    async with running([decode_worker()]) as router:
+        assert told(router_metrics.registry_of(router.service).collect()) == listed("Router")
+
+
+@pytest.mark.parametrize("read", [None, ConnectorCounters])
+def test_workers(read: type[ConnectorCounters] | None) -> None:
+    with Served(limits(8, 4), Script()) as served:
+        registry = worker_metrics.registry_of(
+            served.engine, {}, worker_metrics.WorkerHistograms(), read
+        )
+        found = told(registry.collect())
+    assert found == [
+        row for row in listed("Workers") if read is not None or not row[0].startswith("store_")
+    ]
