@@ -94,12 +94,15 @@ class Want:
     """A block to get. ``buffer`` is writable, contiguous and as long as the payload must be.
 
     ``source`` is, of several stores, the one in which a lookup found the block; ``None``: any.
+    ``key``: its reader accepts only what a holder of this key signed. The tag proves the payload,
+    so no checksum is computed on the way. A refused block with another tag may be removed.
     """
 
     name: bytes
     buffer: memoryview
     source: str | None = None
     partial: bool = False
+    key: BlockKey | None = None
 
     def header_length(self, length: int) -> int | None:
         """Bytes of the header of a block of ``length``; ``None`` if the buffer does not fit it."""

@@ -149,7 +149,7 @@ class StoreRig:
 
 def get_blocks(rig: StoreRig, store: Store, indices: range) -> None:
     """With copy into the pool and verification."""
-    wants = [Want(rig.wanted[n].name, rig.buffer(n)) for n in indices]
+    wants = [Want(rig.wanted[n].name, rig.buffer(n), key=rig.key) for n in indices]
     for got in store.get(wants, TIMEOUT):
         if got.header is None:
             raise Corrupt("get", "a block that was put is not there")

@@ -102,6 +102,11 @@ def stated_count(data: Buffer) -> int:
     return min(int.from_bytes(data[52:56], "little"), MAX_COUNT)
 
 
+def stated_checksum(data: Buffer) -> int:
+    """The checksum of the payload that the first bytes of a block state; not checked."""
+    return int.from_bytes(data[24:32], "little")
+
+
 def payload_bytes(dtype: str, shape: Sequence[int]) -> int:
     """Length of a payload of ``shape`` elements of ``dtype``."""
     return ITEM_BYTES[dtype] * math.prod(shape)

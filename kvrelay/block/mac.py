@@ -18,6 +18,7 @@ from kvrelay.block.header import TAG_BYTES, Buffer
 
 _TAG_KEY = b"kvrelay.block-tag.v1"
 _HASH_KEY = b"kvrelay.block-hash.v1"
+_PROOF = b"kvrelay-refusal"
 _CONSTANT = bytes(12)
 """A constant nonce masks every hash equally; only tags leave this class."""
 
@@ -40,3 +41,9 @@ class BlockKey:
         made = hashlib.blake2b(header, digest_size=TAG_BYTES, key=self._tag_key)
         made.update(hashed)
         return made.digest()
+
+    def proof(self, name: bytes) -> bytes:
+        """Proves to another holder of the key that this one refuses the block ``name``."""
+        return hashlib.blake2b(
+            name, digest_size=TAG_BYTES, key=self._tag_key, person=_PROOF
+        ).digest()

@@ -20,6 +20,7 @@ from kvrelay.block.header import (
     encode_fields,
     fields_of,
     seal,
+    stated_checksum,
 )
 from kvrelay.errors import Corrupt
 
@@ -59,17 +60,21 @@ def verify_block(
     """Accept exactly the bytes that a holder of ``key`` writes for the expected block.
 
     Else ``Corrupt`` names the first field that is wrong. The time that the comparison takes does
-    not depend on the bytes.
+    not depend on the bytes. A right tag proves the payload: with ``key`` its checksum is computed
+    only to name the field.
     """
-    actual = checksum(payload) if summed is None else summed
-    right = encode_fields(expected, memoryview(payload).nbytes, actual)
+    size = memoryview(payload).nbytes
     if key is not None:
-        right = seal(right, payload, actual, key)
+        stated = stated_checksum(raw)
+        right = seal(encode_fields(expected, size, stated), payload, stated, key)
+    else:
+        summed = checksum(payload) if summed is None else summed
+        right = encode_fields(expected, size, summed)
     if hmac.compare_digest(raw, right):
         return
     header = decode(raw)
     verify(header, expected)
-    verify_payload(header, payload, actual)
+    verify_payload(header, payload, summed)
     raise Corrupt("tag", "the block was not written by this fleet")
 
 

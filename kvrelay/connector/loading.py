@@ -168,8 +168,7 @@ class LoadJob:
         buffer = self._direct(target)
         if buffer is None:
             buffer = memoryview(bytearray(self._context.pool.nbytes(target.expected.count)))
-        partial = target.expected.count < self._context.pool.shape.block_size
-        return Want(target.expected.name, buffer, target.source, partial)
+        return _want(self._context, target, buffer)
 
     def _direct(self, target: LoadTarget) -> memoryview | None:
         """The pool block itself, if the payload fills it and it is in host memory."""
@@ -221,8 +220,7 @@ class RecheckJob:
 
     def _check(self, target: LoadTarget, timeout: float) -> None:
         buffer = memoryview(bytearray(self._context.pool.nbytes(target.expected.count)))
-        partial = target.expected.count < self._context.pool.shape.block_size
-        want = Want(target.expected.name, buffer, target.source, partial)
+        want = _want(self._context, target, buffer)
         with closing(self._context.store.get([want], timeout)) as arriving:
             for got in arriving:
                 if got.header is not None and self._is_wrong(
@@ -238,3 +236,8 @@ class RecheckJob:
         except Corrupt:
             return True
         return False
+
+
+def _want(context: JobContext, target: LoadTarget, buffer: memoryview) -> Want:
+    partial = target.expected.count < context.pool.shape.block_size
+    return Want(target.expected.name, buffer, target.source, partial, context.options.key)

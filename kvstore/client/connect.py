@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from urllib.parse import SplitResult, urlsplit
 
-from kvrelay.block.mac import BlockKey
 from kvrelay.errors import Rejected
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.security.policy import installed
@@ -42,8 +41,7 @@ def _kvrelays(parts: SplitResult, parameters: Parameters) -> Store:
 
 def _redis(parts: SplitResult, parameters: Parameters) -> Store:
     _check_names(parameters, redis.PARAMETERS)
-    key = BlockKey.of(installed().credentials.fleet_key)
-    return redis.RedisStore(redis.settings_of(parts, parameters), key)
+    return redis.RedisStore(redis.settings_of(parts, parameters))
 
 
 def _check_names(parameters: Parameters, known: tuple[str, ...]) -> None:

@@ -99,7 +99,7 @@ class RemoteStore:
                     yield got
         except GeneratorExit:
             if got is not None and got.header is not None:
-                self._recheck(wants[got.index].name, deadline.earlier(RECHECK_SECONDS))
+                self._recheck(wants[got.index], deadline.earlier(RECHECK_SECONDS))
             raise
 
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
@@ -155,11 +155,14 @@ class RemoteStore:
             except (Unavailable, Corrupt) as error:
                 self._after(transport, error, tried)
 
-    def _recheck(self, name: bytes, deadline: Deadline) -> None:
+    def _recheck(self, want: Want, deadline: Deadline) -> None:
         """A wrong block is removed, so that it can be put again. Failures are only logged."""
+        name = want.name
+        proof = b"" if want.key is None else want.key.proof(name)
+        request = pb.RecheckRequest(name=name, proof=proof)
         try:
             with mapped_errors():
-                self._calls.stub.Recheck(pb.RecheckRequest(name=name), timeout=deadline.remaining())
+                self._calls.stub.Recheck(request, timeout=deadline.remaining())
         except KvrelayError as error:
             log.info("%s: block %s was not verified again: %s", self.url, name.hex(), error)
 

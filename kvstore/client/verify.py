@@ -57,14 +57,15 @@ def verify_blocks(
     for batch in size_batches(blocks, BATCH_BYTES, BATCH_BLOCKS):
         for found in _read(store, batch, timeout, key):
             wrong = repair and found.error is not None
-            yield replace(found, removed=_remove(store, found, timeout)) if wrong else found
+            yield replace(found, removed=_remove(store, found, timeout, key)) if wrong else found
 
 
-def _remove(store: Store, found: VerifiedBlock, timeout: float) -> bool:
+def _remove(store: Store, found: VerifiedBlock, timeout: float, key: BlockKey | None) -> bool:
     """Stop reading at a wrong block; returns whether the store has removed it."""
     listed = found.listed
     payload = max(listed.size - header_bytes(listed.tokens), 0)
-    want = Want(listed.name, memoryview(bytearray(payload)))
+    signed = None if listed.tenant else key
+    want = Want(listed.name, memoryview(bytearray(payload)), key=signed)
     with closing(store.get([want], timeout)) as arriving:
         next(arriving, None)
     return store.survey(NameQuery([listed.name]), timeout).sizes[0] is None

@@ -14,6 +14,7 @@ from kvrelay.block.verify import verify_tag
 from kvrelay.errors import Corrupt, KvrelayError, Unavailable
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.deadline import Deadline
+from kvstore.base import Want
 from kvstore.claims import Claim, check_block
 from kvstore.redis.call import WRONG_TYPE
 from kvstore.redis.connection import library_client
@@ -163,23 +164,22 @@ def _removed(
 
 def remove_if_wrong(
     place: tuple[RedisServer, bytes],
-    name: bytes,
+    want: Want,
     settings: RedisSettings,
-    key: BlockKey | None,
     deadline: Deadline,
 ) -> bool:
     """Remove the value in the place of a block if it is not that block; whether it was removed.
 
-    With ``key``, a block that another fleet or a stranger wrote is not that block either.
-    While it stays, the right block cannot be put.
+    With the reader's key, a block that its fleet did not sign is not that block either: while it
+    stays, the right block cannot be put.
     """
     server, location = place
     # A missing permission to remove it is no failure of the server: it is not recorded.
     with library_client(server.address, settings, deadline) as client:
-        error = _wrong(client, location.decode(), name, key)
+        error = _wrong(client, location.decode(), want.name, want.key)
         if error is not None:
             client.unlink(location.decode())
-            log.warning("%s: block %s was removed: %s", server.address, name.hex(), error)
+            log.warning("%s: block %s was removed: %s", server.address, want.name.hex(), error)
     return error is not None
 
 

@@ -15,7 +15,7 @@ from kvstore.redis.call import ROUNDS, WRONG_TYPE, RedisCall, error_code, is_red
 from kvstore.redis.connection import RedisConnection
 from kvstore.redis.replies import ErrorReply
 from kvstore.redis.server import RedisServer, ServerRefused
-from kvstore.wire.copying import HASH_CHUNK, receive_summed
+from kvstore.wire.copying import HASH_CHUNK, receive_block
 
 WINDOW = 8 << 20
 """Bytes of payload in flight on one connection, if more than one block."""
@@ -81,7 +81,7 @@ class ReadPipeline:
         """
         size = self._in_flight.popleft()
         header, summed = self._receive_block(want, size)
-        if summed is None:
+        if header is None or size <= HASH_CHUNK:
             self._arrived(size)
         return header, summed
 
@@ -103,7 +103,9 @@ class ReadPipeline:
         summed = None
         owed = len(self._in_flight)
         if size > HASH_CHUNK:
-            summed = receive_summed(self._receive_chunk, memoryview(header), want.buffer)
+            summed = receive_block(
+                self._receive_chunk, memoryview(header), want.buffer, want.key is None
+            )
             replies.into(owed=owed)
         else:
             replies.into(memoryview(header), want.buffer, owed=owed)

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from kvrelay.errors import KvrelayError
 from kvrelay.rpc.deadline import Deadline
@@ -35,9 +34,6 @@ from kvstore.redis.topology import Topology
 from kvstore.redis.writes import PutOperation
 from kvstore.stats import StoreCounters, StoreStats
 
-if TYPE_CHECKING:
-    from kvrelay.block.mac import BlockKey
-
 log = logging.getLogger("kvrelay.store")
 
 RECHECK_SECONDS = 1.0
@@ -49,11 +45,9 @@ BOOT = b"redis"
 class RedisStore:
     """A ``Store``. It connects on first use and reconnects when needed."""
 
-    def __init__(self, settings: RedisSettings, key: BlockKey | None = None) -> None:
-        """``key``: a block that a reader refuses is removed unless it was signed with it."""
+    def __init__(self, settings: RedisSettings) -> None:
         self.url = settings.url
         self._settings = settings
-        self._key = key
         self._topology = Topology(settings)
         self._counters = _Counters()
 
@@ -100,7 +94,7 @@ class RedisStore:
                     yield got
         except GeneratorExit:
             if got is not None:
-                self._recheck(wants[got.index].name, deadline)
+                self._recheck(wants[got.index], deadline)
             raise
         finally:
             self._counters.add(served=served, absent=absent, bytes_out=nbytes)
@@ -145,14 +139,15 @@ class RedisStore:
     def _call(self, timeout: float) -> RedisCall:
         return RedisCall(self._topology, Deadline.after(timeout), self._settings.cluster)
 
-    def _recheck(self, name: bytes, deadline: Deadline) -> None:
+    def _recheck(self, want: Want, deadline: Deadline) -> None:
         """A reader left at this block: remove the value if it is wrong. Failures are logged."""
+        name = want.name
         place = self._topology.place(name, lambda server: not server.breaker.open)
         if place is None:
             return
         try:
             limit = deadline.earlier(RECHECK_SECONDS)
-            if remove_if_wrong(place, name, self._settings, self._key, limit):
+            if remove_if_wrong(place, want, self._settings, limit):
                 self._counters.add(corrupt=1)
         except KvrelayError as error:
             log.info("%s: block %s was not verified again: %s", self.url, name.hex(), error)

@@ -69,7 +69,7 @@ class BlockStore:
         tenants: TenantTable | None = None,
         block_key: BlockKey | None = None,
     ) -> None:
-        """``block_key``: ``recheck`` also removes blocks of services that it did not sign."""
+        """``block_key``: the fleet's key; ``recheck`` checks tags for readers that have it."""
         self._block_key = block_key
         self.boot = os.urandom(16)
         self.limits = limits
@@ -171,10 +171,12 @@ class BlockStore:
         finally:
             self.release([lent.lease.id])
 
-    def recheck(self, name: bytes) -> Corrupt | None:
+    def recheck(self, name: bytes, proof: bytes = b"") -> Corrupt | None:
         """Verify a block in memory and remove it if it is corrupt; returns what is wrong.
 
         The block is held meanwhile. Its place is reused only when the last lease on it has ended.
+        ``proof`` shows that its reader has our fleet's key (``BlockKey.proof``): then a block that
+        our fleet did not sign occupies its name. Right blocks of other fleets stay.
         """
         with self._lock:
             found = self._index.hold_for_check(name, time.monotonic())
@@ -184,7 +186,7 @@ class BlockStore:
         try:
             view = self.arena.view(entry.value, entry.size).toreadonly()
             header = check_block(Claim(name, entry.size, entry.partial), view)
-            if self._block_key is not None and not prefix_of(name):
+            if self._block_key is not None and _proves(proof, name, self._block_key):
                 split = header_bytes(header.positions)
                 verify_tag(bytes(view[:split]), view[split:], self._block_key)
         except Corrupt as error:
@@ -363,6 +365,11 @@ class BlockStore:
             self._index.abandon(slot.ticket, [claim.name])
         self._index.free_place(slot.place, claim.size)
         return EXPIRED if slot.reason is None else Outcome(PutStatus.CORRUPT, slot.reason)
+
+
+def _proves(proof: bytes, name: bytes, key: BlockKey) -> bool:
+    """Whether a reader with the fleet's key refuses a block of services; no other is signed."""
+    return not prefix_of(name) and hmac.compare_digest(proof, key.proof(name))
 
 
 def _report(error: Exception) -> None:

@@ -229,7 +229,7 @@ class StoreService:
         checked_names("name", [request.name], 1)
         key = self._scope().key(request.name)
         async with self._rechecking:
-            error = await asyncio.to_thread(self._store.recheck, key)
+            error = await asyncio.to_thread(self._store.recheck, key, request.proof)
         if error is not None:
             log.warning("block %s is corrupt and was removed: %s", request.name.hex(), error)
         return pb.RecheckResponse(boot=self._store.boot, removed=error is not None)

@@ -43,14 +43,19 @@ def copy_summed(target: memoryview, source: memoryview) -> int:
     return hasher.intdigest()
 
 
-def receive_summed(receive: Receive, header: memoryview, payload: memoryview) -> int:
-    """Receive header and payload, and the checksum of ``payload``."""
-    hasher = xxhash.xxh3_64()
+def receive_block(
+    receive: Receive, header: memoryview, payload: memoryview, summed: bool
+) -> int | None:
+    """Receive header and payload; the checksum of ``payload`` if it is to be ``summed``."""
+    hasher = xxhash.xxh3_64() if summed else None
     chunk = payload[:HASH_CHUNK]
     receive([header, chunk])
-    hasher.update(chunk)
     for start in range(HASH_CHUNK, len(payload), HASH_CHUNK):
+        if hasher is not None:
+            hasher.update(chunk)
         chunk = payload[start : start + HASH_CHUNK]
         receive([chunk])
-        hasher.update(chunk)
+    if hasher is None:
+        return None
+    hasher.update(chunk)
     return hasher.intdigest()

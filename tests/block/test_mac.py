@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import struct
+import sys
 
 import pytest
 
@@ -33,6 +34,56 @@ def test_a_member_accepts_what_a_member_wrote() -> None:
     verify_tag(block(), PAYLOAD, KEY)
     verify_block(block(key=None), WANTED, PAYLOAD)
     assert decode(block()).payload_checksum == checksum(PAYLOAD)
+
+
+def test_a_right_tag_proves_the_payload_without_its_checksum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def summed(data: object) -> int:
+        raise AssertionError("a second pass over the payload")
+
+    monkeypatch.setattr(sys.modules[verify_block.__module__], "checksum", summed)
+    verify_block(block(), WANTED, PAYLOAD, None, KEY)
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize("known", [False, True])
+def test_a_flipped_bit_is_told_by_its_field(key: BlockKey | None, known: bool) -> None:
+    """``known``: the checksum of what came was computed on the way."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    source = random.Random(seed)
+    raw = block(key=key)
+    fields = {
+        range(8): {"magic"},
+        range(8, 10): {"version"},
+        range(12, 16): {"header_length"},
+        range(52, 56): {"count", "header_length", "header_checksum"},  # as many as are then read
+    }
+    for position in range(len(raw)):
+        changed = bytearray(raw)
+        changed[position] ^= 1 << source.randrange(8)
+        named = next((f for held, f in fields.items() if position in held), {"header_checksum"})
+        with pytest.raises(Corrupt) as caught:
+            verify_block(changed, WANTED, PAYLOAD, checksum(PAYLOAD) if known else None, key)
+        assert caught.value.field in named, position
+    for _ in range(300):
+        payload = bytearray(PAYLOAD)
+        payload[source.randrange(len(payload))] ^= 1 << source.randrange(8)
+        with pytest.raises(Corrupt, match="payload_checksum"):
+            verify_block(raw, WANTED, payload, checksum(payload) if known else None, key)
+    with pytest.raises(Corrupt, match="payload_bytes"):
+        verify_block(raw, WANTED, PAYLOAD[:-1], None, key)
+    for short in range(0, len(raw), 7):
+        with pytest.raises(Corrupt, match="header"):
+            verify_block(raw[:short], WANTED, PAYLOAD, None, key)
+
+
+def test_a_proof_is_of_one_key_and_one_name() -> None:
+    assert KEY.proof(b"x" * 32) == BlockKey(b"k" * 32).proof(b"x" * 32)
+    proofs = {KEY.proof(b"x" * 32), KEY.proof(b"y" * 32), OTHER.proof(b"x" * 32)}
+    assert len(proofs) == 3
+    assert KEY.tag(b"x" * 32, b"") not in proofs
 
 
 @pytest.mark.parametrize("maker", [None, OTHER])

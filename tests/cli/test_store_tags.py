@@ -10,16 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.block.header import checksum, seal
 from kvrelay.block.mac import BlockKey
 from kvrelay.cluster import endpoints
 from kvrelay.rpc.security import policy
-from kvstore import Block, connect
+from kvstore import connect
 from kvstore.client import remote
 from tests.cli.rig import run
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.redis.redisserver import Server, running
-from tests.kvstore.rig import TIMEOUT, make, name_of, put
+from tests.kvstore.rig import TIMEOUT, make, name_of, put, sealed
 
 pytestmark = pytest.mark.cluster
 
@@ -53,16 +52,11 @@ def url(
     stop(process)
 
 
-def signed(block: Block, key: BlockKey) -> Block:
-    payload = block.payload
-    return Block(seal(block.header, payload, checksum(payload), key), payload)
-
-
 def test_blocks_of_another_writer_are_counted_named_and_taken_out(
     url: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = signed(make(3000), KEY)
-    wrong = [make(3000), signed(make(3000), BlockKey(b"s" * 32))]
+    right = sealed(make(3000), KEY)
+    wrong = [make(3000), sealed(make(3000), BlockKey(b"s" * 32))]
     with closing(connect(url)) as store:
         put(store, right, *wrong)
     status, out, _ = run(capsys, "verify", "--store", url)
@@ -98,7 +92,7 @@ def test_the_key_is_found_in_the_endpoints_file(
         endpoints.write(file, {"store": url, "token": TOKEN, "fleet_key": FLEET})
         assert run(capsys, "verify", "--endpoints", str(file))[0] == 0
         with closing(connect(url)) as store:
-            put(store, signed(make(300), KEY), make(300))
+            put(store, sealed(make(300), KEY), make(300))
         status, out, _ = run(capsys, "verify", "--endpoints", str(file), "--repair")
         assert (status, "1 of them by their tag, 1 of them removed" in out) == (0, True)
     finally:

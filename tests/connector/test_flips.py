@@ -6,11 +6,13 @@ The reader that met one computes the block and puts it again, and the next reade
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvrelay.block.header import header_bytes
+from kvrelay.block.mac import BlockKey
 from kvrelay.connector.context import ConnectorOptions
 from kvrelay.engine.core.external import Loaded
 from kvrelay.rpc.deadline import Deadline
@@ -29,13 +31,14 @@ COUNT = 3
 TOKENS = tuple(range(100, 100 + COUNT * B))
 HEADER = header_bytes(B)
 PATIENT = ConnectorOptions(lookup_seconds=20, load_seconds=20, save_seconds=20)
+SIGNED = replace(PATIENT, key=BlockKey(b"f" * 32))
 
 
 class Bench:
     """A service, a worker that puts and reads, and the service's memory."""
 
-    def __init__(self, url: str, pid: int, arena: int) -> None:
-        self.worker = Worker(connect(url), PATIENT)
+    def __init__(self, url: str, pid: int, arena: int, options: ConnectorOptions) -> None:
+        self.worker = Worker(connect(url), options)
         self._names = self.worker.namer.chain(TOKENS, B)
         self.direct = RemoteStore(url.partition("?")[0].removeprefix("kvrelay://"))
         self._arena = arena
@@ -76,10 +79,23 @@ class Bench:
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("transport", "headers", "payloads"), [("shm", 1, 1000), ("socket", 8, 40), ("grpc", 8, 40)]
+    ("transport", "headers", "payloads", "options"),
+    [
+        ("shm", 1, 1000, PATIENT),
+        ("socket", 8, 40, PATIENT),
+        ("grpc", 8, 40, PATIENT),
+        ("shm", 3, 200, SIGNED),
+        ("socket", 16, 40, SIGNED),
+        ("grpc", 16, 40, SIGNED),
+    ],
+    ids=["shm", "socket", "grpc", "shm-signed", "socket-signed", "grpc-signed"],
 )
 def test_no_flipped_byte_is_ever_taken_and_each_is_put_anew(
-    transport: str, headers: int, payloads: int, monkeypatch: pytest.MonkeyPatch
+    transport: str,
+    headers: int,
+    payloads: int,
+    options: ConnectorOptions,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Every byte of a header (on the slower transports every eighth) and so many of payloads."""
     monkeypatch.setattr(remote, "RECHECK_SECONDS", 20.0)
@@ -87,7 +103,7 @@ def test_no_flipped_byte_is_ever_taken_and_each_is_put_anew(
     print(f"seed {seed}")
     chance = random.Random(seed)
     process, url = start_service("--budget=4MiB")
-    bench = Bench(f"{url}?transport={transport}", process.pid, arena_in(process))
+    bench = Bench(f"{url}?transport={transport}", process.pid, arena_in(process), options)
     try:
         assert bench.load() == len(TOKENS)
         places = list(range(0, HEADER, headers))
@@ -108,10 +124,13 @@ def test_no_flipped_byte_is_ever_taken_and_each_is_put_anew(
         stop(process)
 
 
-def test_a_block_flipped_in_redis_is_put_again_by_its_reader(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [PATIENT, SIGNED], ids=["plain", "signed"])
+def test_a_block_flipped_in_redis_is_put_again_by_its_reader(
+    tmp_path: Path, options: ConnectorOptions
+) -> None:
     server = Server(tmp_path)
     with running(server):
-        worker = Worker(connect(f"redis://{server.address}"), PATIENT)
+        worker = Worker(connect(f"redis://{server.address}"), options)
         saved(worker, TOKENS)
         key = f"kvrelay:{worker.namer.chain(TOKENS, B)[1].hex()}"
         with server.client() as client:

@@ -149,6 +149,33 @@ def test_a_refused_block_is_removed_and_put_again(url: str, request: pytest.Fixt
     ours.connector.close()
 
 
+@pytest.mark.cluster
+@pytest.mark.parametrize("url", ["kvrelay", "redis"], indirect=True)
+def test_two_fleets_on_one_store_keep_their_blocks(url: str) -> None:
+    """The store has the first fleet's key; a reader may leave at a right block of either."""
+    keys = [_derived("the-fleet-key-of-the-test") or b"", b"s" * 32]
+    spaces = [replace(SPACE, fleet_key_id=Credentials(None, key).fleet_key_id) for key in keys]
+    fleets = [
+        Worker(connect(url), replace(PATIENT, key=BlockKey(key)), space=space)
+        for key, space in zip(keys, spaces, strict=True)
+    ]
+    tokens = prompts()[0]
+    for worker in fleets:
+        saved(worker, tokens)
+    for worker, key in zip(fleets, keys, strict=True):
+        buffer = memoryview(bytearray(worker.pool.nbytes(B)))
+        for name in worker.namer.chain(tokens, B):
+            for signed in (None, BlockKey(key)):
+                want = Want(name, buffer, key=signed)
+                with closing(worker.connector._context.store.get([want, want], 20)) as arriving:
+                    assert next(arriving).header is not None  # and it leaves
+    for worker in fleets:
+        assert loaded(worker, tokens) == len(tokens)
+        assert worker.counters.corrupt == 0
+    for worker in fleets:
+        worker.connector.close()
+
+
 def _derived(fleet_key: str) -> bytes | None:
     from kvrelay.rpc.security.credentials import load
     from kvrelay.rpc.security.options import SecurityOptions

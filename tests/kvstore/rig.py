@@ -8,7 +8,16 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 
-from kvrelay.block.header import Header, checksum, decode, encode, header_bytes, stated_length
+from kvrelay.block.header import (
+    Header,
+    checksum,
+    decode,
+    encode,
+    header_bytes,
+    seal,
+    stated_length,
+)
+from kvrelay.block.mac import BlockKey
 from kvrelay.block.name import child_name
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt, KvrelayError
@@ -37,6 +46,11 @@ def make(
         payload_checksum=checksum(payload),
     )
     return Block(encode(header), memoryview(payload))
+
+
+def sealed(block: Block, key: BlockKey) -> Block:
+    """The block, signed by the fleet with this key."""
+    return Block(seal(block.header, block.payload, checksum(block.payload), key), block.payload)
 
 
 def name_of(block: Block) -> bytes:

@@ -12,15 +12,16 @@ from dataclasses import replace
 import pytest
 
 from kvrelay.block.header import decode, encode
+from kvrelay.block.mac import BlockKey
 from kvrelay.block.name import FAMILY_MASK
-from kvrelay.block.verify import verify_payload
+from kvrelay.block.verify import verify_block, verify_payload
 from kvrelay.errors import Corrupt, Rejected
 from kvrelay.usage import Miss
 from kvstore import Block, Offer, PutStatus, Store, SurveyResult, Tail, Want, connect
 from kvstore.base import NameQuery
 from kvstore.multi.store import MultiStore
 from tests.kvstore.conftest import ours_only
-from tests.kvstore.rig import TIMEOUT, get, make, name_of, offer, present, put, why
+from tests.kvstore.rig import TIMEOUT, get, make, name_of, offer, present, put, sealed, why
 
 Connect = Callable[[], Store]
 
@@ -30,6 +31,20 @@ def test_what_is_put_comes_back(store: Store, size: int) -> None:
     block = make(size)
     assert put(store, block) == [PutStatus.STORED]
     assert get(store, block)[0].header is not None
+
+
+def test_signed_blocks_come_without_a_checksum(store: Store) -> None:
+    """The tag proves the payload: nothing is summed on the way, whatever the transport."""
+    key = BlockKey(b"k" * 32)
+    sizes = [0, 1, 4096, 262_144, 524_288, 524_289, 3 << 20, (3 << 20) + 3]
+    blocks = [sealed(make(size), key) for size in sizes]
+    assert set(put(store, *blocks)) == {PutStatus.STORED}
+    wants = [Want(name_of(b), memoryview(bytearray(b.payload.nbytes)), key=key) for b in blocks]
+    for got in store.get(wants, TIMEOUT):
+        assert got.header == blocks[got.index].header
+        assert got.summed is None
+        assert wants[got.index].buffer == blocks[got.index].payload
+        verify_block(got.header, decode(got.header), wants[got.index].buffer, got.summed, key)
 
 
 def test_many_blocks_of_mixed_sizes_in_one_call(store: Store) -> None:

@@ -22,7 +22,7 @@ from kvstore.client.transports.connection import StoreConnection, dial_unix
 from kvstore.client.transports.grants import PutGrant, reserve_request
 from kvstore.client.transports.staging import Staging, batches, first_batch
 from kvstore.wire.arena import open_arena
-from kvstore.wire.copying import copy_summed
+from kvstore.wire.copying import copy, copy_summed
 from kvstore.wire.frames import Op, RequestFrame
 from kvstore.wire.pool import ConnectionPool
 
@@ -120,8 +120,11 @@ class SharedMemoryTransport:
             raise Corrupt("offsets", f"{offset} + {length} is beyond the arena")
         start = offset + split
         header = bytes(self._arena[offset:start])
-        summed = copy_summed(want.buffer, self._arena[start : offset + length])
-        return GetResult(index, header, summed)
+        payload = self._arena[start : offset + length]
+        if want.key is None:
+            return GetResult(index, header, copy_summed(want.buffer, payload))
+        copy(want.buffer, payload)
+        return GetResult(index, header)
 
     def _window(self, connection: StoreConnection) -> memoryview:
         window = self._windows.get(connection)

@@ -20,7 +20,7 @@ from kvstore.client.transports.connection import StoreConnection, dial_tcp
 from kvstore.client.transports.grants import PutGrant, abandoned_on_error, reserve_request
 from kvstore.client.transports.staging import send_blocks
 from kvstore.wire.buffers import skip
-from kvstore.wire.copying import HASH_CHUNK, receive_summed
+from kvstore.wire.copying import HASH_CHUNK, receive_block
 from kvstore.wire.frames import Op, RequestFrame, Status
 from kvstore.wire.pool import ConnectionPool
 
@@ -225,5 +225,6 @@ def _large(connection: StoreConnection, want: Want, length: int) -> tuple[bytes 
             connection.sock.receive_into([scratch])
         return None, None
     header = bytearray(split)
-    summed = receive_summed(connection.sock.receive_into, memoryview(header), want.buffer)
+    receive = connection.sock.receive_into
+    summed = receive_block(receive, memoryview(header), want.buffer, want.key is None)
     return bytes(header), summed

@@ -13,6 +13,7 @@ from typing import BinaryIO
 import pytest
 
 from kvrelay.block.header import decode
+from kvrelay.block.mac import BlockKey
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt, Rejected
 from kvrelay.rpc.deadline import Deadline
@@ -35,7 +36,18 @@ from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.disk.rig import inside, until
 from tests.kvstore.disk.test_tiered_index import new, save
 from tests.kvstore.disk.test_tiered_index import put as book
-from tests.kvstore.rig import TIMEOUT, address_of, arena_in, get, make, name_of, present, put, why
+from tests.kvstore.rig import (
+    TIMEOUT,
+    address_of,
+    arena_in,
+    get,
+    make,
+    name_of,
+    present,
+    put,
+    sealed,
+    why,
+)
 
 SIZE = 30_000
 PLACES = pytest.mark.parametrize("at", [100, SIZE - 1], ids=["header", "payload"])
@@ -243,6 +255,31 @@ def test_its_place_is_free_when_the_last_lease_has_ended(partial: bool) -> None:
         block_store.stats().leases,
         block_store.arena.slots.used,
     ) == (0, 0, 0)
+
+
+def test_another_fleets_block_stays_unless_ours_refuses_it() -> None:
+    """Two fleets share a store that has the key of one. A name belongs to one of them."""
+    ours, theirs = BlockKey(b"k" * 32), BlockKey(b"o" * 32)
+    block_store = BlockStore(StoreLimits(1 << 20), block_key=ours)
+    for block in (sealed(make(SIZE), theirs), make(SIZE)):
+        name = name_of(block)
+        assert keep(block_store, block) is PutStatus.STORED
+        for proof in (b"", theirs.proof(name), ours.proof(b"x" * 32), ours.proof(name)[:-1]):
+            assert block_store.recheck(name, proof) is None
+        assert block_store.stats().entries == 1
+        assert keep(block_store, block) is PutStatus.EXISTED
+        error = block_store.recheck(name, ours.proof(name))  # a stranger's, under our name
+        assert error is not None
+        assert error.field == "tag"
+        assert keep(block_store, block) is PutStatus.STORED
+        flip(block_store, name)
+        error = block_store.recheck(name, theirs.proof(name))
+        assert error is not None
+        assert error.field == "payload_checksum"
+    right = sealed(make(SIZE), ours)
+    assert keep(block_store, right) is PutStatus.STORED
+    assert block_store.recheck(name_of(right), ours.proof(name_of(right))) is None
+    assert block_store._index.audit() == []
 
 
 def test_a_tenant_has_its_own_blocks_looked_at_only() -> None:
