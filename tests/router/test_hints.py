@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
+import grpc
 import pytest
 
 from kvrelay.block.header import Header, checksum, encode
 from kvrelay.block.name import Namer
 from kvrelay.client.parameters import Parameters
 from kvrelay.errors import Rejected
+from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.security.identity import Tenant
-from kvrelay.v1 import router_pb2, worker_pb2
+from kvrelay.v1 import router_pb2, router_pb2_grpc, worker_pb2
 from kvrelay.v1.router_pb2 import RETENTION_TOOL_CALL, RETENTION_TURN_ENDS
 from kvstore import Block, Store, connect
 from kvstore.base import NameQuery
+from kvstore.stats import StoreCounters
 from router.placement.placer import namespace_of
 from router.queue.hint_sender import HintSender
 from router.queue.hints import HintQueue
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.rig import TIMEOUT, make, put
-from tests.router.fakes import BLOCK, Running, answer, decode_worker, ids, namespace, running
+from tests.router.fakes import (
+    BLOCK,
+    FakeWorker,
+    Running,
+    answer,
+    decode_worker,
+    ids,
+    model,
+    namespace,
+    running,
+)
 from tests.router.rig import failing, request
 
+Call = grpc.aio.UnaryStreamCall[router_pb2.GenerateRequest, router_pb2.GenerateResponse]
 SIZE = 64 << 10
 ROOM = 24
 """Blocks of a store."""
@@ -190,3 +206,85 @@ def test_the_client_sends_it_and_refuses_others() -> None:
 def test_a_store_that_has_no_address_is_refused_at_start(wrong: str) -> None:
     with pytest.raises(Rejected, match="store"):
         HintSender(wrong, HintQueue(enabled=True))
+
+
+@asynccontextmanager
+async def process(worker: FakeWorker, url: str) -> AsyncIterator[tuple[str, Callable[[], None]]]:
+    """A router as a process of its own, before one worker: its address, and how to kill it."""
+    flags = ["--model", str(model()), "--decode", worker.address, "--store", url, "--port", "0"]
+    command = [sys.executable, "-m", "router", *flags, "--disaggregate", "never"]
+    router = await asyncio.create_subprocess_exec(
+        *command, cwd=Path(__file__).parents[2], stdout=asyncio.subprocess.PIPE
+    )
+    assert router.stdout is not None
+    try:
+        line = (await router.stdout.readline()).decode()
+        assert line.startswith("router ready on "), line
+        yield line.split()[3].rstrip(",:"), router.kill
+    finally:
+        if router.returncode is None:
+            router.kill()
+        await router.wait()
+
+
+async def counted(
+    store: Store, enough: Callable[[StoreCounters], bool], seconds: float = 30
+) -> StoreCounters:
+    """The store's counters as soon as they are enough."""
+    async with asyncio.timeout(seconds):
+        while True:
+            counters = (await asyncio.to_thread(store.stats, TIMEOUT)).counters
+            if enough(counters):
+                return counters
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.cluster
+async def test_two_routers_hint_at_one_store_and_one_of_them_is_killed(
+    url: str, store: Store
+) -> None:
+    """Both keep the blocks of the prompt that waits in them; what the dead one said ends by itself.
+
+    The prompt that waits in both is kept by the other one alone.
+    """
+    calls: list[Call] = []
+    workers = [decode_worker(boot, max_num_seqs=1) for boot in ("d0", "d1")]
+    waiting = [list(prompt(first).token_ids.ids) for first in (13, 23)]
+    both = list(prompt(3).token_ids.ids)
+    for worker in workers:
+        worker.behaviour.step = asyncio.Semaphore(0)
+        await worker.start()
+    try:
+        async with (
+            process(workers[0], url) as (first, kill),
+            process(workers[1], url) as (
+                second,
+                _,
+            ),
+        ):
+            channels = [open_channel(address) for address in (first, second)]
+            for tokens in (*waiting, both):
+                await asyncio.to_thread(put, store, *blocks_of(tokens))
+            for number, channel in enumerate(channels, 1):
+                stub = router_pb2_grpc.RouterServiceStub(channel)
+                heads = (10 * number + 1, 10 * number + 2, 10 * number + 3, 3)
+                calls += [stub.Generate(prompt(head), timeout=60) for head in heads]
+                told = (await asyncio.to_thread(store.stats, TIMEOUT)).counters.hints_received + 4
+                await counted(store, lambda seen, told=told: seen.hints_received >= told)  # type: ignore[misc]
+            await asyncio.to_thread(press, store)
+            left = [await asyncio.to_thread(found, store, one) for one in (*waiting, both)]
+            assert left == [4, 4, 4]
+            kill()
+            await counted(store, lambda seen: seen.hints_expired >= 1)
+            before = (await asyncio.to_thread(store.stats, TIMEOUT)).counters.hints_received
+            await counted(store, lambda seen: seen.hints_received >= before + 4)  # it goes on
+            await asyncio.to_thread(press, store)
+            left = [await asyncio.to_thread(found, store, one) for one in (*waiting, both)]
+            assert left == [0, 4, 4]
+            for call in calls:
+                call.cancel()
+            for channel in channels:
+                await channel.close()
+    finally:
+        for worker in workers:
+            await worker.stop()
