@@ -6,17 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from kvrelay.engine.attention.backend import AttentionBackend
 from kvrelay.engine.attention.batch import Batch, pack
-from kvrelay.engine.attention.native.backend import NativeBackend
-from kvrelay.engine.attention.native.library import NoKernel
+from kvrelay.engine.attention.choice import choose_attention
 from kvrelay.engine.attention.pool import KVPool
-from kvrelay.engine.attention.sdpa import SdpaBackend
 from kvrelay.engine.core.updates import Sampled, Work
 from kvrelay.engine.model.loading import LoadedModel
 from kvrelay.engine.sampling.masks import MaskThread
 from kvrelay.engine.sampling.sampler import sample
-from kvrelay.errors import Rejected
 
 
 class Runner:
@@ -35,19 +31,16 @@ class Runner:
     ) -> None:
         self.pool = KVPool(loaded.pool_shape(num_blocks, block_size), loaded.device)
         self._forward = loaded.forward
-        self._backend = choose_attention(attention_backend, self.pool)
+        chosen = choose_attention(attention_backend, self.pool)
+        self._backend = chosen.backend
+        self.attention_reason = chosen.reason  # why it is not a better one; empty: it is the best
         self._threads = threads
         self._masks = MaskThread(loaded.info.vocab_size)
         self._executed = 0
 
     @property
-    def attention_backend(self) -> str:
-        """The name of the backend chosen at start."""
-        return self._backend.name
-
-    @property
     def attention_profile(self) -> str:
-        """What the numeric profile calls that backend."""
+        """The backend chosen at start, with all that decides the bits of its results."""
         return self._backend.profile
 
     @property
@@ -78,21 +71,6 @@ class Runner:
         """Store the KV of all works; returns them packed, and the logits of ``logit_rows``."""
         if self._threads is not None and torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)  # OpenMP keeps it per thread
-        batch = pack(works, self.pool.shape, self.pool.device)
+        batch = pack(works, self.pool.shape.block_size, self.pool.device)
         step = self._backend.step(batch)
         return batch, self._forward.logits(batch.tokens, batch.positions, step, batch.logit_rows)
-
-
-def choose_attention(name: str, pool: KVPool) -> AttentionBackend:
-    """The attention backend of this name; "auto" is SDPA, which runs on every device.
-
-    ``Rejected`` if the name is unknown, or if this machine cannot run that backend.
-    """
-    if name == "native":
-        try:
-            return NativeBackend(pool)
-        except NoKernel as error:
-            raise Rejected("attention_backend", f"native cannot be used: {error}") from error
-    if name not in ("auto", "sdpa"):
-        raise Rejected("attention_backend", f"{name!r} is not known: auto, sdpa or native")
-    return SdpaBackend(pool)

@@ -91,6 +91,7 @@ class WorkerInfo(_message.Message):
     """random, new at every start and change of role"""
     role: _types_pb2.Role.ValueType
     attention_backend: _builtins.str
+    """its name, and the revision and variant of a kernel of ours"""
     device: _builtins.str
     store: _builtins.str
     """URL of the store"""

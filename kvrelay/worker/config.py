@@ -39,7 +39,12 @@ class WorkerConfig(SecurityOptions):
     device: str = option(
         "auto", "where the model runs; cuda has not been tried on a GPU yet", choices=DEVICES
     )
-    attention_backend: str = option("auto", "how attention is computed", choices=ATTENTION_BACKENDS)
+    attention_backend: str = option(
+        "auto",
+        "how attention is computed; auto: native (our compiled kernel, on the CPU) where it can be"
+        " used, else sdpa (torch), with a line that says why",
+        choices=ATTENTION_BACKENDS,
+    )
     numerics: str = option(
         "strict",
         "strict: share KV blocks and streams only with workers whose arithmetic is equal to the"

@@ -89,7 +89,7 @@ def _ready(worker: Worker, address: str) -> str:
     info = worker.model.info
     return (
         f"{worker.identity.name} worker ready on {address}: {info.name} {info.dtype} on"
-        f" {info.device}, attention {worker.runner.attention_backend},"
+        f" {info.device}, attention {worker.runner.attention_profile},"
         f" {worker.limits.num_blocks} blocks of {worker.limits.block_size}"
     )
 

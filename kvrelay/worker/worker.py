@@ -76,10 +76,13 @@ class Worker:
     @classmethod
     def build(cls, config: WorkerConfig, role: Role) -> Worker:
         """Load the model and build the parts; nothing runs yet. ``Unservable``, ``Rejected``."""
-        model = load_model(config.model, config.dtype, config.device, config.max_model_len)
+        attention = config.attention_backend
+        model = load_model(
+            config.model, config.dtype, config.device, config.max_model_len, attention
+        )
         info = model.info
         credentials = installed().credentials
-        profile = numeric_profile(model, config.attention_backend, config.threads)
+        profile = numeric_profile(model, attention, config.threads)
         namespace = Namespace(
             model=config.served_model or info.name,
             revision=info.revision,
@@ -91,9 +94,9 @@ class Worker:
         )
         limits = limits_of(config, model)
         stop_checkers = StopCheckers(config.model)
-        runner = Runner(
-            model, limits.num_blocks, limits.block_size, config.attention_backend, config.threads
-        )
+        runner = Runner(model, limits.num_blocks, limits.block_size, attention, config.threads)
+        if runner.attention_reason:
+            log.warning("attention is %s: %s", runner.attention_profile, runner.attention_reason)
         namer = Namer(namespace)
         streams = LegStreams()
         key = BlockKey.of(credentials.fleet_key)
@@ -203,7 +206,7 @@ class Worker:
             started_as=self.identity.started_as,
             protocol=PROTOCOL,
             namespace=namespace_message(self.namespace),
-            attention_backend=self.runner.attention_backend,
+            attention_backend=self.runner.attention_profile,
             device=self.model.info.device,
             store=public_urls(self.config.store or ""),
             num_blocks=self.limits.num_blocks,

@@ -162,7 +162,9 @@ def _torch() -> Iterator[Diagnosis]:
         why = f"built for CUDA {built}, no device seen" if built else "built for the CPU only"
         yield Diagnosis("devices", "absent", f"no GPU ({why})", "workers will use the CPU")
     flash = importlib.util.find_spec("flash_attn") is not None
-    means = "flash_attn is installed and not used: kvrelay has no backend for it" if flash else ""
+    means = "used where the native kernel is not"
+    if flash:
+        means += "; flash_attn is installed and not used: kvrelay has no backend for it"
     yield Diagnosis("attention", "ok", "sdpa, of torch", means)
     yield _native_attention()
     from kvrelay.engine.kernels import kernels
@@ -181,7 +183,7 @@ def _native_attention() -> Diagnosis:
     except NoKernel as error:
         means = "workers compute attention with sdpa"
         return Diagnosis("native kernel", "absent", str(error), means)
-    return Diagnosis("native kernel", "ok", found, "used with --attention-backend native")
+    return Diagnosis("native kernel", "ok", found, "workers on the CPU compute attention with it")
 
 
 def _port() -> Diagnosis:

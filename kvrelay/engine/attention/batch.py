@@ -1,72 +1,70 @@
-"""The works of one step packed into one row of tokens, with every index built once.
+"""The works of one step packed into one row of tokens.
 
 Decode entries (one position, with context) come first, longest first; prefill entries follow.
 ``samples`` aligns the results with the caller's works again. On the CPU a row's KV and logits do
-not depend, to the bit, on where a prompt is cut or on what is beside it (dense models; see
-``attention.index``).
+not depend, to the bit, on where a prompt is cut or on what is beside it (dense models).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.attention.pool import PoolShape
 from kvrelay.engine.core.updates import Work
-
-_Ints = NDArray[np.int64]
-_Numbers = Sequence[int] | _Ints
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``T`` positions of all works in packed order, ``R`` of which are followed by a sample.
+    """``T`` positions of ``n`` works in packed order, ``R`` of which are followed by a sample.
 
-    ``tokens`` and ``positions`` are [1, T]. ``rows`` [2T] is where K, then V, of each position lie
-    in layer 0 of the pool (see ``KVPool.store``). ``tables`` are the block tables as far as each
-    work reads them; ``opened`` are blocks that get their first position, but not all, in this step.
-    ``logit_rows`` [R] are packed positions, ``samples`` the caller's indices.
+    ``tokens`` and ``positions`` are [1, T]. ``spans`` [n, 4] has of each work its first packed row,
+    its first position, its number of positions, and where its block table begins in ``blocks``,
+    the joined tables as far as the works read them. The first ``decodes`` works are decode
+    entries. ``logit_rows`` [R] are packed rows, ``samples`` the caller's indices.
     """
 
-    decodes: tuple[Work, ...]
-    prefills: tuple[Work, ...]
-    tables: tuple[Sequence[int], ...]
-    opened: tuple[int, ...]
+    spans: NDArray[np.int64]
+    blocks: NDArray[np.int32]
+    decodes: int
     tokens: torch.Tensor
     positions: torch.Tensor
-    rows: torch.Tensor
     logit_rows: torch.Tensor
     samples: tuple[int, ...]
 
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Positions of each work and its context."""
+        ends: NDArray[np.int64] = self.spans[:, 1] + self.spans[:, 2]
+        return ends
 
-def pack(works: Sequence[Work], shape: PoolShape, device: torch.device) -> Batch:
-    """Pack the works for one forward pass over a pool of this shape."""
+
+def pack(works: Sequence[Work], block_size: int, device: torch.device) -> Batch:
+    """Pack the works for one forward pass over a pool of such blocks."""
     order = sorted(range(len(works)), key=lambda index: _rank(works[index]))
     packed = [works[index] for index in order]
-    first_prefill = sum(map(is_decode, packed))
-    tables = tuple(_table(work, shape.block_size) for work in packed)
+    tables = [_table(work, block_size) for work in packed]
+    spans = np.empty((len(works), 4), np.int64)
+    spans[:, 1] = [work.start for work in packed]
+    spans[:, 2] = [work.count for work in packed]
+    ends = np.cumsum(spans[:, 2])
+    spans[:, 0] = ends - spans[:, 2]
+    sizes = np.array([len(table) for table in tables], np.int64)
+    spans[:, 3] = np.cumsum(sizes) - sizes
     tokens = chain.from_iterable(w.tokens[w.start : w.start + w.count] for w in packed)
-    positions = _joined([_positions(work) for work in packed])
-    rows = _joined([_rows(w, t, shape) for w, t in zip(packed, tables, strict=True)])
-    ends = accumulate(work.count for work in packed)
-    sampling = [
-        (o, e) for o, e, w in zip(order, ends, packed, strict=True) if w.sampling is not None
-    ]
+    sampling = [place for place, work in enumerate(packed) if work.sampling is not None]
     return Batch(
-        decodes=tuple(packed[:first_prefill]),
-        prefills=tuple(packed[first_prefill:]),
-        tables=tables,
-        opened=tuple(t[-1] for w, t in zip(packed, tables, strict=True) if _opens(w, shape)),
-        tokens=_tensor(np.fromiter(tokens, np.int64, len(positions))[None], device),
-        positions=_tensor(positions[None], device),
-        rows=_tensor(np.concatenate((rows, rows + shape.block_size)), device),
-        logit_rows=_tensor(np.array([end - 1 for _, end in sampling], np.int64), device),
-        samples=tuple(index for index, _ in sampling),
+        spans=spans,
+        blocks=np.fromiter(chain.from_iterable(tables), np.int32, int(sizes.sum())),
+        decodes=sum(map(is_decode, packed)),
+        tokens=_tensor(np.fromiter(tokens, np.int64, int(ends[-1]))[None], device),
+        positions=_tensor(positions_of(spans)[None], device),
+        logit_rows=_tensor(ends[sampling] - 1, device),
+        samples=tuple(order[place] for place in sampling),
     )
 
 
@@ -75,13 +73,19 @@ def is_decode(work: Work) -> bool:
     return work.count == 1 and work.start > 0
 
 
+def positions_of(spans: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The position of each packed row [T], in host memory."""
+    rows, starts, counts, _ = spans.T
+    total = int(counts.sum())
+    if total == len(spans):  # one position of each
+        alone: NDArray[np.int64] = starts.copy()
+        return alone
+    positions: NDArray[np.int64] = np.arange(total) + np.repeat(starts - rows, counts)
+    return positions
+
+
 def _rank(work: Work) -> tuple[bool, int]:
     return (not is_decode(work), -work.start)
-
-
-def _opens(work: Work, shape: PoolShape) -> bool:
-    filled = (work.start + work.count) % shape.block_size
-    return 0 < filled <= work.count
 
 
 def _table(work: Work, block_size: int) -> Sequence[int]:
@@ -91,23 +95,5 @@ def _table(work: Work, block_size: int) -> Sequence[int]:
     return work.blocks[:used]
 
 
-def _positions(work: Work) -> _Numbers:
-    return [work.start] if work.count == 1 else np.arange(work.start, work.start + work.count)
-
-
-def _rows(work: Work, table: Sequence[int], shape: PoolShape) -> _Numbers:
-    if work.count == 1:  # plain integers: numpy's overhead would be most of a decode entry's cost
-        return [table[-1] * shape.block_rows + work.start % shape.block_size]
-    positions = np.arange(work.start, work.start + work.count)
-    blocks, offsets = np.divmod(positions, shape.block_size)
-    return np.array(table, np.int64)[blocks] * shape.block_rows + offsets
-
-
-def _joined(parts: Sequence[_Numbers]) -> _Ints:
-    if all(len(part) == 1 for part in parts):
-        return np.array([part[0] for part in parts], np.int64)
-    return np.concatenate(parts, dtype=np.int64)
-
-
-def _tensor(array: _Ints, device: torch.device) -> torch.Tensor:
+def _tensor(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
     return torch.from_numpy(array).to(device, non_blocking=True)

@@ -6,14 +6,14 @@ padded to sizes in which SDPA computes a row to the same bits whatever is comput
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.attention.batch import Batch
+from kvrelay.engine.attention.batch import Batch, positions_of
 from kvrelay.engine.attention.pool import KVPool
 
 WORKSPACE_BYTES = 16 << 20  # of a group of decode entries: about what stays in a cache
@@ -79,34 +79,49 @@ class IndexBuilder:
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
 
+    def rows(self, batch: Batch) -> torch.Tensor:
+        """Where K, then V, of each packed position lies in layer 0 of the pool [2T]."""
+        shape, firsts = self._pool.shape, batch.spans[:, 3]
+        blocks, offsets = np.divmod(positions_of(batch.spans), shape.block_size)
+        blocks += np.repeat(firsts, batch.spans[:, 2])
+        rows = batch.blocks[blocks].astype(np.int64) * shape.block_rows + offsets
+        return self._tensor(np.concatenate((rows, rows + shape.block_size)))
+
+    def opened(self, batch: Batch) -> list[int]:
+        """Blocks that get their first position, but not all, in this step."""
+        ends, size = batch.lengths, self._pool.shape.block_size
+        filled = ends % size
+        last = batch.blocks[batch.spans[:, 3] + (ends - 1) // size]
+        found: list[int] = last[(filled > 0) & (filled <= batch.spans[:, 2])].tolist()
+        return found
+
     def groups(self, batch: Batch) -> Iterator[DecodeGroup]:
         """Decode entries of similar length together, longest first."""
-        tables = batch.tables[: len(batch.decodes)]
-        limit = WORKSPACE_BYTES // (2 * self._pool.shape.block_size * self._pool.shape.row_bytes)
+        size = self._pool.shape.block_size
+        limit = WORKSPACE_BYTES // (2 * size * self._pool.shape.row_bytes)
+        lengths = batch.lengths[: batch.decodes]
+        widths = -(lengths // -size)
         first = 0
-        while first < len(tables):
-            width = len(tables[first])
-            last = first + 1
-            while last < len(tables) and (last + 1 - first) * width <= limit:
-                if 2 * len(tables[last]) < width:  # more than half would be padding
-                    break
-                last += 1
-            lengths = [work.start + 1 for work in batch.decodes[first:last]]
-            mask = self._mask(lengths)
-            yield DecodeGroup(first, last, self._runs(tables[first:last], mask.shape[-1]), mask)
+        while first < batch.decodes:
+            width = int(widths[first])
+            many = max(limit // width, 1)
+            # No entry of a group is half as wide as the first: more than half would be padding.
+            alike = int(np.count_nonzero(2 * widths[first : first + many] >= width))
+            last = first + alike
+            mask = self._mask(lengths[first:last])
+            yield DecodeGroup(first, last, self._runs(batch, first, last, mask.shape[-1]), mask)
             first = last
 
     def prefills(self, batch: Batch) -> Iterator[PrefillEntry]:
         """Prefill entries, each in tiles."""
-        first = len(batch.decodes)
-        for work, table in zip(batch.prefills, batch.tables[first:], strict=True):
-            end = work.start + work.count
+        for place in range(batch.decodes, len(batch.spans)):
+            row, origin, count, _ = batch.spans[place].tolist()
+            end = origin + count
             tiles = tuple(
-                self._tile(first, work.start, start, min(TILE, end - start))
-                for start in range(work.start, end, TILE)
+                self._tile(row, origin, start, min(TILE, end - start))
+                for start in range(origin, end, TILE)
             )
-            yield PrefillEntry(self._runs((table,), keys_computed(end)), tiles)
-            first += work.count
+            yield PrefillEntry(self._runs(batch, place, place + 1, keys_computed(end)), tiles)
 
     def _tile(self, row: int, origin: int, start: int, count: int) -> PrefillTile:
         """Positions ``[start, start + count)``; ``origin`` is that of packed row ``row``."""
@@ -115,25 +130,27 @@ class IndexBuilder:
         first = row + start - origin
         return PrefillTile(first, first + count, self._additive(hidden))
 
-    def _runs(self, tables: Sequence[Sequence[int]], keys: int) -> torch.Tensor:
+    def _runs(self, batch: Batch, first: int, last: int, keys: int) -> torch.Tensor:
         """K runs, then V runs, of at least ``keys`` positions: padded with an entry's last block.
 
         Padding is masked, and its content belongs to the same entry: no entry can disturb another,
         not even with an infinity or a NaN.
         """
-        width = -(-keys // self._pool.shape.block_size)
-        padded: list[int] = []
-        for table in tables:
-            padded.extend(table)
-            padded.extend((table[-1],) * (width - len(table)))
-        runs = np.array(padded, np.int64) * (2 * self._pool.shape.num_layers)
-        return torch.from_numpy(np.concatenate((runs, runs + 1))).to(self._pool.device)
+        size = self._pool.shape.block_size
+        ends = (batch.lengths[first:last] - 1) // size
+        places = np.minimum(np.arange(-(keys // -size)), ends[:, None])
+        blocks = batch.blocks[places + batch.spans[first:last, 3, None]].reshape(-1)
+        runs = blocks.astype(np.int64) * (2 * self._pool.shape.num_layers)
+        return self._tensor(np.concatenate((runs, runs + 1)))
 
-    def _mask(self, lengths: list[int]) -> torch.Tensor:
+    def _mask(self, lengths: NDArray[np.int64]) -> torch.Tensor:
         """The additive mask [entries, 1, 1, keys] of decode entries of these lengths."""
-        hidden = np.arange(keys_computed(max(lengths))) >= np.array(lengths)[:, None]
+        hidden = np.arange(keys_computed(int(lengths.max()))) >= lengths[:, None]
         return self._additive(hidden)[:, None, None]
 
     def _additive(self, hidden: NDArray[np.bool_]) -> torch.Tensor:
         mask = torch.zeros(hidden.shape, dtype=self._pool.tensor.dtype, device=self._pool.device)
         return mask.masked_fill_(torch.from_numpy(hidden).to(self._pool.device), -torch.inf)
+
+    def _tensor(self, array: NDArray[np.int64]) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._pool.device, non_blocking=True)

@@ -41,12 +41,13 @@ class SdpaBackend:
 
         Zeroes the blocks that the batch opens, because masked positions are read.
         """
-        self.pool.clear(batch.opened)
+        self.pool.clear(self._indices.opened(batch))
         groups = tuple(self._indices.groups(batch))
         prefills = tuple(self._indices.prefills(batch))
         runs = [group.runs for group in groups] + [entry.runs for entry in prefills]
         needed = max(len(each) for each in runs)
-        return SdpaStep(self.pool, batch.rows, groups, prefills, self._room(needed))
+        rows = self._indices.rows(batch)
+        return SdpaStep(self.pool, rows, groups, prefills, self._room(needed))
 
     def _room(self, runs: int) -> torch.Tensor:
         """A workspace of at least ``runs`` runs; it only grows, by doubling."""

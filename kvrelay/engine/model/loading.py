@@ -78,11 +78,13 @@ def load_model(
     dtype: str = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
+    attention_backend: str = "auto",
 ) -> LoadedModel:
     """Load from a directory with ``config.json`` and ``*.safetensors`` (sharded or not).
 
     ``dtype`` is "float32", "bfloat16", "float16" or "auto" (the config's own); ``device`` "cpu",
-    "cuda" or "auto". Raises ``Unservable`` with all reasons if it cannot be served exactly.
+    "cuda" or "auto". The model is tested with ``attention_backend``. Raises ``Unservable`` with all
+    reasons if it cannot be served exactly.
     """
     directory = Path(path)
     bound_kernel_caches()
@@ -94,7 +96,7 @@ def load_model(
         progress.phase = f"reading {size / 1e9:.1f} GB of weights from {directory}"
         model = read_weights(directory, kind, where)
         progress.phase = f"preparing the weights of {directory} and testing the model"
-        return _checked(directory, model, kind, where, max_len)
+        return _checked(directory, model, kind, where, max_len, attention_backend)
 
 
 def check_model(
@@ -136,7 +138,12 @@ def _check(directory: Path, dtype: str, asked: int | None) -> tuple[str, int]:
 
 
 def _checked(
-    directory: Path, model: PreTrainedModel, dtype: str, device: torch.device, max_len: int
+    directory: Path,
+    model: PreTrainedModel,
+    dtype: str,
+    device: torch.device,
+    max_len: int,
+    attention_backend: str,
 ) -> LoadedModel:
     forward = TransformersModel(model)
     seen = observe_model(forward, device, max_len)
@@ -145,7 +152,7 @@ def _checked(
     own = reference_logits(forward, device, vocab)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     compute = _computes(forward)
-    error = compare_logits(compute, shape, device, own)
+    error = compare_logits(compute, shape, device, own, attention_backend)
     info = ModelInfo(
         name=directory.resolve().name,
         revision=revision(directory),

@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
+from kvrelay.engine.attention.backend import AttentionBackend
 from kvrelay.engine.attention.batch import pack
+from kvrelay.engine.attention.choice import choose_attention
 from kvrelay.engine.attention.pool import KVPool, PoolShape
-from kvrelay.engine.attention.sdpa import SdpaBackend
 from kvrelay.engine.core.updates import Work
 from kvrelay.engine.model.forward import CausalModel, TransformersModel
 from kvrelay.engine.model.pretrained import FOREIGN
@@ -174,13 +175,19 @@ def reference_logits(forward: TransformersModel, device: torch.device, vocab: in
 
 
 def compare_logits(
-    forward: CausalModel, shape: PoolShape, device: torch.device, own: torch.Tensor
+    forward: CausalModel,
+    shape: PoolShape,
+    device: torch.device,
+    own: torch.Tensor,
+    attention_backend: str,
 ) -> float:
     """The largest difference between paged and ``own`` logits, relative to the largest of these.
 
     Raises ``Unservable`` if it is more than rounding.
     """
-    paged = _paged_logits(forward, shape, device, _sequences(own.shape[1]))
+    pool = KVPool(replace(shape, num_blocks=7, block_size=2), device)
+    backend = choose_attention(attention_backend, pool).backend
+    paged = _paged_logits(forward, backend, pool, _sequences(own.shape[1]))
     difference = (own.float() - paged.float()).abs().max().item()
     relative = difference / max(own.float().abs().max().item(), 1e-6)
     if not relative <= _TOLERANCE[shape.dtype]:  # a NaN fails this too
@@ -196,11 +203,9 @@ def _sequences(vocab: int) -> list[list[int]]:
 
 
 def _paged_logits(
-    forward: CausalModel, shape: PoolShape, device: torch.device, sequences: list[list[int]]
+    forward: CausalModel, backend: AttentionBackend, pool: KVPool, sequences: list[list[int]]
 ) -> torch.Tensor:
     """Logits after both sequences, computed in two mixed steps from scattered blocks."""
-    pool = KVPool(replace(shape, num_blocks=7, block_size=2), device)
-    backend = SdpaBackend(pool)
     tables = ([5, 0, 6, 2], [4, 1, 3])
     logits = torch.empty(0)
     for spans in (((0, 3), (0, 4)), ((3, 4), (4, 1))):
@@ -208,8 +213,8 @@ def _paged_logits(
             Work(tokens, start, count, table, len(tokens), Sampling())
             for tokens, table, (start, count) in zip(sequences, tables, spans, strict=True)
         ]
-        batch = pack(works, pool.shape, device)
+        batch = pack(works, pool.shape.block_size, pool.device)
         step = backend.step(batch)
         logits = forward.logits(batch.tokens, batch.positions, step, batch.logit_rows)
-        logits = logits[torch.tensor(batch.samples, device=device).argsort()]
+        logits = logits[torch.tensor(batch.samples, device=pool.device).argsort()]
     return logits

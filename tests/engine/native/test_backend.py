@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
-from kvrelay.engine.attention.batch import pack
+from kvrelay.engine.attention.backend import AttentionStep
+from kvrelay.engine.attention.batch import Batch, pack
+from kvrelay.engine.attention.choice import choose_attention
 from kvrelay.engine.attention.native import build, library
 from kvrelay.engine.attention.native.backend import NativeBackend
 from kvrelay.engine.attention.pool import KVPool, PoolShape
@@ -18,7 +23,7 @@ from kvrelay.engine.attention.sdpa import SdpaBackend
 from kvrelay.engine.core.updates import Work
 from kvrelay.engine.model.loading import load_model
 from kvrelay.engine.numerics import numeric_profile
-from kvrelay.engine.runner import Runner, choose_attention
+from kvrelay.engine.runner import Runner
 from kvrelay.errors import Rejected
 from tests.models import tiny_model
 
@@ -43,7 +48,9 @@ def test_it_computes_what_sdpa_does(compiled: None, scaling: float | None) -> No
     joint = torch.randn(16, 8, 16)
     query, key, value = joint[:, :4], joint[:, 4:6], joint[:, 6:]
     native, sdpa = (
-        backend.step(pack(WORKS, SHAPE, torch.device("cpu"))).attend(1, query, key, value, scaling)
+        backend.step(pack(WORKS, SHAPE.block_size, torch.device("cpu"))).attend(
+            1, query, key, value, scaling
+        )
         for backend in (NativeBackend(pools[0]), SdpaBackend(pools[1]))
     )
     assert torch.allclose(native, sdpa, atol=1e-5)
@@ -70,7 +77,7 @@ def test_shapes_that_are_not_the_pools_are_refused(
     compiled: None, layer: int, rows: int, heads: int, width: int, dtype: torch.dtype
 ) -> None:
     """The kernel would read or write elsewhere."""
-    step = NativeBackend(filled_pool()).step(pack(WORKS, SHAPE, torch.device("cpu")))
+    step = NativeBackend(filled_pool()).step(pack(WORKS, SHAPE.block_size, torch.device("cpu")))
     both = torch.zeros(rows, heads, width, dtype=dtype)
     with pytest.raises(ValueError, match="not of this pool and 16 rows"):
         step.attend(layer, torch.zeros(16, 4, 16), both, both, None)
@@ -79,14 +86,14 @@ def test_shapes_that_are_not_the_pools_are_refused(
 def test_a_table_outside_the_pool_is_refused(compiled: None) -> None:
     for block in (12, -1):
         work = Work([0], 0, 1, [block], 1, None)
-        batch = pack([work], SHAPE, torch.device("cpu"))
+        batch = pack([work], SHAPE.block_size, torch.device("cpu"))
         with pytest.raises(IndexError, match="leaves the pool of 12"):
             NativeBackend(filled_pool()).step(batch)
 
 
 @pytest.mark.parametrize("scaling", [0.0, -1.0, float("nan")])
 def test_a_scale_that_is_not_positive_is_refused(compiled: None, scaling: float) -> None:
-    step = NativeBackend(filled_pool()).step(pack(WORKS, SHAPE, torch.device("cpu")))
+    step = NativeBackend(filled_pool()).step(pack(WORKS, SHAPE.block_size, torch.device("cpu")))
     query, both = torch.zeros(16, 4, 16), torch.zeros(16, 2, 16)
     with pytest.raises(ValueError, match="scaling"):
         step.attend(0, query, both, both, scaling)
@@ -97,7 +104,7 @@ def test_tensors_with_gaps_in_their_heads(compiled: None) -> None:
     for width in (16, 1):
         pool = KVPool(PoolShape(12, 2, 4, 2, width, "float32"))
         wide = torch.randn(16, 8, 2 * width)[:, :, ::2]
-        step = NativeBackend(pool).step(pack(WORKS, pool.shape, pool.device))
+        step = NativeBackend(pool).step(pack(WORKS, pool.shape.block_size, pool.device))
         cuts = (wide[:, :4], wide[:, 4:6], wide[:, 6:])
         got = step.attend(0, *cuts, None)
         query, key, value = (cut.contiguous() for cut in cuts)
@@ -108,7 +115,6 @@ def test_tensors_with_gaps_in_their_heads(compiled: None) -> None:
 def test_the_profile_names_revision_and_variant(compiled: None, tmp_path: Path) -> None:
     loaded = load_model(tiny_model("llama", tmp_path / "llama"), "float32", "cpu")
     runner = Runner(loaded, 4, 4, "native")
-    assert runner.attention_backend == "native"
     variant = library.load_kernel().variant
     assert runner.attention_profile == f"native-1-{variant}"
     assert f"/native-1-{variant}/tp1/" in numeric_profile(loaded, "native", 1)
@@ -123,7 +129,7 @@ def choose(**environ: str) -> str:
         "from kvrelay.errors import Rejected\n"
         "try:\n"
         "    pool = KVPool(PoolShape(1, 1, 1, 1, 8, 'float32'))\n"
-        "    print(choose_attention('native', pool).profile)\n"
+        "    print(choose_attention('native', pool).backend.profile)\n"
         "except Rejected as error:\n"
         "    print(error)\n"
     )
@@ -162,6 +168,79 @@ def test_what_was_not_compiled_is_refused_with_the_command(
             library.load_kernel()
     finally:
         library._load.cache_clear()
+
+
+def test_auto_is_the_kernel_where_it_can_be_used(compiled: None) -> None:
+    chosen = choose_attention("auto", KVPool(SHAPE))
+    assert chosen.backend.profile == library.load_kernel().profile
+    assert not chosen.reason
+    assert choose_attention("sdpa", KVPool(SHAPE)).backend.profile == "sdpa"
+
+
+def test_auto_is_sdpa_with_a_reason_where_it_cannot(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No object, no instructions, a dtype or a device that the kernel does not know."""
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    library._load.cache_clear()
+    try:
+        chosen = choose_attention("auto", KVPool(SHAPE))
+    finally:
+        library._load.cache_clear()
+    assert chosen.backend.profile == "sdpa"
+    assert re.match("native cannot be used: not compiled", chosen.reason)
+    monkeypatch.undo()
+    monkeypatch.setenv(library.FORCED, "sse9")
+    assert f"{library.FORCED}=sse9" in choose_attention("auto", KVPool(SHAPE)).reason
+
+
+def test_auto_is_sdpa_for_a_pool_of_another_kind(compiled: None) -> None:
+    pool = KVPool(SHAPE)
+    pool.tensor = pool.tensor.double()
+    chosen = choose_attention("auto", pool)
+    assert chosen.backend.profile == "sdpa"
+    assert "torch.float64" in chosen.reason
+    pool.device = torch.device("meta")
+    assert "the pool is on meta" in choose_attention("auto", pool).reason
+
+
+def test_a_better_object_that_failed_is_the_reason(
+    compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verdicts = iter(["other bits"])
+    monkeypatch.setattr(library, "differs", lambda function, oracle: next(verdicts, None))
+    library._load.cache_clear()
+    try:
+        chosen = choose_attention("auto", KVPool(SHAPE))
+    finally:
+        library._load.cache_clear()
+    assert chosen.backend.name == "native"
+    assert "other bits" in chosen.reason
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "native", "auto"])
+def test_the_model_is_tested_with_the_backend_in_use(
+    compiled: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, attention: str
+) -> None:
+    """At start the logits are compared with those of ``transformers``."""
+    used: list[str] = []
+    for kind in (NativeBackend, SdpaBackend):
+        monkeypatch.setattr(kind, "step", noting(kind, used))
+    load_model(tiny_model("llama", tmp_path / "llama"), "float32", "cpu", None, attention)
+    assert set(used) == {"native" if attention == "auto" else attention}
+
+
+def noting(
+    kind: type[NativeBackend | SdpaBackend], used: list[str]
+) -> Callable[[NativeBackend | SdpaBackend, Batch], AttentionStep]:
+    """``step`` of a backend, which adds the backend's name to ``used``."""
+    inner = cast("Callable[[object, Batch], AttentionStep]", kind.step)
+
+    def step(self: NativeBackend | SdpaBackend, batch: Batch) -> AttentionStep:
+        used.append(self.name)
+        return inner(self, batch)
+
+    return step
 
 
 def test_an_object_that_fails_its_test_is_passed_over(

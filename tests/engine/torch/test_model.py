@@ -6,11 +6,15 @@ import json
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from kvrelay.engine.attention.index import IndexBuilder
+from kvrelay.engine.attention.native import backend
+from kvrelay.engine.attention.native.arguments import KernelArguments, arguments_of_pool
 from kvrelay.engine.model.loading import load_model
 from kvrelay.engine.runner import Runner
 from kvrelay.errors import Unservable
@@ -193,12 +197,27 @@ def test_refused_when_paging_changes_the_logits(
     path = tiny_model("llama", tmp_path / "m")
     true = IndexBuilder._mask
 
-    def one_too_few(self: IndexBuilder, lengths: list[int]) -> torch.Tensor:
-        return true(self, [length - 1 for length in lengths])
+    def one_too_few(self: IndexBuilder, lengths: NDArray[np.int64]) -> torch.Tensor:
+        return true(self, lengths - 1)
 
     monkeypatch.setattr(IndexBuilder, "_mask", one_too_few)
     with pytest.raises(Unservable, match="paged attention changes its logits"):
-        load_model(path)
+        load_model(path, attention_backend="sdpa")
+
+
+def test_refused_when_the_kernel_changes_the_logits(
+    compiled: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tiny_model("llama", tmp_path / "m")
+
+    def short_sighted(pool: torch.Tensor) -> KernelArguments:
+        made = arguments_of_pool(pool)
+        made.window = 3
+        return made
+
+    monkeypatch.setattr(backend, "arguments_of_pool", short_sighted)
+    with pytest.raises(Unservable, match="paged attention changes its logits"):
+        load_model(path, attention_backend="auto")
 
 
 def test_weights_of_nan_are_refused(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ CHILD = """
 import sys
 from kvrelay.engine.model.loading import load_model
 from kvrelay.engine.numerics import numeric_profile
-print(numeric_profile(load_model(sys.argv[1], "float32", "cpu"), "auto", 1))
+print(numeric_profile(load_model(sys.argv[1], "float32", "cpu"), "sdpa", 1))
 """
 
 
@@ -51,7 +51,7 @@ def test_it_is_stable_and_bounded(pair: Callable[[str], Pair], kind: str) -> Non
     """Three forward passes, whatever the model; the chunks, then single positions."""
     counted = Counted(pair(kind))
     before = numeric_profile(counted.loaded, "auto", None)
-    assert numeric_profile(counted.loaded, "sdpa", None) == before
+    assert numeric_profile(counted.loaded, "auto", None) == before
     assert len(counted.steps) == 6
     assert counted.steps[:3] == counted.steps[3:]
     assert sum(counted.steps[:3]) <= LONGEST + LONGEST // 2
@@ -90,7 +90,7 @@ def test_another_process_has_it_and_another_instruction_set_has_not(tmp_path: Pa
         )
         return done.stdout.strip()
 
-    here = numeric_profile(load_model(path, "float32", "cpu"), "auto", 1)
+    here = numeric_profile(load_model(path, "float32", "cpu"), "sdpa", 1)
     assert of_child() == here
     other = of_child(ATEN_CPU_CAPABILITY="avx2")
     assert "AVX2" in other

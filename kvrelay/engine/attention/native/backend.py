@@ -7,11 +7,8 @@ threads, without padding; plain.cpp defines it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from kvrelay.engine.attention.batch import Batch
 from kvrelay.engine.attention.native.arguments import CALL, KernelArguments, arguments_of_pool
@@ -29,7 +26,10 @@ class NativeBackend:
             raise NoKernel(f"it computes on the CPU, and the pool is on {pool.device}")
         self.pool = pool
         self.kernel = load_kernel()
-        self._template = arguments_of_pool(pool.tensor)
+        try:
+            self._template = arguments_of_pool(pool.tensor)
+        except ValueError as error:
+            raise NoKernel(str(error)) from error
         self._template.parallel = self.kernel.parallel
 
     @property
@@ -38,33 +38,25 @@ class NativeBackend:
         return self.kernel.profile
 
     def step(self, batch: Batch) -> NativeStep:
-        """The block tables and spans of the batch, as the kernel reads them."""
-        works = (*batch.decodes, *batch.prefills)
-        entries = np.empty((len(works), 4), np.int64)
-        entries[:, 1] = [work.start for work in works]
-        entries[:, 2] = [work.count for work in works]
-        entries[:, 0] = np.cumsum(entries[:, 2]) - entries[:, 2]
-        lengths = np.array([len(table) for table in batch.tables], np.int64)
-        entries[:, 3] = np.cumsum(lengths) - lengths
-        tables = np.fromiter(chain.from_iterable(batch.tables), np.int32, int(lengths.sum()))
-        if tables.min() < 0 or tables.max() >= self.pool.shape.num_blocks:
+        """The kernel reads the spans and block tables of the batch where they are."""
+        blocks = batch.blocks
+        if blocks.min() < 0 or blocks.max() >= self.pool.shape.num_blocks:
             raise IndexError(f"a block table leaves the pool of {self.pool.shape.num_blocks}")
         arguments = KernelArguments.from_buffer_copy(self._template)
-        arguments.n = len(works)
-        arguments.entries = entries.ctypes.data
-        arguments.tables = tables.ctypes.data
+        arguments.n = len(batch.spans)
+        arguments.entries = batch.spans.ctypes.data
+        arguments.tables = blocks.ctypes.data
         arguments.threads = torch.get_num_threads()
-        rows = int(entries[:, 2].sum())
         shape = self.pool.shape
         return NativeStep(
             layers=shape.num_layers,
-            rows=rows,
+            rows=batch.tokens.shape[1],
             heads=shape.num_kv_heads,
             width=shape.head_dim,
             dtype=self.pool.tensor.dtype,
             arguments=arguments,
             function=self.kernel.function,
-            owned=(entries, tables, self.pool.tensor),
+            owned=(batch, self.pool.tensor),
         )
 
 
@@ -79,7 +71,7 @@ class NativeStep:
     dtype: torch.dtype
     arguments: KernelArguments
     function: Function
-    owned: tuple[NDArray[np.int64], NDArray[np.int32], torch.Tensor]
+    owned: tuple[Batch, torch.Tensor]
 
     def attend(
         self,

@@ -50,9 +50,14 @@ class NativeKernel:
 
     @property
     def summary(self) -> str:
-        """For people: the variant, and what is not as it could be."""
+        """For people: revision and variant, and what is not as it could be."""
+        return "; ".join((self.profile, *self.shortcomings))
+
+    @property
+    def shortcomings(self) -> tuple[str, ...]:
+        """What is not as it could be, for people."""
         threads = () if self.parallel else ("one thread: torch has no GOMP_parallel",)
-        return "; ".join((self.variant, *threads, *self.passed_over))
+        return (*threads, *self.passed_over)
 
 
 def load_kernel() -> NativeKernel:
