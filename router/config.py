@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from kvrelay.rpc.address import LOOPBACK, ROUTER_PORT
 from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.text.tokenizer import MAX_PROMPT_BYTES
 
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([\w.-]+|\[[0-9a-f:]+\])(:\d{1,5})?", re.ASCII)
 DISAGGREGATE = ("always", "auto", "never")
 
 
@@ -30,6 +32,11 @@ class RouterConfig(SecurityOptions):
         "port of the HTTP API, OpenAI's, on --host; 0 picks a free one; default: no HTTP",
         low=0,
         high=65535,
+    )
+    cors_origin: tuple[str, ...] = option(
+        (),
+        "origin of web pages that may use the HTTP API from a browser, or *; default: none",
+        metavar="ORIGIN",
     )
     strict_fields: bool = option(
         False, "refuse HTTP requests with unknown fields, instead of ignoring these"
@@ -118,12 +125,22 @@ class RouterConfig(SecurityOptions):
 
     def __post_init__(self) -> None:
         check(self)
+        for origin in self.cors_origin:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise Rejected(
+                    "cors_origin", f"must be like https://host or http://host:port, got {origin!r}"
+                )
         if not (self.decode or self.workers_file or self.announce):
             raise Rejected(
                 "decode",
                 "name a decode worker, a --workers-file that does, or let workers --announce"
                 " themselves",
             )
+
+    @property
+    def timeout(self) -> float:
+        """Seconds for a request whose client sets no deadline."""
+        return min(self.default_timeout, self.max_timeout)
 
     @property
     def message_bytes(self) -> int:

@@ -5,10 +5,11 @@ A request passes quota, open requests, acceptance, queue and legs, once each and
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
 from typing import TypeAlias, TypeVar
 
 import grpc
@@ -40,7 +41,7 @@ from router.placement.placer import Placer
 from router.queue.gate import QueueGate
 from router.queue.grammars import GrammarChecks
 from router.queue.hints import HintQueue
-from router.queue.inbox import Inbox
+from router.queue.inbox import Inbound, Inbox
 from router.queue.prompts import PromptTokenizer
 from router.queue.quotas import QuotaHold, Quotas
 from router.workers.candidate import longest, too_long
@@ -85,6 +86,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             eos_token_ids=endings,
             handoff_wait=config.handoff_wait,
         )
+        self._naming = set[asyncio.Task[None]]()  # of answers that have ended, for hints
         self.ended = Counter[str]()  # requests, by how they ended
         self.totals = router_pb2.RouterTotals()
 
@@ -96,7 +98,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     ) -> AsyncGenerator[router_pb2.GenerateResponse]:
         config = self.config
         deadline = Deadline.from_context(context, config.default_timeout, config.max_timeout)
-        call = InboundCall(caller().tenant, deadline, read)
+
+        async def receive() -> Inbound:
+            return Inbound(message=await read())
+
+        call = InboundCall(caller().tenant, deadline, receive)
         async with aclosing(self.serve(call)) as responses:
             async for response in responses:
                 yield response
@@ -155,8 +161,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
     async def _accept(self, call: InboundCall, hold: QuotaHold) -> Samples:
         """The samples of a request, charged to its tenant; raises if the request is refused."""
         tenant, deadline, placer = call.tenant, call.deadline, self.placer
-        async with self.inbox.received(call.read, tenant, deadline) as message:
-            received_at = time.monotonic()
+        async with self._received(call) as inbound:
+            received_at, message = time.monotonic(), inbound.message
             check_envelope(message, self.config.model_name)
             resumes = is_resumed(message)
             info = await placer.info(deadline, message.weights, resumes)
@@ -167,11 +173,11 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                     prompt = await self._prompts.tokenize(message, hold, longest(workers))
                 words = await self._prompts.bad_words(message.sampling.bad_words, tenant)
                 await self._grammars.check(message.sampling, tenant)
-            if call.fills:
+            if inbound.fills:
                 count = samples_of(message)
                 message.max_tokens = most_tokens(len(prompt), longest(workers), tenant, count)
                 check_envelope(message, self.config.model_name)
-            tenant = salted(tenant, call.cache_salt)
+            tenant = salted(tenant, inbound.cache_salt)
             request = build(message, prompt, words, info, deadline, tenant, received_at)
         if request.positions > longest(workers):
             raise too_long(request.positions, workers)
@@ -183,14 +189,23 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             )
         hold.widen(samples.places)
         hold.charge(samples.charged_tokens)
-        call.accepted = request
+        call.accepted.set_result(request)
         return samples
+
+    @asynccontextmanager
+    async def _received(self, call: InboundCall) -> AsyncIterator[Inbound]:
+        if call.counted:
+            yield await call.read()
+            return
+        async with self.inbox.received(call.read, call.tenant, call.deadline) as inbound:
+            yield inbound
 
     async def tokenize(self, call: InboundCall) -> tuple[int, ...]:
         """The token ids of a call's input. It costs the tenant what a refused request does."""
         with self.quotas.hold(call.tenant) as hold, self.gate.entered(call.tenant):
             hold.charge(0)
-            async with self.inbox.received(call.read, call.tenant, call.deadline) as message:
+            async with self._received(call) as inbound:
+                message = inbound.message
                 check_envelope(message, self.config.model_name)
                 async with call.deadline.limit("to tokenize the prompt"):
                     return await self._prompts.tokenize(message, hold, self.config.max_prompt)
@@ -208,8 +223,16 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                         output += [token.id for token in response.tokens]
                     yield response
         if tells_end:
-            whole = samples.bound.names_of([*request.prompt, *request.outputs, *output])
-            self.hints.ended(whole, request.retention, tenant, time.monotonic())
+            task = asyncio.create_task(self._tell_end(samples, output))
+            self._naming.add(task)
+            task.add_done_callback(self._naming.discard)
+
+    async def _tell_end(self, samples: Samples, output: list[int]) -> None:
+        """Name the blocks of an answer, in a thread, and tell the store what comes next."""
+        request = samples.request
+        tokens = (*request.prompt, *request.outputs, *output)
+        names = await asyncio.to_thread(samples.bound.names_of, tokens)
+        self.hints.ended(names, request.retention, request.tenant.name, time.monotonic())
 
     def _count(
         self, response: router_pb2.GenerateResponse, first_token_seconds: float | None

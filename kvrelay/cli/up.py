@@ -186,7 +186,7 @@ class Up:
 def curl_example(config: ClusterConfig, http: str) -> list[str]:
     """A request that a client on this machine can type, in lines that fit a terminal."""
     folder = Path(config.model_path)
-    body: dict[str, object] = {"model": config.served_model or folder.resolve().name}
+    body: dict[str, object] = {"model": config.model_name}
     page = "completions"
     if config.model == "recall":
         page = "chat/completions"

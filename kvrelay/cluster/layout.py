@@ -79,11 +79,18 @@ class ClusterConfig(SecurityOptions):
         low=0,
         high=65535,
     )
+    cors_origin: tuple[str, ...] = option(
+        (),
+        "origin of web pages that may use the HTTP API from a browser, or *; default: none",
+        metavar="ORIGIN",
+    )
     strict_fields: bool = option(
         False, "refuse HTTP requests with unknown fields, instead of ignoring these"
     )
     served_model: str | None = option(
-        None, "name of the model for clients; default: that of its directory", metavar="NAME"
+        None,
+        "name of the model for clients; default: 'recall', or that of its directory",
+        metavar="NAME",
     )
     block_size: int | None = option(None, "token positions in a block", low=1, high=LARGEST_BLOCK)
     num_blocks: int | None = option(None, "blocks in each worker's pool", low=1)
@@ -147,6 +154,13 @@ class ClusterConfig(SecurityOptions):
     @property
     def model_path(self) -> str:
         return str(SHIPPED_MODEL) if self.model == "recall" else self.model
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        if self.model == "recall":
+            return self.served_model or self.model
+        return self.served_model or Path(self.model).resolve().name
 
 
 def process_specs(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
@@ -214,7 +228,7 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
         metrics += 1 + index + (config.prefill if role == "decode" else 0)
     given = {
         "model": config.model_path,
-        "served-model": config.served_model,
+        "served-model": config.model_name,
         "store": None if _is_secret(url) else url,
         "host": LOOPBACK,
         "port": port,
@@ -246,7 +260,7 @@ def _router(
 ) -> ProcessSpec:
     given = {
         "model": config.model_path,
-        "served-model": config.served_model,
+        "served-model": config.model_name,
         "host": config.host,
         "port": port,
         "http-port": config.http_port,
@@ -261,6 +275,8 @@ def _router(
     args = [*_flags(given)]
     for worker in (*prefill, *decode):
         args += [f"--{worker.role}", worker.address]
+    for origin in config.cors_origin:
+        args += ["--cors-origin", origin]
     if config.strict_fields:
         args.append("--strict-fields")
     if not config.tls_mutual:

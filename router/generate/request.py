@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import secrets
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import xxhash
 
@@ -17,11 +18,16 @@ from kvrelay.rpc.security.identity import Tenant
 from kvrelay.sampling import DEFAULT_MAX_TOKENS, MAX_SAMPLES, SEEDS, stored_positions
 from kvrelay.v1 import router_pb2, types_pb2, worker_pb2
 from router.queue.fair import HIGHEST, LOWEST
+from router.queue.inbox import Read
 from router.workers.fleet import same_but_numerics, weights_of
 
 MAX_REQUEST_ID_CHARS = 128
 NO_TENANT = Tenant()
 MAX_MESSAGES = 4096
+OTHER_PROMPT = (
+    "the stream began with other prompt tokens: the tokenizer, the chat template or the date in the"
+    " template has changed: start it again"
+)
 CACHE_SALT = b"kvrelay.cache-salt.v1\0"
 
 
@@ -78,20 +84,20 @@ class AcceptedRequest:
         return 1.0 - len(self.outputs) / self.max_tokens
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class InboundCall:
     """One call at a door of the router, gRPC or HTTP: both meet here.
 
-    ``read`` receives the message, when there is memory for it; ``fills`` is read after that: then
-    ``max_tokens`` of the message becomes as many as the largest worker holds.
+    ``read`` receives the message, when there is memory for it. A call that is ``counted`` needs
+    none: its message is part of one that is being received. ``accepted`` is set when the request
+    has passed every check.
     """
 
     tenant: Tenant
     deadline: Deadline
-    read: Callable[[], Awaitable[router_pb2.GenerateRequest]]
-    fills: bool = False
-    cache_salt: str = ""  # only requests of the tenant with the same one share cached blocks
-    accepted: AcceptedRequest | None = None  # set when the request has passed every check
+    read: Read
+    counted: bool = False
+    accepted: asyncio.Future[AcceptedRequest] = field(default_factory=asyncio.Future)
 
 
 def most_tokens(prompt: int, longest: int, tenant: Tenant, samples: int = 1) -> int:
@@ -191,7 +197,7 @@ def _check_input(message: router_pb2.GenerateRequest) -> None:
 
 def check_length(message: router_pb2.GenerateRequest, longest: int) -> None:
     """Refuse more ids than the model has positions, before each of them is checked."""
-    for field, count in (
+    for name, count in (
         ("token_ids.ids", len(message.token_ids.ids)),
         ("output_token_ids", len(message.output_token_ids)),
         *(
@@ -200,7 +206,7 @@ def check_length(message: router_pb2.GenerateRequest, longest: int) -> None:
         ),
     ):
         if count > longest:
-            raise Rejected(field, f"{count} ids, and the model has {longest} positions")
+            raise Rejected(name, f"{count} ids, and the model has {longest} positions")
 
 
 def _other_weights(began: str, served: worker_pb2.Namespace) -> str:
@@ -239,11 +245,7 @@ def build(
     check_ids("token_ids.ids", prompt, vocab_size)
     prompt_hash = xxhash.xxh3_64_intdigest(array("I", prompt).tobytes())
     if message.prompt_hash not in (0, prompt_hash):
-        raise Mismatch(
-            "prompt_hash",
-            "the stream began with other prompt tokens: the tokenizer, the chat template or the"
-            " date in the template has changed: start it again",
-        )
+        raise Mismatch("prompt_hash", OTHER_PROMPT)
     check_ids("output_token_ids", message.output_token_ids, vocab_size)
     for index, sample in enumerate(message.samples):
         check_ids(f"samples[{index}].token_ids", sample.token_ids, vocab_size)

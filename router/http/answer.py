@@ -1,41 +1,44 @@
-"""One answer in the making: the positions of its samples, its usage, its events."""
+"""One answer in the making: the positions of its choices, its usage, its events."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvrelay.v1 import router_pb2
-from router.generate.request import AcceptedRequest
-from router.http.ask import Ask
+from router.http.ask import AnswerForm
 from router.http.resume import Resumption, SamplePosition, event_id
-from router.http.shapes import AnswerChoice, AnswerShape, Json, usage_of
+from router.http.shapes import DONE, AnswerChoice, AnswerShape, Json, usage_of
 
-DONE = "data: [DONE]\n\n"
+NOT_BEGUN = SamplePosition(0, begun=False)
 
 
 class Answer:
-    """Takes the responses of a request in order. ``stream`` identifies its events."""
+    """Takes the responses of all prompts, those of each choice in order.
+
+    ``stream`` identifies the events. ``echoes``: the text before the output of each prompt.
+    """
 
     def __init__(
-        self, ask: Ask, request: AcceptedRequest, shape: AnswerShape, stream: str, echo: str
+        self,
+        form: AnswerForm,
+        prompts: Sequence[Sequence[int]],
+        shape: AnswerShape,
+        stream: str,
+        echoes: Sequence[str],
     ) -> None:
-        self.ask = ask
-        self._prompt = request.prompt
+        self.form = form
+        self.stream = stream
+        self._prompts = prompts
         self._shape = shape
-        self._stream = stream
-        self._echo = echo
-        samples = ask.samples
-        self._choices = [AnswerChoice(text=echo) for _ in range(samples)]
-        self._positions = [SamplePosition(0) for _ in range(samples)]
-        self._begun = [False] * samples
-        self._resumed = False
-        self._usage: Json | None = None
+        self._echoes = [echo for echo in echoes for _ in range(form.samples)]
+        self._choices = [AnswerChoice(text=echo) for echo in self._echoes]
+        self._positions = [NOT_BEGUN] * form.choices
+        self._accounts: dict[int, tuple[int, int]] = {}  # of ended prompts: output, cached tokens
 
     def resume(self, resumption: Resumption) -> None:
-        """Begin where a client has stopped: it has seen the beginning of every sample."""
-        self._resumed = True
+        """Begin where a client has stopped."""
         self._positions = list(resumption.samples)
-        self._begun = [True] * len(self._begun)
 
     def take(self, response: router_pb2.GenerateResponse) -> None:
         """Add a response to the whole answer."""
@@ -44,12 +47,16 @@ class Answer:
 
     def whole(self) -> Json:
         """The whole answer."""
-        return self._shape.whole(self._choices, self.usage(), self._prompt)
+        return self._shape.whole(self._choices, self.usage())
 
     def usage(self) -> Json:
-        """The account of the router once it has arrived, until then the tokens so far."""
-        so_far = sum(position.tokens for position in self._positions)
-        return self._usage or usage_of(len(self._prompt), so_far, None)
+        """The accounts of the router once they have arrived, until then the tokens so far."""
+        prompt, accounts = sum(map(len, self._prompts)), self._accounts.values()
+        if len(accounts) < len(self._prompts):
+            so_far = sum(position.tokens for position in self._positions)
+            return usage_of(prompt, so_far, None)
+        completion, cached = map(sum, zip(*accounts, strict=True))
+        return usage_of(prompt, completion, cached)
 
     def events(self, response: router_pb2.GenerateResponse) -> str:
         """The events of one response; empty while there is nothing to show."""
@@ -57,26 +64,26 @@ class Answer:
         part = AnswerChoice()
         part.take(response)
         text = ""
-        if not self._begun[index]:
-            self._begun[index] = True
-            first = self._shape.first(index, self._shown(self.usage()), self._prompt)
+        if not before.begun:
+            self._positions[index] = replace(before, begun=True)
+            first = self._shape.first(index, self._shown())
             text += "" if first is None else self._event(first)
-            part.text = self._echo + part.text
+            part.text = self._echoes[index] + part.text
         self._note(response)
         if before.ended:
             return text  # the client has its finish reason; this response repeats it
-        if part.text or part.finish or self.ask.token_ids or self.ask.logprobs:
-            text += self._event(self._shape.chunk(index, part, self._shown(self.usage())))
+        if part.text or part.finish or self.form.token_ids or self.form.logprobs:
+            text += self._event(self._shape.chunk(index, part, self._shown()))
         return text
 
     def last_events(self) -> str:
-        """The events after the last sample has ended."""
-        if not self.ask.usage:
+        """The events after the last choice has ended."""
+        if not self.form.usage:
             return DONE
         return f"{self._event(self._shape.usage_chunk(self.usage()))}{DONE}"
 
     def _event(self, chunk: str) -> str:
-        return f"id: {event_id(self._positions, self._stream)}\ndata: {chunk}\n\n"
+        return f"id: {event_id(self._positions, self.stream)}\ndata: {chunk}\n\n"
 
     def _note(self, response: router_pb2.GenerateResponse) -> None:
         index, before = response.index, self._positions[response.index]
@@ -84,16 +91,11 @@ class Answer:
         self._positions[index] = SamplePosition(before.tokens + len(response.tokens), ended)
         if response.HasField("usage"):
             account = response.usage
-            cached = account.cached_prompt_tokens
-            self._usage = usage_of(len(self._prompt), account.completion_tokens, cached)
+            counts = account.completion_tokens, account.cached_prompt_tokens
+            self._accounts[index // self.form.samples] = counts
 
-    def _shown(self, usage: Json) -> Json | bool | None:
+    def _shown(self) -> Json | bool | None:
         """``null`` in every chunk but the last if the client asked for usage, else nothing."""
-        if not self.ask.usage:
+        if not self.form.usage:
             return False
-        return usage if self.ask.continuous else None
-
-
-def reached(outputs: Sequence[Sequence[int]], samples: Sequence[SamplePosition]) -> bool:
-    """Whether the outputs have all tokens that a client had received."""
-    return all(len(one) >= at.tokens for one, at in zip(outputs, samples, strict=True))
+        return self.usage() if self.form.continuous else None

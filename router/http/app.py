@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -17,9 +19,9 @@ from kvrelay.errors import KvrelayError
 from router.http.access import Access
 from router.http.connections import HttpLimits
 from router.http.errors import HttpRefusal, body_of
-from router.http.exchange import Disconnected, Exchange
-from router.http.generate import Backend, Generate
+from router.http.exchange import REQUEST_ID, TRACE, Disconnected, Exchange
 from router.http.pages import Pages
+from router.http.request import Backend, HttpRequest
 
 log = logging.getLogger("kvrelay.router")
 Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
@@ -44,6 +46,25 @@ class _Edge:
             await _fail_unknown(exchange, error)
 
 
+class _Generate:
+    """The two endpoints that generate; they differ in the shape of body and answer."""
+
+    def __init__(self, backend: Backend, access: Access, chat: bool) -> None:
+        self._backend = backend
+        self._access = access
+        self._chat = chat
+
+    async def __call__(self, exchange: Exchange) -> None:
+        with self._access.admitted(exchange.headers) as caller:
+            exchange.check()
+            async with exchange.attended():
+                request = HttpRequest(self._backend, self._chat, exchange, caller.tenant)
+                try:
+                    await request.serve()
+                except KvrelayError as error:
+                    await exchange.fail(error)
+
+
 async def _fail_unknown(exchange: Exchange, error: Exception) -> None:
     log.error("request %s failed", exchange.request_id, exc_info=error)
     await exchange.fail(KvrelayError("internal error, see the server's log"))
@@ -60,8 +81,8 @@ def make_app(
 
     return Starlette(
         routes=[
-            route("/v1/chat/completions", "POST", Generate(backend, access, chat=True)),
-            route("/v1/completions", "POST", Generate(backend, access, chat=False)),
+            route("/v1/chat/completions", "POST", _Generate(backend, access, chat=True)),
+            route("/v1/completions", "POST", _Generate(backend, access, chat=False)),
             route("/v1/models", "GET", pages.models),
             route("/v1/models/{model:path}", "GET", pages.model),
             route("/tokenize", "POST", pages.tokenize),
@@ -71,7 +92,23 @@ def make_app(
             route("/ready", "GET", pages.ready),
         ],
         exception_handlers={HTTPException: _refused},
+        middleware=_middleware(backend.config.cors_origin),
     )
+
+
+def _middleware(origins: Sequence[str]) -> list[Middleware]:
+    """Lets pages of these origins use the API from a browser; no cookie counts here."""
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=(REQUEST_ID, TRACE, "retry-after"),
+        )
+    ]
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from kvrelay.errors import Rejected
 from kvrelay.rpc.protocol import RETENTIONS, structured_message
-from kvrelay.sampling import MAX_TOP_LOGPROBS
+from kvrelay.sampling import MAX_SAMPLES, MAX_TOP_LOGPROBS
 from kvrelay.structured import StructuredOutput, of_mapping, of_response_format
 from kvrelay.v1 import router_pb2
 from router.generate.request import samples_of
@@ -83,28 +83,39 @@ nothing are accepted, others are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One request: the message, and how the client wants to see its answer.
+class AnswerForm:
+    """How the client wants to see the answer to ``prompts``, ``samples`` of each.
 
-    ``fills``: without ``max_tokens``, as many as fit. ``continuous``: usage with every event.
-    ``cache_salt``: only requests with the same one share cached blocks.
+    ``continuous``: usage with every event.
     """
 
-    message: router_pb2.GenerateRequest
-    chat: bool
+    prompts: int
+    samples: int
     stream: bool = False
     usage: bool = False
     continuous: bool = False
     token_ids: bool = False
     logprobs: bool = False
-    fills: bool = False
     echo: bool = False
-    cache_salt: str = ""
 
     @property
-    def samples(self) -> int:
-        """Number of answers to the one prompt."""
-        return samples_of(self.message)
+    def choices(self) -> int:
+        """Answers in all; sample i of prompt p has the index ``p * samples + i``."""
+        return self.prompts * self.samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """One request: a message for each prompt, and the form of the answer.
+
+    ``fills``: without ``max_tokens``, as many as fit. ``cache_salt``: only requests with the same
+    one share cached blocks.
+    """
+
+    messages: Sequence[router_pb2.GenerateRequest]
+    form: AnswerForm
+    fills: bool = False
+    cache_salt: str = ""
 
 
 def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: bool) -> Ask:
@@ -113,7 +124,7 @@ def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: 
     message = router_pb2.GenerateRequest(request_id=request_id)
     message.model = fields.text("model") or ""
     message.priority = -(fields.whole("priority", -INT32, INT32) or 0)  # vLLM: lower goes first
-    read_input(fields, message, chat)
+    prompts = read_input(fields, message, chat)
     _read_sampling(fields, message, chat)
     _read_biases(fields, message)
     if (samples := fields.whole("n")) is not None:
@@ -129,51 +140,83 @@ def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: 
         raise Rejected("stream_options", "is for streams: set stream to true")
     usage = options is not None and options.flag("include_usage")
     continuous = options is not None and options.flag("continuous_usage_stats")
-    ask = Ask(
-        message=message,
-        chat=chat,
+    form = AnswerForm(
+        prompts=len(prompts),
+        samples=samples_of(message),
         stream=stream,
         usage=usage,
         continuous=usage and continuous,
         token_ids=fields.flag("return_token_ids"),
         logprobs=message.sampling.HasField("logprobs"),
-        fills=fills,
         echo=not chat and fields.flag("echo"),
-        cache_salt=fields.text("cache_salt") or "",
     )
-    if ask.echo and ask.logprobs:
+    if form.echo and form.logprobs:
         raise Rejected("logprobs", "those of the prompt are not computed: leave out echo")
+    if form.prompts > 1 and form.samples > 0 and form.choices > MAX_SAMPLES:
+        raise Rejected(
+            "prompt",
+            f"{form.prompts} prompts with n {form.samples} are {form.choices} answers: at most"
+            f" {MAX_SAMPLES}",
+        )
     check_rest(fields, strict)
-    return ask
+    salt = fields.text("cache_salt") or ""
+    return Ask(messages=_each(message, prompts), form=form, fills=fills, cache_salt=salt)
 
 
-def read_input(fields: Fields, message: router_pb2.GenerateRequest, chat: bool) -> None:
-    """Set the prompt or the conversation of a message."""
+def _each(
+    message: router_pb2.GenerateRequest, prompts: Sequence[object]
+) -> Sequence[router_pb2.GenerateRequest]:
+    """The message, or one for each of several prompts."""
+    if len(prompts) == 1:
+        return (message,)
+    made = []
+    for index, prompt in enumerate(prompts):
+        one = router_pb2.GenerateRequest()
+        one.CopyFrom(message)
+        _set_prompt(one, f"prompt[{index}]", prompt)
+        made.append(one)
+    return made
+
+
+def read_input(fields: Fields, message: router_pb2.GenerateRequest, chat: bool) -> Sequence[object]:
+    """Set the prompt or the conversation of a message. Returns all prompts if there are several."""
+    prompts: Sequence[object] = (None,)
     if chat:
         _read_messages(fields, message.chat)
     else:
-        _read_prompt(fields, message)
+        prompts = _read_prompts(fields, message)
     special = fields.flag("add_special_tokens", not chat)
     if special == chat:
         raise Rejected("add_special_tokens", f"must be {shown(not chat)} here, or left out")
+    return prompts
 
 
-def _read_prompt(fields: Fields, message: router_pb2.GenerateRequest) -> None:
-    prompt = fields.raw("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    match prompt:
+def _read_prompts(fields: Fields, message: router_pb2.GenerateRequest) -> Sequence[object]:
+    """The prompts; a single one is set in the message."""
+    given = fields.raw("prompt")
+    match given:
         case None:
             raise Rejected("prompt", "missing: give text, or a list of token ids")
+        case [str() | list(), _, *_]:
+            if len(given) > MAX_SAMPLES:
+                raise Rejected("prompt", f"{len(given)} prompts: at most {MAX_SAMPLES}")
+            return given
+        case [str() | list() as one]:
+            _set_prompt(message, "prompt", one)
+        case _:
+            _set_prompt(message, "prompt", given)
+    return (given,)
+
+
+def _set_prompt(message: router_pb2.GenerateRequest, where: str, prompt: object) -> None:
+    match prompt:
         case str():
-            message.prompt = checked_text("prompt", prompt)
-        case [str() | list(), *_]:
-            raise Rejected("prompt", f"has {len(prompt)} prompts: send a request for each")
+            message.prompt = checked_text(where, prompt)
         case list():
             message.token_ids.SetInParent()
-            message.token_ids.ids.extend(checked_ids("prompt", prompt))
+            message.token_ids.ids.extend(checked_ids(where, prompt))
         case _:
-            raise wrong("prompt", "text, or a list of token ids", prompt)
+            raise wrong(where, "text, or a list of token ids", prompt)
 
 
 def _read_messages(fields: Fields, chat: router_pb2.Chat) -> None:

@@ -13,7 +13,6 @@ Headers: TypeAlias = tuple[tuple[bytes, bytes], ...]
 ErrorBody: TypeAlias = dict[str, dict[str, str | int | None]]
 
 NAMES: Mapping[str, str] = {
-    "leg.": "",
     "sampling.": "",
     "prompt_token_ids": "prompt",
     "token_ids.ids": "prompt",
@@ -71,6 +70,7 @@ def body_of(error: KvrelayError) -> ErrorBody:
 
 def name_of(field: str) -> str:
     """The name in the body of a field of the protocol."""
+    field = field.removeprefix("leg.")
     for before, name in NAMES.items():
         if field.startswith(before):
             return name + field.removeprefix(before)

@@ -20,9 +20,19 @@ from kvrelay.errors import KvrelayError, Rejected
 from router.generate.request import MAX_REQUEST_ID_CHARS
 from router.http.connections import EXTENSION, BoundedProtocol, HttpLimits
 from router.http.errors import Headers, HttpRefusal, body_of, headers_of, status_of
-from router.http.shapes import dump
+from router.http.shapes import DONE, dump
 
 JsonObject: TypeAlias = Mapping[str, object]
+
+QUIET_SECONDS = 15.0
+"""Without an event for so long, a stream sends a comment: what stands in between would close it."""
+
+EARLY_SECONDS = 0.2
+"""From acceptance to the head of a stream: errors that come sooner still have their status."""
+
+COMMENTS = (b": queued\n", b": working\n")
+"""Before the first event and after it. No empty line follows where events have ids: the ``openai``
+client would take it for the end of an event that has no data."""
 
 AHEAD = 64 << 10  # bytes of a body that are received before it is wanted
 REQUEST_ID = "x-request-id"
@@ -63,7 +73,13 @@ class Exchange:
         self._overflow = False
         self._lost = False
         self._writing_since: float | None = None
-        self.started = False
+        self._written_at = 0.0
+        self._started = False
+        self._has_events = False
+        self._open = False  # a stream that may get more events
+        self._quiet = 0.0  # seconds after which a comment is sent
+        self._timer: asyncio.TimerHandle | None = None
+        self._commenting: asyncio.Task[None] | None = None
         self.headers: dict[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
@@ -105,6 +121,7 @@ class Exchange:
             raise Disconnected from None
         finally:
             taking.cancel()
+            self._be_silent()
             for timer in watching:
                 timer.cancel()
 
@@ -149,23 +166,69 @@ class Exchange:
         await self._write({"type": "http.response.body", "body": content, "more_body": False})
 
     async def fail(self, error: KvrelayError) -> None:
-        """Send the error as the response; one that has begun cannot be changed any more."""
-        if not self.started:
+        """Send the error: as the response, or as an event of a stream that has begun."""
+        await self._silence()
+        if not self._started:
             await self.reply(body_of(error), status_of(error), headers_of(error))
-
-    async def start_events(self, headers: Headers = ()) -> None:
-        """Begin a stream of server-sent events."""
-        await self._start(200, (*_EVENTS, *headers))
+        elif self._open:
+            await self.write(f"data: {dump(body_of(error))}\n\n{DONE}", more=False)
 
     async def write(self, data: str, more: bool = True) -> None:
-        """Send events; they are complete, with their empty lines."""
+        """Send events; they are complete, with their empty lines. The first ones begin a stream."""
+        if self._commenting is not None:
+            await self._silence()
+        if not self._started:
+            await self._start_events()
+        self._has_events = True
+        self._open = more
         if self.data_only:
             data = _ID_LINE.sub("", data)
         message = {"type": "http.response.body", "body": data.encode("utf-8", "replace")}
         await self._write({**message, "more_body": more})
 
+    def keep_alive(self, patient: bool = False) -> None:
+        """Begin a stream of events soon, and send a comment whenever it has none for long.
+
+        ``patient``: it begins as late as the first comment must come.
+        """
+        self._quiet = QUIET_SECONDS if patient else EARLY_SECONDS
+        self._written_at = asyncio.get_running_loop().time()
+        self._look()
+
+    def _look(self) -> None:
+        """Send a comment if it is due, and look again when the next one may be."""
+        loop = asyncio.get_running_loop()
+        silent = loop.time() - self._written_at
+        if silent >= self._quiet and self._writing_since is None:
+            self._commenting = asyncio.create_task(self._comment())
+            self._quiet = QUIET_SECONDS
+            silent = 0.0
+        self._timer = loop.call_later(max(self._quiet - silent, EARLY_SECONDS), self._look)
+
+    async def _comment(self) -> None:
+        if not self._started:
+            await self._start_events()
+        body = COMMENTS[self._has_events] + (b"\n" if self.data_only else b"")
+        await self._write({"type": "http.response.body", "body": body, "more_body": True})
+
+    async def _silence(self) -> None:
+        """Wait for a comment that is being written."""
+        if self._commenting is not None:
+            await asyncio.wait((self._commenting,))
+            self._commenting = None
+
+    def _be_silent(self) -> None:
+        for one in (self._timer, self._commenting):
+            if one is not None:
+                one.cancel()
+        self._open = False
+
+    async def _start_events(self) -> None:
+        self._open = True
+        await self._start(200, _EVENTS)
+
     async def _start(self, status: int, headers: Headers) -> None:
-        self.started = True
+        self._started = True
         own = [(REQUEST_ID.encode(), self.request_id.encode("ascii"))]
         if (trace := self.headers.get(TRACE)) is not None and _TRACE.fullmatch(trace):
             own.append((TRACE.encode(), trace.encode("latin-1")))
@@ -173,7 +236,8 @@ class Exchange:
         await self._write(message)
 
     async def _write(self, message: dict[str, object]) -> None:
-        self._writing_since = asyncio.get_running_loop().time()
+        self._written_at = asyncio.get_running_loop().time()
+        self._writing_since = self._written_at
         await self._send(message)
         self._writing_since = None
 

@@ -16,8 +16,9 @@ from router.http.access import Access
 from router.http.ask import check_rest, read_input
 from router.http.exchange import Exchange
 from router.http.fields import Fields, parse_object
-from router.http.generate import Backend
+from router.http.request import Backend
 from router.http.shapes import Json
+from router.queue.inbox import Inbound
 from router.workers.candidate import longest
 
 MANY_TOKENS = 4096  # decoding more takes milliseconds: not on the event loop
@@ -63,21 +64,22 @@ class Pages:
         """The token ids of a prompt, or of a conversation as the chat template renders it."""
         strings = False
 
-        async def read() -> router_pb2.GenerateRequest:
+        async def read() -> Inbound:
             nonlocal strings
             fields, message = await self._fields(exchange), router_pb2.GenerateRequest()
             message.model = fields.text("model") or ""
             read_input(fields, message, fields.raw("messages") is not None)
-            if message.HasField("token_ids"):
-                raise Rejected("prompt", "must be text: these are token ids")
+            if not (message.HasField("prompt") or message.HasField("chat")):
+                raise Rejected("prompt", "must be one text")
             strings = fields.flag("return_token_strs")
             check_rest(fields, self._backend.config.strict_fields)
-            return message
+            return Inbound(message=message)
 
         with self._access.admitted(exchange.headers) as caller:
             exchange.check()
             async with exchange.attended():
-                call = InboundCall(caller.tenant, self._deadline(), read)
+                deadline = Deadline.after(self._backend.config.timeout)
+                call = InboundCall(caller.tenant, deadline, read)
                 tokens = await self._backend.tokenize(call)
                 answer: Json = {
                     "count": len(tokens),
@@ -110,10 +112,6 @@ class Pages:
 
     def _strings(self, tokens: Sequence[int]) -> list[str | None]:
         return [self._backend.tokenizer.backend.id_to_token(token) for token in tokens]
-
-    def _deadline(self) -> Deadline:
-        config = self._backend.config
-        return Deadline.after(min(config.default_timeout, config.max_timeout))
 
     def _check_model(self, name: str) -> None:
         known = self._backend.config.model_name

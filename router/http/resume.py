@@ -1,9 +1,10 @@
 """Event ids, with which a client resumes a broken stream: the position and what it is bound to.
 
-An id is ``POSITIONS-TOKEN``: output tokens received of each sample, with ``e`` once its finish
-reason was received, and what identifies the stream. The token binds the request's body, its seed,
-the prompt's tokens, and the weights with their numeric profile. It holds no output: a client that
-sends only the id lets the router generate these tokens again, which are the same ones.
+An id is ``POSITIONS-TOKEN``: output tokens received of each choice, empty before its first event,
+with ``e`` once its finish reason was received; and what identifies the stream. The token binds the
+request's body, its seed, the prompt's tokens, and the weights with their numeric profile. It holds
+no output: a client that sends only the id lets the router generate these tokens again, which are
+the same ones.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from kvrelay.v1 import router_pb2
 
 HEADER = "last-event-id"
 DIGEST_BYTES = 8
-MAX_CHARS = 1024
+MAX_CHARS = 4096
 _LAYOUT = struct.Struct(f"<QQQ{DIGEST_BYTES}s{DIGEST_BYTES}s")
 ENDED = "e"
 
@@ -31,8 +32,11 @@ class SamplePosition:
 
     tokens: int
     ended: bool = False
+    begun: bool = True
 
     def __str__(self) -> str:
+        if not self.begun:
+            return ""
         return f"{self.tokens}{ENDED if self.ended else ''}"
 
 
@@ -88,11 +92,15 @@ def parse_event_id(text: str, samples: int) -> Resumption:
     except (ValueError, struct.error, binascii.Error):
         raise Rejected(HEADER, "is no id of an event of this server") from None
     if len(parsed) != samples:
-        raise Rejected(HEADER, f"has positions of {len(parsed)} samples, and n is {samples}")
+        raise Rejected(
+            HEADER, f"has positions of {len(parsed)} answers, and the request asks for {samples}"
+        )
     return Resumption(stream, parsed)
 
 
 def _position(text: str) -> SamplePosition:
+    if not text:
+        return SamplePosition(0, begun=False)
     number = text.removesuffix(ENDED)
     if not (number.isascii() and number.isdigit() and len(number) <= 9):
         raise ValueError(text)
@@ -109,11 +117,38 @@ def digest(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()[:DIGEST_BYTES]
 
 
-def request_digest(message: router_pb2.GenerateRequest) -> bytes:
+def request_digest(messages: Sequence[router_pb2.GenerateRequest]) -> bytes:
     """Of what decides the output: not the request's id, not the tokens so far."""
-    copy = router_pb2.GenerateRequest()
-    copy.CopyFrom(message)
-    copy.ClearField("request_id")
-    copy.ClearField("priority")
-    copy.ClearField("output_token_ids")
-    return digest(copy.SerializeToString(deterministic=True))
+    digests = []
+    for message in messages:
+        copy = router_pb2.GenerateRequest()
+        copy.CopyFrom(message)
+        copy.ClearField("request_id")
+        copy.ClearField("priority")
+        copy.ClearField("output_token_ids")
+        digests.append(digest(copy.SerializeToString(deterministic=True)))
+    return digests[0] if len(digests) == 1 else digest(b"".join(digests))
+
+
+def has_reached(outputs: Sequence[Sequence[int]], samples: Sequence[SamplePosition]) -> bool:
+    """Whether the outputs have all tokens that a client had received."""
+    return all(len(one) >= at.tokens for one, at in zip(outputs, samples, strict=True))
+
+
+def set_outputs(
+    message: router_pb2.GenerateRequest,
+    outputs: Sequence[Sequence[int]],
+    samples: Sequence[SamplePosition],
+) -> None:
+    """Give a message the tokens so far, so that its samples continue after them.
+
+    If all samples have ended, the last one ends again, for its usage.
+    """
+    message.ClearField("output_token_ids")
+    if len(outputs) == 1:
+        message.output_token_ids.extend(outputs[0])
+        return
+    for tokens, at in zip(outputs, samples, strict=True):
+        message.samples.add(token_ids=tokens, ended=at.ended)
+    if all(at.ended for at in samples):
+        message.samples[-1].ended = False

@@ -6,14 +6,16 @@ A chunk is put together as text around the parts that change: there is one for e
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
 from kvrelay.v1 import router_pb2, types_pb2
+from router.http.ask import AnswerForm
 
 Json: TypeAlias = dict[str, object]
+DONE = "data: [DONE]\n\n"
 
 FINISH = {
     types_pb2.FINISH_REASON_STOP: "stop",
@@ -75,17 +77,31 @@ class AnswerChoice:
 
 
 class AnswerShape:
-    """The JSON of one answer. Subclasses: chats and completions."""
+    """The JSON of one answer. Subclasses: chats and completions.
+
+    ``kept``: tokens of each choice that the client has of it, when its first response is shown.
+    """
 
     chunk_kind = ""
     whole_kind = ""
 
-    def __init__(self, head: AnswerHead, tokenizer: Tokenizer, token_ids: bool) -> None:
+    def __init__(
+        self,
+        head: AnswerHead,
+        tokenizer: Tokenizer,
+        form: AnswerForm,
+        prompts: Sequence[Sequence[int]],
+        kept: Mapping[int, Sequence[int]],
+    ) -> None:
         self._head = head
         self._tokenizer = tokenizer
-        self._token_ids = token_ids
+        self._token_ids = form.token_ids
+        self._samples = form.samples
+        self._prompts = prompts
+        self._kept = kept
         self._begin = dump(head.fields(self.chunk_kind))[:-1] + ',"choices":['
         self._offset: dict[int, int] = {}  # of each choice, characters of text so far
+        self._beginning = set[int]()  # choices
 
     def chunk(self, index: int, part: AnswerChoice, usage: Json | bool | None) -> str:
         """One chunk; ``usage`` is left out if it is false."""
@@ -95,22 +111,26 @@ class AnswerShape:
         """The last chunk, without choices."""
         return f"{self._begin}]{_usage(usage)}}}"
 
-    def first(self, index: int, usage: Json | bool | None, prompt: Sequence[int]) -> str | None:
+    def first(self, index: int, usage: Json | bool | None) -> str | None:
         """A chunk before the first token, if the kind of answer has one."""
         raise NotImplementedError
 
-    def whole(self, choices: Sequence[AnswerChoice], usage: Json, prompt: Sequence[int]) -> Json:
+    def whole(self, choices: Sequence[AnswerChoice], usage: Json) -> Json:
         """The whole answer."""
         made = self._head.fields(self.whole_kind)
-        made["choices"] = [self._whole_choice(i, one, prompt) for i, one in enumerate(choices)]
+        made["choices"] = [self._whole_choice(i, one) for i, one in enumerate(choices)]
         made["usage"] = usage
         return made
 
     def _chunk_choice(self, index: int, part: AnswerChoice) -> Json:
         raise NotImplementedError
 
-    def _whole_choice(self, index: int, choice: AnswerChoice, prompt: Sequence[int]) -> Json:
+    def _whole_choice(self, index: int, choice: AnswerChoice) -> Json:
         raise NotImplementedError
+
+    def _prompt(self, index: int) -> list[int]:
+        """Token ids of the prompt of a choice."""
+        return list(self._prompts[index // self._samples])
 
     def _text(self, token: int) -> str:
         """The text of one token alone; of a part of a character, the replacement character."""
@@ -125,15 +145,15 @@ class ChatShape(AnswerShape):
     chunk_kind = "chat.completion.chunk"
     whole_kind = "chat.completion"
 
-    def first(self, index: int, usage: Json | bool | None, prompt: Sequence[int]) -> str | None:
+    def first(self, index: int, usage: Json | bool | None) -> str | None:
         delta = {"role": "assistant", "content": ""}
         choice: Json = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        ids = f',"prompt_token_ids":{dump(list(prompt))}' if self._token_ids else ""
+        ids = f',"prompt_token_ids":{dump(self._prompt(index))}' if self._token_ids else ""
         return f"{self._begin}{dump(choice)}]{ids}{_usage(usage)}}}"
 
-    def whole(self, choices: Sequence[AnswerChoice], usage: Json, prompt: Sequence[int]) -> Json:
-        made = super().whole(choices, usage, prompt)
-        return {**made, "prompt_token_ids": list(prompt)} if self._token_ids else made
+    def whole(self, choices: Sequence[AnswerChoice], usage: Json) -> Json:
+        made = super().whole(choices, usage)
+        return {**made, "prompt_token_ids": self._prompt(0)} if self._token_ids else made
 
     def _chunk_choice(self, index: int, part: AnswerChoice) -> Json:
         choice: Json = {
@@ -146,7 +166,7 @@ class ChatShape(AnswerShape):
             choice["token_ids"] = part.token_ids
         return choice
 
-    def _whole_choice(self, index: int, choice: AnswerChoice, prompt: Sequence[int]) -> Json:
+    def _whole_choice(self, index: int, choice: AnswerChoice) -> Json:
         made: Json = {
             "index": index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -178,20 +198,18 @@ class CompletionShape(AnswerShape):
     chunk_kind = "text_completion"
     whole_kind = "text_completion"
 
-    def __init__(self, head: AnswerHead, tokenizer: Tokenizer, token_ids: bool) -> None:
-        super().__init__(head, tokenizer, token_ids)
-        self._prompt: Sequence[int] | None = None
-
-    def first(self, index: int, usage: Json | bool | None, prompt: Sequence[int]) -> str | None:
-        self._prompt = prompt  # sent with the first tokens
+    def first(self, index: int, usage: Json | bool | None) -> str | None:
+        self._beginning.add(index)  # its prompt is sent with the first tokens
         return None
 
     def _chunk_choice(self, index: int, part: AnswerChoice) -> Json:
-        prompt = self._prompt
-        self._prompt = None
-        return self._whole_choice(index, part, prompt)
+        made = self._whole_choice(index, part)
+        if self._token_ids and index not in self._beginning:
+            made["prompt_token_ids"] = None
+        self._beginning.discard(index)
+        return made
 
-    def _whole_choice(self, index: int, choice: AnswerChoice, prompt: Sequence[int] | None) -> Json:
+    def _whole_choice(self, index: int, choice: AnswerChoice) -> Json:
         made: Json = {
             "index": index,
             "text": choice.text,
@@ -199,14 +217,16 @@ class CompletionShape(AnswerShape):
             "finish_reason": choice.finish,
         }
         if self._token_ids:
-            made["prompt_token_ids"] = None if prompt is None else list(prompt)
+            made["prompt_token_ids"] = self._prompt(index)
             made["token_ids"] = choice.token_ids
         return made
 
     def _logprobs(self, index: int, choice: AnswerChoice) -> Json | None:
         if not choice.logprobs:
             return None
-        tokens, offsets, at = [], [], self._offset.get(index, 0)
+        tokens, offsets, at = [], [], self._offset.get(index)
+        if at is None:
+            at = sum(len(self._text(token)) for token in self._kept.get(index, ()))
         for one in choice.logprobs:
             tokens.append(self._text(one.chosen.token_id))
             offsets.append(at)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from kvrelay.errors import DeadlineExceeded
 from kvrelay.rpc.deadline import Deadline
@@ -15,6 +17,22 @@ from router.queue.semaphore import FairSemaphore
 INBOX_BYTES = 128 << 20
 SHARES = 4  # a tenant may have one of so many
 READ_SECONDS = 10.0  # then a message that has not arrived makes room for others that wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inbound:
+    """A message, and what a door says beside it.
+
+    ``fills``: ``max_tokens`` becomes as many as the largest worker holds. ``cache_salt``: only
+    requests of the tenant with the same one share cached blocks.
+    """
+
+    message: router_pb2.GenerateRequest
+    fills: bool = False
+    cache_salt: str = ""
+
+
+Read: TypeAlias = Callable[[], Awaitable[Inbound]]
 
 
 class Inbox:
@@ -30,28 +48,23 @@ class Inbox:
 
     @asynccontextmanager
     async def received(
-        self,
-        read: Callable[[], Awaitable[router_pb2.GenerateRequest]],
-        tenant: Tenant,
-        deadline: Deadline,
-    ) -> AsyncIterator[router_pb2.GenerateRequest]:
+        self, read: Read, tenant: Tenant, deadline: Deadline
+    ) -> AsyncIterator[Inbound]:
         """Read a message. Its bytes count inside; keep no reference to it afterwards."""
         semaphore, held = self.semaphore, self._largest
         async with deadline.limit("to receive the request"):
             await semaphore.acquire(tenant, held)
         try:
             async with deadline.limit("to receive the request"):
-                message = await self._read(read)
-            unused = max(0, held - message.ByteSize())
+                inbound = await self._read(read)
+            unused = max(0, held - inbound.message.ByteSize())
             held -= unused
             semaphore.release(tenant, unused)
-            yield message
+            yield inbound
         finally:
             semaphore.release(tenant, held)
 
-    async def _read(
-        self, read: Callable[[], Awaitable[router_pb2.GenerateRequest]]
-    ) -> router_pb2.GenerateRequest:
+    async def _read(self, read: Read) -> Inbound:
         reading = asyncio.ensure_future(read())
         try:
             while not (await asyncio.wait((reading,), timeout=READ_SECONDS))[0]:

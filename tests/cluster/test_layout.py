@@ -21,7 +21,12 @@ def test_a_cluster_serves_http_only_if_it_is_asked_to() -> None:
     spec = by_name(ClusterConfig(port=0))["router"]
     assert spec.http_port is None
     assert "--http-port" not in spec.args
-    spec = by_name(ClusterConfig(port=0, http_port=0, strict_fields=True))["router"]
+    origins = ("https://a.example", "http://b.example:3000")
+    config = ClusterConfig(port=0, http_port=0, strict_fields=True, cors_origin=origins)
+    spec = by_name(config)["router"]
+    given = [spec.args[at + 1] for at, one in enumerate(spec.args) if one == "--cors-origin"]
+    assert tuple(given) == origins
+    assert spec.args[spec.args.index("--served-model") + 1] == "recall"
     assert spec.http_port
     assert spec.args[spec.args.index("--http-port") + 1] == str(spec.http_port)
     assert "--strict-fields" in spec.args

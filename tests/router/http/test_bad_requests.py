@@ -35,7 +35,6 @@ COMPLETION: dict[str, tuple[dict[str, object], str]] = {
     "no ids": ({"prompt": []}, "prompt"),
     "prompt number": ({"prompt": 5}, "prompt"),
     "prompt object": ({"prompt": {}}, "prompt"),
-    "two prompts": ({"prompt": ["a", "b"]}, "prompt"),
     "id negative": ({"prompt": [1, -1]}, "prompt[1]"),
     "id text": ({"prompt": [1, "a"]}, "prompt[1]"),
     "id true": ({"prompt": [1, True]}, "prompt[1]"),

@@ -45,7 +45,7 @@ def test_the_same_tokens_as_through_grpc(cluster: Cluster, sdk: OpenAI) -> None:
         pairs = [("system", SAID), ("user", ASKED)]
         ours = client.complete(messages=pairs, temperature=0, max_tokens=40)
     theirs = sdk.chat.completions.create(
-        model="model",
+        model="recall",
         messages=MESSAGES,
         temperature=0,
         max_tokens=40,
@@ -64,16 +64,24 @@ def test_the_same_tokens_as_through_grpc(cluster: Cluster, sdk: OpenAI) -> None:
     assert all(len(one.top_logprobs) == 2 for one in choice.logprobs.content)
 
 
+def test_the_shipped_model_has_a_name(cluster: Cluster, sdk: OpenAI) -> None:
+    (model,) = sdk.models.list().data
+    assert model.id == "recall"
+    assert sdk.models.retrieve("recall").id == "recall"
+    with pytest.raises(openai.NotFoundError):
+        sdk.models.retrieve("model")
+
+
 def test_streams_and_errors(sdk: OpenAI) -> None:
     stream = sdk.chat.completions.create(
-        model="model", messages=MESSAGES, temperature=0, max_tokens=40, stream=True
+        model="recall", messages=MESSAGES, temperature=0, max_tokens=40, stream=True
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
     assert "Boston" in text
     with pytest.raises(openai.NotFoundError):
         sdk.chat.completions.create(model="other", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError) as caught:
-        sdk.chat.completions.create(model="model", messages=MESSAGES, top_p=7)
+        sdk.chat.completions.create(model="recall", messages=MESSAGES, top_p=7)
     assert caught.value.param == "top_p"
 
 
@@ -82,7 +90,7 @@ async def test_a_stream_that_is_left_frees_its_slot(cluster: Cluster) -> None:
     url = cluster.http or ""
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         stream = await client.completions.create(
-            model="model",
+            model="recall",
             prompt="The",
             max_tokens=4000,
             stream=True,

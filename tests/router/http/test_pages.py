@@ -110,7 +110,8 @@ async def test_fields_reach_the_workers() -> None:
 @pytest.mark.parametrize(("name", "value"), RETENTIONS.items())
 def test_retention(name: str, value: int) -> None:
     body: dict[str, object] = {"prompt": "x", "retention": name}
-    assert read_ask(body, chat=False, request_id="r", strict=True).message.retention == value
+    (message,) = read_ask(body, chat=False, request_id="r", strict=True).messages
+    assert message.retention == value
 
 
 async def test_a_cache_salt_keeps_blocks_apart() -> None:
