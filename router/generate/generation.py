@@ -22,7 +22,7 @@ from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2, types_pb2
 from router.generate.legs import UNFINISHED, LegEvent, LegOrder, run_leg
 from router.generate.request import AcceptedRequest
-from router.generate.retry import Attempts, FailedLeg, PoisonRequest, RetryControl
+from router.generate.retry import Attempts, FailedLeg, PoisonRequest, RetryControl, Trials
 from router.generate.usage import lost_leg, request_usage
 from router.placement.placer import NextLeg, Placed, Placer, StreamBinding
 from router.queue.prompts import TextThreads
@@ -60,6 +60,7 @@ class SharedPrompt:
     bound: StreamBinding
     computed: asyncio.Event = field(default_factory=asyncio.Event)
     worker: str = ""
+    trials: Trials = field(default_factory=Trials)
 
     def note(self, bound: StreamBinding, worker: str) -> None:
         """The prompt has been computed."""
@@ -83,6 +84,7 @@ class Generation:
         shared: SharedPrompt | None = None,
     ) -> None:
         self.request = request
+        self._trials = None if shared is None else shared.trials
         leads = shared is not None and shared.leader == request.sample
         self._leads = shared if leads else None
         self._follows = None if leads else shared
@@ -94,6 +96,8 @@ class Generation:
         self._outputs = list(request.outputs)
         self._usages: list[types_pb2.LegUsage] = []
         self._attempts = Attempts()
+        if shared is not None:
+            self._attempts.left = shared.trials.left
         self._handoff = types_pb2.Handoff()  # of the previous leg
         self._admitted: types_pb2.LegUsage | None = None  # account of the current leg, so far
         self._finish: types_pb2.FinishReason.ValueType = UNFINISHED
@@ -142,8 +146,7 @@ class Generation:
             self._bound = self._follows.bound
         self._parts.retry.poisons.check(self.request, time.monotonic())
         while self._finish == UNFINISHED:
-            placed = await self._parts.placer.place(self._next_leg())
-            self._recount_deaths()  # a worker may have been found dead meanwhile
+            placed = await self._place()
             before = self.so_far
             try:
                 async with aclosing(self._leg(placed)) as responses:
@@ -151,9 +154,39 @@ class Generation:
                         yield response
             except KvrelayError as error:
                 await self._retry(placed, error, self.so_far - before)
+            finally:
+                if self._trials is not None:
+                    self._trials.end(placed.key)
         if self._leads is not None:
             self._leads.note(self._bound, "")  # the output was complete without a leg's end
         yield self._last_response()
+
+    async def _place(self) -> Placed:
+        """A worker for the next leg; samples wait for one on which the request may run."""
+        placer, registry, deadline = self._parts.placer, self._parts.registry, self.request.deadline
+        while True:
+            leg = self._next_leg()
+            if leg.among is None or placer.can_place(leg):
+                placed = await placer.place(leg)
+                self._recount_deaths()  # a worker may have been found dead meanwhile
+                if self._trials is None:
+                    return placed
+                if (among := self._among()) is None or placed.key in among:
+                    self._trials.begin(placed.key)
+                    return placed
+            else:
+                await registry.wait_for(lambda: False, deadline.earlier(SETTLE_LOOK_SECONDS))
+                self._recount_deaths()
+                deadline.check("to find a worker")
+
+    def _among(self) -> frozenset[str] | None:
+        """The workers on which the next leg may begin; ``None``: any."""
+        if self._trials is None:
+            return None
+        registry, now = self._parts.registry, time.monotonic()
+        return self._trials.among(
+            self._parts.retry.spare(self._trials.left, now, registry.answered, registry.died)
+        )
 
     async def _leg(self, placed: Placed) -> AsyncGenerator[router_pb2.GenerateResponse]:
         """The responses of one leg."""
@@ -167,6 +200,8 @@ class Generation:
             async with aclosing(run_leg(placed.worker, order)) as events:
                 async for event in events:
                     response = self._take(event, placed)
+                    if self._trials is not None:
+                        self._trials.served(placed.key, self.so_far - before)
                     if response is not None:
                         yield response
                     if self._stopped and event.finish == UNFINISHED:
@@ -261,6 +296,7 @@ class Generation:
             last_error=attempts.last,
             computed=follows is not None,
             near="" if follows is None else follows.worker,
+            among=self._among(),
         )
 
     def _order(self, placed: Placed) -> LegOrder:
@@ -306,6 +342,7 @@ class Generation:
                 break
         self._note_finish(event)
         if self._leads is not None and event.handoff is not None:
+            self._leads.trials.served(placed.key)
             self._leads.note(self._bound, "")
         elif self._leads is not None and tokens and placed.role == types_pb2.ROLE_DECODE:
             self._leads.note(self._bound, placed.key)

@@ -125,6 +125,42 @@ class Attempts:
     last: KvrelayError | None = None
 
 
+class Trials:
+    """The workers on which the samples of one request run, and those that may have died of it.
+
+    A worker is on trial until it served a sample well. No more workers are on trial than may still
+    die of the request: samples that run at the same moment would else kill more.
+    """
+
+    def __init__(self) -> None:
+        self.left: dict[str, LeftWorker] = {}
+        self._legs = Counter[str]()
+        self._served: set[str] = set()
+
+    def begin(self, key: str) -> None:
+        """A leg begins on a worker."""
+        self._legs[key] += 1
+
+    def end(self, key: str) -> None:
+        """A leg has ended there, and ``left`` has its worker if that may have died."""
+        self._legs[key] -= 1
+
+    def served(self, key: str, tokens: int = SERVED_WELL) -> None:
+        """A leg has made so many tokens there."""
+        if tokens >= SERVED_WELL:
+            self._served.add(key)
+
+    def among(self, spare: int) -> frozenset[str] | None:
+        """The workers on which the next leg may begin; ``None``: any.
+
+        ``spare``: how many more workers may die, as ``RetryControl.spare`` counts them.
+        """
+        running = {key for key, legs in self._legs.items() if legs} - self.left.keys()
+        if len(running - self._served) < spare:
+            return None
+        return frozenset((running | self._served) - self.left.keys())
+
+
 class TokenBucket:
     """At most ``burst`` tokens at once and ``rate`` a second in the long run."""
 
@@ -231,14 +267,8 @@ class RetryControl:
         Returns until when the request waits, since the deaths of silent workers that may be found
         by then would be too many; 0.0 if it need not wait.
         """
-        deaths, open_until, limit = 0, [], self._limits.deaths
-        for key, left in attempts.left.items():
-            if answered.get(key, left.at) > left.at:
-                continue  # it lives
-            if not left.silent or died.get(key, math.inf) <= left.at + DEATH_SECONDS:
-                deaths += 1
-            elif now < left.at + self._limits.silence:
-                open_until.append(left.at + self._limits.silence)
+        deaths, open_until = self._deaths(attempts.left, now, answered, died)
+        limit = self._limits.deaths
         if deaths >= limit:
             self.poisons.add(request, now)
             raise PoisonRequest(
@@ -247,6 +277,35 @@ class RetryControl:
             ) from attempts.last
         spare = limit - 1 - deaths  # deaths that could be found without refusing the request
         return sorted(open_until, reverse=True)[spare] if len(open_until) > spare else 0.0
+
+    def spare(
+        self,
+        left: Mapping[str, LeftWorker],
+        now: float,
+        answered: Mapping[str, float],
+        died: Mapping[str, float],
+    ) -> int:
+        """How many workers may still die of a request; silent ones count as dead meanwhile."""
+        deaths, open_until = self._deaths(left, now, answered, died)
+        return self._limits.deaths - deaths - len(open_until)
+
+    def _deaths(
+        self,
+        left: Mapping[str, LeftWorker],
+        now: float,
+        answered: Mapping[str, float],
+        died: Mapping[str, float],
+    ) -> tuple[int, list[float]]:
+        """The deaths, and until when each silent worker may still be found dead."""
+        deaths, open_until = 0, []
+        for key, one in left.items():
+            if answered.get(key, one.at) > one.at:
+                continue  # it lives
+            if not one.silent or died.get(key, math.inf) <= one.at + DEATH_SECONDS:
+                deaths += 1
+            elif now < one.at + self._limits.silence:
+                open_until.append(one.at + self._limits.silence)
+        return deaths, open_until
 
     def _kind(self, attempts: Attempts, leg: FailedLeg) -> RetryKind:
         """The kind of retry. Adds the worker to the excluded or the avoided ones."""

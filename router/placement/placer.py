@@ -57,9 +57,9 @@ class NextLeg:
     """A leg to be placed: ``so_far`` output tokens exist, ``positions`` are needed in all.
 
     Workers, by boot token: ``excluded`` ones are not chosen, ``avoided`` ones only for decode and
-    if there are no others; ``near`` is chosen if it can be. ``last_error`` is how the leg before
-    failed. ``computed``: the prompt's blocks can be found, and the client has tokens of another
-    sample of this prompt.
+    if there are no others; ``near`` is chosen if it can be; none but those ``among``, if given.
+    ``last_error`` is how the leg before failed. ``computed``: the prompt's blocks can be found, and
+    the client has tokens of another sample of this prompt.
     """
 
     prompt_tokens: int
@@ -72,6 +72,7 @@ class NextLeg:
     last_error: KvrelayError | None = None
     computed: bool = False
     near: str = ""
+    among: frozenset[str] | None = None
 
     @property
     def begun(self) -> bool:
@@ -212,6 +213,10 @@ class Placer:
         self._affinity[placed.role].record(leg.bound.prefix.names, placed.key, capacity)
         return placed
 
+    def can_place(self, leg: NextLeg) -> bool:
+        """Whether a decode worker for the leg can be used now."""
+        return bool(self._left(types_pb2.ROLE_DECODE, leg))
+
     def learn(self, placed: Placed, prefix: Prefix, usage: types_pb2.LegUsage) -> None:
         """Take in the usage of a leg that ended."""
         if usage.generated and not (usage.failed or usage.preemptions):
@@ -241,7 +246,7 @@ class Placer:
         waiting = leg.deadline.earlier(self._resume_wait if leg.begun else self._worker_wait)
 
         def is_any_left() -> bool:
-            return bool(self._left(types_pb2.ROLE_DECODE, leg))
+            return self.can_place(leg)
 
         while True:
             if not leg.begun:
@@ -301,7 +306,13 @@ class Placer:
     def _left(self, role: Role, leg: NextLeg) -> list[KnownWorker]:
         """Workers that are usable, not excluded, and could hold the request."""
         usable = self._registry.usable(role, leg.bound.numerics)
-        return [w for w in usable if w.key not in leg.excluded and w.fits(leg.positions)]
+        return [
+            worker
+            for worker in usable
+            if worker.key not in leg.excluded
+            and (leg.among is None or worker.key in leg.among)
+            and worker.fits(leg.positions)
+        ]
 
     def _check_full(self, role: Role, leg: NextLeg) -> None:
         """``Exhausted`` if every worker of a role is full; asking them again would not help."""

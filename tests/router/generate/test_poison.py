@@ -12,7 +12,15 @@ from kvrelay.rpc.security.identity import Tenant
 from kvrelay.v1 import types_pb2
 from router.generate.request import AcceptedRequest
 from router.generate.retry import MAX_POISONS, PoisonList, PoisonRequest
-from tests.router.fakes import Behaviour, FakeWorker, answer, decode_worker, ids, running
+from tests.router.fakes import (
+    Behaviour,
+    FakeWorker,
+    answer,
+    decode_worker,
+    ids,
+    prefill_worker,
+    running,
+)
 from tests.router.rig import PROMPT, failing, join, request
 
 ASKED = AcceptedRequest(
@@ -59,6 +67,41 @@ async def test_it_kills_no_more_workers_when_asked_again() -> None:
             worker.behaviour.die_after = None
         another = await router.generate(request(temperature=0.5))
         assert ids(another) == answer(PROMPT, 8, 5)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 20])
+@pytest.mark.parametrize("dying", [0.0, 0.4])
+async def test_all_samples_of_a_request_kill_no_more_workers_than_one(
+    tokens: int, dying: float
+) -> None:
+    """Its prompt is computed elsewhere; then six samples run, and each kills its decode worker."""
+    behaves = Behaviour(die_after=tokens, dying=dying)
+    workers = [decode_worker(f"d{i}", behaviour=replace(behaves)) for i in range(6)]
+    async with running(
+        [prefill_worker(), *workers], health_interval=0.05, health_timeout=0.15
+    ) as router:
+        asked = request(64)
+        asked.n = 6
+        assert "2 workers died" in str(await failing(router.generate(asked, 30)))
+        assert sum(bool(worker.legs) for worker in workers) == 2
+        error = await failing(router.generate(request(64, seed=9)))
+        assert "workers died while they served this request" in str(error)
+        assert sum(bool(worker.legs) for worker in workers) == 2
+
+
+async def test_samples_continue_after_one_death_and_after_late_ones() -> None:
+    workers = [decode_worker(f"d{i}", max_num_seqs=2) for i in range(4)]
+    workers[0].behaviour.die_after = 40  # after it served well: no death of the request
+    workers[1].behaviour.die_after = 3
+    async with running([prefill_worker(), *workers]) as router:
+        asked = request(64)
+        asked.n = 7
+        responses = await router.generate(asked, 30)
+        for index in range(7):
+            tokens = [t.id for r in responses if r.index == index for t in r.tokens]
+            assert tokens == answer(PROMPT, 64, 5 + index)
+        used = [worker for worker in workers if worker.legs]
+        assert len(used) >= 2
 
 
 def slowly_dying(count: int) -> list[FakeWorker]:
