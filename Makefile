@@ -17,12 +17,12 @@ PROTOS := $(wildcard protos/kvrelay/v1/*.proto)
 BUF := $(VENV)/buf/node_modules/.bin/buf
 BUF_PACKAGE := @bufbuild/buf@1.75.0
 
-.PHONY: help venv demo up test cover test-slow test-fast check buf format protos chaos soak fuzz prove bench clean
+.PHONY: help venv demo up test cover test-slow test-fast test-clients check buf format protos chaos soak fuzz prove bench clean
 
 help: ## show this list
 	@echo "kvrelay: LLM serving with prefill and decode on separate workers"
 	@echo
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo
 	@echo "Arguments go through ARGS: make up ARGS='--prefill 2 --decode 2 --port 50051'"
 
@@ -33,16 +33,21 @@ up: $(READY) ## start a cluster that serves until Ctrl-C
 	@$(BIN)/kvrelay up $(ARGS)
 
 test: $(READY) ## run the tests (under ten minutes on two cores)
-	@$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow and not peer' $(ARGS)
 
 cover: $(READY) ## run the tests with coverage (half as long again)
-	@$(BIN)/python -m pytest -m 'not slow' --cov --cov-report=term $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow and not peer' --cov --cov-report=term $(ARGS)
 
 test-slow: $(READY) ## run the tests that wait for silent peers (some minutes)
-	@$(BIN)/python -m pytest -m slow $(ARGS)
+	@$(BIN)/python -m pytest -m 'slow and not peer' $(ARGS)
 
 test-fast: $(READY) ## run the tests that start no processes
-	@$(BIN)/python -m pytest -m 'not cluster and not slow' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not cluster and not slow and not peer' $(ARGS)
+
+# Their environments lie in ~/.cache/kvrelay-tests (6 GB) and are kept between runs and checkouts.
+test-clients: $(READY) ## run aiperf, guidellm, vLLM's bench, Node's clients and Chromium against it
+	@$(BIN)/python -m tests.peers.install
+	@$(BIN)/python -m pytest -m peer $(ARGS)
 
 check: $(READY) buf ## lint, format, strict types, buf lint, house rules (imports, generated code)
 	@echo "ruff check" && $(BIN)/ruff check --quiet --output-format concise .

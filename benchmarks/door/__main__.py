@@ -10,79 +10,20 @@ router's, read from the system: other load on the machine hardly changes it.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from urllib.parse import urlsplit
 
 from benchmarks.cluster.config import RandomPrompts
-from benchmarks.cluster.router_cost import LONG, PROMPT_TOKENS, SHORT, processor_seconds
-from benchmarks.cluster.streams import Burst, Timeline
+from benchmarks.cluster.router_cost import LONG, PROMPT_TOKENS, SHORT
+from benchmarks.cluster.streams import Burst
 from benchmarks.cluster.streams import run as run_grpc
+from benchmarks.door.streams import NEW_TOKENS, VOCABULARY, Run, first, run_http, spent, token
 from benchmarks.random_model import make_model
 from kvrelay.cluster.layout import ClusterConfig
 from kvrelay.cluster.supervisor import Cluster
-
-NEW_TOKENS = 64
-VOCABULARY = 256
-BURSTS = 4
-EVENT = b"data: {"
-DONE = b"data: [DONE]"
-Run = Callable[[Sequence[Sequence[int]], int], Burst]
-
-
-def run_http(url: str, prompts: Sequence[Sequence[int]], count: int) -> Burst:
-    """Send all prompts at once, each on a connection that is open already."""
-    return asyncio.run(_burst(url, prompts, count))
-
-
-async def _burst(url: str, prompts: Sequence[Sequence[int]], count: int) -> Burst:
-    split = urlsplit(url)
-    opened = [await asyncio.open_connection(split.hostname, split.port) for _ in prompts]
-    pairs = zip(opened, prompts, strict=True)
-    lines = await asyncio.gather(*(_one(*ends, prompt, count) for ends, prompt in pairs))
-    return Burst(tuple(lines))
-
-
-async def _one(
-    reader: asyncio.StreamReader,
-    writer: asyncio.StreamWriter,
-    prompt: Sequence[int],
-    count: int,
-) -> Timeline:
-    """The last event of an answer has the finish reason and no token: it is not counted."""
-    asked = {"prompt": list(prompt), "max_tokens": count, "temperature": 0, "stream": True}
-    body = json.dumps({**asked, "ignore_eos": True, "return_token_ids": True}).encode()
-    sent = time.perf_counter()
-    writer.write(
-        b"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-type: application/json\r\n"
-        b"content-length: %d\r\n\r\n%b" % (len(body), body)
-    )
-    stamps: list[float] = []
-    before = b""
-    while DONE not in before:
-        data = await reader.read(1 << 16)
-        if not data:
-            raise SystemExit(f"the stream ended early: {before[-500:]!r}")
-        stamps += [time.perf_counter()] * data.count(EVENT)
-        before = before[-len(DONE) :] + data
-    writer.close()
-    return Timeline(sent, tuple(stamps[:-1]), (), ())
-
-
-def first(burst: Burst) -> float:
-    """The median time to the first token, in seconds."""
-    return median(line.first for line in burst.lines)
-
-
-def token(burst: Burst) -> float:
-    """The median time of a later token."""
-    return median((line.whole - line.first) / max(1, len(line.gaps)) for line in burst.lines)
 
 
 def latencies(runs: Sequence[Run], prompts: RandomPrompts, streams: int, times: int) -> None:
@@ -105,7 +46,7 @@ def processor(runs: Sequence[Run], prompts: RandomPrompts, streams: int, pid: in
     """Print the processor time that the router spends on a request and on a token."""
     costs = []
     for run in runs:
-        short, long = (_spent(run, prompts, streams, count, pid) for count in (SHORT, LONG))
+        short, long = (spent(run, prompts, streams, count, pid) for count in (SHORT, LONG))
         each = (long - short) / (LONG - SHORT)
         costs.append((short, each))
     for name, (grpc, http) in zip(("a request", "a token"), zip(*costs, strict=True), strict=True):
@@ -113,14 +54,6 @@ def processor(runs: Sequence[Run], prompts: RandomPrompts, streams: int, pid: in
             f"{streams:>3} streams  processor time of {name:<10} gRPC {grpc:7.3f} ms"
             f"   HTTP {http:7.3f} ms   {http / grpc:.2f} times"
         )
-
-
-def _spent(run: Run, prompts: RandomPrompts, streams: int, count: int, pid: int) -> float:
-    """Milliseconds a stream."""
-    before = processor_seconds(pid)
-    for _ in range(BURSTS):
-        run(prompts.many(streams, PROMPT_TOKENS), count)
-    return (processor_seconds(pid) - before) * 1e3 / (BURSTS * streams)
 
 
 def main(argv: Sequence[str]) -> int:
