@@ -44,6 +44,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
         **_SERVER,
         "cryptography": "cryptography",
         "numpy": "numpy",
+        "prometheus_client": "prometheus-client",
         "redis": "redis",
         "xxhash": "xxhash",
     },

@@ -44,6 +44,12 @@ class StoreConfig(SecurityOptions):
     flush_seconds: float = option(
         10.0, "seconds to write memory to --disk after SIGTERM", low=0.0, high=600.0
     )
+    metrics_port: int | None = option(
+        None, "port for Prometheus; default: no metrics", low=1, high=65535
+    )
+    metrics_host: str = option(
+        LOOPBACK, "address of the metrics: plain HTTP, without a token", metavar="HOST"
+    )
     log_level: str = option("info", "least severe level to log", choices=LEVELS)
 
     def __post_init__(self) -> None:

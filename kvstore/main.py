@@ -13,8 +13,10 @@ from kvrelay.process import logs
 from kvrelay.process.memory import check_fits, host_memory
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security import policy
+from kvrelay.rpc.server import exposition
 from kvrelay.rpc.server.run import run_service, serve_until_signal
 from kvrelay.rpc.server.server import Server, ServerOptions
+from kvstore import metrics
 from kvstore.config import StoreConfig
 from kvstore.disk.tier import DiskOptions, DiskTier
 from kvstore.limits import StoreLimits
@@ -83,6 +85,9 @@ async def serve(config: StoreConfig) -> int:
         disk.start()
         await asyncio.to_thread(disk.wait_restored, RESTORE_SECONDS)
     grace = GRACE_SECONDS + (config.flush_seconds if disk is not None else 0.0)
+    if config.metrics_port is not None:
+        registry = metrics.registry_of(store.stats_of_tenants)
+        exposition.serve(registry, config.metrics_host, config.metrics_port)
     status = await serve_until_signal(server, ready, flush, grace)
     listener.stop()
     if disk is not None:

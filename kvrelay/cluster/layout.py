@@ -130,7 +130,7 @@ class ClusterConfig(SecurityOptions):
     threads: int | None = option(None, "threads of a worker; default: cores / workers", low=1)
     metrics_port: int | None = option(
         None,
-        "port of the router for Prometheus; the workers have the next ones, in the order shown",
+        "port of the router for Prometheus; the workers, then the store, have the next ones",
         low=1,
         high=65535,
     )
@@ -147,9 +147,9 @@ class ClusterConfig(SecurityOptions):
             raise Rejected(
                 "store_disk", "applies to the store that is started here, not to --store"
             )
-        last = (self.metrics_port or 0) + self.prefill + self.decode
+        last = (self.metrics_port or 0) + self.prefill + self.decode + 1
         if last > 65535:
-            raise Rejected("metrics_port", f"the last worker would have port {last}")
+            raise Rejected("metrics_port", f"the last process would have port {last}")
 
     @property
     def model_path(self) -> str:
@@ -206,11 +206,15 @@ def pool_bytes(config: ClusterConfig, memory: HostMemory | None) -> int | None:
 
 
 def _store(config: ClusterConfig, port: int) -> ProcessSpec:
+    metrics = config.metrics_port
+    if metrics is not None:
+        metrics += 1 + config.prefill + config.decode
     given = {
         "host": LOOPBACK,
         "port": port,
         "budget": config.store_budget,
         "eviction": config.eviction,
+        "metrics-port": metrics,
         "log-level": config.log_level,
     }
     args = [*_flags(given)]

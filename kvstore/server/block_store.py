@@ -41,7 +41,7 @@ from kvstore.limits import HINTED_SHARE, RETURNS, TENANT_HINTED_SHARE, StoreLimi
 from kvstore.server.arena import Arena, capacity_for
 from kvstore.server.slot import WriteSlot
 from kvstore.server.tenants import TenantQuota, TenantTable
-from kvstore.stats import StoreStats
+from kvstore.stats import StoreStats, TenantStats
 
 log = logging.getLogger("kvrelay.store")
 
@@ -297,6 +297,14 @@ class BlockStore:
         with self._lock:
             self._index.expire(time.monotonic())
             return self._index.stats()
+
+    def stats_of_tenants(self) -> StoreStats:
+        """``stats`` with a row for each tenant."""
+        rows = tuple(
+            TenantStats(owner.name, owner.quota, entries, size)
+            for owner, entries, size in (self.usage() if self.tenants.owners else ())
+        )
+        return replace(self.stats(), tenants=rows)
 
     def clear(self) -> int:
         """Remove every block that no lease holds; returns how many."""

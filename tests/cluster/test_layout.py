@@ -61,7 +61,7 @@ def test_flags_are_passed_on_to_the_processes_that_have_them() -> None:
     flags = {name: flags_of(spec) for name, spec in specs.items()}
     workers = ("prefill-0", "prefill-1", "decode-0")
     assert {name: flags[name].get("--metrics-port") for name in specs} == {
-        "store": None,
+        "store": "9104",
         "prefill-0": "9101",
         "prefill-1": "9102",
         "decode-0": "9103",
@@ -88,7 +88,7 @@ def test_every_process_accepts_its_flags() -> None:
 
 
 def test_the_ports_for_metrics_must_exist() -> None:
-    with pytest.raises(Rejected, match="metrics_port: the last worker would have port 65536"):
+    with pytest.raises(Rejected, match="metrics_port: the last process would have port 65537"):
         ClusterConfig(metrics_port=65534)
 
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md lists every metric of routers and workers, and no other."""
+"""docs/metrics.md lists every metric of routers, workers and stores, and no other."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from prometheus_client.core import Metric
 from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.connector.mock import Script
 from kvrelay.worker import metrics as worker_metrics
+from kvstore import metrics as store_metrics
+from kvstore.limits import StoreLimits
+from kvstore.server.block_store import BlockStore
 from router import metrics as router_metrics
 from tests.accounting.bench import limits
 from tests.accounting.served import Served
@@ -49,3 +52,14 @@ def test_workers(read: type[ConnectorCounters] | None) -> None:
     assert found == [
         row for row in listed("Workers") if read is not None or not row[0].startswith("store_")
     ]
+
+
+def test_the_store() -> None:
+    """With a disk tier; the rows of tenants come with credentials only."""
+    store = BlockStore(StoreLimits(budget=1 << 20, disk_budget=1 << 20))
+    found = told(store_metrics.registry_of(store.stats).collect())
+    tenants = [
+        (f"kvstore_tenant_{name}", "gauge", text.rstrip("."))
+        for name, text in store_metrics.TENANT_GAUGES.values()
+    ]
+    assert found + tenants == listed("Store")
