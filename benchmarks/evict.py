@@ -3,12 +3,15 @@
     python -m benchmarks.evict [--requests 3000] [--seed 1]
     python -m benchmarks.evict --trace TRACE[:1000,5000] [--trace ...] [--variants] [--seeds 2]
     python -m benchmarks.evict --trace TRACE:1249 --hints [--horizon 60]
+    python -m benchmarks.evict --trace TRACE:1000,5000 --trace OTHER:750,1500 --folds 2
 
 Prints hit rates of LRU, of ``returns`` and of the offline optimum, in blocks, and the way: how much
 of what the optimum has over LRU ``returns`` has. ``--variants`` adds the halves of each trace by
 conversation, each with half of the budgets, and ``--seeds`` times the trace with the starts of its
 conversations drawn anew, the times within each kept. The last table has for each of them the mean
-way and the worst difference to LRU. A policy that was tuned on one of them must hold on the others.
+way and the worst difference to LRU. A policy that was tuned on one of them must hold on the others:
+``--folds`` chooses its parameters anew on parts of each trace and judges them on the other part and
+the other traces (``benchmarks.folds``), beside the shipped ones.
 ``--hints`` prints the way of ``returns`` with hints from a router's queue and from clients
 (``benchmarks.hinted`` says what is assumed).
 """
@@ -24,6 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.folds import Measured, Trace, conversations_of, folds, parts_of
 from benchmarks.hinted import Assumed, hinted_rate
 from benchmarks.workloads import FAMILIES, bursts, eager, requests
 from kvstore.index.eviction import make_policy
@@ -35,12 +39,7 @@ from kvstore.trace.simulate import replay
 SMALL = (eager, bursts)
 """For stores that hold a few prompts."""
 
-SHARED = 200
-"""A first block of more requests than this is a system prompt: the second tells them apart."""
-
 BUDGETS = "1000,2000,5000,10000"
-
-Trace = Sequence[TraceRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,18 +98,6 @@ def families(count: int, seed: int) -> Iterator[tuple[str, Trace, tuple[int, ...
         yield family.__name__, requests(family(random.Random(seed), count)), budgets
 
 
-def halves(trace: Trace, seed: int) -> tuple[Trace, Trace]:
-    """The trace in two parts by conversation."""
-    chance = random.Random(seed)
-    first: dict[bytes, bool] = {}
-    parts: tuple[list[TraceRequest], list[TraceRequest]] = ([], [])
-    for request, key in zip(trace, conversations_of(trace), strict=True):
-        if key not in first:
-            first[key] = chance.random() < 0.5
-        parts[first[key]].append(request)
-    return parts
-
-
 def drawn_anew(trace: Trace, seed: int) -> Trace:
     """The trace with new starts of its conversations, in a new order, over the same time."""
     chance = random.Random(seed)
@@ -128,17 +115,6 @@ def drawn_anew(trace: Trace, seed: int) -> Trace:
     return sorted(moved, key=lambda one: one.at)
 
 
-def conversations_of(trace: Trace) -> Iterator[bytes]:
-    """For each request a block that its conversation has to itself and begins with."""
-    uses: dict[bytes, int] = {}
-    for request in trace:
-        for name in request.names[:1]:
-            uses[name] = uses.get(name, 0) + 1
-    for request in trace:
-        shared = uses.get(request.names[0], 0) > SHARED if request.names else False
-        yield next(iter(request.names[shared and len(request.names) > 1 :]), b"")
-
-
 def study(
     name: str, trace: Trace, budgets: Sequence[int], variants: bool, seeds: Iterable[int]
 ) -> Iterator[StudyRow]:
@@ -146,7 +122,7 @@ def study(
     named = [(name, trace, list(budgets))]
     if variants:
         smaller = [budget // 2 for budget in budgets]
-        parts = halves(trace, next(iter(seeds), 1))
+        parts = parts_of(trace, 2, next(iter(seeds), 1))
         named += [(f"{name}, half {n}", part, smaller) for n, part in enumerate(parts, 1)]
         named += [
             (f"{name}, drawn anew {seed}", drawn_anew(trace, seed), list(budgets)) for seed in seeds
@@ -191,10 +167,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--hints", action="store_true")
+    parser.add_argument("--folds", type=int, default=0)
     parser.add_argument("--horizon", type=float, default=60.0)
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(argv)
+    if options.folds:
+        named = [(Path(one.partition(":")[0]).stem, *_with_budgets(one)) for one in options.trace]
+        for line in folds([Measured(*one) for one in named], options.folds, options.seed):
+            print(line, flush=True)
+        return 0
     rows: Iterable[StudyRow]
     if options.trace and options.hints:
         rows = (

@@ -149,6 +149,99 @@ def bursts(chance: random.Random, count: int) -> Iterator[Event]:
         yield number * 1.0, recent[-1]
 
 
+def retrieval(chance: random.Random, count: int) -> Iterator[Event]:
+    """Questions on a few of 2,000 documents, best first: only a beginning in the same order hits.
+
+    What is asked for changes: the documents' popularity (Zipf) is drawn anew every 500 requests.
+    """
+    new = Numbers()
+    system = new.take(2)
+    documents = [new.take(chance.randrange(2, 7)) for _ in range(2000)]
+    weights = [1 / (rank + 1) for rank in range(len(documents))]
+    at = 0.0
+    for number in range(count):
+        if number % 500 == 0:
+            chance.shuffle(documents)
+        at += chance.expovariate(1.0)
+        found = chance.choices(range(len(documents)), weights, k=4)
+        chain = system
+        for index in sorted(set(found)):
+            chain += documents[index]
+        yield at, chain + new.take(1)
+
+
+def tools(chance: random.Random, count: int) -> Iterator[Event]:
+    """Agents: tools answer after a second or after minutes, and some calls start helpers.
+
+    A helper has the tools' description in common with its parent, and ends after a few calls.
+    """
+    new = Numbers()
+    kinds = [new.take(chance.randrange(4, 12)) for _ in range(5)]
+    left, start = count, 0.0
+    while left > 0:
+        start += chance.expovariate(0.05)
+        kind = chance.choice(kinds)
+        work = [(start, kind + new.take(2), int(chance.expovariate(0.04)) + 3)]
+        while work and left > 0:
+            at, chain, turns = work.pop()
+            for _ in range(min(left, turns)):
+                left -= 1
+                yield at, chain
+                if turns > 3 and chance.random() < 0.05:
+                    work.append((at + 1.0, kind + new.take(3), 3))
+                slow = chance.random() < 0.15
+                at += chance.lognormvariate(5.0, 1.0) if slow else chance.expovariate(0.3)
+                chain += new.take(chance.randrange(1, 4))
+
+
+def batches(chance: random.Random, count: int) -> Iterator[Event]:
+    """Evaluations: each question 8 times within a minute, after the task's examples; then the next.
+
+    Every task is run again for another checkpoint, hours later, with the same prompts.
+    """
+    new = Numbers()
+    tasks = [
+        (examples, [new.take(chance.randrange(1, 4)) for _ in range(40)])
+        for examples in (new.take(chance.randrange(3, 20)) for _ in range(6))
+    ]
+    at = 0.0
+    for number in range(count):
+        turn = number // 8
+        examples, questions = tasks[turn // 40 % len(tasks)]
+        yield at, examples + questions[turn % 40]
+        at += chance.expovariate(0.2) if number % 8 else 20.0
+        at += 3600.0 if number % (8 * 40) == 0 else 0.0
+
+
+def templates(chance: random.Random, count: int) -> Iterator[Event]:
+    """300 prompt templates with examples, of unequal popularity; behind them one new block."""
+    new = Numbers()
+    made = [new.take(chance.randrange(1, 16)) for _ in range(300)]
+    weights = [(rank + 1) ** -0.8 for rank in range(len(made))]
+    at = 0.0
+    for _ in range(count):
+        at += chance.expovariate(2.0)
+        (template,) = chance.choices(made, weights)
+        yield at, template + new.take(1)
+
+
+def tenants(chance: random.Random, count: int) -> Iterator[Event]:
+    """Chats of 100 tenants of unequal size (Zipf), each with a system prompt of its own."""
+    new = Numbers()
+    systems = [new.take(chance.randrange(1, 10)) for _ in range(100)]
+    weights = [1 / (rank + 1) for rank in range(len(systems))]
+    left, start = count, 0.0
+    while left > 0:
+        start += chance.expovariate(0.3)
+        (system,) = chance.choices(systems, weights)
+        at, chain = start, system + new.take(chance.randrange(1, 5))
+        for _ in range(min(left, int(chance.expovariate(0.4)) + 1)):
+            left -= 1
+            yield at, chain
+            at += chance.lognormvariate(3.5, 1.2)
+            chain += new.take(chance.randrange(1, 4))
+
+
 Family = Callable[[random.Random, int], Iterator[Event]]
 FAMILIES: tuple[Family, ...] = (
     oneshots,
@@ -161,4 +254,9 @@ FAMILIES: tuple[Family, ...] = (
     phases,
     eager,
     bursts,
+    retrieval,
+    tools,
+    batches,
+    templates,
+    tenants,
 )

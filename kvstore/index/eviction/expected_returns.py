@@ -15,7 +15,7 @@ import random
 from collections.abc import Sequence
 
 from kvstore.index.eviction.ghosts import GHOST_BYTES, Ghost, GhostList
-from kvstore.index.eviction.life_table import GAPS, LifeTable
+from kvstore.index.eviction.life_table import GAPS, TUNED, LifeTable, Tuning
 from kvstore.index.eviction.policy import EvictionNode, LeastRecentlyUsed
 from kvstore.index.eviction.shadow_lru import NAME_BYTES, ShadowLru
 from kvstore.limits import RETURNS
@@ -32,9 +32,6 @@ LEVELS = 16
 
 GHOSTS, SHARE = 1 << 16, 4
 """Evicted blocks remembered: at least ``GHOSTS``, and at least a quarter of the stored ones."""
-
-LEARN = 25
-"""Ranks are computed anew every so many prompts."""
 
 CLEAR = 1.5
 """A ratio of ranks that a few prompts do not produce by chance."""
@@ -53,12 +50,13 @@ class ExpectedReturns(LeastRecentlyUsed):
 
     name = RETURNS
 
-    def __init__(self, ghosts: int = GHOSTS) -> None:
+    def __init__(self, ghosts: int = GHOSTS, tuning: Tuning = TUNED) -> None:
         super().__init__()
+        self._learn = tuning.learn
         self._remembered = ghosts
         self._now = 0.0
         self._half_life = math.inf
-        self._table = LifeTable()
+        self._table = LifeTable(tuning)
         self._ghosts = GhostList()
         self._shadow = ShadowLru()
         self._leaves: list[EvictionNode] = []  # free nodes without children; each knows its index
@@ -200,7 +198,7 @@ class ExpectedReturns(LeastRecentlyUsed):
         node.used_at = self._now
         node.use_class = _use_class(node)
         self._table.begin(node.use_class, node.used_at)
-        if self._prompts >= LEARN:
+        if self._prompts >= self._learn:
             self._prompts = 0
             self._table.refresh(self._now)
             self._half_life = self._table.reuse_age(LONG) or math.inf

@@ -12,7 +12,8 @@ those of its wide class, and these towards the common ones, as if a few blocks m
 From the hazards follows ``rank``: the most uses per second of waiting that keeping a block can
 bring, over all times to keep it. That is Gittins' index (J. R. Statist. Soc. B 41, 1979) with the
 use as the reward and the room as the price; as eviction, the "hit density" of Beckmann, Chen and
-Cidon ("LHD", NSDI 2018), which also draws its victim from a few random candidates.
+Cidon ("LHD", NSDI 2018), which also draws its victim from a few random candidates. SAECache (Fang
+et al., arXiv:2605.18825) learns online too, by the type of tokens. No paper on CacheSage was found.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 OCTAVES = 20
 """Ages of 2 s and less, of 4 s and less, up to 2**20 s: twelve days."""
@@ -31,26 +33,37 @@ _WIDTHS = [2.0, *_ENDS[:-1]]
 GAPS = 16
 """Classes within a wide class: ``use_class // GAPS`` is the wide class."""
 
-_FEW = 4.0
-"""Prior weight of the common hazards in each wide class, in blocks: less than one prompt."""
-
-_MANY = 300.0
-"""Prior weight of a wide class's hazards in each of its classes, in blocks: several prompts."""
-
 LONGEST = 2.0**OCTAVES
 """Ages are cut to this, so that no time can make a count, a rank or an age infinite."""
 
 COHORT, COHORTS = 1.0, 256
 """The shortest cohort in seconds, half of the first octave; and so many before they are merged."""
 
-_FADE = 0.9975
-"""The factor of every count at each ``refresh``: a count halves in 277 refreshes."""
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How fast is learned and forgotten. ``few`` and ``many`` are weights, in blocks, of a prior.
+
+    ``learn``: ranks are computed anew every so many prompts. ``fade``: the factor of every count
+    then; a count halves in 277 refreshes. ``few``: of the common hazards in each wide class, less
+    than one prompt. ``many``: of a wide class's hazards in each of its classes, several prompts.
+    """
+
+    learn: int = 25
+    fade: float = 0.9975
+    few: float = 4.0
+    many: float = 300.0
+
+
+TUNED = Tuning()
+"""See ``benchmarks.evict --folds``."""
 
 
 class LifeTable:
     """Pure; ``begin`` and ``end`` cost O(log cohorts), ``refresh`` O(cohorts * classes)."""
 
-    def __init__(self) -> None:
+    def __init__(self, tuning: Tuning = TUNED) -> None:
+        self._tuning = tuning
         self._uses: dict[int, list[float]] = {}
         self._waits: dict[int, list[float]] = {}
         self._starts: list[float] = []  # of the cohorts, oldest first
@@ -124,7 +137,7 @@ class LifeTable:
         now = max(now, self._latest)
         for table in (self._uses, self._waits):
             for use_class, row in table.items():
-                table[use_class] = [count * _FADE for count in row]
+                table[use_class] = [count * self._tuning.fade for count in row]
         ends = [*self._starts, now][1:]
         for start, end, cohort in zip(self._starts, ends, self._cohorts, strict=True):
             for use_class, count in cohort.items():
@@ -180,9 +193,9 @@ class LifeTable:
             classes[use_class // GAPS].append(use_class)
         self._ranks = {}
         for narrow in classes.values():
-            wide = self._hazards(narrow, common, _FEW)
+            wide = self._hazards(narrow, common, self._tuning.few)
             for use_class in narrow:
-                self._ranks[use_class] = _index(self._hazards([use_class], wide, _MANY))
+                self._ranks[use_class] = _index(self._hazards([use_class], wide, self._tuning.many))
 
     def _hazards(self, classes: list[int], prior: list[float], weight: float) -> list[float]:
         """The hazards of some classes together, drawn towards ``prior``."""

@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from benchmarks.workloads import agents, conversations, requests
+from benchmarks import folds as folding
+from benchmarks.folds import GRID, WORST, Measured, Score, chosen, folds, parts_of
+from benchmarks.workloads import Numbers, agents, conversations, requests
 from kvrelay.cli.dispatch import main
 from kvrelay.errors import Rejected
 from kvstore.index.eviction import make_policy
+from kvstore.index.eviction.expected_returns import ExpectedReturns
+from kvstore.index.eviction.life_table import TUNED, Tuning
 from kvstore.index.eviction.policy import LeastRecentlyUsed
 from kvstore.limits import EVICTIONS
 from kvstore.trace.optimum import optimum
@@ -164,3 +169,62 @@ def test_the_command_prints_a_table_and_json(
     assert "cannot be read" in capsys.readouterr().err
     path.write_text("")
     assert main(["store", "simulate", str(path)]) == 2
+
+
+@dataclass(frozen=True)
+class Told(Measured):
+    """Scores that are given instead of measured."""
+
+    scores: Mapping[Tuning, Score] = field(default_factory=dict)
+
+    def score(self, tuning: Tuning) -> Score:
+        return self.scores.get(tuning, Score(0.1, 0.0))
+
+
+def told(scores: Mapping[Tuning, Score]) -> Told:
+    return Told("told", (), (), scores)
+
+
+def test_the_best_parameters_that_are_never_worse_than_lru_are_chosen() -> None:
+    shipped, good, better, unsafe = TUNED, *[one for one in GRID if one != TUNED][:3]
+    assert chosen([told({})]) == shipped, "nothing tells them apart"
+    scores = {good: Score(0.2, 0.0), better: Score(0.3, 0.0), unsafe: Score(0.4, WORST - 0.01)}
+    assert chosen([told(scores)]) == better
+    assert chosen([told(scores), told({good: Score(0.9, 0.0)})]) == good
+    assert chosen([told(dict.fromkeys(GRID, Score(0.1, WORST - 1)) | scores)]) == better
+
+
+def turns(chance: random.Random, pause: float) -> list[TraceRequest]:
+    """Forty conversations of some turns."""
+    new, events = Numbers(), []
+    for number in range(40):
+        at, chain = 10.0 * number, new.take(3)
+        for _ in range(chance.randrange(1, 8)):
+            events.append((at, chain))
+            at += chance.expovariate(1 / pause)
+            chain += new.take(2)
+    return requests(events)
+
+
+def test_what_was_chosen_on_a_part_is_judged_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folding, "GRID", [TUNED, Tuning(learn=100)])
+    chance = random.Random(5)
+    chats, tools = (turns(chance, pause) for pause in (60.0, 5.0))
+    parts = parts_of(chats, 2, seed=1)
+    assert sum(map(len, parts)) == len(chats)
+    seen = [{request.names[0] for request in part} for part in parts]
+    assert not seen[0] & seen[1], "a conversation is in one part"
+    traces = [Measured("chats", chats, [120]), Measured("tools", tools, [80])]
+    table = [line.split(" | ") for line in folds(traces, 2, seed=1)][2:]
+    assert [(row[0].strip("| "), row[4]) for row in table] == [
+        ("chats, part 2", "chats, part 1"),
+        ("chats, part 2", "tools"),
+        ("chats, part 1", "chats, part 2"),
+        ("chats, part 1", "tools"),
+        ("tools, part 2", "tools, part 1"),
+        ("tools, part 2", "chats"),
+        ("tools, part 1", "tools, part 2"),
+        ("tools, part 1", "chats"),
+    ]
+    whole = replay(tools, 80, ExpectedReturns()).rate - replay(tools, 80, LeastRecentlyUsed()).rate
+    assert f"({100 * whole:+.2f})" in table[1][6]
