@@ -13,9 +13,10 @@ if __name__ == "__main__":
     installation.require_service(
         "prefill_service", "worker", "One prefill worker, whose role may change to decode."
     )
-    from kvrelay.process import tempdir
+    from kvrelay.process import cores, tempdir
 
     tempdir.require("prefill_service")  # before the import of torch
+    cores.bound_spinning()
     from decode_service.service import register as decode
     from kvrelay.v1 import types_pb2
     from kvrelay.worker.main import main

@@ -6,9 +6,10 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrelay.cluster.layout import SHIPPED_MODEL, ClusterConfig, cores
+from kvrelay.cluster.layout import SHIPPED_MODEL, ClusterConfig
 from kvrelay.config.reader import check, option
 from kvrelay.errors import Rejected
+from kvrelay.process.cores import available_cores
 from kvrelay.worker.config import DTYPES
 
 PARTS = {
@@ -55,7 +56,7 @@ class ClusterBenchConfig:
 
     @property
     def cores(self) -> int:
-        return self.threads or cores()
+        return self.threads or available_cores()
 
     def scaled(self, tokens: int) -> int:
         """A prompt length, shortened in a quick run."""

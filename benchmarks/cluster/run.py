@@ -14,8 +14,8 @@ from benchmarks.cluster.config import ClusterBenchConfig, RandomPrompts
 from benchmarks.cluster.rows import BenchRow
 from benchmarks.cluster.throughput import Throughput
 from benchmarks.cluster.transformers_baseline import TransformersBaseline
-from kvrelay.cluster.layout import cores
 from kvrelay.cluster.supervisor import Cluster
+from kvrelay.process.cores import available_cores
 
 
 class ClusterBench:
@@ -32,7 +32,7 @@ class ClusterBench:
         gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
         return (
             f"{self._directory.name}, {self._model.parameters / 1e6:.1f} M parameters,"
-            f" {self._config.dtype}; {cores()} cores ({platform.machine()}), {gpu},"
+            f" {self._config.dtype}; {available_cores()} cores ({platform.machine()}), {gpu},"
             f" {self._config.cores} threads; torch {torch.__version__},"
             f" transformers {version('transformers')}, Python {platform.python_version()}"
         )

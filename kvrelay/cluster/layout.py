@@ -16,6 +16,7 @@ from kvrelay.cluster.process import ProcessSpec
 from kvrelay.config.option import PREFIX, option, options
 from kvrelay.config.reader import check
 from kvrelay.errors import Rejected
+from kvrelay.process.cores import available_cores, model_threads
 from kvrelay.process.logs import LEVELS
 from kvrelay.process.memory import HostMemory, host_memory
 from kvrelay.rpc.address import LOOPBACK, ROUTER_PORT, Address
@@ -127,7 +128,9 @@ class ClusterConfig(SecurityOptions):
     queue_seconds: float | None = option(
         None, "estimated seconds of waiting above which the router refuses a request", low=0.0
     )
-    threads: int | None = option(None, "threads of a worker; default: cores / workers", low=1)
+    threads: int | None = option(
+        None, "threads of a worker; default: by the model's size, at most cores / workers", low=1
+    )
     metrics_port: int | None = option(
         None,
         "port of the router for Prometheus; the workers, then the store, have the next ones",
@@ -179,15 +182,16 @@ def process_specs(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
     return (*own_store, *prefill, *decode, router)
 
 
-def cores() -> int:
-    """The number of cores that this process may use."""
-    known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return known or 1
-
-
 def worker_threads(config: ClusterConfig) -> int:
-    """Threads of one worker: an equal share of the cores, at least one."""
-    return config.threads or max(1, cores() // (config.prefill + config.decode))
+    """Threads of one worker: its share of the cores; one, if the model is small."""
+    workers = config.prefill + config.decode
+    return config.threads or model_threads(_weight_bytes(config), available_cores(), workers)
+
+
+def _weight_bytes(config: ClusterConfig) -> int:
+    """Of the weights in a worker's memory, as far as the files tell."""
+    files = sum(path.stat().st_size for path in Path(config.model_path).glob("*.safetensors"))
+    return files * (2 if config.dtype == "float32" else 1)  # the files may hold bfloat16
 
 
 def pool_bytes(config: ClusterConfig, memory: HostMemory | None) -> int | None:
@@ -199,8 +203,7 @@ def pool_bytes(config: ClusterConfig, memory: HostMemory | None) -> int | None:
     if config.kv_memory is not None or memory is None or not _can_fork(config):
         return config.kv_memory
     workers = config.prefill + config.decode
-    files = sum(path.stat().st_size for path in Path(config.model_path).glob("*.safetensors"))
-    weights = files * (2 if config.dtype == "float32" else 1)  # the files may hold bfloat16
+    weights = _weight_bytes(config)
     store = config.store_budget if config.store is None else 0
     return max(int(HOST_SHARE * (memory.free - store) / workers - HOST_SHARE * weights), LEAST_POOL)
 

@@ -39,6 +39,11 @@ class Runner:
         self._executed = 0
 
     @property
+    def threads(self) -> int:
+        """The number of intra-op threads of a step."""
+        return self._threads or torch.get_num_threads()
+
+    @property
     def attention_profile(self) -> str:
         """The backend chosen at start, with all that decides the bits of its results."""
         return self._backend.profile

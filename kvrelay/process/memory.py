@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.errors import Rejected
+from kvrelay.process.cgroup import CGROUP, PROC, group_folders
 
-PROC = Path("/proc")
-CGROUP = Path("/sys/fs/cgroup")
 VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
@@ -56,22 +55,10 @@ def _gib(size: int) -> str:
 
 def _groups(proc: Path, cgroup: Path) -> Iterator[HostMemory]:
     """The limits of every control group that this process is in, from the innermost outwards."""
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, names = cgroup, VERSION_2
-        elif "memory" in controllers.split(","):
-            root, names = cgroup / "memory", VERSION_1
-        else:
-            continue
-        place = root / path.strip("/")
-        for folder in (place, *place.parents):
-            if folder.is_relative_to(root) and (limit := _limit(folder, *names)) is not None:
-                yield limit
+    for folder, version in group_folders("memory", proc, cgroup):
+        limit = _limit(folder, *(VERSION_2 if version == 2 else VERSION_1))
+        if limit is not None:
+            yield limit
 
 
 def _limit(folder: Path, limit: str, usage: str, reclaimable: str) -> HostMemory | None:

@@ -90,6 +90,7 @@ def _ready(worker: Worker, address: str) -> str:
     return (
         f"{worker.identity.name} worker ready on {address}: {info.name} {info.dtype} on"
         f" {info.device}, attention {worker.runner.attention_profile},"
+        f" threads {worker.runner.threads},"
         f" {worker.limits.num_blocks} blocks of {worker.limits.block_size}"
     )
 

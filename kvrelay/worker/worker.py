@@ -29,6 +29,7 @@ from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.numerics import numeric_profile
 from kvrelay.engine.runner import Runner
 from kvrelay.errors import Mismatch
+from kvrelay.process.cores import available_cores, model_threads
 from kvrelay.process.memory import host_memory
 from kvrelay.rpc.protocol import PROTOCOL, Role
 from kvrelay.rpc.security.credentials import Credentials
@@ -82,7 +83,8 @@ class Worker:
         )
         info = model.info
         credentials = installed().credentials
-        profile = numeric_profile(model, attention, config.threads)
+        threads = config.threads or model_threads(model.weight_bytes, available_cores())
+        profile = numeric_profile(model, attention, threads)
         namespace = Namespace(
             model=config.served_model or info.name,
             revision=info.revision,
@@ -94,9 +96,7 @@ class Worker:
         )
         limits = limits_of(config, model)
         stop_checkers = StopCheckers(config.model)
-        runner = Runner(model, limits.num_blocks, limits.block_size, attention, config.threads)
-        if runner.attention_reason:
-            log.warning("attention is %s: %s", runner.attention_profile, runner.attention_reason)
+        runner = open_runner(model, limits, attention, threads)
         namer = Namer(namespace)
         streams = LegStreams()
         key = BlockKey.of(credentials.fleet_key)
@@ -230,6 +230,16 @@ class Worker:
                 " worker has",
             )
         return leg.tenant_salt
+
+
+def open_runner(
+    model: LoadedModel, limits: EngineLimits, attention_backend: str, threads: int
+) -> Runner:
+    """The runner of a worker; logs why its attention is not the best one, if it is not."""
+    runner = Runner(model, limits.num_blocks, limits.block_size, attention_backend, threads)
+    if runner.attention_reason:
+        log.warning("attention is %s: %s", runner.attention_profile, runner.attention_reason)
+    return runner
 
 
 def open_connector(

@@ -31,6 +31,7 @@ from kvrelay.installation import (
     missing,
     services_installed,
 )
+from kvrelay.process.cores import available_cores
 from kvrelay.process.memory import host_memory
 from kvrelay.rpc.address import ROUTER_PORT, Address
 from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
@@ -115,10 +116,12 @@ def _version(name: str) -> str:
 
 def _cluster() -> Iterator[Diagnosis]:
     """The cores and the shipped model."""
-    from kvrelay.cluster.layout import SHIPPED_MODEL, cores  # needs the packages of the services
+    from kvrelay.cluster.layout import SHIPPED_MODEL  # needs the packages of the services
 
-    found = f"{cores()} cores, {platform.system()} {platform.machine()}"
-    yield Diagnosis("processor", "ok", found, "shared out among the workers as threads")
+    found = f"{available_cores()} cores, {platform.system()} {platform.machine()}"
+    yield Diagnosis(
+        "processor", "ok", found, "shared out among the workers as threads; a small model has one"
+    )
     weights = list(SHIPPED_MODEL.glob("*.safetensors"))
     if weights:
         size = sum(path.stat().st_size for path in weights)

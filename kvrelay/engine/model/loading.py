@@ -65,6 +65,11 @@ class LoadedModel:
     forward: CausalModel
     device: torch.device
 
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of all weights."""
+        return self.info.num_parameters * DTYPES[self.info.dtype].itemsize
+
     def pool_shape(self, num_blocks: int, block_size: int) -> PoolShape:
         """The shape of a KV pool for this model."""
         info = self.info

@@ -1,0 +1,58 @@
+"""The cores that this process may use, the threads of a model, and how long threads spin.
+
+The cores are those of the affinity mask, bounded by the processor quota of a control group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
+
+from kvrelay.process.cgroup import CGROUP, PROC, group_folders
+
+BYTES_A_THREAD = 32 << 20
+"""Of weights. A step wakes the threads some ten times a layer: on weights that one thread reads in
+a few milliseconds that costs more than a second thread saves (benchmarks/README.md)."""
+
+SPINS = 1000  # loops: the best of 0, 1,000 and 10,000 on busy cores (benchmarks/README.md)
+_SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+
+def available_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+    """At least one. A quota of two and a half cores counts as two."""
+    known = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min([known or 1, *(int(quota) for quota in _quotas(proc, cgroup))]))
+
+
+def model_threads(weight_bytes: int, cores: int, workers: int = 1) -> int:
+    """Threads of one of so many workers on these cores; a small model has one."""
+    share = max(1, cores // workers)
+    return min(share, max(1, weight_bytes // BYTES_A_THREAD))
+
+
+def bound_spinning(environ: MutableMapping[str, str] | None = None) -> None:
+    """Bound how long OpenMP threads spin for work; call it before torch is imported.
+
+    The libgomp of torch spins 300,000 loops, which is milliseconds on a core that the router or
+    the store may need. What the environment says is kept.
+    """
+    given = os.environ if environ is None else environ
+    if not any(name in given for name in _SPINNING):
+        given["GOMP_SPINCOUNT"] = str(SPINS)
+
+
+def _quotas(proc: Path, cgroup: Path) -> Iterator[float]:
+    """The cores that each control group allows, if it has a limit."""
+    for folder, version in group_folders("cpu", proc, cgroup):
+        try:
+            if version == 2:
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota = (folder / "cpu.cfs_quota_us").read_text()
+                period = (folder / "cpu.cfs_period_us").read_text()
+            cores = int(quota) / int(period)
+        except (OSError, ValueError, ZeroDivisionError):  # ValueError: "max"
+            continue
+        if cores > 0:  # version 1 has -1 for no limit
+            yield cores

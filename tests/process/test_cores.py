@@ -1,0 +1,129 @@
+"""Cores from control groups as Linux writes them, threads by the size of a model, spinning."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrelay.process.cores import (
+    BYTES_A_THREAD,
+    SPINS,
+    available_cores,
+    bound_spinning,
+    model_threads,
+)
+
+
+@pytest.fixture
+def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ``/proc`` of a machine with eight cores, without control groups."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    folder = tmp_path / "proc"
+    (folder / "self").mkdir(parents=True)
+    return folder
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / f"cpu.{name}").write_text(text + "\n")
+
+
+def test_the_affinity_mask_alone(proc: Path, tmp_path: Path) -> None:
+    assert available_cores(proc, tmp_path / "none") == 8
+    (proc / "self" / "cgroup").write_text("0::/\n")
+    assert available_cores(proc, tmp_path / "none") == 8
+
+
+@pytest.mark.parametrize(
+    ("inner", "outer", "cores"),
+    [
+        ("max 100000", "max 100000", 8),
+        ("max 100000", "250000 100000", 2),
+        ("300000 100000", "max 100000", 3),
+        ("1600000 100000", "max 100000", 8),
+        ("50000 100000", "max 100000", 1),
+        ("nonsense", "max 100000", 8),
+    ],
+)
+def test_the_tightest_quota_of_version_2_counts(
+    proc: Path, tmp_path: Path, inner: str, outer: str, cores: int
+) -> None:
+    root = tmp_path / "cgroup"
+    (proc / "self" / "cgroup").write_text("0::/pod/box\n")
+    write(root / "pod" / "box", max=inner)
+    write(root / "pod", max=outer)
+    assert available_cores(proc, root) == cores
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("-1", 8), ("200000", 2)])
+def test_a_quota_of_version_1(proc: Path, tmp_path: Path, quota: str, cores: int) -> None:
+    root = tmp_path / "cgroup"
+    (proc / "self" / "cgroup").write_text("4:cpu,cpuacct:/box\n0::/\n")
+    write(root / "cpu" / "box", cfs_quota_us=quota, cfs_period_us="100000")
+    assert available_cores(proc, root) == cores
+
+
+def test_a_small_model_has_one_thread() -> None:
+    assert model_threads(BYTES_A_THREAD - 1, 16) == 1
+    assert model_threads(0, 16) == 1
+
+
+def test_a_large_model_has_its_share_of_the_cores() -> None:
+    large = 1000 * BYTES_A_THREAD
+    assert [model_threads(large, 8, workers) for workers in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
+
+
+def test_threads_grow_with_the_weights() -> None:
+    assert [model_threads(n * BYTES_A_THREAD, 4) for n in (1, 2, 3, 4, 50)] == [1, 2, 3, 4, 4]
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_what_the_user_says_about_spinning_is_kept(name: str) -> None:
+    given = {name: "active"}
+    bound_spinning(given)
+    assert given == {name: "active"}
+    empty: dict[str, str] = {}
+    bound_spinning(empty)
+    assert empty == {"GOMP_SPINCOUNT": str(SPINS)}
+
+
+@pytest.mark.parametrize("service", ["prefill_service", "decode_service"])
+def test_a_worker_bounds_it_before_torch_is_loaded(service: str) -> None:
+    """And before any module that imports torch: the runtime reads it once, when it is loaded."""
+    program = (
+        "import os, runpy, sys\n"
+        "def watch(event, arguments):\n"
+        "    if event == 'import' and arguments[0] == 'torch':\n"
+        "        print('spins', os.environ.get('GOMP_SPINCOUNT'), flush=True)\n"
+        "        os._exit(0)\n"
+        "sys.addaudithook(watch)\n"
+        f"sys.argv = ['{service}', '--model', 'none']\n"
+        f"runpy.run_module('{service}', run_name='__main__')\n"
+    )
+    assert spins(program) == f"spins {SPINS}"
+
+
+def test_the_fork_server_bounds_it_before_torch_is_loaded() -> None:
+    program = (
+        "import os, sys\n"
+        "from kvrelay.cluster import forkserver\n"
+        "forkserver.import_module = lambda name: ("
+        "print('spins', os.environ.get('GOMP_SPINCOUNT'), flush=True), os._exit(0))\n"
+        "forkserver.main(['0', 'torch'])\n"
+    )
+    assert spins(program) == f"spins {SPINS}"
+
+
+def spins(program: str) -> str:
+    """What a new process prints that has no word on spinning in its environment."""
+    environ = {
+        k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    }
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
