@@ -315,6 +315,38 @@ def test_a_hostile_grammar_ends_with_an_error_and_soon(name: str) -> None:
             output.append(chance.choice([token for token in letters if token in allowed]))
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_too_many_optional_properties_are_refused_before_the_first_token(nested: bool) -> None:
+    """Required ones are no choice: they may be as many as fit."""
+
+    def schema(optional: int, required: int = 0) -> StructuredOutput:
+        names = [f"p{number}" for number in range(optional + required)]
+        one: dict[str, object] = {
+            "type": "object",
+            "properties": {name: {"type": "integer"} for name in names},
+            "required": names[optional:],
+            "additionalProperties": False,
+        }
+        if nested:
+            one = {"type": "object", "properties": {"o": {"type": "array", "items": one}}}
+        return StructuredOutput(json_schema=json.dumps(one))
+
+    with pytest.raises(Rejected, match=r"json_schema: an object has 481 optional properties"):
+        byte_compiler().compile(schema(481))
+    for wanted in (schema(480), schema(0, 600)):
+        made = byte_compiler().compile(wanted)
+        text = '{"o":[{' if nested else "{"
+        output = byte_level().encode(text, add_special_tokens=False)
+        for end in range(len(output) + 1):
+            assert bits(made.allowed(output, 0, end))
+
+
+def test_a_grammar_without_a_first_mask_is_refused_when_it_is_compiled() -> None:
+    choices = " | ".join(f"/[ab]{{0,{number}}}x?/ a" for number in range(1, 600))
+    with pytest.raises(Rejected, match=r"grammar: is too complex.* after 0 output tokens"):
+        byte_compiler().compile(StructuredOutput(grammar=f'start: a\na: {choices} | "b"'))
+
+
 def test_the_cache_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structured, "CACHE_BYTES", 5 * structured.OVERHEAD_BYTES)
     made = GrammarCompiler(byte_level(), (EOS,))
