@@ -59,7 +59,11 @@ class ConnectionTable:
         full = self.open > limits.connections
         if full or self._hosts[host] > limits.connections_per_host:
             idle = (one for one in self._idle if full or one.host == host)
-            next(idle, connection).abort()
+            evicted = next(idle, connection)
+            self._idle.pop(evicted, None)  # it is still open: the next one evicts another
+            evicted.abort()
+            if evicted is connection:
+                return
         self._idle[connection] = None
 
     def leave(self, connection: BoundedProtocol) -> None:

@@ -68,6 +68,7 @@ class Exchange:
         self._send = send
         self._limits = limits
         self._body = bytearray()
+        self._ahead = asyncio.Event()  # all of a small body is here, or the beginning of another
         self._wanted = asyncio.Event()
         self._complete = asyncio.Event()
         self._overflow = False
@@ -107,12 +108,16 @@ class Exchange:
 
     @asynccontextmanager
     async def attended(self) -> AsyncIterator[None]:
-        """Cancel what runs inside if the client leaves; then it ends with ``Disconnected``."""
+        """Cancel what runs inside if the client leaves; then it ends with ``Disconnected``.
+
+        It begins when a small body is complete: a slow one takes no other request's memory.
+        """
         task = asyncio.current_task()
         assert task is not None, "a request is served by a task"
         taking = asyncio.ensure_future(self._take_in(task))
         watching = self._watch(task)
         try:
+            await self._arrived(self._ahead)
             yield
         except asyncio.CancelledError:
             if not self._lost:
@@ -138,19 +143,22 @@ class Exchange:
     async def body(self) -> bytes:
         """The whole body. Raises ``HttpRefusal`` if it is too large, or late."""
         self._wanted.set()
-        seconds = self._limits.body_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                await self._complete.wait()
-        except TimeoutError:
-            raise HttpRefusal(
-                408, "request_timeout", f"body: it did not arrive within {seconds:g} s"
-            ) from None
+        await self._arrived(self._complete)
         if self._overflow:
             raise self._too_large()
         body = bytes(self._body)
         self._body.clear()
         return body
+
+    async def _arrived(self, part: asyncio.Event) -> None:
+        seconds = self._limits.body_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                await part.wait()
+        except TimeoutError:
+            raise HttpRefusal(
+                408, "request_timeout", f"body: it did not arrive within {seconds:g} s"
+            ) from None
 
     async def reply(self, value: JsonObject, status: int = 200, headers: Headers = ()) -> None:
         """Send the whole response, as JSON."""
@@ -251,7 +259,9 @@ class Exchange:
                 self._complete.set()
             if not message.get("more_body", False):
                 self._complete.set()
-            elif len(self._body) >= AHEAD:
+            if self._complete.is_set() or len(self._body) >= AHEAD:
+                self._ahead.set()
+            if len(self._body) >= AHEAD and not self._complete.is_set():
                 await self._wanted.wait()
         self._leave(task)
 

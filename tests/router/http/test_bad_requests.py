@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -21,6 +22,7 @@ from router.http.access import Access
 from router.http.app import make_app
 from router.http.connections import HttpLimits
 from router.http.server import HttpServer
+from router.queue import inbox
 from tests.router.fakes import Behaviour, Running, decode_worker, running
 from tests.router.http.rig import SEED, door, expected
 from tests.router.rig import PROMPT
@@ -262,6 +264,24 @@ async def test_a_body_that_is_slow() -> None:
         await undisturbed(router, client)
 
 
+async def test_slow_bodies_take_no_place_of_complete_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The router has memory for one message here, and waits for ever for those that it reads."""
+    monkeypatch.setattr(inbox, "INBOX_BYTES", 1)
+    monkeypatch.setattr(inbox, "READ_SECONDS", 1000.0)
+    async with bounded() as (router, client, _):
+        slow = [await raw(client) for _ in range(8)]
+        for number, (_, writer) in enumerate(slow):
+            length = (b"content-length: 100", b"transfer-encoding: chunked")[number % 2]
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                + length
+                + b"\r\n\r\n1\r\n{\r\n"
+            )
+        await undisturbed(router, client)
+        for _, writer in slow:
+            writer.close()
+
+
 async def test_idle_connections_make_room() -> None:
     """New ones are served however many are idle, and no more stay open than may."""
     async with bounded(connections=60, connections_per_host=40) as (router, client, server):
@@ -270,6 +290,19 @@ async def test_idle_connections_make_room() -> None:
         assert server.connections.open <= 41
         for _, writer in idle:
             writer.close()
+
+
+async def test_a_burst_of_connections_makes_room_for_each() -> None:
+    """They are accepted before the first that makes room is closed."""
+    async with bounded(connections=60, connections_per_host=40) as (router, client, server):
+        made = [socket.create_connection(("127.0.0.1", client.base_url.port)) for _ in range(100)]
+        async with asyncio.timeout(10):
+            while server.connections.open < 30:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.01)
+        await undisturbed(router, client)
+        assert server.connections.open <= 31  # half of all places are for one host
+        for one in made:
+            one.close()
 
 
 async def test_a_client_that_reads_nothing_is_cut_off() -> None:
