@@ -199,24 +199,32 @@ class LoadJob:
 class RecheckJob:
     """Reads the blocks after a wrong one of a load that has ended; the store removes wrong ones.
 
-    Without it a chain with many wrong blocks would heal one block a request.
+    Without it a chain with many wrong blocks would heal one block a request. ``end`` is called when
+    it is over.
     """
 
-    def __init__(self, context: JobContext, targets: Sequence[LoadTarget]) -> None:
+    def __init__(
+        self, context: JobContext, targets: Sequence[LoadTarget], end: Callable[[], None]
+    ) -> None:
         self._context = context
         self._targets = targets
+        self._end = end
 
     def run(self) -> None:
         """Stop reading at each wrong block, which makes the store verify it."""
         pool, options = self._context.pool, self._context.options
         nbytes = sum(pool.nbytes(target.expected.count) for target in self._targets)
         deadline = time.monotonic() + options.load_timeout(nbytes)
-        with suppress(KvrelayError):
-            for target in self._targets:
-                self._check(target, deadline - time.monotonic())
+        try:
+            with suppress(KvrelayError):
+                for target in self._targets:
+                    self._check(target, deadline - time.monotonic())
+        finally:
+            self._end()
 
     def give_up(self) -> None:
         """Nothing waits for this job."""
+        self._end()
 
     def _check(self, target: LoadTarget, timeout: float) -> None:
         buffer = memoryview(bytearray(self._context.pool.nbytes(target.expected.count)))

@@ -65,6 +65,7 @@ class StoreConnector:
         self._lock = threading.Lock()
         self._kept: dict[str, _KeptLease] = {}  # by request
         self._loads: dict[tuple[str, int], LoadJob] = {}  # open ones, by request and epoch
+        self._rechecking: set[bytes] = set()  # names
         self._events: list[TransferEvent] = []
         self._notify: Callable[[], None] | None = None
 
@@ -106,8 +107,7 @@ class StoreConnector:
             if not needed:
                 self._leases.release(kept.lease)
             self._post(event)
-            if suspect:
-                self._recheck_threads.submit(RecheckJob(self._context, suspect))
+            self._recheck(suspect)
 
         self._meter.add(loads=1, open_loads=1)
         job = LoadJob(self._context, load, targets, end)
@@ -173,6 +173,20 @@ class StoreConnector:
             self._recheck_threads,
             self._release_threads,
         ]
+
+    def _recheck(self, suspect: Sequence[LoadTarget]) -> None:
+        """Check the blocks after a wrong one, each once though many loads may stop before it."""
+        with self._lock:
+            new = [target for target in suspect if target.expected.name not in self._rechecking]
+            names = {target.expected.name for target in new}
+            self._rechecking |= names
+
+        def end() -> None:
+            with self._lock:
+                self._rechecking -= names
+
+        if new:
+            self._recheck_threads.submit(RecheckJob(self._context, new, end))
 
     def _let_go(self, request_id: str) -> None:
         """Release the lease that was kept for a request, now or when its load has ended."""

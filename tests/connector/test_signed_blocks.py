@@ -24,6 +24,7 @@ from kvstore.client import remote
 from kvstore.client.memory import MemoryStore, forget
 from tests.connector.rig import SPACE, B, Worker, blocks_for
 from tests.kvstore.conftest import start_service, stop
+from tests.kvstore.disk.rig import until
 from tests.kvstore.redis.redisserver import Server, running
 
 FLEET = b"f" * 32
@@ -89,10 +90,17 @@ def test_blocks_that_a_stranger_made_are_misses(url: str) -> None:
             assert loaded(stranger, tokens) == len(tokens)  # it believes its own
             assert loaded(ours, tokens) == 0
         assert ours.counters.corrupt >= PROMPTS  # and the rest of each load, checked afterwards
-        with closing(connect(url)) as store:
-            store.clear(20)
+        names = [name for tokens in prompts() for name in ours.namer.chain(tokens, B)]
         stranger.connector.close()
         ours.connector.close()
+        with closing(connect(url)) as store:
+            until(lambda: emptied(store, names))  # noqa: B023 - called here
+
+
+def emptied(store: Store, names: Sequence[bytes]) -> bool:
+    """Clear the store; whether none of the blocks was held by a reader."""
+    store.clear(20)
+    return not any(store.survey(NameQuery(names), 20).sizes)
 
 
 @pytest.mark.cluster
@@ -240,6 +248,42 @@ def test_right_blocks_after_a_wrong_one_are_not_refused() -> None:
         assert store.gets.acquire(timeout=20)
     ours.connector.close()
     assert set(store.refused) == {ours.namer.chain(tokens, B)[0]}
+    stranger.connector.close()
+    forget(name)
+
+
+class Held(Rechecked):
+    """Blocks that are read alone wait until they may be read."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.alone: list[bytes] = []
+        self.go = threading.Event()
+
+    def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
+        if len(wants) == 1:
+            self.alone.append(wants[0].name)
+            assert self.go.wait(20)
+        yield from super().get(wants, timeout)
+
+
+def test_many_loads_that_stop_at_one_block_check_the_rest_once() -> None:
+    name = f"signed-{next(NUMBERS)}"
+    stranger, tokens = Worker(MemoryStore(name), STRANGER), prompts()[0]
+    saved_first(stranger, tokens)
+    store = Held(name)
+    ours = Worker(store, KEYED)
+    saved(ours, tokens)
+    for _ in range(6):
+        assert loaded(ours, tokens) == 0
+    store.go.set()
+    for _ in range(6 + COUNT - 1):
+        assert store.gets.acquire(timeout=20)
+    assert loaded(ours, tokens) == 0  # and later it is checked again
+    for _ in range(COUNT):
+        assert store.gets.acquire(timeout=20)
+    ours.connector.close()
+    assert store.alone == 2 * ours.namer.chain(tokens, B)[1:COUNT]
     stranger.connector.close()
     forget(name)
 
