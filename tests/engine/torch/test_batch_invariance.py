@@ -113,6 +113,27 @@ def test_sizes_of_blocks_and_two_threads(
     check(load_model(path, "float32", "cpu"), block_size, 2, random.randrange(1 << 31), attention)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_to_eight_threads(compiled: None, tmp_path: Path, dtype: str) -> None:
+    """KV and logits of the native kernel, whole on one thread and cut on several beside others."""
+    loaded = load_model(tiny_model("llama", tmp_path / "llama", DTYPES[dtype]), dtype, "cpu")
+    seed = random.randrange(1 << 31)
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    (tokens,) = prompts(seed, [700], VOCAB)
+    before = torch.get_num_threads()
+    try:
+        kv, top = computed(Runner(loaded, 200, 16, "native", 1), tokens, [700], ())
+        for threads in range(2, 9):
+            runner = Runner(loaded, 200, 16, "native", threads)
+            for counts in ([700], [513, 60, 126, 1]):
+                again = computed(runner, tokens, counts, neighbours(rng, runner))
+                assert torch.equal(again[0], kv), f"{threads} threads, {counts}"
+                assert again[1] == top, f"{threads} threads, {counts}"
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_the_sizes() -> None:
     assert [queries_computed(n) for n in (1, 3, 4, 7, 32, 33, 35, 36, 64)] == [
         *(4, 4, 4, 7, 32, 36, 36, 36, 64)

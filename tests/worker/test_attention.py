@@ -1,0 +1,33 @@
+"""What a worker says about the attention it computes with."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from kvrelay.engine.attention.native import library
+from kvrelay.engine.core.plan import EngineLimits
+from kvrelay.engine.model.loading import load_model
+from kvrelay.worker.worker import open_runner
+from tests.models import tiny_model
+
+
+def test_sdpa_is_logged_with_the_reason(
+    compiled: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One line if "auto" cannot have the kernel, none if it can or if SDPA was asked for."""
+    model = load_model(tiny_model("llama", tmp_path / "llama"), "float32", "cpu")
+    limits = EngineLimits(8, 16, 64, 4, 64)
+    with caplog.at_level(logging.WARNING):
+        assert open_runner(model, limits, "auto", 1).attention_profile.startswith("native-")
+        assert open_runner(model, limits, "sdpa", 1).attention_profile == "sdpa"
+        assert not caplog.records
+        monkeypatch.setenv(library.FORCED, "sse9")
+        assert open_runner(model, limits, "auto", 1).attention_profile == "sdpa"
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"attention is sdpa: native cannot be used: {library.FORCED}=sse9")
