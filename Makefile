@@ -17,7 +17,7 @@ PROTOS := $(wildcard protos/kvrelay/v1/*.proto)
 BUF := $(VENV)/buf/node_modules/.bin/buf
 BUF_PACKAGE := @bufbuild/buf@1.75.0
 
-.PHONY: help venv demo up test cover test-slow test-fast test-clients check buf format protos chaos soak fuzz prove bench clean
+.PHONY: help venv demo up test cover test-slow test-fast test-clients test-gpu check buf format protos chaos soak fuzz prove bench clean
 
 help: ## show this list
 	@echo "kvrelay: LLM serving with prefill and decode on separate workers"
@@ -33,21 +33,28 @@ up: $(READY) ## start a cluster that serves until Ctrl-C
 	@$(BIN)/kvrelay up $(ARGS)
 
 test: $(READY) ## run the tests (under ten minutes on two cores)
-	@$(BIN)/python -m pytest -m 'not slow and not peer' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow and not peer and not triton' $(ARGS)
 
 cover: $(READY) ## run the tests with coverage (half as long again)
-	@$(BIN)/python -m pytest -m 'not slow and not peer' --cov --cov-report=term $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow and not peer and not triton' --cov --cov-report=term $(ARGS)
 
 test-slow: $(READY) ## run the tests that wait for silent peers (some minutes)
 	@$(BIN)/python -m pytest -m 'slow and not peer' $(ARGS)
 
 test-fast: $(READY) ## run the tests that start no processes
-	@$(BIN)/python -m pytest -m 'not cluster and not slow and not peer' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not cluster and not slow and not peer and not triton' $(ARGS)
 
 # Their environments lie in ~/.cache/kvrelay-tests (6 GB) and are kept between runs and checkouts.
 test-clients: $(READY) ## run aiperf, guidellm, vLLM's bench, Node's clients and Chromium against it
 	@$(BIN)/python -m tests.peers.install
 	@$(BIN)/python -m pytest -m peer $(ARGS)
+
+# Torch's CPU build comes without triton, which is 700 MB: installed here, on first use.
+test-gpu: $(READY) ## interpret and compile the kernels for GPUs; no GPU is needed
+	@if ! $(BIN)/python -c 'import triton' 2>/dev/null \
+		&& ! $(BIN)/python -m pip install --disable-pip-version-check -q $(PIP_ARGS) -e '.[triton]'; \
+		then echo "test-gpu: skipped, pip cannot install triton here"; exit 0; fi; \
+	$(BIN)/python -m pytest -m triton tests/engine/cuda $(ARGS)
 
 check: $(READY) buf ## lint, format, strict types, buf lint, house rules (imports, generated code)
 	@echo "ruff check" && $(BIN)/ruff check --quiet --output-format concise .

@@ -10,6 +10,7 @@ from kvrelay.engine.attention.batch import Batch, pack
 from kvrelay.engine.attention.choice import choose_attention
 from kvrelay.engine.attention.pool import KVPool
 from kvrelay.engine.core.updates import Sampled, Work
+from kvrelay.engine.model.fused_decoder import forward_for
 from kvrelay.engine.model.loading import LoadedModel
 from kvrelay.engine.sampling.masks import MaskThread
 from kvrelay.engine.sampling.sampler import sample
@@ -30,9 +31,9 @@ class Runner:
         threads: int | None = None,
     ) -> None:
         self.pool = KVPool(loaded.pool_shape(num_blocks, block_size), loaded.device)
-        self._forward = loaded.forward
         chosen = choose_attention(attention_backend, self.pool)
         self._backend = chosen.backend
+        self._forward = forward_for(loaded.forward, self._backend)
         self.attention_reason = chosen.reason  # why it is not a better one; empty: it is the best
         self._threads = threads
         self._masks = MaskThread(loaded.info.vocab_size)

@@ -11,7 +11,7 @@ from kvrelay.rpc.security.options import SecurityOptions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-ATTENTION_BACKENDS = ("auto", "sdpa", "native")
+ATTENTION_BACKENDS = ("auto", "sdpa", "native", "triton")
 NUMERICS = ("strict", "loose")
 LARGEST_BLOCK = 1024  # token positions
 

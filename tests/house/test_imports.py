@@ -27,6 +27,7 @@ FLOORS = {
     "kvrelay/rpc/server": 4,
     "kvrelay/client": 4,
     "kvrelay/engine/core": 2,
+    "kvrelay/engine/cuda": 2,
     "kvrelay/engine/attention": 3,
     "kvrelay/engine/sampling": 3,
     "kvrelay/engine/model": 4,

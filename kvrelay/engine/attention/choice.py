@@ -9,6 +9,7 @@ from kvrelay.engine.attention.native.backend import NativeBackend
 from kvrelay.engine.attention.native.library import NoKernel
 from kvrelay.engine.attention.pool import KVPool
 from kvrelay.engine.attention.sdpa import SdpaBackend
+from kvrelay.engine.attention.triton_backend import NoTriton, TritonBackend
 from kvrelay.errors import Rejected
 
 
@@ -27,10 +28,15 @@ def choose_attention(name: str, pool: KVPool) -> ChosenAttention:
     dtype and on its device, else SDPA. ``Rejected`` if the name is unknown, or if this machine
     cannot run that backend.
     """
-    if name not in ("auto", "sdpa", "native"):
-        raise Rejected("attention_backend", f"{name!r} is not known: auto, sdpa or native")
+    if name not in ("auto", "sdpa", "native", "triton"):
+        raise Rejected("attention_backend", f"{name!r} is not known: auto, sdpa, native or triton")
     if name == "sdpa":
         return ChosenAttention(SdpaBackend(pool))
+    if name == "triton":
+        try:
+            return ChosenAttention(TritonBackend(pool))
+        except NoTriton as error:
+            raise Rejected("attention_backend", f"triton cannot be used: {error}") from error
     try:
         native = NativeBackend(pool)
     except NoKernel as error:

@@ -29,7 +29,7 @@ class Decoder:
         rows: torch.Tensor,
     ) -> torch.Tensor:
         hidden = self.weights.embedding[tokens[0]]
-        cos, sin = self._angles(hidden, positions)
+        cos, sin = self.angles(hidden, positions)
         for number, layer in enumerate(self.weights.layers):
             attended = self._attend(layer, number, layer.before_attention(hidden), cos, sin, step)
             hidden = layer.out(attended).add_(hidden)
@@ -57,7 +57,7 @@ class Decoder:
         value = joint[:, cut.queries + cut.keys :]
         return step.attend(number, query, key, value, cut.scaling).view(rows.shape[0], -1)
 
-    def _angles(
+    def angles(
         self, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, 1, width]; the first half of the sines carries the minus sign.

@@ -20,6 +20,7 @@ from kvrelay.engine.attention.choice import choose_attention
 from kvrelay.engine.attention.pool import KVPool, PoolShape
 from kvrelay.engine.core.updates import Work
 from kvrelay.engine.model.forward import CausalModel, TransformersModel
+from kvrelay.engine.model.fused_decoder import forward_for
 from kvrelay.engine.model.pretrained import FOREIGN
 from kvrelay.errors import Unservable
 from kvrelay.model_folder import joined
@@ -187,7 +188,7 @@ def compare_logits(
     """
     pool = KVPool(replace(shape, num_blocks=7, block_size=2), device)
     backend = choose_attention(attention_backend, pool).backend
-    paged = _paged_logits(forward, backend, pool, _sequences(own.shape[1]))
+    paged = _paged_logits(forward_for(forward, backend), backend, pool, _sequences(own.shape[1]))
     difference = (own.float() - paged.float()).abs().max().item()
     relative = difference / max(own.float().abs().max().item(), 1e-6)
     if not relative <= _TOLERANCE[shape.dtype]:  # a NaN fails this too

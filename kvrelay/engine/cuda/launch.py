@@ -1,0 +1,57 @@
+"""How Triton's kernels are launched, and whether this process can launch any."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+OLDEST = (8, 0)
+"""The oldest compute capability for which the kernels are compiled in the tests."""
+
+
+class Kernel(Protocol):
+    """A function of Triton's language; subscripted with a grid it is a launch."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]: ...
+
+
+def launch(
+    kernel: Kernel,
+    grid: tuple[int, ...],
+    *arguments: torch.Tensor | float,
+    warps: int,
+    stages: int = 1,
+    **constants: int | bool,
+) -> None:
+    """Launch programs; none if the grid is empty.
+
+    Products and sums are not fused: a compiler would do so in one kernel and not in another, and
+    elsewhere than the CPU.
+    """
+    if 0 not in grid:
+        kernel[grid](
+            *arguments, **constants, num_warps=warps, num_stages=stages, enable_fp_fusion=False
+        )
+
+
+def interpreted() -> bool:
+    """Whether Triton's interpreter runs the kernels on the CPU, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def unusable(device: torch.device) -> str | None:
+    """Why the kernels cannot run on this device, ``None`` if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if interpreted():
+        return None if device.type == "cpu" else "TRITON_INTERPRET=1 computes on the CPU alone"
+    if device.type != "cuda":
+        return f"its kernels run on a CUDA device, and this worker computes on {device}"
+    found = torch.cuda.get_device_capability(device)
+    if found < OLDEST:
+        return "it needs compute capability {}.{}, and the device has {}.{}".format(*OLDEST, *found)
+    return None

@@ -1,0 +1,214 @@
+"""Counts what a step of the real runner launches, on fake CUDA tensors: ``.. launches KIND``.
+
+Prints one JSON object a step. Nothing is computed: a fake tensor has a shape, a dtype and a device,
+and an operation between devices is an error as it is on a GPU. A copy from the host or a read of
+data inside the forward pass is what the capture of a CUDA graph refuses.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from triton.runtime.jit import JITFunction
+
+from kvrelay.engine.attention import pool
+from kvrelay.engine.attention.native.build import compiler
+from kvrelay.engine.core.updates import Work
+from kvrelay.engine.model.decoder import Decoder
+from kvrelay.engine.model.decoder_weights import extract_weights
+from kvrelay.engine.model.loading import LoadedModel, ModelInfo
+from kvrelay.engine.runner import Runner
+from kvrelay.sampling import Sampling
+from tests.models import KINDS, VOCAB
+
+HEADS, KV_HEADS, DIM, SIZE = 8, 2, 64, 16
+# Operations that are views, or that allocate and do nothing else.
+QUIET = (
+    *("_unsafe_view", "alias", "as_strided", "chunk", "detach", "empty", "empty_like", "expand"),
+    *("lift_fresh", "permute", "select", "slice", "split", "squeeze", "t", "transpose", "unbind"),
+    *("unsqueeze", "view", "_reshape_alias", "new_empty", "empty_strided", "device"),
+)
+WAITING = ("_local_scalar_dense", "item", "nonzero", "_unique2", "equal")
+
+
+class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Launches, copies from the host and waits for the device, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.launched: Counter[str] = Counter()
+        self.copied: Counter[str] = Counter()
+        self.waited: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        named = kwargs or {}
+        name = str(func.overloadpacket.__name__)  # type: ignore[attr-defined]
+        tensors = [each for each in args if isinstance(each, torch.Tensor)]
+        target = str(named.get("device", tensors[0].device if tensors else "cpu"))
+        if name in WAITING:
+            self.waited[name] += 1
+        elif (
+            name in ("_to_copy", "copy_")
+            and len({target[:3], *(str(t.device)[:3] for t in tensors)}) > 1
+        ):
+            self.copied[name] += 1
+        elif target.startswith("cuda") and name not in QUIET:
+            self.launched[name] += 1
+        return func(*args, **named)
+
+    def kernel(self, function: JITFunction, *given: object, **named: object) -> None:
+        """In place of ``JITFunction.run``."""
+        for value in (*given, *named.values()):
+            assert not isinstance(value, torch.Tensor) or value.device.type == "cuda", function
+        self.launched[str(function.fn.__name__)] += 1
+
+
+class _NoCopier:
+    """A CPU build of torch has no streams."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def computed(self) -> None:
+        pass
+
+
+def enable(mode: FakeTensorMode) -> None:
+    """Make this torch believe in a CUDA device, for fake tensors."""
+    library = Path(tempfile.mkdtemp()) / "guard.so"
+    root = Path(torch.__file__).parent
+    flags = ["-std=c++20", "-shared", "-fPIC", "-w", f"-I{root}/include", f"-L{root}/lib", "-lc10"]
+    source = str(Path(__file__).with_name("guard.cpp"))
+    subprocess.run([*compiler(), source, "-o", str(library), *flags], check=True)
+    torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
+    own = torch.from_numpy
+
+    def from_numpy(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
+        return mode.from_tensor(own(array))
+
+    torch.from_numpy = from_numpy  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    pool.DeviceBlockCopier = _NoCopier  # type: ignore[assignment,attr-defined]
+
+
+def runner_of(kind: str, layers: int) -> Runner:
+    """A runner of a model on the fake device."""
+    model_type, own = KINDS[kind]
+    shape = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": DIM}
+    config = AutoConfig.for_model(
+        model_type,
+        **{**own, "vocab_size": VOCAB, "hidden_size": 512, "num_hidden_layers": layers, **shape},
+    )
+    make = cast(Callable[..., PreTrainedModel], AutoModelForCausalLM.from_config)
+    with torch.device("cuda"), torch.no_grad():
+        weights = extract_weights(make(config, dtype=torch.bfloat16))
+    assert weights is not None
+    info = ModelInfo(
+        name=kind,
+        revision="",
+        architecture="",
+        dtype="bfloat16",
+        device="cuda",
+        num_layers=layers,
+        num_heads=HEADS,
+        num_kv_heads=KV_HEADS,
+        head_dim=DIM,
+        vocab_size=VOCAB,
+        max_model_len=4096,
+        position_limit=4096,
+        eos_token_ids=(),
+        num_parameters=0,
+        logit_error=0.0,
+    )
+    return Runner(LoadedModel(info, Decoder(weights), torch.device("cuda")), 4000, SIZE, "triton")
+
+
+def works(spans: Sequence[tuple[int, int]]) -> list[Work]:
+    """Entries that all sample."""
+    made = []
+    for start, count in spans:
+        table = range(-(-(start + count) // SIZE))
+        made.append(Work([1] * (start + count), start, count, table, 1, Sampling()))
+    return made
+
+
+STEPS = {
+    "decode": [(100 + 30 * i, 1) for i in range(64)],
+    "prefill": [(0, 512), (700, 100)],
+    "mixed": [(1000, 1), (5, 1), (0, 200)],
+}
+
+
+def main(kind: str) -> None:
+    """Steps of models of two and five layers: the difference is that of three layers."""
+    with FakeTensorMode() as mode:
+        enable(mode)
+        counts: dict[str, list[int]] = {}
+        for layers in (2, 5):
+            runner = runner_of(kind, layers)
+            for name, spans in STEPS.items():
+                step = Count()
+                JITFunction.run = _passed_to(step)
+                own = runner._forward
+                inner = _Watched(own, step)
+                runner._forward = inner
+                with torch.no_grad(), step:
+                    runner.compute(works(spans))
+                runner._forward = own
+                assert not step.waited, step.waited
+                assert not inner.inside, inner.inside
+                counts.setdefault(name, []).extend(
+                    (sum(step.launched.values()), sum(step.copied.values()))
+                )
+    for name, (two, copies, five, again) in counts.items():
+        assert copies == again, "copies depend on the number of layers"
+        a_layer = (five - two) / 3
+        print(
+            json.dumps(
+                {"step": name, "layer": a_layer, "rest": two - 2 * a_layer, "copies": copies}
+            )
+        )
+
+
+def _passed_to(count: Count) -> Callable[..., None]:
+    def run(function: JITFunction, *given: object, **named: object) -> None:
+        count.kernel(function, *given, **named)
+
+    return run
+
+
+class _Watched:
+    """A forward pass, and the copies from the host that happen inside of it."""
+
+    def __init__(self, own: object, count: Count) -> None:
+        self._own = own
+        self._count = count
+        self.inside: Counter[str] = Counter()
+
+    def logits(self, *arguments: object) -> torch.Tensor:
+        before = self._count.copied.copy()
+        found = cast(torch.Tensor, self._own.logits(*arguments))  # type: ignore[attr-defined]
+        self.inside = self._count.copied - before
+        return found
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,53 @@
+"""The kernels under Triton's interpreter, beside float64 and the decoder, and their mistakes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.engine.cuda.processes import interpreted, needs_triton
+
+pytestmark = needs_triton
+LONG = ("far", "isolated", "long", "many", "padded", "random", "rotations")
+DENSE = ("llama", "llama-mha", "llama-tied", "qwen2", "qwen3", "mistral", "gpt-neox", "gpt2")
+FUNCTIONS = ("_normed", "add_and_norm", "gate_and_up", "store_rows")
+
+
+def test_rows_and_stores() -> None:
+    """The quick ones, for every run of the tests."""
+    seed = random.randrange(1000)
+    assert interpreted("checks", "norms", "gates", "stored", str(seed)).count("passed") == 3
+
+
+def test_a_model_on_the_kernels() -> None:
+    """The real runner with ``--attention-backend triton`` beside the one with SDPA."""
+    assert "differ by" in interpreted("whole", "qwen3", "float32", "1")
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("check", LONG)
+def test_in_random_order(check: str) -> None:
+    """Programs in random order; the seed is printed."""
+    for seed in (1, random.randrange(1000)):
+        assert "passed" in interpreted("checks", check, str(seed))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", DENSE)
+def test_every_dense_model(kind: str, dtype: str) -> None:
+    assert "differ by" in interpreted("whole", kind, dtype, str(random.randrange(1000)))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_mistakes_are_found(function: str) -> None:
+    """Ten one-line mistakes of each function at least."""
+    found = interpreted("mutants", function)
+    assert int(found.split()[0]) >= 10
+
+
+def test_the_interpreter_still_needs_mending() -> None:
+    """Once this fails, ``tests.engine.cuda.interpreter`` can leave a replacement out."""
+    assert interpreted("interpreter").split() == ["True", "True"]
