@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from kvrelay.cli.router_options import AnswerOptions, router_client
 from kvrelay.cli.screen import paint, print_err, print_out
 from kvrelay.cli.usage import usage_json, usage_lines
-from kvrelay.client.chunk import Chunk
+from kvrelay.client.chunk import Chunk, completion_of
 from kvrelay.client.client import Client, Stream
 from kvrelay.config.reader import load, option
 from kvrelay.errors import Rejected
+from kvrelay.sampling import MAX_SAMPLES
 
 LARGEST_PROMPT = 8 << 20
 DESCRIPTION = """\
@@ -24,6 +25,7 @@ examples:
   kvrelay generate "Once upon a time" --max-tokens 64
   kvrelay generate --chat "Who are you?" --temperature 0.8 --seed 7 --usage
   kvrelay generate --token-ids 1,2,3 --json
+  kvrelay generate "Once upon a time" --n 3 --temperature 0.8
   kvrelay generate "Once upon a time" --explain
   cat prompt.txt | kvrelay generate --endpoints up.json
 """
@@ -40,6 +42,7 @@ class GenerateConfig(AnswerOptions):
     chat: bool = option(False, "the prompt is a user's message, for the model's chat template")
     system: str | None = option(None, "a system message before it; needs --chat")
     top_k: int | None = option(None, "sample from the K likeliest tokens; 0 is off", metavar="K")
+    n: int = option(1, "answers to the prompt, one after another", low=1, high=MAX_SAMPLES)
     stop: tuple[str, ...] = option((), "text that ends the answer")
     ignore_eos: bool = option(False, "continue after the end-of-sequence token")
     priority: int = option(0, "place in the router's queue: higher goes first", low=-8, high=8)
@@ -61,12 +64,14 @@ def main(argv: Sequence[str]) -> int:
     with router_client(config.address()) as client, _stream(client, config) as stream:
         for chunk in stream:
             chunks.append(chunk)
-            if not config.json:
+            if not config.json and config.n == 1:
                 sys.stdout.write(chunk.text)
                 sys.stdout.flush()
     last = chunks[-1].usage if chunks else None
     if config.json:
-        print_out(json.dumps(_as_json(chunks), ensure_ascii=False, indent=2))
+        print_out(json.dumps(_as_json(chunks, config.n), ensure_ascii=False, indent=2))
+    elif config.n > 1:
+        _print_answers(chunks)
     elif config.token_ids and not any(chunk.text for chunk in chunks):
         ids = (str(token) for chunk in chunks for token in chunk.token_ids)
         print_out(",".join(ids))  # the model has no tokenizer
@@ -90,6 +95,7 @@ def _stream(client: Client, config: GenerateConfig) -> Stream:
         top_p=config.top_p,
         top_k=config.top_k,
         seed=config.seed,
+        n=config.n if config.n > 1 else None,
         stop=config.stop,
         ignore_eos=config.ignore_eos or None,
         explain=config.explain or None,
@@ -117,8 +123,28 @@ def _text(config: GenerateConfig) -> str:
         raise Rejected("prompt", f"standard input is not UTF-8: {error}") from None
 
 
-def _as_json(chunks: Sequence[Chunk]) -> dict[str, object]:
+def _print_answers(chunks: Sequence[Chunk]) -> None:
+    """Each answer below its number and seed; token ids where the model has no text."""
+    for one in completion_of(chunks).choices:
+        print_out(paint(f"--- answer {one.index}, seed {one.seed}: {one.finish_reason}", "dim"))
+        print_out(one.text or ",".join(map(str, one.token_ids)))
+
+
+def _as_json(chunks: Sequence[Chunk], answers: int) -> dict[str, object]:
     last = chunks[-1] if chunks else None
+    if answers > 1:
+        whole = completion_of(chunks)
+        choices = [
+            {
+                "index": one.index,
+                "text": one.text,
+                "token_ids": one.token_ids,
+                "finish_reason": one.finish_reason,
+                "seed": one.seed,
+            }
+            for one in whole.choices
+        ]
+        return {"choices": choices, "usage": usage_json(whole.usage)}
     return {
         "text": "".join(chunk.text for chunk in chunks),
         "token_ids": [token for chunk in chunks for token in chunk.token_ids],

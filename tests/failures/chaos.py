@@ -1,5 +1,7 @@
 """Kills at random for as long as asked, fifty streams at once, every token and usage compared.
 
+Every other stream goes over HTTP, and is resumed with the id of its last event.
+
     python -m tests.failures.chaos --minutes 30 --seed 7
 
 In a round, processes get SIGKILL, SIGSTOP or SIGTERM while streams run; then the same requests are
@@ -25,10 +27,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx2
+
 from kvrelay import AsyncClient
 from tests.exact.idle import check_idle
+from tests.failures.http_streams import HttpStream
 from tests.failures.rig import Rig, rig
-from tests.failures.streams import Stream, draw, undisturbed
+from tests.failures.streams import PATIENCE, Stream, draw, undisturbed
 from tests.models import tiny_model
 
 AT_ONCE = 50
@@ -69,7 +74,7 @@ class Round:
         self._stand = stand
         self._chance = chance
         self._until = 0.0
-        self.done: list[Stream] = []
+        self.done: list[Stream | HttpStream] = []
         self.blows: Counter[str] = Counter()
 
     async def play(self) -> None:
@@ -77,18 +82,33 @@ class Round:
         blows = plan(self._chance, ROUND_SECONDS)
         self._until = time.monotonic() + ROUND_SECONDS
         address = self._stand.cluster.router
-        async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
-            for _ in range(AT_ONCE):
-                group.create_task(self._streams(client, random.Random(self._chance.random())))
+        url = self._stand.cluster.http
+        assert url is not None
+        limits = httpx2.Limits(max_connections=None)
+        async with (
+            AsyncClient(address) as client,
+            httpx2.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as plain,
+            asyncio.TaskGroup() as group,
+        ):
+            for number in range(AT_ONCE):
+                chance = random.Random(self._chance.random())
+                group.create_task(self._streams(plain if number % 2 else client, chance))
             for blow in blows:
                 await asyncio.sleep(blow.after)
                 group.create_task(self._strike(blow))
 
-    async def _streams(self, client: AsyncClient, chance: random.Random) -> None:
+    async def _streams(
+        self, client: AsyncClient | httpx2.AsyncClient, chance: random.Random
+    ) -> None:
         while time.monotonic() < self._until:
             (query,) = draw(chance, 1, chance.randrange(4, 200), chance.randrange(1, 120))
-            stream = Stream(query)
-            await stream.run(client, may_break=True, may_refuse=True)
+            stream: Stream | HttpStream
+            if isinstance(client, httpx2.AsyncClient):
+                stream = HttpStream(query)
+                await stream.run(client)
+            else:
+                stream = Stream(query)
+                await stream.run(client, may_break=True, may_refuse=True)
             self.done.append(stream)
 
     async def _strike(self, blow: Blow) -> None:
@@ -114,10 +134,10 @@ def run(minutes: float, seed: int) -> int:
     """The exit status: 0 if every token was right."""
     print(f"chaos for {minutes:g} minutes, seed {seed}", flush=True)
     chance, deadline = random.Random(seed), time.monotonic() + 60 * minutes
-    blows, done = Counter[str](), list[Stream]()
+    blows, done = Counter[str](), list[Stream | HttpStream]()
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_model("llama", Path(folder) / "llama", eos_token_id=None)
-        with rig(model, seqs=16, environ={"poison_seconds": "0"}) as stand:
+        with rig(model, seqs=16, environ={"poison_seconds": "0"}, http=True) as stand:
             while time.monotonic() < deadline:
                 one = Round(stand, random.Random(chance.random()))
                 asyncio.run(one.play())
@@ -128,10 +148,15 @@ def run(minutes: float, seed: int) -> int:
     return 0
 
 
-def _said(done: Sequence[Stream]) -> str:
+def _said(done: Sequence[Stream | HttpStream]) -> str:
+    over_http = sum(isinstance(stream, HttpStream) for stream in done)
     resumed = sum(stream.broken > 0 for stream in done)
     refused = sum(stream.refused > 0 for stream in done)
-    return f"{len(done)} streams exact, {resumed} resumed, {refused} of them after a refusal"
+    resumed_http = sum(stream.broken > 0 for stream in done if isinstance(stream, HttpStream))
+    return (
+        f"{len(done)} streams exact ({over_http} over HTTP), {resumed} resumed ({resumed_http}),"
+        f" {refused} of them after a refusal"
+    )
 
 
 def main(argv: Sequence[str]) -> int:

@@ -108,6 +108,7 @@ def rig(
     prefill: int = 2,
     decode: int = 2,
     module: str | None = None,
+    http: bool = False,
 ) -> Iterator[Rig]:
     """A running cluster; the last lines of all processes are printed at the end.
 
@@ -119,6 +120,7 @@ def rig(
     config = ClusterConfig(
         model=str(model),
         port=0,
+        http_port=0 if http else None,
         dtype="float32",
         prefill=prefill,
         decode=decode,

@@ -20,6 +20,7 @@ from pathlib import Path
 from kvrelay.rpc.channel import open_channel
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.health import is_serving
+from tests.fuzz.http import HttpBytes, HttpPort, is_served
 from tests.fuzz.ports import Bytes, Calls, Port, besiege, calls, flood
 from tests.fuzz.stand import Stand, Witness, standing, tracebacks
 from tests.fuzz.wire import SocketBytes, claimed, http1, http2, noise
@@ -60,7 +61,7 @@ async def fuzz(
                 f" MiB: {stand.memory()}",
                 flush=True,
             )
-        sieged = (port.address for port in ports if isinstance(port, Bytes))
+        sieged = (port.address for port in ports if isinstance(port, Bytes | HttpPort))
         await asyncio.gather(*(besiege(address, siege) for address in sieged))
         took = time.monotonic() - begun
         over.set()
@@ -89,6 +90,8 @@ async def _ports(stand: Stand, stack: AsyncExitStack, seed: int) -> list[Port]:
         ports.append(await stack.enter_async_context(called))
         raw = _either(http2, noise, seed - number)
         ports.append(Bytes(f"{role}, bytes", address, raw, 2, stand.tls()))
+    door = HttpBytes(random.Random(seed))
+    ports.append(HttpPort("router, HTTP", stand.http, door, tls=stand.tls()))
     transports = await asyncio.to_thread(stand.transports)
     grant = await asyncio.to_thread(stand.grant, b"f" * 32)
     socket_bytes = SocketBytes(random.Random(seed), [claimed(grant)])
@@ -127,6 +130,8 @@ async def _problems(
         async with open_channel(stand.address(role), stand.options(SERVICE)) as channel:
             if not await is_serving(channel, Deadline.after(IDLE_SECONDS)):
                 problems.append(f"{role} serves no more")
+    if not await is_served(stand.http, stand.tls()):
+        problems.append("the HTTP door serves no more")
     for port in ports:
         problems += [f"{port.name}: {how}" for how in port.ended if " of " in how]
     return problems + [f"{count} times {text}" for text, count in tracebacks(stand.lines).items()]
@@ -147,6 +152,7 @@ def _tell(ports: Sequence[Port], took: float, rounds: int) -> None:
     print(f"{sent} messages in {took:.0f} s, {rounds} requests beside them as they should be")
     for port in ports:
         kind = "methods" if isinstance(port, Calls) else "bytes"
+        kind = "requests" if isinstance(port, HttpPort) else kind
         ended = ", ".join(f"{how} {count}" for how, count in port.ended.most_common(8))
         print(f"  {port.name} ({kind}), {sum(port.ended.values())}: {ended}")
 

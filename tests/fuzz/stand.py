@@ -67,6 +67,12 @@ class Stand:
     def address(self, role: str) -> str:
         return self.cluster.addresses(role)[0]
 
+    @property
+    def http(self) -> str:
+        """HOST:PORT of the HTTP door."""
+        assert self.cluster.http is not None
+        return self.cluster.http.rpartition("/")[2]
+
     def pids(self) -> dict[str, int | None]:
         return {spec.name: self.cluster.named(spec.name).pid for spec in self.cluster.specs}
 
@@ -109,6 +115,7 @@ def standing(folder: Path, tls: bool = False) -> Iterator[Stand]:
     config = ClusterConfig(
         model=str(model),
         port=0,
+        http_port=0,
         dtype="float32",
         disaggregate="always",
         threads=1,
