@@ -17,6 +17,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from kvrelay import Client
 from kvrelay.cluster.layout import ROOT, ClusterConfig
 from kvrelay.cluster.supervisor import Cluster
+from tests.router.http.test_resume import events
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 SAID = "The copper mask stands in Boston."
@@ -114,6 +115,37 @@ async def _running(url: str) -> int:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+async def test_log_probabilities_and_offsets_continue_after_a_resume(cluster: Cluster) -> None:
+    body = {
+        "prompt": SAID,
+        "max_tokens": 12,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 2,
+    }
+    async with httpx2.AsyncClient(base_url=cluster.http or "", timeout=60) as client:
+        whole = await events(client, body)
+        expected = _logprobs(whole)
+        assert len(expected) == 12
+        offsets = [offset for _, _, offset in expected]
+        assert offsets[0] == 0
+        assert offsets == sorted(offsets)
+        for cut in (1, 5, 11):
+            rest = await events(client, body, last=whole[cut - 1][0])
+            assert _logprobs(whole[:cut]) + _logprobs(rest) == expected
+
+
+def _logprobs(found: list[tuple[str, str]]) -> list[tuple[str, float, int]]:
+    """Token, log probability and offset of each token."""
+    chunks = [json.loads(data) for _, data in found if data != "[DONE]"]
+    parts = [choice["logprobs"] for chunk in chunks for choice in chunk["choices"]]
+    columns = "tokens", "token_logprobs", "text_offset"
+    return [
+        row for one in parts if one for row in zip(*(one[name] for name in columns), strict=True)
+    ]
+
+
 def test_curl(cluster: Cluster) -> None:
     body = json.dumps({"messages": MESSAGES, "temperature": 0, "stream": True})
     done = subprocess.run(
