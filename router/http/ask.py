@@ -41,6 +41,7 @@ NUMBERS = (
 SILENT = (
     "metadata",
     "parallel_tool_calls",
+    "prediction",
     "prompt_cache_key",
     "prompt_cache_retention",
     "safety_identifier",
@@ -68,7 +69,9 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "length_penalty": (1.0,),
     "logits_processors": ([],),
     "modalities": (["text"],),
+    "prompt_embeds": (),
     "prompt_logprobs": (),
+    "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
@@ -295,8 +298,9 @@ def _read_biases(fields: Fields, message: router_pb2.GenerateRequest) -> None:
         token = int(name) if name.isascii() and name.isdigit() and len(name) <= 10 else -1
         if not 0 <= token <= UINT32:
             raise Rejected(where, "each name must be a token id")
-        if (bias := biases.number(name)) is not None:
-            message.sampling.logit_bias[token] = bias
+        if (bias := biases.number(name)) is None:
+            raise wrong(where, "a number", None)
+        message.sampling.logit_bias[token] = bias
     for index, word in enumerate(words or ()):
         message.sampling.bad_words.append(checked_text(f"bad_words[{index}]", word))
 

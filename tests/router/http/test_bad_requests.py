@@ -91,6 +91,9 @@ COMPLETION: dict[str, tuple[dict[str, object], str]] = {
     "output_token_ids alone": ({"output_token_ids": [1]}, "output_token_ids"),
     "suffix": ({"suffix": "x"}, "suffix"),
     "prompt_logprobs": ({"prompt_logprobs": 1}, "prompt_logprobs"),
+    "prompt_embeds": ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+    "tokens as ids": ({"return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+    "a bias of null": ({"logit_bias": {"5": None}}, "logit_bias.5"),
     "response_format text": ({"response_format": "json"}, "response_format"),
     "response_format kind": ({"response_format": {"type": "xml"}}, "response_format"),
     "json_schema list": (
@@ -194,6 +197,21 @@ async def test_other_types_of_content_are_refused() -> None:
                 "/v1/completions", content=json.dumps(GOOD), headers={"content-type": kind}
             )
             assert made.status_code == 415
+
+
+async def test_null_is_absent_and_the_last_of_equal_names_counts() -> None:
+    """As pydantic reads the bodies of vLLM."""
+    async with door(strict_fields=True) as (router, client):
+        names = ("n", "stop", "logprobs", "stream", "stream_options", "top_p", "user", "tools")
+        body: dict[str, object] = {**GOOD, **dict.fromkeys(names), "suffix": None, "no_field": None}
+        made = await client.post("/v1/completions", json=body)
+        assert made.json()["choices"][0]["text"] == expected(3)
+        text = json.dumps(GOOD)[:-1] + ', "max_tokens": 5, "max_tokens": 2}'
+        made = await client.post(
+            "/v1/completions", content=text, headers={"content-type": "application/json"}
+        )
+        assert made.json()["usage"]["completion_tokens"] == 2
+        await undisturbed(router, client)
 
 
 async def test_unknown_fields() -> None:
