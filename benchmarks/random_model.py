@@ -22,7 +22,11 @@ from kvrelay.errors import Rejected
 END = "<|end|>"
 _BYTES = 256
 _TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if tools %}tools: {{ tools | tojson }}\nCall one as <tool_call>\n"
+    '{"name": <name>, "arguments": <arguments>}\n</tool_call>\n{% endif %}'
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n"
+    "{% for call in message.tool_calls or [] %}<tool_call>\n{{ call.function | tojson }}\n"
+    "</tool_call>\n{% endfor %}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
     from kvrelay.sampling import Sampling
     from kvrelay.structured import StructuredOutput
+    from kvrelay.tools import ToolCall, ToolCallDelta
     from kvrelay.usage import LegAdmission, LegUsage, Miss, MissedBlocks, StoreTokens, Usage
 
 __all__ = [
@@ -78,6 +79,8 @@ __all__ = [
     "Stream",
     "StructuredOutput",
     "TokenLogprob",
+    "ToolCall",
+    "ToolCallDelta",
     "Unavailable",
     "Unservable",
     "Usage",
@@ -94,6 +97,7 @@ _MODULES = (
     "kvrelay.fleet",
     "kvrelay.sampling",
     "kvrelay.structured",
+    "kvrelay.tools",
     "kvrelay.client",
 )
 

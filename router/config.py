@@ -15,6 +15,7 @@ from kvrelay.text.tokenizer import MAX_PROMPT_BYTES
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([\w.-]+|\[[0-9a-f:]+\])(:\d{1,5})?", re.ASCII)
 DISAGGREGATE = ("always", "auto", "never")
+TOOL_FORMATS = ("auto", "hermes", "llama")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,11 @@ class RouterConfig(SecurityOptions):
     )
     strict_fields: bool = option(
         False, "refuse HTTP requests with unknown fields, instead of ignoring these"
+    )
+    tool_format: str = option(
+        "auto",
+        "how the model writes calls of functions; auto: as its chat template teaches",
+        choices=TOOL_FORMATS,
     )
     prefill: tuple[str, ...] = option(
         (),

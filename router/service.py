@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from dataclasses import replace
 from typing import TypeAlias, TypeVar
 
 import grpc
@@ -44,6 +45,7 @@ from router.queue.hints import HintQueue
 from router.queue.inbox import Inbound, Inbox
 from router.queue.prompts import PromptTokenizer
 from router.queue.quotas import QuotaHold, Quotas
+from router.queue.tools import ToolSupport
 from router.workers.candidate import longest, too_long
 from router.workers.registry import Registry
 
@@ -63,7 +65,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         self._prompts = PromptTokenizer(tokenizer, config.max_prompt)
         threads = self._prompts.threads
         endings = eos_token_ids(config.model)
-        self._grammars = GrammarChecks(GrammarCompiler(tokenizer, endings), threads)
+        compiler = GrammarCompiler(tokenizer, endings)
+        self._grammars = GrammarChecks(compiler, threads)
+        self._tools = ToolSupport(tokenizer, config.tool_format, compiler, threads)
         self.config = config
         self.registry = registry
         self.quotas = Quotas(time.monotonic)
@@ -169,6 +173,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             check_length(message, info.max_model_len)
             workers = placer.candidates()
             async with deadline.limit("to tokenize the prompt"):
+                tools = await self._tools.use(message, tenant)
                 with self.latency.tokenize.time():
                     prompt = await self._prompts.tokenize(message, hold, longest(workers))
                 words = await self._prompts.bad_words(message.sampling.bad_words, tenant)
@@ -179,6 +184,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 check_envelope(message, self.config.model_name)
             tenant = salted(tenant, inbound.cache_salt)
             request = build(message, prompt, words, info, deadline, tenant, received_at)
+            if tools is not None:
+                tools.force(request.sampling)
+                request = replace(request, tools=tools)
         if request.positions > longest(workers):
             raise too_long(request.positions, workers)
         samples = Samples(request, placer.bind(info, prompt, tenant), self._parts, hold)
@@ -208,6 +216,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 message = inbound.message
                 check_envelope(message, self.config.model_name)
                 async with call.deadline.limit("to tokenize the prompt"):
+                    await self._tools.use(message, call.tenant)
                     return await self._prompts.tokenize(message, hold, self.config.max_prompt)
 
     async def _hinted(self, samples: Samples) -> AsyncGenerator[router_pb2.GenerateResponse]:

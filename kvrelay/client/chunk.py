@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.client.convert import (
     FinishReason,
     Logprobs,
+    call_delta_of,
     finish_reason_of,
     logprobs_of,
     usage_of,
 )
 from kvrelay.errors import Rejected, Unavailable
 from kvrelay.sampling import MAX_SAMPLES, SEEDS
+from kvrelay.tools import ToolCall, ToolCallDelta
 from kvrelay.usage import Usage
 from kvrelay.v1 import router_pb2
 
@@ -26,6 +28,7 @@ class Chunk:
     ``logprobs`` has one entry for each token if the request asked for them, and is else empty.
     With ``n`` answers, ``index`` says which of them it belongs to, and ``seed`` is that of this
     answer; each has a last chunk with a ``finish_reason``, and the very last one has the usage.
+    ``tool_calls`` are the next parts of the calls that the answer makes, which are not in ``text``.
     """
 
     text: str
@@ -36,6 +39,7 @@ class Chunk:
     seed: int
     request_id: str
     index: int = 0
+    tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,7 @@ class Choice:
     logprobs: tuple[Logprobs, ...]
     finish_reason: FinishReason
     seed: int
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,7 @@ class Completion:
     seed: int
     request_id: str
     choices: tuple[Choice, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(slots=True)
@@ -117,6 +123,7 @@ class ResumeState:
             seed=answer.seed,
             request_id=self._first.request_id,
             index=message.index,
+            tool_calls=tuple(map(call_delta_of, message.tool_calls)),
         )
 
     def continued(self) -> router_pb2.GenerateRequest:
@@ -160,6 +167,7 @@ def completion_of(chunks: Sequence[Chunk]) -> Completion:
         seed=first.seed,
         request_id=last.request_id,
         choices=choices,
+        tool_calls=first.tool_calls,
     )
 
 
@@ -175,4 +183,14 @@ def _choice(chunks: Sequence[Chunk]) -> Choice:
         logprobs=tuple(entry for chunk in chunks for entry in chunk.logprobs),
         finish_reason=last.finish_reason,
         seed=last.seed,
+        tool_calls=_calls([delta for chunk in chunks for delta in chunk.tool_calls]),
     )
+
+
+def _calls(deltas: Sequence[ToolCallDelta]) -> tuple[ToolCall, ...]:
+    """Join the parts of each call; they come in order."""
+    made: dict[int, ToolCall] = {}
+    for delta in deltas:
+        begun = made.get(delta.index, ToolCall(delta.id, delta.name, ""))
+        made[delta.index] = replace(begun, arguments=begun.arguments + delta.arguments)
+    return tuple(made.values())

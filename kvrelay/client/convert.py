@@ -19,6 +19,7 @@ from kvrelay.fleet import (
     WorkerStatus,
 )
 from kvrelay.rpc.protocol import NAMES, role_name
+from kvrelay.tools import ToolCallDelta
 from kvrelay.usage import LegAdmission, LegUsage, Miss, MissedBlocks, StoreTokens, Usage
 from kvrelay.v1 import router_pb2, types_pb2
 
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 
     D = TypeVar("D", bound=DataclassInstance)
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 _FINISH: dict[int, FinishReason] = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 _STATES: dict[int, WorkerState] = {
     router_pb2.WORKER_STATE_STARTING: "starting",
@@ -66,6 +68,12 @@ def logprobs_of(message: types_pb2.Logprobs) -> Logprobs:
     """The log probabilities of one token."""
     top = tuple(_copy(TokenLogprob, entry) for entry in message.top)
     return Logprobs(_copy(TokenLogprob, message.chosen), top)
+
+
+def call_delta_of(message: router_pb2.ToolCallDelta) -> ToolCallDelta:
+    """A part of a call."""
+    function = message.function
+    return ToolCallDelta(message.index, message.id, function.name, function.arguments)
 
 
 def usage_of(message: types_pb2.Usage) -> Usage:

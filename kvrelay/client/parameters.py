@@ -20,6 +20,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from kvrelay.client.structured import set_structured
 from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.rpc.protocol import RETENTIONS
+from kvrelay.rpc.tool_messages import set_calls, set_tools
 from kvrelay.sampling import Sampling
 from kvrelay.structured import StructuredOutput
 from kvrelay.v1 import router_pb2, types_pb2
@@ -34,6 +35,7 @@ RequestPart: TypeAlias = (
 
 LONGEST_SECONDS = 1e8  # gRPC's longest timeout; a longer one means no limit
 INPUTS = ("prompt", "messages", "token_ids")
+OF_CHATS = ("chat_template_kwargs", "tools", "tool_choice", "parallel_tool_calls")
 HINTS: Mapping[str, str] = {
     "stream": "generate() always streams, complete() waits for the whole answer",
     "best_of": "use n and choose among the answers",
@@ -86,6 +88,7 @@ FIELDS: Mapping[str, str] = {
     "prompt_token_ids": "prompt",
     "token_ids.ids": "token_ids",
     "chat.messages": "messages",
+    "chat.tool": "tool",
     "chat": "messages",
 }
 """Beginnings of the names that the protocol gives to parameters, and what they are here."""
@@ -99,6 +102,9 @@ class Parameters:
     prompt: text. messages: mappings with ``role`` and ``content``, or pairs of them, rendered by
         the model's chat template. token_ids: a prompt that is already tokenized.
     chat_template_kwargs: further arguments of the template, such as ``{"enable_thinking": False}``.
+    tools, tool_choice, parallel_tool_calls: functions that the answer may or must call, all as in
+        OpenAI's API, as are ``tool_calls`` and ``tool_call_id`` in messages. The calls are the
+        ``tool_calls`` of chunks and completions.
     output_token_ids: output tokens so far, to continue an answer; ``resume`` does it by itself.
     n: answers to make, 1 to 128, each with an ``index``; the prompt is computed once. Answer i is
         that of a request with seed + i. Each counts as a request of the tenant. Default 1.
@@ -128,9 +134,12 @@ class Parameters:
     _: KW_ONLY
     timeout: float | None = None
     prompt: str | None = None
-    messages: Sequence[Mapping[str, str] | tuple[str, str]] | None = None
+    messages: Sequence[Mapping[str, object] | tuple[str, str]] | None = None
     token_ids: Sequence[int] | None = None
     chat_template_kwargs: Mapping[str, object] | None = None
+    tools: Sequence[Mapping[str, object]] | None = None
+    tool_choice: str | Mapping[str, object] | None = None
+    parallel_tool_calls: bool | None = None
     output_token_ids: Sequence[int] | None = None
     n: int | None = None
     max_tokens: int | None = None
@@ -184,9 +193,11 @@ class Parameters:
             request.chat.SetInParent()
             for index, turn in enumerate(_elements("messages", TURN, self.messages)):
                 _add_turn(request.chat, f"messages[{index}]", turn)
+            set_tools(request.chat, self.tools, self.tool_choice, self.parallel_tool_calls)
+        for name in OF_CHATS:
+            if getattr(self, name) is not None and self.messages is None:
+                raise Rejected(name, "goes with messages: leave it out")
         if self.chat_template_kwargs is not None:
-            if self.messages is None:
-                raise Rejected("chat_template_kwargs", "goes with messages: leave it out")
             request.chat.template_kwargs = _json_object(self.chat_template_kwargs)
 
     def _set_sampling(self, message: types_pb2.Sampling) -> None:
@@ -272,10 +283,16 @@ def _add_turn(chat: router_pb2.Chat, parameter: str, turn: object) -> None:
     match turn:
         case {"role": role, "content": content} | (role, content) if None not in (role, content):
             message = chat.messages.add()
-            _set(message, "role", role, f"{parameter}.role")
-            _set(message, "content", content, f"{parameter}.content")
+        case {"role": role, "tool_calls": [_, *_]} if role is not None:
+            content, message = None, chat.messages.add()
         case _:
             raise _wrong(parameter, TURN, turn)
+    _set(message, "role", role, f"{parameter}.role")
+    _set(message, "content", content, f"{parameter}.content")
+    if isinstance(turn, Mapping):
+        _set(message, "tool_call_id", turn.get("tool_call_id"), f"{parameter}.tool_call_id")
+        if (calls := turn.get("tool_calls")) is not None:
+            set_calls(message, calls, f"{parameter}.tool_calls")
 
 
 def _set_biases(message: types_pb2.Sampling, biases: object) -> None:

@@ -32,7 +32,7 @@ from kvrelay.worker.config import (
 from kvstore.config import StoreConfig
 from kvstore.limits import BUDGET, DISK_BUDGET, EVICTIONS
 from kvstore.urls import split_urls
-from router.config import DISAGGREGATE, RouterConfig
+from router.config import DISAGGREGATE, TOOL_FORMATS, RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_MODEL = Path(__file__).resolve().parents[1] / "recall" / "model"
@@ -87,6 +87,9 @@ class ClusterConfig(SecurityOptions):
     )
     strict_fields: bool = option(
         False, "refuse HTTP requests with unknown fields, instead of ignoring these"
+    )
+    tool_format: str | None = option(
+        None, "how the model writes calls of functions; default: auto", choices=TOOL_FORMATS
     )
     served_model: str | None = option(
         None,
@@ -272,6 +275,7 @@ def _router(
         "port": port,
         "http-port": config.http_port,
         "store": None if _is_secret(url) else url,
+        "tool-format": config.tool_format,
         "disaggregate": config.disaggregate,
         "queue-tokens": config.queue_tokens,
         "queue-seconds": config.queue_seconds,

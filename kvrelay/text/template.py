@@ -7,6 +7,7 @@ from collections.abc import Set
 from typing import NoReturn, cast
 
 from kvrelay.errors import Rejected
+from kvrelay.tools import depth_of
 
 FIELD = "chat.template_kwargs"
 MAX_BYTES = 16 << 10
@@ -33,7 +34,7 @@ def template_arguments(text: str, reserved: Set[str]) -> dict[str, object]:
         raise Rejected(FIELD, f"is not JSON: {error}, got {text!r:.80}") from None
     if not isinstance(value, dict):
         raise Rejected(FIELD, f"must be a JSON object, got {text!r:.80}")
-    if (depth := _depth(value)) > MAX_DEPTH:
+    if (depth := depth_of(value)) > MAX_DEPTH:
         raise Rejected(FIELD, f"at most {MAX_DEPTH} levels deep, got {depth}")
     for name in sorted(value.keys() & reserved):
         raise Rejected(f"{FIELD}.{name}", "is set by this server: leave it out")
@@ -42,12 +43,3 @@ def template_arguments(text: str, reserved: Set[str]) -> dict[str, object]:
 
 def _not_json(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON number")
-
-
-def _depth(value: object) -> int:
-    """Levels of nested lists and objects; ``json.loads`` has bounded them."""
-    depth, level = 0, [value]
-    while level := [one for one in level if isinstance(one, dict | list)]:
-        depth += 1
-        level = [item for one in level for item in (one.values() if isinstance(one, dict) else one)]
-    return depth

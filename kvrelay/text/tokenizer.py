@@ -19,6 +19,7 @@ from kvrelay.model_folder import missing_folder
 from kvrelay.structured import FIELD
 from kvrelay.text.bound import bytes_per_token
 from kvrelay.text.template import RESERVED_ARGUMENTS, template_arguments
+from kvrelay.text.tools import MARKS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -33,6 +34,7 @@ INSTEAD = {
     FIELD: "leave it out",
 }
 WRONG_VALUES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
+PLAIN_FIELDS = 2  # of a message: role and content
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -49,7 +51,7 @@ class Tokenizer:
         backend = getattr(self._pretrained, "backend_tokenizer", None)
         if backend is None:
             raise Unservable(f"{folder}: only tokenizers with a tokenizer.json are supported")
-        self.backend: Backend = backend
+        self.backend: Backend = _with_marks(backend)
         self.backend.no_truncation()  # as `tokenizer(text)` does; set once, before threads share it
         self.backend.no_padding()
         self.max_prompt_bytes = max_prompt_bytes
@@ -85,8 +87,26 @@ class Tokenizer:
         known = inspect.signature(self._pretrained.apply_chat_template).parameters
         return RESERVED_ARGUMENTS | known.keys() | self._pretrained.special_tokens_map.keys()
 
-    def render(self, messages: Sequence[Mapping[str, str]], arguments: str = "") -> str:
-        """The text of ``apply_chat_template(messages, add_generation_prompt=True)``.
+    @cached_property
+    def tool_template(self) -> str:
+        """The chat template of conversations with tools; empty if there is none."""
+        if not self._pretrained.chat_template:
+            return ""
+        return self._pretrained.get_chat_template(tools=[])
+
+    @cached_property
+    def added_ids(self) -> Mapping[str, int]:
+        """The tokens that are matched as a whole before a text is split."""
+        added = self.backend.get_added_tokens_decoder()
+        return {one.content: token for token, one in added.items()}
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        arguments: str = "",
+        tools: Sequence[Mapping[str, object]] = (),
+    ) -> str:
+        """The text of ``apply_chat_template(messages, tools=tools, add_generation_prompt=True)``.
 
         ``arguments`` are further ones of the template, as a JSON object. Raises ``Rejected`` for
         the field ``chat``.
@@ -98,13 +118,15 @@ class Tokenizer:
         if not self._pretrained.chat_template:
             raise Rejected("chat", "this model has no chat template: send `prompt` instead")
         for index, message in enumerate(messages):
-            self.check_size(message["content"], f"chat.messages[{index}].content")
+            self.check_size(str(message["content"]), f"chat.messages[{index}].content")
         given = template_arguments(arguments, self.reserved_arguments) if arguments else {}
         # With values of types that it does not expect, a template fails in many ways.
-        expected = (TemplateError, *WRONG_VALUES) if given else TemplateError
+        other = given or tools or any(len(message) > PLAIN_FIELDS for message in messages)
+        expected = (TemplateError, *WRONG_VALUES) if other else TemplateError
         try:
             text = self._pretrained.apply_chat_template(
-                [dict(message) for message in messages],
+                [dict(message) for message in messages],  # type: ignore[arg-type]  # as it takes
+                tools=[dict(tool) for tool in tools] or None,
                 tokenize=False,
                 add_generation_prompt=True,
                 **given,  # type: ignore[arg-type]  # none of these names
@@ -144,7 +166,16 @@ class NoTokenizer(Tokenizer):
         self.vocab_size = 0
         self.special_ids = frozenset()
 
-    def render(self, messages: Sequence[Mapping[str, str]], arguments: str = "") -> str:
+    @property
+    def tool_template(self) -> str:
+        return ""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        arguments: str = "",
+        tools: Sequence[Mapping[str, object]] = (),
+    ) -> str:
         raise self.refusal("chat")
 
     def check_size(self, text: str, field: str, positions: int | None = None) -> int:
@@ -201,6 +232,20 @@ def _load(folder: Path) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, KeyError) as error:
         raise Unservable(f"{folder}: no tokenizer could be loaded: {error}") from error
     return cast("PreTrainedTokenizerBase", loaded)
+
+
+def _with_marks(backend: Backend) -> Backend:
+    """The tokenizer, in which the marks of tool calls are part of the text.
+
+    Some models list them among the special tokens, which have no text.
+    """
+    added = backend.get_added_tokens_decoder().values()
+    if not any(one.special and one.content in MARKS for one in added):
+        return backend
+    state = json.loads(backend.to_str())
+    for one in state["added_tokens"]:
+        one["special"] = one["special"] and one["content"] not in MARKS
+    return type(backend).from_str(json.dumps(state))
 
 
 def _is_useful(record: logging.LogRecord) -> bool:

@@ -26,43 +26,57 @@ from kvrelay.v1 import types_pb2 as kvrelay_dot_v1_dot_types__pb2
 from kvrelay.v1 import worker_pb2 as kvrelay_dot_v1_dot_worker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/router.proto\x12\nkvrelay.v1\x1a\x16kvrelay/v1/types.proto\x1a\x17kvrelay/v1/worker.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"J\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\x12\x17\n\x0ftemplate_kwargs\x18\x02 \x01(\t\"0\n\x0cSampleOutput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05\x65nded\x18\x02 \x01(\x08\"\xba\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.kvrelay.v1.ChatH\x00\x12\x18\n\x10output_token_ids\x18\x06 \x03(\r\x12\x17\n\nmax_tokens\x18\x07 \x01(\x05H\x01\x88\x01\x01\x12&\n\x08sampling\x18\x08 \x01(\x0b\x32\x14.kvrelay.v1.Sampling\x12\x0f\n\x07\x65xplain\x18\t \x01(\x08\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x0f\n\x07weights\x18\x0b \x01(\t\x12\x13\n\x0bprompt_hash\x18\x0c \x01(\x06\x12\x0e\n\x01n\x18\r \x01(\x05H\x02\x88\x01\x01\x12)\n\x07samples\x18\x0e \x03(\x0b\x32\x18.kvrelay.v1.SampleOutput\x12(\n\tretention\x18\x10 \x01(\x0e\x32\x15.kvrelay.v1.RetentionB\x07\n\x05inputB\r\n\x0b_max_tokensB\x04\n\x02_n\"\xfb\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x06tokens\x18\x02 \x03(\x0b\x32\x11.kvrelay.v1.Token\x12\x0c\n\x04text\x18\x03 \x01(\t\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07weights\x18\x07 \x01(\t\x12\x13\n\x0bprompt_hash\x18\x08 \x01(\x06\x12\r\n\x05index\x18\t \x01(\rB\x07\n\x05_seed\"7\n\x0f\x41nnounceRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x02 \x01(\x01\"J\n\x10\x41nnounceResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.kvrelay.v1.WorkerState\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x14\n\x12ListWorkersRequest\"\x92\x01\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.WorkerStatus\x12&\n\x05queue\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.QueueStatus\x12(\n\x06totals\x18\x03 \x01(\x0b\x32\x18.kvrelay.v1.RouterTotals\"\x91\x01\n\x0cRouterTotals\x12\x19\n\x11generation_tokens\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\x04\x12\x14\n\x0c\x66irst_tokens\x18\x04 \x01(\x04\x12\x1b\n\x13\x66irst_token_seconds\x18\x05 \x01(\x01\"\x82\x01\n\x0bQueueStatus\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\x04\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x0f\n\x07refused\x18\x06 \x01(\x04\"\xe7\x01\n\x0cWorkerStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12$\n\x04info\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.WorkerInfo\x12\x0f\n\x07healthy\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12&\n\x05state\x18\x06 \x01(\x0e\x32\x17.kvrelay.v1.WorkerState\x12$\n\x04load\x18\x07 \x01(\x0b\x32\x16.kvrelay.v1.WorkerLoad\x12\x1e\n\x04role\x18\x08 \x01(\x0e\x32\x10.kvrelay.v1.Role*X\n\tRetention\x12\x19\n\x15RETENTION_UNSPECIFIED\x10\x00\x12\x17\n\x13RETENTION_TURN_ENDS\x10\x01\x12\x17\n\x13RETENTION_TOOL_CALL\x10\x02*\xb1\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x04\x12\x1c\n\x18WORKER_STATE_UNREACHABLE\x10\x05\x32\xef\x01\n\rRouterService\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12\x45\n\x08\x41nnounce\x12\x1b.kvrelay.v1.AnnounceRequest\x1a\x1c.kvrelay.v1.AnnounceResponse\x12N\n\x0bListWorkers\x12\x1e.kvrelay.v1.ListWorkersRequest\x1a\x1f.kvrelay.v1.ListWorkersResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvrelay/v1/router.proto\x12\nkvrelay.v1\x1a\x16kvrelay/v1/types.proto\x1a\x17kvrelay/v1/worker.proto\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"l\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12(\n\ntool_calls\x18\x03 \x03(\x0b\x32\x14.kvrelay.v1.ToolCall\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\"\xd2\x01\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.kvrelay.v1.ChatMessage\x12\x17\n\x0ftemplate_kwargs\x18\x02 \x01(\t\x12\x1f\n\x05tools\x18\x03 \x03(\x0b\x32\x10.kvrelay.v1.Tool\x12+\n\x0btool_choice\x18\x04 \x01(\x0b\x32\x16.kvrelay.v1.ToolChoice\x12 \n\x13parallel_tool_calls\x18\x05 \x01(\x08H\x00\x88\x01\x01\x42\x16\n\x14_parallel_tool_calls\"8\n\x04Tool\x12\x30\n\x08\x66unction\x18\x01 \x01(\x0b\x32\x1e.kvrelay.v1.FunctionDefinition\"`\n\x12\x46unctionDefinition\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x18\n\x0b\x64\x65scription\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nparameters\x18\x03 \x01(\tB\x0e\n\x0c_description\"B\n\x08ToolCall\x12\n\n\x02id\x18\x01 \x01(\t\x12*\n\x08\x66unction\x18\x02 \x01(\x0b\x32\x18.kvrelay.v1.FunctionCall\"/\n\x0c\x46unctionCall\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\targuments\x18\x02 \x01(\t\"V\n\nToolChoice\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1a.kvrelay.v1.ToolChoiceModeH\x00\x12\x12\n\x08\x66unction\x18\x02 \x01(\tH\x00\x42\x08\n\x06\x63hoice\"V\n\rToolCallDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\n\n\x02id\x18\x02 \x01(\t\x12*\n\x08\x66unction\x18\x03 \x01(\x0b\x32\x18.kvrelay.v1.FunctionCall\"0\n\x0cSampleOutput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05\x65nded\x18\x02 \x01(\x08\"\xba\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x10\n\x06prompt\x18\x03 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x14.kvrelay.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x05 \x01(\x0b\x32\x10.kvrelay.v1.ChatH\x00\x12\x18\n\x10output_token_ids\x18\x06 \x03(\r\x12\x17\n\nmax_tokens\x18\x07 \x01(\x05H\x01\x88\x01\x01\x12&\n\x08sampling\x18\x08 \x01(\x0b\x32\x14.kvrelay.v1.Sampling\x12\x0f\n\x07\x65xplain\x18\t \x01(\x08\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x0f\n\x07weights\x18\x0b \x01(\t\x12\x13\n\x0bprompt_hash\x18\x0c \x01(\x06\x12\x0e\n\x01n\x18\r \x01(\x05H\x02\x88\x01\x01\x12)\n\x07samples\x18\x0e \x03(\x0b\x32\x18.kvrelay.v1.SampleOutput\x12(\n\tretention\x18\x10 \x01(\x0e\x32\x15.kvrelay.v1.RetentionB\x07\n\x05inputB\r\n\x0b_max_tokensB\x04\n\x02_n\"\xaa\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x06tokens\x18\x02 \x03(\x0b\x32\x11.kvrelay.v1.Token\x12\x0c\n\x04text\x18\x03 \x01(\t\x12/\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x18.kvrelay.v1.FinishReason\x12 \n\x05usage\x18\x05 \x01(\x0b\x32\x11.kvrelay.v1.Usage\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x0f\n\x07weights\x18\x07 \x01(\t\x12\x13\n\x0bprompt_hash\x18\x08 \x01(\x06\x12\r\n\x05index\x18\t \x01(\r\x12-\n\ntool_calls\x18\n \x03(\x0b\x32\x19.kvrelay.v1.ToolCallDeltaB\x07\n\x05_seed\"7\n\x0f\x41nnounceRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x13\n\x0bttl_seconds\x18\x02 \x01(\x01\"J\n\x10\x41nnounceResponse\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.kvrelay.v1.WorkerState\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x14\n\x12ListWorkersRequest\"\x92\x01\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.kvrelay.v1.WorkerStatus\x12&\n\x05queue\x18\x02 \x01(\x0b\x32\x17.kvrelay.v1.QueueStatus\x12(\n\x06totals\x18\x03 \x01(\x0b\x32\x18.kvrelay.v1.RouterTotals\"\x91\x01\n\x0cRouterTotals\x12\x19\n\x11generation_tokens\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x03 \x01(\x04\x12\x14\n\x0c\x66irst_tokens\x18\x04 \x01(\x04\x12\x1b\n\x13\x66irst_token_seconds\x18\x05 \x01(\x01\"\x82\x01\n\x0bQueueStatus\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\r\n\x05slots\x18\x02 \x01(\r\x12\x0f\n\x07waiting\x18\x03 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x04 \x01(\x04\x12\x19\n\x11tokens_per_second\x18\x05 \x01(\x01\x12\x0f\n\x07refused\x18\x06 \x01(\x04\"\xe7\x01\n\x0cWorkerStatus\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12$\n\x04info\x18\x02 \x01(\x0b\x32\x16.kvrelay.v1.WorkerInfo\x12\x0f\n\x07healthy\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12\x11\n\tin_flight\x18\x05 \x01(\r\x12&\n\x05state\x18\x06 \x01(\x0e\x32\x17.kvrelay.v1.WorkerState\x12$\n\x04load\x18\x07 \x01(\x0b\x32\x16.kvrelay.v1.WorkerLoad\x12\x1e\n\x04role\x18\x08 \x01(\x0e\x32\x10.kvrelay.v1.Role*\x87\x01\n\x0eToolChoiceMode\x12 \n\x1cTOOL_CHOICE_MODE_UNSPECIFIED\x10\x00\x12\x19\n\x15TOOL_CHOICE_MODE_NONE\x10\x01\x12\x19\n\x15TOOL_CHOICE_MODE_AUTO\x10\x02\x12\x1d\n\x19TOOL_CHOICE_MODE_REQUIRED\x10\x03*X\n\tRetention\x12\x19\n\x15RETENTION_UNSPECIFIED\x10\x00\x12\x17\n\x13RETENTION_TURN_ENDS\x10\x01\x12\x17\n\x13RETENTION_TOOL_CALL\x10\x02*\xb1\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15WORKER_STATE_STARTING\x10\x01\x12\x16\n\x12WORKER_STATE_READY\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_SUSPECT\x10\x04\x12\x1c\n\x18WORKER_STATE_UNREACHABLE\x10\x05\x32\xef\x01\n\rRouterService\x12G\n\x08Generate\x12\x1b.kvrelay.v1.GenerateRequest\x1a\x1c.kvrelay.v1.GenerateResponse0\x01\x12\x45\n\x08\x41nnounce\x12\x1b.kvrelay.v1.AnnounceRequest\x1a\x1c.kvrelay.v1.AnnounceResponse\x12N\n\x0bListWorkers\x12\x1e.kvrelay.v1.ListWorkersRequest\x1a\x1f.kvrelay.v1.ListWorkersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvrelay.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RETENTION']._serialized_start=1803
-  _globals['_RETENTION']._serialized_end=1891
-  _globals['_WORKERSTATE']._serialized_start=1894
-  _globals['_WORKERSTATE']._serialized_end=2071
+  _globals['_TOOLCHOICEMODE']._serialized_start=2501
+  _globals['_TOOLCHOICEMODE']._serialized_end=2636
+  _globals['_RETENTION']._serialized_start=2638
+  _globals['_RETENTION']._serialized_end=2726
+  _globals['_WORKERSTATE']._serialized_start=2729
+  _globals['_WORKERSTATE']._serialized_end=2906
   _globals['_TOKENIDS']._serialized_start=88
   _globals['_TOKENIDS']._serialized_end=111
   _globals['_CHATMESSAGE']._serialized_start=113
-  _globals['_CHATMESSAGE']._serialized_end=157
-  _globals['_CHAT']._serialized_start=159
-  _globals['_CHAT']._serialized_end=233
-  _globals['_SAMPLEOUTPUT']._serialized_start=235
-  _globals['_SAMPLEOUTPUT']._serialized_end=283
-  _globals['_GENERATEREQUEST']._serialized_start=286
-  _globals['_GENERATEREQUEST']._serialized_end=728
-  _globals['_GENERATERESPONSE']._serialized_start=731
-  _globals['_GENERATERESPONSE']._serialized_end=982
-  _globals['_ANNOUNCEREQUEST']._serialized_start=984
-  _globals['_ANNOUNCEREQUEST']._serialized_end=1039
-  _globals['_ANNOUNCERESPONSE']._serialized_start=1041
-  _globals['_ANNOUNCERESPONSE']._serialized_end=1115
-  _globals['_LISTWORKERSREQUEST']._serialized_start=1117
-  _globals['_LISTWORKERSREQUEST']._serialized_end=1137
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=1140
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=1286
-  _globals['_ROUTERTOTALS']._serialized_start=1289
-  _globals['_ROUTERTOTALS']._serialized_end=1434
-  _globals['_QUEUESTATUS']._serialized_start=1437
-  _globals['_QUEUESTATUS']._serialized_end=1567
-  _globals['_WORKERSTATUS']._serialized_start=1570
-  _globals['_WORKERSTATUS']._serialized_end=1801
-  _globals['_ROUTERSERVICE']._serialized_start=2074
-  _globals['_ROUTERSERVICE']._serialized_end=2313
+  _globals['_CHATMESSAGE']._serialized_end=221
+  _globals['_CHAT']._serialized_start=224
+  _globals['_CHAT']._serialized_end=434
+  _globals['_TOOL']._serialized_start=436
+  _globals['_TOOL']._serialized_end=492
+  _globals['_FUNCTIONDEFINITION']._serialized_start=494
+  _globals['_FUNCTIONDEFINITION']._serialized_end=590
+  _globals['_TOOLCALL']._serialized_start=592
+  _globals['_TOOLCALL']._serialized_end=658
+  _globals['_FUNCTIONCALL']._serialized_start=660
+  _globals['_FUNCTIONCALL']._serialized_end=707
+  _globals['_TOOLCHOICE']._serialized_start=709
+  _globals['_TOOLCHOICE']._serialized_end=795
+  _globals['_TOOLCALLDELTA']._serialized_start=797
+  _globals['_TOOLCALLDELTA']._serialized_end=883
+  _globals['_SAMPLEOUTPUT']._serialized_start=885
+  _globals['_SAMPLEOUTPUT']._serialized_end=933
+  _globals['_GENERATEREQUEST']._serialized_start=936
+  _globals['_GENERATEREQUEST']._serialized_end=1378
+  _globals['_GENERATERESPONSE']._serialized_start=1381
+  _globals['_GENERATERESPONSE']._serialized_end=1679
+  _globals['_ANNOUNCEREQUEST']._serialized_start=1681
+  _globals['_ANNOUNCEREQUEST']._serialized_end=1736
+  _globals['_ANNOUNCERESPONSE']._serialized_start=1738
+  _globals['_ANNOUNCERESPONSE']._serialized_end=1812
+  _globals['_LISTWORKERSREQUEST']._serialized_start=1814
+  _globals['_LISTWORKERSREQUEST']._serialized_end=1834
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=1837
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=1983
+  _globals['_ROUTERTOTALS']._serialized_start=1986
+  _globals['_ROUTERTOTALS']._serialized_end=2131
+  _globals['_QUEUESTATUS']._serialized_start=2134
+  _globals['_QUEUESTATUS']._serialized_end=2264
+  _globals['_WORKERSTATUS']._serialized_start=2267
+  _globals['_WORKERSTATUS']._serialized_end=2498
+  _globals['_ROUTERSERVICE']._serialized_start=2909
+  _globals['_ROUTERSERVICE']._serialized_end=3148
 # @@protoc_insertion_point(module_scope)

@@ -31,6 +31,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """end-of-sequence token, stop token id or stop string"""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens were generated"""
+    FINISH_REASON_TOOL_CALLS: _FinishReason.ValueType  # 3
+    """as STOP, of an answer with calls; only a router says it"""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper): ...
 
@@ -40,6 +42,8 @@ FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """end-of-sequence token, stop token id or stop string"""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens were generated"""
+FINISH_REASON_TOOL_CALLS: FinishReason.ValueType  # 3
+"""as STOP, of an answer with calls; only a router says it"""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 class _Role:

@@ -20,6 +20,7 @@ from kvrelay.rpc.protocol import sampling_of
 from kvrelay.text.output import OutputText
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2, types_pb2
+from router.generate.calls import CallReader
 from router.generate.legs import UNFINISHED, LegEvent, LegOrder, run_leg
 from router.generate.request import AcceptedRequest
 from router.generate.retry import Attempts, FailedLeg, PoisonRequest, RetryControl, Trials
@@ -93,6 +94,7 @@ class Generation:
         self._parts = parts
         sampling = request.sampling
         self._text = OutputText(parts.tokenizer, sampling.stop, sampling.min_tokens)
+        self._calls = CallReader(request)
         self._outputs = list(request.outputs)
         self._usages: list[types_pb2.LegUsage] = []
         self._attempts = Attempts()
@@ -128,7 +130,9 @@ class Generation:
         ending = given.ending_token_ids
         last = len(self._outputs) - 1
         for index, token in enumerate(self._outputs):
-            self._stopped = self._text.push(token).stopped
+            delta = self._text.push(token)
+            self._calls.replay(delta.text)
+            self._stopped = delta.stopped
             armed = index >= sampling.min_tokens or given.structured_output is not None
             if self._stopped or (armed and token in ending):
                 self._finish = STOP
@@ -359,26 +363,27 @@ class Generation:
             self._finish = LENGTH
 
     def _response(
-        self, tokens: Sequence[types_pb2.Token], text: str
+        self,
+        tokens: Sequence[types_pb2.Token],
+        text: str,
+        finish: types_pb2.FinishReason.ValueType = UNFINISHED,
     ) -> router_pb2.GenerateResponse:
         """A response; the first one also carries what a client needs to resume."""
         request = self.request
-        if self._first_token_seconds is not None:
-            return router_pb2.GenerateResponse(tokens=tokens, text=text, index=request.sample)
-        self._first_token_seconds = time.monotonic() - request.received_at
-        return router_pb2.GenerateResponse(
-            request_id=request.id,
-            tokens=tokens,
-            text=text,
-            seed=request.sampling.seed,
-            weights=self._bound.weights,
-            prompt_hash=request.prompt_hash,
-            index=request.sample,
-        )
+        response = router_pb2.GenerateResponse(tokens=tokens, index=request.sample)
+        if self._first_token_seconds is None:
+            self._first_token_seconds = time.monotonic() - request.received_at
+            response.request_id = request.id
+            response.seed = request.sampling.seed
+            response.weights = self._bound.weights
+            response.prompt_hash = request.prompt_hash
+        response.finish_reason = finish
+        self._calls.fill(response, text, last=finish != UNFINISHED)
+        return response
 
     def _last_response(self) -> router_pb2.GenerateResponse:
-        response = self._response((), "" if self._stopped else self._text.flush())
-        response.finish_reason = self._finish
+        text = "" if self._stopped else self._text.flush()
+        response = self._response((), text, self._finish)
         response.usage.CopyFrom(
             request_usage(
                 self._usages,

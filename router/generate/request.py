@@ -19,6 +19,7 @@ from kvrelay.sampling import DEFAULT_MAX_TOKENS, MAX_SAMPLES, SEEDS, stored_posi
 from kvrelay.v1 import router_pb2, types_pb2, worker_pb2
 from router.queue.fair import HIGHEST, LOWEST
 from router.queue.inbox import Read
+from router.queue.tools import ToolUse
 from router.workers.fleet import same_but_numerics, weights_of
 
 MAX_REQUEST_ID_CHARS = 128
@@ -62,6 +63,7 @@ class AcceptedRequest:
     sample: int = 0
     samples: tuple[ReceivedSample, ...] = ()
     retention: router_pb2.Retention.ValueType = router_pb2.RETENTION_UNSPECIFIED
+    tools: ToolUse | None = None  # if the text of the answer may have calls
 
     @property
     def charged_tokens(self) -> int:

@@ -72,7 +72,8 @@ class Answer:
         self._note(response)
         if before.ended:
             return text  # the client has its finish reason; this response repeats it
-        if part.text or part.finish or self.form.token_ids or self.form.logprobs:
+        shows = part.text or part.calls or part.finish
+        if shows or self.form.token_ids or self.form.logprobs:
             text += self._event(self._shape.chunk(index, part, self._shown()))
         return text
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvrelay.errors import Rejected
 from kvrelay.rpc.protocol import RETENTIONS, structured_message
+from kvrelay.rpc.tool_messages import set_calls, set_tools
 from kvrelay.sampling import MAX_SAMPLES, MAX_TOP_LOGPROBS
 from kvrelay.structured import StructuredOutput, of_mapping, of_response_format
 from kvrelay.v1 import router_pb2
@@ -40,7 +41,6 @@ NUMBERS = (
 )
 SILENT = (
     "metadata",
-    "parallel_tool_calls",
     "prediction",
     "prompt_cache_key",
     "prompt_cache_retention",
@@ -75,14 +75,19 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
 """Fields that would change the answer and that this server does not have. Their values that change
 nothing are accepted, others are refused."""
+
+TOOLS: Mapping[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+}
+"""Fields of chats, and their values that change nothing elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +201,9 @@ def read_input(fields: Fields, message: router_pb2.GenerateRequest, chat: bool) 
 
 def _read_prompts(fields: Fields, message: router_pb2.GenerateRequest) -> Sequence[object]:
     """The prompts; a single one is set in the message."""
+    for name, neutral in TOOLS.items():
+        if (value := fields.raw(name)) is not None and value not in neutral:
+            raise Rejected(name, "is for chats: send messages, or leave it out")
     given = fields.raw("prompt")
     match given:
         case None:
@@ -230,16 +238,27 @@ def _read_messages(fields: Fields, chat: router_pb2.Chat) -> None:
     for index, turn in enumerate(turns):
         where = f"messages[{index}]"
         match turn:
-            case {"role": role, "content": content}:
+            case {"role": role, **rest} if "content" in rest or rest.get("tool_calls"):
                 made = chat.messages.add()
                 made.role = checked_text(f"{where}.role", role)
-                made.content = _content(f"{where}.content", content)
+                _read_turn(made, where, rest)
             case _:
                 raise wrong(where, "an object with role and content", turn)
+    set_tools(chat, *(fields.raw(name) for name in TOOLS))
     if arguments := fields.raw("chat_template_kwargs"):
         if not isinstance(arguments, dict):
             raise wrong("chat_template_kwargs", "an object", arguments)
         chat.template_kwargs = checked_text("chat_template_kwargs", _as_json(arguments))
+
+
+def _read_turn(made: router_pb2.ChatMessage, where: str, given: Mapping[object, object]) -> None:
+    calls, content, call = given.get("tool_calls"), given.get("content"), given.get("tool_call_id")
+    if calls is not None:
+        set_calls(made, calls, f"{where}.tool_calls")
+    if content is not None or not calls:
+        made.content = _content(f"{where}.content", content)
+    if call is not None:
+        made.tool_call_id = checked_text(f"{where}.tool_call_id", call)
 
 
 def _as_json(value: object) -> str:

@@ -19,6 +19,7 @@ NAMES: Mapping[str, str] = {
     "token_ids": "prompt",
     "chat.template_kwargs": "chat_template_kwargs",
     "chat.messages": "messages",
+    "chat.tool": "tool",
     "chat": "messages",
 }
 """Beginnings of the names that the protocol gives to fields, and their names in a body."""

@@ -20,6 +20,7 @@ DONE = "data: [DONE]\n\n"
 FINISH = {
     types_pb2.FINISH_REASON_STOP: "stop",
     types_pb2.FINISH_REASON_LENGTH: "length",
+    types_pb2.FINISH_REASON_TOOL_CALLS: "tool_calls",
 }
 
 
@@ -64,16 +65,26 @@ class AnswerChoice:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[types_pb2.Logprobs] = field(default_factory=list)
+    calls: list[router_pb2.ToolCallDelta] = field(default_factory=list)
     finish: str | None = None
 
     def take(self, response: router_pb2.GenerateResponse) -> None:
         """Add a response."""
         self.text += response.text
+        self._take_calls(response.tool_calls)
         for token in response.tokens:
             self.token_ids.append(token.id)
             if token.HasField("logprobs"):
                 self.logprobs.append(token.logprobs)
         self.finish = FINISH.get(response.finish_reason, self.finish)
+
+    def _take_calls(self, deltas: Sequence[router_pb2.ToolCallDelta]) -> None:
+        for delta in deltas:
+            if not self.calls or self.calls[-1].index != delta.index:
+                self.calls.append(router_pb2.ToolCallDelta(index=delta.index, id=delta.id))
+            call = self.calls[-1]
+            call.function.name += delta.function.name
+            call.function.arguments += delta.function.arguments
 
 
 class AnswerShape:
@@ -158,7 +169,7 @@ class ChatShape(AnswerShape):
     def _chunk_choice(self, index: int, part: AnswerChoice) -> Json:
         choice: Json = {
             "index": index,
-            "delta": {"content": part.text} if part.text or part.finish is None else {},
+            "delta": _delta(part),
             "logprobs": self._logprobs(part),
             "finish_reason": part.finish,
         }
@@ -169,7 +180,7 @@ class ChatShape(AnswerShape):
     def _whole_choice(self, index: int, choice: AnswerChoice) -> Json:
         made: Json = {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": _message(choice),
             "logprobs": self._logprobs(choice),
             "finish_reason": choice.finish,
         }
@@ -241,6 +252,35 @@ class CompletionShape(AnswerShape):
             ],
             "text_offset": offsets,
         }
+
+
+def _delta(part: AnswerChoice) -> Json:
+    """What a chunk adds to a message; the first part of a call has its id, type and name."""
+    made: Json = {}
+    if part.text or not (part.calls or part.finish):
+        made["content"] = part.text
+    if part.calls:
+        made["tool_calls"] = [{"index": call.index, **_call(call)} for call in part.calls]
+    return made
+
+
+def _message(choice: AnswerChoice) -> Json:
+    content = choice.text if choice.text or not choice.calls else None
+    made: Json = {"role": "assistant", "content": content, "refusal": None}
+    if choice.calls:
+        made["tool_calls"] = [_call(call) for call in choice.calls]
+    return made
+
+
+def _call(call: router_pb2.ToolCallDelta) -> Json:
+    function: Json = {"arguments": call.function.arguments}
+    if not call.id:
+        return {"function": function}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, **function},
+    }
 
 
 def _usage(usage: Json | bool | None) -> str:

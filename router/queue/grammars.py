@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvrelay.rpc.protocol import structured_of
 from kvrelay.rpc.security.identity import Tenant
+from kvrelay.structured import StructuredOutput
 from kvrelay.text.structured import GrammarCompiler
 from kvrelay.v1 import types_pb2
 from router.queue.prompts import TextThreads
@@ -22,7 +23,10 @@ class GrammarChecks:
         """``Rejected`` for a grammar that cannot be used; the message says where it is wrong."""
         if not sampling.HasField("structured_output"):
             return
-        wanted = structured_of(sampling.structured_output)
+        await self.compiled(structured_of(sampling.structured_output), tenant)
+
+    async def compiled(self, wanted: StructuredOutput, tenant: Tenant) -> None:
+        """The same for what the output must be."""
         wanted.check()
         if not self._compiler.knows(wanted):
             size = WEIGHT * wanted.size

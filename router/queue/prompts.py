@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from kvrelay.rpc.security.identity import Tenant
+from kvrelay.rpc.tool_messages import options_of, turns_of
 from kvrelay.sampling import check_bad_words
 from kvrelay.text.bad_words import bad_word_ids
 from kvrelay.text.tokenizer import TextTooLong, Tokenizer
@@ -84,11 +85,14 @@ class PromptTokenizer:
         return tuple(ids)
 
     async def _rendered(self, message: router_pb2.GenerateRequest, tenant: Tenant) -> str:
-        turns = [{"role": m.role, "content": m.content} for m in message.chat.messages]
-        size = message.chat.ByteSize()
-        long = size > LONG_TEXT or len(turns) > LONG_CHAT
-        arguments = message.chat.template_kwargs
-        return await self._run(tenant, size, long, lambda: self._tokenizer.render(turns, arguments))
+        chat = message.chat
+        size = chat.ByteSize()
+        long = size > LONG_TEXT or len(chat.messages) > LONG_CHAT
+        return await self._run(tenant, size, long, lambda: self._render(chat))
+
+    def _render(self, chat: router_pb2.Chat) -> str:
+        tools = options_of(chat).for_template()
+        return self._tokenizer.render(turns_of(chat), chat.template_kwargs, tools)
 
     async def bad_words(self, words: Sequence[str], tenant: Tenant) -> list[list[int]]:
         """The token sequences of bad words; ``Rejected`` for words that cannot be used."""

@@ -17,7 +17,7 @@ from tests.house.sources import PACKAGES, ROOT, python_files, show, tree
 
 # The deepest folder that is listed here decides; a folder sees the floors below its own.
 FLOORS = {
-    "kvrelay": 1,  # errors, fleet, installation, model_folder, sampling, usage, version
+    "kvrelay": 1,  # errors, fleet, installation, model_folder, sampling, tools, usage, version
     "kvrelay/v1": 0,
     "kvrelay/config": 2,
     "kvrelay/process": 2,

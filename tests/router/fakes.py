@@ -415,7 +415,8 @@ async def running(
         }
         config = RouterConfig(**{**settings, **changes})  # type: ignore[arg-type]
         registry = Registry(config)
-        service = RouterService(config, registry, tokenizer())
+        known = Tokenizer(config.model) if "model" in changes else tokenizer()
+        service = RouterService(config, registry, known)
         server = make_server(config, service)
         address = await server.start()
         stack.push_async_callback(server.stop)

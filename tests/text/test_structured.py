@@ -23,8 +23,9 @@ from kvrelay.structured import (
 )
 from kvrelay.text import structured
 from kvrelay.text.detokenizer import detokenizer, token_bytes
-from kvrelay.text.structured import GrammarCompiler, OffGrammar, TokenGrammar, vocabulary_of
+from kvrelay.text.structured import GrammarCompiler, OffGrammar, vocabulary_of
 from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
+from tests.text.grammars import bits, walk
 from tests.text.kinds import KINDS, write
 
 EOS = 1  # of the byte-level kind; 2 of those with an unknown token
@@ -70,23 +71,6 @@ def eos_of(model: Tokenizer) -> tuple[int, ...]:
     token = model.backend.token_to_id("</s>")
     assert token is not None
     return (token,)
-
-
-def bits(mask: bytes) -> list[int]:
-    return [8 * at + bit for at, byte in enumerate(mask) for bit in range(8) if byte >> bit & 1]
-
-
-def walk(made: TokenGrammar, ending: int, seed: int, most: int = 200) -> list[int]:
-    """A random output, ended as soon as it may be after some tokens."""
-    chance = random.Random(seed)
-    output: list[int] = []
-    while len(output) < most:
-        allowed = bits(made.allowed(output, 0, len(output)))
-        rest = [token for token in allowed if token != ending]
-        if ending in allowed and (not rest or chance.random() < 0.3):
-            return output
-        output.append(chance.choice(rest))
-    return output
 
 
 def accepts(name: str, text: str) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import httpx2
@@ -12,6 +13,7 @@ from tests.router.fakes import FakeWorker, Running, answer, decode_worker, runni
 from tests.router.rig import PROMPT
 
 SEED = 5
+Event = tuple[str, str]
 
 
 @asynccontextmanager
@@ -36,3 +38,46 @@ def openai_of(router: Running, key: str = "none", **options: object) -> AsyncOpe
 def expected(max_tokens: int, seed: int = SEED) -> str:
     """The text of an undisturbed answer to ``PROMPT``."""
     return text_of(answer(PROMPT, max_tokens, seed))
+
+
+async def events(
+    client: httpx2.AsyncClient,
+    body: Mapping[str, object],
+    page: str = "/v1/completions",
+    last: str | None = None,
+) -> list[Event]:
+    """Ids and data of the events of a stream."""
+    headers = {} if last is None else {"last-event-id": last}
+    found, known = [], ""
+    async with client.stream("POST", page, json=body, headers=headers) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            name, _, value = line.partition(": ")
+            if name == "id":
+                known = value
+            elif name == "data":
+                found.append((known, value))
+    return found
+
+
+async def follow(
+    client: httpx2.AsyncClient, page: str, body: Mapping[str, object], broken: list[str]
+) -> AsyncIterator[str]:
+    """The data of a stream's events; ``broken`` gets the last event's id at each broken one."""
+    last: dict[str, str] = {}
+    while True:
+        try:
+            async with client.stream("POST", page, json=body, headers=last) as response:
+                response.raise_for_status()
+                broken += last.values()
+                async for line in response.aiter_lines():
+                    name, _, value = line.partition(": ")
+                    if name == "id":
+                        known = value
+                    elif name == "data":
+                        last = {"last-event-id": known}
+                        yield value
+                        if value == "[DONE]":
+                            return
+        except httpx2.TransportError:
+            await asyncio.sleep(0.05)

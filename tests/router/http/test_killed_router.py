@@ -1,14 +1,14 @@
 """Real processes: the router is killed in the middle of streams, which go on with the same bytes.
 
-``follow`` is all that a client needs beside an HTTP library: it remembers the id of the last event
-and sends the same request again with it.
+``follow`` of the rig is all that a client needs beside an HTTP library: it remembers the id of the
+last event and sends the same request again with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
@@ -18,33 +18,11 @@ from benchmarks.random_model import make_model
 from kvrelay.cluster.layout import ClusterConfig
 from kvrelay.cluster.process import RestartBackoff
 from kvrelay.cluster.supervisor import Cluster
+from tests.router.http.rig import follow
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 TOKENS = 120
 KILL_AT = (3, 40, 90)  # events of the first stream
-
-
-async def follow(
-    client: httpx2.AsyncClient, page: str, body: Mapping[str, object], broken: list[str]
-) -> AsyncIterator[str]:
-    """The data of a stream's events; ``broken`` gets the last event's id at each broken one."""
-    last: dict[str, str] = {}
-    while True:
-        try:
-            async with client.stream("POST", page, json=body, headers=last) as response:
-                response.raise_for_status()
-                broken += last.values()
-                async for line in response.aiter_lines():
-                    name, _, value = line.partition(": ")
-                    if name == "id":
-                        known = value
-                    elif name == "data":
-                        last = {"last-event-id": known}
-                        yield value
-                        if value == "[DONE]":
-                            return
-        except httpx2.TransportError:
-            await asyncio.sleep(0.05)
 
 
 @pytest.fixture(scope="module")

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 
-import httpx2
 import pytest
 
 from tests.router.fakes import answer, decode_worker, namespace, prefill_worker
-from tests.router.http.rig import SEED, door
+from tests.router.http.rig import SEED, Event, door, events
 from tests.router.rig import PROMPT
 
 BODY: dict[str, object] = {
@@ -19,27 +17,6 @@ BODY: dict[str, object] = {
     "stream_options": {"include_usage": True},
     "return_token_ids": True,
 }
-Event = tuple[str, str]
-
-
-async def events(
-    client: httpx2.AsyncClient,
-    body: Mapping[str, object],
-    page: str = "/v1/completions",
-    last: str | None = None,
-) -> list[Event]:
-    """Ids and data of the events of a stream."""
-    headers = {} if last is None else {"last-event-id": last}
-    found, known = [], ""
-    async with client.stream("POST", page, json=body, headers=headers) as response:
-        assert response.status_code == 200, await response.aread()
-        async for line in response.aiter_lines():
-            name, _, value = line.partition(": ")
-            if name == "id":
-                known = value
-            elif name == "data":
-                found.append((known, value))
-    return found
 
 
 def tokens_of(found: list[Event]) -> list[int]:
