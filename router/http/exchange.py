@@ -31,8 +31,9 @@ EARLY_SECONDS = 0.2
 """From acceptance to the head of a stream: errors that come sooner still have their status."""
 
 COMMENTS = (b": queued\n", b": working\n")
-"""Before the first event and after it. No empty line follows where events have ids: the ``openai``
-client would take it for the end of an event that has no data."""
+"""Before the first event and after it. No empty line follows: the ``openai`` client would take it
+for the end of an event that has no data. A program that gets no ids gets no comments: ``vllm bench
+serve`` strips each piece that it receives, so it would take the events behind one for its rest."""
 
 AHEAD = 64 << 10  # bytes of a body that are received before it is wanted
 REQUEST_ID = "x-request-id"
@@ -216,7 +217,10 @@ class Exchange:
     async def _comment(self) -> None:
         if not self._started:
             await self._start_events()
-        body = COMMENTS[self._has_events] + (b"\n" if self.data_only else b"")
+        if self.data_only:
+            self._written_at = asyncio.get_running_loop().time()
+            return
+        body = COMMENTS[self._has_events]
         await self._write({"type": "http.response.body", "body": body, "more_body": True})
 
     async def _silence(self) -> None:
