@@ -17,7 +17,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from kvrelay import Client
 from kvrelay.cluster.layout import ROOT, ClusterConfig
 from kvrelay.cluster.supervisor import Cluster
-from tests.router.http.test_resume import events
+from tests.router.http.rig import events
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 SAID = "The copper mask stands in Boston."

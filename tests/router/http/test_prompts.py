@@ -28,8 +28,8 @@ from tests.router.fakes import (
     text_of,
     tokenizer,
 )
-from tests.router.http.rig import SEED, door, openai_of
-from tests.router.http.test_resume import by_index, events, finishes
+from tests.router.http.rig import SEED, door, events, openai_of
+from tests.router.http.test_resume import by_index, finishes
 from tests.router.rig import PROMPT
 from tests.secured import CREDENTIALS
 

@@ -12,8 +12,8 @@ import pytest
 from kvrelay.errors import Rejected
 from router.http import exchange
 from tests.router.fakes import Behaviour, Running, answer, decode_worker, namespace
-from tests.router.http.rig import SEED, door, expected, openai_of
-from tests.router.http.test_resume import events, tokens_of
+from tests.router.http.rig import SEED, door, events, expected, openai_of
+from tests.router.http.test_resume import tokens_of
 from tests.router.rig import PROMPT
 
 PAGE = "/v1/completions"
