@@ -19,12 +19,19 @@ from kvrelay.rpc.channel import ChannelOptions, open_channel, open_sync_channel
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.health import is_serving
 from kvrelay.rpc.security import credentials, policy
-from kvrelay.rpc.security.credentials import ADMIN_FIRST, SERVICE_FIRST
-from kvrelay.rpc.security.identity import LOCAL_CALLER, Caller, CallerKind, caller
+from kvrelay.rpc.security.credentials import ADMIN_FIRST, SERVICE_FIRST, Credentials
+from kvrelay.rpc.security.identity import LOCAL_CALLER, Caller, CallerKind, Tenant, caller
 from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.rpc.security.policy import INSECURE, Security
 from kvrelay.rpc.security.tls import TlsCredentials
-from kvrelay.rpc.server.authorization import is_allowed
+from kvrelay.rpc.server.authorization import (
+    CLIENTS,
+    HEALTH_PREFIX,
+    MAX_WATCHING,
+    OPEN,
+    OpenCalls,
+    is_allowed,
+)
 from kvrelay.rpc.server.server import CALL_SHARES, Server, ServerOptions
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import router_pb2, router_pb2_grpc
@@ -557,3 +564,17 @@ async def test_a_server_cannot_do_with_an_authority_alone(party: Callable[..., F
     with pytest.raises(KvrelayError, match="tls_cert"):
         async with serving(policy.load(SecurityOptions(tls_ca=party("server").ca))):
             pass
+
+
+def test_calls_that_cost_nothing_leave_connections_for_others() -> None:
+    """A connection with an open call is never closed: health watches must not take them all."""
+    calls = OpenCalls(Credentials("token", open=True), share=512, total=3584)
+    methods = [f"{HEALTH_PREFIX}Watch", f"{HEALTH_PREFIX}Check", next(iter(OPEN - CLIENTS))]
+    entered = [name for name in methods for _ in range(600) if calls.enter(None, name)]
+    assert len(entered) == MAX_WATCHING < ServerOptions().max_connections
+    request = next(iter(CLIENTS))
+    assert all(calls.enter(None, request) for _ in range(600))
+    assert calls.enter(Caller(CallerKind.CLIENT, Tenant("a")), request)
+    for name in entered:
+        calls.leave(None, name)
+    assert sum(calls.enter(None, methods[0]) for _ in range(600)) == 512

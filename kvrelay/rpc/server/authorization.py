@@ -24,6 +24,7 @@ from kvrelay.rpc.status import abort, abort_with_code
 HEALTH_PREFIX = "/grpc.health.v1.Health/"
 """Methods that need no token: load balancers learn whether the server serves, and no more."""
 
+MAX_WATCHING = 1024  # open calls without a token that are no requests: half of the connections
 RETRY_SECONDS = 1.0
 SPARE_CALLS = 2  # of a tenant at its limit of requests: they are refused with that reason
 MAX_NAME = 200
@@ -73,25 +74,35 @@ class OpenCalls:
     """Counts the open calls of tenants and of unauthenticated callers, and bounds them.
 
     A tenant may have ``share`` calls open, and a few more requests than its limit; unauthenticated
-    callers ``share`` of each method; all of these together ``total``.
+    callers ``share`` of each method, and twice that of all methods but requests; where they may
+    make requests, these are bounded by ``total`` alone, as all calls together are. A connection
+    with an open call is never closed, so calls that cost nothing must not fill a server.
     """
 
     def __init__(self, credentials: Credentials, share: int, total: int) -> None:
-        self._share = total if credentials.open else share
+        self._share = share
+        self._requests = total if credentials.open else share
         self._total = total
+        self._watching = 0  # open calls of unauthenticated callers that are no requests
+        self._max_watching = min(2 * share, MAX_WATCHING)
         self._open = Counter[str]()
 
     def enter(self, found: Caller | None, method: str) -> bool:
         """Count a call until ``leave``. Returns false if there is no room for it."""
         key = _counted_as(found, method)
+        watches = found is None and method not in CLIENTS
+        if watches and self._watching >= self._max_watching:
+            return False
         if self._open[key] >= self._limit(found, method) or self._open.total() >= self._total:
             return False
         self._open[key] += 1
+        self._watching += watches
         return True
 
     def leave(self, found: Caller | None, method: str) -> None:
         """The end of a call that ``enter`` has counted."""
         key = _counted_as(found, method)
+        self._watching -= found is None and method not in CLIENTS
         self._open[key] -= 1
         if not self._open[key]:
             del self._open[key]
@@ -104,10 +115,10 @@ class OpenCalls:
         )
 
     def _limit(self, found: Caller | None, method: str) -> int:
-        requests = None if found is None else found.tenant.max_requests
-        if requests is None or method not in CLIENTS:
+        if method not in CLIENTS:
             return self._share
-        return min(self._share, requests + SPARE_CALLS)
+        requests = None if found is None else found.tenant.max_requests
+        return self._requests if requests is None else min(self._share, requests + SPARE_CALLS)
 
 
 def _counted_as(found: Caller | None, method: str) -> str:

@@ -200,11 +200,12 @@ class HintTable(Generic[V]):
         return [entry for entry in some if entry in self._late]
 
     def yield_one(self) -> bool:
-        """Give up the hint of latest use of the tenant that keeps most, if there is any."""
-        if (most := self._most_keeping()) is None:
-            return False
-        self._give_up(most)
-        return True
+        """Give up the hint of latest use of the tenant that keeps most.
+
+        Returns whether a hint was given up.
+        """
+        most = self._most_keeping()
+        return most is not None and self._give_way(most, -math.inf)
 
     def _stored_run(self, names: Sequence[bytes]) -> list[IndexEntry[V]]:
         """The stored blocks that lead without a gap."""
@@ -259,19 +260,17 @@ class HintTable(Generic[V]):
         """Give up a tenant's hint of latest use if it is later than ``deadline``."""
         known = self._tenants.get(tenant)
         latest = None if known is None else known.latest.next()
-        if latest is None or -latest <= deadline:
+        name = None if known is None else known.latest.first()
+        if latest is None or name is None or -latest <= deadline:
             return False
-        self._give_up(tenant)
+        self.counters.hints_yielded += 1
+        self._end(name)
         return True
 
-    def _give_up(self, tenant: str) -> None:
-        if (name := self._tenants[tenant].latest.first()) is not None:
-            self.counters.hints_yielded += 1
-            self._end(name)
-
     def _most_keeping(self) -> str | None:
-        tenants = self._tenants
-        return max(tenants, key=lambda name: tenants[name].bytes, default=None)
+        """The tenant with hints that keeps most: blocks may stay charged to one without any."""
+        tenants = {name: known.bytes for name, known in self._tenants.items() if known.latest}
+        return max(tenants, key=lambda name: tenants[name], default=None)
 
     def _set_end(self, name: bytes, run: _Run, deadline: float) -> None:
         run.deadline = deadline

@@ -336,3 +336,21 @@ def test_what_hints_keep_is_counted_exactly(seed: int) -> None:
     model.table.advance(now + 100.0)
     assert (model.covered, len(model.table)) == ([], 0)
     assert [model.table.kept(tenant) for tenant in ("alice", "bob", "carol")] == [0, 0, 0]
+
+
+def test_a_put_ends_where_blocks_are_charged_to_a_tenant_without_hints() -> None:
+    """Two tenants hint at shared blocks; the first one's hint ends and leaves them charged to it.
+
+    Everything else is leased. Giving up hints without end held the whole store.
+    """
+    index = new(5)
+    put(index, [b"a", b"b", b"c"])
+    index.hint([hint([b"a", b"b"], tenant="first")], 0.0)
+    index.hint([hint([b"a", b"b", b"c"], tenant="second")], 0.0)
+    index.get(b"b", 1.0)
+    for name in (b"x", b"y"):
+        put(index, [name])
+        assert index.lookup([name], [], FOREVER, 2.0).lease is not None
+    assert put(index, [b"z"], 2.0) == [PutStatus.RESERVED]
+    assert lead(index, [b"a", b"b", b"c"], 3.0) == 2
+    assert index.audit() == []
