@@ -24,6 +24,7 @@ CHECKS: Mapping[str, tuple[str, ...]] = {
     "_attend_segment": ATTENTION,
     "_merge": ("long",),
     "_finish": ("long", "many", "random"),
+    "_entry_of_tile": ("many", "random"),
     "attend_prefill": ATTENTION,
     "attend_decode": ATTENTION,
     "combine_segments": ATTENTION,
@@ -108,7 +109,7 @@ MUTANTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "sinks are weights of their own": ("tl.exp2(sink - top)", "sink"),
         "sinks are subtracted": ("+ tl.exp2(sink - top)", "- tl.exp2(sink - top)"),
     },
-    "attend_prefill": {
+    "_entry_of_tile": {
         "an entry begins one tile late": (" + middle <= number", " + middle < number"),
         "entries have no tiles of their own": (
             "POSITIONS + middle <= number",
@@ -118,8 +119,17 @@ MUTANTS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "(tl.load(spans + middle * 4) - first_row)",
             "tl.load(spans + middle * 4)",
         ),
+        "no entry but the first": ("upper = entries", "upper = 1"),
+        "an entry too many": ("upper = entries", "upper = entries + 1"),
+        "the last entry is left out": ("upper = entries", "upper = entries - 1"),
+        "the first entry is left out": ("lower = 0", "lower = 2"),
+        "the entry behind": ("return lower - 1", "return lower"),
+        "rows are taken for entries": ("spans + middle * 4", "spans + middle"),
+        "the search stops early": ("upper = middle", "upper = lower"),
+    },
+    "attend_prefill": {
         "tiles are counted from the wrong one": (
-            "(row - first_row) // POSITIONS + lower - 1",
+            "(row - first_row) // POSITIONS + entry",
             "(row - first_row) // POSITIONS",
         ),
         "rows beyond the positions of a tile": (" & (index < POSITIONS * GROUP)", ""),

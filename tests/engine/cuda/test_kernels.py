@@ -11,7 +11,20 @@ from tests.engine.cuda.processes import interpreted, needs_triton
 pytestmark = needs_triton
 LONG = ("far", "isolated", "long", "many", "padded", "random", "rotations")
 DENSE = ("llama", "llama-mha", "llama-tied", "qwen2", "qwen3", "mistral", "gpt-neox", "gpt2")
-FUNCTIONS = ("_normed", "add_and_norm", "gate_and_up", "rotate_and_store", "store_rows")
+FUNCTIONS = (
+    "_attend_segment",
+    "_entry_of_tile",
+    "_finish",
+    "_merge",
+    "_normed",
+    "add_and_norm",
+    "attend_decode",
+    "attend_prefill",
+    "combine_segments",
+    "gate_and_up",
+    "rotate_and_store",
+    "store_rows",
+)
 
 
 def test_rows_and_stores() -> None:
