@@ -33,7 +33,9 @@ class Slow:
             raise TextTooLong(field, f"more than {positions} tokens")
         return len(text)
 
-    def render(self, turns: list[dict[str, str]], arguments: str) -> str:
+    def render(
+        self, turns: list[dict[str, object]], arguments: str, tools: list[dict[str, object]]
+    ) -> str:
         self.threads.append(threading.current_thread())
         return "short"
 
