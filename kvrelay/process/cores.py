@@ -15,6 +15,11 @@ BYTES_A_THREAD = 32 << 20
 """Of weights. A step wakes the threads some ten times a layer: on weights that one thread reads in
 a few milliseconds that costs more than a second thread saves (benchmarks/README.md)."""
 
+MOST_THREADS = 2
+"""By default. torch splits a feed-forward activation among threads, and rounds otherwise where two
+parts meet unless they meet at a multiple of 32 elements. Two parts of usual widths do; for more
+threads the number of parts depends on the number of rows, so a cut prompt would change bits."""
+
 SPINS = 1000  # loops: the best of 0, 1,000 and 10,000 on busy cores (benchmarks/README.md)
 _SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
@@ -28,7 +33,7 @@ def available_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 def model_threads(weight_bytes: int, cores: int, workers: int = 1) -> int:
     """Threads of one of so many workers on these cores; a small model has one."""
     share = max(1, cores // workers)
-    return min(share, max(1, weight_bytes // BYTES_A_THREAD))
+    return min(share, max(1, weight_bytes // BYTES_A_THREAD), MOST_THREADS)
 
 
 def bound_spinning(environ: MutableMapping[str, str] | None = None) -> None:
