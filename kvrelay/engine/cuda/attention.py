@@ -35,14 +35,10 @@ class _Tile:
 
 def _tile(width: int, dtype: torch.dtype, group: int, prefill: bool) -> _Tile:
     """As large as registers and 99 KB of shared memory hold (see the tests of resources)."""
-    large = dtype.itemsize == 2 and width <= _NARROW
-    rows = 64 if prefill and large else 32 if prefill and dtype.itemsize == 2 else _DECODE_ROWS
-    return _Tile(
-        rows=max(rows, power_of_two(group)),
-        keys=64 if large else 32,
-        warps=8 if prefill and dtype.itemsize == 2 else 4,
-        stages=2,
-    )
+    if dtype.itemsize == 4:  # no tensor cores: numbers are in registers
+        return _Tile(max(_DECODE_ROWS, power_of_two(group)), keys=16, warps=8, stages=2)
+    rows = _DECODE_ROWS if not prefill else 64 if width <= _NARROW else 32
+    return _Tile(rows=max(rows, power_of_two(group)), keys=32, warps=8 if prefill else 4, stages=2)
 
 
 @dataclass(frozen=True, slots=True)
