@@ -132,7 +132,9 @@ class ClusterConfig(SecurityOptions):
         None, "estimated seconds of waiting above which the router refuses a request", low=0.0
     )
     threads: int | None = option(
-        None, "threads of a worker; default: by the model's size, at most cores / workers", low=1
+        None,
+        "threads of a worker; default: by the model's size, at most 2 and cores / workers",
+        low=1,
     )
     metrics_port: int | None = option(
         None,

@@ -73,7 +73,7 @@ class WorkerConfig(SecurityOptions):
         120.0, "a step that takes longer counts as hung: the worker exits for a restart", low=1.0
     )
     threads: int | None = option(
-        None, "CPU threads of the model; default: by its size, at most the cores", low=1
+        None, "CPU threads of the model; default: by its size, at most the cores, at most 2", low=1
     )
     grace: float = option(10.0, "seconds that open requests get after SIGTERM", low=0.0)
     audit: bool = option(False, "check every invariant of the accounting after every step")

@@ -298,13 +298,15 @@ class BlockStore:
             self._index.expire(time.monotonic())
             return self._index.stats()
 
+    def tenant_stats(self) -> tuple[TenantStats, ...]:
+        """A row for each tenant; none where no tenants are known."""
+        if not self.tenants.owners:
+            return ()
+        return tuple(TenantStats(owner.name, owner.quota, *used) for owner, *used in self.usage())
+
     def stats_of_tenants(self) -> StoreStats:
         """``stats`` with a row for each tenant."""
-        rows = tuple(
-            TenantStats(owner.name, owner.quota, entries, size)
-            for owner, entries, size in (self.usage() if self.tenants.owners else ())
-        )
-        return replace(self.stats(), tenants=rows)
+        return replace(self.stats(), tenants=self.tenant_stats())
 
     def clear(self) -> int:
         """Remove every block that no lease holds; returns how many."""

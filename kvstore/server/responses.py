@@ -93,8 +93,8 @@ def inspect_response(store: BlockStore, disk: DiskTier | None, name: bytes) -> p
 def stats_response(store: BlockStore, caller: Caller) -> pb.GetStatsResponse:
     """The figures of the store; admins get each tenant's too, a tenant gets its own alone."""
     rows = [
-        pb.TenantStats(name=owner.name, quota=owner.quota, entries=entries, bytes=size)
-        for owner, entries, size in (store.usage() if store.tenants.owners else ())
+        pb.TenantStats(name=one.name, quota=one.quota, entries=one.entries, bytes=one.bytes)
+        for one in store.tenant_stats()
     ]
     if caller.tenant.name:
         mine = [row for row in rows if row.name == caller.tenant.name]

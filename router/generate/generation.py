@@ -172,7 +172,7 @@ class Generation:
             leg = self._next_leg()
             if leg.among is None or placer.can_place(leg):
                 placed = await placer.place(leg)
-                self._recount_deaths()  # a worker may have been found dead meanwhile
+                self._recount_deaths()  # a worker may have been found dead since
                 if self._trials is None:
                     return placed
                 if (among := self._among()) is None or placed.key in among:

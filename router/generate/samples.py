@@ -25,7 +25,6 @@ class Samples:
     def __init__(
         self, request: AcceptedRequest, bound: StreamBinding, parts: SharedParts, hold: QuotaHold
     ) -> None:
-        self.received_at = request.received_at
         self.request = request
         self.bound = bound
         self._hold = hold

@@ -120,7 +120,7 @@ def _cluster() -> Iterator[Diagnosis]:
 
     found = f"{available_cores()} cores, {platform.system()} {platform.machine()}"
     yield Diagnosis(
-        "processor", "ok", found, "shared out among the workers as threads; a small model has one"
+        "processor", "ok", found, "shared out among the workers: one or two threads each by default"
     )
     weights = list(SHIPPED_MODEL.glob("*.safetensors"))
     if weights:

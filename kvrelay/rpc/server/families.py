@@ -30,7 +30,7 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 TOKENS = tuple(factor * 10**power for power in range(6) for factor in (1, 2, 5))
 SAMPLES = (1, 2, 5, 10, 20)
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a series that nobody reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # the time of its creation is no use
 
 
 def histogram(name: str, text: str, bounds: Sequence[float]) -> Histogram:
@@ -39,7 +39,7 @@ def histogram(name: str, text: str, bounds: Sequence[float]) -> Histogram:
 
 
 def labelled(metrics: Iterable[Metric], labels: Mapping[str, str]) -> Iterator[Metric]:
-    """The metrics with ``labels`` before those that their samples have."""
+    """Add ``labels`` to every sample; a label that a sample has itself keeps its value."""
     for metric in metrics:
         metric.samples = [
             sample._replace(labels={**labels, **sample.labels}) for sample in metric.samples
