@@ -18,6 +18,7 @@ from router.http.errors import HttpRefusal, body_of
 
 if TYPE_CHECKING:
     from uvicorn.config import Config
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
     from uvicorn.server import ServerState
 
 EXTENSION = "kvrelay.connection"
@@ -100,6 +101,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._unread = 0
         self._refused: HttpRefusal | None = None
         self._head_timer: asyncio.TimerHandle | None = None
+        self._requests: list[RequestResponseCycle] = []  # not answered in full, oldest first
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
@@ -110,6 +112,11 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
         self.table.leave(self)
+        # uvicorn tells only the newest request. An older one that is still being answered would
+        # go on, and over TLS it would write to a transport that is gone.
+        for request in self._requests:
+            request.disconnected = True
+            request.message_event.set()
         super().connection_lost(exc)
 
     def abort(self) -> None:
@@ -140,6 +147,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._end_head()
         super().on_headers_complete()
+        self._requests.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         if self.cycle.response_complete:
@@ -149,6 +157,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_response_complete(self) -> None:
+        self._requests = [one for one in self._requests if not one.response_complete]
         super().on_response_complete()
         if not self.pipeline and not self.transport.is_closing():
             self.table.rest(self)

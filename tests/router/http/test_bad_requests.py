@@ -323,6 +323,23 @@ async def test_a_burst_of_connections_makes_room_for_each() -> None:
             one.close()
 
 
+async def test_a_lost_connection_ends_the_request_before_a_pipelined_one() -> None:
+    worker = decode_worker(max_model_len=1 << 20, num_blocks=1 << 20)
+    async with door([worker]) as (router, client):
+        reader, writer = await raw(client)
+        body = json.dumps({**GOOD, "max_tokens": 200_000, "stream": True}).encode()
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n" % len(body) + body
+        )
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        await reader.readuntil(b"data: ")
+        writer.transport.abort()
+        async with asyncio.timeout(10):
+            await worker.cancelled.wait()
+        assert router.service.ended["cancelled"] == 1
+
+
 async def test_a_client_that_reads_nothing_is_cut_off() -> None:
     worker = decode_worker(max_model_len=1 << 20, num_blocks=1 << 20)
     async with door([worker], stuck_after=0.4) as (router, client):
