@@ -12,6 +12,8 @@ READY := $(VENV)/.ready
 # Extra arguments for pip, for example the index of a CUDA or CPU build of torch.
 PIP_ARGS ?=
 ARGS ?=
+# Processes that run the quick tests side by side: each starts clusters, and waits for them.
+JOBS ?= 2
 
 PROTOS := $(wildcard protos/kvrelay/v1/*.proto)
 BUF := $(VENV)/buf/node_modules/.bin/buf
@@ -33,7 +35,8 @@ up: $(READY) ## start a cluster that serves until Ctrl-C
 	@$(BIN)/kvrelay up $(ARGS)
 
 test: $(READY) ## run the tests (under ten minutes on two cores)
-	@$(BIN)/python -m pytest -m 'not slow and not peer and not triton' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow and not peer and not triton' \
+		-n $(JOBS) --dist loadfile $(ARGS)
 
 cover: $(READY) ## run the tests with coverage (half as long again)
 	@$(BIN)/python -m pytest -m 'not slow and not peer and not triton' --cov --cov-report=term $(ARGS)

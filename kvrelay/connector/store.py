@@ -21,9 +21,11 @@ from kvrelay.connector.lookups import LeaseReleaser, Lookups
 from kvrelay.connector.saving import SaveJob
 from kvrelay.connector.thread_pool import ThreadPool
 from kvrelay.engine.core.external import Load, Query, Save, Saved, TransferEvent
+from kvrelay.rpc.deadline import Deadline
 from kvrelay.usage import Miss
 from kvstore import Lease, Store
 
+CUT_OFF_SECONDS = 0.5
 JOIN_SECONDS = 5.0
 
 
@@ -150,17 +152,22 @@ class StoreConnector:
         return events
 
     def close(self) -> None:
-        """Stop. Closing the store ends the calls that are under way."""
+        """Stop. A call under way has a moment to give back its lease, then it is cut off."""
         self._lookups.close()
         for request_id in list(self._kept):
             self._let_go(request_id)
         for threads in self._all_threads()[:-1]:
             threads.close()
+        self._join(self._all_threads()[:-1], CUT_OFF_SECONDS)
         self._leases.run()
         self._release_threads.close()
         self._context.store.close()
-        for threads in self._all_threads():
-            threads.join(JOIN_SECONDS)
+        self._join(self._all_threads(), JOIN_SECONDS)
+
+    def _join(self, pools: Sequence[ThreadPool], seconds: float) -> None:
+        deadline = Deadline.after(seconds)
+        for threads in pools:
+            threads.join(deadline)
 
     def _threads(self, name: str, count: int) -> ThreadPool:
         return ThreadPool(name, count, lambda: self._meter.add(crashes=1))

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+from kvrelay.rpc.deadline import Deadline
+
 log = logging.getLogger(__name__)
 
 
@@ -64,11 +66,11 @@ class ThreadPool:
         for job in left:
             job.give_up()
 
-    def join(self, timeout: float) -> None:
+    def join(self, deadline: Deadline) -> None:
         """Wait for the threads, after ``close``."""
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join(timeout)
+                thread.join(deadline.remaining())
 
     def _next(self) -> QueuedJob | None:
         with self._wake:

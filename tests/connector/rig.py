@@ -178,8 +178,11 @@ class Worker:
         return not any(getattr(self.counters, name) for name in names)
 
     def until(self, true: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT
         with self.news:
-            assert self.news.wait_for(true, WAIT)
+            while not true():
+                assert time.monotonic() < deadline, "waited in vain"
+                self.news.wait(0.005)  # not every change is told
 
     def query(self, name: str, tokens: Sequence[int], local: int = 0, space: bytes = b"") -> Query:
         return Query(name, tokens, self.named(space).chain(tokens, B), local, space)

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from kvrelay.connector.thread_pool import ThreadPool
+from kvrelay.rpc.deadline import Deadline
 
 PATIENCE = 10.0
 
@@ -42,6 +43,6 @@ def test_a_job_that_raises(closed: bool, caplog: pytest.LogCaptureFixture) -> No
         assert after.begun.wait(PATIENCE)
         after.fails.set()
     pool.close()
-    pool.join(PATIENCE)
+    pool.join(Deadline.after(PATIENCE))
     assert bool(crashes) != closed
     assert ("Failing failed" in caplog.text) != closed

@@ -19,7 +19,7 @@ LONGEST = 600
 TIE = 1e-4  # of logits around 5, in float32; two orders of summing differ by up to 1e-5
 MADE = 12
 # The others are among the slow tests, for the sake of the time that `make test` takes.
-QUICK = ("llama", "gpt2", "qwen3-moe")
+QUICK = ("llama", "qwen3-moe")
 
 
 def queries_of(count: int, block_size: int, seed: int) -> list[Query]:
@@ -72,7 +72,13 @@ def test_every_architecture(kind: str, models: Models) -> None:
 
 @pytest.mark.parametrize(
     ("prefill", "decode", "block_size", "budget"),
-    [(2, 2, 1, 7), (1, 2, 4, 1), (2, 1, 4, 3), (1, 1, 16, 13), (0, 2, 16, 64)],
+    [
+        (2, 2, 1, 7),
+        (1, 2, 4, 1),
+        (0, 2, 16, 64),
+        pytest.param(2, 1, 4, 3, marks=pytest.mark.slow),
+        pytest.param(1, 1, 16, 13, marks=pytest.mark.slow),
+    ],
 )
 def test_workers_block_sizes_and_chunks(
     models: Models, prefill: int, decode: int, block_size: int, budget: int

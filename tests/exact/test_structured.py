@@ -174,7 +174,13 @@ def test_preempted(both_roles: Cluster, models: Models, name: str) -> None:
     assert sum(leg.preemptions for answer in made for leg in answer.usage.legs) > 0
 
 
-@pytest.mark.parametrize("name", CONSTRAINTS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("json", marks=pytest.mark.slow),
+        *(name for name in CONSTRAINTS if name != "json"),
+    ],
+)
 def test_resumed_at_every_position(both_roles: Cluster, relayed: Cluster, name: str) -> None:
     chosen = make_queries()[8:11]
     alone = tokens(answers(both_roles, chosen, name))

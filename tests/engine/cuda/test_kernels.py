@@ -33,6 +33,7 @@ def test_rows_and_stores() -> None:
     assert interpreted("checks", "norms", "gates", "stored", str(seed)).count("passed") == 3
 
 
+@pytest.mark.triton
 def test_a_model_on_the_kernels() -> None:
     """The real runner with ``--attention-backend triton`` beside the one with SDPA."""
     assert "differ by" in interpreted("whole", "qwen3", "float32", "1")

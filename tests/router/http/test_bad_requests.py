@@ -340,6 +340,7 @@ async def test_a_lost_connection_ends_the_request_before_a_pipelined_one() -> No
         assert router.service.ended["cancelled"] == 1
 
 
+@pytest.mark.slow  # the buffers of the kernel and of the server fill first: 10 s of a core
 async def test_a_client_that_reads_nothing_is_cut_off() -> None:
     worker = decode_worker(max_model_len=1 << 20, num_blocks=1 << 20)
     async with door([worker], stuck_after=0.4) as (router, client):
