@@ -44,6 +44,7 @@ FLOORS = {
     "router/generate": 11,
     "router/http": 12,
     "router": 13,
+    "kvrelay/load": 14,
     "kvrelay/recall": 14,
     "kvrelay/cluster": 14,
     "kvrelay/cli": 15,

@@ -1,0 +1,1 @@
+"""``kvrelay load``: its options, its progress and its tables."""

@@ -1,0 +1,59 @@
+"""What a server's ``/metrics`` page says of a load: the change of its counters and histograms.
+
+For servers whose answers do not say how long a request was queued: kvrelay's HTTP door and vLLM.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+
+from kvrelay.load.figures import QUANTILES
+
+QUEUE = "request_queue_time_seconds"
+MIGRATIONS = "router_migrations_total"
+LINE = re.compile(r"^(?:\w+:)?(\w+?)(?:\{([^}]*)\})? (\S+)", re.MULTILINE)
+BOUND = re.compile(r'le="([^"]+)"')
+
+
+class MetricsPage:
+    """The sums of what is of interest, over all labels."""
+
+    def __init__(self, text: str = "") -> None:
+        self._values: defaultdict[str, float] = defaultdict(float)
+        self._buckets: defaultdict[float, float] = defaultdict(float)
+        for name, labels, value in LINE.findall(text):
+            if name in (MIGRATIONS, f"{QUEUE}_sum", f"{QUEUE}_count"):
+                self._values[name] += float(value)
+            elif name == f"{QUEUE}_bucket" and (bound := BOUND.search(labels)):
+                self._buckets[float(bound[1])] += float(value)
+
+    def migrations_since(self, before: MetricsPage) -> int | None:
+        """``None`` if the server counts none."""
+        if MIGRATIONS not in self._values:
+            return None
+        return round(self._values[MIGRATIONS] - before._values[MIGRATIONS])
+
+    def queue_since(self, before: MetricsPage) -> Mapping[str, float | None] | None:
+        """Mean and quantiles of the queue, ``None`` without requests; quantiles between bounds."""
+        count = self._values[f"{QUEUE}_count"] - before._values[f"{QUEUE}_count"]
+        total = self._values[f"{QUEUE}_sum"] - before._values[f"{QUEUE}_sum"]
+        if count <= 0:
+            return None
+        below = [(at, self._buckets[at] - before._buckets[at]) for at in sorted(self._buckets)]
+        found: dict[str, float | None] = {"mean": total / count}
+        found.update({f"p{part * 100:g}": _quantile(below, part * count) for part in QUANTILES})
+        return {**found, "max": None}
+
+
+def _quantile(below: list[tuple[float, float]], rank: float) -> float | None:
+    """As Prometheus' ``histogram_quantile``: linear within a bucket."""
+    low, fewer = 0.0, 0.0
+    for bound, count in below:
+        if count >= rank:
+            if bound == float("inf"):
+                return low
+            return low + (bound - low) * (rank - fewer) / max(count - fewer, 1e-12)
+        low, fewer = bound, count
+    return None

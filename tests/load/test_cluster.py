@@ -1,0 +1,87 @@
+"""A real cluster under load: exact against ``transformers``, also while a worker is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvrelay import AsyncClient
+from kvrelay.cluster.layout import SHIPPED_MODEL, ClusterConfig
+from kvrelay.cluster.supervisor import Cluster
+from tests.load.rig import LoadCommand
+
+pytestmark = pytest.mark.cluster
+REQUESTS, TOKENS = 16, 24
+SMALL = ("--requests", REQUESTS, "--prompt", "20-60", "--output", TOKENS, "--prefix", 32)
+CHECK = ("--check", f"transformers:{SHIPPED_MODEL}")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """One prefill worker, two decode workers, both doors."""
+    config = ClusterConfig(port=0, http_port=0, decode=2, threads=1, store_budget=64 << 20)
+    with Cluster(config) as made:
+        yield made
+
+
+def sent(cluster: Cluster) -> int:
+    """Tokens that the router has sent so far."""
+
+    async def ask() -> int:
+        async with AsyncClient(cluster.router) as client:
+            return (await client.fleet()).totals.generation_tokens
+
+    return asyncio.run(ask())
+
+
+def test_the_grpc_door(load: LoadCommand, cluster: Cluster) -> None:
+    before = sent(cluster)
+    found = load("--router", cluster.router, "--concurrency", 4, *SMALL, *CHECK)
+    assert found.status == 0, found.out
+    (level,) = found.levels
+    assert level["requests"]["done"] == REQUESTS
+    assert level["output_tokens"] == REQUESTS * TOKENS == sent(cluster) - before
+    assert found.check["verified"] == found.check["usages"] == REQUESTS
+    sources = level["prompt_tokens_by_source"]
+    assert sum(sources.values()) == level["prompt_tokens"]
+    assert sources["local"] + sources["external"] >= 32  # the prefix is computed a few times only
+    assert level["migrations"] == 0
+    assert level["seconds_from_sent"]["queue"]["mean"] is not None
+
+
+def test_the_openai_door(load: LoadCommand, cluster: Cluster) -> None:
+    """The queue is that of the server's metrics page."""
+    found = load(cluster.http, "--rate", 20, *SMALL, *CHECK)
+    assert found.status == 0, found.out
+    (level,) = found.levels
+    assert level["requests"]["done"] == found.check["verified"] == REQUESTS
+    assert level["prompt_tokens_by_source"]["cached"] > 0
+    assert level["seconds_from_sent"]["queue"]["mean"] is not None
+    assert level["migrations"] == 0
+
+
+def test_chats_of_several_turns(load: LoadCommand, cluster: Cluster) -> None:
+    flags = ("--chat", "--turns", 3, "--concurrency", 2, "--requests", 6, "--output", 8)
+    found = load(cluster.http, *flags, "--check", "first-run")
+    assert found.status == 0, found.out
+    assert found.levels[0]["requests"]["done"] == found.check["verified"] == 6
+    assert found.levels[0]["prompt_tokens_by_source"]["cached"] > 0
+
+
+def test_a_killed_worker_costs_a_migration_and_no_token(
+    load: LoadCommand, cluster: Cluster
+) -> None:
+    killer = threading.Timer(1.5, lambda: cluster.kill("decode", 1))
+    killer.start()
+    flags = ("--concurrency", 8, "--seconds", 4, "--prompt", 16, "--output", 200, "--distinct", 8)
+    found = load("--router", cluster.router, *flags, *CHECK)
+    killer.join()
+    assert found.status == 0, found.out
+    (level,) = found.levels
+    assert level["requests"]["failed"] == 0
+    assert level["migrations"] > 0
+    assert found.check["verified"] == 8
+    assert found.check["compared"] == level["requests"]["done"]  # 8 by the reference, others here
