@@ -15,10 +15,8 @@ BYTES_A_THREAD = 32 << 20
 """Of weights. A step wakes the threads some ten times a layer: on weights that one thread reads in
 a few milliseconds that costs more than a second thread saves (benchmarks/README.md)."""
 
-MOST_THREADS = 2
-"""By default. torch splits a feed-forward activation among threads, and rounds otherwise where two
-parts meet unless they meet at a multiple of 32 elements. Two parts of usual widths do; for more
-threads the number of parts depends on the number of rows, so a cut prompt would change bits."""
+MOST_THREADS = 8
+"""By default: as many as the tests compare to the bit, wherever a prompt is cut."""
 
 SPINS = 1000  # loops: the best of 0, 1,000 and 10,000 on busy cores (benchmarks/README.md)
 _SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")

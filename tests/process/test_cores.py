@@ -11,6 +11,7 @@ import pytest
 
 from kvrelay.process.cores import (
     BYTES_A_THREAD,
+    MOST_THREADS,
     SPINS,
     available_cores,
     bound_spinning,
@@ -75,11 +76,12 @@ def test_a_small_model_has_one_thread() -> None:
 
 def test_a_large_model_has_its_share_of_the_cores() -> None:
     large = 1000 * BYTES_A_THREAD
-    assert [model_threads(large, 8, workers) for workers in (1, 4, 5, 8, 20)] == [2, 2, 1, 1, 1]
+    assert [model_threads(large, 8, workers) for workers in (1, 4, 5, 8, 20)] == [8, 2, 1, 1, 1]
+    assert model_threads(large, 64) == MOST_THREADS
 
 
 def test_threads_grow_with_the_weights() -> None:
-    assert [model_threads(n * BYTES_A_THREAD, 4) for n in (1, 2, 3, 4, 50)] == [1, 2, 2, 2, 2]
+    assert [model_threads(n * BYTES_A_THREAD, 4) for n in (1, 2, 3, 4, 50)] == [1, 2, 3, 4, 4]
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])

@@ -31,7 +31,7 @@ from kvrelay.installation import (
     missing,
     services_installed,
 )
-from kvrelay.process.cores import available_cores
+from kvrelay.process.cores import MOST_THREADS, available_cores
 from kvrelay.process.memory import host_memory
 from kvrelay.rpc.address import ROUTER_PORT, Address
 from kvrelay.rpc.channel import ChannelOptions, open_sync_channel
@@ -120,7 +120,7 @@ def _cluster() -> Iterator[Diagnosis]:
 
     found = f"{available_cores()} cores, {platform.system()} {platform.machine()}"
     yield Diagnosis(
-        "processor", "ok", found, "shared out among the workers: one or two threads each by default"
+        "processor", "ok", found, f"shared among the workers: at most {MOST_THREADS} threads each"
     )
     weights = list(SHIPPED_MODEL.glob("*.safetensors"))
     if weights:

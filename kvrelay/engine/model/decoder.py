@@ -13,6 +13,7 @@ from torch.nn.functional import silu
 
 from kvrelay.engine.attention.backend import AttentionStep
 from kvrelay.engine.model.decoder_weights import DecoderLayer, DecoderWeights
+from kvrelay.engine.model.elementwise import vectorised
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,12 @@ class Decoder:
         rows: torch.Tensor,
     ) -> torch.Tensor:
         hidden = self.weights.embedding[tokens[0]]
-        cos, sin = self.angles(hidden, positions)
+        cos, sin = self.angles(positions)
         for number, layer in enumerate(self.weights.layers):
             attended = self._attend(layer, number, layer.before_attention(hidden), cos, sin, step)
             hidden = layer.out(attended).add_(hidden)
             gate, up = layer.gate_up(layer.before_mlp(hidden)).chunk(2, -1)
-            hidden = layer.down(silu(gate).mul_(up)).add_(hidden)
+            hidden = layer.down(vectorised(silu, gate).mul_(up)).add_(hidden)
         return self.weights.head(self.weights.norm(hidden[rows]))
 
     def _attend(
@@ -57,15 +58,11 @@ class Decoder:
         value = joint[:, cut.queries + cut.keys :]
         return step.attend(number, query, key, value, cut.scaling).view(rows.shape[0], -1)
 
-    def angles(
-        self, hidden: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def angles(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines [T, 1, width]; the first half of the sines carries the minus sign.
 
         Rotating is ``x * cos + (-second half, first half) * sin``: with the sign in the sine, the
         halves only swap.
         """
-        cos, sin = self.weights.rotary(hidden, positions)
-        half = self.weights.heads.width // 2
-        signed = torch.cat((-sin[..., :half], sin[..., half:]), -1)
-        return cos[0][:, None], signed[0][:, None]
+        cos, sin = self.weights.angles[positions[0]].unbind(1)
+        return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]

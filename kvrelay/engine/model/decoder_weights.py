@@ -6,7 +6,6 @@ are packed, so memory never holds both copies of all weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -19,10 +18,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from kvrelay.engine.model.elementwise import vectorised
 from kvrelay.engine.model.packed_linear import Linear, linear, stacked
 
 _KNOWN = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-Rotary = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+SHORTEST = 64
+"""Positions that can be rotated at least: those of the numeric profile's probe are fewer."""
+
+_AT_ONCE = 4096  # positions whose angles are computed together
 
 
 class _HfNorm(Protocol):
@@ -54,9 +57,14 @@ class _HfLayer(Protocol):
     mlp: _HfMlp
 
 
+class _HfRotary(Protocol):
+    inv_freq: torch.Tensor
+    attention_scaling: float
+
+
 class _HfBase(Protocol):
     embed_tokens: torch.nn.Embedding
-    rotary_emb: Rotary
+    rotary_emb: _HfRotary
     norm: _HfNorm
     layers: torch.nn.ModuleList
 
@@ -106,18 +114,25 @@ class HeadLayout:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All weights of a model; ``embedding`` is [vocab, hidden]."""
+    """All weights of a model.
+
+    ``embedding`` is [vocab, hidden]; ``angles`` [positions, 2, width / 2] are the cosines and sines
+    of every position that is served.
+    """
 
     heads: HeadLayout
     embedding: torch.Tensor
-    rotary: Rotary
+    angles: torch.Tensor
     layers: tuple[DecoderLayer, ...]
     norm: RmsNorm
     head: Linear
 
 
-def extract_weights(model: PreTrainedModel) -> DecoderWeights | None:
-    """The weights of a known model, whose modules are dropped; ``None`` for any other model."""
+def extract_weights(model: PreTrainedModel, positions: int) -> DecoderWeights | None:
+    """The weights of a known model, whose modules are dropped; ``None`` for any other model.
+
+    ``positions`` is the length of the longest sequence.
+    """
     config = model.config
     if type(model) not in _KNOWN or getattr(config, "hidden_act", None) != "silu":
         return None
@@ -127,15 +142,34 @@ def extract_weights(model: PreTrainedModel) -> DecoderWeights | None:
     heads = HeadLayout(
         config.num_attention_heads, config.num_key_value_heads, first.head_dim, first.scaling
     )
+    rotary = source.model.rotary_emb
+    if 2 * rotary.inv_freq.shape[0] != first.head_dim:  # only a part of a head is rotated
+        return None
     layers = []
     for number, layer in enumerate(modules):
         layers.append(_layer(cast(_HfLayer, layer), heads))
         modules[number] = torch.nn.Identity()
     base = source.model
     embedding, norm = base.embed_tokens.weight.detach(), _norm(base.norm)
-    return DecoderWeights(
-        heads, embedding, base.rotary_emb, tuple(layers), norm, linear(source.lm_head)
-    )
+    angles = _angles(rotary, max(positions, SHORTEST), embedding.dtype)
+    return DecoderWeights(heads, embedding, angles, tuple(layers), norm, linear(source.lm_head))
+
+
+def _angles(rotary: _HfRotary, positions: int, dtype: torch.dtype) -> torch.Tensor:
+    """Cosines and sines of float32 angles, as `transformers` has them, by functions in float64.
+
+    The frequencies are those at the start. The kinds that change with the length of a sequence are
+    served only below the length at which they change (``model.capability``).
+    """
+    frequencies = rotary.inv_freq.detach().float()
+    made = torch.empty((positions, 2, frequencies.shape[0]), dtype=dtype, device=frequencies.device)
+    for first in range(0, positions, _AT_ONCE):
+        numbers = torch.arange(first, min(first + _AT_ONCE, positions), device=frequencies.device)
+        angles = (numbers[:, None].float() * frequencies).double()
+        for part, function in enumerate((torch.cos, torch.sin)):
+            values = vectorised(function, angles).float() * rotary.attention_scaling
+            made[first : first + _AT_ONCE, part] = values.to(dtype)
+    return made
 
 
 def _layer(layer: _HfLayer, heads: HeadLayout) -> DecoderLayer:

@@ -11,16 +11,22 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.engine.attention.backend import AttentionBackend, AttentionStep
+from kvrelay.engine.attention.native.backend import NativeBackend
+from kvrelay.engine.attention.native.rows import WIDEST
 from kvrelay.engine.attention.triton_backend import TritonBackend, TritonStep
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.decoder_weights import RmsNorm
 from kvrelay.engine.model.forward import CausalModel
+from kvrelay.engine.model.native_decoder import NativeDecoder
 
 
 def forward_for(forward: CausalModel, backend: AttentionBackend) -> CausalModel:
-    """The forward pass of a model with this backend: the fused one where both allow it."""
-    if isinstance(backend, TritonBackend) and isinstance(forward, Decoder):
-        return FusedDecoder(forward)
+    """The forward pass of a model with this backend: a fused one where both allow it."""
+    if isinstance(forward, Decoder):
+        if isinstance(backend, TritonBackend):
+            return FusedDecoder(forward)
+        if isinstance(backend, NativeBackend) and forward.weights.heads.width <= WIDEST:
+            return NativeDecoder(forward.weights, backend.rows)
     return forward
 
 
@@ -44,7 +50,7 @@ class FusedDecoder:
         weights = self.decoder.weights
         heads = weights.heads
         hidden = weights.embedding[tokens[0]]
-        cosines, sines = self.decoder.angles(hidden, positions)
+        cosines, sines = self.decoder.angles(positions)
         angles = (cosines[:, 0].contiguous(), sines[:, 0].contiguous())
         added: torch.Tensor | None = None
         for number, layer in enumerate(weights.layers):

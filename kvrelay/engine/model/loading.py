@@ -20,6 +20,7 @@ from kvrelay.engine.attention.pool import DTYPES, PoolShape
 from kvrelay.engine.model.capability import position_limit, servable_length
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.decoder_weights import extract_weights
+from kvrelay.engine.model.elementwise import vectorise_activations
 from kvrelay.engine.model.forward import CausalModel, TransformersModel
 from kvrelay.engine.model.packed_linear import bound_kernel_caches, pack_linears
 from kvrelay.engine.model.pretrained import FOREIGN, read_config, read_weights, revision
@@ -156,7 +157,7 @@ def _checked(
     shape = PoolShape(1, seen.layers, 1, seen.kv_heads, seen.head_dim, dtype)
     own = reference_logits(forward, device, vocab)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    compute = _computes(forward)
+    compute = _computes(forward, max_len)
     error = compare_logits(compute, shape, device, own, attention_backend)
     info = ModelInfo(
         name=directory.resolve().name,
@@ -178,12 +179,13 @@ def _checked(
     return LoadedModel(info, compute, device)
 
 
-def _computes(forward: TransformersModel) -> CausalModel:
+def _computes(forward: TransformersModel, max_len: int) -> CausalModel:
     """Our forward if the model is a known one, else its own with packed layers."""
-    known = extract_weights(forward.model)
+    known = extract_weights(forward.model, max_len)
     if known is not None:
         return Decoder(known)
     pack_linears(forward.model)
+    vectorise_activations(forward.model)
     forward.set_attention(ATTENTION)
     return forward
 

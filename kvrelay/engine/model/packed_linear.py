@@ -2,8 +2,8 @@
 
 Measured on a 2-core AVX-512 machine, one thread, 1024 x 6144: bfloat16 1.5 times (16 rows) to 2.5
 times (1 row) as fast as ``nn.Linear`` and equal to the bit; float32 3 times (16 rows), within 3e-6.
-A row's result does not depend on how many rows are beside it, save for a lone row in float32,
-which is therefore computed as one of two.
+A row's result does not depend on how many rows are beside it, save for a lone row in float32 or of
+more than 1,024 elements, which is therefore computed as one of two.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import cast
 
 import torch
 from transformers.pytorch_utils import Conv1D
+
+from kvrelay.engine.attention.index import rows_computed
 
 _PACKED = (torch.float32, torch.bfloat16)
 _ROWS_HINT = 16
@@ -50,14 +52,13 @@ class PackedLinear(torch.nn.Module):
         self._multiply = cast(_Pointwise, torch.ops.mkldnn._linear_pointwise)
         self._packed = reorder(weight.detach(), _ROWS_HINT)
         self._bias = None if bias is None else bias.detach()
-        self._pairs = weight.dtype == torch.float32
         self.out_features = weight.shape[0]
         self.in_features = weight.shape[1]
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in features] to [..., out features]."""
         flat = rows.reshape(-1, self.in_features)
-        lone = self._pairs and flat.shape[0] == 1
+        lone = flat.shape[0] < rows_computed(flat.shape[0], self.in_features, flat.dtype)
         if lone:
             flat = flat.expand(2, -1).contiguous()
         out = self._multiply(flat, self._packed, self._bias, "none", [], "")

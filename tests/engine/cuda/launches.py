@@ -119,7 +119,7 @@ def runner_of(kind: str, layers: int) -> Runner:
     )
     make = cast(Callable[..., PreTrainedModel], AutoModelForCausalLM.from_config)
     with torch.device("cuda"), torch.no_grad():
-        weights = extract_weights(make(config, dtype=torch.bfloat16))
+        weights = extract_weights(make(config, dtype=torch.bfloat16), 4096)
     assert weights is not None
     info = ModelInfo(
         name=kind,

@@ -11,7 +11,9 @@ import sys
 
 import torch
 
+from kvrelay.engine.attention.native.arguments import KINDS
 from kvrelay.engine.attention.native.library import Function, entry_of
+from kvrelay.engine.attention.native.rows import RowFunctions, row_functions
 from tests.engine.native.rig import Problem, attend
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -68,11 +70,39 @@ def run(function: Function, dtype: torch.dtype, width: int, window: int) -> None
     assert not out.isnan().any()
 
 
+def run_rows(functions: RowFunctions, dtype: torch.dtype, width: int) -> None:
+    """Operands and results of the row kernels end where a page without a right begins."""
+    library = dict.fromkeys(("added", "residual", "out"), (3, width))
+    made = {name: at_the_end(shape, dtype) for name, shape in library.items()}
+    weight = at_the_end((width,), dtype)
+    for each in (made["added"], made["residual"], weight):
+        each.copy_(torch.randn(each.shape))
+    kind = KINDS[dtype]
+    added, residual, out = (made[name].data_ptr() for name in library)
+    functions.norm(added, residual, weight.data_ptr(), out, 3, width, kind, 1e-6, 1, 0)
+    assert not made["out"].isnan().any()
+    gated = at_the_end((3, 2 * width), dtype)
+    gated.copy_(torch.randn(gated.shape))
+    functions.gate(gated.data_ptr(), out, 3, width, kind, 1, 0)
+    if width % 2:
+        return
+    joint, angles = at_the_end((3, 2 * width), dtype), at_the_end((5, 2, width // 2), dtype)
+    weights, positions = at_the_end((2, width), dtype), at_the_end((1, 3), torch.int64)
+    for each in (joint, angles, weights):
+        each.copy_(torch.randn(each.shape))
+    positions.copy_(torch.tensor([[4, 0, 2]]))
+    operands = (joint, angles, positions, weights)
+    functions.rotate(*(t.data_ptr() for t in operands), 3, 2 * width, 2, width, kind, 1e-6, 1, 0)
+    assert not joint.isnan().any()
+
+
 def main(path: str) -> None:
     """All dtypes, widths with and without a rest, and windows."""
-    function = entry_of(ctypes.CDLL(path))
+    library = ctypes.CDLL(path)
+    function, rows = entry_of(library), row_functions(library)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for width in (16, 32, 33, 40, 12, 7):
+            run_rows(rows, dtype, width)
             for window in (0, 9, 30):
                 run(function, dtype, width, window)
     print("nothing else was touched")

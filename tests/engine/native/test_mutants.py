@@ -13,7 +13,8 @@ from kvrelay.engine.attention.native import build
 from kvrelay.engine.attention.native.library import runs
 
 VARIANT = "avx2"
-KERNEL, LANES = "attention.cpp", "lanes_avx2.h"
+KERNEL, LANES, COMMON = "attention.cpp", "lanes_avx2.h", "lanes.h"
+ROWS, ROWS_H = "rows.cpp", "rows.h"
 SECONDS = 200
 # What is wrong -> the file, the line, and what stands there instead.
 MUTANTS = {
@@ -56,7 +57,7 @@ MUTANTS = {
         "if (i < low || i >= high) continue;",
         "if (i >= high) continue;",
     ),
-    "subnormal numbers count": (KERNEL, "_mm_setcsr(0x9fc0)", "_mm_setcsr(0x1f80)"),
+    "subnormal numbers count": (COMMON, "_mm_setcsr(0x9fc0)", "_mm_setcsr(0x1f80)"),
     "a tiny call wakes threads": (KERNEL, "SERIAL = 50e3", "SERIAL = 0"),
     "the first rows of a call are rounded otherwise": (
         KERNEL,
@@ -79,20 +80,70 @@ MUTANTS = {
         "position % g.block_size * g.s_pos);",
         "(position + 1) % g.block_size * g.s_pos);",
     ),
+    "a sum is not rounded before the norm": (
+        ROWS,
+        "x = N::through(add(x, N::read(added + at, left)));",
+        "x = add(x, N::read(added + at, left));",
+    ),
+    "a norm is not rounded before its weight": (
+        ROWS,
+        "N::through(multiply(N::read(residual + at, left), scale));",
+        "multiply(N::read(residual + at, left), scale);",
+    ),
+    "a norm of the first rows is rounded otherwise": (
+        ROWS,
+        "return 1.f / sqrtf(total(squares) / float(size) + float(epsilon));",
+        "return 1.f / sqrtf(total(squares) * (1.f / float(size)) + float(epsilon));",
+    ),
+    "epsilon is left out": (ROWS, " + float(epsilon));", ");"),
+    "the rest of a row is not read": (ROWS, "memcpy(room, at, size_t(BYTES * count));", ";"),
+    "the rest of a row is read whole": (
+        ROWS,
+        "if (count >= VECTOR) return read(at);",
+        "return read(at);",
+    ),
+    "the rest of a row is written whole": (
+        ROWS,
+        "if (count >= VECTOR) return write(at, x);",
+        "return write(at, x);",
+    ),
+    "a rotation turns the other way": (ROWS, "subtract(ac, bs)", "add(ac, bs)"),
+    "a product of a rotation is not rounded": (
+        ROWS,
+        "N::through(multiply(b, sine));",
+        "multiply(b, sine);",
+    ),
+    "every row has the first position": (ROWS, "positions[row] * bytes", "positions[0] * bytes"),
+    "heads share one weight": (ROWS, "weight + head * bytes", "weight"),
+    "an activation is not rounded": (ROWS, "multiply(N::through(silu), up)", "multiply(silu, up)"),
+    "an activation of negative numbers": (ROWS, "by_sign(x, all(1.f), e)", "all(1.f)"),
+    "a NaN of a row has the bits of its origin": (
+        ROWS,
+        "store((float*)at, canonical(x));",
+        "store((float*)at, x);",
+    ),
+    "the last rows are left out": (
+        ROWS_H,
+        "row < spread.rows; row++",
+        "row + 1 < spread.rows; row++",
+    ),
+    "few rows wake threads": (ROWS_H, "SERIAL_ELEMENTS = 1 << 16", "SERIAL_ELEMENTS = 0"),
 }
 
 
 def compile_in(folder: Path) -> Path:
     """The object of the sources in a folder, with the flags of the build."""
     path = folder / "mutant.so"
-    flags = [*build.FLAGS, *build.VARIANTS[VARIANT], str(folder / KERNEL), "-o", str(path)]
+    sources = [str(folder / name) for name in build.SOURCES]
+    flags = [*build.FLAGS, *build.VARIANTS[VARIANT], *sources, "-o", str(path)]
     subprocess.run([*build.compiler(), *flags], check=True, timeout=SECONDS)
     return path
 
 
 def found_by(path: Path) -> str | None:
     """The name of the program that fails on an object, or ``None``."""
-    for words in (["guarded", str(path)], ["checks", str(path), "11", "12"]):
+    programs = (["guarded"], ["row_checks", "11", "60"], ["checks", "11", "12"])
+    for words in ([name, str(path), *rest] for name, *rest in programs):
         command = [sys.executable, "-m", f"tests.engine.native.{words[0]}", *words[1:]]
         if subprocess.run(command, capture_output=True, timeout=SECONDS).returncode != 0:
             return words[0]

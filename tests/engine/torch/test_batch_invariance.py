@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import gelu, silu
 
 from kvrelay.engine.attention.index import keys_computed, queries_computed
 from kvrelay.engine.attention.pool import DTYPES
 from kvrelay.engine.core.updates import Logprob, Work
+from kvrelay.engine.model.elementwise import vectorised
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.runner import Runner
 from kvrelay.sampling import Sampling
@@ -108,31 +111,95 @@ def test_every_dense_model(
 def test_sizes_of_blocks_and_two_threads(
     compiled: None, tmp_path: Path, block_size: int, attention: str
 ) -> None:
-    """Half a row of the feed-forward, where two threads meet, is a multiple of 32."""
-    path = tiny_model("llama", tmp_path / "llama", intermediate_size=128)
+    path = tiny_model("llama", tmp_path / "llama")
     check(load_model(path, "float32", "cpu"), block_size, 2, random.randrange(1 << 31), attention)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_and_two_threads(compiled: None, tmp_path: Path, dtype: str) -> None:
-    """KV and logits of the native kernel, whole on one thread and cut on two beside others.
+def check_threads(
+    kind: str, dtype: str, attention: str, folder: Path, seeds: int, **sizes: object
+) -> None:
+    """KV and logits, whole on one thread, and cut by chance on one to eight beside others.
 
-    Each thread's part of a feed-forward row is a multiple of 32 (docs/failures.md).
+    700 rows of a feed-forward are several times what torch computes in one thread.
     """
-    path = tiny_model("llama", tmp_path / "llama", DTYPES[dtype], intermediate_size=256)
-    loaded = load_model(path, dtype, "cpu")
-    seed = random.randrange(1 << 31)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
-    (tokens,) = prompts(seed, [700], VOCAB)
+    loaded = load_model(tiny_model(kind, folder / kind, DTYPES[dtype], 0, **sizes), dtype, "cpu")
     before = torch.get_num_threads()
     try:
-        kv, top = computed(Runner(loaded, 200, 16, "native", 1), tokens, [700], ())
-        runner = Runner(loaded, 200, 16, "native", 2)
-        for counts in ([700], [513, 60, 126, 1], [300, 400]):
-            again = computed(runner, tokens, counts, neighbours(rng, runner))
-            assert torch.equal(again[0], kv), counts
-            assert again[1] == top, counts
+        for _ in range(seeds):
+            seed = random.randrange(1 << 31)
+            print(f"seed {seed}")
+            rng = random.Random(seed)
+            (tokens,) = prompts(seed, [700], VOCAB)
+            kv, top = computed(Runner(loaded, 200, 16, attention, 1), tokens, [700], ())
+            for threads in range(1, 9):
+                runner = Runner(loaded, 200, 16, attention, threads)
+                middle = rng.randint(1, 698)
+                for counts in ([700], [middle, 699 - middle, 1]):
+                    again = computed(runner, tokens, counts, neighbours(rng, runner))
+                    told = f"{threads} threads, {counts}"
+                    assert torch.equal(again[0], kv), told
+                    assert again[1] == top, told
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+@pytest.mark.parametrize(("kind", "dtype"), FEW)
+def test_one_to_eight_threads(
+    compiled: None, tmp_path: Path, kind: str, dtype: str, attention: str
+) -> None:
+    check_threads(kind, dtype, attention, tmp_path, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", BACKENDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in EXPERTS])
+def test_every_dense_model_on_one_to_eight_threads(
+    compiled: None, tmp_path: Path, kind: str, dtype: str, attention: str
+) -> None:
+    """Also a feed-forward of a width that is no multiple of a vector."""
+    check_threads(kind, dtype, attention, tmp_path / "usual", 3)
+    check_threads(kind, dtype, attention, tmp_path / "odd", 2, **odd(kind))
+
+
+def odd(kind: str) -> dict[str, object]:
+    """Settings of a feed-forward of 100 elements."""
+    return {"n_inner": 100} if kind == "gpt2" else {"intermediate_size": 100}
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu-tanh", "sigmoid", "tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_element_of_an_activation_does_not_depend_on_its_place(
+    name: str, dtype: torch.dtype
+) -> None:
+    """On one to eight threads, at any place of tensors of any size and stride."""
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "silu": silu,
+        "gelu": gelu,
+        "gelu-tanh": partial(gelu, approximate="tanh"),
+        "sigmoid": torch.sigmoid,
+        "tanh": torch.tanh,
+    }
+    function = functions[name]
+    seed = random.randrange(1 << 31)
+    print(f"seed {seed}")
+    rng, before = random.Random(seed), torch.get_num_threads()
+    given = (torch.randn(160_000, generator=torch.Generator().manual_seed(seed)) * 4).to(dtype)
+    try:
+        torch.set_num_threads(1)
+        whole = vectorised(function, given)
+        torch.testing.assert_close(whole, function(given))
+        for threads in range(1, 9):
+            torch.set_num_threads(threads)
+            for most in (40, 40, 70_000, 160_000):
+                count = rng.randint(1, most)
+                first = rng.randint(0, len(given) - count)
+                part = given[first : first + count]
+                assert torch.equal(vectorised(function, part), whole[first : first + count])
+            columns = given.view(400, 400)[:, 7:107]
+            wanted = whole.view(400, 400)[:, 7:107]
+            assert torch.equal(vectorised(function, columns), wanted)
     finally:
         torch.set_num_threads(before)
 

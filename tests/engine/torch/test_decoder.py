@@ -78,6 +78,30 @@ def test_packed_linear(rows: int, dtype: torch.dtype, bias: bool) -> None:
             torch.testing.assert_close(got, want[..., : got.shape[-1]], rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [48, 1024, 1025, 2048, 3072, 8192])
+def test_a_row_of_a_product_does_not_depend_on_those_beside_it(
+    size: int, dtype: torch.dtype
+) -> None:
+    """A lone row least of all: a stream that decodes alone is one."""
+    generator = torch.Generator().manual_seed(size)
+    layer = torch.nn.Linear(size, 300, False).to(dtype)
+    product, before = linear(layer), torch.get_num_threads()
+    given = torch.randn(24, size, generator=generator).to(dtype)
+    try:
+        with torch.inference_mode():
+            torch.set_num_threads(1)
+            whole = product(given)
+            for threads in (1, 2, 3, 8):
+                torch.set_num_threads(threads)
+                for many in (1, 2, 3, 7):
+                    for first in range(0, 24 - many, 3):
+                        got = product(given[first : first + many])
+                        assert torch.equal(got, whole[first : first + many]), (threads, many)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_pack_linears_replaces_plain_ones_alone() -> None:
     class Own(torch.nn.Linear):
         pass

@@ -7,32 +7,19 @@
 // segments are merged in order. Rows share packed tiles and registers, never an accumulator, so
 // neither other rows, nor where a prompt is cut, nor the number of threads can change a bit.
 // Build with -ffp-contract=off.
-#include "arguments.h"
+#include "lanes.h"
 
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
-#include <initializer_list>
-
-#define UNROLL _Pragma("GCC unroll 16")
-#ifdef __AVX512F__
-#include "lanes_avx512.h"
-#else
-#include "lanes_avx2.h"
-#endif
 
 namespace {
 
-constexpr long VECTOR = 16;
 constexpr long SHARE = 192;        // rows that use one packed tile
 constexpr double SERIAL = 50e3;    // nanoseconds of work that are not worth waking threads for
 constexpr double BYTES_A_NS = 12;  // one thread packs so much, about
 constexpr double PRODUCTS_A_NS = 40;
-
-inline long least(long a, long b) { return a < b ? a : b; }
-inline long most(long a, long b) { return a > b ? a : b; }
-inline long ceiling(long a, long b) { return (a + b - 1) / b; }
 
 // What a thread keeps between calls.
 struct Memory {
@@ -47,13 +34,6 @@ struct Memory {
     if (bytes) size = wanted;
     return bytes;
   }
-};
-
-// Rounds to nearest and takes subnormal numbers for zero, as VDPBF16PS always does.
-struct Rounding {
-  const unsigned before = _mm_getcsr();
-  Rounding() { _mm_setcsr(0x9fc0); }
-  ~Rounding() { _mm_setcsr(before); }
 };
 
 // ---- c[M][16 N] (+)= a[M][k] * b[k][16 N]
@@ -120,15 +100,6 @@ void matmul(long m, long vectors, const Word* a, long lda, const Word* b, long l
 
 // ---- weights
 
-inline Lanes power(Lanes x) {  // 2 ** x for x <= 1; error of about one unit in the last place
-  x = smaller(all(1.f), x);
-  const Lanes whole = nearest(x), f = subtract(x, whole);
-  Lanes y = all(1.5403530393381609e-4f);
-  for (const float c : {1.3333558146428443e-3f, 9.6181291076284772e-3f, 5.5504108664821580e-2f,
-                        2.4022650695910072e-1f, 6.9314718055994531e-1f, 1.f})
-    y = fused(y, f, all(c));
-  return scaled(y, whole, x);
-}
 inline float power(float x) { return first(power(all(x))); }
 
 inline Lanes tangent(Lanes x) {  // the hyperbolic one

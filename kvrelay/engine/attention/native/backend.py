@@ -13,6 +13,7 @@ import torch
 from kvrelay.engine.attention.batch import Batch
 from kvrelay.engine.attention.native.arguments import CALL, KernelArguments, arguments_of_pool
 from kvrelay.engine.attention.native.library import Function, NoKernel, load_kernel
+from kvrelay.engine.attention.native.rows import RowKernels, result_rows
 from kvrelay.engine.attention.pool import KVPool
 
 
@@ -31,6 +32,7 @@ class NativeBackend:
         except ValueError as error:
             raise NoKernel(str(error)) from error
         self._template.parallel = self.kernel.parallel
+        self.rows = RowKernels(self.kernel.rows, self.kernel.parallel)
 
     @property
     def profile(self) -> str:
@@ -51,6 +53,7 @@ class NativeBackend:
         return NativeStep(
             layers=shape.num_layers,
             rows=batch.tokens.shape[1],
+            last_position=int(batch.lengths.max()) - 1,
             heads=shape.num_kv_heads,
             width=shape.head_dim,
             dtype=self.pool.tensor.dtype,
@@ -66,6 +69,7 @@ class NativeStep:
 
     layers: int
     rows: int
+    last_position: int
     heads: int  # of K and V
     width: int
     dtype: torch.dtype
@@ -106,13 +110,44 @@ class NativeStep:
                 f"layer {layer}, scaling {scale}, {shapes}: not of this pool and {self.rows} rows"
             )
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        CALL.pack_into(
-            self.arguments,
-            0,
+        self._call(
             *(layer, members // self.heads, scale),
             *(query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()),
             *(q_row, q_head, k_row, k_head, v_row, v_head, members * width, width),
         )
+        return out
+
+    def attend_joint(
+        self, layer: int, joint: torch.Tensor, queries: int, scale: float
+    ) -> torch.Tensor:
+        """Store and attend heads that lie side by side in each row: Q, then K, then V.
+
+        There may be more rows than those of the step. Returns ``result_rows``.
+        """
+        width = self.width
+        row = (queries + 2 * self.heads) * width
+        fits = (
+            scale > 0
+            and joint.is_contiguous()
+            and joint.shape[1] == row
+            and joint.shape[0] >= self.rows
+            and queries % self.heads == 0
+            and 0 <= layer < self.layers
+            and joint.dtype is self.dtype
+        )
+        if not fits:  # the kernel would read or write elsewhere
+            raise ValueError(f"layer {layer}, {tuple(joint.shape)}: not of {self.rows} rows")
+        out = result_rows(self.rows, queries * width, self.dtype)
+        query = joint.data_ptr()
+        key = query + queries * width * self.dtype.itemsize
+        value = key + self.heads * width * self.dtype.itemsize
+        self._call(
+            *(layer, queries // self.heads, scale, query, key, value, out.data_ptr()),
+            *(row, width, row, width, row, width, queries * width, width),
+        )
+        return out
+
+    def _call(self, *fields: float) -> None:
+        CALL.pack_into(self.arguments, 0, *fields)
         if self.function(self.arguments) != 0:
             raise MemoryError("attention")
-        return out

@@ -1,4 +1,4 @@
-"""Compiles the attention kernel: one shared object for each instruction set.
+"""Compiles the kernels of the CPU: one shared object for each instruction set.
 
 ``pip install`` runs it through the build hook of pyproject.toml, and
 ``python -m kvrelay.engine.attention.native.build`` by hand. It imports the standard library only.
@@ -36,6 +36,9 @@ FLAGS = (
     *("-O3", "-std=c++17", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"),
     *("-w", "-pthread"),
 )
+# What each object is made of: ``plain`` is the definition, in plain C++.
+SOURCES = ("attention.cpp", "rows.cpp")
+PLAIN_SOURCES = ("plain.cpp", "plain_rows.cpp")
 _STATIC = ("-static-libgcc", "-static-libstdc++")  # so that no runtime of C++ is needed
 _COMPILERS = ("c++", "g++", "clang++")
 _SECONDS = 300.0  # for one object, on a machine that is busy
@@ -96,11 +99,12 @@ def build(folder: Path = FOLDER) -> list[Path]:
 
 def _compile(command: list[str], variant: str, path: Path) -> str:
     """Compile one object; returns the compiler's complaint, empty if there is none."""
-    source = FOLDER / ("plain.cpp" if variant == PLAIN else "attention.cpp")
+    names = PLAIN_SOURCES if variant == PLAIN else SOURCES
+    sources = [str(FOLDER / name) for name in names]
     static = _STATIC if sys.platform == "linux" else ()
     with tempfile.TemporaryDirectory(dir=path.parent) as room:
         made = Path(room) / path.name
-        flags = [*FLAGS, *static, *VARIANTS[variant], str(source), "-o", str(made)]
+        flags = [*FLAGS, *static, *VARIANTS[variant], *sources, "-o", str(made)]
         try:
             done = subprocess.run(
                 [*command, *flags], capture_output=True, text=True, timeout=_SECONDS, check=False

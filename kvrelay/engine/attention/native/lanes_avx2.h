@@ -62,6 +62,12 @@ inline __m256 canonical(__m256 x) {
 }
 inline Lanes canonical(Lanes x) { return {canonical(x.a), canonical(x.b)}; }
 
+// The bits of the sign of each lane choose.
+inline Lanes by_sign(Lanes sign, Lanes positive, Lanes negative) {
+  return {_mm256_blendv_ps(positive.a, negative.a, sign.a),
+          _mm256_blendv_ps(positive.b, negative.b, sign.b)};
+}
+
 inline __m256 between(__m256 x, long low, long high, __m256 other) {
   const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   const __m256i above = _mm256_cmpgt_epi32(_mm256_set1_epi32(int(high)), lane);
@@ -137,6 +143,16 @@ inline void store_bfloat16(char* at, Lanes x) {
 inline void store_float16(char* at, Lanes x) {
   _mm_storeu_si128((__m128i*)at, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT));
   _mm_storeu_si128((__m128i*)(at + 16), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT));
+}
+
+inline __m256 eight_bfloat16(const char* at) {
+  const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+inline Lanes load_bfloat16(const char* at) { return {eight_bfloat16(at), eight_bfloat16(at + 16)}; }
+inline Lanes load_float16(const char* at) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)),
+          _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(at + 16)))};
 }
 
 // 32 weights as 16 pairs of bfloat16.

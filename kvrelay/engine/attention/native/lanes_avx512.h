@@ -43,6 +43,11 @@ inline Lanes canonical(Lanes x) {
                             _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
 }
 
+// The bits of the sign of each lane choose.
+inline Lanes by_sign(Lanes sign, Lanes positive, Lanes negative) {
+  return _mm512_mask_mov_ps(positive, _mm512_movepi32_mask(_mm512_castps_si512(sign)), negative);
+}
+
 // Lanes [low, high) of x, and `other` elsewhere.
 inline Lanes between(Lanes x, long low, long high, Lanes other) {
   const long above = high >= 16 ? 0xffff : high <= 0 ? 0 : (1L << high) - 1;
@@ -102,6 +107,14 @@ inline __m256i rounded(Lanes x) {
 inline void store_bfloat16(char* at, Lanes x) { _mm256_storeu_si256((__m256i*)at, rounded(x)); }
 inline void store_float16(char* at, Lanes x) {
   _mm256_storeu_si256((__m256i*)at, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+
+inline Lanes load_bfloat16(const char* at) {
+  const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+inline Lanes load_float16(const char* at) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at));
 }
 
 // 32 weights as 16 pairs of bfloat16.

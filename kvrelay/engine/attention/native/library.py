@@ -18,7 +18,8 @@ import torch
 
 from kvrelay.engine.attention.native.arguments import KernelArguments
 from kvrelay.engine.attention.native.build import COMMAND, FOLDER, PLAIN, object_name, variants
-from kvrelay.engine.attention.native.self_test import differs
+from kvrelay.engine.attention.native.rows import RowFunctions, row_functions
+from kvrelay.engine.attention.native.self_test import differs, rows_differ
 
 FORCED = "KVRELAY_ATTENTION_VARIANT"  # the object to use, for tests and comparisons
 
@@ -31,7 +32,7 @@ class NoKernel(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NativeKernel:
-    """A loaded object that passed its test.
+    """A loaded object that passed its test: attention, and the row kernels.
 
     ``parallel`` is the address of torch's ``GOMP_parallel``, 0 if it has none: then a call uses
     one thread. ``passed_over`` has the reasons against better objects.
@@ -40,6 +41,7 @@ class NativeKernel:
     variant: str
     revision: int
     function: Function
+    rows: RowFunctions
     parallel: int
     passed_over: tuple[str, ...]
 
@@ -70,6 +72,11 @@ def load_object(variant: str, folder: Path = FOLDER) -> Function:
     return entry_of(_open(variant, folder))
 
 
+def load_rows(variant: str, folder: Path = FOLDER) -> RowFunctions:
+    """The row kernels of one object, which this processor must be able to run."""
+    return row_functions(_open(variant, folder))
+
+
 def runs(variant: str) -> bool:
     """Whether this processor has the instructions of an object."""
     return bool(_open(PLAIN, FOLDER).kvrelay_runs(variant.encode()))
@@ -90,12 +97,13 @@ def _load(forced: str) -> NativeKernel:
             continue
         try:
             function = oracle if variant == PLAIN else load_object(variant)
-            reason = differs(function, oracle)
+            rows = load_rows(variant)
+            reason = differs(function, oracle) or rows_differ(rows, load_rows(PLAIN))
         except NoKernel as error:
             reason = str(error)
         if reason is None:
             revision = plain.kvrelay_revision()
-            return NativeKernel(variant, revision, function, parallel(), tuple(against))
+            return NativeKernel(variant, revision, function, rows, parallel(), tuple(against))
         against.append(f"{variant}: {reason}")
     raise NoKernel("; ".join(against))
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from kvrelay.engine.attention.native.arguments import KINDS, KernelArguments, arguments_of_pool
+from kvrelay.engine.attention.native.rows import RowFunctions, RowKernels
 
 # A chunk, one beyond a segment of 512 keys, and a decode row; positions before and in the step.
 _SPANS = ((0, 9), (510, 3), (77, 1))
@@ -27,6 +28,40 @@ def differs(function: Kernel, oracle: Kernel) -> str | None:
                 kind = str(dtype).removeprefix("torch.")
                 return f"not the bits of the plain kernel ({kind}, heads of {width})"
     return None
+
+
+def rows_differ(functions: RowFunctions, oracle: RowFunctions) -> str | None:
+    """What the row kernels have not the same to the bit, or ``None``."""
+    for dtype in KINDS:
+        for size in (1.0, _TINY):
+            found, wanted = (
+                _rows(RowKernels(each, 0), dtype, size) for each in (functions, oracle)
+            )
+            for name, got in found.items():
+                if got != wanted[name]:
+                    kind = str(dtype).removeprefix("torch.")
+                    return f"not the bits of the plain kernel ({name}, {kind})"
+    return None
+
+
+def _rows(kernels: RowKernels, dtype: torch.dtype, size: float) -> dict[str, bytes]:
+    """What every row kernel makes of such numbers; no size is a multiple of 16."""
+    width, heads, rows = 44, 3, 3
+    added, residual = (_numbers((rows, 100), n * size).to(dtype) for n in (0.7, 3.0))
+    weight = _numbers((100,), 2.0).to(dtype)
+    joint = _numbers((rows, heads * width), 9.0 * size).to(dtype)
+    turning = joint.clone()
+    angles = _numbers((5, 2, width // 2), 1.0).to(dtype)
+    norm_weight = _numbers((2, width), 2.0).to(dtype)
+    positions = torch.tensor([[4, 0, 2]])
+    made = {
+        "norm": kernels.norm(added, residual, weight, 1e-6),
+        "sum": residual,
+        "gate": kernels.gate(joint),
+        "rotation": turning,
+    }
+    kernels.rotate(turning, angles, positions, 2, norm_weight, 1e-6)
+    return {name: each.view(torch.uint8).numpy().tobytes() for name, each in made.items()}
 
 
 def _out(function: Kernel, dtype: torch.dtype, width: int, size: float) -> bytes:

@@ -1,0 +1,58 @@
+"""The forward pass of a known model between the compiled kernels of the CPU.
+
+A layer is four matrix products, the attention, and four calls on rows: the sum of two streams with
+its norm (twice), the rotation with the norm of each head, and the gated activation. Every rounding
+is where ``model.decoder`` has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvrelay.engine.attention.backend import AttentionStep
+from kvrelay.engine.attention.native.backend import NativeStep
+from kvrelay.engine.attention.native.rows import RowKernels
+from kvrelay.engine.model.decoder_weights import DecoderWeights, RmsNorm
+
+
+@dataclass(frozen=True, slots=True)
+class NativeDecoder:
+    """A decoder whose steps are those of ``NativeBackend``."""
+
+    weights: DecoderWeights
+    kernels: RowKernels
+
+    def logits(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        step: AttentionStep,
+        rows: torch.Tensor,
+    ) -> torch.Tensor:
+        """See ``CausalModel``."""
+        assert isinstance(step, NativeStep)
+        weights, kernels = self.weights, self.kernels
+        heads = weights.heads
+        turning = heads.queries + heads.keys
+        if step.last_position >= weights.angles.shape[0]:
+            raise IndexError(f"position {step.last_position} of {weights.angles.shape[0]}")
+        hidden = weights.embedding[tokens[0]]
+        added: torch.Tensor | None = None
+        for number, layer in enumerate(weights.layers):
+            joint = layer.qkv(self._norm(added, hidden, layer.before_attention))
+            norm = layer.heads_norm
+            weight, epsilon = (None, 0.0) if norm is None else (norm.weight, norm.epsilon)
+            kernels.rotate(joint, weights.angles, positions, turning, weight, epsilon)
+            added = layer.out(step.attend_joint(number, joint, heads.queries, heads.scaling))
+            joint = layer.gate_up(self._norm(added, hidden, layer.before_mlp))
+            added = layer.down(kernels.gate(joint))
+        assert added is not None
+        last = self._norm(added[rows], hidden[rows], weights.norm)
+        return weights.head(last)[: rows.shape[0]]
+
+    def _norm(
+        self, added: torch.Tensor | None, residual: torch.Tensor, owner: RmsNorm
+    ) -> torch.Tensor:
+        return self.kernels.norm(added, residual, owner.weight, owner.epsilon)
