@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 ENDS = ("done", "refused", "late", "left", "failed")
 OBJECTIVES = ("ttft", "itl", "e2e")
 LATE = 0.02  # seconds; the generator does not keep up if 1% of its times are later
+DECIMAL = re.compile(r"\d+\.\d+|\d+(?= s\b)")  # errors that differ in times only are one
 MOST_ERRORS = 20  # different texts
 
 
@@ -166,8 +168,9 @@ class LevelFigures:
         self.ends[answer.ended] += 1
         self.tenants[answer.request.tenant] += answer.tokens
         self.tokens += answer.tokens
-        if answer.error and (len(self.errors) < MOST_ERRORS or answer.error in self.errors):
-            self.errors[answer.error] += 1
+        said = DECIMAL.sub("N", answer.error)
+        if said and (said in self.errors or len(self.errors) < MOST_ERRORS):
+            self.errors[said] += 1
         if answer.retry_after is not None:
             self.retry_after.add(answer.retry_after)
         if self._objectives.met(answer):
