@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
-from kvrelay.block.header import MAX_COUNT, Header, checksum, header_bytes, seal
+from kvrelay.block.header import LONGEST, SHORTEST, Header, checksums, seal, stated_heads
 from kvrelay.usage import Miss
 from kvstore.stats import StoreStats
 
@@ -94,8 +94,9 @@ class Want:
     """A block to get. ``buffer`` is writable, contiguous and as long as the payload must be.
 
     ``source`` is, of several stores, the one in which a lookup found the block; ``None``: any.
-    ``key``: its reader accepts only what a holder of this key signed. The tag proves the payload,
-    so no checksum is computed on the way. A refused block with another tag may be removed.
+    ``key``: its reader accepts only what a holder of this key signed. A refused block with another
+    tag may be removed. ``heads``: compute the checksums of so many heads on the way (0: none); with
+    a key they are not needed, because the tags prove the payload.
     """
 
     name: bytes
@@ -103,11 +104,12 @@ class Want:
     source: str | None = None
     partial: bool = False
     key: BlockKey | None = None
+    heads: int = 0
 
     def header_length(self, length: int) -> int | None:
         """Bytes of the header of a block of ``length``; ``None`` if the buffer does not fit it."""
         split = length - len(self.buffer)
-        return split if header_bytes(0) <= split <= header_bytes(MAX_COUNT) else None
+        return split if SHORTEST <= split <= LONGEST else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,22 +117,22 @@ class GetResult:
     """The block of ``wants[index]``: its header's bytes; the payload is in the want's buffer.
 
     ``header`` is ``None`` if the block is absent or its length does not fit the buffer. ``summed``
-    is the payload's checksum if it was computed here while the bytes arrived. ``source`` is, of
-    several stores, the one that sent the block.
+    are the checksums of the payload's heads if they were computed here while the bytes arrived.
+    ``source`` is, of several stores, the one that sent the block.
     """
 
     index: int
     header: bytes | None
-    summed: int | None = None
+    summed: tuple[int, ...] | None = None
     source: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The bytes of one block. ``sealed=False``: its header lacks checksum and tag.
+    """The bytes of one block. ``sealed=False``: its header lacks checksums and tags.
 
-    The checksum is then computed while the block is copied, which is cheaper than another pass
-    over the payload. ``key`` makes the tag.
+    The checksums are then computed while the block is copied, which is cheaper than another pass
+    over the payload. ``key`` makes the tags.
     """
 
     header: bytes
@@ -143,14 +145,19 @@ class Block:
         """Bytes of header and payload."""
         return len(self.header) + self.payload.nbytes
 
+    @property
+    def heads(self) -> int:
+        """Heads in the payload."""
+        return stated_heads(self.header)
+
     def seal(self) -> Block:
         """The block with a complete header."""
         if self.sealed:
             return self
-        return Block(self.complete(self.payload, checksum(self.payload)), self.payload)
+        return Block(self.complete(self.payload, checksums(self.payload, self.heads)), self.payload)
 
-    def complete(self, payload: memoryview, summed: int) -> bytes:
-        """The header for ``payload``, a copy of this block's, which has the checksum ``summed``."""
+    def complete(self, payload: memoryview, summed: Sequence[int]) -> bytes:
+        """The header for ``payload``, a copy of this block's, whose heads have these checksums."""
         return self.header if self.sealed else seal(self.header, payload, summed, self.key)
 
 

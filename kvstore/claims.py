@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvrelay.block.header import Buffer, HeaderFields, fields_of, header_bytes
+from kvrelay.block.header import Buffer, HeaderFields, fields_of
 from kvrelay.block.name import NAME_BYTES, Digest, name_after, sha256
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt
@@ -65,7 +65,7 @@ def check_block(claim: Claim, data: Buffer, digest: Digest = sha256) -> HeaderFi
     if view.nbytes != claim.size:
         raise Corrupt("length", f"{view.nbytes} bytes came and {claim.size} were claimed")
     header = check_header(name_of(claim.name), view, digest)
-    verify_payload(header, view[header_bytes(header.positions) :])
+    verify_payload(header, view[header.length :])
     return header
 
 

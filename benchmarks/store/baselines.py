@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 
 from benchmarks.store.child import start_child
-from benchmarks.store.rig import GB, Run, StoreRig
-from kvrelay.block.header import checksum, encode
+from benchmarks.store.rig import GB, HEADS, Run, StoreRig
+from kvrelay.block.header import checksums, encode
 from kvrelay.block.verify import verify_block
 from kvstore.wire.copying import copy_summed
 
@@ -45,7 +45,7 @@ class MemcpyBaseline:
         source[:] = 1
         size, count, rig = self._rig.size, self._rig.count, self._rig
         view, wanted = memoryview(self._map).toreadonly(), rig.wanted[0]
-        header = encode(replace(rig.header(wanted), payload_checksum=checksum(view[:size])))
+        header = encode(replace(rig.header(wanted), checksums=checksums(view[:size], HEADS)))
 
         def copy_one(n: int) -> None:
             start = n % count * size
@@ -53,7 +53,8 @@ class MemcpyBaseline:
 
         def copy_checked(n: int) -> None:
             start, target = n % count * size, rig.buffer(n % count)
-            verify_block(header, wanted, target, copy_summed(target, view[start : start + size]))
+            summed = copy_summed(target, view[start : start + size], HEADS)
+            verify_block(header, wanted, target, summed)
 
         def run(total: int) -> float:
             one, began = copy_checked if self._checked else copy_one, time.perf_counter()

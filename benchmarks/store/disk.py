@@ -99,8 +99,8 @@ class DiskBench:
     def _block(self) -> tuple[bytes, bytes]:
         parent, size = next(self._parents), len(self._payload)
         name = child_name(SPACE, parent, TOKENS)
-        total = checksum(self._payload)
-        header = Header(SPACE, parent, name, TOKENS, "uint8", (size,), size, total)
+        sums = (checksum(self._payload),)
+        header = Header(SPACE, parent, name, TOKENS, "uint8", (1, size), size, sums)
         return name, encode(header)
 
     @contextmanager

@@ -29,6 +29,7 @@ PUT_BLOCKS = 32
 TIMEOUT = 120.0
 HOLD_SECONDS = 600.0
 TOKENS = tuple(range(16))
+HEADS = 8
 SPACE = b"bench".ljust(32, b"\0")
 GB = 1e9
 
@@ -45,7 +46,7 @@ class StoreRig:
         self.key = key
         self.count = working_set // size
         self.pool = np.random.default_rng(7).integers(0, 256, self.count * size, np.uint8)
-        self.block_bytes = header_bytes(len(TOKENS)) + size
+        self.block_bytes = header_bytes(len(TOKENS), HEADS) + size
         budget = 2 * self.count * (self.block_bytes + ENTRY_BYTES) + (8 << 20)
         command = [sys.executable, "-P", "-m", "kvstore", f"--budget={budget}", "--log-level=error"]
         self._process = start_child(command, subprocess.PIPE)
@@ -119,14 +120,17 @@ class StoreRig:
         payload = self.buffer(index)
 
         def read() -> Block:
-            return Block(encode_fields(wanted, self.size, 0), payload, sealed=False, key=self.key)
+            return Block(
+                encode_fields(wanted, self.size, None), payload, sealed=False, key=self.key
+            )
 
         return Offer(wanted.name, self.block_bytes, False, read)
 
     def header(self, wanted: ExpectedBlock) -> Header:
-        """Of a block, without the checksum of its payload."""
+        """Of a block, without the checksums of its payload."""
+        sums = (0,) * HEADS
         return Header(
-            SPACE, wanted.parent, wanted.name, TOKENS, "uint8", (self.size,), self.size, 0
+            SPACE, wanted.parent, wanted.name, TOKENS, "uint8", wanted.shape, self.size, sums
         )
 
     def new_offers(self, count: int) -> list[Offer]:
@@ -136,7 +140,7 @@ class StoreRig:
     def _wanted(self) -> ExpectedBlock:
         parent = next(self._parents)
         name = child_name(SPACE, parent, TOKENS)
-        return ExpectedBlock(SPACE, parent, name, TOKENS, "uint8", (self.size,))
+        return ExpectedBlock(SPACE, parent, name, TOKENS, "uint8", (HEADS, self.size // HEADS))
 
     def _fill(self) -> None:
         step = max(PUT_BLOCKS, FILL_BYTES // self.block_bytes)

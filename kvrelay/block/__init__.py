@@ -7,6 +7,7 @@ them imports another for it.
 from kvrelay.block.header import ExpectedBlock, Header
 from kvrelay.block.name import Namer
 from kvrelay.block.namespace import Namespace
+from kvrelay.block.ranges import HeadRange
 from kvrelay.block.verify import verify, verify_payload
 
-__all__ = ["ExpectedBlock", "Header", "Namer", "Namespace", "verify", "verify_payload"]
+__all__ = ["ExpectedBlock", "HeadRange", "Header", "Namer", "Namespace", "verify", "verify_payload"]

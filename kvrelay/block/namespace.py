@@ -12,7 +12,7 @@ from functools import cached_property
 
 from kvrelay.errors import Rejected
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 """Version of naming, header and payload layout; raise it when any of them changes."""
 
 _DOMAIN = b"kvrelay.namespace.v1"

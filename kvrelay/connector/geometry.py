@@ -12,8 +12,10 @@ from copy import copy
 from dataclasses import dataclass
 
 from kvrelay.block import ExpectedBlock, Namer, Namespace
+from kvrelay.block.header import MAX_HEADS
 from kvrelay.connector.context import PayloadShape
 from kvrelay.engine.core.external import BlockContent
+from kvrelay.errors import Rejected
 from kvstore import Tail
 from kvstore.limits import MAX_NAMES
 
@@ -54,6 +56,8 @@ class Geometry:
     """Blocks of one namespace in one pool's shape."""
 
     def __init__(self, namer: Namer, namespace: Namespace, shape: PayloadShape) -> None:
+        if shape.num_kv_heads > MAX_HEADS:
+            raise Rejected("num_kv_heads", f"{shape.num_kv_heads} are more than {MAX_HEADS}")
         self._namespace = namespace.digest
         self.block_size = shape.block_size
         self._namer = namer
@@ -69,9 +73,9 @@ class Geometry:
         return tenant
 
     def block(self, parent: bytes, name: bytes, tokens: tuple[int, ...]) -> ExpectedBlock:
-        """A block of these tokens; its payload is [layer, k|v, position, kv head, head dim]."""
+        """A block of these tokens; its payload is [kv head, layer, k|v, position, head dim]."""
         pool = self._pool
-        shape = (pool.num_layers, 2, len(tokens), pool.num_kv_heads, pool.head_dim)
+        shape = (pool.num_kv_heads, pool.num_layers, 2, len(tokens), pool.head_dim)
         return ExpectedBlock(self._namespace, parent, name, tokens, pool.dtype, shape)
 
     def lookup_keys(self, tokens: Sequence[int], names: Sequence[bytes]) -> LookupKeys:

@@ -237,7 +237,11 @@ class RecheckJob:
                     return
 
     def _is_wrong(
-        self, header: bytes, target: LoadTarget, payload: memoryview, summed: int | None
+        self,
+        header: bytes,
+        target: LoadTarget,
+        payload: memoryview,
+        summed: tuple[int, ...] | None,
     ) -> bool:
         try:
             verify_block(header, target.expected, payload, summed, self._context.options.key)
@@ -247,5 +251,7 @@ class RecheckJob:
 
 
 def _want(context: JobContext, target: LoadTarget, buffer: memoryview) -> Want:
-    partial = target.expected.count < context.pool.shape.block_size
-    return Want(target.expected.name, buffer, target.source, partial, context.options.key)
+    expected, key = target.expected, context.options.key
+    partial = expected.count < context.pool.shape.block_size
+    heads = 0 if key is not None else expected.heads
+    return Want(expected.name, buffer, target.source, partial, key, heads)

@@ -58,7 +58,8 @@ class SaveJob:
 
     def _offer(self, content: BlockContent) -> Offer:
         count = len(content.tokens)
-        size = header_bytes(count) + self._context.pool.nbytes(count)
+        pool = self._context.pool
+        size = header_bytes(count, pool.shape.num_kv_heads) + pool.nbytes(count)
         partial = count < self._geometry.block_size
         first = self._geometry.first_block_hash(content)
         return Offer(
@@ -68,7 +69,7 @@ class SaveJob:
     def _block(self, content: BlockContent) -> Block:
         payload = self._context.pool.read(content.block, len(content.tokens))
         block = self._geometry.block(content.parent, content.name, content.tokens)
-        header = encode_fields(block, payload.nbytes, 0)
+        header = encode_fields(block, payload.nbytes, None)
         return Block(header, payload, sealed=False, key=self._context.options.key)
 
     def _count(self, outcomes: list[Outcome]) -> None:

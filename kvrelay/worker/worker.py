@@ -51,7 +51,7 @@ from kvstore.urls import public_urls
 log = logging.getLogger(__name__)
 TENANTS = 1024
 UNKNOWN_MEMORY = 1 << 30
-LAYOUT = "block,layer,k|v,position,head,dim"
+LAYOUT = "block,head,layer,k|v,position,dim"
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,7 @@ def limits_of(config: WorkerConfig, model: LoadedModel) -> EngineLimits:
     size, length = config.block_size, model.info.max_model_len
     blocks = config.num_blocks
     if blocks is None:
-        block_bytes = model.pool_shape(1, size).block_rows * model.pool_shape(1, size).row_bytes
+        block_bytes = model.pool_shape(1, size).block_bytes
         useful = -(length // -size) * config.max_num_seqs
         memory = config.kv_memory or int(config.kv_share * free_memory(model.device))
         blocks = max(min(memory // block_bytes, useful), 1)

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvrelay.block.header import fields_of, header_bytes
+from kvrelay.block.header import LONGEST, SHORTEST, fields_of, stated_length
 from kvrelay.block.verify import verify_payload, verify_tag
 from kvrelay.errors import Corrupt
 from kvstore.base import GetResult, ListedBlock, NameQuery, Store, Want
@@ -63,9 +63,7 @@ def verify_blocks(
 def _remove(store: Store, found: VerifiedBlock, timeout: float, key: BlockKey | None) -> bool:
     """Stop reading at a wrong block; returns whether the store has removed it."""
     listed = found.listed
-    payload = max(listed.size - header_bytes(listed.tokens), 0)
-    signed = None if listed.tenant else key
-    want = Want(listed.name, memoryview(bytearray(payload)), key=signed)
+    want = _want(listed, None if listed.tenant else key)
     with closing(store.get([want], timeout)) as arriving:
         next(arriving, None)
     return store.survey(NameQuery([listed.name]), timeout).sizes[0] is None
@@ -74,8 +72,7 @@ def _remove(store: Store, found: VerifiedBlock, timeout: float, key: BlockKey | 
 def _read(
     store: Store, batch: Sequence[ListedBlock], timeout: float, key: BlockKey | None
 ) -> Iterator[VerifiedBlock]:
-    sized = {b.name: b.size - header_bytes(b.tokens) for b in batch}
-    wants = [Want(b.name, memoryview(bytearray(max(sized[b.name], 0)))) for b in batch]
+    wants = [_want(listed) for listed in batch]
     for got in store.get(wants, timeout):
         listed = batch[got.index]
         if got.header is None:
@@ -89,13 +86,23 @@ def _read(
             yield VerifiedBlock(listed)
 
 
+def _want(listed: ListedBlock, key: BlockKey | None = None) -> Want:
+    """The list does not say how many heads a block has: its header may end in the buffer."""
+    return Want(listed.name, memoryview(bytearray(max(listed.size - SHORTEST, 0))), key=key)
+
+
 def _check(listed: ListedBlock, want: Want, got: GetResult, key: BlockKey | None) -> None:
-    raw = got.header or b""
+    begun = got.header or b""
+    length = stated_length(begun)
+    if not len(begun) <= length <= LONGEST:
+        raise Corrupt("header_length", f"{length} is not in {len(begun)} .. {LONGEST}")
+    raw = begun + want.buffer[: length - len(begun)]
+    payload = want.buffer[length - len(begun) :]
     header = fields_of(raw)
     check_name(listed.name, header)
-    verify_payload(header, want.buffer, got.summed)
+    verify_payload(header, payload)
     if key is not None:
-        verify_tag(raw, want.buffer, key)
+        verify_tag(raw, payload, key)
 
 
 def _absent(store: Store, listed: ListedBlock, timeout: float) -> VerifiedBlock:

@@ -125,7 +125,7 @@ class SegmentScan:
         if len(data) < _FIXED_BYTES:
             raise Corrupt("header", "is missing")
         length = blocks.stated_length(data)
-        if len(data) < length <= min(head.size, blocks.header_bytes(blocks.MAX_COUNT)):
+        if len(data) < length <= min(head.size, blocks.LONGEST):
             data = os.pread(fd, length, offset)
         header = blocks.decode(data)
         if length + header.payload_bytes != head.size or not head.key.endswith(header.name):

@@ -6,7 +6,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from kvrelay.block.header import decode, header_bytes
+from kvrelay.block.header import MAX_HEADS, decode, header_bytes
 from kvrelay.errors import Corrupt
 from kvstore.disk.directory import DiskDirectory
 from kvstore.disk.locked_index import LockedIndex
@@ -73,14 +73,15 @@ class DiskTier:
         """The bytes of a block's header; empty if it cannot be read."""
         if (location := self._index.location(name)) is None:
             return b""
-        data = bytearray(header_bytes(location.tokens))
+        longest = header_bytes(location.tokens, MAX_HEADS)
+        data = bytearray(min(longest, location.size))
         try:
             read_into(self._directory.file(location.segment), location.offset, memoryview(data))
-            decode(data)
+            length = decode(data).length
         except Corrupt as error:
             log.warning("disk: block %s in segment %d: %s", name.hex(), location.segment, error)
             return b""
-        return bytes(data)
+        return bytes(data[:length])
 
     def sweep(self) -> None:
         """Remove the files of segments that are no longer needed."""

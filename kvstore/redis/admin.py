@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, cast
 
 import redis
 
-from kvrelay.block.header import header_bytes
 from kvrelay.block.verify import verify_tag
 from kvrelay.errors import Corrupt, KvrelayError, Unavailable
 from kvrelay.rpc.address import Address
@@ -195,7 +194,7 @@ def _wrong(client: redis.Redis, location: str, name: bytes, key: BlockKey | None
         return None
     try:
         block = memoryview(cast(bytes, value))
-        split = header_bytes(check_block(Claim(name, size, False), block).positions)
+        split = check_block(Claim(name, size, False), block).length
         if key is not None:
             verify_tag(bytes(block[:split]), block[split:], key)
     except Corrupt as error:

@@ -8,7 +8,7 @@ from typing import cast
 
 import redis
 
-from kvrelay.block.header import Header, decode, header_bytes, stated_count
+from kvrelay.block.header import LONGEST, SHORTEST, Header, decode, stated_count
 from kvrelay.errors import Corrupt, NotFound
 from kvrelay.rpc.deadline import Deadline
 from kvstore.base import ListedBlock
@@ -19,7 +19,6 @@ from kvstore.redis.settings import RedisSettings
 from kvstore.redis.topology import Topology
 
 SCAN_COUNT = 500
-SHORTEST = header_bytes(0)
 
 
 class RedisBrowser:
@@ -57,7 +56,7 @@ class RedisBrowser:
                 for listed in self._listed(client, [key]):
                     if not listed.size:
                         raise Corrupt("type", f"the value of {key.decode()} is no string")
-                    head = client.getrange(key.decode(), 0, header_bytes(listed.tokens) - 1)
+                    head = client.getrange(key.decode(), 0, LONGEST - 1)
                     return listed, decode(cast(bytes, head))
         raise NotFound(f"there is no block {name.hex()}")
 

@@ -74,8 +74,8 @@ class ReadPipeline:
             commands.append(b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key))
         self._connection.send(b"".join(commands))
 
-    def receive(self, want: Want) -> tuple[bytes | None, int | None]:
-        """Header and checksum (if computed) of the next block; its payload is in ``want.buffer``.
+    def receive(self, want: Want) -> tuple[bytes | None, tuple[int, ...] | None]:
+        """Header and checksums (if computed) of the next block; its payload is in ``want.buffer``.
 
         More blocks are asked for before this one is returned.
         """
@@ -85,7 +85,7 @@ class ReadPipeline:
             self._arrived(size)
         return header, summed
 
-    def _receive_block(self, want: Want, size: int) -> tuple[bytes | None, int | None]:
+    def _receive_block(self, want: Want, size: int) -> tuple[bytes | None, tuple[int, ...] | None]:
         replies = self._connection.replies
         try:
             length = replies.bulk(LENGTH_BYTES if size >= LARGE else LARGE)
@@ -103,9 +103,7 @@ class ReadPipeline:
         summed = None
         owed = len(self._in_flight)
         if size > HASH_CHUNK:
-            summed = receive_block(
-                self._receive_chunk, memoryview(header), want.buffer, want.key is None
-            )
+            summed = receive_block(self._receive_chunk, memoryview(header), want.buffer, want.heads)
             replies.into(owed=owed)
         else:
             replies.into(memoryview(header), want.buffer, owed=owed)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvrelay.block.header import MAX_COUNT, MAX_PAYLOAD, header_bytes
+from kvrelay.block.header import LONGEST, MAX_PAYLOAD
 from kvrelay.errors import Corrupt
 from kvstore.wire.sockets import DeadlineSocket
 
@@ -19,7 +19,7 @@ SHORTEST = len(b"$-1\r\n")
 AHEAD = 4 * SHORTEST
 LONGEST_LINE = 4096
 LONGEST_HEAD = 12
-LONGEST_BULK = MAX_PAYLOAD + header_bytes(MAX_COUNT)
+LONGEST_BULK = MAX_PAYLOAD + LONGEST
 _END = b"\r\n"
 
 

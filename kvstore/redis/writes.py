@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from kvrelay.block.header import checksum, fields_of
+from kvrelay.block.header import checksums, fields_of
 from kvrelay.block.verify import verify_payload
 from kvrelay.errors import Corrupt, KvrelayError
 from kvstore.base import Block, Offer, Outcome, PutStatus
@@ -184,7 +184,7 @@ def checked_block(offer: Offer) -> Block:
     block = offer.read()
     if block.size != offer.size:
         raise Corrupt("length", f"{block.size} bytes were read and {offer.size} were offered")
-    summed = checksum(block.payload)
+    summed = checksums(block.payload, block.heads)
     header = block.complete(block.payload, summed)
     fields = fields_of(header)
     check_name(offer.name, fields)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from kvrelay.block.header import header_bytes, stated_length
+from kvrelay.block.header import stated_length
 from kvrelay.block.mac import BlockKey
 from kvrelay.block.verify import verify_tag
 from kvrelay.errors import Corrupt, Exhausted
@@ -187,7 +187,7 @@ class BlockStore:
             view = self.arena.view(entry.value, entry.size).toreadonly()
             header = check_block(Claim(name, entry.size, entry.partial), view)
             if self._block_key is not None and _proves(proof, name, self._block_key):
-                split = header_bytes(header.positions)
+                split = header.length
                 verify_tag(bytes(view[:split]), view[split:], self._block_key)
         except Corrupt as error:
             with self._lock:

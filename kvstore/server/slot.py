@@ -32,7 +32,8 @@ class WriteSlot:
         try:
             header = check_header(name_of(self.claim.name), head)
             self.buffer[:start] = head
-            verify_payload(header, payload, copy_summed(payload, source[start:]))
+            summed = copy_summed(payload, source[start:], header.heads)
+            verify_payload(header, payload, summed)
         except Corrupt as error:
             self.reason = str(error)
         else:

@@ -1,6 +1,7 @@
 """Copies between shared memory and pools that release the GIL, with checksums on the way.
 
-Hashing is nearly free while the copied bytes are in the CPU's cache: both go chunk by chunk.
+Hashing is nearly free while the copied bytes are in the CPU's cache: both go chunk by chunk. A
+chunk is a part of a head or several heads.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
-from kvrelay.block.header import checksum
+from kvrelay.block.header import checksums
 
 LARGE = 128 << 10
 """From this size on a copy takes longer than the call of numpy, which releases the GIL."""
@@ -30,32 +31,55 @@ def copy(target: memoryview, source: memoryview) -> None:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
-def copy_summed(target: memoryview, source: memoryview) -> int:
-    """Copy, and the checksum of ``target`` after it."""
-    if len(source) <= HASH_CHUNK:
-        copy(target, source)
-        return checksum(target)
-    hasher = xxhash.xxh3_64()
-    for start in range(0, len(source), HASH_CHUNK):
-        chunk = target[start : start + HASH_CHUNK]
-        copy(chunk, source[start : start + HASH_CHUNK])
-        hasher.update(chunk)
-    return hasher.intdigest()
+def copy_summed(target: memoryview, source: memoryview, heads: int) -> tuple[int, ...]:
+    """Copy, and the checksums of the ``heads`` heads of ``target`` after it."""
+    if len(source) != len(target):
+        raise ValueError(f"{len(source)} bytes do not fill {len(target)}")
+    return _filled(target, heads, lambda part: copy(target[part], source[part]))
 
 
 def receive_block(
-    receive: Receive, header: memoryview, payload: memoryview, summed: bool
-) -> int | None:
-    """Receive header and payload; the checksum of ``payload`` if it is to be ``summed``."""
-    hasher = xxhash.xxh3_64() if summed else None
-    chunk = payload[:HASH_CHUNK]
-    receive([header, chunk])
-    for start in range(HASH_CHUNK, len(payload), HASH_CHUNK):
-        if hasher is not None:
-            hasher.update(chunk)
-        chunk = payload[start : start + HASH_CHUNK]
-        receive([chunk])
-    if hasher is None:
-        return None
-    hasher.update(chunk)
+    receive: Receive, header: memoryview, payload: memoryview, heads: int
+) -> tuple[int, ...] | None:
+    """Receive header and payload; the checksums of its heads, unless ``heads`` is 0."""
+    before = [header]
+
+    def fill(part: slice) -> None:
+        receive([*before, payload[part]])
+        before.clear()
+
+    summed = _filled(payload, heads or 1, fill, bool(heads))
+    return summed if heads else None
+
+
+def _filled(
+    target: memoryview, heads: int, fill: Callable[[slice], None], summed: bool = True
+) -> tuple[int, ...]:
+    """``fill`` each part of at most ``HASH_CHUNK`` in order; the checksums of the heads."""
+    size = -(-len(target) // heads)
+    together = HASH_CHUNK // max(size, 1)
+    if not together:
+        return tuple(
+            _fill_head(target, start, min(start + size, len(target)), fill, summed)
+            for start in range(0, len(target), size)
+        )
+    found: list[int] = []
+    for first in range(0, heads, together):
+        count = min(together, heads - first)
+        part = slice(first * size, (first + count) * size)
+        fill(part)
+        if summed:
+            found += checksums(target[part], count)
+    return tuple(found)
+
+
+def _fill_head(
+    target: memoryview, start: int, end: int, fill: Callable[[slice], None], summed: bool
+) -> int:
+    hasher = xxhash.xxh3_64()
+    for begin in range(start, end, HASH_CHUNK):
+        part = slice(begin, min(begin + HASH_CHUNK, end))
+        fill(part)
+        if summed:
+            hasher.update(target[part])
     return hasher.intdigest()

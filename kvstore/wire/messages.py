@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from google.protobuf.message import Message
 
-from kvrelay.block.header import header_bytes
+from kvrelay.block.header import SHORTEST
 from kvrelay.block.name import NAME_BYTES
 from kvrelay.errors import Corrupt, Rejected
 from kvrelay.usage import Miss
@@ -67,15 +67,15 @@ def claims_of(claims: Iterable[pb.Claim], count: int, max_block: int) -> list[Cl
     """The claims; ``Rejected`` for too many, a bad name or length, or a name given twice."""
     if count > MAX_NAMES:
         raise Rejected("claims", f"{count} are more than {MAX_NAMES}: split the call")
-    values, least = [], header_bytes(0)
+    values = []
     for index, claim in enumerate(claims):
         name, size = claim.name, claim.length
         if len(name) != NAME_BYTES:
             raise Rejected(f"claims.name[{index}]", f"{len(name)} bytes are not {NAME_BYTES}")
-        if not least <= size <= max_block:
+        if not SHORTEST <= size <= max_block:
             raise Rejected(
                 f"claims[{index}].length",
-                f"{size} is not in {least} .. {max_block};"
+                f"{size} is not in {SHORTEST} .. {max_block};"
                 " raise the store's --max-block if your blocks are larger",
             )
         first_block_hash = claim.first_block_hash if claim.HasField("first_block_hash") else None

@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from kvrelay.block.header import (
     ALIGNMENT,
+    MAX_HEADS,
     ExpectedBlock,
     Header,
-    checksum,
+    checksums,
     decode,
     encode,
     header_bytes,
@@ -32,23 +33,31 @@ HEADER = Header(
     dtype="float32",
     shape=(2, 2, 6, 4, 2),
     payload_bytes=len(PAYLOAD),
-    payload_checksum=checksum(PAYLOAD),
+    checksums=checksums(PAYLOAD, 2),
 )
 WANTED = ExpectedBlock(b"n" * 32, b"p" * 32, b"x" * 32, HEADER.tokens, "float32", HEADER.shape)
 
 
 @given(
+    heads=st.integers(1, MAX_HEADS),
     tokens=st.lists(st.integers(0, 2**32 - 1), max_size=300).map(tuple),
-    shape=st.lists(st.integers(0, 9), max_size=6).map(tuple),
+    shape=st.lists(st.integers(0, 9), max_size=5).map(tuple),
     dtype=st.sampled_from(["float32", "bfloat16", "float8_e4m3fn"]),
 )
-def test_round_trip(tokens: tuple[int, ...], shape: tuple[int, ...], dtype: str) -> None:
-    size = payload_bytes(dtype, shape)
+def test_round_trip(
+    tokens: tuple[int, ...], heads: int, shape: tuple[int, ...], dtype: str
+) -> None:
+    shape = (heads, *shape)
     header = dataclasses.replace(
-        HEADER, tokens=tokens, shape=shape, dtype=dtype, payload_bytes=size
+        HEADER,
+        tokens=tokens,
+        shape=shape,
+        dtype=dtype,
+        payload_bytes=payload_bytes(dtype, shape),
+        checksums=tuple(range(heads)),
     )
     data = encode(header)
-    assert len(data) == header_bytes(len(tokens))
+    assert len(data) == header.length == header_bytes(len(tokens), heads)
     assert len(data) % ALIGNMENT == 0
     assert decode(data) == header
     assert decode(memoryview(data + b"payload")) == header
@@ -76,9 +85,13 @@ def test_every_shorter_header_is_refused() -> None:
     ("offset", "layout", "value", "field"),
     [
         (0, "8s", b"NOTABLOK", "magic"),
-        (8, "H", 1, "version"),
+        (8, "H", 2, "version"),
         (12, "I", 0xFFFFFFFF, "header_length"),
         (52, "I", 0xFFFFFFFF, "count"),
+        (10, "B", 0, "shape"),
+        (168, "I", 0, "shape"),
+        (168, "I", MAX_HEADS + 1, "shape"),
+        (168, "I", 40, "header_length"),
         (64, "32s", b"m" * 32, "header_checksum"),
     ],
 )
@@ -95,8 +108,8 @@ def test_the_field_is_named(offset: int, layout: str, value: bytes | int, field:
     [
         ({"dtype": "complex"}, "dtype"),
         ({"payload_bytes": 767}, "payload_bytes"),
-        ({"shape": (1 << 31, 1 << 31)}, "payload_bytes"),
-        ({"shape": (1 << 29,), "payload_bytes": 1 << 31}, "payload_bytes"),
+        ({"shape": (2, 1 << 31, 1 << 31)}, "payload_bytes"),
+        ({"shape": (2, 1 << 28), "payload_bytes": 1 << 31}, "payload_bytes"),
     ],
 )
 def test_a_well_checksummed_lie_is_refused(change: dict[str, object], field: str) -> None:

@@ -21,7 +21,7 @@ def test_every_field_of_a_namespace_changes_its_digest() -> None:
         dataclasses.replace(SPACE, layout="layer-major"),
         dataclasses.replace(SPACE, block_size=32),
         dataclasses.replace(SPACE, numerics="native/avx2"),
-        dataclasses.replace(SPACE, format_version=3),
+        dataclasses.replace(SPACE, format_version=4),
         dataclasses.replace(SPACE, fleet_key_id=b"fleet"),
         dataclasses.replace(SPACE, tenant_salt=b"pepper"),
     ]
@@ -88,5 +88,5 @@ def test_the_digest_can_be_replaced() -> None:
     assert len({namer.child(namer.root, [token]) for token in range(2000)}) == 256
 
 
-PINNED_DIGEST = "7550fa4ddc9ab769c0b45943ee351137b2f0eecc31b76a01ac47980bcc4c66f4"
-PINNED_NAME = "aea590b6c4d50d38f591e484f35f6acc4e522bed0e9c7bc14d7a57fb7da9cea9"
+PINNED_DIGEST = "81fc33782e8484600b63988458650fd156d81bdaf2a231b8174d07fa1cca4fd3"
+PINNED_NAME = "9ef9c6186a53e189cee0bef771b053c5a43e5bc190c2e8f028be1726dbbc7674"

@@ -127,7 +127,7 @@ def test_inspect_shows_all_of_one_block(
     assert status == 0
     assert (found["name"], found["tokens"]) == (name, list(header.tokens))
     assert (found["parent"], found["parent_there"]) == (header.parent.hex(), True)
-    assert (found["dtype"], found["shape"], found["state"]) == ("uint8", [5000], "right")
+    assert (found["dtype"], found["shape"], found["state"]) == ("uint8", [4, 1250], "right")
     status, out, _ = run(capsys, "inspect", "--store", url, name)
     assert status == 0
     assert all(word in out for word in (name, header.parent.hex(), "0 1 2 3 4 5 6", "right"))

@@ -29,7 +29,7 @@ from tests.kvstore.rig import arena_in
 
 COUNT = 3
 TOKENS = tuple(range(100, 100 + COUNT * B))
-HEADER = header_bytes(B)
+HEADER = header_bytes(B, 1)
 PATIENT = ConnectorOptions(lookup_seconds=20, load_seconds=20, save_seconds=20)
 SIGNED = replace(PATIENT, key=BlockKey(b"f" * 32))
 

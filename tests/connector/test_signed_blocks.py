@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.block.header import checksum, seal
+from kvrelay.block.header import checksum, checksums, seal
 from kvrelay.block.mac import BlockKey
 from kvrelay.connector.context import ConnectorOptions
 from kvrelay.engine.core.external import Loaded, Saved
@@ -125,8 +125,9 @@ def test_a_forged_payload_under_a_real_header_is_a_miss(tmp_path: Path) -> None:
                 value = client.get(key) or b""
                 split = int.from_bytes(value[12:16], "little")
                 payload = bytes(len(value) - split)
-                forged = seal(value[:split], payload, checksum(payload), None)
-                body = forged[24:32] + value[32:48] + forged[48:]  # with the tag of the real block
+                forged = seal(value[:split], payload, checksums(payload, 1), None)
+                # With the tags of the real block.
+                body = forged[24:32] + value[32:48] + forged[48:200] + value[200:216] + forged[216:]
                 own = checksum(forged[:16] + body).to_bytes(8, "little")
                 client.set(key, forged[:16] + own + body + payload)
             assert loaded(worker, tokens) == 0

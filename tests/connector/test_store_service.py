@@ -79,8 +79,8 @@ def test_a_prompt_goes_from_pool_to_pool(dtype: str) -> None:
             assert decode.event() == Loaded("r", epoch, prompt)
             for content, block in zip(contents, to, strict=True):
                 count = len(content.tokens)
-                same = one.tensor[content.block, :, :, :count], two.tensor[block, :, :, :count]
-                assert torch.equal(*same)
+                same = one.by_position[content.block], two.by_position[block]
+                assert torch.equal(*(view[:, :, :count] for view in same))
     finally:
         prefill.connector.close()
         decode.connector.close()

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from kvrelay.block.header import (
+    SHORTEST,
     Header,
-    checksum,
+    checksums,
     decode,
     encode,
-    header_bytes,
     seal,
     stated_length,
 )
@@ -34,6 +34,7 @@ def make(
 ) -> Block:
     """A block with random payload, after a random parent unless told; or the name of ``like``."""
     payload, space, tokens = os.urandom(size), b"n" * 32, tuple(range(count))
+    heads = 4 if size % 4 == 0 else 1
     parent = decode(like.header).parent if like else parent or os.urandom(32)
     header = Header(
         namespace=space,
@@ -41,16 +42,17 @@ def make(
         name=child_name(space, parent, tokens),
         tokens=tokens,
         dtype="uint8",
-        shape=(size,),
+        shape=(heads, size // heads),
         payload_bytes=size,
-        payload_checksum=checksum(payload),
+        checksums=checksums(payload, heads),
     )
     return Block(encode(header), memoryview(payload))
 
 
 def sealed(block: Block, key: BlockKey) -> Block:
     """The block, signed by the fleet with this key."""
-    return Block(seal(block.header, block.payload, checksum(block.payload), key), block.payload)
+    summed = decode(block.header).checksums
+    return Block(seal(block.header, block.payload, summed, key), block.payload)
 
 
 def name_of(block: Block) -> bytes:
@@ -68,14 +70,16 @@ def put(store: Store, *blocks: Block) -> list[PutStatus]:
 
 def get(store: Store, *blocks: Block) -> list[GetResult]:
     """Gets blocks of these names and lengths; checks the bytes of those that came."""
-    wants = [Want(name_of(b), memoryview(bytearray(b.payload.nbytes))) for b in blocks]
+    wants = [
+        Want(name_of(b), memoryview(bytearray(b.payload.nbytes)), heads=b.heads) for b in blocks
+    ]
     gots = list(store.get(wants, TIMEOUT))
     assert [got.index for got in gots] == list(range(len(blocks)))
     for got, want, block in zip(gots, wants, blocks, strict=True):
         if got.header is not None:
             assert got.header == block.header
             assert want.buffer == block.payload
-            assert got.summed in (None, checksum(want.buffer))
+            assert got.summed in (None, decode(got.header).checksums)
             verify_payload(decode(got.header), want.buffer)
     return gots
 
@@ -108,7 +112,7 @@ def copied(source: Store, target: Store, name: bytes) -> bool:
     (size,) = source.survey(NameQuery([name]), TIMEOUT).sizes
     if size is None:
         return False
-    for header in range(header_bytes(0), size, 128):  # headers are as long as their tokens need
+    for header in range(SHORTEST, size, 128):  # as long as its tokens and heads need
         buffer = memoryview(bytearray(size - header))
         (got,) = source.get([Want(name, buffer)], TIMEOUT)
         if got.header is not None and stated_length(got.header) == len(got.header):
@@ -129,7 +133,9 @@ def accepted(
     store: Store, blocks: Sequence[Block], timeout: float = 3.0, *failing: type[KvrelayError]
 ) -> tuple[int, int]:
     """How many of ``blocks`` come and are right, and how many it refuses; ``failing`` ends it."""
-    wants = [Want(name_of(b), memoryview(bytearray(b.payload.nbytes))) for b in blocks]
+    wants = [
+        Want(name_of(b), memoryview(bytearray(b.payload.nbytes)), heads=b.heads) for b in blocks
+    ]
     taken = refused = 0
     with suppress(*failing):
         for got in store.get(wants, timeout):

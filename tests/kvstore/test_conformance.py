@@ -178,7 +178,7 @@ def test_a_block_whose_bytes_are_wrong_is_refused_by_field(store: Store) -> None
     payload[7] ^= 1
     header = bytearray(block.header)
     header[-1] ^= 1
-    lie = dataclasses.replace(decode(block.header), shape=(1,), payload_bytes=1)
+    lie = dataclasses.replace(decode(block.header), shape=(4, 1), payload_bytes=4)
     cases = {
         "payload_checksum": Block(block.header, memoryview(payload)),
         "header_checksum": Block(bytes(header), block.payload),

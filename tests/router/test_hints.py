@@ -74,9 +74,9 @@ def blocks_of(tokens: Sequence[int]) -> list[Block]:
             name=namer.child(parent, part),
             tokens=part,
             dtype="uint8",
-            shape=(SIZE,),
+            shape=(1, SIZE),
             payload_bytes=SIZE,
-            payload_checksum=checksum(payload),
+            checksums=(checksum(payload),),
         )
         parent = header.name
         blocks.append(Block(encode(header), memoryview(payload)))

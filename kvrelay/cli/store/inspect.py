@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from kvrelay.block.header import Header, header_bytes
+from kvrelay.block.header import Header
 from kvrelay.block.name import root_name
 from kvrelay.cli.screen import paint, print_out, table
 from kvrelay.cli.store.options import StoreSelection, as_json, browsing, connected, places
@@ -60,9 +60,9 @@ class InspectedBlock:
             "tokens": list(header.tokens),
             "dtype": header.dtype,
             "shape": list(header.shape),
-            "header_bytes": header_bytes(header.count),
+            "header_bytes": header.length,
             "payload_bytes": header.payload_bytes,
-            "payload_checksum": f"{header.payload_checksum:016x}",
+            "payload_checksums": [f"{one:016x}" for one in header.checksums],
             "state": self.state,
             "readers": readers(listed, header),
         }
@@ -129,9 +129,9 @@ def describe(one: InspectedBlock) -> str:
         ("tokens", f"{header.count} ({kind})"),
         ("dtype", header.dtype),
         ("shape", " x ".join(map(str, header.shape))),
-        ("header", f"{header_bytes(header.count):,} bytes"),
+        ("header", f"{header.length:,} bytes"),
         ("payload", f"{header.payload_bytes:,} bytes ({show_bytes(header.payload_bytes)})"),
-        ("checksum", f"{header.payload_checksum:016x}"),
+        ("checksums", " ".join(f"{one:016x}" for one in header.checksums)),
         ("state", paint(one.state, "green" if one.right else "red")),
         ("held by", f"{listed.leases} leases"),
         ("lies in", places(listed)),

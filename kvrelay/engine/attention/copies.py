@@ -12,9 +12,9 @@ class HostBlockCopier:
     """Bytes of blocks in host memory, by numpy: no torch threads in the caller's thread."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        blocks, layers, two, size = tensor.shape[:4]
+        blocks, heads, layers, two, size = tensor.shape[:5]
         flat = tensor.view(torch.uint8).numpy()
-        self._bytes = flat.reshape(blocks, layers * two, size, -1)
+        self._bytes = flat.reshape(blocks, heads * layers * two, size, -1)
         self._flat = flat.reshape(-1).data
         self._block_bytes = self._flat.nbytes // blocks
         self._size = size
@@ -44,8 +44,8 @@ class DeviceBlockCopier:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        blocks, layers, two, size = tensor.shape[:4]
-        self._bytes = tensor.view(torch.uint8).view(blocks, layers * two, size, -1)
+        blocks, heads, layers, two, size = tensor.shape[:5]
+        self._bytes = tensor.view(torch.uint8).view(blocks, heads * layers * two, size, -1)
         self._staging = torch.empty(self._bytes.shape[1:], dtype=torch.uint8, pin_memory=True)
         self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -1,7 +1,8 @@
 """The indices of one step of paged attention by gathering: built once, used in every layer.
 
-A run is what ``KVPool.gather`` copies: a block's positions in one layer's K or V. Rows and keys are
-padded to sizes in which SDPA computes a row to the same bits whatever is computed beside it.
+A run is what ``KVPool.gather`` copies: the positions of one layer's K or V of one head. Rows and
+keys are padded to sizes in which SDPA computes a row to the same bits whatever is computed beside
+it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ def keys_computed(count: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Decode entries ``[first, last)``: ``runs`` [2 * entries * blocks], ``mask`` [.., keys]."""
+    """Decode entries ``[first, last)``.
+
+    ``runs`` [2 * entries * kv heads * blocks], ``mask`` [.., keys].
+    """
 
     first: int
     last: int
@@ -76,7 +80,7 @@ class PrefillTile:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEntry:
-    """One prefill entry: the ``runs`` [2 * blocks] of its context and itself, and its tiles."""
+    """One prefill entry: the ``runs`` [2 * kv heads * blocks] of context and entry, its tiles."""
 
     runs: torch.Tensor
     tiles: tuple[PrefillTile, ...]
@@ -87,13 +91,16 @@ class IndexBuilder:
 
     def __init__(self, pool: KVPool) -> None:
         self._pool = pool
+        shape = pool.shape
+        self._heads = np.arange(shape.num_kv_heads) * shape.head_runs  # the first run of each
 
     def rows(self, batch: Batch) -> torch.Tensor:
-        """Where K, then V, of each packed position lies in layer 0 of the pool [2T]."""
+        """Where K, then V, of each packed position lies in layer 0: [2 * T * kv heads]."""
         shape, firsts = self._pool.shape, batch.spans[:, 3]
         blocks, offsets = np.divmod(positions_of(batch.spans), shape.block_size)
         blocks += np.repeat(firsts, batch.spans[:, 2])
-        rows = batch.blocks[blocks].astype(np.int64) * shape.block_rows + offsets
+        runs = batch.blocks[blocks].astype(np.int64)[:, None] * shape.block_runs + self._heads
+        rows = (runs * shape.block_size + offsets[:, None]).reshape(-1)
         return self._tensor(np.concatenate((rows, rows + shape.block_size)))
 
     def opened(self, batch: Batch) -> list[int]:
@@ -140,16 +147,17 @@ class IndexBuilder:
         return PrefillTile(first, first + count, self._additive(hidden))
 
     def _runs(self, batch: Batch, first: int, last: int, keys: int) -> torch.Tensor:
-        """K runs, then V runs, of at least ``keys`` positions: padded with an entry's last block.
+        """K runs, then V runs, by entry, head and block, of at least ``keys`` positions.
 
+        Padded with an entry's last block.
         Padding is masked, and its content belongs to the same entry: no entry can disturb another,
         not even with an infinity or a NaN.
         """
         size = self._pool.shape.block_size
         ends = (batch.lengths[first:last] - 1) // size
         places = np.minimum(np.arange(-(keys // -size)), ends[:, None])
-        blocks = batch.blocks[places + batch.spans[first:last, 3, None]].reshape(-1)
-        runs = blocks.astype(np.int64) * (2 * self._pool.shape.num_layers)
+        blocks = batch.blocks[places + batch.spans[first:last, 3, None]].astype(np.int64)
+        runs = (blocks[:, None] * self._pool.shape.block_runs + self._heads[:, None]).reshape(-1)
         return self._tensor(np.concatenate((runs, runs + 1)))
 
     def _mask(self, lengths: NDArray[np.int64]) -> torch.Tensor:

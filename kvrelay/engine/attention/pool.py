@@ -1,6 +1,7 @@
 """The KV cache of one worker: one block-major tensor, and its blocks as bytes for transfers.
 
-Layout ``[block, layer, k|v, position, kv head, head dim]``, so a block is one contiguous range. The
+Layout ``[block, kv head, layer, k|v, position, head dim]``: a block is one contiguous range, and so
+are a head of it (what a tensor-parallel rank owns) and a run: one layer's K or V of one head. The
 engine's thread computes into some blocks while I/O threads read and write others; references
 (docs/accounting.md) decide which of them may use a block.
 """
@@ -38,9 +39,19 @@ class PoolShape:
         return self.num_kv_heads * self.head_dim * DTYPES[self.dtype].itemsize
 
     @property
-    def block_rows(self) -> int:
-        """Rows (positions of one layer's K or V) in one block."""
-        return self.num_layers * 2 * self.block_size
+    def head_runs(self) -> int:
+        """Runs (the positions of one layer's K or V) in one head of a block."""
+        return self.num_layers * 2
+
+    @property
+    def block_runs(self) -> int:
+        """Runs in one block."""
+        return self.num_kv_heads * self.head_runs
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block."""
+        return self.head_runs * self.block_size * self.row_bytes
 
 
 class KVPool:
@@ -55,30 +66,34 @@ class KVPool:
         self.tensor = torch.empty(
             (
                 shape.num_blocks,
+                shape.num_kv_heads,
                 shape.num_layers,
                 2,
                 shape.block_size,
-                shape.num_kv_heads,
                 shape.head_dim,
             ),
             dtype=DTYPES[shape.dtype],
             device=self.device,
         ).zero_()  # not torch.zeros: the slow first touch of each page happens here
-        row = shape.num_kv_heads * shape.head_dim
-        self._rows = self.tensor.view(-1, row)
-        self._runs = self.tensor.view(-1, shape.block_size * row)
+        self._rows = self.tensor.view(-1, shape.head_dim)
+        self._runs = self.tensor.view(-1, shape.block_size * shape.head_dim)
         self._copier: HostBlockCopier | DeviceBlockCopier = (
             HostBlockCopier(self.tensor)
             if self.device.type == "cpu"
             else DeviceBlockCopier(self.tensor)
         )
 
+    @property
+    def by_position(self) -> torch.Tensor:
+        """A view of the tensor: ``[block, layer, k|v, position, kv head, head dim]``."""
+        return self.tensor.permute(0, 2, 3, 4, 1, 5)
+
     def nbytes(self, count: int) -> int:
         """Bytes of the payload of a block's first ``count`` positions."""
         return self.shape.num_layers * 2 * count * self.shape.row_bytes
 
     def read(self, block: int, count: int) -> memoryview:
-        """The first ``count`` positions: ``[layer, k|v, position, kv head, head dim]``.
+        """The first ``count`` positions: ``[kv head, layer, k|v, position, head dim]``.
 
         Read-only. A full block on the CPU is a view of the pool, valid while the caller has a
         reference to the block; anything else is a copy.
@@ -120,16 +135,16 @@ class KVPool:
     def store(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Write one layer's K and V of ``T`` positions with one indexed copy.
 
-        ``rows`` [2T] are the rows of these positions in layer 0, first for K, then for V; ``key``
-        and ``value`` are [T, kv heads, head dim].
+        ``rows`` [2 * T * kv heads] are the rows (one position of one head) in layer 0, first for
+        K, then for V; ``key`` and ``value`` are [T, kv heads, head dim].
         """
         both = torch.stack((key, value)).view(rows.shape[0], -1)
         self._rows.index_copy_(0, rows + layer * 2 * self.shape.block_size, both)
 
     def gather(self, layer: int, runs: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy whole blocks of one layer to ``out`` [len(runs), block size * kv heads * head dim].
+        """Copy runs of one layer to ``out`` [len(runs), block size * head dim].
 
-        ``runs`` index layer 0's K (``block * layers * 2``) or V (one more).
+        ``runs`` index layer 0's K (``(block * kv heads + kv head) * layers * 2``) or V (one more).
         """
         torch.index_select(self._runs, 0, runs + layer * 2, out=out)
 

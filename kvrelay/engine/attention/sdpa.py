@@ -52,7 +52,7 @@ class SdpaBackend:
     def _room(self, runs: int) -> torch.Tensor:
         """A workspace of at least ``runs`` runs; it only grows, by doubling."""
         shape = self.pool.shape
-        width = shape.block_size * shape.num_kv_heads * shape.head_dim
+        width = shape.block_size * shape.head_dim
         if self._workspace.numel() < runs * width:
             self._workspace = self.pool.tensor.new_empty(2 * runs * width)
         return self._workspace[: runs * width].view(runs, width)
@@ -91,19 +91,18 @@ class SdpaStep:
         return out
 
     def _gather(self, layer: int, runs: torch.Tensor, entries: int) -> torch.Tensor:
-        """The contexts of entries as [k|v, entry, position, kv head, head dim]."""
+        """The contexts of entries as [k|v, entry, kv head, position, head dim]."""
         shape = self.pool.shape
         room = self.workspace[: runs.shape[0]]
         self.pool.gather(layer, runs, room)
-        return room.view(2, entries, -1, shape.num_kv_heads, shape.head_dim)
+        return room.view(2, entries, shape.num_kv_heads, -1, shape.head_dim)
 
     def _decode(
         self, layer: int, group: DecodeGroup, query: torch.Tensor, scaling: float | None
     ) -> torch.Tensor:
         """One query position per entry [entries, heads, head dim], padded contexts."""
         entries, heads, width = query.shape
-        context = self._gather(layer, group.runs, entries)[:, :, : group.mask.shape[-1]]
-        keys, values = context.transpose(2, 3)
+        keys, values = self._gather(layer, group.runs, entries)[..., : group.mask.shape[-1], :]
         grouped = query.reshape(entries, keys.shape[1], -1, width)
         rows = grouped.shape[2]
         out = sdpa(_rows(grouped), keys, values, attn_mask=group.mask, scale=scaling)
@@ -117,15 +116,15 @@ def _prefill(
     value: torch.Tensor,
     scaling: float | None,
 ) -> torch.Tensor:
-    """One tile of Q [T, heads, head dim] over its entry's K and V [positions, kv heads, head dim].
+    """One tile of Q [T, heads, head dim] over its entry's K and V [kv heads, positions, head dim].
 
     A kv head is an SDPA batch and its queries are that batch's heads over one expanded view.
     """
     rows, count = query[tile.first : tile.last].transpose(0, 1), tile.last - tile.first
-    kv_heads, width = key.shape[1:]
+    kv_heads, _, width = key.shape
     grouped = rows.reshape(kv_heads, -1, count, width)
     shared = (kv_heads, grouped.shape[1], tile.mask.shape[-1], width)
-    keys, values = (t[: shared[2]].transpose(0, 1)[:, None].expand(shared) for t in (key, value))
+    keys, values = (t[:, None, : shared[2]].expand(shared) for t in (key, value))
     out = sdpa(_rows(grouped), keys, values, attn_mask=tile.mask, scale=scaling)
     return out[:, :, :count].reshape(rows.shape).transpose(0, 1)
 

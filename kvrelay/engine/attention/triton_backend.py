@@ -38,7 +38,7 @@ class TritonBackend:
         from kvrelay.engine.cuda.attention import REVISION, AttentionOptions, PagedPool
 
         self.pool = pool
-        self.paged = PagedPool(pool.tensor)
+        self.paged = PagedPool(pool.by_position)
         self.options = AttentionOptions()
         self.profile = f"triton-{REVISION}-{triton.__version__}"
 

@@ -121,8 +121,8 @@ class SharedMemoryTransport:
         start = offset + split
         header = bytes(self._arena[offset:start])
         payload = self._arena[start : offset + length]
-        if want.key is None:
-            return GetResult(index, header, copy_summed(want.buffer, payload))
+        if want.heads:
+            return GetResult(index, header, copy_summed(want.buffer, payload, want.heads))
         copy(want.buffer, payload)
         return GetResult(index, header)
 

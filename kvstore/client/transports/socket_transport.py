@@ -35,8 +35,8 @@ BATCH_BYTES = 4 << 20
 LARGE = 128 << 10
 """From this size on a block is received by itself, and summed while it lies in the CPU's cache."""
 
-Received = tuple[int, bytes | None, int | None]
-"""Index of a want, its header (``None``: absent), and the payload's checksum if it was computed."""
+Received = tuple[int, bytes | None, tuple[int, ...] | None]
+"""Index of a want, its header (``None``: absent), the heads' checksums if they were computed."""
 
 
 class SocketTransport:
@@ -218,7 +218,9 @@ def _small(
         yield index, None if header is None else bytes(header), None
 
 
-def _large(connection: StoreConnection, want: Want, length: int) -> tuple[bytes | None, int | None]:
+def _large(
+    connection: StoreConnection, want: Want, length: int
+) -> tuple[bytes | None, tuple[int, ...] | None]:
     """One block, summed chunk by chunk while the next chunk is on its way."""
     if (split := want.header_length(length)) is None:
         for scratch in skip(length):
@@ -226,5 +228,5 @@ def _large(connection: StoreConnection, want: Want, length: int) -> tuple[bytes 
         return None, None
     header = bytearray(split)
     receive = connection.sock.receive_into
-    summed = receive_block(receive, memoryview(header), want.buffer, want.key is None)
+    summed = receive_block(receive, memoryview(header), want.buffer, want.heads)
     return bytes(header), summed

@@ -116,5 +116,5 @@ def _place(block: Block, target: memoryview) -> None:
         target[:split] = block.header
         copy(target[split:], block.payload)
     else:
-        summed = copy_summed(target[split:], block.payload)
+        summed = copy_summed(target[split:], block.payload, block.heads)
         target[:split] = block.complete(target[split:], summed)

@@ -58,7 +58,7 @@ def test_it_computes_what_sdpa_does(compiled: None, scaling: float | None) -> No
     used = [block for work in WORKS for block in work.blocks]
     ends = {1: 2, 4: 1, 6: 3}  # positions of a last block; SDPA zeroes the rest of a new one
     for block in used:
-        stored = [pool.tensor[block, 1, :, : ends.get(block, 4)] for pool in pools]
+        stored = [pool.by_position[block, 1, :, : ends.get(block, 4)] for pool in pools]
         assert torch.equal(*stored), block
 
 

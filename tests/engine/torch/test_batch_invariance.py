@@ -42,7 +42,7 @@ def computed(
         start += count
     assert start == len(tokens)
     assert answers[-1] is not None
-    kv = runner.pool.tensor[table].transpose(0, 2).flatten(2, 3)  # [k|v, layer, position, ..
+    kv = runner.pool.by_position[table].transpose(0, 2).flatten(2, 3)  # [k|v, layer, position, ..
     return kv[:, :, : len(tokens)].clone(), answers[-1].top
 
 

@@ -26,12 +26,12 @@ def test_read_layout_and_write_back(dtype: str, count: int) -> None:
     pool, other = filled(dtype), KVPool(PoolShape(2, 2, 4, 2, 3, dtype))
     payload = pool.read(1, count)
     assert payload.nbytes == pool.nbytes(count) == 2 * 2 * count * 6 * DTYPES[dtype].itemsize
-    want = pool.tensor[1, :, :, :count].contiguous()
+    want = pool.tensor[1, ..., :count, :].contiguous()
     assert torch.equal(torch.frombuffer(bytearray(payload), dtype=DTYPES[dtype]), want.view(-1))
     other.tensor.fill_(7)
     other.write(0, count, payload)
-    assert torch.equal(other.tensor[0, :, :, :count], want)
-    assert not other.tensor[0, :, :, count:].any()
+    assert torch.equal(other.tensor[0, ..., :count, :], want)
+    assert not other.tensor[0, ..., count:, :].any()
     assert bool((other.tensor[1] == 7).all())
 
 

@@ -276,7 +276,7 @@ def test_a_name_follows_from_a_header_as_from_its_tokens(service_url: str) -> No
     try:
         tokens, space, parent = tuple(range((1 << 32) - 3000, 1 << 32)), b"s" * 32, b"p" * 32
         name, payload = child_name(space, parent, tokens), bytes(64)
-        header = Header(space, parent, name, tokens, "uint8", (64,), 64, checksum(payload))
+        header = Header(space, parent, name, tokens, "uint8", (1, 64), 64, (checksum(payload),))
         block = Block(encode(header), memoryview(payload))
         assert [outcome.status for outcome in store.put([offer(block)], TIMEOUT)] == [
             PutStatus.STORED

@@ -28,7 +28,7 @@ class NativeBackend:
         self.pool = pool
         self.kernel = load_kernel()
         try:
-            self._template = arguments_of_pool(pool.tensor)
+            self._template = arguments_of_pool(pool.by_position)
         except ValueError as error:
             raise NoKernel(str(error)) from error
         self._template.parallel = self.kernel.parallel
