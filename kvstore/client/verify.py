@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvrelay.block.header import LONGEST, SHORTEST, fields_of, stated_length
+from kvrelay.block.header import SHORTEST, fields_of, stated_length
 from kvrelay.block.verify import verify_payload, verify_tag
 from kvrelay.errors import Corrupt
 from kvstore.base import GetResult, ListedBlock, NameQuery, Store, Want
@@ -93,11 +93,8 @@ def _want(listed: ListedBlock, key: BlockKey | None = None) -> Want:
 
 def _check(listed: ListedBlock, want: Want, got: GetResult, key: BlockKey | None) -> None:
     begun = got.header or b""
-    length = stated_length(begun)
-    if not len(begun) <= length <= LONGEST:
-        raise Corrupt("header_length", f"{length} is not in {len(begun)} .. {LONGEST}")
-    raw = begun + want.buffer[: length - len(begun)]
-    payload = want.buffer[length - len(begun) :]
+    rest = max(stated_length(begun) - len(begun), 0)
+    raw, payload = begun + want.buffer[:rest], want.buffer[rest:]
     header = fields_of(raw)
     check_name(listed.name, header)
     verify_payload(header, payload)

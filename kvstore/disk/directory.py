@@ -1,13 +1,15 @@
 """The directory of the disk tier: its lock, its format, and the names of its files.
 
-One store at a time uses it: the lock ends with the process. A directory of another format, or with
-other files, is refused and left as it is.
+One store at a time uses it: the lock ends with the process. Blocks of an older header format are
+removed, because no reader asks for their names. A directory of another disk format or a newer
+header format, or with other files, is refused and left as it is.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import time
@@ -16,10 +18,14 @@ from pathlib import Path
 from kvrelay.block.header import VERSION as HEADER_VERSION
 from kvrelay.errors import Rejected
 
-FORMAT = f"kvrelay store, disk format 1, header format {HEADER_VERSION}\n"
+log = logging.getLogger("kvrelay.store")
+
+_KIND = "kvrelay store, disk format 1, header format "
+FORMAT = f"{_KIND}{HEADER_VERSION}\n"
 FIELD = "disk"
 _FORMAT, _LOCK = "FORMAT", "lock"
 _OURS = re.compile(r"segment-([0-9a-f]{16})")
+_READABLE = {f"{_KIND}{version}\n" for version in range(1, HEADER_VERSION + 1)}
 _NEW = f"{_FORMAT}.new"  # left by a start that ended early
 _ALLOWED = {"lost+found", _LOCK, _NEW}  # lost+found is in the root of a file system
 
@@ -81,18 +87,30 @@ class DiskDirectory:
             if names:
                 raise Rejected(FIELD, f"{self.path} holds other files: give an empty directory")
             return
-        with (self.path / _FORMAT).open("rb") as file:
-            found = file.read(200)
-        if found != FORMAT.encode():
-            written = found.decode("ascii", "replace").strip()
+        if (written := self._written()) not in _READABLE:
             raise Rejected(
                 FIELD,
-                f"{self.path} was written as {written!r} and this is {FORMAT.strip()!r}:"
+                f"{self.path} was written as {written.strip()!r} and this is {FORMAT.strip()!r}:"
                 " give another directory, or empty it",
             )
 
     def _write_format(self) -> None:
+        path = self.path / _FORMAT
+        if path.exists() and self._written() == FORMAT:
+            return
+        old = self.segments()
+        for segment, _ in old:
+            self.remove(segment)
+        if old:
+            log.warning(
+                "disk: %d segments of an older header format were removed from %s",
+                len(old),
+                self.path,
+            )
         new = self.path / _NEW
-        if not (self.path / _FORMAT).exists():
-            new.write_text(FORMAT)
-            new.rename(self.path / _FORMAT)
+        new.write_text(FORMAT)
+        new.rename(path)
+
+    def _written(self) -> str:
+        with (self.path / _FORMAT).open("rb") as file:
+            return file.read(200).decode("ascii", "replace")

@@ -33,6 +33,11 @@ def test_rows_and_stores() -> None:
     assert interpreted("checks", "norms", "gates", "stored", str(seed)).count("passed") == 3
 
 
+def test_the_kernels_read_the_pool_where_the_worker_has_it() -> None:
+    """Its tensor is head-major: a backend that takes the dimensions as they come is wrong."""
+    assert "passed" in interpreted("pools", str(random.randrange(1000)))
+
+
 @pytest.mark.triton
 def test_a_model_on_the_kernels() -> None:
     """The real runner with ``--attention-backend triton`` beside the one with SDPA."""
