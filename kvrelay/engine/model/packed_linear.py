@@ -49,7 +49,7 @@ class PackedLinear(torch.nn.Module):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
         reorder = cast(_Reorder, torch.ops.mkldnn._reorder_linear_weight)
-        self._multiply = cast(_Pointwise, torch.ops.mkldnn._linear_pointwise)
+        self._multiply = cast(_Pointwise, torch.ops.mkldnn._linear_pointwise.default)
         self._packed = reorder(weight.detach(), _ROWS_HINT)
         self._bias = None if bias is None else bias.detach()
         self.out_features = weight.shape[0]
@@ -57,12 +57,14 @@ class PackedLinear(torch.nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """[..., in features] to [..., out features]."""
-        flat = rows.reshape(-1, self.in_features)
+        flat = rows if rows.dim() == 2 else rows.reshape(-1, self.in_features)
         lone = flat.shape[0] < rows_computed(flat.shape[0], self.in_features, flat.dtype)
         if lone:
             flat = flat.expand(2, -1).contiguous()
         out = self._multiply(flat, self._packed, self._bias, "none", [], "")
-        return (out[:1] if lone else out).view(*rows.shape[:-1], self.out_features)
+        if lone:
+            out = out[:1]
+        return out if flat is rows else out.view(*rows.shape[:-1], self.out_features)
 
 
 def linear(layer: torch.nn.Linear) -> Linear:
