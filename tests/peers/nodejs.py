@@ -44,8 +44,8 @@ def read(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def go_on(process: subprocess.Popen[str]) -> None:
+def go_on(process: subprocess.Popen[str], line: str = "") -> None:
     """End its wait."""
     assert process.stdin is not None
-    process.stdin.write("\n")
+    process.stdin.write(f"{line}\n")
     process.stdin.flush()

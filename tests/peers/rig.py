@@ -41,15 +41,15 @@ class Served:
 
     http: str
     grpc: str
-    model: str = "model"
+    model: str = "recall"
 
     def counted(self, name: str) -> int:
-        """A number of the router's metrics page."""
+        """A number of the router's metrics page, over all its labels."""
         with urllib.request.urlopen(f"{self.http}/metrics", timeout=20) as page:
             text = page.read().decode()
-        found = re.search(rf"^kvrelay:router_{name} (\S+)$", text, re.MULTILINE)
-        assert found is not None, text
-        return int(float(found[1]))
+        found = re.findall(rf"^kvrelay:router_{name}(?:{{.*}})? (\S+)$", text, re.MULTILINE)
+        assert found, f"no {name} in {len(text)} characters of metrics"
+        return sum(int(float(number)) for number in found)
 
     @property
     def running(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.peers.nodejs import MESSAGES, command, go_on, read, talking
-from tests.peers.rig import ENDLESS, Served, seconds_until_idle
+from tests.peers.rig import ENDLESS, Served, seconds_until_idle, up
 
 pytestmark = pytest.mark.peer
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -61,3 +61,23 @@ def test_a_page_streams_resumes_and_leaves(served: Served, tmp_path: Path) -> No
             seconds_until_idle(served)
             assert served.generated - before < ENDLESS
             go_on(process)
+
+
+def test_a_page_of_another_origin(tmp_path: Path) -> None:
+    """The router that lists its origin serves it, resumed streams too; another one does not."""
+    words = command(tmp_path, "cors.mjs", browser(), "recall", MESSAGES)
+    with talking(words, tmp_path) as process:
+        origin = read(process)
+        folders = tmp_path / "ours", tmp_path / "other"
+        for folder in folders:
+            folder.mkdir()
+        with up(folders[0], "--cors-origin", origin) as ours, up(folders[1]) as other:
+            go_on(process, json.dumps([ours.http, other.http]))
+            said = json.loads(read(process))
+    whole, resumed = said["whole"], said["resumed"]
+    assert whole["status"] == resumed["status"] == 200
+    assert whole["id"]
+    assert whole["text"].endswith("data: [DONE]\n\n")
+    assert len(resumed["text"]) > 200
+    assert whole["text"].endswith(resumed["text"])
+    assert said["refused"] == {"refused": "TypeError"}

@@ -47,6 +47,22 @@ def test_the_sdk_parses_json(served: Served, tmp_path: Path) -> None:
     assert value["count"] in (1, 2, 3)
 
 
+def test_the_sdk_calls_functions(served: Served, tmp_path: Path) -> None:
+    words = command(tmp_path, "tools.mjs", f"{served.http}/v1", served.model, MESSAGES)
+    said = json.loads(run(words, tmp_path).stdout)
+    (call,), (streamed,) = (said[name]["message"]["tool_calls"] for name in ("whole", "streamed"))
+    assert call["id"] == streamed["id"]
+    assert call["function"]["name"] == streamed["function"]["name"] == "place"
+    assert call["function"]["arguments"] == streamed["function"]["arguments"]
+    value = json.loads(call["function"]["arguments"])
+    assert value["city"] in ("Boston", "Lisbon")
+    assert value["count"] in (1, 2, 3)
+    assert said["whole"]["finish_reason"] == said["streamed"]["finish_reason"] == "stop"
+    assert said["parts"] > 3
+    assert value in said["called"]
+    assert said["turns"] >= 3
+
+
 def test_a_stream_that_the_sdk_leaves_ends_within_a_second(served: Served, tmp_path: Path) -> None:
     """The best of three, for a machine with other work."""
     words = command(tmp_path, "leave.mjs", f"{served.http}/v1", served.model)

@@ -10,7 +10,6 @@ const schema = {
   properties: { city: { enum: ["Boston", "Lisbon"] }, count: { enum: [1, 2, 3] } },
   required: ["city", "count"],
   additionalProperties: false,
-  "x-guidance": { whitespace_flexible: false }, // the model would write newlines for ever
 };
 const asked = { model, messages, temperature: 0, max_tokens: 200 };
 
