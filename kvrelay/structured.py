@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from kvrelay.errors import Rejected
 
@@ -14,16 +15,24 @@ MAX_BYTES = 64 << 10
 MAX_CHOICES = 1024
 FIELD = "sampling.structured_output"
 NAMES = ("json", "json_object", "regex", "choice", "grammar")
+KINDS = ("json_object", "json_schema", "regex", "choice", "grammar")
+JSON_KINDS = ("json_object", "json_schema")
+
+ReasoningStart: TypeAlias = Literal["", "optional", "open"]
+"""Whether an answer begins with reasoning: no; if it has the tag; yes, the prompt has the tag."""
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """Exactly one field is set.
+    """Exactly one of the first five fields is set.
 
     ``json_object``: any JSON object. ``json_schema``: JSON of this schema (draft 2020-12, as text);
     a keyword that cannot be enforced is refused. ``regex``: the whole output matches it; no
     look-around. ``choice``: the output is one of these texts. ``grammar``: a context-free grammar
     in Lark's syntax (with llguidance's extensions) or in GBNF (``root ::= ...``).
+    ``disable_any_whitespace``: JSON in one line; without it, JSON has at most one line break in a
+    place. ``reasoning`` and ``calls``, which the router sets: what may come before the text, and a
+    grammar of the tool calls that may come in its place.
     """
 
     json_object: bool = False
@@ -31,11 +40,14 @@ class StructuredOutput:
     regex: str | None = None
     choice: tuple[str, ...] = ()
     grammar: str | None = None
+    disable_any_whitespace: bool = False
+    reasoning: ReasoningStart = ""
+    calls: str = ""
 
     @property
     def kind(self) -> str:
         """The name of the field that is set."""
-        given = [one.name for one in fields(self) if getattr(self, one.name) != one.default]
+        given = [name for name in KINDS if getattr(self, name) not in (None, False, ())]
         if len(given) != 1:
             raise Rejected(FIELD, f"set exactly one field, got {', '.join(given) or 'none'}")
         return given[0]
@@ -43,12 +55,14 @@ class StructuredOutput:
     @property
     def size(self) -> int:
         """Bytes of its texts."""
-        texts = (self.json_schema or "", self.regex or "", self.grammar or "", *self.choice)
-        return sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+        given = (self.json_schema, self.regex, self.grammar, self.calls, *self.choice)
+        return sum(len(text.encode("utf-8", "surrogatepass")) for text in given if text)
 
     def check(self) -> None:
         """Raise ``Rejected`` naming the field that is out of bounds. Compiles nothing."""
         field = f"{FIELD}.{self.kind}"
+        if self.disable_any_whitespace and self.kind not in JSON_KINDS:
+            raise Rejected(f"{FIELD}.disable_any_whitespace", f"is for JSON, not for {self.kind}")
         if len(self.choice) > MAX_CHOICES:
             raise Rejected(field, f"at most {MAX_CHOICES} choices, got {len(self.choice)}")
         if self.choice and not all(self.choice):
@@ -59,14 +73,23 @@ class StructuredOutput:
 
 def of_mapping(value: Mapping[str, object], name: str = "structured_output") -> StructuredOutput:
     """What a mapping with vLLM's names asks for: ``json``, ``json_object``, ``regex``, ``choice``
-    or ``grammar``. ``None`` means absent. ``Rejected`` for the parameter ``name``.
+    or ``grammar``; with JSON also ``disable_any_whitespace``. ``None`` means absent. ``Rejected``
+    for the parameter ``name``.
     """
     given = {key: entry for key, entry in value.items() if entry is not None}
+    compact = given.pop("disable_any_whitespace", False)
+    if not isinstance(compact, bool):
+        raise Rejected(
+            f"{name}.disable_any_whitespace", f"must be true or false, got {compact!r:.80}"
+        )
     match given:
         case {"json": schema} | {"json_schema": schema} if len(given) == 1:
-            return StructuredOutput(json_schema=_text_of(schema, f"{name}.json"))
+            text = _text_of(schema, f"{name}.json")
+            return StructuredOutput(json_schema=text, disable_any_whitespace=compact)
         case {"json_object": bool(wanted)} if len(given) == 1:
-            return StructuredOutput(json_object=wanted)
+            return StructuredOutput(json_object=wanted, disable_any_whitespace=compact)
+        case _ if compact:
+            raise Rejected(f"{name}.disable_any_whitespace", "needs json or json_object")
         case {"regex": str(regex)} if len(given) == 1:
             return StructuredOutput(regex=regex)
         case {"grammar": str(grammar)} if len(given) == 1:

@@ -16,6 +16,7 @@ from kvrelay.text.tokenizer import MAX_PROMPT_BYTES
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([\w.-]+|\[[0-9a-f:]+\])(:\d{1,5})?", re.ASCII)
 DISAGGREGATE = ("always", "auto", "never")
 TOOL_FORMATS = ("auto", "hermes", "llama")
+REASONING_FORMATS = ("auto", "think", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +47,12 @@ class RouterConfig(SecurityOptions):
         "auto",
         "how the model writes calls of functions; auto: as its chat template teaches",
         choices=TOOL_FORMATS,
+    )
+    reasoning_format: str = option(
+        "auto",
+        "how the model writes its reasoning; auto: think (<think>...</think>) if its chat template"
+        " has these tags",
+        choices=REASONING_FORMATS,
     )
     prefill: tuple[str, ...] = option(
         (),

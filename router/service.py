@@ -45,7 +45,8 @@ from router.queue.hints import HintQueue
 from router.queue.inbox import Inbound, Inbox
 from router.queue.prompts import PromptTokenizer
 from router.queue.quotas import QuotaHold, Quotas
-from router.queue.tools import ToolSupport
+from router.queue.reasoning import ReasoningSupport
+from router.queue.tools import ToolSupport, constrain
 from router.workers.candidate import longest, too_long
 from router.workers.registry import Registry
 
@@ -68,6 +69,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         compiler = GrammarCompiler(tokenizer, endings)
         self._grammars = GrammarChecks(compiler, threads)
         self._tools = ToolSupport(tokenizer, config.tool_format, compiler, threads)
+        self._reasoning = ReasoningSupport(tokenizer, config.reasoning_format)
         self.config = config
         self.registry = registry
         self.quotas = Quotas(time.monotonic)
@@ -177,16 +179,17 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 with self.latency.tokenize.time():
                     prompt = await self._prompts.tokenize(message, hold, longest(workers))
                 words = await self._prompts.bad_words(message.sampling.bad_words, tenant)
-                await self._grammars.check(message.sampling, tenant)
             if inbound.fills:
                 count = samples_of(message)
                 message.max_tokens = most_tokens(len(prompt), longest(workers), tenant, count)
                 check_envelope(message, self.config.model_name)
             tenant = salted(tenant, inbound.cache_salt)
             request = build(message, prompt, words, info, deadline, tenant, received_at)
-            if tools is not None:
-                tools.force(request.sampling)
-                request = replace(request, tools=tools)
+            start = self._reasoning.start(message, prompt)
+            request = replace(request, tools=tools, reasoning=start)
+            constrain(request.sampling, tools, start)
+            async with deadline.limit("to compile the grammar"):
+                await self._grammars.check(request.sampling, tenant)
         if request.positions > longest(workers):
             raise too_long(request.positions, workers)
         samples = Samples(request, placer.bind(info, prompt, tenant), self._parts, hold)

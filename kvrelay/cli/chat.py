@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvrelay.cli.router_options import AnswerOptions, router_client
+from kvrelay.cli.router_options import AnswerOptions, AnswerWriter, router_client
 from kvrelay.cli.screen import paint, print_err, print_out
 from kvrelay.client.chunk import Chunk
 from kvrelay.client.client import Client, Stream
@@ -81,14 +81,13 @@ class Conversation:
 
     def _read(self, stream: Stream, chunks: list[Chunk]) -> None:
         """Read to the end. A broken stream is resumed, ``RETRIES`` times in a row at most."""
-        left = RETRIES
+        left, writer = RETRIES, AnswerWriter()
         while True:
             try:
                 for chunk in stream:
                     left = RETRIES
                     chunks.append(chunk)
-                    sys.stdout.write(chunk.text)
-                    sys.stdout.flush()
+                    writer.write(chunk)
                 break
             except Unavailable:
                 if not chunks or not left:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvrelay.cli.router_options import AnswerOptions, router_client
+from kvrelay.cli.router_options import AnswerOptions, AnswerWriter, router_client
 from kvrelay.cli.screen import paint, print_err, print_out
 from kvrelay.cli.usage import usage_json, usage_lines
 from kvrelay.client.chunk import Chunk, completion_of
@@ -61,12 +61,12 @@ class GenerateConfig(AnswerOptions):
 def main(argv: Sequence[str]) -> int:
     config = load(GenerateConfig, argv, "kvrelay generate", DESCRIPTION, epilog=EPILOG)
     chunks: list[Chunk] = []
+    writer = AnswerWriter()
     with router_client(config.address()) as client, _stream(client, config) as stream:
         for chunk in stream:
             chunks.append(chunk)
             if not config.json and config.n == 1:
-                sys.stdout.write(chunk.text)
-                sys.stdout.flush()
+                writer.write(chunk)
     last = chunks[-1].usage if chunks else None
     if config.json:
         print_out(json.dumps(_as_json(chunks, config.n), ensure_ascii=False, indent=2))

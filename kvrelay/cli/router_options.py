@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvrelay.cli.screen import paint
+from kvrelay.client.chunk import Chunk
 from kvrelay.client.client import Client
 from kvrelay.cluster.endpoints import authorized, router_of
 from kvrelay.config.reader import option
@@ -66,3 +69,21 @@ class AnswerOptions(RouterOptions):
     )
     seed: int | None = option(None, "the same seed gives the same answer", low=0)
     timeout: float = option(600.0, "time limit of an answer", unit="seconds", low=0.001)
+
+
+class AnswerWriter:
+    """Writes an answer as it streams; reasoning dim, and on a terminal only."""
+
+    def __init__(self) -> None:
+        self._reasons = False
+
+    def write(self, chunk: Chunk) -> None:
+        """Write the next part."""
+        if chunk.reasoning and sys.stdout.isatty():
+            self._reasons = True
+            sys.stdout.write(paint(chunk.reasoning, "dim"))
+        if chunk.text and self._reasons:
+            self._reasons = False
+            sys.stdout.write("\n\n")
+        sys.stdout.write(chunk.text)
+        sys.stdout.flush()

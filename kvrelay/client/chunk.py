@@ -28,7 +28,8 @@ class Chunk:
     ``logprobs`` has one entry for each token if the request asked for them, and is else empty.
     With ``n`` answers, ``index`` says which of them it belongs to, and ``seed`` is that of this
     answer; each has a last chunk with a ``finish_reason``, and the very last one has the usage.
-    ``tool_calls`` are the next parts of the calls that the answer makes, which are not in ``text``.
+    ``tool_calls`` are the next parts of the calls that the answer makes, and ``reasoning`` is what
+    the model thinks before it answers; neither is in ``text``.
     """
 
     text: str
@@ -40,6 +41,7 @@ class Chunk:
     request_id: str
     index: int = 0
     tool_calls: tuple[ToolCallDelta, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,7 @@ class Choice:
     finish_reason: FinishReason
     seed: int
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ class Completion:
     request_id: str
     choices: tuple[Choice, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(slots=True)
@@ -124,6 +128,7 @@ class ResumeState:
             request_id=self._first.request_id,
             index=message.index,
             tool_calls=tuple(map(call_delta_of, message.tool_calls)),
+            reasoning=message.reasoning,
         )
 
     def continued(self) -> router_pb2.GenerateRequest:
@@ -168,6 +173,7 @@ def completion_of(chunks: Sequence[Chunk]) -> Completion:
         request_id=last.request_id,
         choices=choices,
         tool_calls=first.tool_calls,
+        reasoning=first.reasoning,
     )
 
 
@@ -184,6 +190,7 @@ def _choice(chunks: Sequence[Chunk]) -> Choice:
         finish_reason=last.finish_reason,
         seed=last.seed,
         tool_calls=_calls([delta for chunk in chunks for delta in chunk.tool_calls]),
+        reasoning="".join(chunk.reasoning for chunk in chunks),
     )
 
 

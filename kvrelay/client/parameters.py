@@ -291,6 +291,8 @@ def _add_turn(chat: router_pb2.Chat, parameter: str, turn: object) -> None:
     _set(message, "content", content, f"{parameter}.content")
     if isinstance(turn, Mapping):
         _set(message, "tool_call_id", turn.get("tool_call_id"), f"{parameter}.tool_call_id")
+        for name in ("reasoning_content", "reasoning"):
+            _set(message, "reasoning", turn.get(name), f"{parameter}.{name}")
         if (calls := turn.get("tool_calls")) is not None:
             set_calls(message, calls, f"{parameter}.tool_calls")
 

@@ -32,7 +32,7 @@ from kvrelay.worker.config import (
 from kvstore.config import StoreConfig
 from kvstore.limits import BUDGET, DISK_BUDGET, EVICTIONS
 from kvstore.urls import split_urls
-from router.config import DISAGGREGATE, TOOL_FORMATS, RouterConfig
+from router.config import DISAGGREGATE, REASONING_FORMATS, TOOL_FORMATS, RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_MODEL = Path(__file__).resolve().parents[1] / "recall" / "model"
@@ -90,6 +90,9 @@ class ClusterConfig(SecurityOptions):
     )
     tool_format: str | None = option(
         None, "how the model writes calls of functions; default: auto", choices=TOOL_FORMATS
+    )
+    reasoning_format: str | None = option(
+        None, "how the model writes its reasoning; default: auto", choices=REASONING_FORMATS
     )
     served_model: str | None = option(
         None,
@@ -278,6 +281,7 @@ def _router(
         "http-port": config.http_port,
         "store": None if _is_secret(url) else url,
         "tool-format": config.tool_format,
+        "reasoning-format": config.reasoning_format,
         "disaggregate": config.disaggregate,
         "queue-tokens": config.queue_tokens,
         "queue-seconds": config.queue_seconds,

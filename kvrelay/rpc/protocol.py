@@ -8,15 +8,16 @@ older worker must not ignore.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from kvrelay.errors import Rejected
 from kvrelay.fleet import WorkerRole
 from kvrelay.sampling import Sampling
-from kvrelay.structured import FIELD, StructuredOutput
+from kvrelay.structured import FIELD, ReasoningStart, StructuredOutput
 from kvrelay.v1 import router_pb2, types_pb2
 
-PROTOCOL = 2
+PROTOCOL = 3
 CONVERTED = (
     "stop",
     "stop_token_ids",
@@ -41,6 +42,12 @@ RETENTIONS: Mapping[str, router_pb2.Retention.ValueType] = {
     "turn_ends": router_pb2.RETENTION_TURN_ENDS,
     "tool_call": router_pb2.RETENTION_TOOL_CALL,
 }
+REASONING: Mapping[types_pb2.Reasoning.ValueType, ReasoningStart] = {
+    types_pb2.REASONING_UNSPECIFIED: "",
+    types_pb2.REASONING_OPTIONAL: "optional",
+    types_pb2.REASONING_OPEN: "open",
+}
+REASONING_VALUES = {name: value for value, name in REASONING.items()}
 
 
 def role_name(role: Role) -> str:
@@ -69,18 +76,28 @@ def sampling_of(message: types_pb2.Sampling, eos_token_ids: Sequence[int] = ()) 
 def structured_of(message: types_pb2.StructuredOutput) -> StructuredOutput:
     """What the output must be; ``check`` refuses one without a constraint."""
     given = message.WhichOneof("constraint")
-    if given is None:
-        return StructuredOutput()
+    wanted = StructuredOutput()
     if given == "choice":
-        return StructuredOutput(choice=tuple(message.choice.texts))
-    return StructuredOutput(**{given: getattr(message, given)})
+        wanted = StructuredOutput(choice=tuple(message.choice.texts))
+    elif given is not None:
+        wanted = StructuredOutput(**{given: getattr(message, given)})
+    return replace(
+        wanted,
+        disable_any_whitespace=message.disable_any_whitespace,
+        reasoning=REASONING.get(message.reasoning, ""),
+        calls=message.calls,
+    )
 
 
 def structured_message(wanted: StructuredOutput) -> types_pb2.StructuredOutput:
     """The message of what an output must be. Raises ``Rejected`` if it cannot be sent."""
     wanted.check()
     kind = wanted.kind
-    message = types_pb2.StructuredOutput()
+    message = types_pb2.StructuredOutput(
+        disable_any_whitespace=wanted.disable_any_whitespace,
+        reasoning=REASONING_VALUES[wanted.reasoning],
+        calls=wanted.calls,
+    )
     try:
         if kind == "choice":
             message.choice.texts.extend(wanted.choice)

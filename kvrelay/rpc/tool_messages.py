@@ -87,6 +87,8 @@ def turns_of(chat: router_pb2.Chat) -> list[dict[str, object]]:
 def _turn(message: router_pb2.ChatMessage, field: str, calls: set[str]) -> dict[str, object]:
     """``calls`` are the ids of the calls before this message; it adds its own."""
     made: dict[str, object] = {"role": message.role, "content": message.content}
+    if message.HasField("reasoning"):  # templates know it by either name
+        made["reasoning_content"] = made["reasoning"] = message.reasoning
     if message.role == TOOL:
         if message.tool_call_id not in calls:
             raise Rejected(

@@ -49,10 +49,11 @@ class StopStrings:
 
     def _beginning(self, whole: str) -> int:
         """Length of the longest end of ``whole`` that is a proper beginning of a stop string."""
-        return max((_overlap(whole, stop) for stop in self._stops), default=0)
+        return max((overlap(whole, stop) for stop in self._stops), default=0)
 
 
-def _overlap(whole: str, stop: str) -> int:
+def overlap(whole: str, stop: str) -> int:
+    """Length of the longest end of ``whole`` that is a proper beginning of ``stop``."""
     start = whole.find(stop[0], max(0, len(whole) - len(stop) + 1))
     while start >= 0:
         if stop.startswith(whole[start:]):

@@ -11,12 +11,13 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
 from kvrelay.errors import KvrelayError, Rejected, Unservable
 from kvrelay.structured import FIELD, StructuredOutput
 from kvrelay.text.detokenizer import token_bytes
+from kvrelay.text.reasoning import CLOSE, OPEN
 from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ CACHE_BYTES = 16 << 20
 OVERHEAD_BYTES = 64 << 10  # of a compiled grammar, besides
 BYTES_PER_BYTE = 32  # of its text
 MAX_MESSAGE = 400  # characters of the library's messages
+ANSWER = "answer"
+CALLS = "calls"
+MAX_GAP = 8  # blanks between reasoning and answer
+WHITESPACE = r"[ ]?|\r?\n[ \t]{0,80}"
+"""Between the parts of JSON. Greedy models tend to write blanks for ever where they may."""
+
 _GBNF = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
 
 # Bounds of the parser: on a vocabulary of 152,000 tokens the masks of hostile grammars took 8 ms of
@@ -144,7 +151,7 @@ class GrammarCompiler:
 
         vocabulary = self._loaded(field)
         try:
-            source = _source(wanted)
+            source = _whole(wanted, self._tokenizer.added_ids)
         except (ValueError, RecursionError, KvrelayError) as error:
             raise Rejected(field, brief(str(error))) from error
         matcher = LLMatcher(vocabulary, source, log_level=0, limits=_limits(wanted.kind))
@@ -212,19 +219,51 @@ def _limits(kind: str) -> LLParserLimits:
     )
 
 
-def _source(wanted: StructuredOutput) -> str:
-    """The grammar in the library's own form; ``ValueError`` if it cannot be read."""
+def _whole(wanted: StructuredOutput, marks: Mapping[str, int]) -> str:
+    """The grammar in the library's own form; ``ValueError`` if it cannot be read.
+
+    With reasoning, with calls, they and the text are grammars of their own, named by the first one.
+    ``marks``: the ids of the tags, if they are tokens of their own.
+    """
+    text = _text(wanted)
+    if not wanted.reasoning and not wanted.calls:
+        return json.dumps({"grammars": [text]})
+    answer = f"(@{CALLS} | @{ANSWER})" if wanted.calls else f"@{ANSWER}"
+    begin = f"<[{marks[OPEN]}]>" if OPEN in marks else f'"{OPEN}"'
+    before = {"": "", "open": "reasoning ", "optional": f"({begin} reasoning)? "}
+    lines = [f"start: {before[wanted.reasoning]}{answer}"]
+    if wanted.reasoning:
+        lines.append(f"GAP: /[ \\t\\r\\n]{{0,{MAX_GAP}}}/")
+        if CLOSE in marks:
+            lines.append(f"reasoning: THOUGHTS <[{marks[CLOSE]}]> GAP")
+            lines.append(r"THOUGHTS: /(?s:.*)/ & ~/(?s:.*<\/think>.*)/")
+        else:
+            lines.append("reasoning: thoughts GAP")
+            lines.append(f'thoughts[suffix="{CLOSE}"]: /(?s:.*)/')
+    made: list[Mapping[str, object]] = [
+        {"lark_grammar": "\n".join(lines)},
+        {**text, "name": ANSWER},
+    ]
+    if wanted.calls:
+        made.append({"lark_grammar": wanted.calls, "name": CALLS})
+    return json.dumps({"grammars": made})
+
+
+def _text(wanted: StructuredOutput) -> Mapping[str, object]:
+    """The grammar of the text itself."""
     from llguidance import LLMatcher
 
+    compact = wanted.disable_any_whitespace
     if wanted.json_object:
-        return LLMatcher.grammar_from_json_schema('{"type": "object"}')
+        return {"json_schema": _json_schema('{"type": "object"}', compact)}
     if wanted.json_schema is not None:
-        return LLMatcher.grammar_from_json_schema(_json_schema(wanted.json_schema))
+        return {"json_schema": _json_schema(wanted.json_schema, compact)}
     if wanted.regex is not None:
-        return LLMatcher.grammar_from_regex(wanted.regex)
+        (made,) = json.loads(LLMatcher.grammar_from_regex(wanted.regex))["grammars"]
+        return cast("Mapping[str, object]", made)
     if wanted.choice:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_literal, wanted.choice)))
-    return LLMatcher.grammar_from_lark(_lark(wanted.grammar or ""))
+        return {"lark_grammar": "start: " + " | ".join(map(_literal, wanted.choice))}
+    return {"lark_grammar": _lark(wanted.grammar or "")}
 
 
 def _lark(text: str) -> str:
@@ -247,13 +286,20 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _json_schema(text: str) -> str:
-    """The schema, which must be a JSON object or a boolean."""
+def _json_schema(text: str, compact: bool) -> Mapping[str, object] | bool:
+    """The schema, which must be a JSON object or a boolean, with what may stand between its parts.
+
+    Its own ``x-guidance`` wins.
+    """
     schema = json.loads(text)
     if not isinstance(schema, dict | bool):
         raise ValueError(f"a JSON schema is an object, got {text[:40]}")
     _check_optional(schema)
-    return text
+    if schema is False:
+        return False
+    given = schema if isinstance(schema, dict) else {}
+    spacing = {"whitespace_flexible": False} if compact else {"whitespace_pattern": WHITESPACE}
+    return {"x-guidance": spacing, **given}
 
 
 def _check_optional(schema: object) -> None:

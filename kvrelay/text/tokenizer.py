@@ -18,8 +18,9 @@ from kvrelay.errors import Rejected, Unservable
 from kvrelay.model_folder import missing_folder
 from kvrelay.structured import FIELD
 from kvrelay.text.bound import bytes_per_token
+from kvrelay.text.reasoning import MARKS as REASONING_MARKS
 from kvrelay.text.template import RESERVED_ARGUMENTS, template_arguments
-from kvrelay.text.tools import MARKS
+from kvrelay.text.tools import MARKS as TOOL_MARKS
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -35,6 +36,7 @@ INSTEAD = {
 }
 WRONG_VALUES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
 PLAIN_FIELDS = 2  # of a message: role and content
+MARKS = (*TOOL_MARKS, *REASONING_MARKS)
 _PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -93,6 +95,13 @@ class Tokenizer:
         if not self._pretrained.chat_template:
             return ""
         return self._pretrained.get_chat_template(tools=[])
+
+    @cached_property
+    def chat_template(self) -> str:
+        """The chat template of conversations without tools; empty if there is none."""
+        if not self._pretrained.chat_template:
+            return ""
+        return self._pretrained.get_chat_template()
 
     @cached_property
     def added_ids(self) -> Mapping[str, int]:
@@ -170,6 +179,10 @@ class NoTokenizer(Tokenizer):
     def tool_template(self) -> str:
         return ""
 
+    @property
+    def chat_template(self) -> str:
+        return ""
+
     def render(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -235,7 +248,7 @@ def _load(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def _with_marks(backend: Backend) -> Backend:
-    """The tokenizer, in which the marks of tool calls are part of the text.
+    """The tokenizer, in which the marks of tool calls and reasoning are part of the text.
 
     Some models list them among the special tokens, which have no text.
     """

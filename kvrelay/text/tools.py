@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from kvrelay.structured import StructuredOutput
+from kvrelay.text.stop import overlap
 from kvrelay.tools import ToolOptions, parameters_field
 
 ToolFormat: TypeAlias = Literal["hermes", "llama"]
@@ -78,6 +79,11 @@ class ToolParser:
         self._scan = _Scan()
         self._step: Callable[[list[Part]], bool] = self._start if form == "llama" else self._text
 
+    @property
+    def in_call(self) -> bool:
+        """Whether the arguments of a call have begun and not ended."""
+        return self._step == self._arguments
+
     def push(self, text: str) -> list[Part]:
         """The content and the calls that this text adds."""
         self._held += text
@@ -100,7 +106,7 @@ class ToolParser:
         held = self._held
         start = held.find(OPEN)
         found = start >= 0
-        shown = held[: start if found else len(held) - _overlap(held, OPEN)].rstrip()
+        shown = held[: start if found else len(held) - overlap(held, OPEN)].rstrip()
         if shown:
             parts.append(shown)
         if not found:
@@ -200,7 +206,7 @@ class ToolParser:
         held = self._held
         end, start = held.find(CLOSE), held.find(OPEN)
         if end < 0 and start < 0:
-            keep = max(_overlap(held, CLOSE), _overlap(held, OPEN))
+            keep = max(overlap(held, CLOSE), overlap(held, OPEN))
             self._held = held[len(held) - keep :]
             return False
         if end >= 0 and not 0 <= start < end:
@@ -249,8 +255,10 @@ class _Scan:
         return True
 
 
-def forced(options: ToolOptions, form: ToolFormat, marks: Mapping[str, int]) -> StructuredOutput:
-    """What makes an answer a call of the tools chosen, or several calls.
+def calls_grammar(
+    options: ToolOptions, form: ToolFormat, marks: Mapping[str, int]
+) -> StructuredOutput:
+    """The grammar of a call of the tools chosen, or of several calls.
 
     ``marks``: the ids of ``OPEN`` and ``CLOSE``, if they are tokens of their own.
     """
@@ -293,8 +301,3 @@ def _is_object(text: str) -> bool:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of ``text`` that is a proper beginning of ``mark``."""
-    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

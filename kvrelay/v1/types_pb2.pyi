@@ -19,6 +19,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Reasoning:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReasoningEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reasoning.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REASONING_UNSPECIFIED: _Reasoning.ValueType  # 0
+    """it does not"""
+    REASONING_OPTIONAL: _Reasoning.ValueType  # 1
+    """if it begins with `<think>`"""
+    REASONING_OPEN: _Reasoning.ValueType  # 2
+    """the prompt has ended with `<think>`"""
+
+class Reasoning(_Reasoning, metaclass=_ReasoningEnumTypeWrapper):
+    """Whether an answer begins with reasoning, which `</think>` ends."""
+
+REASONING_UNSPECIFIED: Reasoning.ValueType  # 0
+"""it does not"""
+REASONING_OPTIONAL: Reasoning.ValueType  # 1
+"""if it begins with `<think>`"""
+REASONING_OPEN: Reasoning.ValueType  # 2
+"""the prompt has ended with `<think>`"""
+Global___Reasoning: _TypeAlias = Reasoning  # noqa: Y015
+
 class _FinishReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -312,6 +336,9 @@ class StructuredOutput(_message.Message):
     REGEX_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
+    DISABLE_ANY_WHITESPACE_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    CALLS_FIELD_NUMBER: _builtins.int
     json_object: _builtins.bool
     """true: any JSON object"""
     json_schema: _builtins.str
@@ -320,6 +347,12 @@ class StructuredOutput(_message.Message):
     """without look-around"""
     grammar: _builtins.str
     """a context-free grammar in Lark's syntax, or in GBNF (root ::= ...)"""
+    disable_any_whitespace: _builtins.bool
+    """JSON in one line; default: at most one line break in a place"""
+    reasoning: Global___Reasoning.ValueType
+    """before it; the router sets it, and the next one"""
+    calls: _builtins.str
+    """tool calls that may come in its place, as a grammar in Lark's syntax"""
     @_builtins.property
     def choice(self) -> Global___Choices:
         """one of these texts"""
@@ -332,10 +365,13 @@ class StructuredOutput(_message.Message):
         regex: _builtins.str = ...,
         choice: Global___Choices | None = ...,
         grammar: _builtins.str = ...,
+        disable_any_whitespace: _builtins.bool = ...,
+        reasoning: Global___Reasoning.ValueType = ...,
+        calls: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "constraint", b"constraint", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "regex", b"regex"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls", "choice", b"choice", "constraint", b"constraint", "disable_any_whitespace", b"disable_any_whitespace", "grammar", b"grammar", "json_object", b"json_object", "json_schema", b"json_schema", "reasoning", b"reasoning", "regex", b"regex"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_constraint: _TypeAlias = _typing.Literal["json_object", "json_schema", "regex", "choice", "grammar"]  # noqa: Y015
     _WhichOneofArgType_constraint: _TypeAlias = _typing.Literal["constraint", b"constraint"]  # noqa: Y015

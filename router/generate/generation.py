@@ -20,7 +20,7 @@ from kvrelay.rpc.protocol import sampling_of
 from kvrelay.text.output import OutputText
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2, types_pb2
-from router.generate.calls import CallReader
+from router.generate.calls import AnswerReader
 from router.generate.legs import UNFINISHED, LegEvent, LegOrder, run_leg
 from router.generate.request import AcceptedRequest
 from router.generate.retry import Attempts, FailedLeg, PoisonRequest, RetryControl, Trials
@@ -94,7 +94,7 @@ class Generation:
         self._parts = parts
         sampling = request.sampling
         self._text = OutputText(parts.tokenizer, sampling.stop, sampling.min_tokens)
-        self._calls = CallReader(request)
+        self._reader = AnswerReader(request)
         self._outputs = list(request.outputs)
         self._usages: list[types_pb2.LegUsage] = []
         self._attempts = Attempts()
@@ -131,7 +131,7 @@ class Generation:
         last = len(self._outputs) - 1
         for index, token in enumerate(self._outputs):
             delta = self._text.push(token)
-            self._calls.replay(delta.text)
+            self._reader.replay(delta.text)
             self._stopped = delta.stopped
             armed = index >= sampling.min_tokens or given.structured_output is not None
             if self._stopped or (armed and token in ending):
@@ -378,7 +378,7 @@ class Generation:
             response.weights = self._bound.weights
             response.prompt_hash = request.prompt_hash
         response.finish_reason = finish
-        self._calls.fill(response, text, last=finish != UNFINISHED)
+        self._reader.fill(response, text, last=finish != UNFINISHED)
         return response
 
     def _last_response(self) -> router_pb2.GenerateResponse:

@@ -16,6 +16,7 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.protocol import check_ids, sampling_of
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.sampling import DEFAULT_MAX_TOKENS, MAX_SAMPLES, SEEDS, stored_positions
+from kvrelay.structured import ReasoningStart
 from kvrelay.v1 import router_pb2, types_pb2, worker_pb2
 from router.queue.fair import HIGHEST, LOWEST
 from router.queue.inbox import Read
@@ -64,6 +65,7 @@ class AcceptedRequest:
     samples: tuple[ReceivedSample, ...] = ()
     retention: router_pb2.Retention.ValueType = router_pb2.RETENTION_UNSPECIFIED
     tools: ToolUse | None = None  # if the text of the answer may have calls
+    reasoning: ReasoningStart = ""
 
     @property
     def charged_tokens(self) -> int:

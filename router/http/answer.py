@@ -42,7 +42,7 @@ class Answer:
 
     def take(self, response: router_pb2.GenerateResponse) -> None:
         """Add a response to the whole answer."""
-        self._choices[response.index].take(response)
+        self._choices[response.index].take(self._served(response))
         self._note(response)
 
     def whole(self) -> Json:
@@ -62,7 +62,7 @@ class Answer:
         """The events of one response; empty while there is nothing to show."""
         index, before = response.index, self._positions[response.index]
         part = AnswerChoice()
-        part.take(response)
+        part.take(self._served(response))
         text = ""
         if not before.begun:
             self._positions[index] = replace(before, begun=True)
@@ -72,7 +72,7 @@ class Answer:
         self._note(response)
         if before.ended:
             return text  # the client has its finish reason; this response repeats it
-        shows = part.text or part.calls or part.finish
+        shows = part.text or part.reasoning or part.calls or part.finish
         if shows or self.form.token_ids or self.form.logprobs:
             text += self._event(self._shape.chunk(index, part, self._shown()))
         return text
@@ -85,6 +85,12 @@ class Answer:
 
     def _event(self, chunk: str) -> str:
         return f"id: {event_id(self._positions, self.stream)}\ndata: {chunk}\n\n"
+
+    def _served(self, response: router_pb2.GenerateResponse) -> router_pb2.GenerateResponse:
+        """The response, without reasoning if the client wants none."""
+        if not self.form.reasoning:
+            response.ClearField("reasoning")
+        return response
 
     def _note(self, response: router_pb2.GenerateResponse) -> None:
         index, before = response.index, self._positions[response.index]

@@ -6,18 +6,17 @@ values are checked where gRPC's are.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrelay.errors import Rejected
 from kvrelay.rpc.protocol import RETENTIONS, structured_message
-from kvrelay.rpc.tool_messages import set_calls, set_tools
 from kvrelay.sampling import MAX_SAMPLES, MAX_TOP_LOGPROBS
 from kvrelay.structured import StructuredOutput, of_mapping, of_response_format
 from kvrelay.v1 import router_pb2
 from router.generate.request import samples_of
+from router.http.conversation import TOOLS, read_messages
 from router.http.fields import (
     INT32,
     UINT32,
@@ -82,13 +81,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 """Fields that would change the answer and that this server does not have. Their values that change
 nothing are accepted, others are refused."""
 
-TOOLS: Mapping[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-}
-"""Fields of chats, and their values that change nothing elsewhere."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerForm:
@@ -105,6 +97,8 @@ class AnswerForm:
     token_ids: bool = False
     logprobs: bool = False
     echo: bool = False
+    reasoning: bool = True
+    by_format: bool = False  # what the text must be was asked for as OpenAI's response_format
 
     @property
     def choices(self) -> int:
@@ -157,6 +151,8 @@ def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: 
         token_ids=fields.flag("return_token_ids"),
         logprobs=message.sampling.HasField("logprobs"),
         echo=not chat and fields.flag("echo"),
+        reasoning=fields.flag("include_reasoning", True),
+        by_format=fields.raw("response_format") is not None,
     )
     if form.echo and form.logprobs:
         raise Rejected("logprobs", "those of the prompt are not computed: leave out echo")
@@ -190,7 +186,7 @@ def read_input(fields: Fields, message: router_pb2.GenerateRequest, chat: bool) 
     """Set the prompt or the conversation of a message. Returns all prompts if there are several."""
     prompts: Sequence[object] = (None,)
     if chat:
-        _read_messages(fields, message.chat)
+        read_messages(fields, message.chat)
     else:
         prompts = _read_prompts(fields, message)
     special = fields.flag("add_special_tokens", not chat)
@@ -228,64 +224,6 @@ def _set_prompt(message: router_pb2.GenerateRequest, where: str, prompt: object)
             message.token_ids.ids.extend(checked_ids(where, prompt))
         case _:
             raise wrong(where, "text, or a list of token ids", prompt)
-
-
-def _read_messages(fields: Fields, chat: router_pb2.Chat) -> None:
-    turns = fields.items("messages", "messages")
-    if turns is None:
-        raise Rejected("messages", "missing: give the conversation")
-    chat.SetInParent()
-    for index, turn in enumerate(turns):
-        where = f"messages[{index}]"
-        match turn:
-            case {"role": role, **rest} if "content" in rest or rest.get("tool_calls"):
-                made = chat.messages.add()
-                made.role = checked_text(f"{where}.role", role)
-                _read_turn(made, where, rest)
-            case _:
-                raise wrong(where, "an object with role and content", turn)
-    set_tools(chat, *(fields.raw(name) for name in TOOLS))
-    if arguments := fields.raw("chat_template_kwargs"):
-        if not isinstance(arguments, dict):
-            raise wrong("chat_template_kwargs", "an object", arguments)
-        chat.template_kwargs = checked_text("chat_template_kwargs", _as_json(arguments))
-
-
-def _read_turn(made: router_pb2.ChatMessage, where: str, given: Mapping[object, object]) -> None:
-    calls, content, call = given.get("tool_calls"), given.get("content"), given.get("tool_call_id")
-    if calls is not None:
-        set_calls(made, calls, f"{where}.tool_calls")
-    if content is not None or not calls:
-        made.content = _content(f"{where}.content", content)
-    if call is not None:
-        made.tool_call_id = checked_text(f"{where}.tool_call_id", call)
-
-
-def _as_json(value: object) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False)
-    except RecursionError:
-        raise Rejected("chat_template_kwargs", "is nested too deeply") from None
-
-
-def _content(where: str, content: object) -> str:
-    """Text, or parts of type text; as in vLLM, a line each."""
-    if not isinstance(content, list):
-        return checked_text(where, content)
-    parts = []
-    for index, part in enumerate(content):
-        match part:
-            case {"type": "text" | "input_text", "text": text}:
-                parts.append(checked_text(f"{where}[{index}].text", text))
-            case str():
-                parts.append(checked_text(f"{where}[{index}]", part))
-            case {"type": kind}:
-                raise Rejected(
-                    f"{where}[{index}].type", f"{shown(kind)} is not served: parts are of type text"
-                )
-            case _:
-                raise wrong(f"{where}[{index}]", "a part of type text", part)
-    return "\n".join(parts)
 
 
 def _read_sampling(fields: Fields, message: router_pb2.GenerateRequest, chat: bool) -> None:

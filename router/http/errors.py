@@ -20,7 +20,6 @@ NAMES: Mapping[str, str] = {
     "chat.template_kwargs": "chat_template_kwargs",
     "chat.messages": "messages",
     "chat.tool": "tool",
-    "chat": "messages",
 }
 """Beginnings of the names that the protocol gives to fields, and their names in a body."""
 
@@ -72,6 +71,8 @@ def body_of(error: KvrelayError) -> ErrorBody:
 def name_of(field: str) -> str:
     """The name in the body of a field of the protocol."""
     field = field.removeprefix("leg.")
+    if field == "chat":
+        return "messages"
     for before, name in NAMES.items():
         if field.startswith(before):
             return name + field.removeprefix(before)

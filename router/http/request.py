@@ -21,6 +21,7 @@ from kvrelay.errors import Mismatch, Rejected
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.sampling import SEEDS
+from kvrelay.structured import FIELD as STRUCTURED
 from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
 from kvrelay.v1 import router_pb2, types_pb2
 from router.config import RouterConfig
@@ -50,6 +51,9 @@ from router.workers.registry import Registry
 Response = router_pb2.GenerateResponse
 Responses = AsyncGenerator[Response]
 _DECODE = types_pb2.ROLE_DECODE
+FORMAT_NAMES = {"": "response_format", ".json_schema": "response_format.json_schema.schema"}
+OUTPUT_NAMES = {"": "structured_outputs", ".json_schema": "structured_outputs.json"}
+"""Of a constraint's field in a body, by how it was asked for."""
 
 
 class Backend(Protocol):
@@ -178,10 +182,20 @@ class HttpRequest:
                     else:
                         await self._take_in_turn(index, response)
         except Rejected as error:
-            if len(self._calls) == 1 or not (name := name_of(error.field)).startswith("prompt"):
+            if (name := self._name_of(error.field, index)) == error.field:
                 raise
-            where = f"prompt[{index}]{name.removeprefix('prompt')}"
-            raise Rejected(where, error.message) from error
+            raise Rejected(name, error.message) from error
+
+    def _name_of(self, field: str, prompt: int) -> str:
+        """The name of a field in the body, where it depends on the request."""
+        name = name_of(field)
+        if field.startswith(STRUCTURED) and self._form is not None:
+            names = FORMAT_NAMES if self._form.by_format else OUTPUT_NAMES
+            kind = field.removeprefix(STRUCTURED)
+            return names.get(kind, names[""] + kind)
+        if len(self._calls) > 1 and name.startswith("prompt"):
+            return f"prompt[{prompt}]{name.removeprefix('prompt')}"
+        return field
 
     async def _take_in_turn(self, prompt: int, response: Response) -> None:
         """The first call is accepted last: then the tokens of all prompts are known."""

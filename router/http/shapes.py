@@ -63,6 +63,7 @@ class AnswerChoice:
     """What one sample has so far."""
 
     text: str = ""
+    reasoning: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[types_pb2.Logprobs] = field(default_factory=list)
     calls: list[router_pb2.ToolCallDelta] = field(default_factory=list)
@@ -71,6 +72,7 @@ class AnswerChoice:
     def take(self, response: router_pb2.GenerateResponse) -> None:
         """Add a response."""
         self.text += response.text
+        self.reasoning += response.reasoning
         self._take_calls(response.tool_calls)
         for token in response.tokens:
             self.token_ids.append(token.id)
@@ -257,7 +259,9 @@ class CompletionShape(AnswerShape):
 def _delta(part: AnswerChoice) -> Json:
     """What a chunk adds to a message; the first part of a call has its id, type and name."""
     made: Json = {}
-    if part.text or not (part.calls or part.finish):
+    if part.reasoning:
+        made["reasoning"] = part.reasoning
+    if part.text or not (part.calls or part.finish or part.reasoning):
         made["content"] = part.text
     if part.calls:
         made["tool_calls"] = [{"index": call.index, **_call(call)} for call in part.calls]
@@ -265,8 +269,10 @@ def _delta(part: AnswerChoice) -> Json:
 
 
 def _message(choice: AnswerChoice) -> Json:
-    content = choice.text if choice.text or not choice.calls else None
+    content = choice.text if choice.text or not (choice.calls or choice.reasoning) else None
     made: Json = {"role": "assistant", "content": content, "refusal": None}
+    if choice.reasoning:
+        made["reasoning"] = choice.reasoning
     if choice.calls:
         made["tool_calls"] = [_call(call) for call in choice.calls]
     return made

@@ -7,13 +7,13 @@ from functools import partial
 from typing import cast
 
 from kvrelay.errors import Rejected
-from kvrelay.rpc.protocol import structured_message
+from kvrelay.rpc.protocol import REASONING_VALUES, structured_message
 from kvrelay.rpc.security.identity import Tenant
 from kvrelay.rpc.tool_messages import options_of
-from kvrelay.structured import MAX_BYTES, StructuredOutput
+from kvrelay.structured import MAX_BYTES, ReasoningStart, StructuredOutput
 from kvrelay.text.structured import GrammarCompiler
 from kvrelay.text.tokenizer import Tokenizer
-from kvrelay.text.tools import ToolFormat, forced, format_of, takes_tools
+from kvrelay.text.tools import ToolFormat, calls_grammar, format_of, takes_tools
 from kvrelay.tools import CHOICE, FIELD, ToolOptions, parameters_field
 from kvrelay.v1 import router_pb2, types_pb2
 from router.queue.grammars import WEIGHT, GrammarChecks
@@ -26,18 +26,29 @@ AUTO = "auto"
 class ToolUse:
     """How the answers of a request are read. ``named``: they are calls of one function.
 
-    ``forced`` is what the text must be, ``None`` if the model chooses.
+    ``calls``: the grammar of calls, if the answer must be such or ``forced`` is not set and it may
+    be instead of a text that is bound by a grammar. It is empty if the model chooses freely.
     """
 
     form: ToolFormat
     single: bool
     named: bool
-    forced: StructuredOutput | None
+    forced: bool
+    calls: str = ""
 
-    def force(self, sampling: types_pb2.Sampling) -> None:
-        """Set what the text must be."""
-        if self.forced is not None:
-            sampling.structured_output.CopyFrom(structured_message(self.forced))
+
+def constrain(
+    sampling: types_pb2.Sampling, tools: ToolUse | None, reasoning: ReasoningStart
+) -> None:
+    """Set what the whole output must be: reasoning, and then the text or calls."""
+    if tools is not None and tools.forced:
+        sampling.structured_output.CopyFrom(
+            structured_message(StructuredOutput(grammar=tools.calls))
+        )
+    if sampling.HasField("structured_output"):
+        wanted = sampling.structured_output
+        wanted.reasoning = REASONING_VALUES[reasoning]
+        wanted.calls = tools.calls if tools is not None and not tools.forced else ""
 
 
 class ToolSupport:
@@ -80,22 +91,25 @@ class ToolSupport:
             options.check()
         if options.mode == "none" and not options.function:
             return None
-        if message.sampling.HasField("structured_output"):
+        assert self._form is not None, "checked above: there are tools"
+        bound = message.sampling.HasField("structured_output")
+        if bound and not options.forced and self._form == "llama":
             raise Rejected(
                 "sampling.structured_output",
-                'cannot go with tools: leave out one of them, or set tool_choice to "none"',
+                "cannot go with tools that the model may call or not: the calls of this model begin"
+                ' as JSON does; set tool_choice to "none", to "required" or to a function',
             )
-        assert self._form is not None, "checked above: there are tools"
-        use = ToolUse(self._form, not options.parallel, bool(options.function), None)
-        return await self._forced(use, options, tenant) if options.forced else use
+        use = ToolUse(self._form, not options.parallel, bool(options.function), options.forced)
+        return await self._bound(use, options, tenant) if bound or options.forced else use
 
-    async def _forced(self, use: ToolUse, options: ToolOptions, tenant: Tenant) -> ToolUse:
-        wanted = forced(options, use.form, self._tokenizer.added_ids)
+    async def _bound(self, use: ToolUse, options: ToolOptions, tenant: Tenant) -> ToolUse:
+        """The same with the grammar of the calls, which compiles."""
+        wanted = calls_grammar(options, use.form, self._tokenizer.added_ids)
         if wanted.size > MAX_BYTES:
             raise Rejected(
                 CHOICE,
                 f"a call of these tools takes a grammar of {wanted.size} bytes, more than the limit"
-                f" of {MAX_BYTES}: name one function, or use auto",
+                f" of {MAX_BYTES}: name one function, {_way_out(options)}",
             )
         try:
             await self._checks.compiled(wanted, tenant)
@@ -103,7 +117,7 @@ class ToolSupport:
             size = WEIGHT * wanted.size
             cause = partial(self._cause, options, error.message)
             raise await self._threads.run(tenant, size, cause) from None
-        return replace(use, forced=wanted)
+        return replace(use, calls=wanted.grammar or "")
 
     def _cause(self, options: ToolOptions, reason: str) -> Rejected:
         """The error with the tool whose schema is wrong."""
@@ -112,6 +126,11 @@ class ToolSupport:
                 try:
                     self._compiler.compile(StructuredOutput(json_schema=tool.parameters))
                 except Rejected as found:
-                    message = f"cannot be enforced: {found.message}: change it, or use auto"
+                    message = f"cannot be enforced: {found.message}: change it, {_way_out(options)}"
                     return Rejected(parameters_field(index), message)
         return Rejected(FIELD, f"cannot be enforced together: {reason}")
+
+
+def _way_out(options: ToolOptions) -> str:
+    """What a client can do instead."""
+    return "or use auto" if options.forced else "or leave out response_format"

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 
+import pytest
+
 from kvrelay import AsyncClient
+from kvrelay.cli.router_options import AnswerWriter
+from kvrelay.client.chunk import Chunk
 from kvrelay.cluster.layout import ROOT
 from kvrelay.cluster.ports import free_ports
 from tests.router.fakes import decode_worker, running
@@ -55,3 +60,15 @@ async def test_without_a_router_the_error_is_one_line_and_status_1() -> None:
     assert (status, out) == (1, "")
     assert err.count("\n") == 1
     assert err.startswith("kvrelay chat: ")
+
+
+def test_reasoning_is_shown_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = [("Hm", ""), (".", ""), ("", "Yes"), ("", ".")]
+    for terminal, shown in ((False, "Yes."), (True, "Hm.\n\nYes.")):
+        monkeypatch.setattr(sys.stdout, "isatty", lambda terminal=terminal: terminal)
+        writer = AnswerWriter()
+        for reasoning, text in parts:
+            writer.write(Chunk(text, (), (), None, None, 1, "r", reasoning=reasoning))
+        assert re.sub(r"\x1b\[\d+m", "", capsys.readouterr().out) == shown

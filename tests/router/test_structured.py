@@ -173,7 +173,7 @@ async def test_over_http(folder: Path) -> None:
                 prompt=PROMPT,
                 extra_body={"structured_outputs": {"regex": "a(b"}},
             )
-        assert caught.value.param == "structured_output.regex"
+        assert caught.value.param == "structured_outputs.regex"
         assert "unclosed group" in caught.value.message
     assert len(worker.legs) == 2
     for leg in worker.legs:

@@ -172,6 +172,7 @@ async def test_deltas_on_the_wire(folder: Path) -> None:
         ({"tool_choice": "required"}, "Well.", CALLS, "tool_calls"),
         ({"tool_choice": NAMED}, "Well.", CALLS, "stop"),
         ({"stop": ["</tool_call>"]}, "Well.", CALLS[:1], "tool_calls"),
+        ({"stop": ['1, "b']}, "Well.", [("add", '{"a": ')], "stop"),
         ({"n": 2}, "Well.", CALLS, "tool_calls"),
     ],
 )
@@ -351,10 +352,36 @@ WRONG: dict[str, tuple[dict[str, object], str, str]] = {
         "'required' needs tools",
     ),
     "parallel": ({"parallel_tool_calls": 1}, "parallel_tool_calls", "must be true or false"),
-    "and structured": (
-        {"response_format": {"type": "json_object"}},
-        "structured_output",
-        "cannot go with tools",
+    "schema with a format": (
+        {
+            **function(parameters={"type": "object", "not": {}}),
+            "response_format": {"type": "json_object"},
+        },
+        "tools[0].function.parameters",
+        "change it, or leave out response_format",
+    ),
+    "template arguments": (
+        {"chat_template_kwargs": 5},
+        "chat_template_kwargs",
+        "must be an object, got 5",
+    ),
+    "template arguments of ours": (
+        {"chat_template_kwargs": {"tools": 5}},
+        "chat_template_kwargs.tools",
+        "is set by this server",
+    ),
+    "schema of a format": (
+        {
+            "tools": None,
+            "response_format": {"type": "json_schema", "json_schema": {"schema": False}},
+        },
+        "response_format.json_schema.schema",
+        "schema is false",
+    ),
+    "structured outputs": (
+        {"tools": None, "structured_outputs": {"regex": "("}},
+        "structured_outputs.regex",
+        "unclosed group",
     ),
     "calls text": (
         {"messages": [*TALK, {"role": "assistant", "tool_calls": "x"}]},

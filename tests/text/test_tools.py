@@ -23,7 +23,7 @@ from kvrelay.text.tools import (
     CallPart,
     ToolFormat,
     ToolParser,
-    forced,
+    calls_grammar,
     format_of,
     takes_tools,
 )
@@ -201,7 +201,7 @@ def test_a_forced_answer_is_calls_of_the_tools(kind: str, tmp_path: Path) -> Non
     compiler = GrammarCompiler(tokenizer, (EOS,))
     seen: set[tuple[str, ...]] = set()
     for seed in range(30):
-        wanted = forced(ToolOptions(TOOLS, "required"), form, tokenizer.added_ids)
+        wanted = calls_grammar(ToolOptions(TOOLS, "required"), form, tokenizer.added_ids)
         output = walk(compiler.compile(wanted), EOS, seed, most=3000)
         assert len(output) < 3000
         assert (288 in output) == (kind in ("tokens", "special"))
@@ -223,14 +223,14 @@ def test_one_tool_or_one_call(form: ToolFormat, tmp_path: Path) -> None:
     compiler = GrammarCompiler(tokenizer, (EOS,))
     named = ToolOptions(TOOLS, function="add")
     for options in (named, ToolOptions(TOOLS, "required", parallel=False)):
-        wanted = compiler.compile(forced(options, form, tokenizer.added_ids))
+        wanted = compiler.compile(calls_grammar(options, form, tokenizer.added_ids))
         names = set()
         for seed in range(20):
             output = walk(wanted, EOS, seed, most=200)
             _, calls = read(form, [tokenizer.backend.decode(output, skip_special_tokens=False)])
             assert len(calls) == 1
             names.add(calls[0][0])
-            wanted = compiler.compile(forced(options, form, tokenizer.added_ids))
+            wanted = compiler.compile(calls_grammar(options, form, tokenizer.added_ids))
         assert names == ({"add"} if options is named else {"add", "stop"})
 
 

@@ -108,7 +108,7 @@ COMPLETION: dict[str, tuple[dict[str, object], str]] = {
     "structured_outputs json": ({"structured_outputs": {"json": 3}}, "structured_outputs.json"),
     "structured_outputs empty": (
         {"structured_outputs": {"choice": ["a", ""]}},
-        "structured_output.choice[1]",
+        "structured_outputs.choice[1]",
     ),
 }
 CHAT: dict[str, tuple[dict[str, object], str]] = {
