@@ -67,6 +67,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         threads = self._prompts.threads
         endings = eos_token_ids(config.model)
         compiler = GrammarCompiler(tokenizer, endings)
+        compiler.load_ahead()
         self._grammars = GrammarChecks(compiler, threads)
         self._tools = ToolSupport(tokenizer, config.tool_format, compiler, threads)
         self._reasoning = ReasoningSupport(tokenizer, config.reasoning_format)

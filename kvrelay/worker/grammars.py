@@ -20,6 +20,8 @@ class LegGrammars:
 
     def __init__(self, tokenizer: Tokenizer | None, eos_token_ids: Sequence[int]) -> None:
         self._compiler = None if tokenizer is None else GrammarCompiler(tokenizer, eos_token_ids)
+        if self._compiler is not None:
+            self._compiler.load_ahead()
         self._free = asyncio.Semaphore(THREADS)
 
     async def of(self, leg: types_pb2.Leg) -> TokenGrammar | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvrelay.errors import Rejected
 from kvrelay.rpc.protocol import RETENTIONS, structured_message
 from kvrelay.sampling import MAX_SAMPLES, MAX_TOP_LOGPROBS
+from kvrelay.structured import FIELD as STRUCTURED
 from kvrelay.structured import StructuredOutput, of_mapping, of_response_format
 from kvrelay.v1 import router_pb2
 from router.generate.request import samples_of
@@ -29,6 +30,10 @@ from router.http.fields import (
 )
 
 log = logging.getLogger("kvrelay.router")
+
+FORMAT_NAMES = {"": "response_format", ".json_schema": "response_format.json_schema.schema"}
+OUTPUT_NAMES = {"": "structured_outputs", ".json_schema": "structured_outputs.json"}
+"""Of the fields of a constraint in a body, by how it was asked for."""
 
 NUMBERS = (
     "temperature",
@@ -242,7 +247,11 @@ def _read_sampling(fields: Fields, message: router_pb2.GenerateRequest, chat: bo
     sampling.stop_token_ids.extend(fields.ids("stop_token_ids") or ())
     sampling.stop.extend(_stops(fields.raw("stop")))
     if (wanted := _structured(fields)) is not None:
-        sampling.structured_output.CopyFrom(structured_message(wanted))
+        try:
+            sampling.structured_output.CopyFrom(structured_message(wanted))
+        except Rejected as error:
+            by_format = fields.raw("response_format") is not None
+            raise Rejected(constraint_name(error.field, by_format), error.message) from None
     if (count := _logprobs(fields, chat)) is not None:
         sampling.logprobs = count
 
@@ -285,6 +294,13 @@ def _structured(fields: Fields) -> StructuredOutput | None:
     if not isinstance(given, Mapping):
         raise wrong("structured_outputs", "an object", given)
     return of_mapping(given, "structured_outputs")
+
+
+def constraint_name(field: str, by_format: bool) -> str:
+    """The name in a body of a field of ``sampling.structured_output``."""
+    names = FORMAT_NAMES if by_format else OUTPUT_NAMES
+    kind = field.removeprefix(STRUCTURED)
+    return names.get(kind, names[""] + kind)
 
 
 def _logprobs(fields: Fields, chat: bool) -> int | None:

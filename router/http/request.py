@@ -27,7 +27,7 @@ from kvrelay.v1 import router_pb2, types_pb2
 from router.config import RouterConfig
 from router.generate.request import OTHER_PROMPT, AcceptedRequest, InboundCall
 from router.http.answer import Answer
-from router.http.ask import AnswerForm, Ask, read_ask
+from router.http.ask import AnswerForm, Ask, constraint_name, read_ask
 from router.http.errors import name_of
 from router.http.exchange import Exchange
 from router.http.fields import parse_object
@@ -51,9 +51,6 @@ from router.workers.registry import Registry
 Response = router_pb2.GenerateResponse
 Responses = AsyncGenerator[Response]
 _DECODE = types_pb2.ROLE_DECODE
-FORMAT_NAMES = {"": "response_format", ".json_schema": "response_format.json_schema.schema"}
-OUTPUT_NAMES = {"": "structured_outputs", ".json_schema": "structured_outputs.json"}
-"""Of a constraint's field in a body, by how it was asked for."""
 
 
 class Backend(Protocol):
@@ -190,9 +187,7 @@ class HttpRequest:
         """The name of a field in the body, where it depends on the request."""
         name = name_of(field)
         if field.startswith(STRUCTURED) and self._form is not None:
-            names = FORMAT_NAMES if self._form.by_format else OUTPUT_NAMES
-            kind = field.removeprefix(STRUCTURED)
-            return names.get(kind, names[""] + kind)
+            return constraint_name(field, self._form.by_format)
         if len(self._calls) > 1 and name.startswith("prompt"):
             return f"prompt[{prompt}]{name.removeprefix('prompt')}"
         return field
