@@ -148,7 +148,8 @@ class HttpConnections:
         except asyncio.IncompleteReadError as error:
             raise Unavailable("the server closed the connection before its answer ended") from error
         except (OSError, asyncio.LimitOverrunError, ValueError) as error:
-            raise Unavailable(f"HTTP to {self._origin.host}: {error}") from error
+            said = str(error) or type(error).__name__
+            raise Unavailable(f"HTTP to {self._origin.host}: {said}") from error
 
     async def close(self) -> None:
         for _, writer in self._idle:

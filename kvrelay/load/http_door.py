@@ -22,7 +22,10 @@ TIMED_OUT = (408, 504)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoorOptions:
-    """``plain``: only fields of OpenAI's own API. ``tokens``: the bearer token of each tenant."""
+    """``plain``: only fields of OpenAI's own API.
+
+    ``tokens``: the bearer token of each tenant, of "" for those that have none.
+    """
 
     model: str = ""
     temperature: float = 0.0
@@ -44,7 +47,8 @@ class HttpDoor:
         path = "/v1/chat/completions" if self._options.chat else "/v1/completions"
         body = json.dumps(self._body(request), separators=(",", ":")).encode()
         headers = {"content-type": "application/json", "accept": "text/event-stream"}
-        if token := self._options.tokens.get(request.tenant):
+        tokens = self._options.tokens
+        if token := tokens.get(request.tenant) or tokens.get(""):
             headers["authorization"] = f"Bearer {token}"
         async with self._connections.request("POST", path, headers, body) as response:
             if response.status != 200:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 WIDTH, HEIGHT = 800, 300
 LEFT, RIGHT, TOP, BOTTOM = 70, 20, 30, 45
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-LONGEST_MARK = 22
+LETTER = 7  # its width
+BAR_LETTERS = 22
 
 
 def lines(
@@ -30,7 +31,10 @@ def lines(
     parts = _grid(most, unit)
     if marks:
         named = enumerate(marks, 1)
-        parts += [_text(place(x, 0)[0], HEIGHT - BOTTOM + 18, _cut(mark)) for x, mark in named]
+        room = (WIDTH - LEFT - RIGHT) // len(marks) // LETTER
+        parts += [
+            _text(place(x, 0)[0], HEIGHT - BOTTOM + 18, _cut(mark, room)) for x, mark in named
+        ]
     else:
         ticks = [high * part / 5 for part in range(6)]
         parts += [_text(place(x, 0)[0], HEIGHT - BOTTOM + 18, f"{x:.3g} s") for x in ticks]
@@ -53,7 +57,7 @@ def bars(title: str, rows: Sequence[tuple[str, Mapping[str, float]]]) -> str:
     for index, (label, sizes) in enumerate(rows):
         total, across = sum(sizes.values()) or 1.0, float(LEFT + 90)
         top, tall = TOP + index * room, min(room * 0.7, 40)
-        parts.append(_text(LEFT + 84, top + tall / 2 + 4, _cut(label), "end"))
+        parts.append(_text(LEFT + 84, top + tall / 2 + 4, _cut(label, BAR_LETTERS), "end"))
         for name, size in sizes.items():
             wide = size / total * (WIDTH - LEFT - RIGHT - 90)
             colour = COLOURS[names.index(name) % len(COLOURS)]
@@ -98,8 +102,8 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", fill: str = "cu
     return f"<text {where}>{html.escape(text)}</text>"
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= LONGEST_MARK else f"{text[: LONGEST_MARK - 2]}.."
+def _cut(text: str, room: int) -> str:
+    return text if len(text) <= room else f"{text[: max(room - 2, 1)]}.."
 
 
 def _round_up(value: float) -> float:

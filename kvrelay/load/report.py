@@ -22,7 +22,7 @@ STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:68em;margin:2em auto;padding:0 1em;color:#222}
 table{border-collapse:collapse;margin:1em 0;font-size:13px;font-variant-numeric:tabular-nums}
 td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child,.left td{text-align:left}
+td:first-child,th:first-child,.left td{text-align:left;white-space:nowrap}
 h1{font-size:1.5em}h2{font-size:1.2em;margin-top:2em}.bad{color:#b00020}.good{color:#00693e}
 svg{width:100%;height:auto;font:12px system-ui,sans-serif}figure{margin:1.5em 0}
 figcaption{font-weight:600}"""

@@ -149,7 +149,7 @@ def _multiple(template: LoadLevel, factor: float, capacity: float) -> LoadLevel:
     rate = max(factor * capacity, 1e-3)
     return replace(
         template,
-        label=f"{factor:g} x capacity, {rate:.3g}/s",
+        label=f"{factor:g} x, {rate:.3g}/s",
         concurrency=None,
         arrivals=Arrivals(rate=rate),
     )

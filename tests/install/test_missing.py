@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.stub_server import stub
 from kvrelay import installation
 from kvrelay.cli.dispatch import main
 from kvrelay.installation import CLUSTER, EXTRAS
@@ -41,6 +42,18 @@ def test_a_command_names_it(client_only: Installed, tmp_path: Path, words: tuple
     assert done.stderr.startswith(f"kvrelay {words[0]}: ")
     assert f"pip install 'kvrelay[{extra}]'" in done.stderr
     assert all(name in done.stderr for name in lacks(*needed))
+
+
+def test_the_load_generator_needs_the_client_only(client_only: Installed, tmp_path: Path) -> None:
+    """But for a reference of ``transformers``."""
+    with stub() as server:
+        words = (client_only.kvrelay, "load", server.url, "--requests", "4")
+        done = client_only.run(*words, "--check", "first-run", "--html", "load.html", cwd=tmp_path)
+        assert (done.returncode, server.requests) == (0, 8), done.stdout + done.stderr
+        done = client_only.run(*words, "--check", "transformers:model", cwd=tmp_path)
+    assert (done.returncode, server.requests) == (1, 8)
+    assert "pip install 'kvrelay[worker]'" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("module", SERVICES)

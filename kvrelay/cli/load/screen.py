@@ -75,7 +75,7 @@ class LoadScreen(LoadWatcher):
         since, before = self._seen
         self._seen = (now, driver.received)
         rate = (driver.received - before) / max(now - since, 1e-9)
-        times = (f"{name} {_ms(figures.times[name.lower()].quantile(0.5))}" for name in LIVE)
+        times = (f"{name} {_ms(figures.times[name.lower()].quantile(0.5))} ms" for name in LIVE)
         bad = sum(figures.ends[end] for end in ("refused", "late", "failed"))
         return (
             f"{figures.label}: {now - self._begun:.0f} s, {figures.open} open,"
