@@ -6,7 +6,7 @@ What a worker does with its legs is among that worker's own metrics.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import (
@@ -20,9 +20,20 @@ from prometheus_client.registry import Collector
 from kvrelay.rpc.protocol import role_name
 from kvrelay.rpc.server import families
 from kvrelay.v1 import router_pb2
+from router.generate.retry import RetryKind
 from router.service import RouterService
 
 PREFIX = families.PREFIX + "router_"
+
+ENDS = (
+    *("finished", "cancelled", "invalid_argument", "not_found", "failed_precondition"),
+    *("resource_exhausted", "unavailable", "deadline_exceeded", "data_loss", "internal"),
+)
+REFUSALS = (
+    *("evicted", "queue_full", "timed_out", "too_late", "too_many"),
+    *("tenant_requests", "tenant_tokens"),
+)
+"""They are on the page from the start, at zero: ``rate`` does not see a counter's first sample."""
 
 
 class RouterCollector(Collector):
@@ -40,15 +51,19 @@ class RouterCollector(Collector):
         service = self._service
         for name, text, value in queue(service.queue_status()):
             yield GaugeMetricFamily(PREFIX + name, text, value)
-        yield _counted("requests", "Requests by how they ended.", "ended", service.ended)
+        yield _counted("requests", "Requests by how they ended.", "ended", service.ended, ENDS)
         yield _counted(
             "refused_requests",
             "Requests refused, to be sent again later.",
             "reason",
             service.refused,
+            REFUSALS,
         )
         retry, placer = service.retry, service.placer
-        yield _counted("retried_legs", "Legs that failed and were retried.", "next", retry.retried)
+        nexts = tuple(kind.name.lower() for kind in RetryKind)
+        yield _counted(
+            "retried_legs", "Legs that failed and were retried.", "next", retry.retried, nexts
+        )
         yield CounterMetricFamily(
             PREFIX + "migrations",
             "Of these, legs of a request whose client had tokens already.",
@@ -95,9 +110,12 @@ def queue(status: router_pb2.QueueStatus) -> Iterator[tuple[str, str, float]]:
     yield "drained_tokens_per_second", "How fast the queue drains.", status.tokens_per_second
 
 
-def _counted(name: str, text: str, label: str, counts: Mapping[str, int]) -> Metric:
+def _counted(
+    name: str, text: str, label: str, counts: Mapping[str, int], always: Sequence[str] = ()
+) -> Metric:
+    """A counter by one label; the values ``always`` are there although nothing was counted."""
     family = CounterMetricFamily(PREFIX + name, text, labels=[label])
-    for key, count in list(counts.items()):
+    for key, count in {**dict.fromkeys(always, 0), **counts}.items():
         family.add_metric([key], count)
     return family
 
