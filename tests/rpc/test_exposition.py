@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client.openmetrics.exposition import generate_latest
 
 from kvrelay.errors import Rejected
 from kvrelay.rpc.server import exposition
@@ -19,6 +20,7 @@ SECONDS = 30.0
 def port() -> Iterator[int]:
     registry = CollectorRegistry()
     Gauge("kvrelay_test", "A number.", registry=registry).set(7)
+    Gauge("kvrelay:with_colon", "A number.", registry=registry).set(8)
     server = exposition.serve(registry, "127.0.0.1", 0)
     yield server.server_port
     server.shutdown()
@@ -32,6 +34,31 @@ def scrape(port: int) -> bytes:
 
 def test_it_answers(port: int) -> None:
     assert b"kvrelay_test 7.0" in scrape(port)
+
+
+PROMETHEUS = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",  # 2.42
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,text/plain;version=0.0.4;q=0.2",  # 3
+)
+
+
+@pytest.mark.parametrize("accepted", PROMETHEUS)
+def test_prometheus_sees_the_names_of_the_pages(port: int, accepted: str) -> None:
+    url = f"http://127.0.0.1:{port}/metrics"
+    asked = urllib.request.Request(url, headers={"Accept": accepted})
+    with urllib.request.urlopen(asked, timeout=SECONDS) as answer:
+        assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
+        assert b"\nkvrelay:with_colon 8.0\n" in answer.read()
+
+
+def test_prometheus_client_still_spoils_colons() -> None:
+    """Fails once it writes them in OpenMetrics too: then that format can be offered."""
+    registry = CollectorRegistry()
+    Gauge("kvrelay:with_colon", "A number.", registry=registry).set(8)
+    page: bytes = generate_latest(registry)  # type: ignore[no-untyped-call]
+    assert b"\nkvrelay_with_colon 8.0\n" in page
 
 
 def test_who_says_nothing_is_let_go(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
