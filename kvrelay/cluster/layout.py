@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kvrelay.cluster.ports import free_ports
+from kvrelay.cluster.ports import WantedPort, free_ports
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.config.option import PREFIX, option, options
 from kvrelay.config.reader import check
@@ -178,12 +178,12 @@ def process_specs(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
     """Every process, in display order. A process keeps its port when it is restarted."""
     config = replace(config, kv_memory=pool_bytes(config, host_memory()))
     count = config.prefill + config.decode
-    ports = iter(free_ports(count + 3))
+    ports = iter(free_ports(count + 4))
     router_port, store_port = next(ports), config.store_port or next(ports)
     if config.http_port == 0:
         config = replace(config, http_port=next(ports))
     url = config.store or f"kvrelay://{Address(LOOPBACK, store_port)}"
-    own_store = () if config.store else (_store(config, store_port),)
+    own_store = () if config.store else (_store(config, store_port, next(ports)),)
     prefill = tuple(_worker(config, "prefill", i, next(ports), url) for i in range(config.prefill))
     decode = tuple(_worker(config, "decode", i, next(ports), url) for i in range(config.decode))
     router = _router(config, config.port or router_port, url, prefill, decode)
@@ -216,13 +216,14 @@ def pool_bytes(config: ClusterConfig, memory: HostMemory | None) -> int | None:
     return max(int(HOST_SHARE * (memory.free - store) / workers - HOST_SHARE * weights), LEAST_POOL)
 
 
-def _store(config: ClusterConfig, port: int) -> ProcessSpec:
+def _store(config: ClusterConfig, port: int, socket_port: int) -> ProcessSpec:
     metrics = config.metrics_port
     if metrics is not None:
         metrics += 1 + config.prefill + config.decode
     given = {
         "host": LOOPBACK,
         "port": port,
+        "socket-port": socket_port,
         "budget": config.store_budget,
         "eviction": config.eviction,
         "metrics-port": metrics,
@@ -233,7 +234,8 @@ def _store(config: ClusterConfig, port: int) -> ProcessSpec:
         args += ["--disk", config.store_disk, "--disk-budget", str(config.store_disk_budget)]
         args += ["--flush-seconds", str(FLUSH_SECONDS)]
         args += ["--restore"] if config.restore else []
-    return _spec(config, "store", 0, port, (*args, *_security(config)))
+    others = (WantedPort(LOOPBACK, socket_port, "socket_port"), *_metrics(metrics))
+    return _spec(config, "store", 0, port, (*args, *_security(config)), others)
 
 
 def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -> ProcessSpec:
@@ -263,7 +265,8 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
         "log-level": config.log_level,
         "numerics": config.numerics,
     }
-    return _spec(config, role, index, port, (*_flags(given), *_security(config)))
+    args = (*_flags(given), *_security(config))
+    return _spec(config, role, index, port, args, _metrics(metrics))
 
 
 def _router(
@@ -298,7 +301,13 @@ def _router(
         args.append("--strict-fields")
     if not config.tls_mutual:
         args.append("--no-tls-mutual")  # only the router's clients may lack a certificate
-    return _spec(config, "router", 0, port, (*args, *_security(config)))
+    others = _metrics(config.metrics_port)
+    return _spec(config, "router", 0, port, (*args, *_security(config)), others)
+
+
+def _metrics(port: int | None) -> tuple[WantedPort, ...]:
+    """The port for Prometheus, if the process has one."""
+    return () if port is None else (WantedPort(LOOPBACK, port, "metrics_port"),)
 
 
 def _security(config: ClusterConfig) -> tuple[str, ...]:
@@ -315,7 +324,12 @@ def _flags(given: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def _spec(
-    config: ClusterConfig, role: str, index: int, port: int, args: tuple[str, ...]
+    config: ClusterConfig,
+    role: str,
+    index: int,
+    port: int,
+    args: tuple[str, ...],
+    others: tuple[WantedPort, ...],
 ) -> ProcessSpec:
     spec = ProcessSpec(
         role=role,
@@ -325,6 +339,7 @@ def _spec(
         host=config.host if role == "router" else LOOPBACK,
         port=port,
         http_port=config.http_port if role == "router" else None,
+        other_ports=others,
         forked=role in ("prefill", "decode") and _can_fork(config),
     )
     return replace(spec, environ=environ_of(config, spec, os.environ))

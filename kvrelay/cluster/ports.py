@@ -1,25 +1,28 @@
 """Free TCP ports, and how to reserve them until a server binds them.
 
 Free ports lie below the kernel's range for outgoing connections, which takes ports from ``bind(0)``
-before their server binds them. A reserved port is bound but never listened on: a server can bind
-it, ``free_ports`` passes over it. Reserving works on Linux only; elsewhere the short race remains.
+before their server binds them. ``kvrelay.rpc.reserved`` says what a reservation is. Reserving works
+on Linux only: elsewhere another process can take the port of a server that starts or restarts.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 import socket
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.errors import Rejected, Unavailable
-from kvrelay.rpc.address import LOOPBACK
+from kvrelay.rpc.address import LOOPBACK, Address
+from kvrelay.rpc.reserved import SUPPORTED, bind, reserve
 
+log = logging.getLogger("kvrelay.cluster")
 MIN_PORT = 10240
 RANGE_FILE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 TRIES = 1000
+OTHER_LOOPBACK = {"127.0.0.1": "::1", "::1": "127.0.0.1"}
 
 
 def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
@@ -29,7 +32,7 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
         if len(found) == count:
             return found
         port = random.randrange(MIN_PORT, _highest())
-        if port not in found and (held := _bind(host, port, reuse=False)) is not None:
+        if port not in found and (held := bind(host, port, reuse_address=False)) is not None:
             held.close()
             found.append(port)
     raise Unavailable(f"no {count} free ports on {host} between {MIN_PORT} and {_highest()}")
@@ -37,7 +40,7 @@ def free_ports(count: int, host: str = LOOPBACK) -> list[int]:
 
 def is_free(port: int, host: str = LOOPBACK) -> bool:
     """Whether a server could listen on the port now."""
-    probe = _bind(host, port, reuse=True)
+    probe = bind(host, port, reuse_address=True)
     if probe is not None:
         probe.close()
     return probe is not None
@@ -45,48 +48,60 @@ def is_free(port: int, host: str = LOOPBACK) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class WantedPort:
-    """A port to reserve; ``field`` and ``instead`` are for the error if it is taken."""
+    """A port to reserve; ``field`` and ``instead`` are for the error if it is taken.
+
+    A ``public`` port is also reserved on the other loopback address, to which clients may resolve
+    ``localhost``.
+    """
 
     host: str
     port: int
     field: str = "port"
     instead: str = "use another port"
+    public: bool = False
 
 
 class ReservedPorts:
     """Ports reserved for servers that start, and restart after a crash, until ``close``."""
 
     def __init__(self, ports: Iterable[WantedPort]) -> None:
-        """Raises ``Rejected`` naming the first port that another process listens on."""
+        """Raises ``Rejected`` naming the first port that another process has."""
         self._sockets: list[socket.socket] = []
         for wanted in ports:
-            held = _bind(wanted.host, wanted.port, reuse=True)
+            held = reserve(wanted.host, wanted.port)
             if held is None:
                 self.close()
                 taken = f"{wanted.port} on {wanted.host} is taken"
                 raise Rejected(wanted.field, f"{taken}: stop that process, or {wanted.instead}")
-            if sys.platform == "linux":
-                self._sockets.append(held)
-            else:
-                held.close()
+            self._keep(held, wanted.host, wanted.port)
+            if wanted.public and wanted.host in OTHER_LOOPBACK:
+                self._reserve_other(OTHER_LOOPBACK[wanted.host], wanted.port)
 
     def close(self) -> None:
         for held in self._sockets:
             held.close()
         self._sockets.clear()
 
+    def _reserve_other(self, host: str, port: int) -> None:
+        held = reserve(host, port)
+        if held is not None:
+            self._keep(held, host, port)
+        elif (possible := bind(host, 0, reuse_address=False)) is not None:
+            possible.close()
+            log.warning(
+                "another process has %s: clients that call localhost:%d may reach it",
+                Address(host, port),
+                port,
+            )
 
-def _bind(host: str, port: int, *, reuse: bool) -> socket.socket | None:
-    """A bound socket, ``None`` if the port is taken; without ``reuse`` also if it is reserved."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(reuse))
-        made.bind((host, port))
-    except OSError:
-        made.close()
-        return None
-    return made
+    def _keep(self, held: socket.socket, host: str, port: int) -> None:
+        """Hold the reservation if a server can bind beside it."""
+        if SUPPORTED and (server := bind(host, port, reuse_address=True, reuse_port=True)):
+            server.close()
+            self._sockets.append(held)
+            return
+        held.close()
+        log.warning("this system reserves no ports: another user may take %d in a restart", port)
 
 
 def _highest() -> int:

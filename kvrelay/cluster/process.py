@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from kvrelay.cluster.ports import WantedPort
 from kvrelay.cluster.spawn import RunningProcess, signal_group, start_forked, start_fresh
 from kvrelay.rpc.address import Address
 
@@ -34,6 +35,7 @@ class ProcessSpec:
     host: str
     port: int
     http_port: int | None = None  # at which it serves HTTP beside gRPC
+    other_ports: tuple[WantedPort, ...] = ()  # at which it listens besides
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)  # holds secrets
     forked: bool = False  # see ``spawn``
 

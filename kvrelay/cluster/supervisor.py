@@ -26,6 +26,7 @@ from kvrelay.cluster.process import ProcessSpec, RestartBackoff, SupervisedProce
 from kvrelay.cluster.readiness import ReadinessProbe
 from kvrelay.errors import DeadlineExceeded, KvrelayError, NotFound, Unavailable
 from kvrelay.process.tempdir import ensure_temporary_directory
+from kvrelay.rpc import reserved
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST
@@ -71,10 +72,18 @@ def with_cluster_token(config: ClusterConfig) -> ClusterConfig:
 def wanted_ports(specs: Sequence[ProcessSpec]) -> Iterator[WantedPort]:
     """The ports of all processes, that of the HTTP API with the way out if it is taken."""
     for spec in specs:
-        yield WantedPort(spec.host, spec.port)
+        yield WantedPort(spec.host, spec.port, public=spec.role == "router")
         if spec.http_port is not None:
             instead = "take any free one with --http-port 0, or none with --no-http"
-            yield WantedPort(spec.host, spec.http_port, "http_port", instead)
+            yield WantedPort(spec.host, spec.http_port, "http_port", instead, public=True)
+        yield from spec.other_ports
+
+
+def with_reserved_ports(specs: Sequence[ProcessSpec]) -> tuple[ProcessSpec, ...]:
+    """The processes, each with the names of the ports that are reserved for all of them."""
+    ports = [Address(wanted.host, wanted.port) for wanted in wanted_ports(specs)]
+    named = reserved.variable(ports)
+    return tuple(replace(spec, environ={**spec.environ, **named}) for spec in specs)
 
 
 class Cluster:
@@ -92,7 +101,7 @@ class Cluster:
         self.config = config = with_fleet_key(config)
         self.security = policy.load(config, ADMIN_FIRST)
         ensure_temporary_directory()
-        self.specs = layout(config)
+        self.specs = with_reserved_ports(layout(config))
         self._on_change = on_change
         self._processes = {
             (spec.role, spec.index): SupervisedProcess(spec, on_line, on_change, backoff)

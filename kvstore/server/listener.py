@@ -14,6 +14,8 @@ import threading
 from dataclasses import dataclass
 
 from kvrelay.errors import KvrelayError, Rejected
+from kvrelay.rpc.address import Address
+from kvrelay.rpc.reserved import is_reserved
 from kvrelay.v1 import store_pb2 as pb
 from kvstore.server.block_store import BlockStore
 from kvstore.server.session import Session
@@ -137,7 +139,8 @@ def _listen_tcp(options: ListenerOptions) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(
             options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        return socket.create_server(address[:2], family=family, backlog=128)
+        shared = is_reserved(Address(options.host, options.port))
+        return socket.create_server(address[:2], family=family, backlog=128, reuse_port=shared)
     except OSError as error:
         raise Rejected(
             "socket_port", f"cannot listen on {options.host}:{options.port}: {error}"

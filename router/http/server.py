@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from kvrelay.errors import Rejected
 from kvrelay.rpc.address import Address
+from kvrelay.rpc.reserved import is_reserved
 from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.rpc.security.policy import Security, installed
 from kvrelay.rpc.security.tls import server_context
@@ -102,6 +103,8 @@ def _bind(address: Address) -> socket.socket:
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     made.setblocking(False)
     try:
+        if is_reserved(address):
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         made.bind((address.host, address.port or 0))
         made.listen(BACKLOG)
     except OSError as error:

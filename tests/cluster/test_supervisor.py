@@ -21,6 +21,7 @@ from kvrelay.cluster.process import ProcessSpec, RestartBackoff, SupervisedProce
 from kvrelay.cluster.supervisor import Cluster, StartInterrupted
 from kvrelay.errors import DeadlineExceeded, Rejected, Unavailable
 from tests.cluster.processes import alive, until
+from tests.cluster.thief import Thief
 
 pytestmark = pytest.mark.cluster
 FAST = RestartBackoff(first=0.05, longest=0.2)
@@ -187,6 +188,35 @@ threading.Event().wait(600)
     pids = [int(pid) for pid in re.findall(r"\d+", line)]
     assert len(pids) == 2
     until(lambda: not any(alive(pid) for pid in pids), "both children gone")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ports are reserved on Linux only")
+def test_ports_stay_reserved_while_a_child_outlives_the_supervisor() -> None:
+    """It may still send the token of the cluster to a port whose server has ended."""
+    program = """
+import threading
+from tests.cluster.test_supervisor import fakes, pid_of
+cluster = fakes("stubborn", "good")
+cluster.start()
+print(pid_of(cluster), pid_of(cluster, 1), cluster.specs[1].port, flush=True)
+threading.Event().wait(600)
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as popen:
+        try:
+            line = popen.stdout.readline() if popen.stdout else ""
+        finally:
+            popen.kill()
+    lives, ends, port = map(int, line.split())
+    with Thief() as thief:
+        until(lambda: not alive(ends), "the other child gone")
+        stolen = thief.ask("steal", [port])
+        assert alive(lives)
+        assert stolen == []
+        os.kill(lives, signal.SIGKILL)
+        until(lambda: not alive(lives), "the last child gone")
+        assert thief.ask("steal", [port])
 
 
 def test_ports_are_free_and_differ() -> None:

@@ -6,8 +6,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,10 +19,14 @@ from kvrelay import Client
 from kvrelay.cli.dispatch import main
 from kvrelay.cluster import endpoints
 from kvrelay.cluster.layout import ROOT, ClusterConfig
-from kvrelay.cluster.supervisor import Cluster, with_cluster_token
+from kvrelay.cluster.ports import free_ports, is_free
+from kvrelay.cluster.process import ProcessSpec
+from kvrelay.cluster.supervisor import Cluster, wanted_ports, with_cluster_token
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.options import SecurityOptions
 from kvstore import connect
+from tests.cluster.processes import until
+from tests.cluster.thief import Thief
 from tests.models import tiny_model
 from tests.secure.stranger import BLOCKS
 from tests.secured import write_credentials
@@ -107,6 +114,37 @@ def test_another_user_may_generate_and_nothing_else(cluster: Cluster, published:
         asked = client.complete(token_ids=[1, 2, 3], max_tokens=3, timeout=SECONDS)
         assert len(asked.token_ids) == 3
         assert len(client.workers(SECONDS)) == 2
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(sys.platform != "linux", reason="ports are reserved on Linux only")
+def test_another_user_cannot_take_a_port_while_its_server_starts(model: Path) -> None:
+    """The others would show the token there. It was possible in every start and restart."""
+    begun = threading.Lock()
+
+    def besiege(spec: ProcessSpec, line: str) -> None:
+        if begun.acquire(blocking=False):  # at the first line of the first process
+            thief.ask("besiege", ports)
+
+    metrics = next(p for p in free_ports(99) if all(is_free(p + more) for more in range(4)))
+    config = replace(config_of(model), metrics_port=metrics, http_port=0)
+    with Thief() as thief:
+        cluster = Cluster(with_cluster_token(config), on_line=besiege)
+        ports = [wanted.port for wanted in wanted_ports(cluster.specs)]
+        assert len(ports) == 10  # four of gRPC, four of metrics, of HTTP, of the socket transport
+        with cluster:
+            for role in ROLES:
+                cluster.kill(role)
+                until(partial(_restarted, cluster, role), f"{role} restarted", SECONDS)
+                cluster.wait()
+            cluster.stop()
+            assert thief.relent() == []
+            assert thief.ask("steal", ports)  # nothing is reserved now
+
+
+def _restarted(cluster: Cluster, role: str) -> bool:
+    process = cluster.process(role)
+    return process.starts == 2 and process.pid is not None
 
 
 @pytest.mark.cluster

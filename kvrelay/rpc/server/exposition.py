@@ -17,6 +17,8 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from kvrelay.errors import Rejected
+from kvrelay.rpc.address import Address
+from kvrelay.rpc.reserved import is_reserved
 from kvrelay.rpc.security.policy import installed
 
 log = logging.getLogger("kvrelay.rpc")
@@ -101,9 +103,10 @@ def serve(registry: CollectorRegistry, host: str, port: int) -> WSGIServer:
     Raises ``Rejected`` if the port cannot be bound, or if other machines can reach it.
     """
     installed().check_plain("metrics_host", host)
-    kind = _Server6 if ":" in host else _Server
     try:
-        server = make_server(host, port, page_of(registry), kind, _Handler)
+        options = {"allow_reuse_port": is_reserved(Address(host, port))}
+        kind = type("_Server", (_Server6 if ":" in host else _Server,), options)
+        server: WSGIServer = make_server(host, port, page_of(registry), kind, _Handler)
     except OSError as error:
         raise Rejected(
             "metrics_port",

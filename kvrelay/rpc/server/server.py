@@ -12,7 +12,8 @@ right. ``serve_until_signal`` is in ``kvrelay.rpc.server.run``.
 from __future__ import annotations
 
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -22,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from kvrelay.errors import Rejected
 from kvrelay.rpc import keepalive
 from kvrelay.rpc.address import Address
+from kvrelay.rpc.reserved import is_reserved
 from kvrelay.rpc.security.policy import Security, installed
 from kvrelay.rpc.security.tls import TlsCredentials
 from kvrelay.rpc.server.authorization import AuthInterceptor
@@ -71,10 +73,10 @@ class ServerOptions:
             first_call_seconds=self.first_call_seconds,
         )
 
-    def arguments(self) -> list[tuple[str, int]]:
-        """Channel arguments of gRPC core."""
+    def arguments(self, reserved: bool = False) -> list[tuple[str, int]]:
+        """Channel arguments of gRPC core, for a port that is ``reserved`` for this process."""
         return [
-            ("grpc.so_reuseport", 0),  # a taken port must be an error, not a shared port
+            ("grpc.so_reuseport", int(reserved)),  # else a taken port would be shared, no error
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_send_message_length", self.max_message_bytes),
             ("grpc.max_allowed_incoming_connections", self.max_connections),
@@ -139,9 +141,11 @@ class Server:
         authorize = AuthInterceptor(security.credentials, share, unreserved)
         quiet_grpc_log()
         tolerate_bad_method_names()
+        with _binding(address):
+            reserved = is_reserved(address)
         server = grpc.aio.server(
             interceptors=(authorize, ErrorInterceptor(self.options.stuck_seconds, self._guard)),
-            options=self.options.arguments(),
+            options=self.options.arguments(reserved),
             maximum_concurrent_rpcs=self.options.max_calls,
         )
         for register, _ in self._services.values():
@@ -172,13 +176,19 @@ class Server:
             self._guard.stop()
 
     def _bind(self, server: grpc.aio.Server, address: Address, tls: TlsCredentials | None) -> int:
-        try:
+        with _binding(address):
             if tls is None:
                 return server.add_insecure_port(str(address))
             return server.add_secure_port(str(address), tls.server())
-        except RuntimeError as error:
-            raise Rejected(
-                "address",
-                f"cannot listen on {address}, most likely because another process does:"
-                " stop it, or choose another port (0 takes any free one)",
-            ) from error
+
+
+@contextmanager
+def _binding(address: Address) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise Rejected(
+            "address",
+            f"cannot listen on {address}, most likely because another process does:"
+            " stop it, or choose another port (0 takes any free one)",
+        ) from error
