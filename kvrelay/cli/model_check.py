@@ -30,7 +30,10 @@ class ModelCheck:
             return
         if not ended:
             self.stop()
-            raise DeadlineExceeded(f"after {timeout:g} s the model is still being checked")
+            raise DeadlineExceeded(
+                f"after {timeout:g} s the model is still being checked: on a busy host give more"
+                " time with --start-timeout"
+            )
         said = list(self._process.tail)
         if not said or said[-1] != SERVABLE:
             raise Unservable(said[-1] if said else "the check of the model ended without a word")

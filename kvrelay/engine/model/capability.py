@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from kvrelay.engine.model.config_values import foreign_reason
 from kvrelay.engine.model.pretrained import FOREIGN, skeleton
 from kvrelay.engine.model.probe import observed_reasons
 from kvrelay.errors import Unservable
@@ -20,6 +21,7 @@ from kvrelay.model_folder import joined
 
 OTHER_MODEL = "; no option changes that: choose another model"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_RECURRENT = {"linear_attention", "conv"}
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
 
@@ -36,10 +38,9 @@ def servable_length(config: PreTrainedConfig, asked: int | None, known: Sequence
     length = min((n for n in (asked, limit) if n is not None and n > 0), default=1)
     try:
         model = skeleton(config)
-    except FOREIGN:
-        if known := [*fixed, *_config_reasons(config, length)]:
-            raise Unservable(joined(known)) from None
-        raise
+    except FOREIGN as error:
+        known = [*fixed, *_config_reasons(config, length)] or [foreign_reason(error)]
+        raise Unservable(joined(known)) from error
     reasons = _reasons(config, model, length)
     if fixed or reasons:
         raise Unservable(joined([*fixed, *reasons]) + _advice(config, model, reasons, fixed))
@@ -53,6 +54,12 @@ def _kind_reason(config: PreTrainedConfig) -> str | None:
         return "a multimodal model: only text models are served, such as a text-only checkpoint"
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return f"a model of type {config.model_type!r}, which is no causal language model"
+    if (kinds := set(getattr(config, "layer_types", None) or ())) and kinds <= _RECURRENT:
+        named = " or ".join(map(repr, sorted(kinds)))
+        return (
+            f"a recurrent model (every layer is of type {named}), such as Mamba: it keeps a state"
+            " in place of keys and values, so it has no KV blocks"
+        )
     return None
 
 

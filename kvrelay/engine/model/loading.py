@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from kvrelay.engine.attention.backend import ATTENTION
 from kvrelay.engine.attention.pool import DTYPES, PoolShape
 from kvrelay.engine.model.capability import position_limit, servable_length
+from kvrelay.engine.model.config_values import foreign_reason, value_reasons
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.decoder_weights import extract_weights
 from kvrelay.engine.model.elementwise import vectorise_activations
@@ -131,12 +132,13 @@ def _explained(directory: Path) -> Iterator[None]:
 def _check(directory: Path, dtype: str, asked: int | None) -> tuple[str, int]:
     """The dtype and the longest sequence to serve; ``Unservable`` with all reasons."""
     known = list(folder_reasons(directory))
+    if wrong := value_reasons(directory):
+        raise Unservable(joined([*wrong, *known]))
     try:
         config = read_config(directory)
-    except FOREIGN:
-        if known:
-            raise Unservable(joined(known)) from None
-        raise
+    except FOREIGN as error:
+        own = (foreign_reason(error, directory),) if (directory / "config.json").is_file() else ()
+        raise Unservable(joined([*own, *known])) from error
     kind = _dtype(config, dtype)
     if kind not in DTYPES:
         known.append(f"dtype {kind}: only {', '.join(DTYPES)} are served, so choose one of them")

@@ -43,6 +43,7 @@ class _Report(TypedDict):
     """The part of the loading report of `transformers` that is read here."""
 
     missing_keys: set[str]
+    mismatched_keys: set[tuple[str, torch.Size, torch.Size]]  # shapes in the files, in the modules
 
 
 def read_config(directory: Path) -> PreTrainedConfig:
@@ -69,7 +70,8 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 def read_weights(directory: Path, dtype: str, device: torch.device) -> PreTrainedModel:
     """The model in evaluation mode, every weight from the files.
 
-    Raises ``Unservable`` if one is missing: `transformers` would initialise it at random.
+    Raises ``Unservable`` if one is missing or has another shape: `transformers` would initialise it
+    at random.
     """
     disable_progress_bar()  # type: ignore[no-untyped-call]
     load = cast(
@@ -83,9 +85,20 @@ def read_weights(directory: Path, dtype: str, device: torch.device) -> PreTraine
         trust_remote_code=False,
         use_safetensors=True,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
+    if others := sorted(report["mismatched_keys"]):
+        name, stored, wanted = others[0]
+        raise Unservable(
+            f"{len(others)} weights have other shapes than config.json says, {name} for one:"
+            f" {list(stored)} in the files, {list(wanted)} by config.json: take both from the same"
+            " checkpoint"
+        )
     if missing := sorted(report["missing_keys"]):
-        raise Unservable(f"{len(missing)} weights are missing from the files, {missing[0]} for one")
+        raise Unservable(
+            f"{len(missing)} weights are missing from the files, {missing[0]} for one: download"
+            " them, and take config.json from the same checkpoint"
+        )
     model.train(False)
     torch.nn.Module.to(model, device)  # in place
     return model

@@ -55,7 +55,8 @@ def refusal(directory: Path, dtype: str = "auto", max_model_len: int | None = No
         ("gemma4_text", {**SMALL, **WINDOW}, (NARROW, "the number or width of their heads")),
         ("deepseek_v3", SMALL, ("multi-head latent attention (MLA)",)),
         ("minicpm3", SMALL, ("multi-head latent attention (MLA)",)),
-        ("mamba", SMALL, ("'linear_attention'", "attention interface")),
+        ("mamba", SMALL, ("a recurrent model (every layer is of type 'linear_attention')",)),
+        ("recurrent_gemma", SMALL, ("'linear_attention'", "layers call the attention interface")),
         ("falcon", {**SMALL, "alibi": True}, ("ALiBi", "attention interface")),
     ],
 )
@@ -137,8 +138,11 @@ def test_a_folder_that_cannot_be_read_is_told_with_what_its_names_show(tmp_path:
     ("config", "reason"),
     [
         ({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}, "code of its own"),
-        ({"model_type": "llama", "vocab_size": "x"}, "Field 'vocab_size' expected int, got str"),
-        ({"model_type": "unheard-of"}, "model type `unheard-of`"),
+        (
+            {"model_type": "llama", "vocab_size": "x"},
+            "vocab_size is 'x', but must be a whole number",
+        ),
+        ({"model_type": "unheard-of"}, "model_type is 'unheard-of', which this version"),
         ({"model_type": "llama", "compression_config": {}}, "quantised weights"),
     ],
 )
