@@ -77,16 +77,19 @@ def read_weights(directory: Path, dtype: str, device: torch.device) -> PreTraine
     load = cast(
         Callable[..., tuple[PreTrainedModel, _Report]], AutoModelForCausalLM.from_pretrained
     )
-    model, report = load(
-        directory,
-        dtype=DTYPES[dtype],
-        attn_implementation="eager",
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=True,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
+    try:
+        model, report = load(
+            directory,
+            dtype=DTYPES[dtype],
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    except SafetensorError as error:
+        raise Unservable(f"the weights cannot be read ({error}): download them again") from error
     if others := sorted(report["mismatched_keys"]):
         name, stored, wanted = others[0]
         raise Unservable(

@@ -152,7 +152,8 @@ def test_all_broken_values_at_once(tmp_path: Path) -> None:
 )
 def test_weights_of_other_shapes_are_named(tmp_path: Path, name: str, value: int) -> None:
     """It used to say "you set `ignore_mismatched_sizes` to `False`"."""
-    config = AutoConfig.for_model(**SMALL)
+    settings = {key: setting for key, setting in SMALL.items() if key != "model_type"}
+    config = AutoConfig.for_model("llama", **settings)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # type: ignore[no-untyped-call]
     load_model(tmp_path)
     folder_config = json.loads((tmp_path / "config.json").read_text())

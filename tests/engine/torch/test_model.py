@@ -242,7 +242,7 @@ def test_wrong_shapes_are_refused(tmp_path: Path) -> None:
     path = tiny_model("llama", tmp_path / "m")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
-    with pytest.raises(Unservable, match="cannot be loaded"):
+    with pytest.raises(Unservable, match="6 weights have other shapes"):
         load_model(path)
 
 
@@ -250,7 +250,7 @@ def test_truncated_weights_are_refused(tmp_path: Path) -> None:
     path = tiny_model("llama", tmp_path / "m")
     weights = path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(Unservable, match="cannot be loaded: SafetensorError"):
+    with pytest.raises(Unservable, match=r"weights cannot be read \(.*\): download them again"):
         load_model(path)
 
 
@@ -261,10 +261,10 @@ def test_directories_that_hold_no_model(tmp_path: Path) -> None:
     with pytest.raises(Unservable, match=r"no \*\.safetensors"):
         load_model(tmp_path)
     (tmp_path / "model.safetensors").touch()
-    with pytest.raises(Unservable, match="cannot be loaded: OSError"):
+    with pytest.raises(Unservable, match="cannot be read as JSON"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
-    with pytest.raises(Unservable, match="cannot be loaded: ValueError"):
+    with pytest.raises(Unservable, match="model_type is 'unheard-of', which"):
         load_model(tmp_path)
 
 

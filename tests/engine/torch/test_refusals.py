@@ -21,6 +21,7 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+HYBRID = {**SMALL, "num_hidden_layers": 3}
 WINDOW = {"sliding_window": 128, "head_dim": 16}
 NARROW = "window of 128, shorter than sequences of up to 512"
 ADVICE = "would do"
@@ -56,7 +57,11 @@ def refusal(directory: Path, dtype: str = "auto", max_model_len: int | None = No
         ("deepseek_v3", SMALL, ("multi-head latent attention (MLA)",)),
         ("minicpm3", SMALL, ("multi-head latent attention (MLA)",)),
         ("mamba", SMALL, ("a recurrent model (every layer is of type 'linear_attention')",)),
-        ("recurrent_gemma", SMALL, ("'linear_attention'", "layers call the attention interface")),
+        (
+            "recurrent_gemma",
+            HYBRID,
+            ("'linear_attention'", "1 of 3 layers call the attention interface"),
+        ),
         ("falcon", {**SMALL, "alibi": True}, ("ALiBi", "attention interface")),
     ],
 )
