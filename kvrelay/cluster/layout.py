@@ -234,8 +234,8 @@ def _store(config: ClusterConfig, port: int, socket_port: int) -> ProcessSpec:
         args += ["--disk", config.store_disk, "--disk-budget", str(config.store_disk_budget)]
         args += ["--flush-seconds", str(FLUSH_SECONDS)]
         args += ["--restore"] if config.restore else []
-    others = (WantedPort(LOOPBACK, socket_port, "socket_port"), *_metrics(metrics))
-    return _spec(config, "store", 0, port, (*args, *_security(config)), others)
+    blocks = WantedPort(LOOPBACK, socket_port, "socket_port")
+    return _spec(config, "store", 0, port, (*args, *_security(config)), metrics, blocks)
 
 
 def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -> ProcessSpec:
@@ -265,8 +265,7 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
         "log-level": config.log_level,
         "numerics": config.numerics,
     }
-    args = (*_flags(given), *_security(config))
-    return _spec(config, role, index, port, args, _metrics(metrics))
+    return _spec(config, role, index, port, (*_flags(given), *_security(config)), metrics)
 
 
 def _router(
@@ -301,13 +300,8 @@ def _router(
         args.append("--strict-fields")
     if not config.tls_mutual:
         args.append("--no-tls-mutual")  # only the router's clients may lack a certificate
-    others = _metrics(config.metrics_port)
-    return _spec(config, "router", 0, port, (*args, *_security(config)), others)
-
-
-def _metrics(port: int | None) -> tuple[WantedPort, ...]:
-    """The port for Prometheus, if the process has one."""
-    return () if port is None else (WantedPort(LOOPBACK, port, "metrics_port"),)
+    args += _security(config)
+    return _spec(config, "router", 0, port, tuple(args), config.metrics_port)
 
 
 def _security(config: ClusterConfig) -> tuple[str, ...]:
@@ -329,8 +323,11 @@ def _spec(
     index: int,
     port: int,
     args: tuple[str, ...],
-    others: tuple[WantedPort, ...],
+    metrics: int | None,
+    *others: WantedPort,
 ) -> ProcessSpec:
+    if metrics is not None:
+        others += (WantedPort(LOOPBACK, metrics, "metrics_port"),)
     spec = ProcessSpec(
         role=role,
         index=index,
