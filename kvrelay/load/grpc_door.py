@@ -64,10 +64,13 @@ class GrpcDoor:
 
 
 def account_of(usage: Usage) -> ServerAccount:
-    """The prompt's sources are those of its first leg; a further leg of a role is a migration."""
+    """The prompt's sources are those of its first leg; a further leg of a role is a migration.
+
+    A leg whose worker died before it told its admission has no length, and is not the first.
+    """
     sources = {}
-    if usage.legs:
-        first = usage.legs[0]
+    first = next((leg for leg in usage.legs if leg.length), None)
+    if first is not None:
         sources = {"local": first.local, "external": first.external, "computed": first.computed}
     roles = Counter(leg.role for leg in usage.legs)
     return ServerAccount(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.stub_server import GOOD, Behave, StubManners, stub
+from kvrelay.client.convert import usage_of
+from kvrelay.load.grpc_door import account_of
+from kvrelay.v1 import types_pb2
 from tests.load.rig import LoadCommand
 
 REQUESTS, TOKENS, PROMPT = 12, 8, 16
@@ -121,6 +124,15 @@ def test_a_wrong_usage_is_found(load: LoadCommand, manners: StubManners, said: s
     assert found.check["usages"] == REQUESTS
     assert found.check["usage_faults"] >= 1
     assert any(said in line for line in found.check["shown"]), found.check
+
+
+def test_a_leg_that_died_unheard_is_not_where_the_prompt_came_from() -> None:
+    """The router's ``cached_prompt_tokens`` leaves it out as well."""
+    lost = types_pb2.LegUsage(role=types_pb2.ROLE_DECODE, lost=True)
+    run = types_pb2.LegUsage(role=types_pb2.ROLE_DECODE, length=16, local=4, computed=12)
+    account = account_of(usage_of(types_pb2.Usage(prompt_tokens=16, legs=[lost, run])))
+    assert account.sources == {"local": 4, "external": 0, "computed": 12}
+    assert account.migrations == 1
 
 
 def test_failures_are_counted_by_kind_and_shown(load: LoadCommand) -> None:

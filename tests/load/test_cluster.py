@@ -11,6 +11,7 @@ import pytest
 from kvrelay import AsyncClient
 from kvrelay.cluster.layout import SHIPPED_MODEL, ClusterConfig
 from kvrelay.cluster.supervisor import Cluster
+from tests.cluster.processes import until
 from tests.load.rig import LoadCommand
 
 pytestmark = pytest.mark.cluster
@@ -74,9 +75,15 @@ def test_chats_of_several_turns(load: LoadCommand, cluster: Cluster) -> None:
 def test_a_killed_worker_costs_a_migration_and_no_token(
     load: LoadCommand, cluster: Cluster
 ) -> None:
-    killer = threading.Timer(1.5, lambda: cluster.kill("decode", 1))
+    before = sent(cluster)
+
+    def kill() -> None:
+        until(lambda: sent(cluster) > before + 400, lambda: "tokens are sent", 120)
+        cluster.kill("decode", 1)
+
+    killer = threading.Thread(target=kill, daemon=True)
     killer.start()
-    flags = ("--concurrency", 8, "--seconds", 4, "--prompt", 16, "--output", 200, "--distinct", 8)
+    flags = ("--concurrency", 8, "--seconds", 8, "--prompt", 16, "--output", 200, "--distinct", 8)
     found = load("--router", cluster.router, *flags, *CHECK)
     killer.join()
     assert found.status == 0, found.out
