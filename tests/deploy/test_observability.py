@@ -192,3 +192,9 @@ def test_compose_runs_what_is_scraped() -> None:
         assert services[name]["profiles"] == ["observability"]
         for volume in services[name]["volumes"]:
             assert (ROOT / volume.split(":")[0]).exists(), volume
+
+
+def test_the_page_says_what_to_do_for_each_alert() -> None:
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8").split("## Alerts\n")[1]
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted({name for name, _ in alerts()})
