@@ -30,4 +30,4 @@ def test_sdpa_is_logged_with_the_reason(
         monkeypatch.setenv(library.FORCED, "sse9")
         assert open_runner(model, limits, "auto", 1).attention_profile == "sdpa-2"
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"attention is sdpa: native cannot be used: {library.FORCED}=sse9")
+    assert line.startswith(f"attention is sdpa-2: native cannot be used: {library.FORCED}=sse9")
