@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvrelay.engine.cuda.arguments import Contexts, LayerPool, Rows, Scoring, TileShape
 from kvrelay.engine.cuda.attention_kernels import attend_decode, attend_prefill, combine_segments
 from kvrelay.engine.cuda.launch import launch
 from kvrelay.engine.cuda.row_kernels import store_rows
@@ -17,7 +18,7 @@ REVISION = 1
 """Changes with every change to the bits of a result."""
 
 _DECODE_ROWS = 16  # the fewest of a matrix instruction
-_NARROW = 128  # columns of a head, in half precision, for which the larger tiles fit
+_MIDDLE = 128  # columns of a head, in half precision, for which 64 rows fit without spilling
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,14 @@ class _Tile:
 def _tile(width: int, dtype: torch.dtype, group: int, prefill: bool) -> _Tile:
     """As large as registers and 99 KB of shared memory hold (see the tests of resources)."""
     if dtype.itemsize == 4:  # no tensor cores: numbers are in registers
-        return _Tile(max(_DECODE_ROWS, power_of_two(group)), keys=16, warps=8, stages=2)
-    rows = _DECODE_ROWS if not prefill else 64 if width <= _NARROW else 32
-    return _Tile(rows=max(rows, power_of_two(group)), keys=32, warps=8 if prefill else 4, stages=2)
+        rows = 2 * _DECODE_ROWS if prefill else _DECODE_ROWS
+        return _Tile(max(rows, power_of_two(group)), keys=16, warps=8, stages=2)
+    if not prefill:
+        return _Tile(max(_DECODE_ROWS, power_of_two(group)), keys=32, warps=4, stages=2)
+    rows = 64 if width == _MIDDLE else 32
+    return _Tile(
+        max(rows, power_of_two(group)), keys=32, warps=4 if width < _MIDDLE else 8, stages=2
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +104,10 @@ class PagedPool:
         """The columns that a program computes for a head: a power of two, 16 at least."""
         return max(16, power_of_two(self.dim))
 
-    def strides(self, layer: int) -> tuple[int, int, int, int, int]:
-        """Of a block, K to V, a position and a head; and where the layer begins."""
+    def layer(self, number: int) -> LayerPool:
+        """One layer, as kernels take it."""
         s_block, s_layer, s_kv, s_pos, s_head, _ = self.tensor.stride()
-        return s_block, s_kv, s_pos, s_head, layer * s_layer
+        return LayerPool(self.tensor, number * s_layer, s_block, s_kv, s_pos, s_head)
 
     def store(
         self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -110,15 +116,10 @@ class PagedPool:
         launch(
             store_rows,
             (key.shape[0], self.kv_heads),
-            key,
-            value,
-            self.tensor,
+            Rows.of(key),
+            Rows.of(value),
+            self.layer(layer),
             slots,
-            key.stride(0),
-            key.stride(1),
-            value.stride(0),
-            value.stride(1),
-            *self.strides(layer),
             warps=1,
             BLOCK=self.block_size,
             DIM=self.dim,
@@ -134,133 +135,110 @@ class PagedPool:
         options: AttentionOptions,
     ) -> torch.Tensor:
         """Attend Q [rows, heads, head dim], whose K and V are stored; contiguous as Q is."""
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        call = _Call(
+            self,
+            self.layer(layer),
+            query,
+            torch.empty(query.shape, dtype=query.dtype, device=query.device),
+            entries,
+            Scoring(scaling, options.window, options.softcap),
+            options.sinks,
+        )
         if entries.decodes:
-            self._decode(layer, query, out, entries, scaling, options)
+            call.decode()
         if entries.prefill_rows:
-            self._prefill(layer, query, out, entries, scaling, options)
-        return out
+            call.prefill()
+        return call.out
 
-    def _prefill(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        entries: PagedEntries,
-        scaling: float,
-        options: AttentionOptions,
-    ) -> None:
-        group = query.shape[1] // self.kv_heads
-        tile = _tile(self.width, query.dtype, group, prefill=True)
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """The launches of attention in one layer, and what they share."""
+
+    pool: PagedPool
+    layer: LayerPool
+    query: torch.Tensor
+    out: torch.Tensor
+    entries: PagedEntries
+    scoring: Scoring
+    sinks: torch.Tensor | None
+
+    def prefill(self) -> None:
+        """The entries after those of decode."""
+        entries, tile = self.entries, self._tile(prefill=True)
         spans = entries.spans[entries.decodes :]
+        positions = tile.rows // self._group
         launch(
             attend_prefill,
-            (entries.prefill_rows // (tile.rows // group) + spans.shape[0], self.kv_heads),
-            query,
-            out,
-            self.tensor,
-            spans,
-            entries.blocks,
-            out if options.sinks is None else options.sinks,
+            (entries.prefill_rows // positions + spans.shape[0], self.pool.kv_heads),
+            Rows.of(self.query),
+            Rows.of(self.out),
+            self.layer,
+            Contexts(spans, entries.blocks),
+            self.out if self.sinks is None else self.sinks,
             spans.shape[0],
             entries.decodes,
-            query.stride(0),
-            query.stride(1),
-            out.stride(0),
-            out.stride(1),
-            *self.strides(layer),
-            scaling,
-            options.window,
-            options.softcap,
+            self.scoring,
             warps=tile.warps,
             stages=tile.stages,
-            GROUP=group,
-            ROWS=tile.rows,
-            KEYS=tile.keys,
-            SEGMENT=SEGMENT,
-            BLOCK=self.block_size,
-            DIM=self.dim,
-            WIDTH=self.width,
-            WINDOWED=options.window > 0,
-            CAPPED=options.softcap > 0,
-            SINKS=options.sinks is not None,
+            TILE=self._shape(tile),
         )
 
-    def _decode(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        out: torch.Tensor,
-        entries: PagedEntries,
-        scaling: float,
-        options: AttentionOptions,
-    ) -> None:
-        group = query.shape[1] // self.kv_heads
-        tile = _tile(self.width, query.dtype, group, prefill=False)
+    def decode(self) -> None:
+        """The entries of one row: segments of keys by themselves, then their sum."""
+        entries, tile = self.entries, self._tile(prefill=False)
         segments = -(-entries.longest // SEGMENT)
-        shape = (entries.decodes, self.kv_heads, segments, group)
-        partial = torch.empty((*shape, self.dim), dtype=torch.float32, device=query.device)
-        weights = torch.empty((*shape, 2), dtype=torch.float32, device=query.device)
+        shape = (entries.decodes, self.pool.kv_heads, segments, self._group)
+        device = self.query.device
+        partial = torch.empty((*shape, self.pool.dim), dtype=torch.float32, device=device)
+        weights = torch.empty((*shape, 2), dtype=torch.float32, device=device)
         launch(
             attend_decode,
             shape[:3],
-            query,
+            Rows.of(self.query),
             partial,
             weights,
-            self.tensor,
-            entries.spans,
-            entries.blocks,
-            query.stride(0),
-            query.stride(1),
-            *self.strides(layer),
-            scaling,
-            options.window,
-            options.softcap,
+            self.layer,
+            Contexts(entries.spans, entries.blocks),
+            self.scoring,
             warps=tile.warps,
             stages=tile.stages,
-            GROUP=group,
+            TILE=self._shape(tile),
+        )
+        launch(
+            combine_segments,
+            shape[:2],
+            partial,
+            weights,
+            Rows.of(self.out),
+            entries.spans,
+            self.out if self.sinks is None else self.sinks,
+            segments,
+            self.scoring.window,
+            warps=4,
+            TILE=self._shape(tile),
+        )
+
+    @property
+    def _group(self) -> int:
+        """Query heads of a kv head."""
+        return self.query.shape[1] // self.pool.kv_heads
+
+    def _tile(self, prefill: bool) -> _Tile:
+        return _tile(self.pool.width, self.query.dtype, self._group, prefill)
+
+    def _shape(self, tile: _Tile) -> TileShape:
+        return TileShape(
+            GROUP=self._group,
             ROWS=tile.rows,
             KEYS=tile.keys,
             SEGMENT=SEGMENT,
-            BLOCK=self.block_size,
-            DIM=self.dim,
-            WIDTH=self.width,
-            WINDOWED=options.window > 0,
-            CAPPED=options.softcap > 0,
-        )
-        self._combine(partial, weights, out, entries, tile, options)
-
-    def _combine(
-        self,
-        partial: torch.Tensor,
-        weights: torch.Tensor,
-        out: torch.Tensor,
-        entries: PagedEntries,
-        tile: _Tile,
-        options: AttentionOptions,
-    ) -> None:
-        """Merge the segments of decode entries."""
-        _, _, segments, group, _ = partial.shape
-        launch(
-            combine_segments,
-            partial.shape[:2],
-            partial,
-            weights,
-            out,
-            entries.spans,
-            out if options.sinks is None else options.sinks,
-            segments,
-            out.stride(0),
-            out.stride(1),
-            options.window,
-            warps=4,
-            GROUP=group,
-            ROWS=tile.rows,
-            SEGMENT=SEGMENT,
-            DIM=self.dim,
-            WIDTH=self.width,
-            WINDOWED=options.window > 0,
-            SINKS=options.sinks is not None,
+            BLOCK=self.pool.block_size,
+            DIM=self.pool.dim,
+            WIDTH=self.pool.width,
+            WINDOWED=self.scoring.window > 0,
+            CAPPED=self.scoring.softcap > 0,
+            SINKS=self.sinks is not None,
         )
 
 

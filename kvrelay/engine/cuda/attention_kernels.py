@@ -8,7 +8,8 @@ as far as a product of matrices does not depend on the number of its rows.
 
 ``spans`` [entries, 4] has of each entry its first row in Q, its first position, its number of
 positions and where its block table begins in ``blocks``. Scores are kept in units of log2(e).
-Offsets are 64-bit: pools of more than 2 ** 31 elements are usual.
+Offsets are 64-bit: pools of more than 2 ** 31 elements are usual. Arguments that are named tuples,
+and ``TILE``, are those of ``arguments``.
 """
 
 import triton
@@ -19,57 +20,39 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _attend_segment(
-    query,
-    pool,
-    table,
-    position,
-    low,
-    begin,
-    end,
-    s_block,
-    s_kv,
-    s_pos,
-    scale,
-    window,
-    softcap,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
+    query, head, table, position, low, begin, end, pool, scoring, TILE: tl.constexpr
 ):
     """Largest score, sum of weights and weighted V of rows over keys ``[begin, end)``.
 
-    ``begin`` is a multiple of ``KEYS``; keys below ``low`` are not read. A tile that hides all its
-    keys from a row changes nothing of that row.
+    ``head`` is where the kv head begins in the layer. ``begin`` is a multiple of ``KEYS``; keys
+    below ``low`` are not read. A tile that hides all its keys from a row changes nothing of it.
     """
-    column = tl.arange(0, WIDTH)
-    wide = column < DIM
-    best = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    out = tl.zeros([ROWS, WIDTH], tl.float32)
-    for first in range(begin, end, KEYS):
-        key = first + tl.arange(0, KEYS)
+    column = tl.arange(0, TILE.WIDTH)
+    wide = column < TILE.DIM
+    best = tl.full([TILE.ROWS], float("-inf"), tl.float32)
+    total = tl.full([TILE.ROWS], 0.0, tl.float32)
+    out = tl.full([TILE.ROWS, TILE.WIDTH], 0.0, tl.float32)
+    for first in range(begin, end, TILE.KEYS):
+        key = first + tl.arange(0, TILE.KEYS)
         read = (key >= low) & (key < end)
-        block = tl.load(table + key // BLOCK, mask=read, other=0).to(tl.int64)
-        at = pool + block * s_block + (key % BLOCK) * s_pos
+        block = tl.load(table + key // TILE.BLOCK, mask=read, other=0).to(tl.int64)
+        at = head + block * pool.s_block + key % TILE.BLOCK * pool.s_pos
         keys = tl.load(at[None, :] + column[:, None], mask=read[None, :] & wide[:, None], other=0.0)
-        score = tl.dot(query, keys, input_precision="ieee") * scale
-        if CAPPED:  # softcap * tanh(score / softcap)
-            score = softcap - 2.0 * softcap / (tl.exp2(score * (2.0 * LOG2_E / softcap)) + 1.0)
+        score = tl.dot(query, keys, input_precision="ieee") * scoring.scale
+        if TILE.CAPPED:  # softcap * tanh(score / softcap)
+            cap = scoring.softcap
+            score = cap - 2.0 * cap / (tl.exp2(score * (2.0 * LOG2_E / cap)) + 1.0)
         score = score * LOG2_E
         seen = read[None, :] & (key[None, :] <= position[:, None])
-        if WINDOWED:
-            seen = seen & (key[None, :] > position[:, None] - window)
+        if TILE.WINDOWED:
+            seen = seen & (key[None, :] > position[:, None] - scoring.window)
         score = tl.where(seen, score, float("-inf"))
         top = tl.maximum(best, tl.max(score, 1))
         base = tl.where(top == float("-inf"), 0.0, top)
         weight = tl.exp2(score - base[:, None])
         fade = tl.exp2(best - base)
         values = tl.load(
-            at[:, None] + s_kv + column[None, :], mask=read[:, None] & wide[None, :], other=0.0
+            at[:, None] + pool.s_kv + column[None, :], mask=read[:, None] & wide[None, :], other=0.0
         )
         added = tl.dot(weight.to(values.dtype), values, input_precision="ieee")
         out = out * fade[:, None] + added
@@ -117,125 +100,69 @@ def _entry_of_tile(spans, entries, first_row, number, POSITIONS: tl.constexpr):
 
 @triton.jit
 def attend_prefill(
-    query,
-    out,
-    pool,
-    spans,
-    blocks,
-    sinks,
-    entries,
-    first_row,
-    q_row: tl.int64,
-    q_head: tl.int64,
-    o_row: tl.int64,
-    o_head: tl.int64,
-    s_block: tl.int64,
-    s_kv: tl.int64,
-    s_pos: tl.int64,
-    s_head: tl.int64,
-    layer_offset: tl.int64,
-    scale,
-    window,
-    softcap,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SINKS: tl.constexpr,
+    query, out, pool, contexts, sinks, entries, first_row, scoring, TILE: tl.constexpr
 ):
     """``ROWS // GROUP`` positions of one entry and the ``GROUP`` query heads of one kv head.
 
     Entry ``i`` owns the tiles from ``(its first row - first_row) // positions of a tile + i`` on:
     enough for its positions, without an index of tiles. Programs of tiles that are none return.
     """
-    POSITIONS: tl.constexpr = ROWS // GROUP
+    POSITIONS: tl.constexpr = TILE.ROWS // TILE.GROUP
     number = tl.program_id(0)
     kv_head = tl.program_id(1)
-    entry = _entry_of_tile(spans, entries, first_row, number, POSITIONS)
-    span = spans + entry * 4
+    entry = _entry_of_tile(contexts.spans, entries, first_row, number, POSITIONS)
+    span = contexts.spans + entry * 4
     row = tl.load(span)
     start = tl.load(span + 1)
     count = tl.load(span + 2)
     tile = number - ((row - first_row) // POSITIONS + entry)
     before = tile * POSITIONS
     if before < count:
-        index = tl.arange(0, ROWS)
-        place = before + index // GROUP
-        head = kv_head * GROUP + index % GROUP
-        live = (place < count) & (index < POSITIONS * GROUP)
-        column = tl.arange(0, WIDTH)
-        mask = live[:, None] & (column < DIM)[None, :]
+        index = tl.arange(0, TILE.ROWS)
+        place = before + index // TILE.GROUP
+        head = kv_head * TILE.GROUP + index % TILE.GROUP
+        live = (place < count) & (index < POSITIONS * TILE.GROUP)
+        column = tl.arange(0, TILE.WIDTH)
+        mask = live[:, None] & (column < TILE.DIM)[None, :]
         line = (row + place).to(tl.int64)
         head = tl.where(live, head, 0)
         rows = tl.load(
-            query + line[:, None] * q_row + head[:, None] * q_head + column[None, :],
+            query.tensor + (line * query.s_row + head * query.s_head)[:, None] + column[None, :],
             mask=mask,
             other=0.0,
         )
-        position = start + place
         end = start + tl.minimum(before + POSITIONS, count)
         low = 0
-        if WINDOWED:
-            low = tl.maximum(start + before - window + 1, 0)
-        best = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        state = tl.zeros([ROWS, WIDTH], tl.float32)
-        table = blocks + tl.load(span + 3)
-        base = pool + layer_offset + kv_head * s_head
-        for segment in range(low // SEGMENT, tl.cdiv(end, SEGMENT)):
+        if TILE.WINDOWED:
+            low = tl.maximum(start + before - scoring.window + 1, 0)
+        best = tl.full([TILE.ROWS], float("-inf"), tl.float32)
+        total = tl.full([TILE.ROWS], 0.0, tl.float32)
+        state = tl.full([TILE.ROWS, TILE.WIDTH], 0.0, tl.float32)
+        table = contexts.blocks + tl.load(span + 3)
+        for segment in range(low // TILE.SEGMENT, tl.cdiv(end, TILE.SEGMENT)):
             next_best, next_total, next_state = _attend_segment(
                 rows,
-                base,
+                pool.tensor + pool.offset + kv_head.to(tl.int64) * pool.s_head,
                 table,
-                position,
+                start + place,
                 low,
-                tl.maximum(segment * SEGMENT, low // KEYS * KEYS),
-                tl.minimum((segment + 1) * SEGMENT, end),
-                *(s_block, s_kv, s_pos, scale, window, softcap),
-                *(ROWS, KEYS, BLOCK, DIM, WIDTH, WINDOWED, CAPPED),
+                tl.maximum(segment * TILE.SEGMENT, low // TILE.KEYS * TILE.KEYS),
+                tl.minimum((segment + 1) * TILE.SEGMENT, end),
+                pool,
+                scoring,
+                TILE,
             )
             best, total, state = _merge(best, total, state, next_best, next_total, next_state)
-        result = _finish(best, total, state, sinks, head, SINKS)
+        result = _finish(best, total, state, sinks, head, TILE.SINKS)
         tl.store(
-            out + line[:, None] * o_row + head[:, None] * o_head + column[None, :],
-            result.to(out.dtype.element_ty),
+            out.tensor + (line * out.s_row + head * out.s_head)[:, None] + column[None, :],
+            result.to(out.tensor.dtype.element_ty),
             mask=mask,
         )
 
 
 @triton.jit
-def attend_decode(
-    query,
-    partial,
-    weights,
-    pool,
-    spans,
-    blocks,
-    q_row: tl.int64,
-    q_head: tl.int64,
-    s_block: tl.int64,
-    s_kv: tl.int64,
-    s_pos: tl.int64,
-    s_head: tl.int64,
-    layer_offset: tl.int64,
-    scale,
-    window,
-    softcap,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAPPED: tl.constexpr,
-):
+def attend_decode(query, partial, weights, pool, contexts, scoring, TILE: tl.constexpr):
     """One segment of keys, one entry of one position, the query heads of one kv head.
 
     ``partial`` [entries, kv heads, segments, group, head dim] and ``weights`` [.., group, 2] (the
@@ -244,103 +171,78 @@ def attend_decode(
     entry = tl.program_id(0)
     kv_head = tl.program_id(1)
     segment = tl.program_id(2)
-    span = spans + entry * 4
+    span = contexts.spans + entry * 4
     position = tl.load(span + 1)
     count = tl.load(span + 2)
     low = 0
-    if WINDOWED:
-        low = tl.maximum(position - window + 1, 0)
-    first = segment * SEGMENT
-    if (count > 0) & (first <= position) & (first + SEGMENT > low):
-        index = tl.arange(0, ROWS)
-        live = index < GROUP
-        head = kv_head * GROUP + tl.where(live, index, 0)
-        column = tl.arange(0, WIDTH)
-        mask = live[:, None] & (column < DIM)[None, :]
+    if TILE.WINDOWED:
+        low = tl.maximum(position - scoring.window + 1, 0)
+    first = segment * TILE.SEGMENT
+    if (count > 0) & (first <= position) & (first + TILE.SEGMENT > low):
+        index = tl.arange(0, TILE.ROWS)
+        live = index < TILE.GROUP
+        head = kv_head * TILE.GROUP + tl.where(live, index, 0)
+        column = tl.arange(0, TILE.WIDTH)
+        mask = live[:, None] & (column < TILE.DIM)[None, :]
         line = tl.load(span).to(tl.int64)
         rows = tl.load(
-            query + line * q_row + head[:, None] * q_head + column[None, :], mask=mask, other=0.0
+            query.tensor + (line * query.s_row + head * query.s_head)[:, None] + column[None, :],
+            mask=mask,
+            other=0.0,
         )
         best, total, state = _attend_segment(
             rows,
-            pool + layer_offset + kv_head * s_head,
-            blocks + tl.load(span + 3),
-            position + tl.zeros([ROWS], tl.int32),
+            pool.tensor + pool.offset + kv_head.to(tl.int64) * pool.s_head,
+            contexts.blocks + tl.load(span + 3),
+            position + tl.full([TILE.ROWS], 0, tl.int32),
             low,
-            tl.maximum(first, low // KEYS * KEYS),
-            tl.minimum(first + SEGMENT, position + 1),
-            s_block,
-            s_kv,
-            s_pos,
-            scale,
-            window,
-            softcap,
-            ROWS,
-            KEYS,
-            BLOCK,
-            DIM,
-            WIDTH,
-            WINDOWED,
-            CAPPED,
+            tl.maximum(first, low // TILE.KEYS * TILE.KEYS),
+            tl.minimum(first + TILE.SEGMENT, position + 1),
+            pool,
+            scoring,
+            TILE,
         )
         part = (entry.to(tl.int64) * tl.num_programs(1) + kv_head) * tl.num_programs(2) + segment
-        at = part * GROUP + index
+        at = part * TILE.GROUP + index
         tl.store(weights + at * 2, best, mask=live)
         tl.store(weights + at * 2 + 1, total, mask=live)
-        tl.store(partial + at[:, None] * DIM + column[None, :], state, mask=mask)
+        tl.store(partial + at[:, None] * TILE.DIM + column[None, :], state, mask=mask)
 
 
 @triton.jit
-def combine_segments(
-    partial,
-    weights,
-    out,
-    spans,
-    sinks,
-    segments,
-    o_row: tl.int64,
-    o_head: tl.int64,
-    window,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SINKS: tl.constexpr,
-):
+def combine_segments(partial, weights, out, spans, sinks, segments, window, TILE: tl.constexpr):
     """Merge the segments of one entry and kv head in their order, as ``attend_prefill`` does."""
     entry = tl.program_id(0)
     kv_head = tl.program_id(1)
     span = spans + entry * 4
     position = tl.load(span + 1)
     if tl.load(span + 2) > 0:
-        index = tl.arange(0, ROWS)
-        live = index < GROUP
-        column = tl.arange(0, WIDTH)
-        mask = live[:, None] & (column < DIM)[None, :]
-        best = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        state = tl.zeros([ROWS, WIDTH], tl.float32)
+        index = tl.arange(0, TILE.ROWS)
+        live = index < TILE.GROUP
+        column = tl.arange(0, TILE.WIDTH)
+        mask = live[:, None] & (column < TILE.DIM)[None, :]
+        best = tl.full([TILE.ROWS], float("-inf"), tl.float32)
+        total = tl.full([TILE.ROWS], 0.0, tl.float32)
+        state = tl.full([TILE.ROWS, TILE.WIDTH], 0.0, tl.float32)
         low = 0
-        if WINDOWED:
+        if TILE.WINDOWED:
             low = tl.maximum(position - window + 1, 0)
         part = (entry.to(tl.int64) * tl.num_programs(1) + kv_head) * segments
-        for segment in range(low // SEGMENT, position // SEGMENT + 1):
-            at = (part + segment) * GROUP + index
+        for segment in range(low // TILE.SEGMENT, position // TILE.SEGMENT + 1):
+            at = (part + segment) * TILE.GROUP + index
             best, total, state = _merge(
                 best,
                 total,
                 state,
                 tl.load(weights + at * 2, mask=live, other=float("-inf")),
                 tl.load(weights + at * 2 + 1, mask=live, other=0.0),
-                tl.load(partial + at[:, None] * DIM + column[None, :], mask=mask, other=0.0),
+                tl.load(partial + at[:, None] * TILE.DIM + column[None, :], mask=mask, other=0.0),
             )
-        head = kv_head * GROUP + tl.where(live, index, 0)
-        result = _finish(best, total, state, sinks, head, SINKS)
+        head = kv_head * TILE.GROUP + tl.where(live, index, 0)
+        result = _finish(best, total, state, sinks, head, TILE.SINKS)
         line = tl.load(span).to(tl.int64)
         tl.store(
-            out + line * o_row + head[:, None] * o_head + column[None, :],
-            result.to(out.dtype.element_ty),
+            out.tensor + (line * out.s_row + head * out.s_head)[:, None] + column[None, :],
+            result.to(out.tensor.dtype.element_ty),
             mask=mask,
         )

@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from kvrelay.engine.cuda.arguments import Contexts, LayerPool, Rows, Scoring, TileShape
+
 OLDEST = (8, 0)
 """The oldest compute capability for which the kernels are compiled in the tests."""
 
@@ -22,10 +24,10 @@ class Kernel(Protocol):
 def launch(
     kernel: Kernel,
     grid: tuple[int, ...],
-    *arguments: torch.Tensor | float,
+    *arguments: torch.Tensor | float | Rows | LayerPool | Contexts | Scoring,
     warps: int,
     stages: int = 1,
-    **constants: int | bool,
+    **constants: int | bool | TileShape,
 ) -> None:
     """Launch programs; none if the grid is empty.
 

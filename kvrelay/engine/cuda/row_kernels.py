@@ -1,7 +1,7 @@
 """Triton kernels of what stands between a decoder layer's matrix products, a row at a time.
 
 No row depends on another. Every rounding is where ``model.decoder`` has it on the CPU: they are
-launched without the fusion of products and sums.
+launched without the fusion of products and sums. ``arguments`` has the named tuples they take.
 """
 
 import triton
@@ -10,22 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def store_rows(
-    key,
-    value,
-    pool,
-    slots,
-    k_row: tl.int64,
-    k_head: tl.int64,
-    v_row: tl.int64,
-    v_head: tl.int64,
-    s_block: tl.int64,
-    s_kv: tl.int64,
-    s_pos: tl.int64,
-    s_head: tl.int64,
-    layer_offset: tl.int64,
-    BLOCK: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
+    key, value, pool, slots, BLOCK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr
 ):
     """K and V of one position and one kv head; a slot below 0 is padding."""
     row = tl.program_id(0).to(tl.int64)
@@ -34,12 +19,12 @@ def store_rows(
     if slot >= 0:
         column = tl.arange(0, WIDTH)
         mask = column < DIM
-        at = pool + slot // BLOCK * s_block + slot % BLOCK * s_pos
-        at += layer_offset + head * s_head + column
-        tl.store(at, tl.load(key + row * k_row + head * k_head + column, mask=mask), mask=mask)
-        tl.store(
-            at + s_kv, tl.load(value + row * v_row + head * v_head + column, mask=mask), mask=mask
-        )
+        at = pool.tensor + slot // BLOCK * pool.s_block + slot % BLOCK * pool.s_pos
+        at += pool.offset + head.to(tl.int64) * pool.s_head + column
+        k = tl.load(key.tensor + row * key.s_row + head * key.s_head + column, mask=mask)
+        v = tl.load(value.tensor + row * value.s_row + head * value.s_head + column, mask=mask)
+        tl.store(at, k, mask=mask)
+        tl.store(at + pool.s_kv, v, mask=mask)
 
 
 @triton.jit
@@ -85,11 +70,6 @@ def rotate_and_store(
     sines,
     weight,
     j_row: tl.int64,
-    s_block: tl.int64,
-    s_kv: tl.int64,
-    s_pos: tl.int64,
-    s_head: tl.int64,
-    layer_offset: tl.int64,
     epsilon,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
@@ -131,8 +111,10 @@ def rotate_and_store(
         slot = tl.load(slots + row).to(tl.int64)
         if slot >= 0:
             other = head - QUERIES
-            at = pool + slot // BLOCK * s_block + slot % BLOCK * s_pos + layer_offset
-            at += other // KEYS * s_kv + other % KEYS * s_head
+            at = (
+                pool.tensor + slot // BLOCK * pool.s_block + slot % BLOCK * pool.s_pos + pool.offset
+            )
+            at += other // KEYS * pool.s_kv + (other % KEYS).to(tl.int64) * pool.s_head
             tl.store(at + column, x, mask=mask)
 
 

@@ -155,7 +155,7 @@ def padded_entries(rng: random.Random) -> None:
     pool[1] = torch.randn(pool[1].shape)
     entries = entries_of([(9, 1, [1]), (9, 0, [3]), (9, 0, [3])], 3, 16)
     entries = replace(entries, slots=torch.tensor([25, -1, -1], dtype=torch.int32), prefill_rows=0)
-    entries.spans[1:, 3] = 1 << 29  # a table that may not be read
+    entries.spans[1:, ::3] = 1 << 29  # a row and a table that may not be touched
     paged = PagedPool(pool)
     key, value, query = torch.randn(3, 3, 2, 32)
     before = pool.clone()
@@ -226,6 +226,7 @@ def long_contexts(rng: random.Random) -> None:
         table = list(range(pool.shape[0]))
         rng.shuffle(table)
         sinks = torch.randn(4, generator=generator) * 2
+        sinks[0] = -90.0  # no weight, and far below every score
         problem = Problem(pool, 4, 0.3, sinks=sinks)
         for end in (SEGMENT, SEGMENT + 1, SEGMENT + 20, 2 * SEGMENT - 1, 2 * SEGMENT + 70):
             count = 40 if end == SEGMENT + 20 else rng.choice((1, 2, 40))

@@ -90,19 +90,23 @@ def recorded(case: str, run: Callable[[], object]) -> list[Launched]:
 
 def compiled(launched: Launched, architecture: int) -> Resources:
     """Compile a recorded call, with the specialisations that Triton makes of its arguments."""
-    signature: dict[str, str] = {}
-    constants: dict[str, object] = {}
-    attributes: dict[tuple[int], list[list[object]]] = {}
+    signature: dict[str, object] = {}
+    constants: dict[tuple[int, ...], object] = {}
+    attributes: dict[tuple[int, ...], list[list[object]]] = {}
     for number, parameter in enumerate(launched.kernel.params):
         value = launched.arguments[parameter.name]
-        kind, aligned = _kind(value, parameter.annotation)
-        if parameter.is_constexpr or kind == "constexpr":
+        if parameter.is_constexpr:
             signature[parameter.name] = "constexpr"
-            constants[parameter.name] = value
-            continue
-        signature[parameter.name] = kind
-        if aligned:
-            attributes[(number,)] = [["tt.divisibility", 16]]
+            constants[(number,)] = value
+        elif isinstance(value, tuple):
+            kinds = [
+                _specialised((number, place), field, "", constants, attributes)
+                for place, field in enumerate(value)
+            ]
+            signature[parameter.name] = type(value)(*kinds)
+        else:
+            kind = _specialised((number,), value, parameter.annotation, constants, attributes)
+            signature[parameter.name] = kind
     made = triton.compile(
         ASTSource(launched.kernel, signature, constants, attributes),
         target=GPUTarget("cuda", architecture, 32),
@@ -121,6 +125,22 @@ def compiled(launched: Launched, architecture: int) -> Resources:
         products=len(re.findall(r"\bmma\.sync|\bwgmma\.mma_async|\btcgen05\.mma", text)),
         wide_loads=len(re.findall(r"ld\.global[.\w]*\.v4\.b32|cp\.async\.cg", text)),
     )
+
+
+def _specialised(
+    path: tuple[int, ...],
+    value: object,
+    annotation: object,
+    constants: dict[tuple[int, ...], object],
+    attributes: dict[tuple[int, ...], list[list[object]]],
+) -> str:
+    """The type of an argument or of a field of one, whose specialisation is noted."""
+    kind, aligned = _kind(value, annotation)
+    if kind == "constexpr":
+        constants[path] = value
+    elif aligned:
+        attributes[path] = [["tt.divisibility", 16]]
+    return kind
 
 
 def _kind(value: object, annotation: object) -> tuple[str, bool]:

@@ -77,7 +77,8 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def kernel(self, function: JITFunction, *given: object, **named: object) -> None:
         """In place of ``JITFunction.run``."""
         for value in (*given, *named.values()):
-            assert not isinstance(value, torch.Tensor) or value.device.type == "cuda", function
+            for field in value if isinstance(value, tuple) else (value,):
+                assert not isinstance(field, torch.Tensor) or field.device.type == "cuda", function
         self.launched[str(function.fn.__name__)] += 1
 
 
