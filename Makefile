@@ -36,7 +36,7 @@ up: $(READY) ## start a cluster that serves until Ctrl-C
 
 test: $(READY) ## run the tests (under ten minutes on two cores)
 	@$(BIN)/python -m pytest -m 'not slow and not peer and not triton' \
-		-n $(JOBS) --dist loadfile $(ARGS)
+		-n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 cover: $(READY) ## run the tests with coverage (half as long again)
 	@$(BIN)/python -m pytest -m 'not slow and not peer and not triton' --cov --cov-report=term $(ARGS)
