@@ -34,6 +34,7 @@ from benchmarks.random_model import make_model
 from kvrelay.cluster.ports import free_ports
 
 START_SECONDS = 600.0  # vLLM compiles for minutes the first time
+SETTLE_SECONDS = 2.0  # the threads of an engine may spin after its last request
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -110,7 +111,7 @@ def kvrelay(model: Path, threads: int) -> tuple[str, str, int, list[str]]:
     """The command of a cluster with one worker."""
     port, http_port = free_ports(2)
     program = "import sys; from kvrelay.cli.main import main; sys.exit(main())"
-    words = ["-c", program, "up", "--model", str(model), "--prefill", "0"]
+    words = ["-c", program, "up", "--model", str(model), "--prefill", "0", "--kv-memory", "1GiB"]
     words += ["--port", str(port), "--http-port", str(http_port), "--threads", str(threads)]
     return "kvrelay", model.name, http_port, [sys.executable, *words]
 
@@ -150,6 +151,7 @@ def measure(
         threading.Thread(target=lambda p=prompt: spans.append(ask(peer, p, load.new)))
         for prompt in prompts
     ]
+    time.sleep(SETTLE_SECONDS)
     own, busy = _processor(peer.process.pid) + time.process_time(), _busy()
     before = time.monotonic()
     for thread in threads:

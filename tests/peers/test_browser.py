@@ -45,7 +45,7 @@ def test_a_page_streams_resumes_and_leaves(served: Served, tmp_path: Path) -> No
         whole, begun, resumed = (said[name]["events"] for name in ("whole", "begun", "resumed"))
         assert said["whole"]["type"].startswith("text/event-stream")
         assert "Boston" in text_of(whole)
-        assert len({event["id"] for event in whole}) > len(begun) == 4
+        assert len({event["id"] for event in whole}) > len(begun) == 2
         assert text_of([*begun, *resumed]) == text_of(whole)
         for name in ("prompt_tokens", "completion_tokens"):
             assert usage(resumed)[name] == usage(whole)[name] > 0

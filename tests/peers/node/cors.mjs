@@ -49,7 +49,7 @@ const ask = (url, last) =>
   );
 const whole = await ask(ours, null);
 const ids = (whole.text ?? "").split("\n").filter((line) => line.startsWith("id: "));
-const resumed = await ask(ours, (ids[3] ?? "id: ").slice(4));
+const resumed = await ask(ours, (ids[0] ?? "id: ").slice(4));
 const refused = await ask(other, null);
 console.log(JSON.stringify({ whole, resumed, refused }));
 await browser.close();

@@ -58,7 +58,7 @@ const body = {
 };
 const read = (...words) => page.evaluate((all) => globalThis.read(...all), words);
 const whole = await read(path, body, null, 1000);
-const begun = await read(path, body, null, 4);
+const begun = await read(path, body, null, 2);
 const resumed = await read(path, body, begun.events.at(-1).id, 1000);
 const refused = await read(path, { ...body, top_p: 7 }, null, 1);
 console.log(JSON.stringify({ version: browser.version(), whole, begun, resumed, refused }));
