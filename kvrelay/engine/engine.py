@@ -8,13 +8,11 @@ other threads post commands, and get the updates of a step through ``deliver``.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from kvrelay.engine.core.audit import Finding, audit
 from kvrelay.engine.core.blocks import Naming
@@ -27,15 +25,13 @@ from kvrelay.engine.core.scheduler import Scheduler
 from kvrelay.engine.core.totals import Totals
 from kvrelay.engine.core.updates import OutputGrammar, Sampled, Token, Update, Work
 from kvrelay.engine.safe_connector import SafeConnector
-from kvrelay.engine.watchdog import Watchdog, stack_of
+from kvrelay.engine.stepping import SteppingThread
 from kvrelay.errors import Exhausted, KvrelayError, Unavailable
 from kvrelay.sampling import Sampling
 
 log = logging.getLogger(__name__)
 
 Deliver = Callable[[Sequence[tuple[str, Update]]], None]
-T = TypeVar("T")
-IDLE_SECONDS = 1.0  # commands and events wake the thread; this covers a missed wake-up
 
 
 class ModelRunner(Protocol):
@@ -80,7 +76,7 @@ class EngineLoad:
     totals: Totals
 
 
-class Engine:
+class Engine(SteppingThread):
     """Serves requests until closed."""
 
     def __init__(
@@ -97,6 +93,7 @@ class Engine:
         self._transfers = connector
         self._deliver = deliver
         self._options = options = options or EngineOptions()
+        super().__init__(options.step_seconds, options.on_fatal)
         self._connector = safe = SafeConnector(connector)
         self._scheduler = (
             Scheduler(limits, naming, safe.lookup, safe.cancel)
@@ -106,13 +103,6 @@ class Engine:
         self._legs = Legs(limits.block_size)
         self._steps = 0
         self._load = self._measure()
-        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._wake = threading.Event()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._turns = 0
-        self._in_turn = False
-        self._watchdog = Watchdog(options.step_seconds, self._turn_under_way, self._hangs)
 
     def start(self) -> None:
         """Start the engine's thread and the connector's."""
@@ -146,85 +136,10 @@ class Engine:
 
     def close(self, timeout: float = 10.0) -> None:
         """Stop; open requests fail as unavailable."""
-        self._closing.set()
-        self._watchdog.end()
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout)
+        self._end(timeout)
         self._transfers.close()
 
-    def turn(self) -> bool:
-        """Run the posted commands and one step, and deliver its updates.
-
-        The engine's thread calls it until the engine is closed; without that thread, a caller may.
-        Returns whether there was anything to compute. Raises if the accounting is lost.
-        """
-        self._turns += 1
-        self._in_turn = True
-        try:
-            busy = self._step()
-        except Exception as error:  # noqa: BLE001 - the edge: it ends the requests of the step
-            self._fail_step(error)
-            busy = True
-        self._publish()
-        self._in_turn = False
-        return busy
-
-    # --- the thread -----------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while not self._closing.is_set():
-                if not self.turn():
-                    self._wake.wait(IDLE_SECONDS)
-                self._wake.clear()
-            self._run_commands()
-        except Exception as error:  # noqa: BLE001 - the edge: nothing here can be trusted now
-            self._give_up(error)
-        finally:
-            self._fail(self._legs.ids, "the worker is stopping")
-            self._publish()
-
-    def _give_up(self, error: Exception) -> None:
-        log.critical("the engine cannot continue", exc_info=error)
-        self._lose()
-
-    def _turn_under_way(self) -> int | None:
-        return self._turns if self._in_turn else None
-
-    def _hangs(self) -> None:
-        log.critical("the engine hangs in a step:\n%s", stack_of(self._thread))
-        self._lose()
-
-    def _lose(self) -> None:
-        self._closing.set()
-        self._options.on_fatal()
-
-    def _post(self, command: Callable[[], None]) -> None:
-        self._commands.put(command)
-        self._wake.set()
-
-    def _call(self, function: Callable[[], T]) -> Future[T]:
-        future: Future[T] = Future()
-
-        def command() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function())
-            except Exception as error:  # noqa: BLE001 - the future hands it to the caller
-                future.set_exception(error)
-
-        self._post(command)
-        return future
-
-    def _run_commands(self) -> None:
-        while True:
-            try:
-                command = self._commands.get_nowait()
-            except Empty:
-                return
-            command()
+    # --- one step -------------------------------------------------------------------------------
 
     def _publish(self) -> None:
         self._load = self._measure()
@@ -235,10 +150,7 @@ class Engine:
         if updates:
             self._deliver(updates)
 
-    # --- one step -------------------------------------------------------------------------------
-
     def _step(self) -> bool:
-        self._run_commands()
         for event in self._connector.poll():
             self._take_event(event)
         plan = self._scheduler.schedule()
@@ -261,7 +173,7 @@ class Engine:
         self._scheduler.saved(event.request_id, event.epoch, event.serial)
         leg = self._legs.end_save(event)
         if leg is not None:
-            self._end(leg)
+            self._end_leg(leg)
 
     def _begin(self, plan: Plan) -> None:
         now = time.monotonic()
@@ -318,7 +230,7 @@ class Engine:
                 finish = finish or Finish.STOP
                 self._scheduler.abort(request_id, finish)
             self._legs.queue_update(request_id, Token(item, finish))
-            self._end(leg)
+            self._end_leg(leg)
 
     # --- requests -------------------------------------------------------------------------------
 
@@ -346,10 +258,13 @@ class Engine:
         if self._legs.drop(request_id):
             self._connector.release(request_id)
 
-    def _end(self, leg: Leg) -> None:
+    def _end_leg(self, leg: Leg) -> None:
         """Send the account of a leg if it is complete."""
         if self._legs.end(leg):
             self._connector.release(leg.request.id)
+
+    def _fail_all(self, reason: str) -> None:
+        self._fail(self._legs.ids, reason)
 
     def _fail(self, request_ids: Sequence[str], reason: str) -> None:
         for request_id in request_ids:

@@ -24,7 +24,7 @@ from kvrelay.worker.announce import Announcer
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.roles import RoleSwitch
 from kvrelay.worker.service import SERVICE, WorkerService
-from kvrelay.worker.worker import Worker, counters_of
+from kvrelay.worker.worker import Worker
 
 log = logging.getLogger(__name__)
 
@@ -75,23 +75,26 @@ async def _serve(worker: Worker, services: Sequence[Register]) -> int:
 def _metrics(worker: Worker) -> CollectorRegistry:
     config = worker.config
     labels = {
-        "model_name": worker.namespace.model,
+        "model_name": worker.opened.namespace.model,
         "worker": config.advertise or str(Address(config.host, config.port)),
         "role": NAMES[worker.identity.started_as],  # one series, whatever its role becomes
     }
-    store = counters_of(worker.connector)
     return metrics.registry_of(
-        worker.engine, labels, worker.histograms, store, config.store is not None
+        worker.engine,
+        labels,
+        worker.histograms,
+        worker.opened.store_counters,
+        config.store is not None,
     )
 
 
 def _ready(worker: Worker, address: str) -> str:
-    info = worker.model.info
+    opened = worker.opened
+    model, limits = opened.model, opened.limits
     return (
-        f"{worker.identity.name} worker ready on {address}: {info.name} {info.dtype} on"
-        f" {info.device}, attention {worker.runner.attention_profile},"
-        f" threads {worker.runner.threads},"
-        f" {worker.limits.num_blocks} blocks of {worker.limits.block_size}"
+        f"{worker.identity.name} worker ready on {address}: {model.name} {model.dtype} on"
+        f" {model.device}, attention {opened.attention}, threads {opened.threads},"
+        f" {limits.num_blocks} blocks of {limits.block_size}"
     )
 
 

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.engine.core.updates import Ended
-from kvrelay.engine.engine import Engine, EngineLoad
+from kvrelay.engine.engine import EngineLoad
 from kvrelay.rpc.server.families import (
     PREFIX,
     REQUEST_SECONDS,
@@ -25,6 +25,7 @@ from kvrelay.rpc.server.families import (
     labelled,
 )
 from kvrelay.usage import Miss
+from kvrelay.worker.engines.opened import WorkerEngine
 
 StoreReader = Callable[[], ConnectorCounters]
 
@@ -82,7 +83,7 @@ class WorkerCollector(Collector):
 
     def __init__(
         self,
-        engine: Engine,
+        engine: WorkerEngine,
         labels: Mapping[str, str],
         histograms: WorkerHistograms,
         store: StoreReader | None,
@@ -180,7 +181,7 @@ def counters_by_label(load: EngineLoad) -> Iterator[tuple[str, str, str, Mapping
 
 
 def registry_of(
-    engine: Engine,
+    engine: WorkerEngine,
     labels: Mapping[str, str],
     histograms: WorkerHistograms,
     store: StoreReader | None = None,

@@ -108,5 +108,5 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
                 for finding in findings
             ],
             requests=self._worker.streams.open,
-            blocks=self._worker.limits.num_blocks,
+            blocks=self._worker.opened.limits.num_blocks,
         )

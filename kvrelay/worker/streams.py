@@ -10,10 +10,10 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from kvrelay.engine.core.legs import StopChecker
 from kvrelay.engine.core.request import Order
 from kvrelay.engine.core.updates import Admitted, Ended, Failed, OutputGrammar, Token, Update
-from kvrelay.engine.engine import Engine
 from kvrelay.errors import Draining
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.sampling import Sampling
+from kvrelay.worker.engines.opened import WorkerEngine
 
 LegUpdates = list[Admitted | Token | Ended]
 LAST_SECONDS = 2.0  # of a deadline, reserved to end the remaining legs and to answer
@@ -64,7 +64,7 @@ class LegStreams:
     @asynccontextmanager
     async def run(
         self,
-        engine: Engine,
+        engine: WorkerEngine,
         order: Order,
         sampling: Sampling,
         stop_checker: StopChecker | None,

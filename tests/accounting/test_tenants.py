@@ -12,7 +12,7 @@ from kvrelay.engine.core.external import Query
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.core.request import Order
 from kvrelay.engine.core.scheduler import Scheduler
-from kvrelay.worker.worker import naming_of
+from kvrelay.worker.engines.native import naming_of
 from kvstore import connect
 from kvstore.client.memory import forget
 from tests.connector.rig import B, Worker, blocks_for

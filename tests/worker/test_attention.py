@@ -10,7 +10,7 @@ import pytest
 from kvrelay.engine.attention.native import library
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.model.loading import load_model
-from kvrelay.worker.worker import open_runner
+from kvrelay.worker.engines.native import open_runner
 from tests.models import tiny_model
 
 

@@ -19,6 +19,7 @@ import pytest
 from decode_service.service import register
 from kvrelay.cli.dispatch import main
 from kvrelay.engine.core.scheduler import Scheduler
+from kvrelay.engine.engine import Engine
 from kvrelay.rpc.server.server import Server, ServerOptions
 from kvrelay.v1 import decode_pb2, decode_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from kvrelay.worker.config import WorkerConfig
@@ -46,10 +47,16 @@ class Live:
         stub = decode_pb2_grpc.DecodeServiceStub(channel)
         return iter(stub.Decode(decode_pb2.DecodeRequest(leg=leg), timeout=WAIT))
 
+    @property
+    def engine(self) -> Engine:
+        """The native engine of the worker."""
+        assert isinstance(self.worker.engine, Engine)
+        return self.worker.engine
+
     def between_steps(self, change: Callable[[Scheduler], None]) -> None:
         """On the engine's own thread."""
-        scheduler = self.worker.engine._scheduler
-        self.worker.engine._call(lambda: change(scheduler)).result(WAIT)
+        scheduler = self.engine._scheduler
+        self.engine._call(lambda: change(scheduler)).result(WAIT)
 
     def until(self, true: Callable[[], bool]) -> None:
         for _ in range(int(WAIT / 0.01)):
@@ -154,7 +161,7 @@ def test_an_audit_whose_time_is_over_is_no_internal_error(
 ) -> None:
     """gRPC answers the client itself; the worker logged a traceback."""
     go_on = threading.Event()
-    live.worker.engine._call(lambda: go_on.wait(WAIT))
+    live.engine._call(lambda: go_on.wait(WAIT))
     try:
         with grpc.insecure_channel(live.address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)

@@ -11,8 +11,8 @@ import torch
 from kvrelay.engine.model.forward import CausalModel
 from kvrelay.engine.model.loading import LoadedModel, ModelInfo
 from kvrelay.process.memory import HostMemory
-from kvrelay.worker import worker
 from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.engines import native
 
 LENGTH = 4096
 POSITION = 2 * 2 * 4 * 8 * 2  # bytes: k and v, layers, heads, head_dim, bfloat16
@@ -40,21 +40,21 @@ MODEL = LoadedModel(
 
 
 def positions(config: WorkerConfig) -> int:
-    limits = worker.limits_of(config, MODEL)
+    limits = native.limits_of(config, MODEL)
     return limits.num_blocks * limits.block_size
 
 
 def test_the_default_is_a_share_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     free = 100 * LENGTH * POSITION
-    monkeypatch.setattr(worker, "host_memory", lambda: HostMemory(2 * free, free))
+    monkeypatch.setattr(native, "host_memory", lambda: HostMemory(2 * free, free))
     many = WorkerConfig(model="m", max_num_seqs=1000)
     assert positions(many) == 50 * LENGTH
     assert positions(WorkerConfig(model="m", max_num_seqs=1000, kv_share=0.25)) == 25 * LENGTH
     assert positions(WorkerConfig(model="m", max_num_seqs=3)) == 3 * LENGTH, "no more than useful"
     fixed = WorkerConfig(model="m", max_num_seqs=1000, kv_memory=7 * LENGTH * POSITION)
     assert positions(fixed) == 7 * LENGTH
-    monkeypatch.setattr(worker, "host_memory", lambda: None)
-    assert positions(many) == worker.UNKNOWN_MEMORY // 2 // POSITION
+    monkeypatch.setattr(native, "host_memory", lambda: None)
+    assert positions(many) == native.UNKNOWN_MEMORY // 2 // POSITION
 
 
 def test_a_pool_smaller_than_one_request_is_warned_about(

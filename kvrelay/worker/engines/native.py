@@ -1,0 +1,156 @@
+"""Opens the native engine of a worker: our scheduler and our model runner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from kvrelay.block.mac import BlockKey
+from kvrelay.block.name import Namer
+from kvrelay.block.namespace import Namespace
+from kvrelay.connector.context import ConnectorOptions
+from kvrelay.connector.counters import ConnectorCounters
+from kvrelay.connector.mock import MockConnector
+from kvrelay.connector.none import NoConnector
+from kvrelay.connector.script import PREFIX, read_script
+from kvrelay.connector.store import StoreConnector
+from kvrelay.engine.core.blocks import Naming
+from kvrelay.engine.core.external import Connector
+from kvrelay.engine.core.plan import EngineLimits
+from kvrelay.engine.engine import Deliver, Engine, EngineOptions
+from kvrelay.engine.model.loading import LoadedModel, load_model
+from kvrelay.engine.numerics import numeric_profile
+from kvrelay.engine.runner import Runner
+from kvrelay.process.cores import available_cores, model_threads
+from kvrelay.process.memory import host_memory
+from kvrelay.rpc.security.credentials import Credentials
+from kvrelay.worker.config import WorkerConfig
+from kvrelay.worker.engines.opened import OpenedEngine, ServedModel, namespace_of
+from kvstore.client.connect import connect
+
+log = logging.getLogger(__name__)
+TENANTS = 1024
+UNKNOWN_MEMORY = 1 << 30
+
+
+def open_native(
+    config: WorkerConfig, credentials: Credentials, deliver: Deliver, options: EngineOptions
+) -> OpenedEngine:
+    """Load the model and build the parts; nothing runs yet. ``Unservable``, ``Rejected``."""
+    attention = config.attention_backend
+    model = load_model(config.model, config.dtype, config.device, config.max_model_len, attention)
+    info = model.info
+    threads = config.threads or model_threads(model.weight_bytes, available_cores())
+    profile = numeric_profile(model, attention, threads)
+    served = ServedModel(
+        name=info.name,
+        revision=info.revision,
+        dtype=info.dtype,
+        device=info.device,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        eos_token_ids=info.eos_token_ids,
+    )
+    namespace = namespace_of(config, served, config.block_size, profile, credentials)
+    limits = limits_of(config, model)
+    runner = open_runner(model, limits, attention, threads)
+    namer = Namer(namespace)
+    key = BlockKey.of(credentials.fleet_key)
+    connector = open_connector(config.store, runner, namespace, namer, key)
+    return OpenedEngine(
+        engine=Engine(runner, limits, naming_of(namer), connector, deliver, options),
+        model=served,
+        limits=limits,
+        namespace=namespace,
+        namer=namer,
+        numeric_profile=profile,
+        attention=runner.attention_profile,
+        threads=runner.threads,
+        store_counters=counters_of(connector),
+    )
+
+
+def open_runner(
+    model: LoadedModel, limits: EngineLimits, attention_backend: str, threads: int
+) -> Runner:
+    """The runner of a worker; logs why its attention is not the best one, if it is not."""
+    runner = Runner(model, limits.num_blocks, limits.block_size, attention_backend, threads)
+    if runner.attention_reason:
+        log.warning("attention is %s: %s", runner.attention_profile, runner.attention_reason)
+    return runner
+
+
+def open_connector(
+    url: str | None,
+    runner: Runner,
+    namespace: Namespace,
+    namer: Namer,
+    key: BlockKey | None = None,
+) -> Connector:
+    """External KV at ``url``: none, a store, or a script that distorts one (``mock:FILE``).
+
+    Blocks are signed with ``key``, and others are not accepted.
+    """
+    if url is None:
+        return NoConnector()
+    if not url.startswith(PREFIX):
+        options = ConnectorOptions(key=key)
+        return StoreConnector(connect(url), namer, namespace, runner.pool, options)
+    mock = read_script(url)
+    return MockConnector(mock.script, open_connector(mock.store, runner, namespace, namer, key))
+
+
+def counters_of(connector: Connector) -> Callable[[], ConnectorCounters] | None:
+    """Reads the counters of the store connector; ``None`` without one."""
+    if isinstance(connector, MockConnector) and connector.inner is not None:
+        return counters_of(connector.inner)
+    return (lambda: connector.counters) if isinstance(connector, StoreConnector) else None
+
+
+def naming_of(namer: Namer) -> Naming:
+    """The engine's block names: of this worker's namespace, and of recent tenants' namespaces."""
+
+    @lru_cache(maxsize=TENANTS)
+    def within(space: bytes) -> Naming:
+        tenant = namer.within(space)
+        return Naming(tenant.root, tenant.child)
+
+    return Naming(namer.root, namer.child, within)
+
+
+def limits_of(config: WorkerConfig, model: LoadedModel) -> EngineLimits:
+    """The bounds of this worker; by default as many blocks as memory holds and requests can use."""
+    size, length = config.block_size, model.info.max_model_len
+    blocks = config.num_blocks
+    if blocks is None:
+        block_bytes = model.pool_shape(1, size).block_bytes
+        useful = -(length // -size) * config.max_num_seqs
+        memory = config.kv_memory or int(config.kv_share * free_memory(model.device))
+        blocks = max(min(memory // block_bytes, useful), 1)
+    if blocks * size < length:
+        log.warning(
+            "the KV pool holds %d positions, fewer than one request may have (max_model_len %d):"
+            " longer requests are refused; raise --kv-memory or --num-blocks, or lower"
+            " --max-model-len",
+            blocks * size,
+            length,
+        )
+    return EngineLimits(
+        num_blocks=blocks,
+        block_size=size,
+        max_model_len=length,
+        # Every running request gets a position in each step, so that none waits behind others.
+        max_num_seqs=min(config.max_num_seqs, config.max_num_batched_tokens),
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free now, on a GPU or on this host; ``UNKNOWN_MEMORY`` if it is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    memory = host_memory()
+    return UNKNOWN_MEMORY if memory is None else memory.free
