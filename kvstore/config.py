@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvrelay.config.reader import option
 from kvrelay.errors import Rejected
-from kvrelay.process.logs import LEVELS
+from kvrelay.process.logs import FORMATS, LEVELS
 from kvrelay.rpc.address import LOOPBACK
 from kvrelay.rpc.security.options import SecurityOptions
 from kvstore.limits import (
@@ -51,6 +51,9 @@ class StoreConfig(SecurityOptions):
         LOOPBACK, "address of the metrics: plain HTTP, without a token", metavar="HOST"
     )
     log_level: str = option("info", "least severe level to log", choices=LEVELS)
+    log_format: str = option(
+        "text", "json: one object a line, with date and request id", choices=FORMATS
+    )
 
     def __post_init__(self) -> None:
         if self.disk == "":

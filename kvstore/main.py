@@ -108,5 +108,5 @@ def main(argv: list[str]) -> int:
     config = load(
         StoreConfig, argv, prog="python -m kvstore", description="The store of KV blocks."
     )
-    logs.setup("store", config.log_level)
+    logs.setup("store", config.log_level, form=config.log_format)
     return run_service(config, serve)

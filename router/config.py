@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvrelay.config.reader import check, option, required
 from kvrelay.errors import Rejected
-from kvrelay.process.logs import LEVELS
+from kvrelay.process.logs import FORMATS, LEVELS
 from kvrelay.rpc.address import LOOPBACK, ROUTER_PORT
 from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.text.tokenizer import MAX_PROMPT_BYTES
@@ -135,6 +135,10 @@ class RouterConfig(SecurityOptions):
     )
     grace: float = option(10.0, "seconds that running requests get after SIGTERM", low=0.0)
     log_level: str = option("info", "how much to log", choices=LEVELS)
+    log_format: str = option(
+        "text", "json: one object a line, with date and request id", choices=FORMATS
+    )
+    access_log: bool = option(False, "log a line at the end of each request, without its text")
 
     def __post_init__(self) -> None:
         check(self)

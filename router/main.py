@@ -34,7 +34,7 @@ log = logging.getLogger("kvrelay.router")
 def main(argv: Sequence[str]) -> int:
     """Run the router; the exit status."""
     config = load(RouterConfig, argv, "python -m router", "The router of kvrelay.")
-    logs.setup("router", config.log_level)
+    logs.setup("router", config.log_level, form=config.log_format)
     return run_service(config, serve)
 
 

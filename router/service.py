@@ -16,6 +16,7 @@ from typing import TypeAlias, TypeVar
 import grpc
 
 from kvrelay.errors import KvrelayError, Rejected
+from kvrelay.process import logs
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security.identity import caller
 from kvrelay.rpc.server.errors import Read, reads_late
@@ -23,6 +24,7 @@ from kvrelay.rpc.status import code_of
 from kvrelay.text.structured import GrammarCompiler
 from kvrelay.text.tokenizer import Tokenizer, eos_token_ids
 from kvrelay.v1 import router_pb2, router_pb2_grpc
+from router.access_log import AccessLine
 from router.config import RouterConfig
 from router.generate.generation import SharedParts
 from router.generate.request import (
@@ -109,14 +111,15 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         async def receive() -> Inbound:
             return Inbound(message=await read())
 
-        call = InboundCall(caller().tenant, deadline, receive)
+        call = InboundCall(caller().tenant, deadline, receive, peer=context.peer())
         async with aclosing(self.serve(call)) as responses:
             async for response in responses:
                 yield response
 
     async def serve(self, call: InboundCall) -> AsyncGenerator[router_pb2.GenerateResponse]:
         """The responses to one call, of whichever door; closing the stream cancels its work."""
-        with self._counted():
+        line = AccessLine(call) if self.config.access_log else None
+        with self._counted(line):
             call.deadline.check("to begin")
             with self.quotas.hold(call.tenant) as hold, ExitStack() as places:
                 places.enter_context(self.gate.entered(call.tenant))
@@ -128,6 +131,8 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 async with aclosing(self._hinted(samples)) as responses:
                     async for response in responses:
                         hold.used += len(response.tokens)
+                        if line is not None:
+                            line.take(response)
                         self._count(response, times.take(response))
                         yield response
                 times.finished()
@@ -170,6 +175,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         tenant, deadline, placer = call.tenant, call.deadline, self.placer
         async with self._received(call) as inbound:
             received_at, message = time.monotonic(), inbound.message
+            logs.serves(message.request_id)
             check_envelope(message, self.config.model_name)
             resumes = is_resumed(message)
             info = await placer.info(deadline, message.weights, resumes)
@@ -186,6 +192,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
                 check_envelope(message, self.config.model_name)
             tenant = salted(tenant, inbound.cache_salt)
             request = build(message, prompt, words, info, deadline, tenant, received_at)
+            logs.serves(request.id)
             start = self._reasoning.start(message, prompt)
             request = replace(request, tools=tools, reasoning=start)
             constrain(request.sampling, tools, start)
@@ -260,7 +267,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         totals.cached_prompt_tokens += response.usage.cached_prompt_tokens
 
     @contextmanager
-    def _counted(self) -> Iterator[None]:
+    def _counted(self, line: AccessLine | None) -> Iterator[None]:
         ended = "cancelled"
         try:
             yield
@@ -273,3 +280,5 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             raise
         finally:
             self.ended[ended] += 1
+            if line is not None:
+                line.write(ended)

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrelay.cluster.layout import SHIPPED_MODEL, ClusterConfig
+from kvrelay.cluster.config import SHIPPED_MODEL, ClusterConfig
 from kvrelay.config.reader import check, option
 from kvrelay.errors import Rejected
 from kvrelay.process.cores import available_cores

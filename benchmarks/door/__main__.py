@@ -22,7 +22,7 @@ from benchmarks.cluster.streams import Burst
 from benchmarks.cluster.streams import run as run_grpc
 from benchmarks.door.streams import NEW_TOKENS, VOCABULARY, Run, first, run_http, spent, token
 from benchmarks.random_model import make_model
-from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.supervisor import Cluster
 
 

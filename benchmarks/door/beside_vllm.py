@@ -27,7 +27,7 @@ from benchmarks.cluster.streams import Burst
 from benchmarks.cluster.streams import run as run_grpc
 from benchmarks.door.streams import NEW_TOKENS, VOCABULARY, run_events, spent
 from benchmarks.door.vllm import bare_engine, serve
-from kvrelay.cluster.layout import SHIPPED_MODEL, ClusterConfig
+from kvrelay.cluster.config import SHIPPED_MODEL, ClusterConfig
 from kvrelay.cluster.supervisor import Cluster
 
 Prompts = Sequence[Sequence[int]]

@@ -14,7 +14,7 @@ from kvrelay.cli.model_check import ModelCheck
 from kvrelay.cli.screen import paint, print_err, print_out, table
 from kvrelay.cli.signals import Signals, end_now
 from kvrelay.cluster import endpoints
-from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster, StartInterrupted, with_cluster_token
 from kvrelay.config.reader import load, option
@@ -169,7 +169,11 @@ class Up:
         return [file for file in (self._named, endpoints.own_file()) if file is not None]
 
     def _show_line(self, spec: ProcessSpec, line: str) -> None:
-        if not self._config.quiet:
+        if self._config.quiet:
+            return
+        if self._config.log_format == "json":
+            self._print(line)  # it names its service
+        else:
             self._print(f"{paint(f'{spec.name:>9} |', COLOURS[spec.role], sys.stderr)} {line}")
 
     def _show_change(self, spec: ProcessSpec, what: str) -> None:

@@ -8,34 +8,22 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
+from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.ports import WantedPort, free_ports
 from kvrelay.cluster.process import ProcessSpec
-from kvrelay.config.option import PREFIX, option, options
-from kvrelay.config.reader import check
-from kvrelay.errors import Rejected
+from kvrelay.config.option import PREFIX, options
 from kvrelay.process.cores import available_cores, model_threads
-from kvrelay.process.logs import LEVELS
 from kvrelay.process.memory import HostMemory, host_memory
-from kvrelay.rpc.address import LOOPBACK, ROUTER_PORT, Address
+from kvrelay.rpc.address import LOOPBACK, Address
 from kvrelay.rpc.security.options import SecurityOptions
-from kvrelay.worker.config import (
-    ATTENTION_BACKENDS,
-    DEVICES,
-    DTYPES,
-    LARGEST_BLOCK,
-    NUMERICS,
-    WorkerConfig,
-)
+from kvrelay.worker.config import WorkerConfig
 from kvstore.config import StoreConfig
-from kvstore.limits import BUDGET, DISK_BUDGET, EVICTIONS
-from kvstore.urls import split_urls
-from router.config import DISAGGREGATE, REASONING_FORMATS, TOOL_FORMATS, RouterConfig
+from router.config import RouterConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED_MODEL = Path(__file__).resolve().parents[1] / "recall" / "model"
 FLUSH_SECONDS = 8.0  # for the store to write its memory to disk; see supervisor.STOP_SECONDS
 HOST_SHARE = 0.5  # of the memory that is left for the pools of all workers on the CPU
 DEVICE_SHARE = 0.8  # of a GPU's
@@ -54,124 +42,6 @@ CONFIGS: Mapping[str, type[SecurityOptions]] = {
     "decode": WorkerConfig,
     "router": RouterConfig,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig(SecurityOptions):
-    """A cluster on this machine. A field that is ``None`` has the worker's own default."""
-
-    model: str = option("recall", "model directory; 'recall' is the shipped one", metavar="DIR")
-    prefill: int = option(1, "prefill workers; with 0 the decode workers do it", low=0, high=64)
-    decode: int = option(1, "decode workers", low=1, high=64)
-    store: str | None = option(None, "URL of a running store; default: start one", metavar="URL")
-    store_port: int = option(0, "port of the store; 0 picks a free one", low=0, high=65535)
-    store_budget: int = option(BUDGET, "memory of the store", unit="bytes", low=2**20)
-    eviction: str | None = option(None, "eviction policy of the store", choices=EVICTIONS)
-    store_disk: str | None = option(
-        None, "directory for blocks evicted from the store's memory", metavar="DIR"
-    )
-    store_disk_budget: int = option(DISK_BUDGET, "bytes of it to use", unit="bytes", low=2**20)
-    restore: bool = option(True, "start without the blocks that are in --store-disk")
-    host: str = option(LOOPBACK, "address that the router listens on", metavar="HOST")
-    port: int = option(ROUTER_PORT, "port of the router; 0 picks a free one", low=0, high=65535)
-    http_port: int | None = option(
-        None,
-        "port of the router's HTTP API, OpenAI's; 0 picks a free one; default: no HTTP",
-        low=0,
-        high=65535,
-    )
-    cors_origin: tuple[str, ...] = option(
-        (),
-        "origin of web pages that may use the HTTP API from a browser, or *; default: none",
-        metavar="ORIGIN",
-    )
-    strict_fields: bool = option(
-        False, "refuse HTTP requests with unknown fields, instead of ignoring these"
-    )
-    tool_format: str | None = option(
-        None, "how the model writes calls of functions; default: auto", choices=TOOL_FORMATS
-    )
-    reasoning_format: str | None = option(
-        None, "how the model writes its reasoning; default: auto", choices=REASONING_FORMATS
-    )
-    served_model: str | None = option(
-        None,
-        "name of the model for clients; default: 'recall', or that of its directory",
-        metavar="NAME",
-    )
-    block_size: int | None = option(None, "token positions in a block", low=1, high=LARGEST_BLOCK)
-    num_blocks: int | None = option(None, "blocks in each worker's pool", low=1)
-    kv_memory: int | None = option(
-        None,
-        "size of each worker's KV pool, without --num-blocks; default: half of the memory that the"
-        " weights and the store leave on this host, or 0.8 of a GPU's, divided by the workers",
-        unit="bytes",
-        low=1,
-    )
-    dtype: str | None = option(None, "number format of weights and KV", choices=DTYPES)
-    device: str | None = option(
-        None, "device of the workers; cuda has not been tried on a GPU yet", choices=DEVICES
-    )
-    max_num_seqs: int | None = option(None, "requests that a worker runs at once", low=1)
-    max_num_batched_tokens: int | None = option(None, "token positions in one step", low=1)
-    max_model_len: int | None = option(None, "longest prompt and answer together", low=1)
-    attention_backend: str | None = option(
-        None, "attention backend of the workers", choices=ATTENTION_BACKENDS
-    )
-    numerics: str | None = option(
-        None,
-        "strict: workers share KV and streams only if their arithmetic is equal to the bit",
-        choices=NUMERICS,
-    )
-    disaggregate: str | None = option(
-        None,
-        "which prompts go to prefill workers; default: the router's own",
-        choices=DISAGGREGATE,
-    )
-    queue_tokens: int | None = option(
-        None, "tokens of waiting requests above which the router refuses more", low=1
-    )
-    queue_seconds: float | None = option(
-        None, "estimated seconds of waiting above which the router refuses a request", low=0.0
-    )
-    threads: int | None = option(
-        None,
-        "threads of a worker; default: by the model's size, at most 2 and cores / workers",
-        low=1,
-    )
-    metrics_port: int | None = option(
-        None,
-        "port of the router for Prometheus; the workers, then the store, have the next ones",
-        low=1,
-        high=65535,
-    )
-    grace: float | None = option(
-        None, "seconds that open requests get after SIGTERM or Ctrl-C", low=0.0
-    )
-    log_level: str | None = option(None, "how much every process logs", choices=LEVELS)
-
-    def __post_init__(self) -> None:
-        check(self)
-        if any(url.startswith("memory:") for url in split_urls(self.store or "")):
-            raise Rejected("store", "memory:// belongs to one process and cannot be shared")
-        if self.store is not None and self.store_disk is not None:
-            raise Rejected(
-                "store_disk", "applies to the store that is started here, not to --store"
-            )
-        last = (self.metrics_port or 0) + self.prefill + self.decode + 1
-        if last > 65535:
-            raise Rejected("metrics_port", f"the last process would have port {last}")
-
-    @property
-    def model_path(self) -> str:
-        return str(SHIPPED_MODEL) if self.model == "recall" else self.model
-
-    @property
-    def model_name(self) -> str:
-        """What clients call the model."""
-        if self.model == "recall":
-            return self.served_model or self.model
-        return self.served_model or Path(self.model).resolve().name
 
 
 def process_specs(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
@@ -228,6 +98,7 @@ def _store(config: ClusterConfig, port: int, socket_port: int) -> ProcessSpec:
         "eviction": config.eviction,
         "metrics-port": metrics,
         "log-level": config.log_level,
+        "log-format": config.log_format,
     }
     args = [*_flags(given)]
     if config.store_disk is not None:
@@ -263,6 +134,7 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
         "metrics-port": metrics,
         "grace": config.grace,
         "log-level": config.log_level,
+        "log-format": config.log_format,
         "numerics": config.numerics,
     }
     return _spec(config, role, index, port, (*_flags(given), *_security(config)), metrics)
@@ -290,6 +162,7 @@ def _router(
         "metrics-port": config.metrics_port,
         "grace": config.grace,
         "log-level": config.log_level,
+        "log-format": config.log_format,
     }
     args = [*_flags(given)]
     for worker in (*prefill, *decode):
@@ -298,6 +171,8 @@ def _router(
         args += ["--cors-origin", origin]
     if config.strict_fields:
         args.append("--strict-fields")
+    if config.access_log:
+        args.append("--access-log")
     if not config.tls_mutual:
         args.append("--no-tls-mutual")  # only the router's clients may lack a certificate
     args += _security(config)

@@ -19,8 +19,9 @@ from contextlib import closing
 from dataclasses import replace
 from types import TracebackType
 
+from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.fleet_key import kept_key
-from kvrelay.cluster.layout import ClusterConfig, process_specs
+from kvrelay.cluster.layout import process_specs
 from kvrelay.cluster.ports import ReservedPorts, WantedPort
 from kvrelay.cluster.process import ProcessSpec, RestartBackoff, SupervisedProcess
 from kvrelay.cluster.readiness import ReadinessProbe

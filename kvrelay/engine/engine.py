@@ -1,8 +1,7 @@
 """The engine of a worker: one thread that takes step after step.
 
-A step joins the scheduler (which positions, which blocks), the model runner, the connector
-(external KV) and the legs (text, times, accounts). All of these are touched by this thread alone:
-other threads post commands, and get the updates of a step through ``deliver``.
+A step joins scheduler, model runner, connector (external KV) and legs (text, times, accounts). Only
+this thread touches them: other threads post commands, and get a step's updates by ``deliver``.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from kvrelay.engine.core.updates import OutputGrammar, Sampled, Token, Update, W
 from kvrelay.engine.safe_connector import SafeConnector
 from kvrelay.engine.stepping import SteppingThread
 from kvrelay.errors import Exhausted, KvrelayError, Unavailable
+from kvrelay.process import logs
 from kvrelay.sampling import Sampling
 
 log = logging.getLogger(__name__)
@@ -272,14 +272,14 @@ class Engine(SteppingThread):
             self._abort(request_id)
 
     def _fail_text(self, request_id: str, token: int, error: Exception) -> None:
-        log.error("no text for token %d of %s", token, request_id, exc_info=error)
+        leg = logs.about_leg(request_id)
+        log.error("no text for token %d of %s", token, request_id, exc_info=error, extra=leg)
         self._fail([request_id], "the output cannot be decoded to check for stop strings")
 
     def _fail_step(self, error: Exception) -> None:
         """End the requests of the step that failed; all requests, if it failed outside a plan.
 
-        Raises if the scheduler still has requests after all legs were ended: then every further
-        step would fail.
+        Raises if the scheduler then still has requests: every further step would fail.
         """
         log.error("a step failed; its requests are ended", exc_info=error)
         plan = self._scheduler.discard()

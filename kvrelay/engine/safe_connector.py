@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from kvrelay.engine.core.external import Connector, Load, Loaded, Query, Save, Saved, TransferEvent
+from kvrelay.process import logs
 from kvrelay.usage import Miss
 
 log = logging.getLogger(__name__)
@@ -79,4 +80,5 @@ def _logged(call: str, request_id: str) -> Iterator[None]:
 
 
 def _report(call: str, request_id: str, error: Exception) -> None:
-    log.error("the connector failed in %s for request %s", call, request_id, exc_info=error)
+    message, more = "the connector failed in %s for request %s", logs.about_leg(request_id)
+    log.error(message, call, request_id, exc_info=error, extra=more)

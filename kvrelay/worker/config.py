@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvrelay.config.reader import option, required
-from kvrelay.process.logs import LEVELS
+from kvrelay.process.logs import FORMATS, LEVELS
 from kvrelay.rpc.address import LOOPBACK
 from kvrelay.rpc.security.options import SecurityOptions
 
@@ -90,6 +90,9 @@ class WorkerConfig(SecurityOptions):
         metavar="FILE",
     )
     log_level: str = option("info", "how much to log", choices=LEVELS)
+    log_format: str = option(
+        "text", "json: one object a line, with date and request id", choices=FORMATS
+    )
 
     @property
     def routers(self) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ def main(role: Role, services: Sequence[Register], argv: Sequence[str]) -> int:
     """Run a worker and return the exit status. ``services`` add the services of both roles."""
     name = NAMES[role]
     config = load(WorkerConfig, argv, f"python -m {name}_service", f"The {name} worker of kvrelay.")
-    logs.setup(name, config.log_level)
+    logs.setup(name, config.log_level, form=config.log_format)
     return run_service(config, lambda config: _serve(Worker.build(config, role), services))
 
 

@@ -11,6 +11,7 @@ from kvrelay.block.namespace import Namespace
 from kvrelay.engine.core.updates import Admitted, Ended
 from kvrelay.engine.engine import Deliver, EngineOptions
 from kvrelay.errors import Mismatch
+from kvrelay.process import logs
 from kvrelay.rpc.protocol import PROTOCOL, Role
 from kvrelay.rpc.security.credentials import Credentials
 from kvrelay.rpc.security.policy import installed
@@ -89,6 +90,7 @@ class Worker:
     async def _run(
         self, role: Role, leg: types_pb2.Leg, handoff: types_pb2.Handoff | None
     ) -> AsyncGenerator[AsyncGenerator[LegUpdates]]:
+        logs.serves(leg.request_id)
         grammar = await self.grammars.of(leg)
         async with self._submitted(role, leg, handoff, grammar) as batches:
             yield batches

@@ -8,6 +8,7 @@ import secrets
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 import xxhash
 
@@ -25,6 +26,7 @@ from router.workers.fleet import same_but_numerics, weights_of
 
 MAX_REQUEST_ID_CHARS = 128
 NO_TENANT = Tenant()
+Door: TypeAlias = Literal["grpc", "http"]
 MAX_MESSAGES = 4096
 OTHER_PROMPT = (
     "the stream began with other prompt tokens: the tokenizer, the chat template or the date in the"
@@ -94,13 +96,15 @@ class InboundCall:
 
     ``read`` receives the message, when there is memory for it. A call that is ``counted`` needs
     none: its message is part of one that is being received. ``accepted`` is set when the request
-    has passed every check.
+    has passed every check. ``peer``: the client's address.
     """
 
     tenant: Tenant
     deadline: Deadline
     read: Read
     counted: bool = False
+    door: Door = "grpc"
+    peer: str = ""
     accepted: asyncio.Future[AcceptedRequest] = field(default_factory=asyncio.Future)
 
 

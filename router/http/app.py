@@ -16,6 +16,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvrelay.errors import KvrelayError
+from kvrelay.process import logs
 from router.http.access import Access
 from router.http.connections import HttpLimits
 from router.http.errors import HttpRefusal, body_of
@@ -36,6 +37,7 @@ class _Edge:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, self._limits)
+        logs.serves(exchange.request_id)
         try:
             await self._handler(exchange)
         except Disconnected:

@@ -17,6 +17,7 @@ from typing import TypeAlias, cast
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.errors import KvrelayError, Rejected
+from kvrelay.rpc.address import Address
 from router.generate.request import MAX_REQUEST_ID_CHARS
 from router.http.connections import EXTENSION, BoundedProtocol, HttpLimits
 from router.http.errors import Headers, HttpRefusal, body_of, headers_of, status_of
@@ -136,6 +137,12 @@ class Exchange:
         if "last-event-id" in self.headers or "text/event-stream" in self.headers.get("accept", ""):
             return False
         return _AIOHTTP.fullmatch(self.headers.get("user-agent", "")) is not None
+
+    @property
+    def peer(self) -> str:
+        """The client's address."""
+        host, port = self._scope.get("client") or ("", 0)
+        return str(Address(host, port)) if host else ""
 
     def path_parameter(self, name: str) -> str:
         """A part of the path, as the route names it."""

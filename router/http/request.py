@@ -114,7 +114,8 @@ class HttpRequest:
             await self._exchange.reply(answer.whole())
 
     def _call(self, read: Read, counted: bool = False) -> InboundCall:
-        return InboundCall(self._tenant, self._deadline, read, counted)
+        peer = self._exchange.peer
+        return InboundCall(self._tenant, self._deadline, read, counted, "http", peer)
 
     def _accepted(self) -> None:
         """A stream shows that it lives: at once, unless the tokens so far can still mismatch."""

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvrelay.cluster.layout import ROOT, ClusterConfig
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.layout import ROOT
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.recall.facts import document, question
 from kvrelay.recall.prompt import prompt

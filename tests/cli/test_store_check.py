@@ -11,7 +11,8 @@ import pytest
 from kvrelay.cli.doctor import command
 from kvrelay.cli.doctor.machine import Diagnosis
 from kvrelay.cli.doctor.stores import check_stores
-from kvrelay.cluster.layout import ClusterConfig, process_specs
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.layout import process_specs
 from tests.kvstore.conftest import start_service, stop
 from tests.kvstore.redis.redisserver import Cluster, Server, running
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvrelay.cluster.layout import ClusterConfig, process_specs
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.layout import process_specs
 from kvrelay.cluster.supervisor import STOP_SECONDS
 from kvrelay.errors import Rejected
 

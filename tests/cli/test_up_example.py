@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvrelay.cli.up import client_flags
-from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.config import ClusterConfig
 
 
 def config(folder: Path, *, mutual: bool = True) -> ClusterConfig:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.fleet_key import kept_key
-from kvrelay.cluster.layout import ClusterConfig
 from kvrelay.cluster.supervisor import with_fleet_key
 
 

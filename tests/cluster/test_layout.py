@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cluster.layout import LEAST_POOL, ClusterConfig, environ_of, pool_bytes, process_specs
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.layout import LEAST_POOL, environ_of, pool_bytes, process_specs
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.config.option import options
 from kvrelay.config.reader import read
@@ -50,6 +51,7 @@ def test_flags_are_passed_on_to_the_processes_that_have_them() -> None:
         kv_memory=3 << 20,
         metrics_port=9100,
         log_level="debug",
+        log_format="json",
         grace=25.0,
         queue_tokens=123,
         queue_seconds=4.5,
@@ -68,6 +70,7 @@ def test_flags_are_passed_on_to_the_processes_that_have_them() -> None:
         "router": "9100",
     }
     assert all(flags[name]["--log-level"] == "debug" for name in specs)
+    assert all(flags[name]["--log-format"] == "json" for name in specs)
     assert all(flags[name]["--kv-memory"] == str(3 << 20) for name in workers)
     assert all(flags[name]["--served-model"] == "mine" for name in (*workers, "router"))
     assert all(flags[name]["--grace"] == "25.0" for name in (*workers, "router"))
@@ -85,6 +88,12 @@ def test_every_process_accepts_its_flags() -> None:
     kinds = {"store": StoreConfig, "router": RouterConfig}
     for spec in process_specs(config):
         read(kinds.get(spec.role, WorkerConfig), spec.args, spec.name, "", {})
+
+
+def test_the_router_alone_has_an_access_log() -> None:
+    specs = by_name(ClusterConfig(port=0, access_log=True))
+    assert {name for name, spec in specs.items() if "--access-log" in spec.args} == {"router"}
+    assert "--access-log" not in by_name(ClusterConfig(port=0))["router"].args
 
 
 def test_the_ports_for_metrics_must_exist() -> None:

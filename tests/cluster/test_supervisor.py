@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cluster.layout import ROOT, ClusterConfig
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.layout import ROOT
 from kvrelay.cluster.ports import free_ports
 from kvrelay.cluster.process import ProcessSpec, RestartBackoff, SupervisedProcess, describe
 from kvrelay.cluster.supervisor import Cluster, StartInterrupted
@@ -292,7 +293,7 @@ def test_a_script_without_a_guard_is_run_once(tmp_path: Path) -> None:
 IPV6_ONLY = 'ip link set lo up && ip addr del 127.0.0.1/8 dev lo && exec "$@"'
 SERVES = """
 from kvrelay import Client
-from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.ports import free_ports
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.rpc.address import DEFAULT_ROUTER

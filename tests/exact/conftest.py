@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cluster.layout import SHIPPED_MODEL, ClusterConfig, process_specs
+from kvrelay.cluster.config import SHIPPED_MODEL, ClusterConfig
+from kvrelay.cluster.layout import process_specs
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster
 from tests.models import tiny_model

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvrelay.cluster.layout import ClusterConfig, process_specs
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.layout import process_specs
 from kvrelay.cluster.ports import free_ports
 from kvrelay.cluster.process import ProcessSpec
 

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from kvrelay import Client, Completion
-from kvrelay.cluster.layout import ClusterConfig, process_specs
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.layout import process_specs
 from kvrelay.cluster.ports import free_ports
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster

@@ -15,7 +15,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvrelay.cluster.layout import ClusterConfig, process_specs
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.layout import process_specs
 from kvrelay.cluster.process import ProcessSpec, RestartBackoff
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.v1 import store_pb2, store_pb2_grpc, worker_pb2, worker_pb2_grpc

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay import Client
-from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.usage import Usage
 from kvstore import connect

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from kvrelay import AsyncClient
 from kvrelay.cli.authority import CertificateAuthority
-from kvrelay.cluster.layout import ClusterConfig, process_specs
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.layout import process_specs
 from kvrelay.cluster.ports import free_ports
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster

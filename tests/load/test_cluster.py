@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvrelay import AsyncClient
-from kvrelay.cluster.layout import SHIPPED_MODEL, ClusterConfig
+from kvrelay.cluster.config import SHIPPED_MODEL, ClusterConfig
 from kvrelay.cluster.supervisor import Cluster
 from tests.cluster.processes import until
 from tests.load.rig import LoadCommand

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrelay.cluster.layout import ROOT, SHIPPED_MODEL
+from kvrelay.cluster.config import SHIPPED_MODEL
+from kvrelay.cluster.layout import ROOT
 from tests.cluster.processes import until
 from tests.peers.environment import Environment
 from tests.peers.pins import Peer

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import os
 from collections.abc import Iterator
+from contextvars import copy_context
+from datetime import UTC, datetime
 
 import pytest
 
@@ -30,6 +34,67 @@ def test_a_line_has_time_level_service_and_message(stream: io.StringIO) -> None:
     assert line.endswith(" INFO decode: ready on 127.0.0.1:1\n")
     assert line[2] == line[5] == ":"
     assert line.count("\n") == 1
+
+
+@pytest.fixture
+def json_stream(stream: io.StringIO) -> io.StringIO:
+    logs.setup("decode", "info", stream, form="json")
+    return stream
+
+
+def lines_of(stream: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_json_line_has_date_zone_and_the_request_that_its_task_serves(
+    json_stream: io.StringIO,
+) -> None:
+    def serve(request_id: str) -> None:
+        logs.serves(request_id)
+        logging.getLogger("some.module").warning("slow")
+
+    for name in ("a", "b"):
+        copy_context().run(serve, name)
+    logging.getLogger("other").info("ready")
+    first, second, other = lines_of(json_stream)
+    assert first == {
+        "time": first["time"],
+        "level": "WARNING",
+        "service": "decode",
+        "pid": os.getpid(),
+        "logger": "some.module",
+        "message": "slow",
+        "request_id": "a",
+    }
+    written = datetime.fromisoformat(str(first["time"]))
+    assert written.tzinfo is not None
+    assert abs((datetime.now(UTC) - written).total_seconds()) < 600
+    assert second["request_id"] == "b"
+    assert "request_id" not in other
+
+
+def test_a_json_line_names_the_request_of_a_leg(json_stream: io.StringIO) -> None:
+    logging.warning("no text", extra=logs.about_leg("chat/7/3"))
+    (line,) = lines_of(json_stream)
+    assert line["request_id"] == "chat/7"
+    assert line["leg"] == "chat/7/3"
+
+
+def test_a_json_line_is_one_line_without_passwords_and_control_characters(
+    json_stream: io.StringIO,
+) -> None:
+    try:
+        raise ValueError("redis://:secret@host\n\x1b[2J\u2028\ud800")
+    except ValueError:
+        logging.exception("request %s failed", '"}\n{\x7f')
+    text = json_stream.getvalue()
+    (line,) = lines_of(json_stream)
+    assert text.count("\n") == 1
+    assert text.rstrip("\n").isprintable()
+    assert "secret" not in text
+    assert line["message"] == r'request "}\n{\x7f failed'
+    assert str(line["exception"]).startswith("Traceback")
+    assert r"\x1b[2J" in str(line["exception"])
 
 
 def test_passwords_and_line_breaks(stream: io.StringIO) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvrelay.cli.authority import CertificateAuthority
-from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.supervisor import Cluster
 from tests.models import tiny_model
 from tests.secure.secured_cluster import Secured

@@ -18,7 +18,8 @@ import pytest
 from kvrelay import Client
 from kvrelay.cli.dispatch import main
 from kvrelay.cluster import endpoints
-from kvrelay.cluster.layout import ROOT, ClusterConfig
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.layout import ROOT
 from kvrelay.cluster.ports import free_ports, is_free
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster, wanted_ports, with_cluster_token

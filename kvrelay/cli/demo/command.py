@@ -17,7 +17,7 @@ from kvrelay.cli.demo.warm_up import warm_up
 from kvrelay.cli.screen import paint, print_out, table
 from kvrelay.cli.signals import Signals, end_now
 from kvrelay.client.client import Client
-from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster, with_cluster_token
 from kvrelay.config.reader import load, option

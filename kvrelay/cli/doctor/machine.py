@@ -116,7 +116,7 @@ def _version(name: str) -> str:
 
 def _cluster() -> Iterator[Diagnosis]:
     """The cores and the shipped model."""
-    from kvrelay.cluster.layout import SHIPPED_MODEL  # needs the packages of the services
+    from kvrelay.cluster.config import SHIPPED_MODEL  # needs the packages of the services
 
     found = f"{available_cores()} cores, {platform.system()} {platform.machine()}"
     yield Diagnosis(

@@ -15,7 +15,8 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from kvrelay import Client
-from kvrelay.cluster.layout import ROOT, ClusterConfig
+from kvrelay.cluster.config import ClusterConfig
+from kvrelay.cluster.layout import ROOT
 from kvrelay.cluster.supervisor import Cluster
 from tests.router.http.rig import events
 

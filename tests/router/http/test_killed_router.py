@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from benchmarks.random_model import make_model
-from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.process import RestartBackoff
 from kvrelay.cluster.supervisor import Cluster
 from tests.router.http.rig import follow

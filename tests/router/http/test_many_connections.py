@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from benchmarks.random_model import make_model
-from kvrelay.cluster.layout import ClusterConfig
+from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.supervisor import Cluster
 from tests.exact.idle import check_idle
 

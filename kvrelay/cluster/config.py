@@ -1,0 +1,149 @@
+"""The configuration of a local cluster: what ``kvrelay up`` and ``kvrelay demo`` are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrelay.config.option import option
+from kvrelay.config.reader import check
+from kvrelay.errors import Rejected
+from kvrelay.process.logs import FORMATS, LEVELS
+from kvrelay.rpc.address import LOOPBACK, ROUTER_PORT
+from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.worker.config import (
+    ATTENTION_BACKENDS,
+    DEVICES,
+    DTYPES,
+    LARGEST_BLOCK,
+    NUMERICS,
+)
+from kvstore.limits import BUDGET, DISK_BUDGET, EVICTIONS
+from kvstore.urls import split_urls
+from router.config import DISAGGREGATE, REASONING_FORMATS, TOOL_FORMATS
+
+SHIPPED_MODEL = Path(__file__).resolve().parents[1] / "recall" / "model"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig(SecurityOptions):
+    """A cluster on this machine. A field that is ``None`` has the worker's own default."""
+
+    model: str = option("recall", "model directory; 'recall' is the shipped one", metavar="DIR")
+    prefill: int = option(1, "prefill workers; with 0 the decode workers do it", low=0, high=64)
+    decode: int = option(1, "decode workers", low=1, high=64)
+    store: str | None = option(None, "URL of a running store; default: start one", metavar="URL")
+    store_port: int = option(0, "port of the store; 0 picks a free one", low=0, high=65535)
+    store_budget: int = option(BUDGET, "memory of the store", unit="bytes", low=2**20)
+    eviction: str | None = option(None, "eviction policy of the store", choices=EVICTIONS)
+    store_disk: str | None = option(
+        None, "directory for blocks evicted from the store's memory", metavar="DIR"
+    )
+    store_disk_budget: int = option(DISK_BUDGET, "bytes of it to use", unit="bytes", low=2**20)
+    restore: bool = option(True, "start without the blocks that are in --store-disk")
+    host: str = option(LOOPBACK, "address that the router listens on", metavar="HOST")
+    port: int = option(ROUTER_PORT, "port of the router; 0 picks a free one", low=0, high=65535)
+    http_port: int | None = option(
+        None,
+        "port of the router's HTTP API, OpenAI's; 0 picks a free one; default: no HTTP",
+        low=0,
+        high=65535,
+    )
+    cors_origin: tuple[str, ...] = option(
+        (),
+        "origin of web pages that may use the HTTP API from a browser, or *; default: none",
+        metavar="ORIGIN",
+    )
+    strict_fields: bool = option(
+        False, "refuse HTTP requests with unknown fields, instead of ignoring these"
+    )
+    tool_format: str | None = option(
+        None, "how the model writes calls of functions; default: auto", choices=TOOL_FORMATS
+    )
+    reasoning_format: str | None = option(
+        None, "how the model writes its reasoning; default: auto", choices=REASONING_FORMATS
+    )
+    served_model: str | None = option(
+        None,
+        "name of the model for clients; default: 'recall', or that of its directory",
+        metavar="NAME",
+    )
+    block_size: int | None = option(None, "token positions in a block", low=1, high=LARGEST_BLOCK)
+    num_blocks: int | None = option(None, "blocks in each worker's pool", low=1)
+    kv_memory: int | None = option(
+        None,
+        "size of each worker's KV pool, without --num-blocks; default: half of the memory that the"
+        " weights and the store leave on this host, or 0.8 of a GPU's, divided by the workers",
+        unit="bytes",
+        low=1,
+    )
+    dtype: str | None = option(None, "number format of weights and KV", choices=DTYPES)
+    device: str | None = option(
+        None, "device of the workers; cuda has not been tried on a GPU yet", choices=DEVICES
+    )
+    max_num_seqs: int | None = option(None, "requests that a worker runs at once", low=1)
+    max_num_batched_tokens: int | None = option(None, "token positions in one step", low=1)
+    max_model_len: int | None = option(None, "longest prompt and answer together", low=1)
+    attention_backend: str | None = option(
+        None, "attention backend of the workers", choices=ATTENTION_BACKENDS
+    )
+    numerics: str | None = option(
+        None,
+        "strict: workers share KV and streams only if their arithmetic is equal to the bit",
+        choices=NUMERICS,
+    )
+    disaggregate: str | None = option(
+        None,
+        "which prompts go to prefill workers; default: the router's own",
+        choices=DISAGGREGATE,
+    )
+    queue_tokens: int | None = option(
+        None, "tokens of waiting requests above which the router refuses more", low=1
+    )
+    queue_seconds: float | None = option(
+        None, "estimated seconds of waiting above which the router refuses a request", low=0.0
+    )
+    threads: int | None = option(
+        None,
+        "threads of a worker; default: by the model's size, at most 2 and cores / workers",
+        low=1,
+    )
+    metrics_port: int | None = option(
+        None,
+        "port of the router for Prometheus; the workers, then the store, have the next ones",
+        low=1,
+        high=65535,
+    )
+    grace: float | None = option(
+        None, "seconds that open requests get after SIGTERM or Ctrl-C", low=0.0
+    )
+    log_level: str | None = option(None, "how much every process logs", choices=LEVELS)
+    log_format: str | None = option(
+        None, "json: one object a line, with date and request id; default: text", choices=FORMATS
+    )
+    access_log: bool = option(
+        False, "the router logs a line at the end of each request, without its text"
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if any(url.startswith("memory:") for url in split_urls(self.store or "")):
+            raise Rejected("store", "memory:// belongs to one process and cannot be shared")
+        if self.store is not None and self.store_disk is not None:
+            raise Rejected(
+                "store_disk", "applies to the store that is started here, not to --store"
+            )
+        last = (self.metrics_port or 0) + self.prefill + self.decode + 1
+        if last > 65535:
+            raise Rejected("metrics_port", f"the last process would have port {last}")
+
+    @property
+    def model_path(self) -> str:
+        return str(SHIPPED_MODEL) if self.model == "recall" else self.model
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        if self.model == "recall":
+            return self.served_model or self.model
+        return self.served_model or Path(self.model).resolve().name
