@@ -6,8 +6,11 @@ The cores are those of the affinity mask, bounded by the processor quota of a co
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, MutableMapping
+import threading
+from collections.abc import Callable, Iterator, MutableMapping
+from concurrent.futures import Future
 from pathlib import Path
+from typing import TypeVar
 
 from kvrelay.process.cgroup import CGROUP, PROC, group_folders
 
@@ -18,8 +21,10 @@ a few milliseconds that costs more than a second thread saves (benchmarks/README
 MOST_THREADS = 8
 """By default: as many as the tests compare to the bit, wherever a prompt is cut."""
 
-SPINS = 1000  # loops: the best of 0, 1,000 and 10,000 on busy cores (benchmarks/README.md)
+SPINS = 10_000  # loops, 0.2 to 0.5 ms: a step has no longer gaps (benchmarks/README.md)
 _SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+
+T = TypeVar("T")
 
 
 def available_cores(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
@@ -43,6 +48,28 @@ def bound_spinning(environ: MutableMapping[str, str] | None = None) -> None:
     given = os.environ if environ is None else environ
     if not any(name in given for name in _SPINNING):
         given["GOMP_SPINCOUNT"] = str(SPINS)
+
+
+def in_passing_thread(function: Callable[[], T]) -> T:
+    """What the function returns or raises, called in a thread that ends with it.
+
+    Every thread that computes with torch has an OpenMP team of its own for as long as it lives. As
+    soon as the teams have more threads than the process has cores, libgomp spins 100 loops whatever
+    ``GOMP_SPINCOUNT`` says, and each of the threads sleeps some five times a layer.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - for the thread that waits
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="passing", daemon=True)  # an interrupt ends it too
+    thread.start()
+    result = future.result()
+    thread.join()
+    return result
 
 
 def _quotas(proc: Path, cgroup: Path) -> Iterator[float]:

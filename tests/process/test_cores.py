@@ -129,3 +129,25 @@ def spins(program: str) -> str:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
     return done.stdout.strip()
+
+
+def test_no_team_stays_behind_where_a_worker_opened_its_engine() -> None:
+    """A second team would have more threads than cores, and libgomp would not spin for work."""
+    program = (
+        "import os, time\n"
+        "os.environ['OMP_NUM_THREADS'] = '2'\n"  # torch's other pools start as soon as it is set
+        "import torch\n"
+        "from kvrelay.engine.engine import EngineOptions\n"
+        "from kvrelay.rpc.security.credentials import Credentials\n"
+        "from kvrelay.worker.config import WorkerConfig\n"
+        "from kvrelay.worker.engines.native import open_native\n"
+        "from kvrelay.cluster.layout import SHIPPED_MODEL\n"
+        "threads = lambda: len(os.listdir('/proc/self/task'))\n"
+        "before = threads()\n"
+        "config = WorkerConfig(model=str(SHIPPED_MODEL), threads=2, num_blocks=64)\n"
+        "made = open_native(config, Credentials(), lambda updates: None, EngineOptions())\n"
+        "until = time.monotonic() + 10\n"
+        "while threads() > before and time.monotonic() < until: time.sleep(0.01)\n"
+        "print('threads', made.threads, threads() - before)\n"
+    )
+    assert spins(program) == "threads 2 0"

@@ -24,7 +24,7 @@ from kvrelay.engine.engine import Deliver, Engine, EngineOptions
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.numerics import numeric_profile
 from kvrelay.engine.runner import Runner
-from kvrelay.process.cores import available_cores, model_threads
+from kvrelay.process.cores import available_cores, in_passing_thread, model_threads
 from kvrelay.process.memory import host_memory
 from kvrelay.rpc.security.credentials import Credentials
 from kvrelay.worker.config import WorkerConfig
@@ -40,6 +40,12 @@ def open_native(
     config: WorkerConfig, credentials: Credentials, deliver: Deliver, options: EngineOptions
 ) -> OpenedEngine:
     """Load the model and build the parts; nothing runs yet. ``Unservable``, ``Rejected``."""
+    return in_passing_thread(lambda: _open(config, credentials, deliver, options))
+
+
+def _open(
+    config: WorkerConfig, credentials: Credentials, deliver: Deliver, options: EngineOptions
+) -> OpenedEngine:
     attention = config.attention_backend
     model = load_model(config.model, config.dtype, config.device, config.max_model_len, attention)
     info = model.info
