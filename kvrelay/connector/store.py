@@ -66,6 +66,7 @@ class StoreConnector:
         )
         self._lock = threading.Lock()
         self._kept: dict[str, _KeptLease] = {}  # by request
+        self._ordered: dict[tuple[str, int], _KeptLease] = {}  # by request and epoch
         self._loads: dict[tuple[str, int], LoadJob] = {}  # open ones, by request and epoch
         self._rechecking: set[bytes] = set()  # names
         self._events: list[TransferEvent] = []
@@ -88,26 +89,43 @@ class StoreConnector:
         return self._lookups.why(request_id)
 
     def load(self, load: Load) -> None:
-        """Start a load; the lookup's answer ends with it.
+        self.fetch(load, self.order(load))
 
-        Its lease ends too if the store has every full block of the request. Else the rest will be
-        saved after what was found, which must not be evicted for it: the lease ends with the leg.
+    def order(self, load: Load) -> tuple[LoadTarget, ...]:
+        """What a load has to fetch: the first half of ``load``, where the lookup was made.
+
+        The lookup's answer ends with it. Its lease ends with ``settle`` if the store has every
+        full block of the request. Else the rest will be saved after what was found, which must not
+        be evicted for it: the lease ends with the leg.
         """
         answer = self._lookups.take(load.request_id)
         targets = load_targets(load, answer, self._geometry.of(load.space))
         kept = _KeptLease(None if answer is None else answer.lease)
         self._let_go(load.request_id)
-        if answer is not None and answer.lead < len(load.names):
-            with self._lock:
+        with self._lock:
+            self._ordered[load.request_id, load.epoch] = kept
+            if answer is not None and answer.lead < len(load.names):
                 self._kept[load.request_id] = kept
+        return tuple(targets)
+
+    def settle(self, request_id: str, epoch: int) -> None:
+        """A load that was ordered here has ended; unknown ones are ignored."""
+        with self._lock:
+            kept = self._ordered.pop((request_id, epoch), None)
+            if kept is None:
+                return
+            kept.loaded = True
+            needed = self._kept.get(request_id) is kept
+        if not needed:
+            self._leases.release(kept.lease)
+
+    def fetch(self, load: Load, targets: Sequence[LoadTarget]) -> None:
+        """Start to fill blocks: the second half of ``load``, where the memory is."""
 
         def end(event: TransferEvent, suspect: Sequence[LoadTarget]) -> None:
             with self._lock:
                 self._loads.pop((load.request_id, load.epoch), None)
-                kept.loaded = True
-                needed = self._kept.get(load.request_id) is kept
-            if not needed:
-                self._leases.release(kept.lease)
+            self.settle(load.request_id, load.epoch)
             self._post(event)
             self._recheck(suspect)
 
