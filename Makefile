@@ -19,7 +19,7 @@ PROTOS := $(wildcard protos/kvrelay/v1/*.proto)
 BUF := $(VENV)/buf/node_modules/.bin/buf
 BUF_PACKAGE := @bufbuild/buf@1.75.0
 
-.PHONY: help venv demo up test cover test-slow test-fast test-clients test-gpu check buf format protos chaos soak fuzz prove bench clean
+.PHONY: help venv demo up test cover test-slow test-fast test-clients test-vllm test-gpu check buf format protos chaos soak fuzz prove bench clean
 
 help: ## show this list
 	@echo "kvrelay: LLM serving with prefill and decode on separate workers"
@@ -35,22 +35,27 @@ up: $(READY) ## start a cluster that serves until Ctrl-C
 	@$(BIN)/kvrelay up $(ARGS)
 
 test: $(READY) ## run the tests (under ten minutes on two cores)
-	@$(BIN)/python -m pytest -m 'not slow and not peer and not triton' \
+	@$(BIN)/python -m pytest -m 'not slow and not peer and not vllm and not triton' \
 		-n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 cover: $(READY) ## run the tests with coverage (half as long again)
-	@$(BIN)/python -m pytest -m 'not slow and not peer and not triton' --cov --cov-report=term $(ARGS)
+	@$(BIN)/python -m pytest -m 'not slow and not peer and not vllm and not triton' --cov --cov-report=term $(ARGS)
 
 test-slow: $(READY) ## run the tests that wait for silent peers (some minutes)
-	@$(BIN)/python -m pytest -m 'slow and not peer' $(ARGS)
+	@$(BIN)/python -m pytest -m 'slow and not peer and not vllm' $(ARGS)
 
 test-fast: $(READY) ## run the tests that start no processes
-	@$(BIN)/python -m pytest -m 'not cluster and not slow and not peer and not triton' $(ARGS)
+	@$(BIN)/python -m pytest -m 'not cluster and not slow and not peer and not vllm and not triton' $(ARGS)
 
 # Their environments lie in ~/.cache/kvrelay-tests (6 GB) and are kept between runs and checkouts.
 test-clients: $(READY) ## run aiperf, guidellm, vLLM's bench, Node's clients and Chromium against it
 	@$(BIN)/python -m tests.peers.install
 	@$(BIN)/python -m pytest -m peer $(ARGS)
+
+# vLLM is that of test-clients; what kvrelay[worker-vllm] adds lies beside it.
+test-vllm: $(READY) ## run vLLM with our store: verified loads, failures, sampling, preemption
+	@$(BIN)/python -m tests.vllm.environment
+	@$(BIN)/python -m pytest -m vllm $(ARGS)
 
 # Torch's CPU build comes without triton, which is 700 MB: installed here, on first use.
 test-gpu: $(READY) ## interpret and compile the kernels for GPUs; no GPU is needed

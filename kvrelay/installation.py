@@ -63,12 +63,28 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
         "transformers": "transformers",
         "xxhash": "xxhash",
     },
+    "worker-vllm": {
+        **_SERVER,
+        "cryptography": "cryptography",
+        "huggingface_hub": "huggingface-hub",
+        "jinja2": "jinja2",
+        "llguidance": "llguidance",
+        "numpy": "numpy",
+        "prometheus_client": "prometheus-client",
+        "redis": "redis",
+        "safetensors": "safetensors",
+        "tokenizers": "tokenizers",
+        "torch": "torch",
+        "transformers": "transformers",
+        "xxhash": "xxhash",
+    },
     "certs": {"cryptography": "cryptography"},
 }
 PURPOSES: Mapping[str, str] = {
     "router": "for a router",
     "store": "for a store",
     "worker": "for prefill and decode workers",
+    "worker-vllm": "beside vLLM, in its environment",
     "certs": "for `kvrelay make-certs`",
 }
 CLUSTER = ("router", "store", "worker")

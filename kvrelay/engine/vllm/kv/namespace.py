@@ -1,0 +1,87 @@
+"""The namespace of vLLM's blocks: everything besides the tokens that decides their bytes.
+
+What vLLM is told at start and the model's files do not show, quantisation and overrides of the
+configuration, becomes part of the revision.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvrelay.block.namespace import Namespace
+from kvrelay.engine.model.pretrained import revision
+from kvrelay.errors import Rejected, Unservable
+
+LAYOUT = "block,head,layer,k|v,position,dim"
+TEXTS = ("model", "revision", "dtype", "layout", "numerics")
+FIELDS = (*TEXTS, "block_size")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What vLLM was told about its model; ``commit`` is that of a model from Hugging Face."""
+
+    model: str
+    dtype: str
+    block_size: int
+    quantization: str | None = None
+    overrides: Mapping[str, object] | None = None
+    commit: str | None = None
+
+
+def namespace_of(
+    facts: ModelFacts,
+    numerics: str,
+    given: Mapping[str, object],
+    fleet_key_id: bytes = b"",
+) -> Namespace:
+    """The namespace; ``given`` fields (``kv_connector_extra_config["namespace"]``) count instead.
+
+    Raises ``Rejected`` for unknown or wrong fields, ``Unservable`` if the weights have no name.
+    """
+    _check(facts, given)
+    texts = {name: str(given[name]) for name in TEXTS if name in given}
+    return Namespace(
+        model=texts.get("model") or Path(facts.model).resolve().name,
+        revision=texts.get("revision") or revision_of(facts),
+        dtype=facts.dtype,
+        layout=texts.get("layout") or LAYOUT,
+        block_size=facts.block_size,
+        numerics=texts.get("numerics", numerics),
+        fleet_key_id=fleet_key_id,
+    )
+
+
+def _check(facts: ModelFacts, given: Mapping[str, object]) -> None:
+    for name, value in given.items():
+        if name not in FIELDS:
+            raise Rejected(f"namespace.{name}", f"unknown, choose of {', '.join(FIELDS)}")
+        kind = int if name == "block_size" else str
+        if not isinstance(value, kind):
+            raise Rejected(f"namespace.{name}", f"must be a {kind.__name__}, got {value!r}")
+    for name, own in (("dtype", facts.dtype), ("block_size", facts.block_size)):
+        if given.get(name, own) != own:
+            raise Rejected(f"namespace.{name}", f"{given[name]} is given, vLLM has {own}")
+
+
+def revision_of(facts: ModelFacts) -> str:
+    """A digest of the model's files, or its commit; with what vLLM was told to change."""
+    folder = Path(facts.model)
+    if folder.is_dir():
+        name = revision(folder)
+    elif facts.commit:
+        name = facts.commit
+    else:
+        raise Unservable(
+            f"the weights of {facts.model!r} have no name: it is neither a folder nor a download"
+            ' with a commit; set "namespace": {"revision": ...} in kv_connector_extra_config'
+        )
+    changed = {"quantization": facts.quantization, "overrides": facts.overrides or None}
+    if not any(changed.values()):
+        return name
+    text = json.dumps(changed, sort_keys=True, default=repr)
+    return f"{name}+{hashlib.sha256(text.encode()).hexdigest()[:16]}"

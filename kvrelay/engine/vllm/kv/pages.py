@@ -1,0 +1,253 @@
+"""vLLM's pages as canonical blocks, head-major: ``[kv head, layer, k|v, position, head dim]``.
+
+``PageMemory`` is what the store connector reads and writes. Blocks of vLLM may be split into
+several kernel pages, one after the other. Payloads are copied: no page of vLLM is a block's bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from kvrelay.block.header import ITEM_BYTES
+from kvrelay.engine.attention.pool import DTYPES
+from kvrelay.engine.vllm.kv.border import VllmLayer
+from kvrelay.engine.vllm.kv.layout import PageLayout, cache_writer
+from kvrelay.errors import Unservable
+
+INTEGERS: dict[int, torch.dtype] = {2: torch.int16, 4: torch.int32}
+"""Bits of an element, by its bytes: numpy has no bfloat16."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageShape:
+    """One rank's cache: ``num_kv_heads`` are the heads that it holds."""
+
+    num_blocks: int
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+
+    def nbytes(self, count: int) -> int:
+        """Bytes of the payload of ``count`` positions."""
+        row = self.num_kv_heads * self.head_dim * ITEM_BYTES[self.dtype]
+        return self.num_layers * 2 * count * row
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The element type of the cache."""
+        return DTYPES[self.dtype]
+
+
+class PageMemory(Protocol):
+    """A ``BlockMemory`` over vLLM's cache."""
+
+    @property
+    def shape(self) -> PageShape: ...
+    def nbytes(self, count: int) -> int: ...
+    def read(self, block: int, count: int) -> memoryview: ...
+    def write(self, block: int, count: int, payload: memoryview) -> None: ...
+    def buffer(self, block: int) -> memoryview | None: ...
+    def computed(self) -> None:
+        """Mark the end of a step: later reads see its writes."""
+
+
+class NoPages:
+    """The memory of the scheduler's side, which has none: it only looks up."""
+
+    def __init__(self, shape: PageShape) -> None:
+        self.shape = shape
+
+    def nbytes(self, count: int) -> int:
+        return self.shape.nbytes(count)
+
+    def read(self, block: int, count: int) -> memoryview:
+        raise RuntimeError("vLLM's scheduler holds no KV")
+
+    def write(self, block: int, count: int, payload: memoryview) -> None:
+        raise RuntimeError("vLLM's scheduler holds no KV")
+
+    def buffer(self, block: int) -> None:
+        return None
+
+
+class HostPages:
+    """Pages in host memory, by numpy: no torch threads in the threads of the store connector."""
+
+    def __init__(
+        self, shape: PageShape, caches: Sequence[torch.Tensor], layout: PageLayout
+    ) -> None:
+        self.shape = shape
+        integer = INTEGERS[ITEM_BYTES[shape.dtype]]
+        bits = [cache.view(integer) for cache in caches]
+        self._type = bits[0].numpy().dtype
+        self._keys = [layout.rows(cache, 0).numpy() for cache in bits]
+        self._values = [layout.rows(cache, 1).numpy() for cache in bits]
+        self._size = layout.positions  # of one page
+        self._pages = shape.block_size // layout.positions
+
+    def nbytes(self, count: int) -> int:
+        return self.shape.nbytes(count)
+
+    def read(self, block: int, count: int) -> memoryview:
+        out = np.empty(self._dimensions(count), self._type)
+        for page, first, last in self._spans(block, count):
+            for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
+                out[:, layer, 0, first:last] = keys[page][:, : last - first]
+                out[:, layer, 1, first:last] = values[page][:, : last - first]
+        return out.reshape(-1).view(np.uint8).data.toreadonly()
+
+    def write(self, block: int, count: int, payload: memoryview) -> None:
+        check_length(self.shape, count, payload)
+        given = np.frombuffer(payload, self._type).reshape(self._dimensions(count))
+        for page, first, last in self._spans(block, self.shape.block_size):
+            end = min(max(count, first), last)
+            for layer, (keys, values) in enumerate(zip(self._keys, self._values, strict=True)):
+                keys[page][:, : end - first] = given[:, layer, 0, first:end]
+                values[page][:, : end - first] = given[:, layer, 1, first:end]
+                if end < last:  # masked positions are multiplied by zero, and must be finite
+                    keys[page][:, end - first :] = 0
+                    values[page][:, end - first :] = 0
+
+    def buffer(self, block: int) -> None:
+        return None
+
+    def computed(self) -> None:
+        return
+
+    def _dimensions(self, count: int) -> tuple[int, ...]:
+        shape = self.shape
+        return shape.num_kv_heads, shape.num_layers, 2, count, shape.head_dim
+
+    def _spans(self, block: int, count: int) -> list[tuple[int, int, int]]:
+        """Each page of a block, with the positions of the block's first ``count`` in it."""
+        return page_spans(block, count, self._pages, self._size)
+
+
+def page_spans(block: int, count: int, pages: int, size: int) -> list[tuple[int, int, int]]:
+    """Page, first and last position (exclusive) of each page that has some of ``count``."""
+    firsts = range(0, count, size)
+    return [
+        (block * pages + number, first, min(first + size, count))
+        for number, first in enumerate(firsts)
+    ]
+
+
+def check_length(shape: PageShape, count: int, payload: memoryview) -> None:
+    """Raise ``ValueError`` for a payload of another length than ``count`` positions have."""
+    if payload.nbytes != shape.nbytes(count):
+        wanted = shape.nbytes(count)
+        raise ValueError(f"{count} positions have {wanted} bytes, the payload {payload.nbytes}")
+
+
+class DevicePages:
+    """Pages in CUDA memory: a stream of its own and pinned staging, one copy at a time.
+
+    Has not run on a GPU yet. A read waits, on the device, for the end of the last step; a write is
+    complete when it returns, and so before vLLM is told that it ended.
+    """
+
+    def __init__(
+        self, shape: PageShape, caches: Sequence[torch.Tensor], layout: PageLayout
+    ) -> None:
+        self.shape = shape
+        self._rows = [[layout.rows(cache, which) for which in (0, 1)] for cache in caches]
+        self._size = layout.positions
+        self._pages = shape.block_size // layout.positions
+        self._device = caches[0].device
+        whole = (shape.num_kv_heads, shape.num_layers, 2, shape.block_size, shape.head_dim)
+        self._staging = torch.empty(whole, dtype=shape.torch_dtype, pin_memory=True)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+        self.computed()
+
+    def nbytes(self, count: int) -> int:
+        return self.shape.nbytes(count)
+
+    def read(self, block: int, count: int) -> memoryview:
+        with self._lock, torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._event)
+            gathered = torch.cat(
+                [
+                    self._page(page)[:, :, :, : last - first]
+                    for page, first, last in page_spans(block, count, self._pages, self._size)
+                ],
+                dim=3,
+            )
+            staging = self._staging.view(-1)[: gathered.numel()].view(gathered.shape)
+            staging.copy_(gathered, non_blocking=True)
+            self._stream.synchronize()
+            return memoryview(staging.view(torch.uint8).numpy().tobytes())
+
+    def _page(self, page: int) -> torch.Tensor:
+        """One page of all layers: ``[head, layer, k|v, position, dim]``."""
+        return torch.stack([torch.stack([one[page] for one in two], 1) for two in self._rows], 1)
+
+    def write(self, block: int, count: int, payload: memoryview) -> None:
+        check_length(self.shape, count, payload)
+        with self._lock, torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._event)
+            self._staging.zero_()
+            given = torch.frombuffer(bytearray(payload), dtype=self.shape.torch_dtype)
+            heads, layers, dim = self.shape.num_kv_heads, self.shape.num_layers, self.shape.head_dim
+            self._staging[:, :, :, :count] = given.view(heads, layers, 2, count, dim)
+            device = self._staging.to(self._device, non_blocking=True)
+            for page, first, last in page_spans(
+                block, self.shape.block_size, self._pages, self._size
+            ):
+                for layer, rows in enumerate(self._rows):
+                    for which, one in enumerate(rows):
+                        one[page].copy_(device[:, layer, which, first:last])
+            self._stream.synchronize()
+
+    def buffer(self, block: int) -> None:
+        return None
+
+    def computed(self) -> None:
+        self._event.record(torch.cuda.current_stream(self._device))
+
+
+def open_pages(shape: PageShape, caches: Sequence[torch.Tensor], layout: PageLayout) -> PageMemory:
+    """The pages of a cache, wherever it is."""
+    if caches[0].device.type == "cpu":
+        return HostPages(shape, caches, layout)
+    return DevicePages(shape, caches, layout)
+
+
+def check_pages(
+    pages: PageMemory, layers: Sequence[VllmLayer], caches: Sequence[torch.Tensor]
+) -> None:
+    """Random K and V of every layer, through vLLM's own cache update and back through ``pages``.
+
+    Uses block 0, which vLLM gives to no request. Raises ``Unservable`` if a byte differs.
+    """
+    shape = pages.shape
+    random = torch.Generator().manual_seed(5)
+    size = (2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+    expected = []
+    for layer, cache in zip(layers, caches, strict=True):
+        both = torch.randn(size, generator=random).to(cache.dtype)
+        write = cache_writer(layer, cache, shape.block_size)
+        write(both[0].to(cache.device), both[1].to(cache.device))
+        expected.append(both)
+    wanted = torch.stack(expected).permute(3, 0, 1, 2, 4)  # head, layer, k|v, position, dim
+    for count in (shape.block_size, shape.block_size - 1 or 1):
+        payload = wanted[:, :, :, :count].contiguous().view(torch.uint8).numpy().reshape(-1).data
+        for what in ("update", "own write"):
+            if pages.read(0, count) != payload:
+                raise Unservable(
+                    f"K and V that vLLM's cache {what} wrote are not read back byte for byte:"
+                    f" {type(layers[0].impl).__name__} has another layout than was learned"
+                )
+            pages.write(0, count, payload)
+    for cache in caches:
+        pages_of_block = cache.shape[0] // shape.num_blocks
+        cache[:pages_of_block].zero_()

@@ -1,0 +1,238 @@
+"""Which vLLM engines are refused, and with which reason; namespaces, shards, options, rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvrelay.connector.counters import ConnectorCounters
+from kvrelay.engine.vllm.kv.account import RequestAccount
+from kvrelay.engine.vllm.kv.checks import EngineFacts, GroupFacts, check_engine
+from kvrelay.engine.vllm.kv.metrics import CounterDeltas, add_changes, described, ended
+from kvrelay.engine.vllm.kv.namespace import LAYOUT, ModelFacts, namespace_of, revision_of
+from kvrelay.engine.vllm.kv.orders import LoadReport, RankReports, SaveReport
+from kvrelay.engine.vllm.kv.scheduler_side import space_of
+from kvrelay.engine.vllm.kv.setup import ConnectorConfig
+from kvrelay.engine.vllm.kv.shards import HeadShards
+from kvrelay.engine.vllm.rules import check_rules, rules_of
+from kvrelay.errors import Rejected, Unservable
+from kvrelay.sampling import Sampling
+from kvrelay.structured import StructuredOutput
+from kvrelay.usage import Miss
+from kvrelay.worker.engines import opened
+from tests.engine.vllm.rig import SPACE
+
+GROUP = GroupFacts("FullAttentionSpec", 28, 32, 8, 128, 128, "bfloat16")
+ENGINE = EngineFacts("0.32.0", "kv_both", "recompute", (GROUP,))
+MODEL = ModelFacts("org/model", "bfloat16", 32, commit="c0ffee")
+
+
+def test_a_plain_engine_is_carried() -> None:
+    check_engine(ENGINE)
+    check_engine(replace(ENGINE, version="0.32.4+cpu"))
+
+
+WRONG: list[tuple[EngineFacts, str]] = [
+    (replace(ENGINE, version="0.33.0"), "vLLM 0.33.0 was not tested"),
+    (replace(ENGINE, version="0.3.2"), "vLLM 0.3.2 was not tested"),
+    (replace(ENGINE, version="dev"), "vLLM dev was not tested"),
+    (replace(ENGINE, role="kv_producer"), "kv_role is 'kv_producer'"),
+    (replace(ENGINE, load_failure_policy="fail"), "kv_load_failure_policy is 'fail'"),
+    (replace(ENGINE, pipeline_ranks=2), "2 pipeline ranks"),
+    (replace(ENGINE, context_ranks=2), "context parallelism"),
+    (replace(ENGINE, prefill_context_ranks=2), "context parallelism"),
+    (replace(ENGINE, speculative=True), "speculative decoding"),
+    (replace(ENGINE, groups=()), r"0 KV cache groups \(none\)"),
+    (replace(ENGINE, groups=(GROUP, GROUP)), "2 KV cache groups"),
+    (replace(ENGINE, groups=(replace(GROUP, kind="MambaSpec"),)), "MambaSpec"),
+    (replace(ENGINE, groups=(replace(GROUP, kind="MLAAttentionSpec"),)), "MLAAttentionSpec"),
+    (replace(ENGINE, groups=(replace(GROUP, sliding_window=512),)), "window of 512"),
+    (replace(ENGINE, groups=(replace(GROUP, chunked=True),)), "chunked"),
+    (replace(ENGINE, groups=(replace(GROUP, dtype="uint8"),)), r"quantised KV cache \(uint8\)"),
+    (replace(ENGINE, groups=(replace(GROUP, quantised=True),)), "quantised"),
+    (replace(ENGINE, groups=(replace(GROUP, value_dim=64),)), "K of 128 and V of 64"),
+    (replace(ENGINE, groups=(replace(GROUP, packed=True),)), "packs several heads"),
+]
+
+
+@pytest.mark.parametrize(("facts", "reason"), WRONG)
+def test_what_cannot_be_carried_is_refused(facts: EngineFacts, reason: str) -> None:
+    with pytest.raises(Unservable, match=reason):
+        check_engine(facts)
+
+
+def test_every_reason_is_given_at_once() -> None:
+    facts = replace(ENGINE, role="kv_consumer", load_failure_policy="fail", speculative=True)
+    with pytest.raises(Unservable, match=r"\(1\) kv_role.*\(2\) kv_load.*\(3\) speculative"):
+        check_engine(facts)
+
+
+def test_another_version_is_tried_if_asked_for() -> None:
+    check_engine(replace(ENGINE, version="0.33.1"), any_version=True)
+
+
+@pytest.mark.parametrize(
+    ("heads", "ranks", "count", "width"), [(8, 1, 1, 8), (8, 2, 2, 4), (8, 8, 8, 1), (2, 4, 2, 1)]
+)
+def test_ranks_share_the_heads(heads: int, ranks: int, count: int, width: int) -> None:
+    shards = HeadShards(heads, ranks)
+    assert (shards.count, shards.width) == (count, width)
+    held = [shards.of_rank(rank) for rank in range(ranks)]
+    assert held == sorted(held)
+    assert set(held) == set(range(count))
+    spaces = {shards.namespace(SPACE, shard).digest for shard in range(count)}
+    assert len(spaces) == count
+    assert (SPACE.digest in spaces) == (count == 1)
+
+
+def test_shards_of_other_widths_have_other_names() -> None:
+    two, four = HeadShards(8, 2), HeadShards(8, 4)
+    assert two.namespace(SPACE, 0).digest != four.namespace(SPACE, 0).digest
+
+
+@pytest.mark.parametrize(("heads", "ranks"), [(8, 3), (3, 2), (6, 4), (0, 1)])
+def test_heads_that_cannot_be_shared_are_refused(heads: int, ranks: int) -> None:
+    with pytest.raises(Unservable, match="cannot be shared evenly"):
+        HeadShards(heads, ranks)
+
+
+def test_the_namespace_is_that_of_a_native_worker(tmp_path: Path) -> None:
+    found = namespace_of(MODEL, "profile", {})
+    assert (found.model, found.revision, found.layout) == ("model", "c0ffee", LAYOUT)
+    assert (found.dtype, found.block_size, found.numerics) == ("bfloat16", 32, "profile")
+    assert LAYOUT == opened.LAYOUT
+
+
+def test_given_fields_count() -> None:
+    given = {"model": "m", "revision": "r", "numerics": "", "dtype": "bfloat16", "block_size": 32}
+    found = namespace_of(MODEL, "profile", given)
+    assert (found.model, found.revision, found.numerics) == ("m", "r", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({"tenant": "x"}, "namespace.tenant"),
+        ({"model": 3}, "namespace.model"),
+        ({"dtype": "float32"}, "namespace.dtype"),
+        ({"block_size": 16}, "namespace.block_size"),
+    ],
+)
+def test_wrong_fields_are_named(given: Mapping[str, object], field: str) -> None:
+    with pytest.raises(Rejected) as caught:
+        namespace_of(MODEL, "", given)
+    assert caught.value.field == field
+
+
+def test_the_revision_covers_what_vllm_was_told_to_change() -> None:
+    changed = [
+        MODEL,
+        replace(MODEL, quantization="fp8"),
+        replace(MODEL, overrides={"rope_scaling": {"factor": 4}}),
+        replace(MODEL, overrides={"rope_scaling": {"factor": 8}}),
+    ]
+    assert len({revision_of(one) for one in changed}) == 4
+    with pytest.raises(Unservable, match="have no name"):
+        revision_of(replace(MODEL, commit=None))
+
+
+def test_cache_salts_become_spaces() -> None:
+    assert space_of(None) == space_of("") == b""
+    assert space_of("0f" * 32) == b"\x0f" * 32
+    others = {space_of("0F" * 32), space_of("0f" * 31), space_of("zz" * 32), space_of("alice")}
+    assert len(others) == 4
+    assert all(len(one) == 32 for one in others)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        ({}, "store"),
+        ({"store": ""}, "store"),
+        ({"store": "none", "storage": 1}, "storage"),
+        ({"store": "none", "namespace": "x"}, "namespace"),
+        ({"store": "none", "audit": 1}, "audit"),
+        ({"store": "none", "patience": 3}, "patience"),
+    ],
+)
+def test_options_of_the_connector_are_checked(given: Mapping[str, object], field: str) -> None:
+    with pytest.raises(Rejected) as caught:
+        ConnectorConfig.of(given)
+    assert caught.value.field == field
+
+
+def test_reports_of_ranks_are_merged() -> None:
+    reports = RankReports()
+    reports.add(RankReports({("r", 1): LoadReport(8, None, (("a", 8),))}))
+    assert not reports.take_complete(2)
+    short = LoadReport(4, Miss.TOO_LATE, (("a", 4),))
+    reports.add(RankReports({("r", 1): short}, {("r", 1, 1): SaveReport(3)}))
+    done = reports.take_complete(2)
+    assert done.loads == {("r", 1): LoadReport(4, Miss.TOO_LATE, (("a", 4),), 2)}
+    assert not done.saves
+    reports.add(RankReports(saves={("r", 1, 1): SaveReport(1)}))
+    assert reports.take_complete(2).saves == {("r", 1, 1): SaveReport(1, 2)}
+    assert not reports
+
+
+def test_counters_are_told_as_changes() -> None:
+    deltas = CounterDeltas()
+    assert deltas.take(ConnectorCounters()) == {}
+    assert deltas.take(ConnectorCounters(loads=3, open_loads=2)) == {"loads": 3, "open_loads": 2}
+    assert deltas.take(ConnectorCounters(loads=3)) == {"open_loads": -2}
+    assert add_changes({"a": 1}, {"a": 2, "b": 3}) == {"a": 3, "b": 3}
+    account = RequestAccount(9, (), 5, 0, 0, {}, None, 0, None)
+    assert ended(account) == {"failed_tokens": 5}
+    assert ended(account).keys() <= described().keys()
+
+
+def params(extra: object, temperature: float = 0.0, seed: int | None = None) -> SimpleNamespace:
+    return SimpleNamespace(extra_args={"kvrelay": extra}, temperature=temperature, seed=seed)
+
+
+def test_rules_of_a_request() -> None:
+    given = {
+        "prompt_len": 7,
+        "id": "x",
+        "temperature": 0.5,
+        "top_k": 3,
+        "stop_token_ids": [4, 5],
+        "logit_bias": {"11": 2},
+        "bad_word_ids": [[1, 2], [3]],
+        "logprobs": 5,
+        "structured_output": {"choice": ["a", "b"]},
+    }
+    rules = rules_of(params(given))
+    assert rules is not None
+    assert (rules.prompt_len, rules.id) == (7, "x")
+    assert rules.sampling == Sampling(
+        temperature=0.5,
+        top_k=3,
+        stop_token_ids=(4, 5),
+        logit_bias={11: 2.0},
+        bad_word_ids=((1, 2), (3,)),
+        structured_output=StructuredOutput(choice=("a", "b")),
+    )
+    assert rules_of(SimpleNamespace(extra_args=None, temperature=0.0, seed=None)) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        (params("x"), "must be an object"),
+        (params({"prompt_len": 1, "heat": 2}), "heat"),
+        (params({}), "prompt_len"),
+        (params({"prompt_len": 0}), "prompt_len"),
+        (params({"prompt_len": 1, "temperature": -1.0}), "temperature"),
+        (params({"prompt_len": 1, "top_p": "a"}), "extra_args"),
+        (params({"prompt_len": 1}, temperature=1.0), "temperature must be 0"),
+        (params({"prompt_len": 1}, seed=3), "seed must be unset"),
+    ],
+)
+def test_wrong_rules_are_refused_at_the_door(wrong: SimpleNamespace, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        check_rules(wrong)
