@@ -13,6 +13,8 @@ from kvrelay.process import logs
 from kvrelay.process.memory import check_fits, host_memory
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security import policy
+from kvrelay.rpc.security.credentials import Credentials
+from kvrelay.rpc.security.identity import Tenant
 from kvrelay.rpc.server import exposition
 from kvrelay.rpc.server.run import run_service, serve_until_signal
 from kvrelay.rpc.server.server import Server, ServerOptions
@@ -109,4 +111,9 @@ def main(argv: list[str]) -> int:
         StoreConfig, argv, prog="python -m kvstore", description="The store of KV blocks."
     )
     logs.setup("store", config.log_level, form=config.log_format)
-    return run_service(config, serve)
+    return run_service(config, serve, _tenants_with_quotas)
+
+
+def _tenants_with_quotas(known: Credentials) -> frozenset[Tenant]:
+    """Their shares of the memory are divided at the start."""
+    return frozenset(tenant for tenant in known.tenants if tenant.store_bytes is not None)

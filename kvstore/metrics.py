@@ -13,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvrelay.rpc.server.families import PREFIX as KVRELAY
+from kvrelay.rpc.server.families import security
 from kvstore.stats import DiskCounters, DiskStats, StoreCounters, StoreStats, TenantStats
 
 PREFIX = KVRELAY + "kvstore_"
@@ -99,6 +100,7 @@ class StoreCollector(Collector):
             yield from _each(GaugeMetricFamily, prefix, stats.disk, DISK_GAUGES)
             yield from _each(CounterMetricFamily, prefix, stats.disk.counters, DISK_COUNTERS)
         yield from _tenants(stats.tenants)
+        yield from security()
 
 
 def _each(

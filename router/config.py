@@ -131,7 +131,9 @@ class RouterConfig(SecurityOptions):
         None, "port for Prometheus; default: no metrics", low=1, high=65535
     )
     metrics_host: str = option(
-        LOOPBACK, "address of the metrics: plain HTTP, without a token", metavar="HOST"
+        LOOPBACK,
+        "address of the metrics: on 127.0.0.1 plain HTTP without a token, else as other ports are",
+        metavar="HOST",
     )
     grace: float = option(10.0, "seconds that running requests get after SIGTERM", low=0.0)
     log_level: str = option("info", "how much to log", choices=LEVELS)

@@ -50,7 +50,7 @@ async def serve(config: RouterConfig) -> int:
     if config.metrics_port is not None:
         exposition.serve(registry_of(service), config.metrics_host, config.metrics_port)
     door = None if config.http_port is None else make_door(config, service, config.http_port)
-    url = "" if door is None else f", {await door.start(config)}"
+    url = "" if door is None else f", {await door.start()}"
     hints = asyncio.create_task(sender.run())
     try:
         await registry.start()
@@ -71,7 +71,7 @@ async def serve(config: RouterConfig) -> int:
 def make_door(config: RouterConfig, service: RouterService, port: int) -> HttpServer:
     """The HTTP server of the service, not started."""
     limits = HttpLimits(body_bytes=config.message_bytes, stuck_seconds=config.stuck_after)
-    access = Access(installed().credentials, _max_calls(config))
+    access = Access(lambda: installed().credentials, _max_calls(config))
     page = partial(generate_latest, registry_of(service))
     app = make_app(service, access, limits, page)
     return HttpServer(app, Address(config.host, port), limits)

@@ -87,6 +87,7 @@ class RouterCollector(Collector):
         )
         yield self._in_flight()
         yield from service.latency.collect()
+        yield from families.security()
 
     def _in_flight(self) -> Metric:
         family = GaugeMetricFamily(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import IPv6Address
 
 import grpc
 
 from kvrelay.rpc import keepalive
 from kvrelay.rpc.bearer import C, with_token
+from kvrelay.rpc.renewed import RenewedChannel, RenewedSyncChannel
+from kvrelay.rpc.security import renewal
 from kvrelay.rpc.security.policy import Security, installed
 
 MIB = 1 << 20
@@ -54,12 +57,18 @@ class ChannelOptions:
 
 def open_channel(address: str, options: ChannelOptions | None = None) -> grpc.aio.Channel:
     """An asyncio channel to ``HOST:PORT`` or ``unix:PATH``; close it with ``await close()``."""
-    return _open(grpc.aio.insecure_channel, grpc.aio.secure_channel, address, options)
+    made = partial(_open, grpc.aio.insecure_channel, grpc.aio.secure_channel, address, options)
+    if _renews(options):
+        return RenewedChannel(address, made)
+    return _with_token(made(_security(options)), address, options)
 
 
 def open_sync_channel(address: str, options: ChannelOptions | None = None) -> grpc.Channel:
     """The same for code without an event loop; close it with ``close()``."""
-    return _open(grpc.insecure_channel, grpc.secure_channel, address, options)
+    made = partial(_open, grpc.insecure_channel, grpc.secure_channel, address, options)
+    if _renews(options):
+        return RenewedSyncChannel(address, made)
+    return _with_token(made(_security(options)), address, options)
 
 
 def target(address: str) -> str:
@@ -76,16 +85,26 @@ def _open(
     secure: Callable[..., C],
     address: str,
     options: ChannelOptions | None,
+    security: Security,
 ) -> C:
+    """A channel without a token."""
     chosen: ChannelOptions = options or ChannelOptions()
-    address = target(address)
-    security = chosen.security or installed()
     arguments: list[tuple[str, int | str]] = [*chosen.arguments()]
     if security.tls is None:
-        channel = insecure(address, options=arguments)
-    else:
-        if security.tls.name is not None:
-            arguments.append(("grpc.ssl_target_name_override", security.tls.name))
-        channel = secure(address, security.tls.channel(), options=arguments)
-    token = security.token_for(address)
+        return insecure(target(address), options=arguments)
+    if security.tls.name is not None:
+        arguments.append(("grpc.ssl_target_name_override", security.tls.name))
+    return secure(target(address), security.tls.channel(), options=arguments)
+
+
+def _with_token(channel: C, address: str, options: ChannelOptions | None) -> C:
+    token = _security(options).token_for(target(address))
     return channel if token is None else with_token(channel, token)
+
+
+def _security(options: ChannelOptions | None) -> Security:
+    return (options and options.security) or installed()
+
+
+def _renews(options: ChannelOptions | None) -> bool:
+    return renewal.runs() and (options is None or options.security is None)

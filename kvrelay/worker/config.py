@@ -81,7 +81,9 @@ class WorkerConfig(SecurityOptions):
         None, "port for Prometheus; default: no metrics", low=1, high=65535
     )
     metrics_host: str = option(
-        LOOPBACK, "address of the metrics: plain HTTP, without a token", metavar="HOST"
+        LOOPBACK,
+        "address of the metrics: on 127.0.0.1 plain HTTP without a token, else as other ports are",
+        metavar="HOST",
     )
     journal: str | None = option(
         None,

@@ -23,6 +23,7 @@ from kvrelay.rpc.server.families import (
     TOKENS,
     histogram,
     labelled,
+    security,
 )
 from kvrelay.usage import Miss
 from kvrelay.worker.engines.opened import WorkerEngine
@@ -113,6 +114,7 @@ class WorkerCollector(Collector):
         if self._store is not None:
             yield from _store_metrics(self._store())
         yield from self._histograms.collect()
+        yield from security()
 
 
 def _store_metrics(read: ConnectorCounters) -> Iterator[Metric]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from kvrelay.errors import Exhausted
@@ -20,10 +20,10 @@ GENERATE = "/kvrelay.v1.RouterService/Generate"
 class Access:
     """The callers of this door and their open requests."""
 
-    def __init__(self, credentials: Credentials, max_calls: int) -> None:
-        self._credentials = credentials
+    def __init__(self, current: Callable[[], Credentials], max_calls: int) -> None:
+        self._current = current
         share = max(max_calls // CALL_SHARES, 1)
-        self._calls = OpenCalls(credentials, share, max(max_calls - share, 1))
+        self._calls = OpenCalls(current(), share, max(max_calls - share, 1))
 
     @contextmanager
     def admitted(self, headers: Mapping[str, str]) -> Iterator[Caller]:
@@ -32,12 +32,15 @@ class Access:
         Raises ``HttpRefusal`` for a caller without a known token, ``Exhausted`` for one with too
         many open requests.
         """
-        if not self._credentials.required:
+        known = self._current()
+        if not known.required:
             yield LOCAL_CALLER
             return
-        found = self._identify(headers)
-        if found is None and not self._credentials.open:
+        found = _identify(known, headers)
+        if found is None and not known.open:
             raise _unauthorized()
+        if found is not None and found.kind is CallerKind.METRICS:
+            raise HttpRefusal(403, "forbidden", "this token only reads metrics pages")
         if found is not None and found.kind is not CallerKind.CLIENT:
             yield found
             return
@@ -50,20 +53,21 @@ class Access:
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
         """Raise ``HttpRefusal`` for a caller who may not see figures of all tenants together."""
-        if not self._credentials.required or self._credentials.open:
+        known = self._current()
+        if not known.required or known.open:
             return
-        found = self._identify(headers)
+        found = _identify(known, headers)
         if found is None:
             raise _unauthorized()
         if found.kind is CallerKind.CLIENT:
-            raise HttpRefusal(403, "forbidden", "only services and admins may read this page")
+            raise HttpRefusal(403, "forbidden", "a tenant may not read this page")
 
-    def _identify(self, headers: Mapping[str, str]) -> Caller | None:
-        value = headers.get(HEADER, "")
-        scheme, _, token = value.partition(" ")
-        if scheme.lower() != SCHEME.strip().lower():
-            return None
-        return self._credentials.identify(token.strip())
+
+def _identify(known: Credentials, headers: Mapping[str, str]) -> Caller | None:
+    scheme, _, token = headers.get(HEADER, "").partition(" ")
+    if scheme.lower() != SCHEME.strip().lower():
+        return None
+    return known.identify(token.strip())
 
 
 def _unauthorized() -> HttpRefusal:

@@ -21,7 +21,6 @@ from starlette.types import ASGIApp
 from kvrelay.errors import Rejected
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.reserved import is_reserved
-from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.rpc.security.policy import Security, installed
 from kvrelay.rpc.security.tls import server_context
 from router.http.connections import BoundedProtocol, ConnectionTable, HttpLimits
@@ -55,14 +54,16 @@ class HttpServer:
         self._server: _EmbeddedServer | None = None
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, options: SecurityOptions, security: Security | None = None) -> str:
+    async def start(self, security: Security | None = None) -> str:
         """Bind and serve; returns the base URL, without a path.
 
-        Raises ``Rejected`` if the port is taken, or needs protection that is missing.
+        Raises ``Rejected`` if the port is taken, or needs protection that is missing. Without
+        ``security`` it has what this process has installed, at each moment.
         """
-        security = security or installed()
-        security.check_listen(self._address)
-        context = None if security.tls is None else server_context(options, security.tls)
+        current = installed if security is None else lambda: security
+        current().check_listen(self._address)
+        encrypted = current().tls is not None
+        context = server_context(lambda: current().used_tls) if encrypted else None
         listening = _bind(self._address)
         bound = self._address.with_port(listening.getsockname()[1])
         protocol = type("_Protocol", (BoundedProtocol,), {"table": self.connections})

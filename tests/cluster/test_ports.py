@@ -16,7 +16,6 @@ from kvrelay.cluster.ports import ReservedPorts, WantedPort, free_ports, is_free
 from kvrelay.errors import Rejected
 from kvrelay.rpc import reserved
 from kvrelay.rpc.address import Address
-from kvrelay.rpc.security.options import SecurityOptions
 from kvrelay.rpc.server import exposition
 from kvrelay.rpc.server.server import Server, ServerOptions
 from kvstore.limits import StoreLimits
@@ -178,7 +177,7 @@ def _http(port: int) -> None:
             raise AssertionError("no request was sent")
 
         server = HttpServer(app, Address(HOST, port), HttpLimits())
-        await server.start(SecurityOptions())
+        await server.start()
         await server.stop()
 
     asyncio.run(start())

@@ -7,11 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 from prometheus_client.core import Metric
 
 from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.connector.mock import MockEnd, Script
 from kvrelay.rpc.protocol import NAMES
+from kvrelay.rpc.security import policy, renewal
+from kvrelay.rpc.security.tls import TlsCredentials
+from kvrelay.rpc.server import families
 from kvrelay.usage import Miss
 from kvrelay.worker import metrics as worker_metrics
 from kvstore import metrics as store_metrics
@@ -43,6 +47,7 @@ VALUES: Mapping[str, frozenset[str]] = {
     "ended": frozenset(router_metrics.ENDS),
     "source": frozenset({"local_compute", "local_cache_hit", "external_kv_transfer"}),
     "component": frozenset({"router", "worker", "store"}),
+    "result": frozenset(renewal.RESULTS),
 }
 """The values of labels that have a fixed set of them."""
 
@@ -105,6 +110,9 @@ async def exported() -> Exported:
     store = BlockStore(StoreLimits(budget=1 << 20, disk_budget=1 << 20))
     stats = replace(store.stats(), tenants=(TenantStats("a", 1, 2, 3),))
     labels |= _labels(store_metrics.registry_of(lambda: stats).collect())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "_installed", policy.Security(TlsCredentials(None, expires=1.0)))
+        labels |= _labels(families.labelled(families.security(), {"model_name": "m"}))
     return Exported(labels)
 
 
@@ -122,9 +130,9 @@ def _worker() -> list[Metric]:
         return list(registry.collect())
 
 
-def _labels(families: Iterable[Metric]) -> dict[str, frozenset[str]]:
+def _labels(read: Iterable[Metric]) -> dict[str, frozenset[str]]:
     found = {}
-    for family in families:
+    for family in read:
         assert family.samples, f"{family.name} has no sample to read labels from"
         for suffix in SUFFIXES[family.type]:
             name = family.name + suffix

@@ -19,6 +19,9 @@ QUIET: Mapping[str, str] = {
     ALIVE: "3x80",
     f'router_worker_in_flight{{{ROUTER},role="prefill",state="draining",worker="p:50060"}}': "0x80",
     f"router_slots{{{ROUTER}}}": "32x80",
+    f"certificate_expiry_timestamp_seconds{{{ROUTER}}}": "9e6x80",
+    f'credential_reloads_total{{{ROUTER},result="ok"}}': "0+1x80",
+    f'credential_reloads_total{{{ROUTER},result="failed"}}': "0+0x80",
     f"router_migrations_total{{{ROUTER}}}": "0+0x80",
     f"router_mixed_numerics_legs_total{{{ROUTER}}}": "0+0x80",
     f"router_waiting_requests{{{ROUTER}}}": "2x80",
@@ -255,6 +258,22 @@ CASES = (
         OF_STORE,
         "critical",
         "the system refuses writes of store s:9100",
+    ),
+    RuleCase(
+        "a certificate has a day left",
+        {f"certificate_expiry_timestamp_seconds{{{ROUTER}}}": "1e5x80"},
+        "KvrelayCertificateExpires",
+        OF_ROUTER,
+        "critical",
+        "the certificate of r:9100 ends in 1d 3h 31m 40s",
+    ),
+    RuleCase(
+        "a new file cannot be read",
+        {f'credential_reloads_total{{{ROUTER},result="failed"}}': "0x50 1x30"},
+        "KvrelayCredentialsNotRead",
+        {**OF_ROUTER, "result": "failed"},
+        "warning",
+        "r:9100 cannot use its new certificates or credentials and keeps the old ones",
     ),
 )
 

@@ -426,7 +426,7 @@ async def running(
         url, door = "", None
         if config.http_port is not None:
             door = make_door(config, service, config.http_port)
-            url = await door.start(config)
+            url = await door.start()
             stack.push_async_callback(door.stop)
         result = Running(address, channel, registry, service, url, door)
         await result.settled(len(workers) if used is None else used)

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 from prometheus_client.core import Metric
 
+from kvrelay.cli.authority import CertificateAuthority
 from kvrelay.connector.counters import ConnectorCounters
 from kvrelay.connector.mock import Script
+from kvrelay.rpc.security import policy
+from kvrelay.rpc.server import families
 from kvrelay.worker import metrics as worker_metrics
 from kvstore import metrics as store_metrics
 from kvstore.limits import StoreLimits
@@ -19,6 +22,7 @@ from router import metrics as router_metrics
 from tests.accounting.bench import limits
 from tests.accounting.served import Served
 from tests.router.fakes import decode_worker, running
+from tests.secured import write_files
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `(\w+)`[^|]* \| (\w+) \| ([^|]+) \|", re.MULTILINE)
@@ -29,12 +33,25 @@ def listed(title: str) -> list[tuple[str, ...]]:
     return ROW.findall(PAGE.read_text(encoding="utf-8").split(f"## {title}\n")[1].split("\n## ")[0])
 
 
-def told(families: Iterable[Metric]) -> list[tuple[str, ...]]:
+def described(exported: Iterable[Metric]) -> list[tuple[str, ...]]:
     """The same of what is exported."""
     return [
         (each.name.removeprefix("kvrelay:"), each.type, each.documentation.rstrip("."))
-        for each in families
+        for each in exported
     ]
+
+
+def told(exported: Iterable[Metric]) -> list[tuple[str, ...]]:
+    """Without what every process exports, of which one is not there without TLS."""
+    *own, last = described(exported)
+    assert last == listed("Every process")[-1]
+    return own
+
+
+def test_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = write_files(tmp_path, "own", CertificateAuthority()).options()
+    monkeypatch.setattr(policy, "_installed", policy.load(options))
+    assert described(families.security()) == listed("Every process")
 
 
 async def test_the_router() -> None:

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
+import ssl
 import urllib.request
 from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.openmetrics.exposition import generate_latest
 
+from kvrelay.cli.authority import CertificateAuthority
 from kvrelay.errors import Rejected
+from kvrelay.rpc.security import policy
+from kvrelay.rpc.security.identity import Caller, CallerKind
 from kvrelay.rpc.server import exposition
+from kvrelay.rpc.server.authorization import ADMINS, CLIENTS, STORE_USERS, is_allowed
+from tests.secured import (
+    ADMIN,
+    ALICE,
+    CREDENTIALS,
+    SERVICE,
+    Files,
+    write_credentials,
+    write_files,
+)
 
 SECONDS = 30.0
 
@@ -34,6 +51,106 @@ def scrape(port: int) -> bytes:
 
 def test_it_answers(port: int) -> None:
     assert b"kvrelay_test 7.0" in scrape(port)
+
+
+def ask(port: int, path: str, method: str = "GET") -> tuple[int, bytes, dict[str, str]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    connection.request(method, path)
+    answer = connection.getresponse()
+    found = answer.status, answer.read(), {name.lower(): text for name, text in answer.getheaders()}
+    connection.close()
+    return found
+
+
+def test_head_is_answered_as_get_is_without_the_body(port: int) -> None:
+    for path in ("/metrics", "/"):
+        _, page, asked = ask(port, path)
+        status, body, headers = ask(port, path, "HEAD")
+        assert (status, body) == (200, b"")
+        assert headers["content-type"] == asked["content-type"]
+        assert int(headers["content-length"]) == len(page) > 0
+
+
+def test_other_paths_and_methods_are_no_metrics(port: int) -> None:
+    assert b"/metrics" in ask(port, "/")[1]
+    for path in ("/health", "/metrics/", "/favicon.ico", "/metrics2"):
+        status, page, _ = ask(port, path)
+        assert status == 404
+        assert b"kvrelay_test" not in page
+    status, page, headers = ask(port, "/metrics", "POST")
+    assert (status, headers["allow"]) == (405, "GET, HEAD")
+    assert b"kvrelay_test" not in page
+
+
+METRICS_TOKEN = "metrics-secret-of-the-test"
+
+
+@pytest.fixture
+def remote(tmp_path: Path) -> Iterator[tuple[int, Files]]:
+    """The page as other machines reach it, of a process with TLS and credentials."""
+    files = write_files(tmp_path, "own", CertificateAuthority())
+    table = write_credentials(tmp_path, f'metrics = "{METRICS_TOKEN}"' + CREDENTIALS)
+    before = policy.installed()
+    policy.install(files.options(table))
+    registry = CollectorRegistry()
+    Gauge("kvrelay_test", "A number.", registry=registry).set(7)
+    server = exposition.serve(registry, "0.0.0.0", 0)
+    yield server.server_port, files
+    server.shutdown()
+    server.server_close()
+    policy._installed = before
+
+
+def scrape_remote(port: int, files: Files, token: str | None) -> tuple[int, bytes]:
+    context = ssl.create_default_context(cafile=files.ca)
+    context.load_cert_chain(files.cert, files.key)
+    connection = http.client.HTTPSConnection("localhost", port, timeout=SECONDS, context=context)
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    connection.request("GET", "/metrics", headers=headers)
+    answer = connection.getresponse()
+    found = answer.status, answer.read()
+    connection.close()
+    return found
+
+
+def test_other_machines_need_a_certificate_and_a_token(remote: tuple[int, Files]) -> None:
+    port, files = remote
+    for token in (METRICS_TOKEN, SERVICE, ADMIN):
+        status, page = scrape_remote(port, files, token)
+        assert status == 200
+        assert b"kvrelay_test 7.0" in page
+    assert scrape_remote(port, files, None)[0] == 401
+    assert scrape_remote(port, files, "a-secret-that-nobody-knows")[0] == 401
+    assert scrape_remote(port, files, ALICE)[0] == 403
+    bare = ssl.create_default_context(cafile=files.ca)
+    connection = http.client.HTTPSConnection("localhost", port, timeout=SECONDS, context=bare)
+    with pytest.raises((ssl.SSLError, ConnectionError)):
+        _asked(connection)
+    with pytest.raises((http.client.HTTPException, ConnectionError)):
+        ask(port, "/metrics")
+
+
+def _asked(connection: http.client.HTTPSConnection) -> bytes:
+    with closing(connection):
+        connection.request("GET", "/metrics")
+        return connection.getresponse().read()
+
+
+def test_a_token_for_metrics_opens_nothing_else() -> None:
+    methods = {*CLIENTS, *STORE_USERS, *ADMINS, "/kvrelay.v1.DecodeService/Decode"}
+    assert not any(is_allowed(Caller(CallerKind.METRICS), method) for method in methods)
+
+
+def test_a_silent_handshake_takes_no_place(
+    remote: tuple[int, Files], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exposition, "READ_SECONDS", 0.2)
+    port, files = remote
+    silent = [socket.create_connection(("127.0.0.1", port), SECONDS) for _ in range(4)]
+    assert scrape_remote(port, files, METRICS_TOKEN)[0] == 200
+    assert [each.recv(1) for each in silent] == [b""] * 4
+    for each in silent:
+        each.close()
 
 
 PROMETHEUS = (

@@ -31,8 +31,14 @@ class Secured:
         return ChannelOptions(security=policy.load(self.files.options(token=token)))
 
     def complete(self, token: str | None, prompt: list[int], max_tokens: int = 8) -> Completion:
-        """Greedy, through the router."""
-        with Client(self.cluster.router, self.options(token)) as client:
+        """Greedy, through the router, as a client that reads the certificates of now."""
+        return self.complete_as(self.options(token), prompt, max_tokens)
+
+    def complete_as(
+        self, options: ChannelOptions, prompt: list[int], max_tokens: int = 8
+    ) -> Completion:
+        """Greedy, through the router, over a connection of its own."""
+        with Client(self.cluster.router, options) as client:
             return client.complete(
                 timeout=SECONDS,
                 token_ids=prompt,

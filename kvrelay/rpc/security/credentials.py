@@ -4,6 +4,7 @@ TOML, readable by its owner only. Every part is optional, and each process may h
 
     service = "..."          # token among router, workers and store
     admin = "..."            # token for drain, audit, clear
+    metrics = "..."          # token that only reads metrics pages
     fleet = "..."            # key that signs handoffs and blocks; tenants' salts derive from it
     token = "..."            # the token to send, if it is neither of the two above
 
@@ -42,7 +43,7 @@ MIN_SECRET, MAX_SECRET = 16, 1024  # characters of a token or key
 SERVICE_FIRST = (CallerKind.SERVICE, CallerKind.ADMIN)
 ADMIN_FIRST = (CallerKind.ADMIN, CallerKind.SERVICE)
 _SALT = b"kvrelay.tenant-salt.v1\0"
-_TOP = frozenset({"service", "admin", "fleet", "token", "tenants"})
+_TOP = frozenset({"service", "admin", "metrics", "fleet", "token", "tenants"})
 _TENANT = frozenset({"token", "salt", "max-requests", "tokens-per-minute", "weight", "store-bytes"})
 
 
@@ -126,7 +127,7 @@ def _fleet(key: str | None) -> bytes | None:
 
 
 def _identities(table: Mapping[str, object], fleet: bytes | None) -> Iterator[tuple[str, Caller]]:
-    for kind in (CallerKind.SERVICE, CallerKind.ADMIN):
+    for kind in (CallerKind.SERVICE, CallerKind.ADMIN, CallerKind.METRICS):
         for token in _tokens(table, kind.value, kind.value):
             yield token, Caller(kind)
     tenants = table.get("tenants", {})

@@ -13,6 +13,7 @@ class CallerKind(Enum):
     CLIENT = "client"  # calls the router, for one tenant
     SERVICE = "service"  # router, workers and store among themselves
     ADMIN = "admin"  # may call everything
+    METRICS = "metrics"  # may read metrics pages, and nothing else
 
 
 @dataclass(frozen=True, slots=True)

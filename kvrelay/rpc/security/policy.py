@@ -10,7 +10,7 @@ A single server or channel can be given another ``Security`` in its options; tes
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.errors import Rejected
@@ -32,7 +32,13 @@ class Security:
     credentials: Credentials = field(default_factory=Credentials)
     allow_insecure: bool = False
 
-    def check_listen(self, address: Address) -> None:
+    @property
+    def used_tls(self) -> TlsCredentials:
+        """The certificates of a process that has TLS."""
+        assert self.tls is not None, "asked only where TLS is on"
+        return self.tls
+
+    def check_listen(self, address: Address, field: str = "address") -> None:
         """Raise ``Rejected`` if other machines reach it without encryption or authentication."""
         if address.local:
             return
@@ -46,7 +52,7 @@ class Security:
         problem = f"{address} can be reached by other machines, and {' and '.join(lacks)}"
         if not self.allow_insecure:
             raise Rejected(
-                "address", f"{problem}: fix that, listen on 127.0.0.1, or give --allow-insecure"
+                field, f"{problem}: fix that, listen on 127.0.0.1, or give --allow-insecure"
             )
         log.warning("%s; --allow-insecure was given", problem)
 
@@ -62,15 +68,6 @@ class Security:
     def _asks_callers(self) -> bool:
         """Whether callers must show a token or a certificate."""
         return self.credentials.required or (self.tls is not None and self.tls.asks_clients)
-
-    def check_plain(self, field: str, host: str) -> None:
-        """Raise ``Rejected`` for a port without TLS and tokens that other machines reach."""
-        if not (Address(host, 0).local or self.allow_insecure):
-            raise Rejected(
-                field,
-                f"{host} can be reached by other machines, and that port asks for no credentials:"
-                " use 127.0.0.1, or give --allow-insecure",
-            )
 
     def check_signed(self) -> None:
         """Raise ``Rejected`` for a worker on a network that could not detect forged handoffs."""
@@ -114,6 +111,24 @@ def install(options: SecurityOptions, shows: Sequence[CallerKind] = SERVICE_FIRS
     global _installed
     _installed = load(options, shows)
     return _installed
+
+
+def renew(options: SecurityOptions, check: Callable[[Credentials, Credentials], None]) -> None:
+    """Read the files of a service again and use them from now on.
+
+    Raises an error, and keeps what is in use, if they cannot be used, or if ``check`` of the
+    credentials before and after does.
+    """
+    global _installed
+    before, after = _installed.credentials, load(options)
+    if after.credentials.fleet_key != before.fleet_key:
+        raise Rejected(
+            credentials.FIELD, "`fleet` has changed: restart all routers and workers at once"
+        )
+    if before.required and not after.credentials.required:
+        raise Rejected(credentials.FIELD, f"{options.credentials} holds no token any more")
+    check(before, after.credentials)
+    _installed = after
 
 
 def installed() -> Security:

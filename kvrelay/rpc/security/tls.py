@@ -1,8 +1,12 @@
-"""Certificates of a process: read once, checked at start, then given to servers and channels."""
+"""Certificates of a process: read and checked whole, then given to servers and channels.
+
+Servers ask for them at every handshake, so a process can replace them while it serves.
+"""
 
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +23,9 @@ OUTSIDE_VALIDITY = (9, 10)  # OpenSSL's codes: not valid yet, expired
 class TlsCredentials:
     """PEM contents. Without ``ca`` the system's authorities are trusted.
 
-    ``mutual``: a server accepts only clients with a certificate of ``ca``.
+    ``mutual``: a server accepts only clients with a certificate of ``ca``. ``expires`` is the
+    certificate's end in seconds since the epoch; ``context`` is the same certificate and rules for
+    a server of the standard library.
     """
 
     ca: bytes | None
@@ -27,14 +33,14 @@ class TlsCredentials:
     key: bytes | None = field(default=None, repr=False)
     mutual: bool = True
     name: str | None = None
+    expires: float | None = field(default=None, compare=False)
+    context: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
 
-    def server(self) -> grpc.ServerCredentials:
-        """Credentials for a port; ``Rejected`` without a certificate of its own."""
+    def certificates(self) -> grpc.ServerCertificateConfiguration:
+        """For a port; ``Rejected`` without a certificate of its own."""
         if self.cert is None or self.key is None:
-            raise Rejected("tls_cert", "a server with --tls-ca needs a --tls-cert and --tls-key")
-        return grpc.ssl_server_credentials(
-            [(self.key, self.cert)], self.ca, require_client_auth=self.asks_clients
-        )
+            raise _without_certificate()
+        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.ca)
 
     def channel(self) -> grpc.ChannelCredentials:
         """Credentials for a connection to a server."""
@@ -46,6 +52,46 @@ class TlsCredentials:
         return self.ca is not None and self.mutual
 
 
+def server_credentials(current: Callable[[], TlsCredentials]) -> grpc.ServerCredentials:
+    """Credentials for a port; each handshake uses what ``current`` returns then."""
+    given = first = current()
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal given
+        now = current()
+        if now is given:
+            return None
+        given = now
+        return now.certificates()
+
+    return grpc.dynamic_ssl_server_credentials(
+        first.certificates(),
+        changed,  # type: ignore[arg-type]  # gRPC documents None: those of before
+        first.asks_clients,
+    )
+
+
+def server_context(current: Callable[[], TlsCredentials]) -> ssl.SSLContext:
+    """The same for a server of the standard library. Sessions are not resumed."""
+    made = _context_of(current())
+
+    def renew(end: ssl.SSLObject | ssl.SSLSocket, name: str | None, of: ssl.SSLContext) -> None:
+        end.context = _context_of(current())
+
+    made.sni_callback = renew
+    return made
+
+
+def _context_of(tls: TlsCredentials) -> ssl.SSLContext:
+    if tls.context is None:
+        raise _without_certificate()
+    return tls.context
+
+
+def _without_certificate() -> Rejected:
+    return Rejected("tls_cert", "a server with --tls-ca needs a --tls-cert and --tls-key")
+
+
 def load(options: SecurityOptions) -> TlsCredentials | None:
     """``None`` when no file is named; ``Rejected`` for one that cannot be used."""
     cert, key, ca = options.tls_cert, options.tls_key, options.tls_ca
@@ -54,30 +100,28 @@ def load(options: SecurityOptions) -> TlsCredentials | None:
         raise Rejected(field, "missing: --tls-cert and --tls-key go together")
     if cert is None and ca is None:
         return None
-    if cert is not None and key is not None:
-        _check_pair(cert, key)
+    contents = _contents(options)
+    context, expires = None, None
     if ca is not None:
         _check_authority(ca)
-    return TlsCredentials(
-        ca=_read("tls_ca", ca),
-        cert=_read("tls_cert", cert),
-        key=_read("tls_key", key),
-        mutual=options.tls_mutual,
-        name=options.tls_name,
-    )
-
-
-def server_context(options: SecurityOptions, loaded: TlsCredentials) -> ssl.SSLContext:
-    """What ``loaded.server()`` is for gRPC, for a server of the standard library."""
-    if options.tls_cert is None or options.tls_key is None:
-        raise Rejected("tls_cert", "a server with --tls-ca needs a --tls-cert and --tls-key")
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(options.tls_cert, options.tls_key, password=_no_password)
-    context.set_alpn_protocols(["http/1.1"])
-    if loaded.ca is not None and loaded.asks_clients:
-        context.load_verify_locations(cadata=loaded.ca.decode("ascii", "replace"))
+    if cert is not None and key is not None:
+        context = _checked_pair(cert, key)
+        expires = _expiry(context, cert)
+    found = TlsCredentials(*contents, options.tls_mutual, options.tls_name, expires, context)
+    if context is not None and ca is not None and found.asks_clients:
+        context.load_verify_locations(ca)
         context.verify_mode = ssl.CERT_REQUIRED
-    return context
+    if _contents(options) != contents:
+        raise Rejected("tls_cert", "the files changed while they were read")
+    return found
+
+
+def _contents(options: SecurityOptions) -> tuple[bytes | None, bytes | None, bytes | None]:
+    return (
+        _read("tls_ca", options.tls_ca),
+        _read("tls_cert", options.tls_cert),
+        _read("tls_key", options.tls_key),
+    )
 
 
 def _read(field: str, path: str | None) -> bytes | None:
@@ -92,23 +136,27 @@ def _read(field: str, path: str | None) -> bytes | None:
     return content
 
 
-def _check_pair(cert: str, key: str) -> None:
-    """Check at start; gRPC would only let handshakes fail later."""
-    _read("tls_cert", cert)
-    _read("tls_key", key)
+def _checked_pair(cert: str, key: str) -> ssl.SSLContext:
+    """A context with the pair; gRPC would only let handshakes fail later."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+    context.options |= ssl.OP_NO_TICKET  # a resumed session would outlive the certificates
+    context.num_tickets = 0
     try:
         context.load_cert_chain(cert, key, password=_no_password)
     except (ssl.SSLError, OSError, ValueError) as error:
         raise Rejected(
             "tls_cert", f"{cert} and {key} are not a certificate and its key: {error}"
         ) from None
-    if (why := _outside_validity(context, cert)) is not None:
-        raise Rejected("tls_cert", f"{cert}: {why}, so every peer will refuse it: renew it")
+    return context
 
 
-def _outside_validity(server: ssl.SSLContext, cert: str) -> str | None:
-    """Why a certificate is not valid today: the result of an in-memory handshake with itself."""
+def _expiry(server: ssl.SSLContext, cert: str) -> float | None:
+    """The end of a certificate, from an in-memory handshake with itself.
+
+    ``Rejected`` if it is not valid today; ``None`` if its end is not known, because it has another
+    defect, which the peers report.
+    """
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust it without its authority
@@ -121,10 +169,14 @@ def _outside_validity(server: ssl.SSLContext, cert: str) -> str | None:
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLCertVerificationError as error:
-            return error.verify_message if error.verify_code in OUTSIDE_VALIDITY else None
+            if error.verify_code in OUTSIDE_VALIDITY:
+                why = f"{error.verify_message}, so every peer will refuse it: renew it"
+                raise Rejected("tls_cert", f"{cert}: {why}") from None
+            return None
         except ssl.SSLError:
-            return None  # another defect, which the peers report
-    return None
+            return None
+    shown = ends[0].getpeercert()
+    return ssl.cert_time_to_seconds(str(shown["notAfter"])) if shown else None
 
 
 def _check_authority(ca: str) -> None:

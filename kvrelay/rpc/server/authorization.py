@@ -128,9 +128,9 @@ def _counted_as(found: Caller | None, method: str) -> str:
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """The first of a server's interceptors. Calls of services and admins are not counted."""
 
-    def __init__(self, credentials: Credentials, share: int, total: int) -> None:
-        self._credentials = credentials
-        self._calls = OpenCalls(credentials, share, total)
+    def __init__(self, current: Callable[[], Credentials], share: int, total: int) -> None:
+        self._current = current
+        self._calls = OpenCalls(current(), share, total)
 
     async def intercept_service(
         self, continuation: Continuation[Q, R], handler_call_details: grpc.HandlerCallDetails
@@ -140,11 +140,11 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         Unknown methods are refused here too: when gRPC refuses them for a client that has
         disconnected, it leaks the memory of the status.
         """
-        method = handler_call_details.method
+        method, known = handler_call_details.method, self._current()
         caller = LOCAL_CALLER
-        if self._credentials.required:
-            found = self._identify(handler_call_details.invocation_metadata)
-            if found is None and not self._needs_no_token(method):
+        if known.required:
+            found = _identify(known, handler_call_details.invocation_metadata)
+            if found is None and not _needs_no_token(known, method):
                 return _refusing(
                     grpc.StatusCode.UNAUTHENTICATED,
                     "no token that this server knows: give --credentials, --endpoints with the"
@@ -167,11 +167,6 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             grpc.StatusCode.UNIMPLEMENTED, f"no method {_name(method)} on this server"
         )
 
-    def _needs_no_token(self, method: str) -> bool:
-        if method.startswith(HEALTH_PREFIX):
-            return True
-        return self._credentials.open and (method in OPEN or method.startswith(OPEN_PREFIX))
-
     def _count_in(self, found: Caller | None, method: str) -> bool:
         """Count the call until its task ends. Returns false if there is no room."""
         if found is not None and found.kind is not CallerKind.CLIENT:
@@ -182,11 +177,18 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         task.add_done_callback(lambda _: self._calls.leave(found, method))
         return True
 
-    def _identify(self, metadata: Metadata) -> Caller | None:
-        for key, value in metadata:
-            if key == HEADER and isinstance(value, str) and value.startswith(SCHEME):
-                return self._credentials.identify(value.removeprefix(SCHEME))
-        return None
+
+def _needs_no_token(known: Credentials, method: str) -> bool:
+    if method.startswith(HEALTH_PREFIX):
+        return True
+    return known.open and (method in OPEN or method.startswith(OPEN_PREFIX))
+
+
+def _identify(known: Credentials, metadata: Metadata) -> Caller | None:
+    for key, value in metadata:
+        if key == HEADER and isinstance(value, str) and value.startswith(SCHEME):
+            return known.identify(value.removeprefix(SCHEME))
+    return None
 
 
 def is_allowed(caller: Caller, method: str) -> bool:
@@ -196,6 +198,8 @@ def is_allowed(caller: Caller, method: str) -> bool:
     if caller.kind is CallerKind.CLIENT:
         stores = caller.tenant.store_bytes is not None
         return method in CLIENTS or (stores and method in STORE_USERS)
+    if caller.kind is CallerKind.METRICS:
+        return False
     return caller.kind is CallerKind.ADMIN or method not in ADMINS
 
 

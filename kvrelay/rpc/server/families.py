@@ -10,7 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import Histogram, disable_created_metrics
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvrelay.rpc.security import renewal
+from kvrelay.rpc.security.policy import installed
 
 PREFIX = "kvrelay:"
 
@@ -45,3 +48,22 @@ def labelled(metrics: Iterable[Metric], labels: Mapping[str, str]) -> Iterator[M
             sample._replace(labels={**labels, **sample.labels}) for sample in metric.samples
         ]
         yield metric
+
+
+def security() -> Iterator[Metric]:
+    """The end of this process's certificate, if it has one, and reloads of its files."""
+    tls = installed().tls
+    if tls is not None and tls.expires is not None:
+        yield GaugeMetricFamily(
+            PREFIX + "certificate_expiry_timestamp_seconds",
+            "End of this process's certificate, in seconds since 1970.",
+            tls.expires,
+        )
+    family = CounterMetricFamily(
+        PREFIX + "credential_reloads",
+        "Times that certificates or credentials had changed, by whether they are used.",
+        labels=["result"],
+    )
+    for result, count in renewal.results().items():
+        family.add_metric([result], count)
+    yield family

@@ -16,6 +16,7 @@ from kvrelay.process import malloc
 from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.rpc.security.renewal import FixedTenants, no_tenants, renewed
 from kvrelay.rpc.server.server import Server
 
 log = logging.getLogger("kvrelay")
@@ -24,8 +25,12 @@ OPEN_FILES = 8192
 Config = TypeVar("Config", bound=SecurityOptions)
 
 
-def run_service(config: Config, serve: Callable[[Config], Coroutine[object, None, int]]) -> int:
-    """Set up memory and security, then run ``serve``.
+def run_service(
+    config: Config,
+    serve: Callable[[Config], Coroutine[object, None, int]],
+    fixed: FixedTenants = no_tenants,
+) -> int:
+    """Set up memory and security, then run ``serve`` while ``Renewal`` looks at the files.
 
     Returns its exit status, or 1 after logging a ``KvrelayError``.
     """
@@ -35,7 +40,8 @@ def run_service(config: Config, serve: Callable[[Config], Coroutine[object, None
     _raise_file_limit()
     try:
         policy.install(config).warn_if_open()
-        return asyncio.run(serve(config))
+        with renewed(config, fixed):
+            return asyncio.run(serve(config))
     except KvrelayError as error:
         log.error("%s", error)
         return 1

@@ -25,7 +25,7 @@ from kvrelay.rpc import keepalive
 from kvrelay.rpc.address import Address
 from kvrelay.rpc.reserved import is_reserved
 from kvrelay.rpc.security.policy import Security, installed
-from kvrelay.rpc.security.tls import TlsCredentials
+from kvrelay.rpc.security.tls import server_credentials
 from kvrelay.rpc.server.authorization import AuthInterceptor
 from kvrelay.rpc.server.connections import ConnectionGuard, ConnectionLimits
 from kvrelay.rpc.server.errors import ErrorInterceptor
@@ -134,11 +134,12 @@ class Server:
         Raises ``Rejected`` if the address cannot be bound, or needs protection that is missing.
         """
         address = Address.parse(self.options.address)
-        security = self.options.security or installed()
+        current = self._security
+        security = current()
         security.check_listen(address)
         share = max(self.options.max_calls // CALL_SHARES, 1)
         unreserved = max(self.options.max_calls - share, 1)
-        authorize = AuthInterceptor(security.credentials, share, unreserved)
+        authorize = AuthInterceptor(lambda: current().credentials, share, unreserved)
         quiet_grpc_log()
         tolerate_bad_method_names()
         with _binding(address):
@@ -153,7 +154,7 @@ class Server:
         self.health.register(server)
         names = (*self._services, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
-        bound = address.with_port(self._bind(server, address, security.tls))
+        bound = address.with_port(self._bind(server, address, encrypted=security.tls is not None))
         self._guard.start(bound)
         await server.start()
         self._server = server
@@ -175,11 +176,16 @@ class Server:
             await server.stop(grace)
             self._guard.stop()
 
-    def _bind(self, server: grpc.aio.Server, address: Address, tls: TlsCredentials | None) -> int:
+    def _security(self) -> Security:
+        """What new connections and calls need, at this moment."""
+        return self.options.security or installed()
+
+    def _bind(self, server: grpc.aio.Server, address: Address, *, encrypted: bool) -> int:
+        credentials = server_credentials(lambda: self._security().used_tls) if encrypted else None
         with _binding(address):
-            if tls is None:
+            if credentials is None:
                 return server.add_insecure_port(str(address))
-            return server.add_secure_port(str(address), tls.server())
+            return server.add_secure_port(str(address), credentials)
 
 
 @contextmanager

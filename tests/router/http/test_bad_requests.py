@@ -21,12 +21,13 @@ from kvrelay.rpc.security.options import SecurityOptions
 from router.http.access import Access
 from router.http.app import make_app
 from router.http.connections import HttpLimits
+from router.http.errors import HttpRefusal
 from router.http.server import HttpServer
 from router.queue import inbox
 from tests.router.fakes import Behaviour, Running, decode_worker, running
 from tests.router.http.rig import SEED, door, expected
 from tests.router.rig import PROMPT
-from tests.secured import ALICE, BOB, SERVICE, write_credentials, write_files
+from tests.secured import ALICE, BOB, CREDENTIALS, SERVICE, write_credentials, write_files
 
 GOOD: dict[str, object] = {"prompt": PROMPT, "max_tokens": 3, "seed": SEED}
 TALK: dict[str, object] = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
@@ -231,9 +232,11 @@ async def bounded(
     """A door with other limits."""
     limits = replace(HttpLimits(), **changes)  # type: ignore[arg-type]
     async with running([decode_worker()], disaggregate="never") as router:
-        app = make_app(router.service, Access(policy.INSECURE.credentials, 100), limits, bytes)
+        app = make_app(
+            router.service, Access(lambda: policy.INSECURE.credentials, 100), limits, bytes
+        )
         server = HttpServer(app, Address("127.0.0.1", 0), limits)
-        url = await server.start(router.service.config)
+        url = await server.start()
         try:
             async with httpx2.AsyncClient(base_url=url, timeout=20) as client:
                 yield router, client, server
@@ -357,19 +360,31 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
         reader.feed_eof()
 
 
+def test_a_token_for_metrics_reads_that_page_only(tmp_path: Path) -> None:
+    token = "metrics-secret-of-the-test"
+    table = write_credentials(tmp_path, f'metrics = "{token}"' + CREDENTIALS)
+    known = policy.load(SecurityOptions(credentials=table)).credentials
+    access = Access(lambda: known, 16)
+    headers = {"authorization": f"Bearer {token}"}
+    access.check_operator(headers)
+    with pytest.raises(HttpRefusal) as caught, access.admitted(headers):
+        pytest.fail("admitted")
+    assert caught.value.status == 403
+
+
 async def test_keys_are_the_tokens_of_tenants(tmp_path: Path) -> None:
     options = SecurityOptions(credentials=write_credentials(tmp_path))
     security = policy.load(options)
     step = asyncio.Semaphore(0)
     worker = decode_worker(behaviour=Behaviour(step=step))
     async with running([worker], disaggregate="never") as router:
-        access = Access(security.credentials, 16)
+        access = Access(lambda: security.credentials, 16)
         server = HttpServer(
             make_app(router.service, access, HttpLimits(), bytes),
             Address("127.0.0.1", 0),
             HttpLimits(),
         )
-        url = await server.start(router.service.config)
+        url = await server.start()
         try:
             async with httpx2.AsyncClient(base_url=url, timeout=20) as client:
                 for key in ("", "Bearer wrong", f"Basic {ALICE}"):
@@ -402,9 +417,10 @@ async def test_tls(tmp_path: Path) -> None:
         options = replace(files.options(), tls_mutual=mutual)
         security = policy.load(options)
         async with running([decode_worker()], disaggregate="never") as router:
-            app = make_app(router.service, Access(security.credentials, 16), HttpLimits(), bytes)
+            access = Access(lambda: policy.INSECURE.credentials, 16)
+            app = make_app(router.service, access, HttpLimits(), bytes)
             server = HttpServer(app, Address("127.0.0.1", 0), HttpLimits())
-            url = await server.start(options, security)
+            url = await server.start(security)
             assert url.startswith("https://")
             try:
                 trust = ssl.create_default_context(cafile=files.ca)

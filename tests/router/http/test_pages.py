@@ -67,6 +67,15 @@ async def test_metrics_are_those_of_the_metrics_port() -> None:
         assert re.search(r"^kvrelay:time_to_first_token_seconds_count{.*} 1.0$", page.text, re.M)
 
 
+async def test_head_of_a_page_has_its_headers_and_no_body() -> None:
+    async with door() as (_, client):
+        for page in ("/metrics", "/health", "/ready", "/v1/models"):
+            whole, head = await client.get(page), await client.head(page)
+            assert head.status_code == whole.status_code == 200, page
+            assert head.content == b""
+            assert head.headers["content-type"] == whole.headers["content-type"]
+
+
 async def test_echo_and_one_prompt_in_a_list() -> None:
     body = {"prompt": ["Hello"], "echo": True, "max_tokens": 3, "seed": SEED}
     async with door() as (_, client):

@@ -166,9 +166,11 @@ async def limited(folder: Path, limits: str) -> AsyncIterator[tuple[Running, htt
     path.chmod(0o600)
     security = policy.load(SecurityOptions(credentials=str(path)))
     async with running([decode_worker()], disaggregate="never") as router:
-        app = make_app(router.service, Access(security.credentials, 16), HttpLimits(), bytes)
+        app = make_app(
+            router.service, Access(lambda: security.credentials, 16), HttpLimits(), bytes
+        )
         server = HttpServer(app, Address("127.0.0.1", 0), HttpLimits())
-        url = await server.start(router.service.config)
+        url = await server.start()
         key = {"authorization": "Bearer alice-secret-of-the-test"}
         try:
             async with httpx2.AsyncClient(base_url=url, timeout=20, headers=key) as client:
