@@ -64,7 +64,7 @@ def measure(name: str, dtype: str, rounds: int, clock: Callable[[], float]) -> N
     rows = sum(count for _, count in spans)
     query = torch.randn(rows, KV_HEADS * GROUP, WIDTH).to(DTYPES[dtype])
     key, value = torch.randn(2, rows, KV_HEADS, WIDTH).to(DTYPES[dtype])
-    batch = pack(works, pool.shape.block_size, pool.device)
+    batch = pack(works, pool.shape.block_size)
     backends: list[AttentionBackend] = [NativeBackend(pool), SdpaBackend(pool)]
     layers: list[list[float]] = [[], []]
     indices: list[list[float]] = [[], []]
@@ -87,9 +87,7 @@ def measure(name: str, dtype: str, rounds: int, clock: Callable[[], float]) -> N
 def overhead(clock: Callable[[], float]) -> None:
     """What a call costs beyond its work: one row of one key, one head."""
     pool = KVPool(PoolShape(1, 1, 1, 1, 16, "float32"))
-    step = NativeBackend(pool).step(
-        pack([Work([0], 0, 1, [0], 1, None)], pool.shape.block_size, pool.device)
-    )
+    step = NativeBackend(pool).step(pack([Work([0], 0, 1, [0], 1, None)], pool.shape.block_size))
     query, key, value = torch.randn(3, 1, 1, 16)
 
     def calls() -> None:

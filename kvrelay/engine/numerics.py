@@ -26,8 +26,12 @@ LONGEST = 48  # positions of the longer prompt: a large model pays for three sho
 DIGEST_BYTES = 8
 
 
-def numeric_profile(model: LoadedModel, attention_backend: str, threads: int | None) -> str:
+def numeric_profile(
+    model: LoadedModel, attention_backend: str, threads: int | None, graphs: str = ""
+) -> str:
     """The profile of this process with this model; the options are those of its runner.
+
+    ``graphs`` is the runner's ``graphs_profile``.
 
     The probe has a pool of its own, so the worker's pool stays as it is.
     """
@@ -37,7 +41,8 @@ def numeric_profile(model: LoadedModel, attention_backend: str, threads: int | N
         parts.append(f"transformers-{transformers.__version__}")
     with torch.inference_mode():
         digest = _probe(model, runner)
-    return "/".join([*parts, runner.attention_profile, "tp1", digest])
+    parts += [runner.attention_profile, *([graphs] if graphs else [])]
+    return "/".join([*parts, "tp1", digest])
 
 
 def _probe(model: LoadedModel, runner: Runner) -> str:
@@ -53,7 +58,7 @@ def _probe(model: LoadedModel, runner: Runner) -> str:
             if count
         ]
         if works:
-            _, logits = runner.compute(works)
+            logits = runner.compute(works).logits
             digest.update(logits.contiguous().cpu().view(torch.uint8).numpy().data)
     for tokens, table in zip(prompts, tables, strict=True):
         for first in range(0, len(tokens), BLOCK):

@@ -2,18 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
+from kvrelay.engine.attention.backend import AttentionStep
 from kvrelay.engine.attention.batch import Batch, pack
 from kvrelay.engine.attention.choice import choose_attention
 from kvrelay.engine.attention.pool import KVPool
+from kvrelay.engine.attention.triton_backend import TritonBackend
 from kvrelay.engine.core.updates import Sampled, Work
-from kvrelay.engine.model.fused_decoder import forward_for
+from kvrelay.engine.graphs import CudaGraphs, DecodeGraphs, GraphLimits, GraphRuntime
+from kvrelay.engine.model.fused_decoder import FusedDecoder, forward_for
 from kvrelay.engine.model.loading import LoadedModel
-from kvrelay.engine.sampling.masks import MaskThread
+from kvrelay.engine.sampling.device import DeviceSampler, SamplingPlan
+from kvrelay.engine.sampling.masks import GrammarMasks, MaskThread
 from kvrelay.engine.sampling.sampler import sample
+
+
+@dataclass(frozen=True, slots=True)
+class GraphOptions:
+    """Decode steps within ``limits`` are to be graphs of a runtime."""
+
+    limits: GraphLimits
+    runtime: Callable[[], GraphRuntime] = CudaGraphs
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The works of a step, packed, and the logits of ``logit_rows``.
+
+    On a device that samples there are also the plan, and its ``words`` there.
+    """
+
+    batch: Batch
+    logits: torch.Tensor
+    plan: SamplingPlan | None = None
+    words: tuple[torch.Tensor, ...] = ()
 
 
 class Runner:
@@ -29,6 +55,7 @@ class Runner:
         block_size: int,
         attention_backend: str = "auto",
         threads: int | None = None,
+        graphs: GraphOptions | None = None,
     ) -> None:
         self.pool = KVPool(loaded.pool_shape(num_blocks, block_size), loaded.device)
         chosen = choose_attention(attention_backend, self.pool)
@@ -37,6 +64,13 @@ class Runner:
         self.attention_reason = chosen.reason  # why it is not a better one; empty: it is the best
         self._threads = threads
         self._masks = MaskThread(loaded.info.vocab_size)
+        self._sampler: DeviceSampler | None = None
+        self._graphs: DecodeGraphs | None = None
+        self.graphs_reason = ""  # why decode steps are no graphs, though asked for
+        if isinstance(self._backend, TritonBackend):
+            self._sampler = DeviceSampler(loaded.device, loaded.info.vocab_size)
+            if graphs is not None:
+                self._open_graphs(self._backend, graphs)
         self._executed = 0
 
     @property
@@ -50,6 +84,11 @@ class Runner:
         return self._backend.profile
 
     @property
+    def graphs_profile(self) -> str:
+        """Which decode rows are computed together; empty if as many as a step has."""
+        return "" if self._graphs is None else self._graphs.profile
+
+    @property
     def executed_positions(self) -> int:
         """Positions computed since the start: the runner's own count (invariant I5)."""
         return self._executed
@@ -60,23 +99,55 @@ class Runner:
         if not works:
             return answers
         with torch.inference_mode(), self._masks.computing(works) as masks:
-            batch, logits = self.compute(works)
+            computed = self.compute(works)
+            samples = computed.batch.samples
             made = masks()
-            chosen = sample(
-                logits,
-                [works[index] for index in batch.samples],
-                None if made is None else made.arranged(batch.samples),
-            )
+            arranged = None if made is None else made.arranged(samples)
+            chosen = self._choose(computed, [works[index] for index in samples], arranged)
         self.pool.computed()
         self._executed += sum(work.count for work in works)
-        for index, sampled in zip(batch.samples, chosen, strict=True):
+        for index, sampled in zip(samples, chosen, strict=True):
             answers[index] = sampled
         return answers
 
-    def compute(self, works: Sequence[Work]) -> tuple[Batch, torch.Tensor]:
-        """Store the KV of all works; returns them packed, and the logits of ``logit_rows``."""
+    def compute(self, works: Sequence[Work]) -> Computed:
+        """Store the KV of all works, and compute the logits of the rows that sample."""
         if self._threads is not None and torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)  # OpenMP keeps it per thread
-        batch = pack(works, self.pool.shape.block_size, self.pool.device)
-        step = self._backend.step(batch)
-        return batch, self._forward.logits(batch.tokens, batch.positions, step, batch.logit_rows)
+        batch = pack(works, self.pool.shape.block_size)
+        plan = None
+        if self._sampler is not None:
+            plan = self._sampler.plan([works[index] for index in batch.samples], batch.samples)
+            batch = replace(batch, words=plan.words)
+        replayed = None if self._graphs is None else self._graphs.step(batch)
+        if replayed is not None:
+            logits, step = replayed
+            return Computed(batch, logits, plan, step.inputs.words)
+        launched = self._backend.step(batch)
+        return Computed(batch, self._logits(launched), plan, launched.inputs.words)
+
+    def _logits(self, step: AttentionStep) -> torch.Tensor:
+        inputs = step.inputs
+        return self._forward.logits(inputs.tokens, inputs.positions, step, inputs.rows)
+
+    def _open_graphs(self, backend: TritonBackend, options: GraphOptions) -> None:
+        """Capture the graphs, or say why decode steps are launched kernel by kernel."""
+        if not isinstance(self._forward, FusedDecoder):
+            self.graphs_reason = "the model's forward pass is that of transformers"
+            return
+        try:
+            with torch.inference_mode():
+                self._graphs = DecodeGraphs(
+                    backend, self._logits, options.limits, options.runtime()
+                )
+        except RuntimeError as error:  # what torch raises if a capture fails
+            self.graphs_reason = f"{type(error).__name__}: {error}"
+
+    def _choose(
+        self, computed: Computed, works: Sequence[Work], masks: GrammarMasks | None
+    ) -> list[Sampled]:
+        if self._sampler is None or computed.plan is None:
+            return sample(computed.logits, works, masks)
+        if not works:
+            return []
+        return self._sampler.sample(computed.logits, computed.plan, computed.words, masks)

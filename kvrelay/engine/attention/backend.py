@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from transformers import AttentionInterface
 
-from kvrelay.engine.attention.batch import Batch
+from kvrelay.engine.attention.batch import Batch, ModelInputs
 from kvrelay.errors import Unservable
 
 ATTENTION = "kvrelay_paged"
@@ -19,6 +19,10 @@ ATTENTION = "kvrelay_paged"
 
 class AttentionStep(Protocol):
     """Attention of one step, with all indices built; called once for each layer."""
+
+    @property
+    def inputs(self) -> ModelInputs:
+        """What the forward pass of the step reads."""
 
     def attend(
         self,

@@ -8,7 +8,7 @@ not depend, to the bit, on where a prompt is cut or on what is beside it (dense 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import numpy as np
@@ -22,19 +22,21 @@ from kvrelay.engine.core.updates import Work
 class Batch:
     """``T`` positions of ``n`` works in packed order, ``R`` of which are followed by a sample.
 
-    ``tokens`` and ``positions`` are [1, T]. ``spans`` [n, 4] has of each work its first packed row,
-    its first position, its number of positions, and where its block table begins in ``blocks``,
-    the joined tables as far as the works read them. The first ``decodes`` works are decode
-    entries. ``logit_rows`` [R] are packed rows, ``samples`` the caller's indices.
+    All of it is in host memory. ``spans`` [n, 4] has of each work its first packed row, its first
+    position, its number of positions, and where its block table begins in ``blocks``, the joined
+    tables as far as the works read them. The first ``decodes`` works are decode entries. ``tokens``
+    and ``positions`` are [T]. ``logit_rows`` [R] are packed rows, ``samples`` the caller's indices.
+    ``words`` are further numbers that a device needs after the forward pass.
     """
 
     spans: NDArray[np.int64]
     blocks: NDArray[np.int32]
     decodes: int
-    tokens: torch.Tensor
-    positions: torch.Tensor
-    logit_rows: torch.Tensor
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    logit_rows: NDArray[np.int64]
     samples: tuple[int, ...]
+    words: tuple[NDArray[np.int32], ...] = ()
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -42,8 +44,53 @@ class Batch:
         ends: NDArray[np.int64] = self.spans[:, 1] + self.spans[:, 2]
         return ends
 
+    def padded(self, rows: int) -> Batch:
+        """The same beside decode entries without positions, up to ``rows`` packed rows.
 
-def pack(works: Sequence[Work], block_size: int, device: torch.device) -> Batch:
+        For batches of decode entries that all sample.
+        """
+        missing = rows - len(self.tokens)
+        spans = np.zeros((rows, 4), np.int64)
+        spans[:, 0] = np.arange(rows)
+        spans[: len(self.spans)] = self.spans
+        return replace(
+            self,
+            spans=spans,
+            decodes=rows,
+            tokens=np.pad(self.tokens, (0, missing)),
+            positions=np.pad(self.positions, (0, missing)),
+            logit_rows=np.arange(rows),
+        )
+
+    def inputs(self, device: torch.device) -> ModelInputs:
+        """What a forward pass reads, on a device; on the CPU without a copy."""
+        return ModelInputs(
+            tokens=_on(self.tokens[None], device),
+            positions=_on(self.positions[None], device),
+            rows=_on(self.logit_rows, device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInputs:
+    """``tokens`` and ``positions`` [1, T], the ``rows`` [R] that get logits: int64 or int32.
+
+    ``words`` are those of the batch, in its order.
+    """
+
+    tokens: torch.Tensor
+    positions: torch.Tensor
+    rows: torch.Tensor
+    words: tuple[torch.Tensor, ...] = ()
+
+
+def no_works() -> Batch:
+    """A batch without entries, to be padded."""
+    none = np.zeros(0, np.int64)
+    return Batch(np.zeros((0, 4), np.int64), np.zeros(1, np.int32), 0, none, none, none, ())
+
+
+def pack(works: Sequence[Work], block_size: int) -> Batch:
     """Pack the works for one forward pass over a pool of such blocks."""
     order = sorted(range(len(works)), key=lambda index: _rank(works[index]))
     packed = [works[index] for index in order]
@@ -61,11 +108,15 @@ def pack(works: Sequence[Work], block_size: int, device: torch.device) -> Batch:
         spans=spans,
         blocks=np.fromiter(chain.from_iterable(tables), np.int32, int(sizes.sum())),
         decodes=sum(map(is_decode, packed)),
-        tokens=_tensor(np.fromiter(tokens, np.int64, int(ends[-1]))[None], device),
-        positions=_tensor(positions_of(spans)[None], device),
-        logit_rows=_tensor(ends[sampling] - 1, device),
+        tokens=np.fromiter(tokens, np.int64, int(ends[-1])),
+        positions=positions_of(spans),
+        logit_rows=ends[sampling] - 1,
         samples=tuple(order[place] for place in sampling),
     )
+
+
+def _on(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def is_decode(work: Work) -> bool:
@@ -93,7 +144,3 @@ def _table(work: Work, block_size: int) -> Sequence[int]:
     if len(work.blocks) < used:
         raise ValueError(f"a table of {len(work.blocks)} blocks does not cover {used}")
     return work.blocks[:used]
-
-
-def _tensor(array: NDArray[np.int64], device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)

@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from kvrelay.engine.attention.batch import Batch
+from kvrelay.engine.attention.batch import Batch, ModelInputs
 from kvrelay.engine.attention.index import (
     DecodeGroup,
     IndexBuilder,
@@ -47,7 +47,8 @@ class SdpaBackend:
         runs = [group.runs for group in groups] + [entry.runs for entry in prefills]
         needed = max(len(each) for each in runs)
         rows = self._indices.rows(batch)
-        return SdpaStep(self.pool, rows, groups, prefills, self._room(needed))
+        inputs = batch.inputs(self.pool.device)
+        return SdpaStep(inputs, self.pool, rows, groups, prefills, self._room(needed))
 
     def _room(self, runs: int) -> torch.Tensor:
         """A workspace of at least ``runs`` runs; it only grows, by doubling."""
@@ -62,6 +63,7 @@ class SdpaBackend:
 class SdpaStep:
     """One step over the pool; see ``AttentionStep``."""
 
+    inputs: ModelInputs
     pool: KVPool
     rows: torch.Tensor
     groups: tuple[DecodeGroup, ...]

@@ -12,12 +12,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvrelay.engine.attention.batch import Batch, positions_of
+from kvrelay.engine.attention.batch import Batch, ModelInputs, positions_of
 from kvrelay.engine.attention.pool import KVPool
 from kvrelay.engine.cuda.launch import unusable
+from kvrelay.engine.cuda.upload import StepUpload
 
 if TYPE_CHECKING:  # they import triton, which is found only where the backend is usable
     from kvrelay.engine.cuda.attention import AttentionOptions, PagedEntries, PagedPool
+
+
+_ROW_WORDS = 64  # of a decode row: span, token, position, slot, and what its sampling needs
 
 
 class NoTriton(Exception):
@@ -41,28 +45,39 @@ class TritonBackend:
         self.paged = PagedPool(pool.by_position)
         self.options = AttentionOptions()
         self.profile = f"triton-{REVISION}-{triton.__version__}"
+        self._upload = StepUpload(pool.device)
 
-    def step(self, batch: Batch) -> TritonStep:
-        """Upload spans, block tables and slots in one copy."""
+    def reserve(self, rows: int, positions: int) -> None:
+        """Make room for uploads of so many decode rows with contexts of so many positions."""
+        self._upload.reserve(rows * (_ROW_WORDS + -(positions // -self.pool.shape.block_size)))
+
+    def step(self, batch: Batch, longest: int | None = None) -> TritonStep:
+        """Upload all that the step reads, its tokens included, in one copy.
+
+        ``longest`` is the context that decode entries may have at most; by default, that they have.
+        """
         from kvrelay.engine.cuda.attention import PagedEntries
 
         blocks, decodes = batch.blocks, batch.decodes
         if blocks.min() < 0 or blocks.max() >= self.pool.shape.num_blocks:
             raise IndexError(f"a block table leaves the pool of {self.pool.shape.num_blocks}")
-        spans = batch.spans.astype(np.int32)
+        narrow = (batch.spans, batch.tokens[None], batch.positions[None], batch.logit_rows)
         slots = slots_of(batch.spans, blocks, self.pool.shape.block_size)
-        upload = np.concatenate((spans.reshape(-1), slots, blocks))
-        there = torch.from_numpy(upload).to(self.pool.device, non_blocking=True)
-        slots_end = spans.size + len(slots)
+        padded = np.pad(slots, (0, len(batch.tokens) - len(slots)), constant_values=-1)
+        parts = [*(part.astype(np.int32) for part in narrow), padded, blocks, *batch.words]
+        spans, tokens, positions, rows, where, tables, *words = self._upload.send(parts)
+        if longest is None:
+            longest = int(batch.lengths[:decodes].max()) if decodes else 0
         entries = PagedEntries(
-            spans=there[: spans.size].view(spans.shape),
-            slots=there[spans.size : slots_end],
-            blocks=there[slots_end:],
+            spans=spans,
+            slots=where,
+            blocks=tables,
             decodes=decodes,
-            prefill_rows=len(slots) - decodes,
-            longest=int(batch.lengths[:decodes].max()) if decodes else 0,
+            prefill_rows=len(padded) - decodes,
+            longest=longest,
         )
-        return TritonStep(self.paged, entries, self.options)
+        inputs = ModelInputs(tokens, positions, rows, tuple(words))
+        return TritonStep(inputs, self.paged, entries, self.options)
 
 
 def slots_of(
@@ -81,9 +96,15 @@ def slots_of(
 class TritonStep:
     """One step; see ``AttentionStep``. A forward pass with kernels of its own takes the parts."""
 
+    inputs: ModelInputs
     pool: PagedPool
     entries: PagedEntries
     options: AttentionOptions
+
+    @property
+    def place(self) -> int:
+        """The address of the upload; those of its parts follow from their sizes."""
+        return self.entries.spans.data_ptr()
 
     def attend(
         self,

@@ -14,8 +14,8 @@ from kvrelay.engine.cuda.row_kernels import store_rows
 SEGMENT = 512
 """Keys that are summed before they are merged with those before: a part of every row's bits."""
 
-REVISION = 1
-"""Changes with every change to the bits of a result."""
+REVISION = 2
+"""Changes with every change to the bits of a result, the angles of a rotation included."""
 
 _DECODE_ROWS = 16  # the fewest of a matrix instruction
 _MIDDLE = 128  # columns of a head, in half precision, for which 64 rows fit without spilling

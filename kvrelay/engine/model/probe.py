@@ -214,8 +214,9 @@ def _paged_logits(
             Work(tokens, start, count, table, len(tokens), Sampling())
             for tokens, table, (start, count) in zip(sequences, tables, spans, strict=True)
         ]
-        batch = pack(works, pool.shape.block_size, pool.device)
+        batch = pack(works, pool.shape.block_size)
         step = backend.step(batch)
-        logits = forward.logits(batch.tokens, batch.positions, step, batch.logit_rows)
+        inputs = step.inputs
+        logits = forward.logits(inputs.tokens, inputs.positions, step, inputs.rows)
         logits = logits[torch.tensor(batch.samples, device=pool.device).argsort()]
     return logits

@@ -1,16 +1,19 @@
 """Changes logits before temperature: biases, penalties, then the tokens that are forbidden.
 
-All are computed from the sequence's token list, so no state passes from step to step. vLLM forbids
-first; an infinite logit stays what it is under biases and penalties, so the order is the same.
+All are computed from the sequence's token list, so no state passes from step to step: the host
+finds the places, the device changes the logits. vLLM forbids first; an infinite logit stays what it
+is under biases and penalties, so the order is the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvrelay.engine.core.updates import Work
 from kvrelay.sampling import Sampling
@@ -38,55 +41,98 @@ def before_minimum(work: Work, sampling: Sampling) -> bool:
     return work.start + work.count - work.prompt_len < sampling.min_tokens
 
 
-def penalise(row: torch.Tensor, work: Work, sampling: Sampling) -> None:
-    """Change one row of float32 logits [vocab] in place.
+@dataclass(frozen=True, slots=True)
+class Adjustments:
+    """What changes in R rows of logits, in host memory.
+
+    Places are ``row * vocab + token``; none occurs twice in one field. ``biased`` places get
+    ``biases``, ``repeated`` ones are divided by (or multiplied with) ``factors``, ``amounts`` are
+    taken from ``counted`` ones, and ``forbidden`` ones become impossible, in this order.
+    """
+
+    biased: NDArray[np.int32]
+    biases: NDArray[np.float32]
+    repeated: NDArray[np.int32]
+    factors: NDArray[np.float32]
+    counted: NDArray[np.int32]
+    amounts: NDArray[np.float32]
+    forbidden: NDArray[np.int32]
+
+    @property
+    def words(self) -> tuple[NDArray[np.int32], ...]:
+        """All as 32-bit words, for ``adjust``."""
+        return (
+            *(self.biased, self.biases.view(np.int32)),
+            *(self.repeated, self.factors.view(np.int32)),
+            *(self.counted, self.amounts.view(np.int32)),
+            self.forbidden,
+        )
+
+
+def adjust(logits: torch.Tensor, words: Sequence[torch.Tensor]) -> None:
+    """Change contiguous float32 logits [R, vocab] in place, by ``words`` on the same device."""
+    biased, biases, repeated, factors, counted, amounts, forbidden = words
+    flat = logits.view(-1)
+    if biased.numel():
+        at = biased.long()
+        flat[at] = flat[at] + biases.view(torch.float32)
+    if repeated.numel():
+        at, factor = repeated.long(), factors.view(torch.float32)
+        picked = flat[at]
+        flat[at] = torch.where(picked > 0, picked / factor, picked * factor)
+    if counted.numel():
+        at = counted.long()
+        flat[at] = flat[at] - amounts.view(torch.float32)
+    if forbidden.numel():
+        flat.index_fill_(0, forbidden.long(), -torch.inf)
+
+
+def adjustments(rows: Sequence[Row], size: int) -> Adjustments:
+    """Those of rows of ``size`` logits.
 
     Repetition (the CTRL paper's, as in vLLM and `transformers`) counts prompt and output; presence
     and frequency (OpenAI's) count the output alone.
     """
-    length = work.start + work.count
-    if sampling.repetition_penalty != 1.0:
-        seen = _indices(work, 0, length, row.device)
-        picked = row[seen]
-        penalty = sampling.repetition_penalty
-        row[seen] = torch.where(picked > 0, picked / penalty, picked * penalty)
-    if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
-        output = _indices(work, work.prompt_len, length, row.device)
-        tokens, counts = torch.unique(output, return_counts=True)
-        row[tokens] -= sampling.frequency_penalty * counts + sampling.presence_penalty
+    biased, repeated, counted = _Places(size), _Places(size), _Places(size)
+    forbidden: list[int] = []
+    for row, work, sampling in rows:
+        length = work.start + work.count
+        if sampling.logit_bias:
+            biased.add(row, *_biases(sampling))
+        if sampling.repetition_penalty != 1.0:
+            seen = np.unique(_tokens(work, 0, length))
+            repeated.add(row, seen, np.full(seen.size, sampling.repetition_penalty, np.float32))
+        if sampling.presence_penalty != 0.0 or sampling.frequency_penalty != 0.0:
+            made, counts = np.unique(_tokens(work, work.prompt_len, length), return_counts=True)
+            each = np.float32(sampling.frequency_penalty) * counts.astype(np.float32)
+            counted.add(row, made, each + np.float32(sampling.presence_penalty))
+        forbidden += [row * size + token for token in _forbidden(work, sampling) if token < size]
+    return Adjustments(
+        *biased.joined(), *repeated.joined(), *counted.joined(), np.array(forbidden, np.int32)
+    )
 
 
-def add_biases(logits: torch.Tensor, rows: Iterable[Row]) -> None:
-    """Add the logit biases of all rows to float32 logits [R, vocab], in place."""
-    biased = [(row, _biases(sampling)) for row, _, sampling in rows if sampling.logit_bias]
-    if not biased:
-        return
-    at = np.repeat([row for row, _ in biased], [len(tokens) for _, (tokens, _) in biased])
-    tokens = np.concatenate([tokens for _, (tokens, _) in biased])
-    values = np.concatenate([values for _, (_, values) in biased])
-    place = _on(at, logits.device), _on(tokens, logits.device)
-    logits[place] += _on(values, logits.device)  # no place occurs twice
+class _Places:
+    """Places and numbers of many rows, joined at the end."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._places: list[NDArray[np.int32]] = [np.empty(0, np.int32)]
+        self._numbers: list[NDArray[np.float32]] = [np.empty(0, np.float32)]
+
+    def add(self, row: int, tokens: NDArray[np.int64], numbers: NDArray[np.float32]) -> None:
+        self._places.append((row * self._size + tokens).astype(np.int32))
+        self._numbers.append(numbers)
+
+    def joined(self) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        return np.concatenate(self._places), np.concatenate(self._numbers)
 
 
 @lru_cache(maxsize=MOST_CACHED)
-def _biases(sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
+def _biases(sampling: Sampling) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """The token ids and the biases, made once for a request rather than in each step."""
     bias = sampling.logit_bias
     return np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
-
-
-def forbid(logits: torch.Tensor, rows: Iterable[Row]) -> None:
-    """Make the forbidden tokens of all rows impossible, in place."""
-    size = logits.shape[1]
-    pairs = [
-        (row, token)
-        for row, work, sampling in rows
-        for token in _forbidden(work, sampling)
-        if token < size
-    ]
-    if pairs:
-        at, tokens = _on(np.array(pairs, np.int64), logits.device).unbind(1)
-        logits[at, tokens] = -torch.inf
 
 
 def _forbidden(work: Work, sampling: Sampling) -> Iterator[int]:
@@ -109,9 +155,5 @@ def _completing(work: Work, sequences: Sequence[tuple[int, ...]]) -> Iterator[in
             yield sequence[-1]
 
 
-def _on(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values).to(device)
-
-
-def _indices(work: Work, first: int, last: int, device: torch.device) -> torch.Tensor:
-    return _on(np.array(work.tokens[first:last], np.int64), device)
+def _tokens(work: Work, first: int, last: int) -> NDArray[np.int64]:
+    return np.array(work.tokens[first:last], np.int64)

@@ -6,10 +6,10 @@ draws the same numbers on any worker.
 
 from __future__ import annotations
 
-_MASK = 0xFFFFFFFF
-_MULTIPLY = (0xD2511F53, 0xCD9E8D57)
-_BUMP = (0x9E3779B9, 0xBB67AE85)
-_ROUNDS = 10
+MASK = 0xFFFFFFFF
+MULTIPLY = (0xD2511F53, 0xCD9E8D57)
+BUMP = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
 
 Counter = tuple[int, int, int, int]
 
@@ -18,15 +18,15 @@ def philox(counter: Counter, key: tuple[int, int]) -> Counter:
     """Four random 32-bit words from a counter of four and a key of two."""
     a, b, c, d = counter
     left, right = key
-    for _ in range(_ROUNDS):
-        first, second = _MULTIPLY[0] * a, _MULTIPLY[1] * c
+    for _ in range(ROUNDS):
+        first, second = MULTIPLY[0] * a, MULTIPLY[1] * c
         a, b, c, d = (
             (second >> 32) ^ b ^ left,
-            second & _MASK,
+            second & MASK,
             (first >> 32) ^ d ^ right,
-            first & _MASK,
+            first & MASK,
         )
-        left, right = (left + _BUMP[0]) & _MASK, (right + _BUMP[1]) & _MASK
+        left, right = (left + BUMP[0]) & MASK, (right + BUMP[1]) & MASK
     return a, b, c, d
 
 
@@ -37,6 +37,6 @@ def uniform(seed: int, position: int) -> float:
     """
     if not (0 <= seed < 1 << 64 and 0 <= position < 1 << 64):
         raise ValueError(f"seed and position must fit in 64 unsigned bits: {seed}, {position}")
-    counter = (position & _MASK, position >> 32, 0, 0)
-    high, low, _, _ = philox(counter, (seed & _MASK, seed >> 32))
+    counter = (position & MASK, position >> 32, 0, 0)
+    high, low, _, _ = philox(counter, (seed & MASK, seed >> 32))
     return ((high << 32 | low) >> 11) * 2.0**-53

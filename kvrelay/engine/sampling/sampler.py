@@ -13,13 +13,12 @@ from collections.abc import Sequence
 import torch
 
 from kvrelay.engine.core.updates import Logprob, Sampled, Work
-from kvrelay.engine.sampling.draw import draw
+from kvrelay.engine.sampling.draw import draw, filters_of
 from kvrelay.engine.sampling.masks import GrammarMasks
 from kvrelay.engine.sampling.penalties import (
     Row,
-    add_biases,
-    forbid,
-    penalise,
+    adjust,
+    adjustments,
     penalised,
     too_short,
 )
@@ -37,14 +36,16 @@ def sample(
     Greedy (temperature 0) takes the first of equal logits. ``masks`` are those of the works with a
     grammar.
     """
-    asked = [(row, work, _sampling(work)) for row, work in enumerate(works)]
+    asked = [(row, work, sampling_of(work)) for row, work in enumerate(works)]
     if masks is not None:
         logits = masks.apply(logits)
-    plain = not any(_adjusts(work, sampling) for _, work, sampling in asked)
+    plain = not any(adjusts(work, sampling) for _, work, sampling in asked)
     # In float32 even for the argmax: in bfloat16 it takes five times as long.
     final = logits.float() if plain else _adjusted(logits, asked)
     tokens = _tokens(final, asked)
-    errors = {} if masks is None else _errors(final, masks)
+    errors = {}
+    if masks is not None:
+        errors = impossible(masks, final[list(masks.rows)].amax(-1).tolist())
     return [
         Sampled(token, error=errors.get(row))
         if sampling.logprobs is None or row in errors
@@ -53,9 +54,11 @@ def sample(
     ]
 
 
-def _errors(final: torch.Tensor, masks: GrammarMasks) -> dict[int, KvrelayError]:
-    """Why rows have no token: their grammar failed, or no token is possible."""
-    highest = final[list(masks.rows)].amax(-1).tolist()
+def impossible(masks: GrammarMasks, highest: Sequence[float]) -> dict[int, KvrelayError]:
+    """Why rows have no token: their grammar failed, or no token is possible.
+
+    ``highest`` are the largest logits of the rows with a grammar.
+    """
     return {
         row: Rejected(FIELD, "with bad_words it leaves no token to continue the output with")
         for row, best in zip(masks.rows, highest, strict=True)
@@ -63,13 +66,15 @@ def _errors(final: torch.Tensor, masks: GrammarMasks) -> dict[int, KvrelayError]
     } | masks.errors
 
 
-def _sampling(work: Work) -> Sampling:
+def sampling_of(work: Work) -> Sampling:
+    """How a work that samples does so."""
     if work.sampling is None:
         raise ValueError("a work without sampling has no row of logits")
     return work.sampling
 
 
-def _adjusts(work: Work, sampling: Sampling) -> bool:
+def adjusts(work: Work, sampling: Sampling) -> bool:
+    """Whether a row's logits change before its token is chosen."""
     return (
         penalised(sampling)
         or too_short(work, sampling)
@@ -79,12 +84,9 @@ def _adjusts(work: Work, sampling: Sampling) -> bool:
 
 def _adjusted(logits: torch.Tensor, asked: Sequence[Row]) -> torch.Tensor:
     """A float32 copy with each row's biases, penalties and forbidden tokens."""
-    copy = logits.to(torch.float32, copy=True)
-    add_biases(copy, asked)
-    for row, work, sampling in asked:
-        if penalised(sampling):
-            penalise(copy[row], work, sampling)
-    forbid(copy, asked)
+    copy = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    words = adjustments(asked, logits.shape[1]).words
+    adjust(copy, [torch.from_numpy(part).to(logits.device) for part in words])
     return copy
 
 
@@ -96,10 +98,9 @@ def _tokens(logits: torch.Tensor, asked: Sequence[Row]) -> list[int]:
         return tokens
     rows = [row for row, _, _ in drawn]
     uniforms = [uniform(s.seed or 0, work.start + work.count) for _, work, s in drawn]
-    chosen = draw(
-        logits if len(rows) == len(asked) else logits[rows], [s for _, _, s in drawn], uniforms
-    )
-    for row, token in zip(rows, chosen, strict=True):
+    filters = filters_of([s for _, _, s in drawn], uniforms, logits.shape[1]).to(logits.device)
+    chosen = draw(logits if len(rows) == len(asked) else logits[rows], filters)
+    for row, token in zip(rows, chosen.tolist(), strict=True):
         tokens[row] = token
     return tokens
 

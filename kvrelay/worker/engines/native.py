@@ -21,9 +21,10 @@ from kvrelay.engine.core.blocks import Naming
 from kvrelay.engine.core.external import Connector
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.engine import Deliver, Engine, EngineOptions
+from kvrelay.engine.graphs import GraphLimits
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.numerics import numeric_profile
-from kvrelay.engine.runner import Runner
+from kvrelay.engine.runner import GraphOptions, Runner
 from kvrelay.process.cores import available_cores, in_passing_thread, model_threads
 from kvrelay.process.memory import host_memory
 from kvrelay.rpc.security.credentials import Credentials
@@ -50,7 +51,6 @@ def _open(
     model = load_model(config.model, config.dtype, config.device, config.max_model_len, attention)
     info = model.info
     threads = config.threads or model_threads(model.weight_bytes, available_cores())
-    profile = numeric_profile(model, attention, threads)
     served = ServedModel(
         name=info.name,
         revision=info.revision,
@@ -60,9 +60,10 @@ def _open(
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,
     )
-    namespace = namespace_of(config, served, config.block_size, profile, credentials)
     limits = limits_of(config, model)
     runner = open_runner(model, limits, attention, threads)
+    profile = numeric_profile(model, attention, threads, runner.graphs_profile)
+    namespace = namespace_of(config, served, config.block_size, profile, credentials)
     namer = Namer(namespace)
     key = BlockKey.of(credentials.fleet_key)
     connector = open_connector(config.store, runner, namespace, namer, key)
@@ -82,10 +83,15 @@ def _open(
 def open_runner(
     model: LoadedModel, limits: EngineLimits, attention_backend: str, threads: int
 ) -> Runner:
-    """The runner of a worker; logs why its attention is not the best one, if it is not."""
-    runner = Runner(model, limits.num_blocks, limits.block_size, attention_backend, threads)
+    """The runner of a worker; logs why it is not as fast as it could be, if it is not."""
+    graphs = None
+    if model.device.type == "cuda":
+        graphs = GraphOptions(GraphLimits(limits.max_num_seqs, limits.max_model_len))
+    runner = Runner(model, limits.num_blocks, limits.block_size, attention_backend, threads, graphs)
     if runner.attention_reason:
         log.warning("attention is %s: %s", runner.attention_profile, runner.attention_reason)
+    if runner.graphs_reason:
+        log.warning("decode steps are no CUDA graphs: %s", runner.graphs_reason)
     return runner
 
 

@@ -19,6 +19,7 @@ from torch.nn.functional import silu
 
 from tests.engine.cuda.interpreter import ORDER  # isort: skip (it comes before every kernel)
 
+from kvrelay.engine.attention.batch import no_works
 from kvrelay.engine.attention.triton_backend import slots_of
 from kvrelay.engine.cuda.attention import SEGMENT, AttentionOptions, PagedEntries, PagedPool
 from kvrelay.engine.cuda.rows import gated, norm, rotate
@@ -279,6 +280,8 @@ def norms(rng: random.Random) -> None:
 
 class _Kept:
     """A step that keeps what the decoder gives it."""
+
+    inputs = no_works().inputs(torch.device("cpu"))
 
     def attend(
         self,

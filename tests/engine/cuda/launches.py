@@ -69,7 +69,7 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
             name in ("_to_copy", "copy_")
             and len({target[:3], *(str(t.device)[:3] for t in tensors)}) > 1
         ):
-            self.copied[name] += 1
+            self.copied["up" if target.startswith("cuda") else "down"] += 1
         elif target.startswith("cuda") and name not in QUIET:
             self.launched[name] += 1
         return func(*args, **named)
@@ -80,6 +80,16 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for field in value if isinstance(value, tuple) else (value,):
                 assert not isinstance(field, torch.Tensor) or field.device.type == "cuda", function
         self.launched[str(function.fn.__name__)] += 1
+
+
+class _NoEvent:
+    """A CPU build of torch has no events."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
 
 
 class _NoCopier:
@@ -106,8 +116,17 @@ def enable(mode: FakeTensorMode) -> None:
         return mode.from_tensor(own(array))
 
     torch.from_numpy = from_numpy  # type: ignore[assignment]
+    torch.cuda.Event = _NoEvent  # type: ignore[assignment,misc]
+    torch.Tensor.numpy = _zeros  # type: ignore[assignment,method-assign]
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     pool.DeviceBlockCopier = _NoCopier  # type: ignore[assignment,attr-defined]
+
+
+def _zeros(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
+    """Instead of numbers that were read back."""
+    assert tensor.device.type == "cpu"
+    assert tensor.dtype is torch.int32
+    return np.zeros(tensor.shape, np.int32)
 
 
 def runner_of(kind: str, layers: int) -> Runner:
@@ -142,19 +161,39 @@ def runner_of(kind: str, layers: int) -> Runner:
     return Runner(LoadedModel(info, Decoder(weights), torch.device("cuda")), 4000, SIZE, "triton")
 
 
-def works(spans: Sequence[tuple[int, int]]) -> list[Work]:
+GREEDY = Sampling(temperature=0.0)
+ALL = Sampling(
+    temperature=0.7,
+    top_k=5,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.2,
+    frequency_penalty=0.3,
+    stop_token_ids=(3,),
+    min_tokens=100_000,
+    logprobs=4,
+    logit_bias={5: 1.0},
+    bad_word_ids=((7,),),
+)
+
+
+def works(spans: Sequence[tuple[int, int]], sampling: Sampling) -> list[Work]:
     """Entries that all sample."""
     made = []
     for start, count in spans:
         table = range(-(-(start + count) // SIZE))
-        made.append(Work([1] * (start + count), start, count, table, 1, Sampling()))
+        made.append(Work([1] * (start + count), start, count, table, 1, sampling))
     return made
 
 
+DECODE = [(100 + 30 * i, 1) for i in range(64)]
 STEPS = {
-    "decode": [(100 + 30 * i, 1) for i in range(64)],
-    "prefill": [(0, 512), (700, 100)],
-    "mixed": [(1000, 1), (5, 1), (0, 200)],
+    "decode": (DECODE, GREEDY),
+    "drawn": (DECODE, Sampling(temperature=0.7)),
+    "all options": (DECODE, ALL),
+    "prefill": ([(0, 512), (700, 100)], GREEDY),
+    "mixed": ([(1000, 1), (5, 1), (0, 200)], GREEDY),
 }
 
 
@@ -162,31 +201,31 @@ def main(kind: str) -> None:
     """Steps of models of two and five layers: the difference is that of three layers."""
     with FakeTensorMode() as mode:
         enable(mode)
-        counts: dict[str, list[int]] = {}
+        counts: dict[str, list[tuple[int, tuple[int, int, int]]]] = {}
         for layers in (2, 5):
             runner = runner_of(kind, layers)
-            for name, spans in STEPS.items():
+            for name, (spans, sampling) in STEPS.items():
                 step = Count()
                 JITFunction.run = _passed_to(step)
                 own = runner._forward
                 inner = _Watched(own, step)
                 runner._forward = inner
+                asked = works(spans, sampling)
                 with torch.no_grad(), step:
-                    runner.compute(works(spans))
+                    computed = runner.compute(asked)
+                    before = step.launched.total()
+                    runner._choose(computed, [asked[n] for n in computed.batch.samples], None)
                 runner._forward = own
                 assert not step.waited, step.waited
                 assert not inner.inside, inner.inside
-                counts.setdefault(name, []).extend(
-                    (sum(step.launched.values()), sum(step.copied.values()))
-                )
-    for name, (two, copies, five, again) in counts.items():
-        assert copies == again, "copies depend on the number of layers"
+                chosen = step.launched.total() - before
+                copies = (step.copied["up"], step.copied["down"], chosen)
+                counts.setdefault(name, []).append((before, copies))
+    for name, ((two, (up, down, sampling_launches)), (five, again)) in counts.items():
+        assert (up, down, sampling_launches) == again, "they depend on the number of layers"
         a_layer = (five - two) / 3
-        print(
-            json.dumps(
-                {"step": name, "layer": a_layer, "rest": two - 2 * a_layer, "copies": copies}
-            )
-        )
+        told = {"layer": a_layer, "rest": two - 2 * a_layer, "sampling": sampling_launches}
+        print(json.dumps({"step": name, "up": up, "down": down, **told}))
 
 
 def _passed_to(count: Count) -> Callable[..., None]:

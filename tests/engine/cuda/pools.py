@@ -35,10 +35,10 @@ def run(rng: random.Random) -> None:
         ours, real = KVPool(shape), KVPool(shape)
         backends = TritonBackend(ours), SdpaBackend(real)
         for works in steps:
-            batch = pack(works, size, ours.device)
+            batch = pack(works, size)
             begun = [backend.step(batch) for backend in backends]
             for layer in rng.sample(range(layers), layers):
-                query = torch.randn(batch.tokens.shape[1], 2 * heads, dim)
+                query = torch.randn(len(batch.tokens), 2 * heads, dim)
                 key, value = torch.randn(2, len(query), heads, dim)
                 got, want = (step.attend(layer, query, key, value, None) for step in begun)
                 error = (got - want).abs().max().item()

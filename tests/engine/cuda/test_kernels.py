@@ -70,3 +70,11 @@ def test_mistakes_are_found(function: str) -> None:
 def test_the_interpreter_still_needs_mending() -> None:
     """Once this fails, ``tests.engine.cuda.interpreter`` can leave a replacement out."""
     assert interpreted("interpreter").split() == ["True", "True"]
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("kind", "dtype"), [("qwen3", "float32"), ("llama", "bfloat16")])
+def test_replayed_steps_equal_launched_ones(kind: str, dtype: str) -> None:
+    """Decode steps as graphs, padded: logits, tokens and every byte of the pool."""
+    found = interpreted("replays", kind, dtype, str(random.randrange(1000)))
+    assert "6 steps replayed" in found

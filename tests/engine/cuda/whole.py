@@ -72,7 +72,7 @@ def _steps(ours: Runner, real: Runner, seed: int) -> tuple[float, str]:
             Work(texts[n], done[n], count, tables[n], len(texts[n]), GREEDY) for n, count in works
         ]
         with torch.inference_mode():
-            got, want = (runner.compute(asked)[1].float() for runner in (ours, real))
+            got, want = (runner.compute(asked).logits.float() for runner in (ours, real))
         worst = max(worst, ((got - want).abs().max() / want.abs().max()).item())
         alike += int((got.argmax(-1) == want.argmax(-1)).sum())
         all_ += len(want)

@@ -48,9 +48,7 @@ def test_it_computes_what_sdpa_does(compiled: None, scaling: float | None) -> No
     joint = torch.randn(16, 8, 16)
     query, key, value = joint[:, :4], joint[:, 4:6], joint[:, 6:]
     native, sdpa = (
-        backend.step(pack(WORKS, SHAPE.block_size, torch.device("cpu"))).attend(
-            1, query, key, value, scaling
-        )
+        backend.step(pack(WORKS, SHAPE.block_size)).attend(1, query, key, value, scaling)
         for backend in (NativeBackend(pools[0]), SdpaBackend(pools[1]))
     )
     assert torch.allclose(native, sdpa, atol=1e-5)
@@ -77,7 +75,7 @@ def test_shapes_that_are_not_the_pools_are_refused(
     compiled: None, layer: int, rows: int, heads: int, width: int, dtype: torch.dtype
 ) -> None:
     """The kernel would read or write elsewhere."""
-    step = NativeBackend(filled_pool()).step(pack(WORKS, SHAPE.block_size, torch.device("cpu")))
+    step = NativeBackend(filled_pool()).step(pack(WORKS, SHAPE.block_size))
     both = torch.zeros(rows, heads, width, dtype=dtype)
     with pytest.raises(ValueError, match="not of this pool and 16 rows"):
         step.attend(layer, torch.zeros(16, 4, 16), both, both, None)
@@ -86,14 +84,14 @@ def test_shapes_that_are_not_the_pools_are_refused(
 def test_a_table_outside_the_pool_is_refused(compiled: None) -> None:
     for block in (12, -1):
         work = Work([0], 0, 1, [block], 1, None)
-        batch = pack([work], SHAPE.block_size, torch.device("cpu"))
+        batch = pack([work], SHAPE.block_size)
         with pytest.raises(IndexError, match="leaves the pool of 12"):
             NativeBackend(filled_pool()).step(batch)
 
 
 @pytest.mark.parametrize("scaling", [0.0, -1.0, float("nan")])
 def test_a_scale_that_is_not_positive_is_refused(compiled: None, scaling: float) -> None:
-    step = NativeBackend(filled_pool()).step(pack(WORKS, SHAPE.block_size, torch.device("cpu")))
+    step = NativeBackend(filled_pool()).step(pack(WORKS, SHAPE.block_size))
     query, both = torch.zeros(16, 4, 16), torch.zeros(16, 2, 16)
     with pytest.raises(ValueError, match="scaling"):
         step.attend(0, query, both, both, scaling)
@@ -104,7 +102,7 @@ def test_tensors_with_gaps_in_their_heads(compiled: None) -> None:
     for width in (16, 1):
         pool = KVPool(PoolShape(12, 2, 4, 2, width, "float32"))
         wide = torch.randn(16, 8, 2 * width)[:, :, ::2]
-        step = NativeBackend(pool).step(pack(WORKS, pool.shape.block_size, pool.device))
+        step = NativeBackend(pool).step(pack(WORKS, pool.shape.block_size))
         cuts = (wide[:, :4], wide[:, 4:6], wide[:, 6:])
         got = step.attend(0, *cuts, None)
         query, key, value = (cut.contiguous() for cut in cuts)

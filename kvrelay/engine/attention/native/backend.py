@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.engine.attention.batch import Batch
+from kvrelay.engine.attention.batch import Batch, ModelInputs
 from kvrelay.engine.attention.native.arguments import CALL, KernelArguments, arguments_of_pool
 from kvrelay.engine.attention.native.library import Function, NoKernel, load_kernel
 from kvrelay.engine.attention.native.rows import RowKernels, result_rows
@@ -51,8 +51,9 @@ class NativeBackend:
         arguments.threads = torch.get_num_threads()
         shape = self.pool.shape
         return NativeStep(
+            inputs=batch.inputs(self.pool.device),
             layers=shape.num_layers,
-            rows=batch.tokens.shape[1],
+            rows=len(batch.tokens),
             last_position=int(batch.lengths.max()) - 1,
             heads=shape.num_kv_heads,
             width=shape.head_dim,
@@ -67,6 +68,7 @@ class NativeBackend:
 class NativeStep:
     """One step; see ``AttentionStep``. ``owned`` keeps alive what its arguments point to."""
 
+    inputs: ModelInputs
     layers: int
     rows: int
     last_position: int

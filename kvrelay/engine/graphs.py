@@ -1,0 +1,129 @@
+"""Decode steps as CUDA graphs: one launch in place of ten a layer.
+
+A graph is captured for a number of rows and a length of context, reads its numbers where the step's
+upload puts them, and is replayed for every step that fits. Rows that are not there have no
+positions, so nothing is read for them, and the slot -1, so nothing is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvrelay.engine.attention.batch import Batch, no_works
+from kvrelay.engine.attention.triton_backend import TritonBackend, TritonStep
+
+MOST_ROWS = 256
+"""More rows are computed by launches: the device is busy for longer than the host takes."""
+
+_SHORTEST = 512  # positions of context of the first graphs; the next have four times as many
+
+Forward = Callable[[TritonStep], torch.Tensor]
+"""Logits of all rows of a step."""
+
+
+class Graph(Protocol):
+    """Work of the device that was captured."""
+
+    def replay(self) -> None:
+        """Launch all of it again, with the same addresses."""
+
+
+class GraphRuntime(Protocol):
+    """Captures work on the current device."""
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+        """The graph of what a function launches, and the tensor that each replay fills."""
+
+
+class CudaGraphs:
+    """CUDA's own, all in one pool of memory: only one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> tuple[Graph, torch.Tensor]:
+        """See ``GraphRuntime``. The first call compiles kernels, which no capture allows."""
+        function()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            made = function()
+        return graph, made
+
+
+@dataclass(frozen=True, slots=True)
+class GraphLimits:
+    """The most rows and positions of context that a decode step has."""
+
+    rows: int
+    positions: int
+
+    def sizes(self) -> list[int]:
+        """Rows of the graphs: powers of two."""
+        most = min(self.rows, MOST_ROWS)
+        return [1 << exponent for exponent in range((most - 1).bit_length() + 1)]
+
+    def contexts(self) -> list[int]:
+        """Positions of context of the graphs."""
+        made = [_SHORTEST]
+        while made[-1] < self.positions:
+            made.append(4 * made[-1])
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    graph: Graph
+    logits: torch.Tensor
+    place: int  # of the upload that the graph reads
+
+
+class DecodeGraphs:
+    """The graphs of one model over one pool; captured at the start, the largest first."""
+
+    def __init__(
+        self, backend: TritonBackend, forward: Forward, limits: GraphLimits, runtime: GraphRuntime
+    ) -> None:
+        self._backend = backend
+        self._forward = forward
+        self._runtime = runtime
+        self._limits = limits
+        self._captured: dict[tuple[int, int], _Captured] = {}
+        backend.reserve(limits.rows, limits.positions)
+        for key in self._keys():
+            self._captured[key] = self._capture(*key)
+
+    @property
+    def profile(self) -> str:
+        """Which rows are computed together: a part of the numeric profile."""
+        return "graphs-" + "-".join(map(str, self._limits.sizes()))
+
+    def step(self, batch: Batch) -> tuple[torch.Tensor, TritonStep] | None:
+        """The logits of a batch, and its step; ``None`` if it fits no graph."""
+        rows = len(batch.tokens)
+        if batch.decodes < rows or len(batch.logit_rows) < rows:
+            return None
+        longest = int(batch.lengths.max())
+        key = next((k for k in reversed(self._keys()) if k[0] >= rows and k[1] >= longest), None)
+        if key is None:
+            return None
+        step = self._backend.step(batch.padded(key[0]), key[1])
+        if self._captured[key].place != step.place:  # the upload has moved, to grow
+            self._captured[key] = self._capture(*key)
+            step = self._backend.step(batch.padded(key[0]), key[1])
+        self._captured[key].graph.replay()
+        return self._captured[key].logits[:rows], step
+
+    def _keys(self) -> list[tuple[int, int]]:
+        sizes = self._limits.sizes()
+        contexts = self._limits.contexts()
+        return [(rows, longest) for rows in reversed(sizes) for longest in reversed(contexts)]
+
+    def _capture(self, rows: int, longest: int) -> _Captured:
+        step = self._backend.step(no_works().padded(rows), longest)
+        graph, logits = self._runtime.capture(lambda: self._forward(step))
+        return _Captured(graph, logits, step.place)
