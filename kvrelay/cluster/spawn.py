@@ -21,7 +21,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import IO, Protocol
 
-PRELOADED = ["prefill_service.service", "decode_service.service", "kvrelay.worker.main"]
+PRELOADED = [
+    "prefill_service.service",
+    "decode_service.service",
+    "kvrelay.worker.main",
+    "kvrelay.worker.engines.native",  # the worker imports it when it opens its engine
+]
 UNKNOWN_STATUS = 255  # for a process whose status was lost with the fork server
 
 
