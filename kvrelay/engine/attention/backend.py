@@ -1,7 +1,8 @@
 """Attention over paged KV: the backend's interface and the plug-in for `transformers`.
 
 Every model runs with ``ATTENTION`` as its attention implementation. The current step is an argument
-of the forward pass, so nothing here is global and several workers can share a process.
+of the forward pass, so nothing here is global and several workers can share a process. The import
+of `transformers` takes seconds: this module leaves it, and the registration, to ``loading``.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from transformers import AttentionInterface
 
 from kvrelay.engine.attention.batch import Batch, ModelInputs
 from kvrelay.errors import Unservable
@@ -69,6 +69,3 @@ def paged_attention(
     layer: int = module.layer_idx  # type: ignore[assignment]
     queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return kvrelay_step.attend(layer, queries, keys, values, scaling)[None], None
-
-
-AttentionInterface.register(ATTENTION, paged_attention)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
-from kvrelay.engine.attention.backend import ATTENTION
+from kvrelay.engine.attention.backend import ATTENTION, paged_attention
 from kvrelay.engine.attention.pool import DTYPES, PoolShape
 from kvrelay.engine.model.capability import position_limit, servable_length
 from kvrelay.engine.model.config_values import foreign_reason, value_reasons
@@ -31,6 +31,8 @@ from kvrelay.model_folder import folder_reasons, joined
 from kvrelay.process.progress import Progress
 
 LONGEST_REASON = 300  # characters of an error of another library
+
+AttentionInterface.register(ATTENTION, paged_attention)
 
 
 @dataclass(frozen=True, slots=True)

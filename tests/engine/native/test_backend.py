@@ -120,16 +120,21 @@ def test_the_profile_names_revision_and_variant(compiled: None, tmp_path: Path) 
 
 
 def choose(**environ: str) -> str:
-    """What a new process says that was asked for the native backend."""
+    """What a new process says that was asked for the native backend.
+
+    It loads no model, and so does not wait for the import of ``transformers``.
+    """
     program = (
+        "import sys\n"
         "from kvrelay.engine.attention.pool import KVPool, PoolShape\n"
-        "from kvrelay.engine.runner import choose_attention\n"
+        "from kvrelay.engine.attention.choice import choose_attention\n"
         "from kvrelay.errors import Rejected\n"
         "try:\n"
         "    pool = KVPool(PoolShape(1, 1, 1, 1, 8, 'float32'))\n"
         "    print(choose_attention('native', pool).backend.profile)\n"
         "except Rejected as error:\n"
         "    print(error)\n"
+        "assert 'transformers' not in sys.modules\n"
     )
     command = [sys.executable, "-c", program]
     done = subprocess.run(
