@@ -12,6 +12,7 @@ from kvrelay.cluster.config import SHIPPED_MODEL, ClusterConfig
 from kvrelay.cluster.layout import process_specs
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.cluster.supervisor import Cluster
+from tests.forked import all_forked
 from tests.models import tiny_model
 
 Models = Callable[[str], Path]
@@ -45,7 +46,7 @@ def cluster(
     """
     lines: list[str] = []
     # A store touches its memory at start: as little as tiny models need, or it takes a second.
-    defaults = {"dtype": "float32", "disaggregate": "always", "store_budget": 1 << 28}
+    defaults = {"dtype": "float32", "disaggregate": "always", "store_budget": 1 << 26}
     config = ClusterConfig(model=str(model), port=0, **{**defaults, **settings})  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:  # for the cluster alone, not for later tests
         patch.setenv("KVRELAY_AUDIT", "true")
@@ -54,7 +55,7 @@ def cluster(
         made = Cluster(
             config,
             on_line=lambda spec, line: lines.append(f"{spec.name}| {line}"),
-            layout=layout,
+            layout=lambda config: all_forked(layout(config)),
         )
     try:
         with made as up:

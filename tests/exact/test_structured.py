@@ -168,10 +168,13 @@ def test_preempted(both_roles: Cluster, models: Models, name: str) -> None:
     queries = make_queries()
     alone = tokens(answers(both_roles, queries, name))
     with cluster(models(KIND), block_size=4, num_blocks=58) as up:
-        made = answers(up, queries, name, at_once=64)
-        assert tokens(made) == alone
-        check_idle(up)
-    assert sum(leg.preemptions for answer in made for leg in answer.usage.legs) > 0
+        for _ in range(ROUNDS):
+            made = answers(up, queries, name, at_once=64)
+            assert tokens(made) == alone
+            check_idle(up)
+            if sum(leg.preemptions for answer in made for leg in answer.usage.legs):
+                return  # else few requests ran at once: the machine was busy
+    raise AssertionError(f"no request was preempted, {ROUNDS} times")
 
 
 @pytest.mark.parametrize(

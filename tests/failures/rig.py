@@ -21,6 +21,7 @@ from kvrelay.cluster.process import ProcessSpec, RestartBackoff
 from kvrelay.cluster.supervisor import Cluster
 from kvrelay.v1 import store_pb2, store_pb2_grpc, worker_pb2, worker_pb2_grpc
 from tests.failures.proxy import Proxy
+from tests.forked import all_forked
 
 BLOCK = 16
 SEQS = 2
@@ -140,7 +141,7 @@ def rig(
         proxies: dict[str, Proxy] = {}
 
         def layout(config: ClusterConfig) -> tuple[ProcessSpec, ...]:
-            made = tuple(_another(spec, module) for spec in process_specs(config))
+            made = tuple(_another(spec, module) for spec in all_forked(process_specs(config)))
             store = next(spec for spec in made if spec.role == "store")
             for role in ROLES:
                 proxies[role] = stack.enter_context(Proxy(store.address))
