@@ -57,6 +57,11 @@ class WorkerEnvironment:
         return str(self.folder / "bin" / "python")
 
     @property
+    def root(self) -> Path:
+        """The checkout: the folder in which its interpreter finds kvrelay."""
+        return ROOT
+
+    @property
     def packages(self) -> Path:
         """Where pip put what the extra added."""
         return self._packages(self.folder)
@@ -72,6 +77,7 @@ class WorkerEnvironment:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
         self._run(sys.executable, "-m", "venv", str(self.folder))
+        self._run(self.python, "-m", "pip", "uninstall", "--yes", *PIP[:2], "setuptools")
         below = self._packages(self.vllm.folder)
         (self.packages / "vllm.pth").write_text(f"{below}\n")
         self._run(self.python, "-m", "pip", "install", *PIP, *requirements())

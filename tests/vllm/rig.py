@@ -7,11 +7,13 @@ import os
 import random
 import selectors
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvrelay.rpc.deadline import Deadline
+from kvstore.client.remote import RemoteStore
+from tests.kvstore.rig import arena_in
 from tests.vllm.environment import ROOT, WorkerEnvironment
 
 VOCAB = 288
@@ -202,6 +204,28 @@ ENVIRON = {
 }
 
 
+class StoreProcess:
+    """A store service, and its memory."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process = process
+        self.url = url
+
+    def flip(self, names: Sequence[bytes], block: int) -> None:
+        """Turn one bit of the payload of ``names[block]``, where it lies in the store."""
+        address = self.url.partition("?")[0].removeprefix("kvrelay://")
+        direct = RemoteStore(address)
+        found = direct._calls.locate(list(names), 60_000, Deadline.after(20))
+        place = arena_in(self.process) + found.offsets[block] + found.lengths[block] - 9
+        with open(f"/proc/{self.process.pid}/mem", "r+b", buffering=0) as memory:
+            memory.seek(place)
+            (byte,) = memory.read(1)
+            memory.seek(place)
+            memory.write(bytes([byte ^ 4]))
+        direct._calls.release_lease(found.boot, found.lease, 20)
+        direct.close()
+
+
 def outputs(result: object) -> list[Output]:
     """What ``generate`` returned."""
     assert isinstance(result, dict)
@@ -222,12 +246,3 @@ def prompt(seed: int, length: int) -> list[int]:
     """Random tokens, without the special ones."""
     numbers = random.Random(seed)
     return [numbers.randrange(10, VOCAB - 40) for _ in range(length)]
-
-
-def eventually(condition: object, seconds: float = 20.0) -> None:
-    """Wait until ``condition()`` holds."""
-    assert callable(condition)
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
