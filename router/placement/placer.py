@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -23,10 +24,12 @@ from router.workers.fleet import same_but_numerics, weights_of
 from router.workers.registry import Registry
 from router.workers.worker import KnownWorker
 
+log = logging.getLogger("kvrelay.router")
 MAX_NAMES = 1024  # of a prompt; longer prefixes are not distinguished
 MAX_NAMESPACES = 256  # cached: one for each tenant with a salt
 STORE = "store"
 STORED = 1 << 16  # names that the store is believed to hold
+LOG_SECONDS = 10.0  # between two lines about prompts without a prefill worker
 WEIGHTS = {types_pb2.ROLE_PREFILL: PREFILL, types_pb2.ROLE_DECODE: DECODE}
 
 
@@ -154,6 +157,7 @@ class Placer:
         self._resume_wait = config.resume_wait
         self._affinity = {role: Affinity() for role in WEIGHTS}
         self._stored = Affinity()
+        self._quiet_until = 0.0  # no line about prompts without a prefill worker before
 
     async def info(
         self, deadline: Deadline, weights: str = "", resumes: bool = False
@@ -235,11 +239,30 @@ class Placer:
         self._check_full(types_pb2.ROLE_PREFILL, leg)
         hits = self._hits(leg.bound.prefix)
         placed = self._choose(types_pb2.ROLE_PREFILL, leg, hits)
-        if placed is not None and not self._is_direct_better(leg, placed, hits):
-            return placed
-        if placed is None and isinstance(leg.last_error, Exhausted):
+        if placed is not None:
+            return None if self._is_direct_better(leg, placed, hits) else placed
+        if isinstance(leg.last_error, Exhausted):
             raise leg.last_error  # decode workers stand in for missing ones, not for full ones
+        self._log_stand_in(leg)
         return None
+
+    def _log_stand_in(self, leg: NextLeg) -> None:
+        """Log why a decode worker stands in for a prefill worker, at most every ``LOG_SECONDS``."""
+        role, now = types_pb2.ROLE_PREFILL, time.monotonic()
+        configured = self._mode == "always" or self._registry.lists(role)
+        if not configured or now < self._quiet_until:
+            return
+        self._quiet_until = now + LOG_SECONDS
+        usable = self._registry.usable(role)
+        if not usable:
+            why = str(self._registry.missing(role))
+        elif not any(worker.numerics == leg.bound.numerics for worker in usable):
+            why = f"no prefill worker has the stream's numeric profile {leg.bound.numerics!r}"
+        elif not any(worker.fits(leg.positions) for worker in usable):
+            why = f"no prefill worker holds {leg.positions} positions"
+        else:
+            why = f"no other prefill worker to try ({leg.last_error})"
+        log.warning("a prompt is computed by a decode worker: %s", why)
 
     async def _decode_worker(self, leg: NextLeg) -> Placed:
         """Waits for one; a request with output waits longer."""

@@ -82,6 +82,10 @@ class Registry:
         """All listed workers, in listing order."""
         return tuple(self._workers.values())
 
+    def lists(self, role: Role) -> bool:
+        """Whether any worker of a role is listed, usable or not."""
+        return any(worker.role == role for worker in self.workers)
+
     def usable(self, role: Role, numerics: str | None = None) -> list[KnownWorker]:
         """The workers of a role, and of a numeric profile if one is named, that may have legs."""
         every = self._workers.values()

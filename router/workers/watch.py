@@ -124,7 +124,8 @@ class Watcher:
 
     async def _check(self) -> WorkerHealth:
         worker = self._worker
-        deadline = Deadline.after(LONGEST_CHECK_SECONDS + worker.transit)
+        longest = max(LONGEST_CHECK_SECONDS + worker.transit, self.silence)
+        deadline = Deadline.after(longest)
         full, serving = self._checks % FULL_CHECK_EVERY == 0, True
         try:
             answer = await worker.control.GetLoad(

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from kvrelay.errors import KvrelayError
 from kvrelay.v1 import router_pb2
 from router.placement.costs import ComputeSite, Costs, LegTimings, LinearFit
 from tests.router.fakes import answer, decode_worker, ids, prefill_worker, running
@@ -100,3 +101,51 @@ def test_a_slow_transfer_and_a_fast_machine_favour_the_decode_worker() -> None:
     for tokens in (100, 500, 1000) * 50:
         costs.learn(LegTimings(tokens, 0.00001 * tokens, tokens, 0.1 + 0.001 * tokens))
     assert costs.prefers_direct(2000, nothing, nothing)
+
+
+async def test_the_log_says_why_a_decode_worker_stands_in(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reasons() -> list[str]:
+        lines = [record.getMessage() for record in caplog.records]
+        caplog.clear()
+        begin = "a prompt is computed by a decode worker: "
+        return [line.removeprefix(begin) for line in lines if line.startswith(begin)]
+
+    monkeypatch.setattr("router.placement.placer.LOG_SECONDS", 0.0)
+    prefill, decode = prefill_worker(), decode_worker()
+    async with running([prefill, decode], disaggregate="always") as router:
+        await router.generate(asked(SHORT))
+        assert reasons() == []
+        prefill.behaviour.fail = KvrelayError("broken")
+        await router.generate(asked(SHORT))
+        (why,) = reasons()
+        assert "broken" in why
+        prefill.behaviour.fail = None
+        await router.settled(used=2)
+        prefill.behaviour.draining = True
+        await router.settled(used=1)
+        await router.generate(asked(SHORT))
+        (why,) = reasons()
+        assert why.startswith("no prefill worker can be used now")
+        assert "draining" in why
+        small = prefill_worker("p1", num_blocks=2)
+        await join(router, small, decode)
+        await router.settled(used=2, listed=2)
+        await router.generate(asked([7] * 12))
+        assert reasons() == ["no prefill worker holds 14 positions"]
+        monkeypatch.setattr("router.placement.placer.LOG_SECONDS", 60.0)
+        for _ in range(3):
+            await router.generate(asked([7] * 12))
+        assert len(reasons()) == 1, "one line, however many prompts"
+        await small.stop()
+
+
+async def test_a_fleet_without_prefill_workers_logs_nothing_in_auto(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with running([decode_worker()], disaggregate="auto") as router:
+        await router.generate(asked(SHORT))
+    assert "decode worker" not in "\n".join(
+        record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+    )

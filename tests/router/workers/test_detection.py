@@ -12,6 +12,7 @@ from typing import Literal, TypedDict
 import pytest
 
 from kvrelay.errors import DeadlineExceeded, Draining, KvrelayError, Mismatch, Unavailable
+from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.status import NothingListens
 from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2, worker_pb2, worker_pb2_grpc
 from router.workers.health import (
@@ -183,6 +184,20 @@ async def test_a_busy_worker_is_given_time() -> None:
         assert seen + await rest(call) == answer(PROMPT, 8, 5)
         assert not other.legs
         await other.stop()
+
+
+async def test_a_check_may_take_as_long_as_a_worker_may_be_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("router.workers.watch.LONGEST_CHECK_SECONDS", 0.1)
+    slow = decode_worker("d0")
+    async with running([slow], health_interval=0.01, health_timeout=30.0) as router:
+        (known,) = router.registry.workers
+        slow.behaviour.slow = 0.3
+        before = known.health_since
+        for _ in range(3):
+            await router.registry.confirm(Deadline.after(30.0))
+        assert known.health_since == before, "it was used all the time"
 
 
 async def test_a_restart_between_two_checks_moves_its_streams() -> None:
