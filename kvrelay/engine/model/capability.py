@@ -11,7 +11,10 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from kvrelay.engine.model.config_values import foreign_reason
 from kvrelay.engine.model.pretrained import FOREIGN, skeleton
@@ -21,6 +24,7 @@ from kvrelay.model_folder import joined
 
 OTHER_MODEL = "; no option changes that: choose another model"
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
 _RECURRENT = {"linear_attention", "conv"}
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 
@@ -60,7 +64,23 @@ def _kind_reason(config: PreTrainedConfig) -> str | None:
             f"a recurrent model (every layer is of type {named}), such as Mamba: it keeps a state"
             " in place of keys and values, so it has no KV blocks"
         )
-    return None
+    return _class_reason(config)
+
+
+def _class_reason(config: PreTrainedConfig) -> str | None:
+    """A checkpoint of another head has no weights for ours, or tied ones that were trained away.
+
+    A class that `transformers` does not know may be a causal language model under another name.
+    """
+    named, known = config.architectures or [], MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    wanted = known.get(str(config.model_type))
+    others = [name for name in named if name in known.values() or not name.endswith(_CAUSAL)]
+    if wanted in named or len(others) < len(named) or not named:
+        return None
+    return (
+        f"a checkpoint of {' and '.join(named)} (architectures in config.json), where model type"
+        f" {config.model_type!r} means {wanted}"
+    )
 
 
 def _format_reasons(config: PreTrainedConfig) -> Iterator[str]:

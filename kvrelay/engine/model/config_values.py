@@ -81,7 +81,7 @@ def value_reasons(directory: Path) -> tuple[str, ...]:
         return (f"config.json cannot be read as JSON ({_line(str(error))}): download it again",)
     if not isinstance(raw, dict):
         return (f"config.json holds {_shown(raw)} and no settings: {WAY_OUT}",)
-    wrong = list(_wrong(raw))
+    wrong = [*_wrong(raw), *_endings(directory, raw)]
     return (*wrong[:-1], f"{wrong[-1]}: {WAY_OUT}") if wrong else ()
 
 
@@ -159,6 +159,26 @@ def _wrong(raw: Mapping[str, JSON]) -> Iterator[str]:
         yield _must("rope_theta", raw["rope_theta"], _POSITIVE)
     if not isinstance(raw.get("quantization_config", {}), dict | None):
         yield _must("quantization_config", raw["quantization_config"], "an object")
+
+
+def _endings(directory: Path, raw: Mapping[str, JSON]) -> Iterator[str]:
+    """The end of a sequence. A list may have ids beside valid ones that no token has."""
+    name, value = "eos_token_id", raw.get("eos_token_id")
+    path = directory / "generation_config.json"
+    try:
+        own = _read(path) if path.is_file() else None
+    except (ValueError, RecursionError) as error:
+        yield f"{path.name} cannot be read as JSON ({_line(str(error))}): download it again"
+        return
+    if isinstance(own, dict) and own.get(name) not in (None, []):
+        name, value = f"{name} in {path.name}", own[name]
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    size = _count(raw.get("vocab_size"))
+    if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+        yield _must(name, value, "a token id, a list of them, or null")
+    elif size and ids and not any(isinstance(one, int) and 0 <= one < size for one in ids):
+        last = size - 1
+        yield _must(name, value, f"a token id from 0 to {last}, or null for a model without an end")
 
 
 def _heads(raw: Mapping[str, JSON]) -> Iterator[str]:

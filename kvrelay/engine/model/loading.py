@@ -176,7 +176,7 @@ def _checked(
         vocab_size=vocab,
         max_model_len=max_len,
         position_limit=position_limit(model.config),
-        eos_token_ids=_eos(model),
+        eos_token_ids=tuple(token for token in _eos(model) if 0 <= token < vocab),
         num_parameters=parameters,
         logit_error=error,
     )

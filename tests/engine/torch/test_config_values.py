@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from kvrelay.engine.model.config_values import WAY_OUT, value_reasons
 from kvrelay.engine.model.loading import check_model, load_model
 from kvrelay.errors import Unservable
+from tests.models import EOS, VOCAB, tiny_model
 
 SMALL: dict[str, object] = {
     "model_type": "llama",
@@ -97,7 +98,11 @@ def refusal(directory: Path) -> str:
         ({"rope_scaling": {"type": "linear", "factor": -2}}, "rope_scaling.factor is -2, but"),
         ({"hidden_act": "swoosh"}, "hidden_act is 'swoosh', but must be the name of an activat"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', but must be true or false"),
-        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', but must be a whole number or null"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>', but must be a token id, a list of th"),
+        ({"eos_token_id": [2, 0.5]}, "eos_token_id is [2, 0.5], but must be a token id, a list"),
+        ({"eos_token_id": 64}, "eos_token_id is 64, but must be a token id from 0 to 63, or null"),
+        ({"eos_token_id": -1}, "eos_token_id is -1, but must be a token id from 0 to 63, or null"),
+        ({"eos_token_id": [64, 999]}, "eos_token_id is [64, 999], but must be a token id from 0"),
         ({"initializer_range": math.nan}, "initializer_range is wrong: Value must be"),
         ({"id2label": 7}, "`transformers` cannot build a model from id2label 7 in config.json"),
         ({"dtype": "float13"}, "dtype is 'float13', but must be a number format"),
@@ -114,6 +119,61 @@ def test_a_broken_value_is_named(tmp_path: Path, changed: dict[str, object], sai
     text = refusal(folder(tmp_path, json.dumps({**SMALL, **changed})))
     assert said in text
     assert text.endswith(f": {WAY_OUT}")
+
+
+def test_the_end_in_generation_config_counts(tmp_path: Path) -> None:
+    """It comes before that of config.json, in `transformers` and vLLM too."""
+    folder(tmp_path, json.dumps({**SMALL, "eos_token_id": 2}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [70, 71]}')
+    (text,) = value_reasons(tmp_path)
+    assert text.startswith("eos_token_id in generation_config.json is [70, 71], but must be a tok")
+    folder(tmp_path, json.dumps({**SMALL, "eos_token_id": 70}))
+    for ending in ("3", "[3, 70]", "[3]"):
+        (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {ending}}}')
+        assert value_reasons(tmp_path) == ()
+    for no_ending in ("{}", '{"eos_token_id": null}', '{"eos_token_id": []}'):
+        (tmp_path / "generation_config.json").write_text(no_ending)
+        assert value_reasons(tmp_path)[0].startswith("eos_token_id is 70, but must be")
+    (tmp_path / "generation_config.json").write_text("{")
+    assert value_reasons(tmp_path)[0].startswith("generation_config.json cannot be read as JSON")
+
+
+def test_endings_that_no_token_has_are_left_out(tmp_path: Path) -> None:
+    """`min_tokens` masks the logits of every ending: one beyond them would end the worker."""
+    model = tiny_model("llama", tmp_path, eos_token_id=[EOS, VOCAB, 10**6])
+    (tmp_path / "generation_config.json").unlink()
+    assert load_model(model).info.eos_token_ids == (EOS,)
+
+
+@pytest.mark.parametrize(
+    ("kind", "architectures", "fits"),
+    [
+        ("llama", ["LlamaForCausalLM"], True),
+        ("llama", ["YiForCausalLM"], True),  # unknown to transformers: may be the same model
+        ("llama", [], True),
+        ("llama", None, True),
+        ("llama", ["LlamaForSequenceClassification"], False),
+        ("llama", ["MistralForCausalLM"], False),
+        ("llama", ["LlamaModel"], False),
+        ("gpt2", ["GPT2LMHeadModel"], True),
+        ("gpt2", ["GPT2DoubleHeadsModel"], False),
+    ],
+)
+def test_architectures_that_model_type_does_not_mean(
+    tmp_path: Path, kind: str, architectures: list[str] | None, fits: bool
+) -> None:
+    """With tied weights such a checkpoint has all weights of a causal language model."""
+    small = {name: value for name, value in SMALL.items() if name != "model_type"}
+    AutoConfig.for_model(kind, **small).save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings |= {"architectures": architectures, "eos_token_id": 2}
+    folder(tmp_path, json.dumps(settings))
+    if fits:
+        check_model(tmp_path)
+        return
+    text = refusal(tmp_path)
+    assert f"a checkpoint of {(architectures or [''])[0]} (architectures in config.json)" in text
+    assert f"where model type {kind!r} means" in text
 
 
 @pytest.mark.parametrize(
@@ -171,4 +231,6 @@ def test_the_own_settings_of_every_architecture_are_accepted(tmp_path: Path) -> 
             continue
         if reasons := value_reasons(tmp_path):
             wrong[kind] = reasons
-    assert wrong == {}
+    strange = [kind for kind, (reason, *_) in wrong.items() if not reason.startswith("eos_token")]
+    assert strange == []
+    assert wrong.keys() == {"arcee", "starcoder2"}, "of whose defaults `transformers` warns too"
