@@ -68,7 +68,8 @@ class LegUsage:
     ``saved`` counts the leading tokens in the store at the end of the leg, ``None`` if the worker
     did not report it. A ``lost`` leg's worker died: its figures are those of its admission, and
     ``generated`` and ``executed`` as far as its tokens show. ``sample`` is the index of the sample
-    that the leg made.
+    that the leg made. ``admission_unknown``: the leg was lost before its admission reached the
+    router, so its figures are not 0 but absent.
     """
 
     worker_id: str
@@ -92,6 +93,7 @@ class LegUsage:
     missed: tuple[MissedBlocks, ...]
     lost: bool
     sample: int = 0
+    admission_unknown: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,7 @@ class Usage:
     """The account of a whole answer; ``legs`` are in order of time.
 
     ``cached_prompt_tokens`` is the first leg's hit: a transfer between legs is no cache hit.
+    ``queue_seconds`` are those in the router's queue and in the first worker's.
     ``first_token_seconds`` runs in the router, from the request to the first token sent.
     ``recomputed`` is the number of executed positions less that of distinct ones, over all legs: 0
     if nothing was preempted or lost.

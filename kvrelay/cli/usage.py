@@ -42,8 +42,12 @@ def usage_lines(usage: Usage) -> str:
 
 
 def _leg(leg: LegUsage) -> Iterator[str]:
+    where = f"  {leg.role:<8} {leg.address or leg.worker_id:<16}"
+    if leg.admission_unknown:
+        yield f"{where} lost before it reported what it found"
+        return
     yield (
-        f"  {leg.role:<8} {leg.address or leg.worker_id:<16} {leg.length} ="
+        f"{where} {leg.length} ="
         f" {leg.local} local + {leg.external} external + {leg.computed} computed"
         + _stores(leg)
         + (f", {leg.recomputed} recomputed" if leg.recomputed else "")

@@ -172,5 +172,6 @@ def usage_faults(answer: LoadAnswer, ids_sent: bool) -> Iterator[str]:
         yield f"the sources {dict(account.sources)} do not add up to {prompt} prompt tokens"
     if any(count < 0 for count in account.sources.values()):
         yield f"a source is negative: {dict(account.sources)}"
+    yield from account.faults
     if completion > most or (answer.finish == "length" and completion != most):
         yield f"completion_tokens is {completion}, {answer.finish} at max_tokens {most}"

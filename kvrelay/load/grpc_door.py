@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 
 from kvrelay.client.aio import AsyncClient
 from kvrelay.errors import KvrelayError, Unavailable
 from kvrelay.load.http_door import DoorOptions
 from kvrelay.load.request import AnswerPiece, LoadRequest, ServerAccount
-from kvrelay.usage import Usage
+from kvrelay.usage import LegUsage, Usage
 
 
 class GrpcDoor:
@@ -66,10 +66,10 @@ class GrpcDoor:
 def account_of(usage: Usage) -> ServerAccount:
     """The prompt's sources are those of its first leg; a further leg of a role is a migration.
 
-    A leg whose worker died before it told its admission has no length, and is not the first.
+    A leg that was lost before its admission arrived has no sources, and is not the first.
     """
     sources = {}
-    first = next((leg for leg in usage.legs if leg.length), None)
+    first = next((leg for leg in usage.legs if not leg.admission_unknown), None)
     if first is not None:
         sources = {"local": first.local, "external": first.external, "computed": first.computed}
     roles = Counter(leg.role for leg in usage.legs)
@@ -79,4 +79,15 @@ def account_of(usage: Usage) -> ServerAccount:
         sources=sources,
         queue_seconds=usage.queue_seconds,
         migrations=sum(count - 1 for count in roles.values()),
+        faults=tuple(fault for leg in usage.legs for fault in _faults(leg)),
     )
+
+
+def _faults(leg: LegUsage) -> Iterator[str]:
+    """What is wrong with a leg. Only one that was lost before its admission arrived has none."""
+    figures = (leg.local, leg.external, leg.computed, leg.executed, leg.generated)
+    if leg.admission_unknown:
+        if not leg.lost or any((*figures, leg.length, *leg.admissions)):
+            yield f"a leg has figures without an admission: {leg}"
+    elif leg.length < 1 or leg.length != sum(figures[:3]):
+        yield f"the sources of a leg do not add up to its length: {leg}"

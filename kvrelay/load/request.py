@@ -57,7 +57,7 @@ class LoadRequest:
 class ServerAccount:
     """The usage that the server reported; ``None`` where it did not say.
 
-    ``sources``: prompt tokens by where their KV came from.
+    ``sources``: prompt tokens by where their KV came from. ``faults``: what is wrong with its legs.
     """
 
     prompt_tokens: int
@@ -66,6 +66,7 @@ class ServerAccount:
     sources: Mapping[str, int] = field(default_factory=dict)
     queue_seconds: float | None = None
     migrations: int | None = None
+    faults: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -563,6 +563,7 @@ class LegUsage(_message.Message):
     MISSED_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     SAMPLE_FIELD_NUMBER: _builtins.int
+    ADMISSION_UNKNOWN_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """as in WorkerInfo"""
     role: Global___Role.ValueType
@@ -600,6 +601,8 @@ class LegUsage(_message.Message):
     """
     sample: _builtins.int
     """index of the sample that the leg made; set by the router"""
+    admission_unknown: _builtins.bool
+    """Of a lost leg: its admission did not reach the router. Every figure of it is absent, not 0."""
     @_builtins.property
     def admissions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Admission]: ...
     @_builtins.property
@@ -634,10 +637,11 @@ class LegUsage(_message.Message):
         missed: _abc.Iterable[Global___MissedBlocks] | None = ...,
         lost: _builtins.bool = ...,
         sample: _builtins.int = ...,
+        admission_unknown: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_saved", b"_saved", "saved", b"saved"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved", b"_saved", "address", b"address", "admissions", b"admissions", "computed", b"computed", "executed", b"executed", "external", b"external", "external_by_store", b"external_by_store", "failed", b"failed", "generated", b"generated", "length", b"length", "load_seconds", b"load_seconds", "local", b"local", "lost", b"lost", "missed", b"missed", "preemptions", b"preemptions", "queue_seconds", b"queue_seconds", "recomputed", b"recomputed", "role", b"role", "run_seconds", b"run_seconds", "sample", b"sample", "saved", b"saved", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_saved", b"_saved", "address", b"address", "admission_unknown", b"admission_unknown", "admissions", b"admissions", "computed", b"computed", "executed", b"executed", "external", b"external", "external_by_store", b"external_by_store", "failed", b"failed", "generated", b"generated", "length", b"length", "load_seconds", b"load_seconds", "local", b"local", "lost", b"lost", "missed", b"missed", "preemptions", b"preemptions", "queue_seconds", b"queue_seconds", "recomputed", b"recomputed", "role", b"role", "run_seconds", b"run_seconds", "sample", b"sample", "saved", b"saved", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__saved: _TypeAlias = _typing.Literal["saved"]  # noqa: Y015
     _WhichOneofArgType__saved: _TypeAlias = _typing.Literal["_saved", b"_saved"]  # noqa: Y015
@@ -688,6 +692,9 @@ class Usage(_message.Message):
     cached_prompt_tokens: _builtins.int
     """hits of the first leg; transfers between legs are not hits"""
     queue_seconds: _builtins.float
+    """In the router's queue for a slot, and in the first worker's from submission to admission. Not in
+    it: the tokenizer, the choice of a worker, and the waits of legs after the first.
+    """
     prefill_seconds: _builtins.float
     transfer_seconds: _builtins.float
     first_token_seconds: _builtins.float

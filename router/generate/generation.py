@@ -105,6 +105,7 @@ class Generation:
         self._finish: types_pb2.FinishReason.ValueType = UNFINISHED
         self._stopped = False  # by a stop string
         self._first_token_seconds: float | None = None  # None until the first response
+        self._waited = 0.0  # seconds in the router's queue
         self._id = secrets.randbits(64)  # a handoff is bound to it and to the leg's number
         self._legs = 0
 
@@ -144,8 +145,9 @@ class Generation:
         if self._finish == UNFINISHED and last + 1 >= self.request.max_tokens:
             self._finish = LENGTH
 
-    async def responses(self) -> AsyncGenerator[router_pb2.GenerateResponse]:
-        """The responses of the request; closing the stream cancels the current leg."""
+    async def responses(self, waited: float) -> AsyncGenerator[router_pb2.GenerateResponse]:
+        """The responses, after ``waited`` seconds; closing the stream cancels the current leg."""
+        self._waited = waited
         if self._follows is not None:
             self._bound = self._follows.bound
         self._parts.retry.poisons.check(self.request, time.monotonic())
@@ -389,6 +391,7 @@ class Generation:
                 self._usages,
                 len(self.request.prompt),
                 self.so_far,
+                self._waited,
                 self._first_token_seconds or 0.0,
             )
         )

@@ -69,7 +69,7 @@ class Samples:
             request.part,
             patient=not leads,
         )
-        async with slot, aclosing(generation.responses()) as responses:
+        async with slot as waited, aclosing(generation.responses(waited)) as responses:
             await generation.replay()
             if leads:
                 self._hold.used = len(request.prompt)  # a request refused earlier used nothing

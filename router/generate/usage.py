@@ -18,9 +18,10 @@ def lost_leg(
     """The usage of a leg whose worker did not report it: as of its admission and its tokens.
 
     A leg that generated a token has computed all that it was admitted to compute, and a position
-    for each further token. Of a leg without one it is not known how far it came.
+    for each further token. Of a leg without one it is not known how far it came. Of a leg whose
+    admission did not arrive nothing is known, which ``admission_unknown`` says.
     """
-    leg = types_pb2.LegUsage()
+    leg = types_pb2.LegUsage(admission_unknown=admitted is None)
     if admitted is not None:
         leg.CopyFrom(admitted)
         if generated:
@@ -35,21 +36,26 @@ def lost_leg(
 
 
 def request_usage(
-    legs: Sequence[types_pb2.LegUsage], prompt: int, completion: int, first_token_seconds: float
+    legs: Sequence[types_pb2.LegUsage],
+    prompt: int,
+    completion: int,
+    waited: float,
+    first_token_seconds: float,
 ) -> types_pb2.Usage:
     """``cached_prompt_tokens`` is the first leg's hit: a transfer between legs is no cache hit.
 
     It never exceeds the prompt: a resumed request may also hit blocks of its tokens so far. A lost
-    leg whose admission did not arrive is taken to have computed and saved nothing.
+    leg whose admission did not arrive is taken to have computed and saved nothing. ``waited``: in
+    this router's queue, which ``queue_seconds`` includes.
     """
-    begun = [leg for leg in legs if leg.length or leg.generated]
+    begun = [leg for leg in legs if leg.generated or not leg.admission_unknown]
     first = begun[0] if begun else types_pb2.LegUsage()
     return types_pb2.Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         cached_prompt_tokens=min(first.local + first.external, prompt),
         legs=legs,
-        queue_seconds=first.queue_seconds,
+        queue_seconds=waited + first.queue_seconds,
         prefill_seconds=first.run_seconds,
         transfer_seconds=sum(leg.load_seconds for leg in begun[1:]),
         first_token_seconds=first_token_seconds,

@@ -102,8 +102,10 @@ class QueueGate:
         part: float = 1.0,
         *,
         patient: bool = False,
-    ) -> AsyncIterator[None]:
-        """Wait for a slot; the request runs inside. ``part``: as in ``QueuedRequest``.
+    ) -> AsyncIterator[float]:
+        """Wait for a slot; the request runs inside, with the seconds that it waited.
+
+        ``part``: as in ``QueuedRequest``.
 
         A ``patient`` request, once it may wait, waits until its deadline: its client has tokens.
 
@@ -128,8 +130,9 @@ class QueueGate:
         try:
             self._apply(step)
             await self._wait(request, grant, deadline, patient)
-            self._on_slot(time.monotonic() - begun)
-            yield
+            waited = time.monotonic() - begun
+            self._on_slot(waited)
+            yield waited
             whole = True
         finally:
             del self._grants[request.key]

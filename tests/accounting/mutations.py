@@ -196,8 +196,38 @@ MUTATIONS = (
         "        self._forget(block)\n        self.names[block] = name",
         "        self.names[block] = name",
     ),
-    _blocks("a hit of any length", "for name in names[:limit]:", "for name in names:"),
+    _blocks("a hit of any length", "min(limit, len(names))", "len(names)"),
     _blocks("a hit with holes", "                break\n", "                continue\n"),
+    _blocks("a remembered hit does not grow", "range(first, min(", "range(len(names), min("),
+    _blocks("a remembered hit is never shorter", "len(places) > first", "False"),
+    _blocks("a lost block is not noted", "self.lost.append(block)", "pass"),
+    _blocks("a loss is not counted", "self.losses += 1", "pass"),
+    _blocks(
+        "the oldest loss is overlooked",
+        "self.losses - run.losses",
+        "max(self.losses - run.losses - 1, 0)",
+    ),
+    _blocks("losses beyond those noted are overlooked", "0 if since > len(self.lost) else ", ""),
+    _blocks(
+        "a hit is cut at its last lost block",
+        "else min(cuts",
+        "else max(cuts",
+    ),
+    _blocks(
+        "every step walks the hits again",
+        "0 if since > len(self.lost) else min(cuts, default=len(places))",
+        "0",
+    ),
+    _blocks(
+        "losses are looked at again and again",
+        "        run.losses = self.losses\n",
+        "        pass\n",
+    ),
+    _request(
+        "a resident request keeps what it found",
+        "        self.found = LeadingRun()\n",
+        "        pass\n",
+    ),
     _blocks(
         "blocks of the hit count as room",
         "return len(self.free) - sum(block in self.free for block in beside)",
@@ -226,8 +256,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "the local hit may cover the last position",
-        "(request.length - 1) // self.limits.block_size)\n",
-        "request.length // self.limits.block_size)\n",
+        "(request.length - 1) // size, request.found)",
+        "request.length // size, request.found)",
     ),
     _scheduler(
         "the hit is not held",
@@ -257,8 +287,8 @@ MUTATIONS = (
     ),
     _scheduler(
         "a whole queue is named in one step",
-        "naming, self.limits.block_size, most)",
-        "naming, self.limits.block_size)",
+        "self._naming(request), size, most)",
+        "self._naming(request), size)",
     ),
     _scheduler(
         "every request may have all the names of a step",

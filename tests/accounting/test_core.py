@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.engine.core.blocks import BlockPool, Naming
+from kvrelay.engine.core.blocks import BlockPool, LeadingRun, Naming
 from kvrelay.engine.core.external import Query
 from kvrelay.engine.core.request import TRANSITIONS, Admission, Finish, Order, Request, RequestState
 from kvrelay.engine.core.scheduler import Scheduler
@@ -14,6 +14,11 @@ from kvrelay.engine.core.usage import leg_tokens
 from kvrelay.errors import Rejected
 from tests.accounting.bench import Bench, limits
 from tests.engine.fakes import answer, naming
+
+
+def leading(pool: BlockPool, names: list[bytes], limit: int) -> list[int]:
+    """The leading run, without one that was found before."""
+    return pool.leading(names, limit, LeadingRun())
 
 
 def test_an_admission_computes_at_least_one_position() -> None:
@@ -59,15 +64,15 @@ def test_a_block_that_is_found_again_is_no_longer_the_next_to_go() -> None:
     pool.hold([first])
     pool.drop([first])
     assert pool.take(2) == [second, first]
-    assert pool.leading([b"a", b"b"], 2) == []
+    assert leading(pool, [b"a", b"b"], 2) == []
 
 
 def test_only_the_leading_run_is_a_hit() -> None:
     pool = BlockPool(3)
     for block, name in zip(pool.take(3), (b"a", b"b", b"c"), strict=True):
         pool.name(block, name)
-    assert pool.leading([b"a", b"b", b"c"], 2) == [0, 1]
-    assert pool.leading([b"a", b"other", b"c"], 3) == [0]
+    assert leading(pool, [b"a", b"b", b"c"], 2) == [0, 1]
+    assert leading(pool, [b"a", b"other", b"c"], 3) == [0]
 
 
 def test_a_block_that_gets_another_name_is_not_found_by_the_one_before() -> None:
@@ -75,7 +80,7 @@ def test_a_block_that_gets_another_name_is_not_found_by_the_one_before() -> None
     block = pool.take(1)[0]
     pool.name(block, b"a")
     pool.name(block, b"b")
-    assert (pool.leading([b"a"], 1), pool.leading([b"b"], 1)) == ([], [block])
+    assert (leading(pool, [b"a"], 1), leading(pool, [b"b"], 1)) == ([], [block])
     assert len(pool.by_name) == 1
 
 
@@ -86,12 +91,12 @@ def test_a_name_finds_a_block_as_long_as_one_with_the_content_is_left() -> None:
     for block in (one, two, three):
         pool.name(block, b"a")
     for block, next_found in ((one, two), (two, three), (three, three)):
-        assert pool.leading([b"a"], 1) == [block]
+        assert leading(pool, [b"a"], 1) == [block]
         pool.drop([block])
-        assert pool.leading([b"a"], 1) == [next_found]
+        assert leading(pool, [b"a"], 1) == [next_found]
     assert pool.copies == {}
     assert [pool.take(1)[0] for _ in range(4)] == [two, one, 3, three], "the cached one goes last"
-    assert pool.leading([b"a"], 1) == []
+    assert leading(pool, [b"a"], 1) == []
 
 
 def test_content_that_is_computed_again_is_kept_once() -> None:
@@ -101,7 +106,7 @@ def test_content_that_is_computed_again_is_kept_once() -> None:
     pool.name(old, b"a")
     pool.drop([old])
     pool.name(new, b"a")
-    assert pool.leading([b"a"], 1) == [new]
+    assert leading(pool, [b"a"], 1) == [new]
     assert pool.take(1) == [old]
 
 
@@ -112,7 +117,7 @@ def test_a_copy_can_be_dropped_before_the_first_block() -> None:
         pool.name(block, b"a")
     pool.drop([two])
     pool.drop([one])
-    assert pool.leading([b"a"], 1) == [three]
+    assert leading(pool, [b"a"], 1) == [three]
     pool.drop([three])
     assert pool.take(3) == [one, two, three]
 

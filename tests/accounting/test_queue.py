@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import pytest
 
 from kvrelay.connector.none import NoConnector
-from kvrelay.engine.core.blocks import Naming
+from kvrelay.engine.core.audit import audit
+from kvrelay.engine.core.blocks import BlockPool, LeadingRun, Naming
 from kvrelay.engine.core.external import Query
 from kvrelay.engine.core.plan import EngineLimits, Plan
 from kvrelay.engine.core.request import Order, Request, RequestState
@@ -103,6 +106,74 @@ def test_requests_that_are_named_in_pieces_are_served_in_their_order() -> None:
         begun += [request for request in requests if request.runs or request.residency]
     assert list(dict.fromkeys(begun)) == requests
     bench.check_end()
+
+
+class Asked(dict[bytes, int]):
+    """The names of a pool; counts how often one is looked up."""
+
+    count = 0
+
+    def get(self, name: bytes, default: int | None = None) -> int | None:  # type: ignore[override]
+        self.count += 1
+        return super().get(name, default)
+
+
+def test_what_a_waiting_request_found_is_not_looked_up_again() -> None:
+    """20 requests of 40 cached blocks wait for the store while streams fill and evict blocks."""
+    counted = Counted(limits(202, 4, seqs=40), lambda query: 0, running=0)
+    prompt = range(1000, 1160)
+    for cached in (range(640), [*prompt, 1]):  # they fill the pool; the first is evicted first
+        counted.submit("cached", cached, new=1)
+        while counted.scheduler.requests:
+            counted.step()
+    counted._lookup = later
+    for number in range(8):
+        counted.submit(f"run{number}", [number, 1, 2], 500)
+    waiting = [counted.submit(f"wait{n}", [*prompt, n, 7]) for n in range(20)]
+    pool = counted.scheduler.pool
+    counted.step()
+    assert [len(request.found.places) for request in waiting] == [40] * 20
+    pool.by_name = asked = Asked(pool.by_name)
+    pool.lost = deque(maxlen=16)  # more than are lost in a step, fewer than in all
+    losses = pool.losses
+    for _ in range(30):
+        counted.step()
+        assert not audit(counted.scheduler)
+    audited = 30 * 20 * 40  # the audit walks them all
+    assert pool.losses > losses + 20
+    assert asked.count - audited <= 30 * 20
+    counted._lookup = lambda query: 0
+    counted.step()
+    assert waiting[0].resident.admission.local == 160
+    assert not waiting[0].found.places, "a resident request remembers nothing"
+
+
+def walked(pool: BlockPool, names: Sequence[bytes], limit: int) -> list[int]:
+    """D3, as it is defined."""
+    return [pool.by_name[name] for name in takewhile(pool.by_name.__contains__, names[:limit])]
+
+
+def test_a_remembered_run_is_what_a_walk_finds() -> None:
+    """Random lives of blocks and names, few losses remembered, some runs asked about seldom."""
+    seed = random.randrange(1 << 32)
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    for _ in range(300):
+        pool = BlockPool(chance.randint(2, 12))
+        pool.lost = deque(maxlen=chance.choice([1, 2, 5, 100]))
+        chains = [[b"%d%d" % (which, n) for n in range(6)] for which in range(2)]
+        runs = [(LeadingRun(), chance.choice(chains), chance.randint(0, 6)) for _ in range(4)]
+        held: list[int] = []
+        for _ in range(60):
+            if pool.free and chance.random() < 0.4:
+                held += pool.take(1)
+                pool.name(held[-1], chance.choice(chance.choice(chains)))
+            elif held and chance.random() < 0.5:
+                pool.drop([held.pop(chance.randrange(len(held)))])
+            elif held:
+                pool.name(chance.choice(held), chance.choice(chance.choice(chains)))
+            for run, names, limit in chance.sample(runs, chance.randint(0, len(runs))):
+                assert pool.leading(names, limit, run) == walked(pool, names, limit)
 
 
 def test_an_engine_does_not_sleep_while_it_names_a_prompt() -> None:

@@ -222,6 +222,9 @@ class World:
         world._hold(core)
         if core.plan is not None:
             world._replan(core.plan)
+        for request in scheduler.waiting:  # it remembers what it found before the next event
+            most = (request.length - 1) // case.limits.block_size
+            scheduler.pool.leading(request.names, most, request.found)
         return world
 
     def _hold(self, core: Core) -> None:

@@ -114,6 +114,8 @@ class Stream:
         assert usage.completion_tokens == self.query.max_tokens
         for leg in usage.legs:  # lost ones too, as of their admission
             assert leg.length == leg.local + leg.external + leg.computed, leg
+            assert (leg.length == 0) == leg.admission_unknown == (not leg.admissions), leg
+            assert leg.lost >= leg.admission_unknown, leg
             assert leg.length or not leg.generated, leg
         runs = [run for leg in usage.legs for run in leg.admissions]
         spans = [range(run.local + run.external, run.frontier) for run in runs]

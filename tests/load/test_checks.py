@@ -6,7 +6,9 @@ import pytest
 
 from benchmarks.stub_server import GOOD, Behave, StubManners, stub
 from kvrelay.client.convert import usage_of
+from kvrelay.load.check import usage_faults
 from kvrelay.load.grpc_door import account_of
+from kvrelay.load.request import LoadAnswer, LoadRequest
 from kvrelay.v1 import types_pb2
 from tests.load.rig import LoadCommand
 
@@ -128,11 +130,33 @@ def test_a_wrong_usage_is_found(load: LoadCommand, manners: StubManners, said: s
 
 def test_a_leg_that_died_unheard_is_not_where_the_prompt_came_from() -> None:
     """The router's ``cached_prompt_tokens`` leaves it out as well."""
-    lost = types_pb2.LegUsage(role=types_pb2.ROLE_DECODE, lost=True)
+    lost = types_pb2.LegUsage(role=types_pb2.ROLE_DECODE, lost=True, admission_unknown=True)
     run = types_pb2.LegUsage(role=types_pb2.ROLE_DECODE, length=16, local=4, computed=12)
     account = account_of(usage_of(types_pb2.Usage(prompt_tokens=16, legs=[lost, run])))
     assert account.sources == {"local": 4, "external": 0, "computed": 12}
-    assert account.migrations == 1
+    assert (account.migrations, account.faults) == (1, ())
+
+
+@pytest.mark.parametrize(
+    "leg",
+    [
+        types_pb2.LegUsage(lost=True),  # zeros that are said to be known
+        types_pb2.LegUsage(length=16, local=4, computed=11),
+        types_pb2.LegUsage(admission_unknown=True),  # of a leg that was not lost
+        types_pb2.LegUsage(lost=True, admission_unknown=True, length=16, computed=16),
+        types_pb2.LegUsage(lost=True, admission_unknown=True, generated=1),
+        types_pb2.LegUsage(lost=True, admission_unknown=True, admissions=[types_pb2.Admission()]),
+    ],
+)
+def test_only_a_lost_leg_may_have_no_account(leg: types_pb2.LegUsage) -> None:
+    leg.role = types_pb2.ROLE_DECODE
+    run = types_pb2.LegUsage(role=types_pb2.ROLE_DECODE, length=16, local=4, computed=12)
+    usage = usage_of(types_pb2.Usage(prompt_tokens=16, completion_tokens=2, legs=[run, leg]))
+    request = LoadRequest(number=0, parts=((1, 2),), max_tokens=2, seed=0)
+    answer = LoadAnswer(request, due=0.0, sent=0.0, ids=None, account=account_of(usage))
+    assert len(account_of(usage).faults) == 1
+    (fault,) = usage_faults(answer, ids_sent=False)
+    assert "leg" in fault
 
 
 def test_failures_are_counted_by_kind_and_shown(load: LoadCommand) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, pairwise
 
+from kvrelay.engine.core.blocks import LeadingRun
 from kvrelay.engine.core.request import Request, RequestState
 from kvrelay.engine.core.scheduler import Scheduler
 from kvrelay.engine.core.usage import leg_tokens
@@ -28,6 +29,7 @@ def audit(scheduler: Scheduler) -> list[Finding]:
         return findings  # the other checks look these blocks up
     findings += _references(scheduler)
     findings += _names(scheduler)
+    findings += _found(scheduler)
     findings += _tables(scheduler)
     for request in scheduler.requests.values():
         findings += _request(scheduler, request)
@@ -96,6 +98,17 @@ def _names(scheduler: Scheduler) -> Iterator[Finding]:
         for block in blocks:
             if block in pool.free or pool.names[block] is not None:
                 yield Finding("I4", request_id, f"block {block} is written by a load and visible")
+
+
+def _found(scheduler: Scheduler) -> Iterator[Finding]:
+    """D3: what a waiting request remembers to have found is what a walk through its names finds."""
+    pool = scheduler.pool
+    for request in scheduler.waiting:
+        run, most = request.found, (request.length - 1) // scheduler.limits.block_size
+        copy = LeadingRun(dict(run.places), run.losses)
+        remembered = pool.leading(request.names, most, copy)
+        if remembered != (walked := pool.leading(request.names, most, LeadingRun())):
+            yield Finding("D3", request.id, f"blocks {remembered} remembered, {walked} found")
 
 
 def _request(scheduler: Scheduler, request: Request) -> Iterator[Finding]:

@@ -8,9 +8,12 @@ long as any is left.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
+
+REMEMBERED_LOSSES = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,17 @@ class Naming:
         return self.spaces(space)
 
 
+@dataclass(slots=True)
+class LeadingRun:
+    """The blocks that ``BlockPool.leading`` found for some names, each with its place.
+
+    It is as of the pool's loss number ``losses``. The names and their limit may grow.
+    """
+
+    places: dict[int, int] = field(default_factory=dict)
+    losses: int = 0
+
+
 class BlockPool:
     """References, free list and names of ``size`` blocks, numbered from 0."""
 
@@ -42,16 +56,28 @@ class BlockPool:
         self.names: list[bytes | None] = [None] * size
         self.by_name: dict[bytes, int] = {}
         self.copies: dict[bytes, list[int]] = {}  # further held blocks of the name
+        self.losses = 0  # how often a block has lost its name
+        self.lost = deque[int](maxlen=REMEMBERED_LOSSES)  # the blocks that lost it last
 
-    def leading(self, names: Sequence[bytes], limit: int) -> list[int]:
-        """Blocks of the longest leading run of ``names[:limit]`` in the pool. Changes nothing."""
-        blocks: list[int] = []
-        for name in names[:limit]:
-            block = self.by_name.get(name)
+    def leading(self, names: Sequence[bytes], limit: int, run: LeadingRun) -> list[int]:
+        """Blocks of the longest leading run of ``names[:limit]`` in the pool. Changes only ``run``.
+
+        What ``run`` remembers of the last call is cut at its first block that has lost its name
+        since, and walked from there.
+        """
+        places, since = run.places, self.losses - run.losses
+        lost = islice(reversed(self.lost), since)
+        cuts = (places[block] for block in lost if block in places)
+        first = 0 if since > len(self.lost) else min(cuts, default=len(places))
+        while len(places) > first:
+            places.popitem()
+        run.losses = self.losses
+        for index in range(first, min(limit, len(names))):
+            block = self.by_name.get(names[index])
             if block is None:
                 break
-            blocks.append(block)
-        return blocks
+            places[block] = index
+        return list(places)
 
     def available(self, beside: Iterable[int] = ()) -> int:
         """The number of blocks that can be taken if those ``beside`` are held first."""
@@ -107,6 +133,8 @@ class BlockPool:
         if name is None:
             return
         self.names[block] = None
+        self.losses += 1
+        self.lost.append(block)
         copies = self.copies.get(name, [])
         if self.by_name[name] != block:
             copies.remove(block)

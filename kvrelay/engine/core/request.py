@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvrelay.engine.core.blocks import Naming
+from kvrelay.engine.core.blocks import LeadingRun, Naming
 from kvrelay.sampling import stored_positions
 
 
@@ -120,6 +120,7 @@ class Request:
     lookups_left: int | None = None  # None: no limit; set by a failed load
     failed: int = 0  # external tokens that a lookup found and the load did not
     given_up: int = 0  # epoch of the last load that a preemption gave up
+    found: LeadingRun = field(default_factory=LeadingRun)  # by its names, while it waits
 
     def __lt__(self, other: Request) -> bool:
         """First come, first served."""
@@ -179,6 +180,7 @@ class Request:
         """Begin a residency."""
         self.move(RequestState.LOADING if residency.admission.external else RequestState.RUNNING)
         self.residency = residency
+        self.found = LeadingRun()
 
     def end(self, state: RequestState) -> Residency | None:
         """End the residency, if any, and log what it computed; returns it."""

@@ -4,7 +4,7 @@
                   ^ loaded, saved, abort: at any moment between these calls
 
 Pure: no clock, no thread. Numbers about cached tokens are read at the instant of admission and
-frozen there; an attempt that was refused leaves nothing. docs/accounting.md defines D1 to D6.
+frozen there; a refused attempt leaves no number behind. docs/accounting.md defines D1 to D6.
 """
 
 from __future__ import annotations
@@ -201,6 +201,7 @@ class Scheduler:
         need. So no request is skipped for ever. As many requests are considered as there are
         places, and named in pieces, so that a long queue does not delay the step.
         """
+        size = self.limits.block_size
         entries: list[Entry] = []
         loads: list[Load] = []
         saves: list[Save] = []
@@ -211,13 +212,12 @@ class Scheduler:
         for request in list(islice(self.waiting, places)):
             residents = len(self.running) + self.loading + skipped
             most = self.limits.names_per_step - self._named
-            naming = self._naming(request)
-            self._named += request.name_full_blocks(naming, self.limits.block_size, most)
-            if len(request.names) < request.length // self.limits.block_size:
+            self._named += request.name_full_blocks(self._naming(request), size, most)
+            if len(request.names) < request.length // size:
                 self._unnamed = True
                 break
-            hits = self.pool.leading(request.names, (request.length - 1) // self.limits.block_size)
-            local = len(hits) * self.limits.block_size
+            hits = self.pool.leading(request.names, (request.length - 1) // size, request.found)
+            local = len(hits) * size
             answer = self._look_up(request, local)
             if answer is None:
                 if not skipped:

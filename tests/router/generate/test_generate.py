@@ -50,7 +50,8 @@ async def test_two_legs_one_stream() -> None:
     assert [leg.address for leg in usage.legs] == [prefill.address, decode.address]
     assert [leg.generated for leg in usage.legs] == [1, 7]
     assert usage.transfer_seconds == 0.25
-    assert (usage.queue_seconds, usage.prefill_seconds) == (0.125, 0.5)
+    assert 0.125 < usage.queue_seconds < 5  # the worker's, and the router's
+    assert usage.prefill_seconds == 0.5
     assert 0 < usage.first_token_seconds < 5
     assert decode.handoffs == [(11, b"n" * 32)]
     assert prefill.legs[0].namespace_digest == b"d" * 32

@@ -88,6 +88,26 @@ async def test_workers_get_what_they_can_run_and_the_rest_waits() -> None:
         assert (seen.running, seen.waiting, seen.waiting_tokens) == (0, 0, 0)
 
 
+async def test_the_wait_in_the_queue_is_in_the_usage() -> None:
+    """The fake workers say that each leg waits 0.125 s there."""
+    worker = held()
+    async with running([worker]) as router:
+        calls = [asyncio.ensure_future(router.generate(request(n))) for n in range(SLOTS)]
+        await waiting(router, 0)
+        call = asyncio.ensure_future(router.generate(request(50)))
+        await waiting(router, 1)
+        begun = time.monotonic()
+        await asyncio.sleep(0.2)
+        waited = time.monotonic() - begun
+        assert worker.behaviour.step is not None
+        for _ in range(100):
+            worker.behaviour.step.release()
+        usages = [(await one)[-1].usage for one in (*calls, call)]
+    assert usages[-1].queue_seconds > 0.125 + waited
+    assert usages[-1].first_token_seconds > usages[-1].queue_seconds - 0.125
+    assert all(0.125 < usage.queue_seconds < usages[-1].queue_seconds for usage in usages[:-1])
+
+
 async def test_a_client_that_leaves_the_queue_leaves_at_once() -> None:
     worker = held()
     async with running([worker]) as router:
