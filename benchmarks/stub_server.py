@@ -148,7 +148,7 @@ class StubServer:
 
 def stub_tokens(asked: dict[str, object], manners: StubManners = GOOD) -> Iterator[int]:
     """The tokens of an answer."""
-    prompt = json.dumps([asked.get("prompt"), asked.get("messages"), asked["seed"]])
+    prompt = json.dumps([asked.get("prompt"), asked.get("messages"), asked.get("seed")])
     start = zlib.crc32(prompt.encode())
     count = int(str(asked["max_tokens"])) - manners.short_by
     for at in range(count):

@@ -79,6 +79,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
         "xxhash": "xxhash",
     },
     "certs": {"cryptography": "cryptography"},
+    "load": {"aiohttp": "aiohttp", "yarl": "yarl"},
 }
 PURPOSES: Mapping[str, str] = {
     "router": "for a router",
@@ -86,6 +87,7 @@ PURPOSES: Mapping[str, str] = {
     "worker": "for prefill and decode workers",
     "worker-vllm": "beside vLLM, in its environment",
     "certs": "for `kvrelay make-certs`",
+    "load": "for `kvrelay load` and `kvrelay conform`",
 }
 CLUSTER = ("router", "store", "worker")
 OWN_PACKAGES = ("kvstore", "router", "prefill_service", "decode_service")  # beside kvrelay

@@ -28,7 +28,12 @@ COMMANDS = (
     Command("chat", "kvrelay.cli.chat", "talk to a running cluster, turn by turn"),
     Command("top", "kvrelay.cli.top", "the workers of a router, and their load"),
     Command("role", "kvrelay.cli.role", "turn a decode worker into a prefill worker, or back"),
-    Command("load", "kvrelay.cli.load.command", "load a server, measure it, check every token"),
+    Command(
+        "load",
+        "kvrelay.cli.load.command",
+        "load a server, measure it, check every token",
+        ("load",),
+    ),
     Command(
         "doctor", "kvrelay.cli.doctor.command", "what this machine has, and what would be used"
     ),

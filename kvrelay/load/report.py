@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
 
 from kvrelay.load import plots
 from kvrelay.load.check import AnswerCheck
-from kvrelay.load.figures import QUANTILES, LevelFigures, Objectives
+from kvrelay.load.figures import ENDS, QUANTILES, LevelFigures, Objectives
+from kvrelay.load.openai_server import Json
+from kvrelay.load.pages import page, paragraph, rows_table
 from kvrelay.load.request import LoadAnswer
 
-Json: TypeAlias = "dict[str, object]"
 LATENCIES = (("ttft", "TTFT"), ("itl", "ITL"), ("e2e", "E2E"), ("queue", "queue"))
+PLACES = [(name, part, f"{title} {part}") for name, title in LATENCIES for part in ("p50", "p99")]
 COLUMNS = (
     *("level", "number", "turn", "tenant", "ended", "due_seconds", "lateness_seconds"),
     *("ttft_seconds", "itl_seconds", "e2e_seconds", "queue_seconds"),
     *("prompt_tokens", "output_tokens", "sources", "migrations", "error"),
 )
-STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:68em;margin:2em auto;padding:0 1em;color:#222}
-table{border-collapse:collapse;margin:1em 0;font-size:13px;font-variant-numeric:tabular-nums}
-td,th{padding:.2em .7em;text-align:right;border-bottom:1px solid #ddd}
-td:first-child,th:first-child,.left td{text-align:left;white-space:nowrap}
-h1{font-size:1.5em}h2{font-size:1.2em;margin-top:2em}.bad{color:#b00020}.good{color:#00693e}
-svg{width:100%;height:auto;font:12px system-ui,sans-serif}figure{margin:1.5em 0}
-figcaption{font-weight:600}"""
 
 
 def seconds_of(figures: LevelFigures) -> dict[str, Mapping[str, float | None]]:
@@ -135,24 +127,14 @@ def html_page(
     head: Json, levels: Sequence[LevelFigures], check: AnswerCheck, objectives: Objectives
 ) -> str:
     """One page: verdict, a table of all levels, plots."""
+    wrong = "bad" if check.mismatches or check.faults else "good"
     parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8>",
-        "<meta name=viewport content='width=device-width'>",
-        f"<title>kvrelay load</title><style>{STYLE}</style><h1>kvrelay load</h1>",
-        f"<p>{html.escape(str(head['target']))}, {html.escape(str(head['began']))}</p>",
-        f"<p class={'bad' if check.mismatches or check.faults else 'good'}>"
-        f"{html.escape(verdict(check))}</p>",
-        *(f"<p class=bad>{html.escape(line)}</p>" for line in check.shown),
+        paragraph(verdict(check), wrong),
+        *(paragraph(line, "bad") for line in check.shown),
         _levels_table(levels, objectives),
         *_figures(levels),
-        "<h2>Options</h2><table class=left>",
-        *(
-            f"<tr><td>{html.escape(name)}<td>{html.escape(str(value))}"
-            for name, value in _mapping(head.get("options")).items()
-        ),
-        "</table></html>",
     ]
-    return "\n".join(parts)
+    return page("kvrelay load", head, parts)
 
 
 def verdict(check: AnswerCheck) -> str:
@@ -167,26 +149,18 @@ def verdict(check: AnswerCheck) -> str:
     )
 
 
-def _mapping(value: object) -> Mapping[str, object]:
-    return value if isinstance(value, dict) else {}
-
-
 def _levels_table(levels: Sequence[LevelFigures], objectives: Objectives) -> str:
     limits = ", ".join(f"{name} at most {most:g} s" for name, most in objectives.limits.items())
-    head = ("load", "sent", "done", "refused", "late", "left", "failed", "tokens/s")
     rows = []
     for one in levels:
-        seconds = one.seconds or 1e-9
-        cells = [html.escape(one.label), f"{one.sent():,}"]
-        cells += [f"{count:,}" for count in one.ends.values()]
-        cells += [f"{one.tokens / seconds:,.0f}", f"{one.good_tokens / seconds:,.0f}"]
-        times = seconds_of(one)
-        cells += [_ms(times[name].get(part)) for name, _ in LATENCIES for part in ("p50", "p99")]
-        rows.append("<tr>" + "".join(f"<td>{cell}" for cell in cells))
-    heads = "".join(f"<th>{name}" for name in (*head, "goodput"))
-    heads += "".join(f"<th>{title} {part}" for _, title in LATENCIES for part in ("p50", "p99"))
-    note = f"<p>Goodput: {html.escape(limits) or 'every whole answer'}. Latencies in ms.</p>"
-    return f"{note}<table><tr>{heads}{''.join(rows)}</table>"
+        seconds, times = one.seconds or 1e-9, seconds_of(one)
+        counts = (one.sent(), *one.ends.values())
+        rates = (one.tokens / seconds, one.good_tokens / seconds)
+        cells = (one.label, *(f"{n:,}" for n in counts), *(f"{rate:,.0f}" for rate in rates))
+        rows.append((*cells, *(_ms(times[name].get(part)) for name, part, _ in PLACES)))
+    head = ("load", "sent", *ENDS, "tokens/s", "goodput", *(title for *_, title in PLACES))
+    note = f"Goodput: {limits or 'every whole answer'}. Latencies in ms."
+    return paragraph(note) + rows_table(head, rows)
 
 
 def _ms(seconds: float | None) -> str:

@@ -15,7 +15,8 @@ class LoadRequest:
     """``parts``: what the user and the model said in turn, beginning and ending with the user.
 
     Each is token ids, or text if the server is sent text. ``leave_after``: the client leaves after
-    so many tokens. ``read_rate``: it reads so many tokens a second.
+    so many tokens. ``read_rate``: it reads so many tokens a second. ``fields``: of the HTTP body,
+    instead of those of every request; ``None`` leaves one out.
     """
 
     number: int
@@ -26,6 +27,7 @@ class LoadRequest:
     turn: int = 0
     leave_after: int | None = None
     read_rate: float | None = None
+    fields: Mapping[str, object] = field(default_factory=dict)
 
     def ids(self) -> list[int] | None:
         """The token ids of the prompt, ``None`` for text."""
@@ -70,10 +72,18 @@ class ServerAccount:
 
 
 @dataclass(frozen=True, slots=True)
+class ChosenToken:
+    """A token as the server writes it, and its log probability."""
+
+    text: str
+    logprob: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class AnswerPiece:
     """Part of an answer; ``at`` is when its bytes were read, by ``time.perf_counter``.
 
-    ``ids`` is ``None`` if the server sends no token ids.
+    ``ids`` is ``None`` if the server sends no token ids. ``choice``: which one of ``n`` samples.
     """
 
     at: float
@@ -81,6 +91,8 @@ class AnswerPiece:
     ids: Sequence[int] | None = ()
     finish: str | None = None
     account: ServerAccount | None = None
+    choice: int = 0
+    chosen: Sequence[ChosenToken] = ()
 
 
 class LoadDoor(Protocol):
@@ -108,6 +120,7 @@ class LoadAnswer:
     tokens: int = 0
     ids: list[int] | None = field(default_factory=list)
     text: str = ""
+    chosen: list[ChosenToken] = field(default_factory=list)  # if log probabilities were asked for
     finish: str | None = None
     account: ServerAccount | None = None
     ended: str = "failed"
@@ -122,6 +135,7 @@ class LoadAnswer:
         elif self.ids is not None:
             self.ids += piece.ids
         self.text += piece.text
+        self.chosen += piece.chosen
         if count:
             if self.last is None:
                 self.first = piece.at

@@ -35,7 +35,7 @@ PARTS = {
     "kvrelay.cli.dispatch": "base",
     "kvrelay.cli.doctor.command": "base",
     "kvrelay.cli.generate": "base",
-    "kvrelay.cli.load.command": "base",
+    "kvrelay.cli.load.command": "load",
     "kvrelay.cli.main": "base",
     "kvrelay.cli.role": "base",
     "kvrelay.cli.top": "base",
@@ -160,7 +160,7 @@ def test_the_table_of_extras_is_that_of_the_project() -> None:
     for extra, modules in EXTRAS.items():
         wanted = declared() if extra == "base" else declared(extra) - declared()
         assert set(modules.values()) == wanted, extra
-    assert declared("all") == declared("router", "store", "worker", "certs")
+    assert declared("all") == declared("router", "store", "worker", "certs", "load")
 
 
 def test_there_is_one_version() -> None:

@@ -12,7 +12,7 @@ import sys
 import venv
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import distribution
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
@@ -82,13 +82,13 @@ def with_all(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed
 @pytest.fixture(scope="session")
 def client_only(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
     """The wheel as ``pip install kvrelay`` leaves it: with the packages of the base install."""
-    seen = tmp_path_factory.mktemp("base")
-    for name in _closure(declared()):
-        for path in _places(name):
-            link = seen / path.name
-            if not link.exists():
-                link.symlink_to(path)
-    return _install(wheel, tmp_path_factory.mktemp("client"), [seen])
+    return _install(wheel, tmp_path_factory.mktemp("client"), [_seen(tmp_path_factory)])
+
+
+@pytest.fixture(scope="session")
+def load_only(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    """As ``pip install kvrelay[load]`` leaves it."""
+    return _install(wheel, tmp_path_factory.mktemp("load"), [_seen(tmp_path_factory, "load")])
 
 
 @pytest.fixture
@@ -99,6 +99,17 @@ def foreign(tmp_path: Path) -> Path:
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"raise RuntimeError({name!r} + ' of the user was imported')\n")
     return tmp_path
+
+
+def _seen(factory: pytest.TempPathFactory, *extras: str) -> Path:
+    """A folder with the packages of the base install and of these extras."""
+    seen = factory.mktemp("seen")
+    for name in _closure(declared(*extras)):
+        for path in _places(name):
+            link = seen / path.name
+            if not link.exists():
+                link.symlink_to(path)
+    return seen
 
 
 def _install(wheel: Path, root: Path, seen: list[Path]) -> Installed:
@@ -120,8 +131,12 @@ def _closure(names: frozenset[str]) -> set[str]:
         name = left.pop()
         if name in found:
             continue
+        try:
+            lines = distribution(name).requires or ()
+        except PackageNotFoundError:  # for other versions of Python
+            continue
         found.add(name)
-        needed = (line for line in distribution(name).requires or () if "extra ==" not in line)
+        needed = (line for line in lines if "extra ==" not in line)
         left.extend(re.split(r"[<>=~!;\[ (]", line)[0] for line in needed)
     return found
 

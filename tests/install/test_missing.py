@@ -20,6 +20,7 @@ COMMANDS = {
     ("replay", "journal"): ("worker", ("worker",)),
     ("store", "stats"): ("store", ("store",)),
     ("make-certs", "certs"): ("certs", ("certs",)),
+    ("load",): ("load", ("load",)),
 }
 SERVICES = {
     "kvstore": "store",
@@ -44,16 +45,16 @@ def test_a_command_names_it(client_only: Installed, tmp_path: Path, words: tuple
     assert all(name in done.stderr for name in lacks(*needed))
 
 
-def test_the_load_generator_needs_the_client_only(client_only: Installed, tmp_path: Path) -> None:
+def test_the_load_generator_needs_one_extra(load_only: Installed, tmp_path: Path) -> None:
     """But for a reference of ``transformers``."""
     with stub() as server:
-        words = (client_only.kvrelay, "load", server.url, "--requests", "4")
-        done = client_only.run(*words, "--check", "first-run", "--html", "load.html", cwd=tmp_path)
+        words = (load_only.kvrelay, "load", server.url, "--requests", "4")
+        done = load_only.run(*words, "--check", "first-run", "--html", "load.html", cwd=tmp_path)
         assert (done.returncode, server.requests) == (0, 8), done.stdout + done.stderr
-        done = client_only.run(*words, "--check", "transformers:model", cwd=tmp_path)
-    assert (done.returncode, server.requests) == (1, 8)
-    assert "pip install 'kvrelay[worker]'" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+        done = load_only.run(*words, "--check", "transformers:model", cwd=tmp_path)
+        assert (done.returncode, server.requests) == (1, 8)
+        assert "pip install 'kvrelay[worker]'" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize("module", SERVICES)
@@ -97,13 +98,13 @@ def test_doctor_of_a_client_says_what_else_can_be_installed(
     assert told["ok"]
     findings = {one["name"]: one for one in told["findings"]}
     assert all(one["state"] != "missing" for one in findings.values())
-    for extra in (*CLUSTER, "certs"):
+    for extra in (*CLUSTER, "certs", "load"):
         assert findings[f"[{extra}]"]["state"] == "absent"
         assert f"pip install 'kvrelay[{extra}]'" in findings[f"[{extra}]"]["means"]
         assert all(name in findings[f"[{extra}]"]["found"] for name in lacks(extra))
     page = client_only.run(client_only.kvrelay, "doctor", cwd=tmp_path)
     assert page.returncode == 0
-    assert page.stdout.count("pip install") == 5  # of each extra, and of all
+    assert page.stdout.count("pip install") == 6  # of each extra, and of all
     assert "pip install 'kvrelay[all]'" in page.stdout.splitlines()[-1]
     assert "demo" not in page.stdout
 

@@ -240,7 +240,7 @@ def test_ctrl_c_ends_with_the_report(tmp_path: Path) -> None:
 def test_the_reports_have_every_request(load: LoadCommand, tmp_path: Path) -> None:
     page, rows = tmp_path / "load.html", tmp_path / "load.csv"
     with stub(lambda at: StubManners(cached=4)) as server:
-        flags = ("--concurrency", "1,2", "--requests", 5, "--slo", "ttft=10,itl=0.0000001")
+        flags = ("--concurrency", "1,2", "--requests", 5, "--slo", "ttft=0.0000001,itl=10")
         found = load(server.url, *SHORT, *flags, "--html", page, "--csv", rows)
     lines = rows.read_text().splitlines()
     assert len(lines) == 1 + 10
@@ -250,7 +250,7 @@ def test_the_reports_have_every_request(load: LoadCommand, tmp_path: Path) -> No
     assert text.count("<svg") == 3 + 2 + 1
     for outside in ("src=", "href=", "http://www", "https://", "@import", "<script"):
         assert outside not in text
-    assert found.levels[0]["goodput"]["requests"] == 0  # the limit of itl is impossible
+    assert found.levels[0]["goodput"]["requests"] == 0  # the limit of ttft is impossible
     assert found.levels[0]["prompt_tokens_by_source"] == {"cached": 20, "computed": 20}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import csv
-import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, replace
@@ -12,10 +11,11 @@ from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 
+from kvrelay.cli.load.output import as_json, claim, given, write
 from kvrelay.cli.load.screen import LoadScreen, closing_lines
 from kvrelay.cli.router_options import RouterOptions
 from kvrelay.cli.screen import print_out
-from kvrelay.config.reader import load, option, options
+from kvrelay.config.reader import load, option
 from kvrelay.errors import Rejected
 from kvrelay.installation import require
 from kvrelay.load import report
@@ -25,6 +25,7 @@ from kvrelay.load.driver import LoadLevel, beside
 from kvrelay.load.figures import LevelFigures, Objectives
 from kvrelay.load.grpc_door import GrpcDoor
 from kvrelay.load.http_door import DoorOptions, HttpDoor
+from kvrelay.load.openai_server import Json
 from kvrelay.load.request import LoadDoor
 from kvrelay.load.run import LoadPlan, LoadRun
 from kvrelay.load.workload import Workload, read_tenants
@@ -258,31 +259,24 @@ def main(argv: Sequence[str]) -> int:
         beside=config.check_concurrency,
     )
     address = config.address() if config.url is None else ""
+    screen = LoadScreen(objectives, config.progress)
+    check = AnswerCheck(config.check)
+    head: Json = {
+        "kvrelay": VERSION,
+        "target": config.url or f"grpc {address}",
+        "began": datetime.now(UTC).isoformat(timespec="seconds"),
+        "options": given(config),
+    }
+    claim(config.json, config.html)
     with ExitStack() as files:
-        rows = None
         if config.csv is not None:
-            rows = csv.writer(files.enter_context(open(config.csv, "w", newline="")))
-            rows.writerow(report.COLUMNS)
-        for path in (config.json, config.html):
-            if path is not None:
-                files.enter_context(open(path, "a"))  # fails now rather than after the load
-        screen = LoadScreen(objectives, rows, config.progress)
-        check = AnswerCheck(config.check)
-        head: report.Json = {
-            "kvrelay": VERSION,
-            "target": config.url or f"grpc {address}",
-            "began": datetime.now(UTC).isoformat(timespec="seconds"),
-            "options": _options(config),
-        }
+            screen.rows = csv.writer(files.enter_context(open(config.csv, "w", newline="")))
+            screen.rows.writerow(report.COLUMNS)
         levels, interrupted = _run(config, plan, address, check, screen)
     for line in closing_lines(levels, check):
         print_out(line)
-    if config.json is not None:
-        made = report.report_json(head, levels, check)
-        Path(config.json).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    if config.html is not None:
-        page = report.html_page(head, levels, check, objectives)
-        Path(config.html).write_text(page, encoding="utf-8")
+    write(config.json, as_json(report.report_json(head, levels, check)))
+    write(config.html, report.html_page(head, levels, check, objectives))
     done = sum(one.ends["done"] + one.ends["left"] for one in levels)
     if check.mismatches or check.faults or (not done and not interrupted):
         return 1
@@ -336,10 +330,3 @@ async def _reference(config: LoadConfig, door: LoadDoor, options: DoorOptions) -
         return made
     other = replace(options, model="", tokens={})
     return await HttpDoor(config.check, other, "check").find_model()
-
-
-def _options(config: LoadConfig) -> dict[str, object]:
-    """What was given, without secrets."""
-    shown = (item for item in options(LoadConfig) if not item.rules.secret)
-    values = {item.name: getattr(config, item.name) for item in shown}
-    return {name: value for name, value in values.items() if value not in (None, (), "", False)}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
-from kvrelay.cli.screen import coloured, paint, print_err, print_out, table
+from kvrelay.cli.load.output import LiveLine, wrapped
+from kvrelay.cli.screen import paint, print_out, table
 from kvrelay.load.check import AnswerCheck
 from kvrelay.load.driver import LoadDriver
 from kvrelay.load.figures import LevelFigures, Objectives
@@ -17,9 +16,7 @@ from kvrelay.load.report import LATENCIES, csv_row, peak_of, seconds_of, verdict
 from kvrelay.load.request import LoadAnswer
 from kvrelay.load.run import LoadWatcher
 
-WIDTH = 80
 TICK, SLOW_TICK = 0.5, 10.0  # seconds between two lines, on a terminal and elsewhere
-CLEAR = "\r\x1b[K"
 LIVE = ("TTFT", "ITL")
 PARTS = ("mean", "p50", "p90", "p99", "max")
 
@@ -33,11 +30,10 @@ class RowWriter(Protocol):
 class LoadScreen(LoadWatcher):
     """Progress to standard error, tables to standard output, rows to ``rows``."""
 
-    def __init__(self, objectives: Objectives, rows: RowWriter | None, progress: bool) -> None:
+    def __init__(self, objectives: Objectives, progress: bool) -> None:
         self._objectives = objectives
-        self._rows = rows
-        self._progress = progress
-        self._live = coloured(sys.stderr)
+        self.rows: RowWriter | None = None
+        self._line = LiveLine(progress)
         self._driver: LoadDriver | None = None
         self._seen = (0.0, 0)  # a moment and the tokens until then
         self._begun = 0.0
@@ -48,27 +44,27 @@ class LoadScreen(LoadWatcher):
         self._seen = (self._begun, 0)
 
     def answered(self, label: str, answer: LoadAnswer) -> None:
-        if self._rows is not None:
-            self._rows.writerow(csv_row(label, answer, self._begun))
+        if self.rows is not None:
+            self.rows.writerow(csv_row(label, answer, self._begun))
 
     def level_ends(self, figures: LevelFigures) -> None:
         self._driver = None
-        self._clear()
+        self._line.clear()
         if figures.sent():
             print_out("\n".join(level_lines(figures, self._objectives)))
 
     def verifying(self, done: int, total: int) -> None:
         if done == total:
-            self._clear()
-        elif self._live and self._progress:
-            self._line(f"comparing with the reference: {done} of {total}")
+            self._line.clear()
+        elif self._line.live:
+            self._line.show(f"comparing with the reference: {done} of {total}")
 
     async def watch(self) -> None:
         """Print a line of progress now and then; never ends."""
-        while self._progress:
-            await asyncio.sleep(TICK if self._live else SLOW_TICK)
+        while self._line.progress:
+            await asyncio.sleep(TICK if self._line.live else SLOW_TICK)
             if self._driver is not None:
-                self._line(self._status(self._driver))
+                self._line.show(self._status(self._driver))
 
     def _status(self, driver: LoadDriver) -> str:
         figures, now = driver.figures, time.perf_counter()
@@ -81,18 +77,6 @@ class LoadScreen(LoadWatcher):
             f"{figures.label}: {now - self._begun:.0f} s, {figures.open} open,"
             f" {figures.ends['done']:,} done, {bad:,} not, {rate:,.0f} tok/s, {', '.join(times)}"
         )
-
-    def _line(self, text: str) -> None:
-        if self._live:
-            sys.stderr.write(CLEAR + text[: WIDTH - 1])
-            sys.stderr.flush()
-        else:
-            print_err(text)
-
-    def _clear(self) -> None:
-        if self._live and self._progress:
-            sys.stderr.write(CLEAR)
-            sys.stderr.flush()
 
 
 def level_lines(figures: LevelFigures, objectives: Objectives) -> Iterator[str]:
@@ -117,9 +101,9 @@ def level_lines(figures: LevelFigures, objectives: Objectives) -> Iterator[str]:
     yield table(("in ms", *PARTS), list(_latencies(figures)), frozenset(range(1, 6)))
     if (behind := figures.behind()) is not None:
         advice = "the latencies may be this generator's own; use several processes"
-        yield from _wrapped(f"the generator did not keep up: {behind}; {advice}", "yellow")
+        yield from wrapped(f"the generator did not keep up: {behind}; {advice}", "yellow", "  ")
     for error, count in figures.errors.most_common(5):
-        yield from _wrapped(f"{count:,} x {error}", "yellow")
+        yield from wrapped(f"{count:,} x {error}", "yellow", "  ")
 
 
 def closing_lines(levels: Sequence[LevelFigures], check: AnswerCheck) -> Iterator[str]:
@@ -128,9 +112,9 @@ def closing_lines(levels: Sequence[LevelFigures], check: AnswerCheck) -> Iterato
         yield ""
         yield sweep_table(levels)
     bad = check.mismatches or check.faults
-    yield from _wrapped(verdict(check), "red" if bad else "green", "")
+    yield from wrapped(verdict(check), "red" if bad else "green")
     for line in check.shown:
-        yield from _wrapped(line, "red")
+        yield from wrapped(line, "red", "  ")
 
 
 def sweep_table(levels: Sequence[LevelFigures]) -> str:
@@ -184,11 +168,6 @@ def _tenants(figures: LevelFigures) -> Iterator[str]:
     if len(figures.tenants) > 1 and total:
         parts = (f"{name} {count / total:.1%}" for name, count in figures.tenants.most_common(8))
         yield f"  tenants   {', '.join(parts)} of output tokens"
-
-
-def _wrapped(text: str, style: str, indent: str = "  ") -> Iterator[str]:
-    for line in textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent="  "):
-        yield paint(line, style)
 
 
 def _ms(seconds: float | None) -> str:

@@ -1,0 +1,149 @@
+"""An OpenAI server over HTTP: JSON is posted, server-sent events are read as they come.
+
+The one HTTP client of ``kvrelay load`` and ``kvrelay conform``, on aiohttp. Every failure is a
+``KvrelayError``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import TypeAlias
+
+import aiohttp
+from yarl import URL
+
+from kvrelay.errors import DeadlineExceeded, Exhausted, KvrelayError, Rejected, Unavailable
+
+Json: TypeAlias = "dict[str, object]"
+DONE = b"[DONE]"
+CONNECT_SECONDS = 10.0
+IDLE_SECONDS = 3.0  # less than servers keep a connection, so that none closes when it is used again
+EVENT_BYTES = 32 << 20
+REFUSED = (429, 503)
+TIMED_OUT = (408, 504)
+RETRY_SECONDS = 1.0
+
+
+class OpenAIServer:
+    """One server; ``url`` with or without ``/v1`` at its end. Connections are used again."""
+
+    def __init__(self, url: str, field: str = "url") -> None:
+        """``Rejected`` names the field if it is no HTTP URL."""
+        try:
+            parsed = URL(url.rstrip("/").removesuffix("/v1"))
+        except ValueError as error:
+            raise Rejected(field, f"{url!r} is no URL: {error}") from None
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise Rejected(field, f"{url!r}: wanted is http://HOST:PORT or https://HOST:PORT")
+        self.url = parsed
+        self._opened: aiohttp.ClientSession | None = None
+
+    async def events(
+        self, path: str, body: Json, token: str | None
+    ) -> AsyncGenerator[tuple[float, Json], None]:
+        """The events of a stream, each with the time at which it was read.
+
+        Closing the generator closes the connection. ``Unavailable`` if it breaks; the event
+        ``[DONE]`` may be missing, as in the streams of ``transformers serve``.
+        """
+        headers = {"accept": "text/event-stream", **_bearer(token)}
+        async with self._asked("POST", path, headers, body) as response:
+            if response.status != 200:
+                raise _refusal(response, await response.text(errors="replace"))
+            buffer = b""
+            async for data in response.content.iter_any():
+                at = time.perf_counter()
+                *lines, buffer = (buffer + data).split(b"\n")
+                if len(buffer) > EVENT_BYTES:
+                    raise Unavailable(f"the server sent an event of over {EVENT_BYTES >> 20} MiB")
+                for line in lines:
+                    if line.startswith(b"data:"):
+                        event = line[5:].strip()
+                        if event != DONE:
+                            yield at, _event(event)
+
+    async def page(self, path: str, token: str | None = None) -> str | None:
+        """A page of the server, ``None`` if it has none."""
+        with suppress(KvrelayError):
+            async with self._asked("GET", path, _bearer(token)) as response:
+                text = await response.text(errors="replace")
+                return text if response.status == 200 else None
+        return None
+
+    async def model(self, token: str | None) -> str:
+        """The name of its first model."""
+        async with self._asked("GET", "/v1/models", _bearer(token)) as response:
+            text = await response.text(errors="replace")
+        with suppress(ValueError, LookupError, TypeError):
+            return str(json.loads(text)["data"][0]["id"])
+        raise Rejected("model", "the server lists none: name it with --model")
+
+    async def close(self) -> None:
+        if self._opened is not None:
+            await self._opened.close()
+
+    @asynccontextmanager
+    async def _asked(
+        self, method: str, path: str, headers: Mapping[str, str], body: Json | None = None
+    ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
+        """Leaving the context before the response's end closes its connection."""
+        url = self.url.with_path(self.url.path.rstrip("/") + path)
+        with _errors(self.url):
+            async with self._session().request(method, url, headers=headers, json=body) as response:
+                yield response
+
+    def _session(self) -> aiohttp.ClientSession:
+        """Made within the event loop that uses it."""
+        if self._opened is None:
+            self._opened = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                json_serialize=lambda value: json.dumps(value, separators=(",", ":")),
+            )
+        return self._opened
+
+
+@contextmanager
+def _errors(url: URL) -> Iterator[None]:
+    """aiohttp's errors as ours."""
+    try:
+        yield
+    except (aiohttp.ClientPayloadError, aiohttp.ServerDisconnectedError) as error:
+        raise Unavailable("the server closed the connection before its answer ended") from error
+    except (aiohttp.ClientError, OSError) as error:
+        said = str(error) or type(error).__name__
+        raise Unavailable(f"HTTP to {url.host}: {said}") from error
+
+
+def _bearer(token: str | None) -> Mapping[str, str]:
+    return {"authorization": f"Bearer {token}"} if token else {}
+
+
+def _refusal(response: aiohttp.ClientResponse, text: str) -> KvrelayError:
+    """The error of a response that is no stream."""
+    with suppress(ValueError, LookupError, TypeError):
+        text = str(json.loads(text)["error"]["message"])
+    said = f"HTTP {response.status}: {' '.join(text.split())[:200]}"
+    if response.status in REFUSED:
+        delay = RETRY_SECONDS
+        with suppress(KeyError, ValueError):
+            delay = float(response.headers["retry-after"])
+        return Exhausted(said, delay)
+    return DeadlineExceeded(said) if response.status in TIMED_OUT else Unavailable(said)
+
+
+def _event(data: bytes) -> Json:
+    try:
+        event = json.loads(data)
+    except ValueError:
+        raise Unavailable(f"the server sent an event that is no JSON: {data[:60]!r}") from None
+    if not isinstance(event, dict):
+        raise Unavailable(f"the server sent an event that is no object: {data[:60]!r}")
+    if (error := event.get("error")) is not None:
+        said = error.get("message", error) if isinstance(error, dict) else error
+        raise Unavailable(f"the stream ended with an error: {str(said)[:200]}")
+    return event
