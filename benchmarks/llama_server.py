@@ -1,4 +1,6 @@
-"""llama.cpp's server on a `transformers` folder: ``PYTHON llama_server.py FOLDER PORT THREADS``.
+"""llama.cpp's server on a `transformers` folder.
+
+    PYTHON llama_server.py FOLDER PORT THREADS [--cache] [--batch TOKENS]
 
 Runs in an environment of its own, with numpy, gguf and xllamacpp. It writes a Llama or Qwen3 model
 in bfloat16 as GGUF to a temporary folder, with texts that stand for token ids, and serves that.
@@ -6,8 +8,8 @@ in bfloat16 as GGUF to a temporary folder, with texts that stand for token ids, 
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -114,8 +116,8 @@ def write(folder: Path, path: Path) -> None:
     out.close()
 
 
-def serve(path: Path, port: int, threads: int) -> None:
-    """Serve until the process is ended."""
+def serve(path: Path, port: int, threads: int, cache: bool, batch: int | None) -> None:
+    """Serve until the process is ended. ``batch``: most tokens of a step."""
     import xllamacpp
 
     options = xllamacpp.CommonParams()
@@ -124,7 +126,10 @@ def serve(path: Path, port: int, threads: int) -> None:
     options.n_ctx = CONTEXT
     options.n_parallel = SLOTS
     options.kv_unified = True
-    options.cache_prompt = False
+    options.cache_prompt = cache
+    if batch is not None:
+        options.n_batch = batch
+        options.n_ubatch = batch
     options.cpuparams.n_threads = threads
     options.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(options)
@@ -134,11 +139,17 @@ def serve(path: Path, port: int, threads: int) -> None:
 
 
 def main() -> None:
-    folder, port, threads = sys.argv[1:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("port", type=int)
+    parser.add_argument("threads", type=int)
+    parser.add_argument("--cache", action="store_true", help="keep prompts of earlier requests")
+    parser.add_argument("--batch", type=int)
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as room:
         path = Path(room) / "model.gguf"
-        write(Path(folder), path)
-        serve(path, int(port), int(threads))
+        write(given.folder, path)
+        serve(path, given.port, given.threads, given.cache, given.batch)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,9 @@ COMMANDS = (
         ("load",),
     ),
     Command(
+        "conform", "kvrelay.cli.conform.command", "examine whether a server is exact", ("load",)
+    ),
+    Command(
         "doctor", "kvrelay.cli.doctor.command", "what this machine has, and what would be used"
     ),
     Command(

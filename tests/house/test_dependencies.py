@@ -36,6 +36,7 @@ PARTS = {
     "kvrelay.cli.doctor.command": "base",
     "kvrelay.cli.generate": "base",
     "kvrelay.cli.load.command": "load",
+    "kvrelay.cli.conform.command": "load",
     "kvrelay.cli.main": "base",
     "kvrelay.cli.role": "base",
     "kvrelay.cli.top": "base",

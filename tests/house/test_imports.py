@@ -48,7 +48,8 @@ FLOORS = {
     "kvrelay/load": 14,
     "kvrelay/recall": 14,
     "kvrelay/cluster": 14,
-    "kvrelay/cli": 15,
+    "kvrelay/conform": 15,
+    "kvrelay/cli": 16,
 }
 ROUTER = (
     "router",

@@ -21,6 +21,7 @@ COMMANDS = {
     ("store", "stats"): ("store", ("store",)),
     ("make-certs", "certs"): ("certs", ("certs",)),
     ("load",): ("load", ("load",)),
+    ("conform", "http://127.0.0.1:9"): ("load", ("load",)),
 }
 SERVICES = {
     "kvstore": "store",
@@ -55,6 +56,9 @@ def test_the_load_generator_needs_one_extra(load_only: Installed, tmp_path: Path
         assert (done.returncode, server.requests) == (1, 8)
         assert "pip install 'kvrelay[worker]'" in done.stderr
         assert len(done.stderr.splitlines()) == 1
+        words = (load_only.kvrelay, "conform", server.url, "--check", "repeat")
+        done = load_only.run(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("module", SERVICES)

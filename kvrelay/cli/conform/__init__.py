@@ -1,0 +1,1 @@
+"""``kvrelay conform``: its options, its progress and its table."""
