@@ -193,14 +193,15 @@ def joined(found: Sequence[Event]) -> tuple[str, str, str | None]:
     return reasoning, content, finish
 
 
-async def test_resumed_at_every_event(relayed: Cluster) -> None:
-    """And through a router that is killed."""
+@pytest.mark.parametrize("apart", [6, pytest.param(1, marks=pytest.mark.slow)])
+async def test_resumed_at_events(relayed: Cluster, apart: int) -> None:
+    """So many events apart; and through a router that is killed."""
     given = body(3, stream=True, max_tokens=120)
     async with httpx2.AsyncClient(base_url=relayed.http or "", timeout=60) as client:
         whole = await events(client, given, PAGE)
         kinds = {key for _, data in whole[:-1] for key in json.loads(data)["choices"][0]["delta"]}
         assert {"reasoning", "content"} <= kinds
-        for cut in range(1, len(whole) - 1, 3):
+        for cut in range(1, len(whole) - 1, apart):
             rest = await events(client, given, PAGE, whole[cut - 1][0])
             assert joined([*whole[:cut], *rest]) == joined(whole), cut
         for _ in range(ROUNDS):

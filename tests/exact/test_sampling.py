@@ -59,9 +59,12 @@ def relayed(models: Models) -> Iterator[Cluster]:
         yield up
 
 
+@pytest.mark.parametrize("count", [32, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sampling", [PLAIN, RICH], ids=["plain", "rich"])
-def test_disaggregated(both_roles: Cluster, relayed: Cluster, sampling: Sampling) -> None:
-    queries = make_queries()
+def test_disaggregated(
+    both_roles: Cluster, relayed: Cluster, sampling: Sampling, count: int
+) -> None:
+    queries = make_queries()[:count]
     alone = tokens(both_roles, queries, sampling)
     assert len(set(alone)) == len(alone), "seeds make no difference"
     assert tokens(relayed, queries, sampling) == alone
