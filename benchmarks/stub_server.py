@@ -40,6 +40,8 @@ class StubManners:
     cached: int = 0
     token_ids: bool = True
     usage: bool = True
+    drops: bool = False
+    """Close the connection, without a word, when it brings a second request."""
 
 
 GOOD = StubManners()
@@ -78,10 +80,14 @@ class StubServer:
             await server.serve_forever()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answered = 0
         with suppress(ConnectionError, asyncio.IncompleteReadError):
             while head := (await reader.readuntil(b"\r\n\r\n")).decode():
                 fields = dict(line.lower().split(": ", 1) for line in head.split("\r\n")[1:-2])
                 body = await reader.readexactly(int(fields.get("content-length", "0")))
+                if answered and self.behave(self.requests).drops:
+                    break
+                answered += 1
                 if head.startswith("GET"):
                     self._page(writer, head.split()[1])
                 elif not await self._answer(writer, body, fields):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from kvrelay.load.request import LoadAnswer, LoadRequest, Part
 IDS = tuple(range(40, 52))
 TEXT = "a"
 FORMS = (("token ids", False, IDS), ("text", False, TEXT), ("chats", True, TEXT))
+REFUSAL = re.compile(r"HTTP \d|the stream ended with an error")
 MOST_ADDED = 2  # tokens, such as one for the beginning
 LEAST: dict[str, object] = {"seed": None, "stream_options": None}
 """Fields of every request of the load generator that a server may refuse."""
@@ -76,6 +78,7 @@ class Inquiry:
             # One that knows the field refuses a number; others do not look at it.
             found.missing["salt"] = "the server takes any value: it does not know the field"
         await self._try("samples", {"n": 2, "temperature": 0.9}, keep=False)
+        await self._try("greedy samples", {"n": 2, "temperature": 0.0}, keep=False)
         return found
 
     async def _form(self) -> None:
@@ -117,7 +120,7 @@ class Inquiry:
         found = self.found
         answer = await self._ask(fields)
         if answer.ended != "done":
-            found.missing[name] = answer.error
+            found.missing[name] = _refusal(answer)
         elif name == "usage" and answer.account is None:
             found.missing[name] = "no usage in the stream"
         elif name == "ids_out" and not answer.ids:
@@ -144,6 +147,13 @@ class Inquiry:
             listed = json.loads(await self.door.server.page("/v1/models") or "")
             return f"owned by {listed['data'][0]['owned_by']}"
         return "unknown"
+
+
+def _refusal(answer: LoadAnswer) -> str:
+    """Why the server refused; ``Unavailable`` if it broke, which says nothing of its abilities."""
+    if not REFUSAL.match(answer.error):
+        raise Unavailable(answer.error or answer.ended)
+    return answer.error
 
 
 def door_of(url: str, model: str, token: str | None) -> HttpDoor:

@@ -151,7 +151,7 @@ async def resume(subject: Subject, tally: Tally) -> None:
 async def samples(subject: Subject, tally: Tally) -> None:
     """``n`` samples, twice; greedy ones are all the same."""
     exam, numbered = subject.exam, True
-    _need(subject, "samples")
+    _need(subject, "samples", *([] if subject.sampled else ["greedy samples"]))
     for probe, alone in subject.pairs():
         first, second = [await exam.samples(probe, SAMPLES) for _ in range(2)]
         for at, (one, other) in enumerate(zip(first, second, strict=True)):

@@ -89,10 +89,19 @@ class OpenAIServer:
     async def _asked(
         self, method: str, path: str, headers: Mapping[str, str], body: Json | None = None
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
-        """Leaving the context before the response's end closes its connection."""
-        url = self.url.with_path(self.url.path.rstrip("/") + path)
+        """Leaving the context before the response's end closes its connection.
+
+        A connection that the server has closed while it was idle is replaced once.
+        """
+        url, session = self.url.with_path(self.url.path.rstrip("/") + path), self._session()
         with _errors(self.url):
-            async with self._session().request(method, url, headers=headers, json=body) as response:
+            try:
+                response = await session.request(method, url, headers=headers, json=body)
+            except aiohttp.ClientConnectorError:
+                raise  # nothing listens
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                response = await session.request(method, url, headers=headers, json=body)
+            async with response:
                 yield response
 
     def _session(self) -> aiohttp.ClientSession:

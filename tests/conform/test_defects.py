@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.stub_server import GOOD, StubManners, stub
 from kvrelay.cli.dispatch import main
 from kvrelay.conform.checks import NAMES
 from tests.conform.fake import FakeManners, fake
@@ -201,6 +202,15 @@ def test_a_small_flood_proves_nothing_about_eviction(conform: ConformCommand) ->
         found = conform(url, "--check", "evicted", "--check", "repeat", "--flood", 512)
     assert (found.status, found.having("not supported")) == (0, {"evicted"})
     assert "evicted nothing; raise --flood" in found.said
+
+
+def test_a_server_that_breaks_lacks_nothing(conform: ConformCommand) -> None:
+    """Only a refusal says that there is no such ability."""
+    with stub(lambda at: StubManners(cut_after=1) if at == 2 else GOOD) as server:
+        found = conform(server.url, "--check", "repeat")
+    assert found.status == 2
+    assert "the server closed the connection" in found.err
+    assert not found.json["server"]
 
 
 @pytest.mark.parametrize("broken", [True, False])

@@ -198,3 +198,11 @@ def test_a_late_answer_is_given_up(load: LoadCommand) -> None:
         found = load(server.url, *SMALL, "--timeout", 1)
     assert found.levels[0]["requests"]["late"] == 1
     assert found.levels[0]["requests"]["done"] == REQUESTS - 1
+
+
+def test_a_connection_that_the_server_has_closed_is_replaced(load: LoadCommand) -> None:
+    """As llama.cpp's server does, without saying so."""
+    with stub(lambda at: StubManners(drops=True)) as server:
+        found = load(server.url, *SMALL)
+    assert found.levels[0]["requests"]["done"] == server.requests == REQUESTS
+    assert found.status == 0
