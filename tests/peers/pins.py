@@ -42,4 +42,7 @@ VLLM = Peer(
     # No CPU builds of these fit that torch; text models need none of them.
     without=("torch", "torchaudio", "torchvision", "torchcodec"),
 )
-PEERS = (AIPERF, GUIDELLM, NODE, VLLM)
+KUBERNETES = Peer("kubernetes", ("kubernetes-validate==1.37.0",))
+"""The schemas of Kubernetes: 70 MB, and no program of it."""
+
+PEERS = (AIPERF, GUIDELLM, NODE, VLLM, KUBERNETES)
