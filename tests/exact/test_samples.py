@@ -20,6 +20,7 @@ KIND = "llama"
 BLOCK = 4
 MADE = 10
 N = 4
+COUNTS = pytest.mark.parametrize("count", [12, pytest.param(24, marks=pytest.mark.slow)])
 
 Outputs = list[tuple[int, ...]]
 
@@ -114,11 +115,12 @@ def relayed(models: Models) -> Iterator[Cluster]:
         yield up
 
 
+@COUNTS
 @pytest.mark.parametrize("sampling", [PLAIN, RICH], ids=["plain", "rich"])
 def test_each_is_that_of_a_request_of_its_own(
-    both_roles: Cluster, relayed: Cluster, sampling: Sampling
+    both_roles: Cluster, relayed: Cluster, sampling: Sampling, count: int
 ) -> None:
-    queries = make_queries()
+    queries = make_queries(count)
     alone = singles(both_roles, queries, sampling)
     assert all(len(set(outputs)) > 1 for outputs in alone), "seeds make no difference"
     assert samples(both_roles, queries, sampling)[0] == alone
@@ -127,9 +129,10 @@ def test_each_is_that_of_a_request_of_its_own(
     check_idle(relayed)
 
 
-def test_the_prompt_is_computed_once(models: Models) -> None:
+@COUNTS
+def test_the_prompt_is_computed_once(models: Models, count: int) -> None:
     """One at a time: the hits are those of a single request, and the others load or share."""
-    queries = make_queries()
+    queries = make_queries(count)
     size = {"block_size": BLOCK, "num_blocks": 1024, "decode": 2}
     for prefill, most in ((1, 1), (0, BLOCK)):
         with cluster(models(KIND), prefill=prefill, **size) as up:  # type: ignore[arg-type]
