@@ -105,7 +105,7 @@ class Up:
         self._model_check = ModelCheck(self.cluster.specs)
 
     def serve(self) -> int:
-        if self._config.model != "recall" or self._config.device == "cuda":
+        if self._config.model != "recall" or self._config.device not in (None, "auto", "cpu"):
             print_err(f"Checking {self._config.model_path}")
             self._model_check.run(self._config.start_timeout)
             if self._ended.is_set():

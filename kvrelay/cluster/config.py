@@ -81,6 +81,12 @@ class ClusterConfig(SecurityOptions):
     device: str | None = option(
         None, "device of the workers; cuda has not been tried on a GPU yet", choices=DEVICES
     )
+    devices: str | None = option(
+        None,
+        "GPUs of this machine, comma-separated: each worker in turn sees one of them alone;"
+        " default: every worker sees all and takes the first",
+        metavar="N,N",
+    )
     max_num_seqs: int | None = option(None, "requests that a worker runs at once", low=1)
     max_num_batched_tokens: int | None = option(None, "token positions in one step", low=1)
     max_model_len: int | None = option(None, "longest prompt and answer together", low=1)
@@ -133,9 +139,24 @@ class ClusterConfig(SecurityOptions):
             raise Rejected(
                 "store_disk", "applies to the store that is started here, not to --store"
             )
+        if self.devices is not None:
+            self._check_devices()
         last = (self.metrics_port or 0) + self.prefill + self.decode + 1
         if last > 65535:
             raise Rejected("metrics_port", f"the last process would have port {last}")
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """The names in ``devices``: numbers, or what else CUDA_VISIBLE_DEVICES may hold."""
+        return tuple(name.strip() for name in (self.devices or "").split(",") if name.strip())
+
+    def _check_devices(self) -> None:
+        if not self.gpus:
+            raise Rejected("devices", "names no GPU: give numbers, for example 0,1")
+        if len(set(self.gpus)) < len(self.gpus):
+            raise Rejected("devices", f"{self.devices}: names a GPU twice")
+        if self.device not in (None, "auto", "cuda"):
+            raise Rejected("devices", f"applies to --device cuda, not to {self.device}")
 
     @property
     def model_path(self) -> str:

@@ -124,9 +124,9 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
         "block-size": config.block_size,
         "num-blocks": config.num_blocks,
         "kv-memory": config.kv_memory,
-        "kv-share": DEVICE_SHARE / workers,
+        "kv-share": DEVICE_SHARE / -(workers // -max(len(config.gpus), 1)),
         "dtype": config.dtype,
-        "device": config.device,
+        "device": config.device or ("cuda" if config.gpus else None),
         "max-num-seqs": config.max_num_seqs,
         "max-num-batched-tokens": config.max_num_batched_tokens,
         "max-model-len": config.max_model_len,
@@ -235,6 +235,8 @@ def _is_secret(url: str) -> bool:
 
 def _can_fork(config: ClusterConfig) -> bool:
     """Whether workers use the CPU: CUDA does not survive a fork."""
+    if config.gpus:
+        return False
     return config.device == "cpu" or (sys.platform == "linux" and not NVIDIA.exists())
 
 
@@ -259,6 +261,7 @@ def environ_of(
         **kept,
         **_addressed(spec, own, outer),
         **import_path(outer),
+        **_own_gpu(config, spec),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(worker_threads(config)),
         "TOKENIZERS_PARALLELISM": "false",
@@ -266,6 +269,14 @@ def environ_of(
         **({"KVRELAY_FLEET_KEY": config.fleet_key} if config.fleet_key else {}),
         **({"KVRELAY_STORE": config.store} if config.store and _is_secret(config.store) else {}),
     }
+
+
+def _own_gpu(config: ClusterConfig, spec: ProcessSpec) -> dict[str, str]:
+    """The one GPU that a worker sees: prefill workers come first, then decode workers."""
+    if not config.gpus or spec.role not in ("prefill", "decode"):
+        return {}
+    number = spec.index + (config.prefill if spec.role == "decode" else 0)
+    return {"CUDA_VISIBLE_DEVICES": config.gpus[number % len(config.gpus)]}
 
 
 def _addressed(spec: ProcessSpec, own: set[str], outer: Mapping[str, str]) -> dict[str, str]:

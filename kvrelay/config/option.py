@@ -116,7 +116,7 @@ class Option:
     def check(self, value: object, source: str = "") -> None:
         """Raise ``Rejected`` if the value is outside the declared range or choices."""
         choices, low, high = self.rules.choices, self.rules.low, self.rules.high
-        if choices and value not in choices:
+        if choices and not any(_is_choice(value, choice) for choice in choices):
             raise Rejected(self.name, f"{value!r}{source}: choose one of {', '.join(choices)}")
         if not isinstance(value, int | float) or isinstance(value, bool):
             return
@@ -169,3 +169,11 @@ def check(config: DataclassInstance) -> None:
         for one in value if isinstance(value, tuple) else (value,):
             if one is not None:
                 item.check(one)
+
+
+def _is_choice(value: object, choice: str) -> bool:
+    """Whether a value is the choice; one that ends in ``:N`` stands for all numbers there."""
+    before, _, number = str(value).partition(":")
+    if choice.endswith(":N"):
+        return before == choice[:-2] and number.isascii() and number.isdigit()
+    return value == choice

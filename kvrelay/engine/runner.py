@@ -19,6 +19,7 @@ from kvrelay.engine.model.loading import LoadedModel
 from kvrelay.engine.sampling.device import DeviceSampler, SamplingPlan
 from kvrelay.engine.sampling.masks import GrammarMasks, MaskThread
 from kvrelay.engine.sampling.sampler import sample
+from kvrelay.engine.stepping import DeviceLost
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,17 @@ class Runner:
         return self._executed
 
     def execute(self, works: Sequence[Work]) -> list[Sampled | None]:
-        """Compute all works in one forward pass; ``None`` for works that do not sample."""
+        """Compute all works in one forward pass; ``None`` for works that do not sample.
+
+        Memory that runs out is an error of the step. An error of the accelerator is ``DeviceLost``:
+        CUDA repeats it at every later call of the process.
+        """
+        try:
+            return self._execute(works)
+        except torch.AcceleratorError as error:
+            raise DeviceLost(str(error)) from error
+
+    def _execute(self, works: Sequence[Work]) -> list[Sampled | None]:
         answers: list[Sampled | None] = [None] * len(works)
         if not works:
             return answers

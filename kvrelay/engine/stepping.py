@@ -1,7 +1,8 @@
 """The thread of an engine: it runs posted commands and takes step after step.
 
 Other threads post commands and get the updates of a step through the engine's ``deliver``. A step
-that raises ends its requests; one that hangs, or breaks the accounting, ends the process.
+that raises ends its requests; one that hangs, loses the device or breaks the accounting ends the
+process.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 IDLE_SECONDS = 1.0  # commands and events wake the thread; this covers a missed wake-up
+
+
+class DeviceLost(Exception):
+    """The accelerator reports an error after which this process cannot use it any more."""
 
 
 class SteppingThread(ABC):
@@ -55,13 +60,15 @@ class SteppingThread(ABC):
         """Run the posted commands and one step, and deliver its updates.
 
         The thread calls it until the engine is closed; without that thread, a caller may. Returns
-        whether there was anything to compute. Raises if the accounting is lost.
+        whether there was anything to compute. Raises if the accounting or the device is lost.
         """
         self._turns += 1
         self._in_turn = True
         try:
             self._run_commands()
             busy = self._step()
+        except DeviceLost:
+            raise
         except Exception as error:  # noqa: BLE001 - the edge: it ends the requests of the step
             self._fail_step(error)
             busy = True

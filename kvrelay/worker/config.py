@@ -10,7 +10,7 @@ from kvrelay.rpc.address import LOOPBACK
 from kvrelay.rpc.security.options import SecurityOptions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", "cuda:N")
 ATTENTION_BACKENDS = ("auto", "sdpa", "native", "triton")
 NUMERICS = ("strict", "loose")
 LARGEST_BLOCK = 1024  # token positions
@@ -37,7 +37,10 @@ class WorkerConfig(SecurityOptions):
     )
     dtype: str = option("auto", "number format of weights and KV", choices=DTYPES)
     device: str = option(
-        "auto", "where the model runs; cuda has not been tried on a GPU yet", choices=DEVICES
+        "auto",
+        "where the model runs; cuda has not been tried on a GPU yet; auto: a GPU, else the CPU, but"
+        " an error if there is a GPU that torch cannot use",
+        choices=DEVICES,
     )
     attention_backend: str = option(
         "auto",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,35 @@ def test_every_worker_gets_the_same_pool() -> None:
     specs = process_specs(ClusterConfig(port=0, prefill=2, decode=2, device="cpu"))
     pools = {flags_of(spec)["--kv-memory"] for spec in specs if spec.role in ("prefill", "decode")}
     assert len(pools) == 1
+
+
+def test_each_worker_sees_one_gpu() -> None:
+    """In turn, prefill workers first; those that share one share its memory."""
+    config = ClusterConfig(port=0, prefill=1, decode=2, devices="3, GPU-5f")
+    specs = by_name(config)
+    seen = {name: spec.environ.get("CUDA_VISIBLE_DEVICES") for name, spec in specs.items()}
+    assert seen == {
+        **dict.fromkeys(("store", "router"), os.environ.get("CUDA_VISIBLE_DEVICES")),
+        "prefill-0": "3",
+        "decode-0": "GPU-5f",
+        "decode-1": "3",
+    }
+    for name in ("prefill-0", "decode-0", "decode-1"):
+        flags = flags_of(specs[name])
+        assert (flags["--device"], float(flags["--kv-share"])) == ("cuda", 0.4)
+        assert not specs[name].forked  # CUDA does not survive a fork
+        assert "--kv-memory" not in flags
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"devices": ","}, "names no GPU"),
+        ({"devices": "0,1,0"}, "twice"),
+        ({"devices": "0", "device": "cpu"}, "not to cpu"),
+        ({"devices": "0", "device": "cuda:1"}, "not to cuda:1"),
+    ],
+)
+def test_gpus_that_cannot_be_meant(given: dict[str, str], reason: str) -> None:
+    with pytest.raises(Rejected, match=f"devices: .*{reason}"):
+        ClusterConfig(**given)  # type: ignore[arg-type]

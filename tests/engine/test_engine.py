@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import pytest
@@ -11,6 +12,8 @@ from kvrelay.engine.core.external import Connector, Load, Query, Save, TransferE
 from kvrelay.engine.core.request import Order
 from kvrelay.engine.core.updates import Admitted, Failed, Sampled, Token, Update, Work
 from kvrelay.engine.engine import Engine, EngineOptions
+from kvrelay.engine.stepping import DeviceLost
+from kvrelay.errors import Unavailable
 from kvrelay.sampling import Sampling
 from tests.engine.fakes import LIMITS, ChainRunner, answer, naming
 
@@ -135,6 +138,37 @@ def test_a_model_that_breaks_ends_the_requests_of_its_step() -> None:
     turned.run()
     assert [type(update) for update in turned.updates["in the step"]] == [Admitted, Failed]
     assert turned.tokens("after it") == answer([7, 8], 6)
+
+
+class Losing(ChainRunner):
+    """Its device reports an error that stays."""
+
+    def execute(self, works: Sequence[Work]) -> list[Sampled | None]:
+        raise DeviceLost("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_lost_device_ends_the_engine() -> None:
+    """Every later step would fail too: the process must be started again."""
+    lost = threading.Event()
+    updates: list[Update] = []
+    options = EngineOptions(on_fatal=lost.set)
+    engine = Engine(
+        Losing(LIMITS.num_blocks, LIMITS.block_size),
+        LIMITS,
+        naming(),
+        NoConnector(),
+        lambda made: updates.extend(update for _, update in made),
+        options,
+    )
+    engine.start()
+    engine.submit(Order("a", (1, 2, 3), 3, 6), Sampling())
+    assert lost.wait(60)
+    engine.close()
+    last = updates[-1]
+    assert isinstance(last, Failed)
+    assert "the worker is stopping" in str(last.error)
+    with pytest.raises(Unavailable):
+        engine.submit(Order("b", (1, 2, 3), 3, 6), Sampling())
 
 
 class Endless(NoConnector):

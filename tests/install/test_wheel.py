@@ -86,7 +86,10 @@ def test_its_metadata_has_the_extras(wheel: Path) -> None:
     (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
     lines = archive.read(name).decode().splitlines()
     extras = {line.split(": ")[1] for line in lines if line.startswith("Provides-Extra: ")}
-    assert extras == {"router", "store", "worker", "certs", "all", "triton", "dev"}
+    assert extras == {
+        *("router", "store", "worker", "worker-vllm", "certs", "load", "all", "cuda"),
+        *("triton", "dev"),
+    }
     base = [line for line in lines if line.startswith("Requires-Dist: ") and "extra ==" not in line]
     assert len(base) == 3, base
 

@@ -21,6 +21,7 @@ from kvrelay.engine.model.capability import position_limit, servable_length
 from kvrelay.engine.model.config_values import foreign_reason, value_reasons
 from kvrelay.engine.model.decoder import Decoder
 from kvrelay.engine.model.decoder_weights import extract_weights
+from kvrelay.engine.model.device import open_device
 from kvrelay.engine.model.elementwise import vectorise_activations
 from kvrelay.engine.model.forward import CausalModel, TransformersModel
 from kvrelay.engine.model.packed_linear import bound_kernel_caches, pack_linears
@@ -92,14 +93,14 @@ def load_model(
     """Load from a directory with ``config.json`` and ``*.safetensors`` (sharded or not).
 
     ``dtype`` is "float32", "bfloat16", "float16" or "auto" (the config's own); ``device`` "cpu",
-    "cuda" or "auto". The model is tested with ``attention_backend``. Raises ``Unservable`` with all
-    reasons if it cannot be served exactly.
+    "cuda", "cuda:N" or "auto". The model is tested with ``attention_backend``. Raises
+    ``Unservable`` with all reasons if it cannot be served exactly.
     """
     directory = Path(path)
     bound_kernel_caches()
     with _explained(directory), torch.inference_mode(), Progress() as progress:
         progress.phase = f"checking the model in {directory}"
-        where = _device(device)
+        where = open_device(device)
         kind, max_len = _check(directory, dtype, max_model_len)
         size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         progress.phase = f"reading {size / 1e9:.1f} GB of weights from {directory}"
@@ -117,7 +118,7 @@ def check_model(
     """Raises ``Unservable`` as ``load_model`` does, as far as the model shows without weights."""
     directory = Path(path)
     with _explained(directory):
-        _device(device)
+        open_device(device)
         _check(directory, dtype, max_model_len)
 
 
@@ -204,15 +205,6 @@ def _vocab(model: PreTrainedModel, logits: int) -> int:
 def _dtype(config: PreTrainedConfig, asked: str) -> str:
     own = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     return own if asked == "auto" else asked
-
-
-def _device(asked: str) -> torch.device:
-    if asked not in ("auto", "cpu", "cuda"):
-        raise Unservable(f"device {asked!r}: must be auto, cpu or cuda")
-    available = torch.cuda.is_available()
-    if asked == "cuda" and not available:
-        raise Unservable("device cuda: no CUDA device is available to this torch")
-    return torch.device("cuda" if available and asked != "cpu" else "cpu")
 
 
 def _eos(model: PreTrainedModel) -> tuple[int, ...]:

@@ -1,0 +1,72 @@
+"""The device that a worker computes on: chosen at start, or refused with the reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from kvrelay.errors import Unservable
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+CONTAINER = "NVIDIA_VISIBLE_DEVICES"
+"""Set by NVIDIA's container runtime and images."""
+
+_DEVICES = Path("/dev")
+
+
+def open_device(asked: str) -> torch.device:
+    """The device of "cpu", "cuda" or "cuda:N"; for "auto" a GPU where torch can use one.
+
+    "cuda:N" is one of the devices that are visible; from then on this process sees no other, so its
+    threads and libraries cannot choose another. Raises ``Unservable`` if the device is not there,
+    and for "auto" if this machine has a GPU that torch cannot use: a GPU service that computes on
+    the CPU is an error that nobody sees.
+    """
+    kind, colon, number = asked.partition(":")
+    numbered = kind == "cuda" and number.isascii() and number.isdigit()
+    if kind not in ("auto", "cpu", "cuda") or (colon and not numbered):
+        raise Unservable(f"device {asked!r}: must be auto, cpu, cuda or cuda:N")
+    if number:
+        _show_only(int(number))
+    if kind == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if kind == "cuda":
+        raise Unservable(f"device {asked}: no CUDA device is available to this torch{_why()}")
+    if signs := list(_signs_of_a_gpu()):
+        raise Unservable(
+            f"device auto: there should be a GPU ({', '.join(signs)}), and this torch cannot use"
+            f" it{_why()}; choose --device cpu to compute on the CPU"
+        )
+    return torch.device("cpu")
+
+
+def _show_only(number: int) -> None:
+    """Hide all other devices from this process. CUDA reads the variable when it is first used."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise Unservable(f"device cuda:{number}: CUDA is in use already in this process")
+    shown = os.environ.get(VISIBLE)
+    names = [str(number)] if shown is None else [name.strip() for name in shown.split(",")]
+    if shown is not None and number >= len(names):
+        raise Unservable(f"device cuda:{number}: {VISIBLE} shows {shown!r} alone")
+    os.environ[VISIBLE] = names[0 if shown is None else number]
+
+
+def _signs_of_a_gpu() -> Iterator[str]:
+    """What says that this process was given a GPU."""
+    given = os.environ.get(CONTAINER, "")
+    if given not in ("", "void", "none"):
+        yield f"{CONTAINER}={given}"
+    if torch.version.cuda is not None and os.environ.get(VISIBLE) not in ("", "-1"):
+        yield from sorted(str(path) for path in _DEVICES.glob("nvidia[0-9]*"))
+
+
+def _why() -> str:
+    built = torch.version.cuda
+    if built is None:
+        return f": torch {torch.__version__} was built without CUDA"
+    return f": torch {torch.__version__} is built for CUDA {built}; is the driver new enough?"

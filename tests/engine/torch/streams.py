@@ -1,0 +1,158 @@
+"""A simulated CUDA runtime over host memory: streams run in any order that events allow.
+
+What a program enqueues runs later: when it must (a stream or an event is waited for), or earlier,
+as drawn. A program that forgets to wait sees old bytes under some seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+_Operation = Callable[[], object]
+WRITES = ("copy_", "__setitem__", "zero_", "fill_")
+
+
+class Runtime:
+    """The streams of a device. ``seed`` draws what runs when nothing has to."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.queues: dict[int, list[tuple[_Operation, int | None]]] = {}
+        self.done: set[int] = set()
+        self.current = [0]  # the stream of the innermost ``torch.cuda.stream``
+        self._names = iter(range(1, 1 << 30))
+
+    def name(self) -> int:
+        """A new number, of a stream or of an event's record."""
+        return next(self._names)
+
+    def enqueue(self, stream: int, operation: _Operation, needs: int | None = None) -> None:
+        """Run an operation behind those of its stream, and after a record if it ``needs`` one."""
+        self.queues.setdefault(stream, []).append((operation, needs))
+        while self.rng.random() < 0.3:
+            self.step()
+
+    def step(self) -> bool:
+        """Run one operation that may run now; whether there was any."""
+        ready = [
+            stream
+            for stream, queue in self.queues.items()
+            if queue and (queue[0][1] is None or queue[0][1] in self.done)
+        ]
+        if ready:
+            self.queues[self.rng.choice(ready)].pop(0)[0]()
+        return bool(ready)
+
+    def wait(self, ended: Callable[[], bool]) -> None:
+        """Run operations until something has ended; others may run too."""
+        while not ended():
+            assert self.step(), "the streams wait for each other"
+
+
+class Memory(torch.Tensor):
+    """Memory of the device: what writes it is enqueued."""
+
+    runtime: Runtime
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        named = dict(kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            if func.__name__ in WRITES:
+                named.pop("non_blocking", None)
+                plain = [
+                    a.as_subclass(torch.Tensor) if isinstance(a, torch.Tensor) else a for a in args
+                ]
+                if isinstance(args[0], Pinned) and not _on_device(args[1:]):
+                    func(*plain, **named)  # from one place of the host to another: at once
+                else:
+                    runtime = cls.runtime
+                    runtime.enqueue(runtime.current[-1], lambda: func(*plain, **named))
+                return args[0]
+            if func.__name__ in ("to", "contiguous"):  # read when the copy out of it runs
+                return args[0]
+            made = func(*args, **named)
+        return made.as_subclass(cls) if isinstance(made, torch.Tensor) else made
+
+
+class Pinned(Memory):
+    """Memory of the host that the device can copy to and from while the program goes on."""
+
+
+def _on_device(values: tuple[object, ...]) -> bool:
+    return any(isinstance(v, Memory) and not isinstance(v, Pinned) for v in values)
+
+
+class Stream:
+    """``torch.cuda.Stream``."""
+
+    def __init__(self, device: object = None) -> None:
+        self.number = Memory.runtime.name()
+
+    def wait_event(self, event: Event) -> None:
+        if event.record_number is not None:
+            Memory.runtime.enqueue(self.number, lambda: None, event.record_number)
+
+    def synchronize(self) -> None:
+        runtime = Memory.runtime
+        runtime.wait(lambda: not runtime.queues.get(self.number))
+
+
+class Event:
+    """``torch.cuda.Event``."""
+
+    def __init__(self) -> None:
+        self.record_number: int | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        runtime = Memory.runtime
+        number = self.record_number = runtime.name()
+        where = runtime.current[-1] if stream is None else stream.number
+        runtime.enqueue(where, lambda: runtime.done.add(number))
+
+    def synchronize(self) -> None:
+        runtime = Memory.runtime
+        runtime.wait(lambda: self.record_number is None or self.record_number in runtime.done)
+
+
+class _Default(Stream):
+    def __init__(self) -> None:
+        self.number = 0
+
+
+@contextmanager
+def _within(stream: Stream) -> Iterator[None]:
+    Memory.runtime.current.append(stream.number)
+    try:
+        yield
+    finally:
+        Memory.runtime.current.pop()
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``torch.cuda`` and pinned memory those of ``Memory.runtime``."""
+    own = torch.empty
+
+    def empty(*size: object, pin_memory: bool = False, **named: object) -> torch.Tensor:
+        there = str(named.pop("device", "cpu")).startswith("cuda")
+        made: torch.Tensor = own(*size, **named)  # type: ignore[call-overload]
+        if there:
+            return made.as_subclass(Memory)
+        return made.as_subclass(Pinned) if pin_memory else made
+
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", _within)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: _Default())
