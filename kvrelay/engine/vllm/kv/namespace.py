@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from kvrelay.block.namespace import Namespace
@@ -68,11 +69,17 @@ def _check(facts: ModelFacts, given: Mapping[str, object]) -> None:
             raise Rejected(f"namespace.{name}", f"{given[name]} is given, vLLM has {own}")
 
 
+@lru_cache(maxsize=4)
+def _of_folder(folder: Path) -> str:
+    """Both sides of the connector in one process read the weights once."""
+    return revision(folder)
+
+
 def revision_of(facts: ModelFacts) -> str:
     """A digest of the model's files, or its commit; with what vLLM was told to change."""
     folder = Path(facts.model)
     if folder.is_dir():
-        name = revision(folder)
+        name = _of_folder(folder)
     elif facts.commit:
         name = facts.commit
     else:
