@@ -20,6 +20,7 @@ from kvrelay.engine.sampling.device import DeviceSampler, SamplingPlan
 from kvrelay.engine.sampling.masks import GrammarMasks, MaskThread
 from kvrelay.engine.sampling.sampler import sample
 from kvrelay.engine.stepping import DeviceLost
+from kvrelay.process.cores import MOST_THREADS, available_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ class Runner:
         self._forward = forward_for(loaded.forward, self._backend)
         self.attention_reason = chosen.reason  # why it is not a better one; empty: it is the best
         self._threads = threads
-        self._masks = MaskThread(loaded.info.vocab_size)
+        self._masks = MaskThread(loaded.info.vocab_size, self._mask_threads(loaded.device))
         self._sampler: DeviceSampler | None = None
         self._graphs: DecodeGraphs | None = None
         self.graphs_reason = ""  # why decode steps are no graphs, though asked for
@@ -78,6 +79,11 @@ class Runner:
     def threads(self) -> int:
         """The number of intra-op threads of a step."""
         return self._threads or torch.get_num_threads()
+
+    def _mask_threads(self, device: torch.device) -> int:
+        """The cores that the model's threads leave; a GPU needs one core."""
+        taken = self.threads if device.type == "cpu" else 1
+        return min(max(available_cores() - taken, 1), MOST_THREADS)
 
     @property
     def attention_profile(self) -> str:

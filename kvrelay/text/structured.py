@@ -7,12 +7,14 @@ that exceeds them does so on every machine.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
 from kvrelay.errors import KvrelayError, Rejected, Unservable
@@ -22,11 +24,12 @@ from kvrelay.text.reasoning import CLOSE, OPEN
 from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 
 CACHE_BYTES = 16 << 20
 OVERHEAD_BYTES = 64 << 10  # of a compiled grammar, besides
 BYTES_PER_BYTE = 32  # of its text
+MASK_WORD = 32  # bits: a mask has whole words
 MAX_MESSAGE = 400  # characters of the library's messages
 ANSWER = "answer"
 CALLS = "calls"
@@ -57,9 +60,10 @@ class OffGrammar(KvrelayError):
 class TokenGrammar:
     """The matcher of one output. One thread at a time."""
 
-    def __init__(self, matcher: LLMatcher, field: str) -> None:
+    def __init__(self, matcher: LLMatcher, field: str, vocab_size: int) -> None:
         self._matcher = matcher
         self._field = field
+        self._vocab_size = vocab_size  # of the library, which a mask must have
         self._consumed = 0
 
     def follow(self, tokens: Sequence[int], first: int, last: int) -> None:
@@ -85,19 +89,39 @@ class TokenGrammar:
         self._check_complexity()
         return mask
 
+    @classmethod
+    def masks(
+        cls, grammars: Sequence[TokenGrammar], threads: int
+    ) -> tuple[bytearray, list[KvrelayError | None]]:
+        """What ``allowed`` gives for several outputs, row behind row, and the errors of the rows.
+
+        The library computes the rows in parallel and holds no lock of the interpreter meanwhile.
+        """
+        size = -(-grammars[0]._vocab_size // MASK_WORD) * (MASK_WORD // 8)
+        rows = bytearray(len(grammars) * size)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(rows))
+        matchers = [(one._matcher, row) for row, one in enumerate(grammars)]
+        _executor(threads).unsafe_compute_mask_ptr(matchers, address, size, len(grammars))
+        return rows, [one._complexity() for one in grammars]
+
     def _check_complexity(self) -> None:
+        if (error := self._complexity()) is not None:
+            raise error
+
+    def _complexity(self) -> Rejected | None:
         matcher = self._matcher
         if matcher.is_error():
-            raise Rejected(
+            return Rejected(
                 self._field,
                 f"is too complex, or cannot be continued, after {self._consumed} output tokens:"
                 f" {brief(matcher.get_error())}",
             )
         if matcher.is_stopped() and not matcher.is_accepting():
-            raise Rejected(
+            return Rejected(
                 self._field,
                 f"no token of this model continues the text after {self._consumed} output tokens",
             )
+        return None
 
 
 class GrammarCompiler:
@@ -152,12 +176,16 @@ class GrammarCompiler:
             found = self._compiled.get(wanted)
             if found is not None:
                 self._compiled.move_to_end(wanted)
-                return TokenGrammar(found.deep_copy(), field)
+                return self._grammar(found, field)
         made = self._compile(wanted, field)
         with self._lock:
             if wanted not in self._compiled:
                 self._keep(wanted, made)
-            return TokenGrammar(made.deep_copy(), field)
+            return self._grammar(made, field)
+
+    def _grammar(self, matcher: LLMatcher, field: str) -> TokenGrammar:
+        assert self._vocabulary is not None, "a matcher was compiled for it"
+        return TokenGrammar(matcher.deep_copy(), field, self._vocabulary.vocab_size)
 
     def _keep(self, wanted: StructuredOutput, made: LLMatcher) -> None:
         self._compiled[wanted] = made
@@ -177,7 +205,7 @@ class GrammarCompiler:
         matcher = LLMatcher(vocabulary, source, log_level=0, limits=_limits(wanted.kind))
         if matcher.is_error():
             raise Rejected(field, brief(matcher.get_error()))
-        TokenGrammar(matcher, field).allowed((), 0, 0)
+        TokenGrammar(matcher, field, vocabulary.vocab_size).allowed((), 0, 0)
         return matcher
 
     def _loaded(self, field: str) -> LLTokenizer:
@@ -224,6 +252,14 @@ def brief(message: str) -> str:
         text = "is too large or too deep"
     line = " ".join(text.split())
     return line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 3] + "..."
+
+
+@lru_cache(maxsize=1)
+def _executor(threads: int) -> LLExecutor:
+    """The threads of the library; a process has one number of them."""
+    from llguidance import LLExecutor
+
+    return LLExecutor(threads)
 
 
 def _limits(kind: str) -> LLParserLimits:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, Self
 
 from kvrelay.engine.core.request import Admission, Finish
 from kvrelay.engine.core.usage import LegTokens
@@ -20,10 +20,20 @@ from kvrelay.usage import MissedBlocks
 class OutputGrammar(Protocol):
     """Restricts one output; its state follows from the output tokens."""
 
-    def allowed(self, tokens: Sequence[int], first: int, last: int) -> bytes:
-        """The tokens that may follow the output ``tokens[first:last]``: a bit each, lowest first.
+    def follow(self, tokens: Sequence[int], first: int, last: int) -> None:
+        """Consume what is new of the output ``tokens[first:last]``.
 
-        Raises ``KvrelayError`` if none may.
+        Raises ``KvrelayError`` if it cannot continue.
+        """
+
+    @classmethod
+    def masks(
+        cls, grammars: Sequence[Self], threads: int
+    ) -> tuple[bytes | bytearray, Sequence[KvrelayError | None]]:
+        """The tokens that may follow each output, for grammars of one vocabulary.
+
+        Returns rows of equal size, a bit for each token, lowest first; and for each row why it has
+        no mask, or ``None``.
         """
 
 

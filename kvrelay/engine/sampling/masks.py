@@ -53,10 +53,14 @@ class GrammarMasks:
 
 
 class MaskThread:
-    """Computes the masks of one step at a time for logits of ``vocab_size`` columns."""
+    """Computes the masks of one step at a time for logits of ``vocab_size`` columns.
 
-    def __init__(self, vocab_size: int) -> None:
+    ``threads``: of the library, which share the rows of a step.
+    """
+
+    def __init__(self, vocab_size: int, threads: int = 1) -> None:
         self._size = vocab_size
+        self._threads = threads
         self._thread = ThreadPoolExecutor(1, "grammar masks")
 
     @contextmanager
@@ -75,39 +79,54 @@ class MaskThread:
             future.exception()  # the thread is done with the works, also if the step failed
 
     def _masks(self, works: Sequence[Work]) -> GrammarMasks:
+        """The rows of one class of grammars in one call: the library computes them in parallel."""
         rows: list[int] = []
         errors: dict[int, KvrelayError] = {}
-        masks: list[Flags] = []
+        ready: dict[type[OutputGrammar], list[tuple[int, OutputGrammar]]] = {}
         for row, work in enumerate(works):
             if work.grammar is None or work.sampling is None:
                 continue
             rows.append(row)
             try:
-                masks.append(self._forbidden(work, work.grammar, work.sampling))
+                work.grammar.follow(work.tokens, work.prompt_len, work.start + work.count)
+                ready.setdefault(type(work.grammar), []).append((len(rows) - 1, work.grammar))
             except KvrelayError as error:
                 errors[row] = error
-                masks.append(np.zeros(self._size, np.bool_))
-        return GrammarMasks(tuple(rows), np.stack(masks), errors)
+        forbidden = np.ones((len(rows), self._size), np.bool_)
+        for kind, members in ready.items():
+            places = [place for place, _ in members]
+            packed, failed = kind.masks([grammar for _, grammar in members], self._threads)
+            known = self._unpacked(packed, len(members))
+            forbidden[places, : known.shape[1]] = known == 0
+            given = zip(places, failed, strict=True)
+            errors |= {rows[place]: error for place, error in given if error is not None}
+        for place, row in enumerate(rows):
+            if row in errors:
+                forbidden[place] = False
+            else:
+                _avoid(forbidden[place], works[row])
+        return GrammarMasks(tuple(rows), forbidden, errors)
 
-    def _forbidden(self, work: Work, grammar: OutputGrammar, sampling: Sampling) -> Flags:
-        """What a row must not sample.
+    def _unpacked(self, packed: bytes | bytearray, rows: int) -> NDArray[np.uint8]:
+        """Bits [rows, tokens known both here and to the grammars]."""
+        lines = np.frombuffer(packed, np.uint8).reshape(rows, -1)
+        return np.unpackbits(lines, axis=1, bitorder="little")[:, : self._size]
 
-        An end-of-sequence token may end a text that is complete. While the output is too short, or
-        with ``ignore_eos``, it does so only if no other token can follow.
-        """
-        packed = np.frombuffer(
-            grammar.allowed(work.tokens, work.prompt_len, work.start + work.count), np.uint8
-        )
-        allowed = np.zeros(self._size, np.bool_)
-        known = np.unpackbits(packed, bitorder="little")[: self._size]
-        allowed[: known.size] = known
-        endings = _avoided(work, sampling)
-        if endings:
-            rest = allowed.copy()
-            rest[[token for token in endings if token < self._size]] = False
-            if rest.any():
-                allowed = rest
-        return ~allowed
+
+def _avoid(forbidden: Flags, work: Work) -> None:
+    """Forbid endings in a row [vocab] while another token can follow.
+
+    An end-of-sequence token may end a text that is complete. While the output is too short, or
+    with ``ignore_eos``, it does so only if no other token can follow.
+    """
+    assert work.sampling is not None, "a row samples"
+    endings = [token for token in _avoided(work, work.sampling) if token < forbidden.size]
+    if not endings:
+        return
+    before = forbidden[endings]
+    forbidden[endings] = True
+    if forbidden.all():
+        forbidden[endings] = before
 
 
 def _avoided(work: Work, sampling: Sampling) -> Sequence[int]:

@@ -12,7 +12,7 @@ import torch
 from kvrelay.engine.core.updates import Sampled, Work
 from kvrelay.engine.sampling.masks import MaskThread
 from kvrelay.engine.sampling.sampler import sample
-from kvrelay.errors import Rejected
+from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.sampling import Sampling
 from kvrelay.structured import StructuredOutput
 
@@ -31,8 +31,17 @@ class Allows:
     size: int = VOCAB
     asked: list[tuple[int, ...]] = field(default_factory=list)
 
-    def allowed(self, tokens: Sequence[int], first: int, last: int) -> bytes:
+    def follow(self, tokens: Sequence[int], first: int, last: int) -> None:
         self.asked.append(tuple(tokens[first:last]))
+
+    @classmethod
+    def masks(
+        cls, grammars: Sequence[Allows], threads: int
+    ) -> tuple[bytes, list[KvrelayError | None]]:
+        rows = [grammar.row() for grammar in grammars]
+        return b"".join(rows), [None] * len(grammars)
+
+    def row(self) -> bytes:
         packed = bytearray(-(-self.size // 32) * 4)
         for token in self.tokens:
             packed[token // 8] |= 1 << token % 8
@@ -40,8 +49,21 @@ class Allows:
 
 
 class Fails:
-    def allowed(self, tokens: Sequence[int], first: int, last: int) -> bytes:
-        raise Rejected("sampling.structured_output.regex", "is too complex")
+    """A grammar that output cannot follow, or with ``late`` one that has no mask."""
+
+    def __init__(self, late: bool = False) -> None:
+        self.late = late
+
+    def follow(self, tokens: Sequence[int], first: int, last: int) -> None:
+        if not self.late:
+            raise Rejected("sampling.structured_output.regex", "is too complex")
+
+    @classmethod
+    def masks(
+        cls, grammars: Sequence[Fails], threads: int
+    ) -> tuple[bytes, list[KvrelayError | None]]:
+        error = Rejected("sampling.structured_output.regex", "is too complex")
+        return bytes(8 * len(grammars)), [error] * len(grammars)
 
 
 def work(
@@ -163,6 +185,7 @@ def test_a_dead_end_is_an_error_of_its_row_alone(temperature: float) -> None:
             work(dead, Allows([3])),
             work(sampling, Fails()),
             work(sampling, None),
+            work(sampling, Fails(late=True)),
         ]
     )
     assert made[0].token == 3
@@ -172,3 +195,4 @@ def test_a_dead_end_is_an_error_of_its_row_alone(temperature: float) -> None:
     assert "is too complex" in str(made[2].error)
     assert made[3].error is None
     assert 0 <= made[3].token < VOCAB
+    assert "is too complex" in str(made[4].error)
