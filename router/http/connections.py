@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.http.errors import HttpRefusal, body_of
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from uvicorn.config import Config
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
     from uvicorn.server import ServerState
+
+_UPGRADE = (b"upgrade", b"http2-settings")
+"""Headers, and words of ``connection``, by which a client wishes for another protocol."""
 
 EXTENSION = "kvrelay.connection"
 """Where a request's scope has its connection, among the extensions."""
@@ -125,9 +129,36 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         began_in_head = self._in_head
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade as upgrade:
+            self._read_without_upgrade(data[upgrade.args[0] :])
         if began_in_head and self._in_head:
             self._count(len(data))
+
+    def _read_without_upgrade(self, rest: bytes) -> None:
+        """Read the request again without its wish for another protocol, which a server may ignore.
+
+        Java's client wishes for HTTP/2 in every first request. The parser stops at the end of such
+        a head, so the body would be lost.
+        """
+        if self.parser.get_method() == b"CONNECT":
+            self.send_400_response("CONNECT is for proxies.")
+            return
+        version = self.parser.get_http_version().encode()
+        lines = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                words = (word.strip() for word in value.split(b","))
+                kept = [word for word in words if word.lower() not in _UPGRADE]
+                lines.append(b"connection: " + b", ".join(kept))
+            elif name not in _UPGRADE:
+                lines.append(b"%s: %s" % (name, value))
+        self.parser = httptools.HttpRequestParser(self)
+        self.data_received(b"\r\n".join([*lines, b"", rest]))
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -146,8 +177,14 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_head()
+        if self.parser.should_upgrade():
+            return  # it is read again
         super().on_headers_complete()
         self._requests.append(self.cycle)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
 
     def on_body(self, body: bytes) -> None:
         if self.cycle.response_complete:
