@@ -78,6 +78,9 @@ def of_mapping(value: Mapping[str, object], name: str = "structured_output") -> 
     """
     given = {key: entry for key, entry in value.items() if entry is not None}
     compact = given.pop("disable_any_whitespace", False)
+    for key in given.keys() - {*NAMES, "json_schema"}:
+        if given.pop(key) is not False:  # a client may send every field of vLLM's class
+            raise Rejected(f"{name}.{key}", "is not served here: leave it out")
     if not isinstance(compact, bool):
         raise Rejected(
             f"{name}.disable_any_whitespace", f"must be true or false, got {compact!r:.80}"

@@ -118,5 +118,6 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException), "the handler is registered for this class"
     path, method = request.url.path, request.method
     what = f"no page {path!r:.200}" if error.status_code == 404 else f"{method} {path!r:.200}"
-    refusal = HttpRefusal(error.status_code, "not_found", f"{what}: {error.detail}")
+    code = "method_not_supported" if error.status_code == 405 else "not_found"
+    refusal = HttpRefusal(error.status_code, code, f"{what}: {error.detail}")
     return JSONResponse(body_of(refusal), error.status_code, headers=error.headers)

@@ -28,6 +28,7 @@ from router.http.fields import (
     shown,
     wrong,
 )
+from router.queue.fair import HIGHEST, LOWEST
 
 log = logging.getLogger("kvrelay.router")
 
@@ -72,15 +73,22 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "include_stop_str_in_output": (False,),
     "length_penalty": (1.0,),
     "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
     "prompt_embeds": (),
     "prompt_logprobs": (),
+    "repetition_detection": (),
+    "return_prompt_text": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "suffix": ("",),
+    "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
+    "watermarking": (False,),
     "web_search_options": (),
 }
 """Fields that would change the answer and that this server does not have. Their values that change
@@ -104,6 +112,7 @@ class AnswerForm:
     echo: bool = False
     reasoning: bool = True
     by_format: bool = False  # what the text must be was asked for as OpenAI's response_format
+    limit_name: str = "max_tokens"  # the field that bounds the output
 
     @property
     def choices(self) -> int:
@@ -130,7 +139,8 @@ def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: 
     fields = Fields(values)
     message = router_pb2.GenerateRequest(request_id=request_id)
     message.model = fields.text("model") or ""
-    message.priority = -(fields.whole("priority", -INT32, INT32) or 0)  # vLLM: lower goes first
+    # vLLM: lower goes first, so the bounds change places too.
+    message.priority = -(fields.whole("priority", -HIGHEST, -LOWEST) or 0)
     prompts = read_input(fields, message, chat)
     _read_sampling(fields, message, chat)
     _read_biases(fields, message)
@@ -141,7 +151,7 @@ def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: 
             raise wrong("retention", f"one of {', '.join(RETENTIONS)}", retention)
         message.retention = RETENTIONS[retention]
     message.output_token_ids.extend(fields.ids("output_token_ids") or ())
-    fills = _read_max_tokens(fields, message, chat)
+    limit, fills = _read_max_tokens(fields, message, chat)
     stream, options = fields.flag("stream"), fields.table("stream_options")
     if options is not None and not stream:
         raise Rejected("stream_options", "is for streams: set stream to true")
@@ -158,6 +168,7 @@ def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: 
         echo=not chat and fields.flag("echo"),
         reasoning=fields.flag("include_reasoning", True),
         by_format=fields.raw("response_format") is not None,
+        limit_name=limit,
     )
     if form.echo and form.logprobs:
         raise Rejected("logprobs", "those of the prompt are not computed: leave out echo")
@@ -167,9 +178,13 @@ def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: 
             f"{form.prompts} prompts with n {form.samples} are {form.choices} answers: at most"
             f" {MAX_SAMPLES}",
         )
+    if chat and fields.flag("echo"):
+        raise Rejected("echo", "is for completions: leave it out")
     check_rest(fields, strict)
-    salt = fields.text("cache_salt") or ""
-    return Ask(messages=_each(message, prompts), form=form, fills=fills, cache_salt=salt)
+    salt = fields.text("cache_salt")
+    if salt == "":
+        raise Rejected("cache_salt", "is empty, which would separate nothing: leave it out")
+    return Ask(messages=_each(message, prompts), form=form, fills=fills, cache_salt=salt or "")
 
 
 def _each(
@@ -313,17 +328,21 @@ def _logprobs(fields: Fields, chat: bool) -> int | None:
     return (top or 0) if wanted else None
 
 
-def _read_max_tokens(fields: Fields, message: router_pb2.GenerateRequest, chat: bool) -> bool:
-    """Set ``max_tokens``. Returns whether it is to become as many as fit, as chats have it."""
+def _read_max_tokens(
+    fields: Fields, message: router_pb2.GenerateRequest, chat: bool
+) -> tuple[str, bool]:
+    """Set ``max_tokens``. Returns the name of the field that was given, and whether none was and it
+    is to become as many as fit, as chats have it.
+    """
     names = ("max_completion_tokens", "max_tokens") if chat else ("max_tokens",)
-    given = [fields.whole(name, -INT32, INT32) for name in names]
-    known = next((value for value in given if value is not None), None)
-    if known is not None:
-        message.max_tokens = known
-    elif chat:
+    given = {name: fields.whole(name, -INT32, INT32) for name in names}
+    for name, value in given.items():
+        if value is not None:
+            message.max_tokens = value
+            return name, False
+    if chat:
         message.max_tokens = INT32  # until the length of the prompt is known
-        return True
-    return False
+    return "max_tokens", chat
 
 
 def check_rest(fields: Fields, strict: bool) -> None:

@@ -39,7 +39,9 @@ serve`` strips each piece that it receives, so it would take the events behind o
 AHEAD = 64 << 10  # bytes of a body that are received before it is wanted
 REQUEST_ID = "x-request-id"
 TRACE = "traceparent"
-_TRACE = re.compile(r"[0-9a-f]{2}-(?P<trace>[0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}.*")
+_TRACE = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?P<trace>(?!0{32})[0-9a-f]{32})-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}.*"
+)
 _EVENTS: Headers = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -97,6 +99,13 @@ class Exchange:
             )
         if self._scope["method"] != "POST":
             return
+        encoding = self.headers.get("content-encoding", "identity").strip().lower()
+        if encoding != "identity":
+            raise HttpRefusal(
+                415,
+                "unsupported_media_type",
+                f"content-encoding: {encoding!r:.80} is not served: send the body as it is",
+            )
         length = self.headers.get("content-length", "0")
         if length.isascii() and length.isdigit() and int(length[:20]) > self._limits.body_bytes:
             raise self._too_large()

@@ -187,8 +187,11 @@ class HttpRequest:
     def _name_of(self, field: str, prompt: int) -> str:
         """The name of a field in the body, where it depends on the request."""
         name = name_of(field)
-        if field.startswith(STRUCTURED) and self._form is not None:
-            return constraint_name(field, self._form.by_format)
+        if self._form is not None:
+            if field.startswith(STRUCTURED):
+                return constraint_name(field, self._form.by_format)
+            if field == "max_tokens":
+                return self._form.limit_name
         if len(self._calls) > 1 and name.startswith("prompt"):
             return f"prompt[{prompt}]{name.removeprefix('prompt')}"
         return field

@@ -6,10 +6,11 @@ A chunk is put together as text around the parts that change: there is one for e
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from kvrelay.text.detokenizer import detokenizer, token_bytes
 from kvrelay.text.tokenizer import NoTokenizer, Tokenizer
 from kvrelay.v1 import router_pb2, types_pb2
 from router.http.ask import AnswerForm
@@ -112,8 +113,9 @@ class AnswerShape:
         self._samples = form.samples
         self._prompts = prompts
         self._kept = kept
+        self._bytes = _bytes_of(tokenizer) if form.logprobs else None
         self._begin = dump(head.fields(self.chunk_kind))[:-1] + ',"choices":['
-        self._offset: dict[int, int] = {}  # of each choice, characters of text so far
+        self._texts: dict[int, _TextLength] = {}  # of each choice
         self._beginning = set[int]()  # choices
 
     def chunk(self, index: int, part: AnswerChoice, usage: Json | bool | None) -> str:
@@ -145,11 +147,13 @@ class AnswerShape:
         """Token ids of the prompt of a choice."""
         return list(self._prompts[index // self._samples])
 
-    def _text(self, token: int) -> str:
-        """The text of one token alone; of a part of a character, the replacement character."""
-        if isinstance(self._tokenizer, NoTokenizer):
-            return f"token_id:{token}"
-        return self._tokenizer.backend.decode([token], skip_special_tokens=False)
+    def _raw(self, token: int) -> bytes:
+        """The bytes of one token: joined, those of an answer are its text. A special token has its
+        name.
+        """
+        if self._bytes is None:
+            return f"token_id:{token}".encode()
+        return self._bytes(token) or (self._tokenizer.backend.id_to_token(token) or "").encode()
 
 
 class ChatShape(AnswerShape):
@@ -201,8 +205,9 @@ class ChatShape(AnswerShape):
         return {"content": content, "refusal": None}
 
     def _entry(self, one: types_pb2.TokenLogprob) -> Json:
-        text = self._text(one.token_id)
-        return {"token": text, "logprob": one.logprob, "bytes": list(text.encode())}
+        raw = self._raw(one.token_id)
+        text = raw.decode("utf-8", "backslashreplace")
+        return {"token": text, "logprob": one.logprob, "bytes": list(raw)}
 
 
 class CompletionShape(AnswerShape):
@@ -237,23 +242,47 @@ class CompletionShape(AnswerShape):
     def _logprobs(self, index: int, choice: AnswerChoice) -> Json | None:
         if not choice.logprobs:
             return None
-        tokens, offsets, at = [], [], self._offset.get(index)
-        if at is None:
-            at = sum(len(self._text(token)) for token in self._kept.get(index, ()))
-        for one in choice.logprobs:
-            tokens.append(self._text(one.chosen.token_id))
-            offsets.append(at)
-            at += len(tokens[-1])
-        self._offset[index] = at
+        text = self._texts.get(index)
+        if text is None:
+            text = self._texts[index] = _TextLength(self._tokenizer)
+            for token in self._kept.get(index, ()):
+                text.push(token)
+        offsets = [text.push(one.chosen.token_id) for one in choice.logprobs]
         return {
-            "tokens": tokens,
+            "tokens": [self._name(one.chosen.token_id) for one in choice.logprobs],
             "token_logprobs": [one.chosen.logprob for one in choice.logprobs],
             "top_logprobs": [
-                {self._text(top.token_id): top.logprob for top in (*one.top, one.chosen)}
+                {self._name(top.token_id): top.logprob for top in (*one.top, one.chosen)}
                 for one in choice.logprobs
             ],
             "text_offset": offsets,
         }
+
+    def _name(self, token: int) -> str:
+        """The text of one token; of a part of a character its bytes, as OpenAI writes them."""
+        raw = self._raw(token)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            return f"bytes:{raw.decode('utf-8', 'backslashreplace')}"
+
+
+class _TextLength:
+    """Counts the characters of a text while its tokens arrive."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._detokenizer = detokenizer(tokenizer)
+        self._characters = 0
+
+    def push(self, token: int) -> int:
+        """Where the text of ``token`` begins; in the middle of a character, where that begins."""
+        begin = self._characters
+        self._characters += len(self._detokenizer.push(token))
+        return begin
+
+
+def _bytes_of(tokenizer: Tokenizer) -> Callable[[int], bytes] | None:
+    return None if isinstance(tokenizer, NoTokenizer) else token_bytes(tokenizer)
 
 
 def _delta(part: AnswerChoice) -> Json:

@@ -127,7 +127,7 @@ CHAT: dict[str, tuple[dict[str, object], str]] = {
     "part number": ({"messages": [{"role": "user", "content": [1]}]}, "messages[0].content[0]"),
     "top_logprobs alone": ({"top_logprobs": 3}, "top_logprobs"),
     "top_logprobs 21": ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    "max_completion_tokens": ({"max_completion_tokens": -1}, "max_tokens"),
+    "max_completion_tokens": ({"max_completion_tokens": -1}, "max_completion_tokens"),
     "audio": ({"audio": {"voice": "x"}}, "audio"),
 }
 

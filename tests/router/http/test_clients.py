@@ -138,6 +138,30 @@ async def test_log_probabilities_and_offsets_continue_after_a_resume(cluster: Cl
             assert _logprobs(whole[:cut]) + _logprobs(rest) == expected
 
 
+def test_log_probabilities_of_parts_of_characters_have_their_bytes(sdk: OpenAI) -> None:
+    """The shipped model has tokens of single bytes: joined, they are the text."""
+    wanted = "日é😀x"
+    body = {"structured_outputs": {"choice": [wanted]}, "return_token_ids": True}
+    chat = sdk.chat.completions.create(
+        model="recall", messages=MESSAGES, logprobs=True, top_logprobs=1, extra_body=body
+    )
+    logprobs = chat.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    content = logprobs.content[:-1]  # the last one is the end of the answer
+    assert b"".join(bytes(one.bytes or ()) for one in content).decode() == wanted
+    assert content[0].token == r"\xe6"
+    assert content[-1].token == "x"
+    assert all(one.top_logprobs[0].bytes == one.bytes for one in content)
+    made = sdk.completions.create(model="recall", prompt="The", logprobs=3, extra_body=body)
+    columns = made.choices[0].logprobs
+    assert columns is not None
+    assert columns.tokens is not None
+    assert columns.tokens[:3] == [r"bytes:\xe6", r"bytes:\x97", r"bytes:\xa5"]
+    assert columns.text_offset == [0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 4]
+    assert made.choices[0].text == wanted
+
+
 def _logprobs(found: list[tuple[str, str]]) -> list[tuple[str, float, int]]:
     """Token, log probability and offset of each token."""
     chunks = [json.loads(data) for _, data in found if data != "[DONE]"]
