@@ -15,6 +15,7 @@ from kvrelay.worker.config import (
     ATTENTION_BACKENDS,
     DEVICES,
     DTYPES,
+    ENGINES,
     LARGEST_BLOCK,
     NUMERICS,
 )
@@ -30,6 +31,13 @@ class ClusterConfig(SecurityOptions):
     """A cluster on this machine. A field that is ``None`` has the worker's own default."""
 
     model: str = option("recall", "model directory; 'recall' is the shipped one", metavar="DIR")
+    engine: str | None = option(None, "what runs the model in the workers", choices=ENGINES)
+    vllm_python: str | None = option(
+        None, "interpreter with vLLM and kvrelay[worker-vllm]; default: this one", metavar="PATH"
+    )
+    vllm_option: tuple[str, ...] = option(
+        (), "a field of vLLM's EngineArgs, such as enforce_eager=true", metavar="NAME=VALUE"
+    )
     prefill: int = option(1, "prefill workers; with 0 the decode workers do it", low=0, high=64)
     decode: int = option(1, "decode workers", low=1, high=64)
     store: str | None = option(None, "URL of a running store; default: start one", metavar="URL")
@@ -141,6 +149,8 @@ class ClusterConfig(SecurityOptions):
             )
         if self.devices is not None:
             self._check_devices()
+        if self.engine != "vllm" and (self.vllm_python or self.vllm_option):
+            raise Rejected("engine", "--vllm-python and --vllm-option need --engine vllm")
         last = (self.metrics_port or 0) + self.prefill + self.decode + 1
         if last > 65535:
             raise Rejected("metrics_port", f"the last process would have port {last}")

@@ -115,6 +115,7 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
     if metrics is not None:
         metrics += 1 + index + (config.prefill if role == "decode" else 0)
     given = {
+        "engine": config.engine,
         "model": config.model_path,
         "served-model": config.model_name,
         "store": None if _is_secret(url) else url,
@@ -137,7 +138,10 @@ def _worker(config: ClusterConfig, role: str, index: int, port: int, url: str) -
         "log-format": config.log_format,
         "numerics": config.numerics,
     }
-    return _spec(config, role, index, port, (*_flags(given), *_security(config)), metrics)
+    args = [*_flags(given), *_security(config)]
+    for text in config.vllm_option:
+        args += ["--vllm-option", text]
+    return _spec(config, role, index, port, tuple(args), metrics)
 
 
 def _router(
@@ -203,6 +207,7 @@ def _spec(
 ) -> ProcessSpec:
     if metrics is not None:
         others += (WantedPort(LOOPBACK, metrics, "metrics_port"),)
+    worker = role in ("prefill", "decode")
     spec = ProcessSpec(
         role=role,
         index=index,
@@ -212,7 +217,8 @@ def _spec(
         port=port,
         http_port=config.http_port if role == "router" else None,
         other_ports=others,
-        forked=role in ("prefill", "decode") and _can_fork(config),
+        forked=worker and config.engine != "vllm" and _can_fork(config),
+        python=config.vllm_python if worker else None,
     )
     return replace(spec, environ=environ_of(config, spec, os.environ))
 

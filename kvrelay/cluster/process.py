@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -26,7 +27,10 @@ FAILING_DEATHS = 3  # in a row: the process keeps dying
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """What to run: ``python -m module *args``, serving at ``host:port``."""
+    """What to run: ``python -m module *args``, serving at ``host:port``.
+
+    ``python`` is the interpreter, by default that of this process.
+    """
 
     role: str
     index: int
@@ -38,6 +42,7 @@ class ProcessSpec:
     other_ports: tuple[WantedPort, ...] = ()  # at which it listens besides
     environ: Mapping[str, str] = field(default_factory=dict, repr=False)  # holds secrets
     forked: bool = False  # see ``spawn``
+    python: str | None = None
 
     @property
     def name(self) -> str:
@@ -161,8 +166,7 @@ class SupervisedProcess:
         with self._lock:
             if self._stopping.is_set():
                 return None
-            start = start_forked if self.spec.forked else start_fresh
-            running = start(self.spec.module, self.spec.args, self.spec.environ)
+            running = _start(self.spec)
             self._running = running
             self.starts += 1
         if not running.wait_started():
@@ -190,6 +194,12 @@ class SupervisedProcess:
                 line = raw.decode(errors="replace").rstrip()
                 self.tail.append(line)
                 self._on_line(self.spec, line)
+
+
+def _start(spec: ProcessSpec) -> RunningProcess:
+    if spec.forked:
+        return start_forked(spec.module, spec.args, spec.environ)
+    return start_fresh(spec.module, spec.args, spec.environ, spec.python or sys.executable)
 
 
 def describe(status: int) -> str:

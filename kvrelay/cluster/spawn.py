@@ -62,12 +62,17 @@ def signal_group(pid: int, number: int) -> None:
         os.killpg(pid, number)
 
 
-def start_fresh(module: str, args: tuple[str, ...], environ: Mapping[str, str]) -> RunningProcess:
+def start_fresh(
+    module: str,
+    args: tuple[str, ...],
+    environ: Mapping[str, str],
+    python: str = sys.executable,
+) -> RunningProcess:
     """Start ``python -m module *args`` in an interpreter of its own."""
     reader, writer = os.pipe()
     try:
         popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "kvrelay.cluster.child", str(reader), module, *args],
+            [python, "-P", "-m", "kvrelay.cluster.child", str(reader), module, *args],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

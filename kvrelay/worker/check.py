@@ -1,8 +1,9 @@
 """``python -m kvrelay.worker.check``: whether a worker with these flags could serve its model.
 
-Takes a worker's flags. Reads the model's config and builds its modules without weights, so it takes
-a moment where a worker takes as long as reading the weights. Ends with status 1 and one line if
-the model or the device is refused; ``kvrelay up`` runs it before it starts anything.
+Takes a worker's flags. Reads the model's config and builds its modules without weights, or asks
+vLLM for its configuration, so it takes a moment where a worker takes as long as reading the
+weights. Ends with status 1 and one line if the model or the device is refused; ``kvrelay up`` runs
+it before it starts anything.
 """
 
 from __future__ import annotations
@@ -19,15 +20,25 @@ SERVABLE = "the model can be served"
 
 def main(argv: Sequence[str]) -> int:
     config = load(WorkerConfig, argv, "python -m kvrelay.worker.check", "Check a worker's model.")
-    from kvrelay.engine.model.loading import check_model  # imports torch: after the flags
-
     try:
-        check_model(config.model, config.dtype, config.device, config.max_model_len)
+        _check(config)
     except Unservable as error:
         print(" ".join(str(error).split()), flush=True)
         return 1
     print(SERVABLE, flush=True)
     return 0
+
+
+def _check(config: WorkerConfig) -> None:
+    """``Unservable`` with every reason. Imports torch or vLLM."""
+    if config.engine == "vllm":
+        from kvrelay.worker.engines.vllm import check_vllm
+
+        check_vllm(config)
+        return
+    from kvrelay.engine.model.loading import check_model
+
+    check_model(config.model, config.dtype, config.device, config.max_model_len)
 
 
 if __name__ == "__main__":

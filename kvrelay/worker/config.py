@@ -9,6 +9,7 @@ from kvrelay.process.logs import FORMATS, LEVELS
 from kvrelay.rpc.address import LOOPBACK
 from kvrelay.rpc.security.options import SecurityOptions
 
+ENGINES = ("native", "vllm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "cuda:N")
 ATTENTION_BACKENDS = ("auto", "sdpa", "native", "triton")
@@ -21,6 +22,12 @@ class WorkerConfig(SecurityOptions):
     """Flags, environment and file of a prefill or decode worker."""
 
     model: str = required(str, "directory of a transformers model", metavar="DIR")
+    engine: str = option(
+        "native", "what runs the model; vllm: in an environment that has vLLM", choices=ENGINES
+    )
+    vllm_option: tuple[str, ...] = option(
+        (), "a field of vLLM's EngineArgs, such as tensor_parallel_size=2", metavar="NAME=VALUE"
+    )
     served_model: str | None = option(
         None, "name of the model, as the router calls it; default: that of its directory"
     )

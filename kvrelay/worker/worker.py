@@ -176,7 +176,11 @@ class Worker:
 def open_engine(
     config: WorkerConfig, credentials: Credentials, deliver: Deliver, options: EngineOptions
 ) -> OpenedEngine:
-    """The engine of a worker. ``Unservable``, ``Rejected``."""
+    """The engine that the configuration names; imports no other. ``Unservable``, ``Rejected``."""
+    if config.engine == "vllm":
+        from kvrelay.worker.engines.vllm import open_vllm
+
+        return open_vllm(config, credentials, deliver, options)
     from kvrelay.worker.engines.native import open_native
 
     return open_native(config, credentials, deliver, options)

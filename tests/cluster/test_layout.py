@@ -227,3 +227,19 @@ def test_each_worker_sees_one_gpu() -> None:
 def test_gpus_that_cannot_be_meant(given: dict[str, str], reason: str) -> None:
     with pytest.raises(Rejected, match=f"devices: .*{reason}"):
         ClusterConfig(**given)  # type: ignore[arg-type]
+
+
+def test_vllm_workers_run_in_the_interpreter_that_has_vllm() -> None:
+    """The store and the router stay in this one, and nothing forks a process that has no vLLM."""
+    config = ClusterConfig(
+        port=0, engine="vllm", vllm_python="/v/bin/python", vllm_option=("enforce_eager=true",)
+    )
+    specs = by_name(config)
+    for name in ("prefill-0", "decode-0"):
+        assert specs[name].python == "/v/bin/python"
+        assert not specs[name].forked
+        assert flags_of(specs[name])["--engine"] == "vllm"
+        assert flags_of(specs[name])["--vllm-option"] == "enforce_eager=true"
+    assert specs["router"].python is specs["store"].python is None
+    with pytest.raises(Rejected, match="engine"):
+        ClusterConfig(vllm_python="/v/bin/python")

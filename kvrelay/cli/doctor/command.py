@@ -40,6 +40,12 @@ class DoctorConfig(SecurityOptions):
         environ=False,  # KVRELAY_AUDIT is a switch of workers
     )
     store: str | None = option(None, "check this store too, or several with commas", metavar="URL")
+    vllm_python: str | None = option(
+        None,
+        "check the vLLM of this interpreter, as kvrelay up takes it",
+        metavar="PATH",
+        environ=False,
+    )
     endpoints: str | None = option(
         None,
         "check the processes of the kvrelay up that wrote this file too",
@@ -55,7 +61,13 @@ def main(argv: Sequence[str]) -> int:
         return show_audit(config.audit, config.json)
     policy.install(config)
     findings = []
-    for finding in chain(examine(), _stores(config.store), _processes(config.endpoints)):
+    checks = (
+        examine(),
+        _vllm(config.vllm_python),
+        _stores(config.store),
+        _processes(config.endpoints),
+    )
+    for finding in chain.from_iterable(checks):
         findings.append(finding)
         if not config.json:
             print_out(line(finding))
@@ -82,6 +94,14 @@ def next_step() -> str:
         f"Try: {command('generate --router HOST:PORT PROMPT')}\n"
         f"For a whole cluster on this machine: {install_line(*CLUSTER)}"
     )
+
+
+def _vllm(python: str | None) -> Iterator[Diagnosis]:
+    if lacking(*CLUSTER):
+        return
+    from kvrelay.cli.doctor.vllm import check_vllm  # needs the packages of the services
+
+    yield from check_vllm(python)
 
 
 def _stores(urls: str | None) -> Iterator[Diagnosis]:

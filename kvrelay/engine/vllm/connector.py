@@ -12,6 +12,7 @@ verified. docs/vllm.md says what is exact under which conditions.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -39,6 +40,7 @@ from kvrelay.engine.vllm.kv.orders import RankReports, StepOrders
 from kvrelay.engine.vllm.kv.scheduler_side import SchedulerSide
 from kvrelay.engine.vllm.kv.setup import Setup
 from kvrelay.engine.vllm.kv.worker_side import WorkerSide
+from kvrelay.process.parent import die_with_parent
 
 if TYPE_CHECKING:
     from kvrelay.engine.core.audit import Finding
@@ -111,6 +113,8 @@ class KvrelayConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._deltas = CounterDeltas()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.WORKER and vllm_config.parallel_config.world_size > 1:
+            die_with_parent(os.getppid())  # a rank holds its device for as long as it runs
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = self._setup.scheduler_side()
 

@@ -1,0 +1,49 @@
+"""A process that ends with its parent, also if that is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster.processes import alive, until
+
+CHILD = """
+import sys, time
+from kvrelay.process.parent import die_with_parent
+die_with_parent(int(sys.argv[1]))
+print("bound", flush=True)
+time.sleep(600)
+"""
+PARENT = f"""
+import os, subprocess, sys
+parent = sys.argv[1] if len(sys.argv) > 1 else str(os.getpid())
+command = [sys.executable, "-c", {CHILD!r}, parent]
+started = subprocess.Popen(command, stdout=subprocess.PIPE)
+print(started.pid, flush=True)
+print(started.stdout.readline().decode().strip(), flush=True)
+started.wait()
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
+def test_a_child_ends_with_a_parent_that_is_killed() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert parent.stdout.readline() == b"bound\n"
+        os.kill(parent.pid, signal.SIGKILL)
+    until(lambda: not alive(child), "the child has ended")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="prctl is Linux's")
+def test_a_child_whose_parent_has_ended_before_ends_at_once() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT, "1"], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        assert parent.stdout.readline() == b"\n", "it never came to say that it is bound"
+        parent.wait(20.0)
+    until(lambda: not alive(child), "the child has ended")
