@@ -49,6 +49,7 @@ PARTS = {
     "kvrelay.worker.main": "worker",
     "kvrelay.engine.vllm.connector": "worker-vllm",
     "kvrelay.engine.vllm.sampling": "worker-vllm",
+    "kvrelay.engine.vllm.sampling_v2": "worker-vllm",
     "prefill_service.service": "worker",
     "decode_service.service": "worker",
 }

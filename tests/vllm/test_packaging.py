@@ -30,10 +30,12 @@ def test_only_light_packages_are_added(vllm: WorkerEnvironment) -> None:
     assert sum(sizes) < MOST_BYTES
 
 
-def test_connector_and_sampler_import_in_vllms_environment(vllm: WorkerEnvironment) -> None:
+def test_connector_and_samplers_import_in_vllms_environment(vllm: WorkerEnvironment) -> None:
     code = (
-        "import kvrelay.engine.vllm.connector as c, kvrelay.engine.vllm.sampling as s;"
-        "print(c.KvrelayConnector.__abstractmethods__, s.KvrelaySampling.__abstractmethods__)"
+        "from kvrelay.engine.vllm import connector, sampling, sampling_v2;"
+        "classes = connector.KvrelayConnector, sampling.KvrelaySampling,"
+        " sampling_v2.KvrelaySamplingV2;"
+        "print(*[one.__abstractmethods__ for one in classes])"
     )
     done = subprocess.run(
         [vllm.python, "-c", code],
@@ -44,4 +46,4 @@ def test_connector_and_sampler_import_in_vllms_environment(vllm: WorkerEnvironme
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.strip() == "frozenset() frozenset()"
+    assert done.stdout.strip() == "frozenset() frozenset() frozenset()"
