@@ -18,13 +18,14 @@ from kvrelay.installation import CLUSTER, command, install_line, lacking, requir
 from kvrelay.rpc.security import policy
 from kvrelay.rpc.security.credentials import ADMIN_FIRST
 from kvrelay.rpc.security.options import SecurityOptions
+from kvrelay.worker.config import DEVICES
 
 DESCRIPTION = """\
 Checks this machine: what kvrelay would use, what is absent without harm, and what is missing. With
 --store it also checks that stores (Redis too) are reachable and set up for blocks, with --endpoints
-that no process of a running cluster keeps dying. With --audit a
-running worker checks every invariant of its accounting instead. Ends with status 1 only if
-something needed is missing or an invariant is broken."""
+that no process of a running cluster keeps dying. With --device it checks what a GPU computes
+instead, with --audit every invariant of the accounting of a running worker. Ends with status 1 only
+if something needed is missing, a check fails or an invariant is broken."""
 MARKS = {"ok": ("+", "green"), "absent": ("-", "yellow"), "missing": ("!", "red")}
 
 
@@ -38,6 +39,12 @@ class DoctorConfig(SecurityOptions):
         "check the accounting of this worker",
         metavar="HOST:PORT",
         environ=False,  # KVRELAY_AUDIT is a switch of workers
+    )
+    device: str | None = option(
+        None,
+        "check what this device computes instead: kernels, CUDA graphs, copies of blocks",
+        choices=DEVICES,
+        environ=False,  # KVRELAY_DEVICE is that of workers
     )
     store: str | None = option(None, "check this store too, or several with commas", metavar="URL")
     vllm_python: str | None = option(
@@ -59,6 +66,11 @@ def main(argv: Sequence[str]) -> int:
     if config.audit is not None:
         policy.install(authorized(config, None, config.audit), ADMIN_FIRST)
         return show_audit(config.audit, config.json)
+    if config.device is not None:
+        require("worker")
+        from kvrelay.cli.doctor.device import show_device  # imports torch
+
+        return show_device(config.device, config.json)
     policy.install(config)
     findings = []
     checks = (

@@ -1,0 +1,71 @@
+"""The self-test of a device, under Triton's interpreter: ``.. self_tests CASE``.
+
+Each mistake is one that a device, a driver or a compiler could make.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import torch
+
+from tests.engine.cuda import interpreter  # isort: skip (it comes before every kernel)
+
+from kvrelay.cluster.config import SHIPPED_MODEL
+from kvrelay.engine import graphs, self_test
+from kvrelay.engine.attention.copies import HostBlockCopier
+from kvrelay.engine.cuda.attention import PagedPool
+from kvrelay.engine.model.loading import load_model
+from tests.engine.cuda.replays import Recorded
+
+
+class Stale(Recorded):
+    """Graphs that do nothing when they are replayed."""
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> tuple[graphs.Graph, torch.Tensor]:
+        made = super().capture(function)[1]
+        return _Nothing(), made
+
+
+class _Nothing:
+    def replay(self) -> None:
+        pass
+
+
+class Refusing(Recorded):
+    """A driver that captures nothing."""
+
+    def capture(self, function: Callable[[], torch.Tensor]) -> tuple[graphs.Graph, torch.Tensor]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def wrong_attention() -> None:
+    """A kernel that is off by a hundredth."""
+    own = PagedPool.attend
+    PagedPool.attend = lambda *given: own(*given) + 0.1  # type: ignore[method-assign]
+
+
+def lost_writes() -> None:
+    """Copies to the device that do not arrive."""
+    HostBlockCopier.write = lambda *given: None  # type: ignore[method-assign]
+
+
+CASES: dict[str, tuple[type[Recorded], Callable[[], None]]] = {
+    "right": (Recorded, lambda: None),
+    "stale": (Stale, lambda: None),
+    "refusing": (Refusing, lambda: None),
+    "attention": (Recorded, wrong_attention),
+    "copies": (Recorded, lost_writes),
+}
+
+
+if __name__ == "__main__":
+    runtime, mistake = CASES[sys.argv[1]]
+    interpreter.ORDER.seed(1)
+    model = load_model(SHIPPED_MODEL, "bfloat16", "cpu", attention_backend="sdpa")
+    mistake()
+    found = self_test.self_test(model, runtime)
+    for check in found.checks:
+        print(f"{check.name}: {check.holds}, {check.found}")
+    print(f"way {found.way}; failed {sorted(c.name for c in found.checks if c.holds is False)}")

@@ -1,0 +1,59 @@
+"""``kvrelay doctor --device``: what holds, what a mistake changes, and what is printed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvrelay.cli.doctor import device
+from kvrelay.cli.doctor.command import main
+from kvrelay.engine.self_test import DeviceCheck, SelfTest
+from tests.engine.cuda.processes import interpreted, needs_triton
+
+# The best way, and the checks that do not hold.
+CASES = {
+    "right": ("graphs", []),
+    "stale": ("triton", ["graphs"]),
+    "refusing": ("triton", ["graphs"]),
+    "attention": ("sdpa", ["attention bfloat16", "attention float32", "model"]),
+    "copies": ("graphs", ["blocks"]),
+}
+
+
+@needs_triton
+@pytest.mark.triton
+@pytest.mark.parametrize("case", CASES)
+def test_mistakes_of_a_device(case: str) -> None:
+    way, failed = CASES[case]
+    assert interpreted("self_tests", case).splitlines()[-1] == f"way {way}; failed {failed}"
+
+
+def test_without_a_device_the_way_is_sdpa(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the CPU: the reason is told, as JSON that a user can send."""
+    assert main(["--device", "cpu", "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["way"] == "sdpa"
+    assert told["device"].endswith(tuple("0123456789+cpu"))
+    (check,) = told["checks"]
+    assert (check["name"], check["holds"]) == ("triton", False)
+    assert told["reasons"] == [f"triton: {check['found']}"]
+
+
+def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--device", "tpu"])
+    assert ended.value.code == 2
+    assert "choose one of auto, cpu, cuda, cuda:N" in capsys.readouterr().err
+
+
+def test_lines() -> None:
+    checks = (
+        DeviceCheck("graphs", False, "refused"),
+        DeviceCheck("rows", None, "equal"),
+        DeviceCheck("x", True, "y"),
+    )
+    text = "\n".join(device.lines(SelfTest(checks), "cuda-13.0-sm90"))
+    assert text.startswith("cuda-13.0-sm90\n")
+    assert "graphs             refused" in text
+    assert text.endswith("Best way of computing here: triton.")
