@@ -113,7 +113,7 @@ def test_an_unknown_command_is_corrected(capsys: pytest.CaptureFixture[str]) -> 
             "store: memory:// belongs to one process",
         ),
         (("up", "--dtype", "foo"), 2, "dtype: 'foo' (from --dtype): choose one of auto, float32"),
-        (("up", "--device", "cuda:0"), 2, "device: 'cuda:0' (from --device): choose one of auto"),
+        (("up", "--device", "cuda:x"), 2, "device: 'cuda:x' (from --device): choose one of auto"),
         (("up", "--attention-backend", "foo"), 2, "attention_backend: 'foo' (from"),
         (("demo", "--kill", "prefill", "--prefill", "0"), 2, "kill: 'prefill' needs --prefill"),
         (("bench", "--only", "x"), 2, "only: no part 'x'"),
