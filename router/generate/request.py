@@ -124,6 +124,11 @@ def salted(tenant: Tenant, cache_salt: str) -> Tenant:
     return replace(tenant, salt=hashlib.sha256(b"".join(parts)).digest())
 
 
+def is_request_id(text: str) -> bool:
+    """Whether a client may name a request so: the name is written to logs and headers."""
+    return 1 <= len(text) <= MAX_REQUEST_ID_CHARS and text.isascii() and text.isprintable()
+
+
 def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:
     """The checks that need neither prompt tokens nor workers."""
     if len(message.request_id) > MAX_REQUEST_ID_CHARS:

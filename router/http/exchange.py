@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.rpc.address import Address
-from router.generate.request import MAX_REQUEST_ID_CHARS
+from router.generate.request import MAX_REQUEST_ID_CHARS, is_request_id
 from router.http.connections import EXTENSION, BoundedProtocol, HttpLimits
 from router.http.errors import Headers, HttpRefusal, body_of, headers_of, status_of
 from router.http.shapes import DONE, dump
@@ -93,7 +93,7 @@ class Exchange:
 
     def check(self) -> None:
         """Raise for a request whose headers already show that it cannot be served."""
-        if (given := self.headers.get(REQUEST_ID)) is not None and not _fit(given):
+        if (given := self.headers.get(REQUEST_ID)) is not None and not is_request_id(given):
             raise Rejected(
                 REQUEST_ID, f"must have 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters"
             )
@@ -315,7 +315,7 @@ class Exchange:
 
     def _known_id(self) -> str | None:
         given = self.headers.get(REQUEST_ID)
-        if given is not None and _fit(given):
+        if given is not None and is_request_id(given):
             return given
         trace = _TRACE.fullmatch(self.headers.get(TRACE, ""))
         return trace["trace"] if trace else None
@@ -324,7 +324,3 @@ class Exchange:
         return HttpRefusal(
             413, "request_too_large", f"body: more than {self._limits.body_bytes} bytes: send less"
         )
-
-
-def _fit(text: str) -> bool:
-    return 1 <= len(text) <= MAX_REQUEST_ID_CHARS and text.isascii() and text.isprintable()

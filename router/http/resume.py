@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from kvrelay.errors import Mismatch, Rejected
 from kvrelay.v1 import router_pb2
+from router.generate.request import is_request_id
 
 HEADER = "last-event-id"
 DIGEST_BYTES = 8
@@ -81,13 +82,16 @@ def parse_event_id(text: str, samples: int) -> Resumption:
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         seed, prompt_hash, created, body, weights = _LAYOUT.unpack_from(raw)
         parsed = tuple(map(_position, positions.split(".")))
+        request_id = raw[_LAYOUT.size :].decode("ascii")
+        if not is_request_id(request_id):
+            raise ValueError("not an id that a request can have")
         stream = StreamId(
             seed=seed,
             prompt_hash=prompt_hash,
             created=created,
             body=body,
             weights=weights,
-            request_id=raw[_LAYOUT.size :].decode("ascii"),
+            request_id=request_id,
         )
     except (ValueError, struct.error, binascii.Error):
         raise Rejected(HEADER, "is no id of an event of this server") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 
 import pytest
@@ -144,3 +145,24 @@ def finishes(found: list[Event]) -> int:
     """How many choices ended."""
     chunks = [json.loads(data) for _, data in found if data != "[DONE]"]
     return sum(choice["finish_reason"] is not None for one in chunks for choice in one["choices"])
+
+
+@pytest.mark.parametrize("name", ["two\nlines", "", "\x1b[31m", "x" * 129])
+async def test_an_id_whose_request_no_client_could_name_is_refused(name: str) -> None:
+    """Clients can forge ids: what they name a request is written to logs and answers."""
+    body = {**BODY, "seed": SEED}
+    async with door() as (_, client):
+        (last, _), *_ = await events(client, body)
+        positions, _, token = last.partition("-")
+        raw = base64.urlsafe_b64decode(token + "=" * (-len(token) % 4))
+        named = json.loads((await events(client, body, last=last))[0][1])["id"]
+        own = named.removeprefix("cmpl-").encode()
+        assert raw.endswith(own)
+        forged = base64.urlsafe_b64encode(raw.removesuffix(own) + name.encode()).decode()
+        made = await client.post(
+            "/v1/completions",
+            json=body,
+            headers={"last-event-id": f"{positions}-{forged.rstrip('=')}"},
+        )
+        assert made.status_code == 400
+        assert "is no id of an event" in made.json()["error"]["message"]
