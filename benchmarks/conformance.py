@@ -35,8 +35,9 @@ SERVE = """\
 # KVRELAY_RESTART=0 starts the server, 1 ends it and starts it with smaller chunks, -1 ends it.
 cd {folder}
 if [ -f pid ]; then
-  kill -{signal} $(cat pid) 2>/dev/null
-  while kill -0 -$(cat pid) 2>/dev/null; do sleep 0.2; done
+  kill -TERM $(cat pid) 2>/dev/null
+  for _ in $(seq 100); do kill -0 -$(cat pid) 2>/dev/null || break; sleep 0.2; done
+  kill -KILL -$(cat pid) 2>/dev/null
 fi
 rm -f pid
 case "${{KVRELAY_RESTART:-0}}" in
@@ -51,16 +52,12 @@ echo $! > pid
 
 @dataclass(frozen=True, slots=True)
 class ExaminedServer:
-    """``words`` start it; ``chunks`` are further ones after the restart, ``flags`` for conform.
-
-    ``signal`` ends it: KILL where all of it may die.
-    """
+    """``words`` start it; ``chunks`` are further ones after the restart, ``flags`` for conform."""
 
     words: Sequence[str]
     chunks: Sequence[str]
     environ: Mapping[str, str] = field(default_factory=dict)
     flags: Sequence[str] = ()
-    signal: str = "KILL"
 
 
 def kvrelay(options: argparse.Namespace, model: Path, port: int, threads: int) -> ExaminedServer:
@@ -68,7 +65,7 @@ def kvrelay(options: argparse.Namespace, model: Path, port: int, threads: int) -
     words = [sys.executable, "-c", KVRELAY, "up", "--model", str(model), "--http-port", str(port)]
     words += ["--port", "0", "--threads", str(threads), "--decode", "2", "--dtype", options.dtype]
     words += ["--num-blocks", "128", "--store-budget", "2MiB"]
-    return ExaminedServer(words, ["--max-num-batched-tokens", str(CHUNK)], signal="INT")
+    return ExaminedServer(words, ["--max-num-batched-tokens", str(CHUNK)])
 
 
 def vllm(options: argparse.Namespace, model: Path, port: int, threads: int) -> ExaminedServer:
@@ -84,9 +81,9 @@ def vllm(options: argparse.Namespace, model: Path, port: int, threads: int) -> E
     if options.invariant:
         environ["VLLM_BATCH_INVARIANT"] = "1"
     if options.whole:
-        return ExaminedServer([*words, "--max-num-batched-tokens", "32768"], [], environ, (), "INT")
+        return ExaminedServer([*words, "--max-num-batched-tokens", "32768"], [], environ)
     chunks = ["--max-num-batched-tokens", str(CHUNK)]
-    return ExaminedServer(words, chunks, environ, ["--no-sampled"], "INT")
+    return ExaminedServer(words, chunks, environ, ["--no-sampled"])
 
 
 def llama(options: argparse.Namespace, model: Path, port: int, threads: int) -> ExaminedServer:
@@ -136,7 +133,6 @@ def main() -> int:
     script.write_text(
         SERVE.format(
             folder=shlex.quote(str(folder)),
-            signal=made.signal,
             first=shlex.join(made.words),
             second=shlex.join([*made.words, *made.chunks]),
             environ=shlex.join(f"{name}={value}" for name, value in made.environ.items()),
