@@ -7,6 +7,7 @@ it imports their packages, so that a missing one is a line with its name and how
 from __future__ import annotations
 
 import importlib.util
+import os
 import shlex
 import shutil
 import sys
@@ -228,3 +229,15 @@ def _shown(path: Path) -> str:
     """A path from this folder if it lies below it."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
+
+
+def import_path(outer: Mapping[str, str]) -> dict[str, str]:
+    """``PYTHONPATH`` for a child started with ``python -P``, so that it finds this kvrelay.
+
+    An installed kvrelay needs none: site-packages ahead of the standard library shadows modules.
+    """
+    root = Path(__file__).resolve().parents[1]
+    if root.name in ("site-packages", "dist-packages"):
+        return {}
+    path = os.pathsep.join(filter(None, (str(root), outer.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path}

@@ -19,8 +19,8 @@ from typing import TypeAlias
 
 import grpc
 
-from kvrelay.cluster.layout import import_path
 from kvrelay.errors import Unavailable
+from kvrelay.installation import import_path
 from kvrelay.rpc.channel import open_channel
 
 UNARY = "/kvrelay.v1.WorkerService/"

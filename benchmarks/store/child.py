@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from kvrelay.cluster.layout import import_path
+from kvrelay.installation import import_path
 
 PR_SET_PDEATHSIG = 1
 _END_WITH_PARENT = f"""

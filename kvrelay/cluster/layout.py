@@ -15,6 +15,7 @@ from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.ports import WantedPort, free_ports
 from kvrelay.cluster.process import ProcessSpec
 from kvrelay.config.option import PREFIX, options
+from kvrelay.installation import import_path
 from kvrelay.process.cores import available_cores, model_threads
 from kvrelay.process.memory import HostMemory, host_memory
 from kvrelay.rpc.address import LOOPBACK, Address
@@ -221,17 +222,6 @@ def _spec(
         python=config.vllm_python if worker else None,
     )
     return replace(spec, environ=environ_of(config, spec, os.environ))
-
-
-def import_path(outer: Mapping[str, str]) -> dict[str, str]:
-    """``PYTHONPATH`` for a child started with ``python -P``, so that it finds this kvrelay.
-
-    An installed kvrelay needs none: site-packages ahead of the standard library shadows modules.
-    """
-    if ROOT.name in ("site-packages", "dist-packages"):
-        return {}
-    path = os.pathsep.join(filter(None, (str(ROOT), outer.get("PYTHONPATH"))))
-    return {"PYTHONPATH": path}
 
 
 def _is_secret(url: str) -> bool:

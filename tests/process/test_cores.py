@@ -141,7 +141,7 @@ def test_no_team_stays_behind_where_a_worker_opened_its_engine() -> None:
         "from kvrelay.rpc.security.credentials import Credentials\n"
         "from kvrelay.worker.config import WorkerConfig\n"
         "from kvrelay.worker.engines.native import open_native\n"
-        "from kvrelay.cluster.layout import SHIPPED_MODEL\n"
+        "from kvrelay.cluster.config import SHIPPED_MODEL\n"
         "threads = lambda: len(os.listdir('/proc/self/task'))\n"
         "before = threads()\n"
         "config = WorkerConfig(model=str(SHIPPED_MODEL), threads=2, num_blocks=64)\n"

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from textwrap import fill
 
 from kvrelay.cli.load.output import LiveLine, as_json, claim, given, wrapped, write
 from kvrelay.cli.screen import paint, print_err, print_out
@@ -43,7 +44,7 @@ evictions, aborted requests and restarts, and compares the answers token by
 token. Nobody else should use the server meanwhile. Status 0: all that could be
 compared is exact; 1: something differs; 2: there is no verdict."""
 EPILOG = f"""\
-CHECK is one of {", ".join(NAMES)}.
+{fill(f"CHECK is one of {', '.join(NAMES)}.", 78)}
 
 examples:
   kvrelay conform http://127.0.0.1:8000

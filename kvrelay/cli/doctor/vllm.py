@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from kvrelay.cli.doctor.machine import Diagnosis, State
-from kvrelay.cluster.layout import import_path
+from kvrelay.installation import import_path
 
 MODULE = "kvrelay.engine.vllm.serving.describe"
 SECONDS = 120.0

@@ -123,7 +123,8 @@ def test_window_as_long_as_the_longest_sequence(tmp_path: Path) -> None:
 
 def test_longrope_within_its_original_length(tmp_path: Path) -> None:
     length = {"original_max_position_embeddings": 64}
-    settings = {"rope_parameters": LONGROPE | length, "pad_token_id": None, **length}
+    settings = {"rope_parameters": LONGROPE | length, "pad_token_id": None, "eos_token_id": 1}
+    settings |= length
     path = with_weights("phi3", tmp_path / "m", **settings)
     with pytest.raises(Unservable, match=r"'longrope'.*depend on the length; max_model_len 64"):
         load_model(path)
@@ -164,7 +165,7 @@ def test_no_length_named(tmp_path: Path) -> None:
         ("gpt_oss", {"sliding_window": 4096, "head_dim": 16}, "attention sinks"),
         ("falcon", {"alibi": True}, "ALiBi"),
         ("mpt", {"max_seq_len": 512}, "attention interface"),
-        ("gptj", {"rotary_dim": 8}, "attention interface"),
+        ("gptj", {"rotary_dim": 8, "eos_token_id": 1}, "attention interface"),
         ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
     ],
 )
