@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from collections.abc import Generator
 
 # Before anything imports torch. Tiny models: more threads only wait for each other, and for ten
 # times as long on a machine that has other work.
@@ -35,6 +36,16 @@ def pytest_collection_finish() -> None:
     """Let collections pass over what was imported, which takes them half a second each."""
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Without half characters in what was captured: pytest-xdist ends at one in a report."""
+    report = yield
+    report.sections = [
+        (name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections
+    ]
+    return report
 
 
 @pytest.fixture(scope="session")
