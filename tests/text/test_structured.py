@@ -373,9 +373,11 @@ def mappings() -> Iterator[tuple[dict[str, object], StructuredOutput]]:
 def test_the_names_of_vllm() -> None:
     for value, wanted in mappings():
         assert of_mapping(value) == wanted
-    for wrong in ({}, {"regex": "a", "json": {}}, {"regex": 3}, {"choice": ["a", 1]}, {"x": 1}):
+    for wrong in ({}, {"regex": "a", "json": {}}, {"regex": 3}, {"choice": ["a", 1]}):
         with pytest.raises(Rejected, match=r"^structured_output: give one of json"):
             of_mapping(wrong)
+    with pytest.raises(Rejected, match=r"^structured_output.x: is not served"):
+        of_mapping({"x": 1})
     with pytest.raises(Rejected, match=r"^structured_output.json: must be a JSON schema"):
         of_mapping({"json": [1]})
 
