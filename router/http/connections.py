@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import httptools
@@ -18,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from router.http.errors import HttpRefusal, body_of
 
 if TYPE_CHECKING:
+    from uvicorn._types import ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, HTTPScope
     from uvicorn.config import Config
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
     from uvicorn.server import ServerState
@@ -38,9 +40,9 @@ class HttpLimits:
     head_bytes: int = 32 << 10
     head_seconds: float = 10.0  # from the first byte, or the connection's start, to a whole head
     idle_seconds: float = 75.0  # between two requests
-    unread_bytes: int = 16 << 20  # of a body, after the response was sent
+    unread_bytes: int = 64 << 20  # from a client that was answered, and that sends all the same
     body_bytes: int = 8 << 20
-    body_seconds: float = 30.0
+    body_seconds: float = 30.0  # also for what is unread
     stuck_seconds: float = 30.0  # a response that the client does not read ends after that
 
 
@@ -103,9 +105,12 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._in_head = True
         self._unread = 0
+        self._discards = False  # the last response was sent
         self._refused: HttpRefusal | None = None
         self._head_timer: asyncio.TimerHandle | None = None
+        self._discard_timer: asyncio.TimerHandle | None = None
         self._requests: list[RequestResponseCycle] = []  # not answered in full, oldest first
+        self.app = self._serve
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast("asyncio.Transport", transport))
@@ -115,6 +120,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end_head()
+        if self._discard_timer is not None:
+            self._discard_timer.cancel()
         self.table.leave(self)
         # uvicorn tells only the newest request. An older one that is still being answered would
         # go on, and over TLS it would write to a transport that is gone.
@@ -128,16 +135,18 @@ class BoundedProtocol(HttpToolsProtocol):
         self.transport.abort()
 
     def data_received(self, data: bytes) -> None:
+        if self._discards:
+            self._discard(len(data))
+            return
         began_in_head = self._in_head
-        self._unset_keepalive_if_required()
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserError:
+            if began_in_head and self._in_head:
+                self._count(len(data))
+        except (httptools.HttpParserError, HttpRefusal):
             self.send_400_response("Invalid HTTP request received.")
         except httptools.HttpParserUpgrade as upgrade:
             self._read_without_upgrade(data[upgrade.args[0] :])
-        if began_in_head and self._in_head:
-            self._count(len(data))
 
     def _read_without_upgrade(self, rest: bytes) -> None:
         """Read the request again without its wish for another protocol, which a server may ignore.
@@ -162,6 +171,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._unset_keepalive_if_required()
         self._begin_head()
         self._head_bytes = 0
         self.scope["extensions"] = {EXTENSION: {"connection": self}}
@@ -177,6 +187,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._end_head()
+        self._unset_keepalive_if_required()
         if self.parser.should_upgrade():
             return  # it is read again
         super().on_headers_complete()
@@ -188,9 +199,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         if self.cycle.response_complete:
-            self._unread += len(body)
-            if self._unread > self.table.limits.unread_bytes:
-                self.abort()
+            self._discard(len(body))
         super().on_body(body)
 
     def on_response_complete(self) -> None:
@@ -201,15 +210,67 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """The answer to a head that cannot be parsed, or is too large or too slow."""
+        if self._discards or self.transport.is_closing():
+            return
+        if self._requests:  # it would stand in the middle of another answer
+            self.transport.close()
+            return
         refused = self._refused or HttpRefusal(400, "bad_request", f"request: {msg}")
         content = json.dumps(body_of(refused)).encode()
         head = STATUS_LINE[refused.status] + (
             b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
             % len(content)
         )
-        if not self.transport.is_closing():
-            self.transport.write(head + content)
-            self.transport.close()
+        self.transport.write(head + content)
+        self._close_late()
+
+    async def _serve(
+        self, scope: HTTPScope, receive: ASGIReceiveCallable, send: ASGISendCallable
+    ) -> None:
+        """The application, for the oldest of the requests that are not answered."""
+        request = self._requests[0]
+        await self.config.loaded_app(scope, receive, partial(self._respond, request))
+
+    async def _respond(self, request: RequestResponseCycle, message: ASGISendEvent) -> None:
+        """Send a part of a response, where uvicorn 0.54 does what a client cannot read.
+
+        It sends a body of unknown length in chunks to HTTP/1.0 too, where the end of the connection
+        is the end of the body. It closes a connection that is to be closed before it has read the
+        whole request.
+        """
+        ends = False
+        if message["type"] == "http.response.body":
+            ends = not message.get("more_body", False)
+            if request.scope["http_version"] == "1.0" and not request.expected_content_length:
+                request.expected_content_length = len(message.get("body", b""))
+        elif message["type"] == "http.response.start" and request.scope["http_version"] == "1.0":
+            names = {name.lower() for name, _ in message.get("headers", ())}
+            request.chunked_encoding = None if b"content-length" in names else False
+        ends_late = ends and request.more_body and not request.keep_alive
+        request.keep_alive |= ends_late
+        await request.send(message)
+        if ends_late:
+            self._close_late()
+
+    def _close_late(self) -> None:
+        """Close once the client has, or has sent too much or for too long.
+
+        If a connection is closed while the client sends, its system drops the response unread.
+        """
+        if self._discards or self.transport.is_closing():
+            return
+        self._discards = True
+        self._end_head()
+        self.table.rest(self)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._discard_timer = self.loop.call_later(self.table.limits.body_seconds, self.abort)
+
+    def _discard(self, size: int) -> None:
+        self._unread += size
+        if self._unread > self.table.limits.unread_bytes:
+            self.abort()
 
     def _begin_head(self) -> None:
         self._in_head = True
@@ -225,15 +286,15 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _late(self) -> None:
         self._head_timer = None
-        seconds = self.table.limits.head_seconds
-        self._refuse(408, "request_timeout", f"request: no whole head within {seconds:g} s")
+        message = f"request: no whole head within {self.table.limits.head_seconds:g} s"
+        self._refused = HttpRefusal(408, "request_timeout", message)
+        self.send_400_response(message)
+        self.transport.close()  # everything was read
 
     def _count(self, size: int) -> None:
         self._head_bytes += size
         limit = self.table.limits.head_bytes
-        if self._head_bytes > limit and self._refused is None:
-            self._refuse(431, "head_too_large", f"request: its head exceeds {limit} bytes")
-
-    def _refuse(self, status: int, code: str, message: str) -> None:
-        self._refused = HttpRefusal(status, code, message)
-        self.send_400_response(message)
+        if self._head_bytes > limit:
+            message = f"request: its head exceeds {limit} bytes"
+            self._refused = HttpRefusal(431, "head_too_large", message)
+            raise self._refused

@@ -5,10 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import httpx2
 from openai import AsyncOpenAI
 
+from kvrelay.rpc.address import Address
+from kvrelay.rpc.security import policy
+from kvrelay.rpc.security.policy import Security
+from router.http.access import Access
+from router.http.app import make_app
+from router.http.connections import HttpLimits
+from router.http.server import HttpServer
 from tests.router.fakes import FakeWorker, Running, answer, decode_worker, running, text_of
 from tests.router.rig import PROMPT
 
@@ -27,6 +35,30 @@ async def door(
         httpx2.AsyncClient(base_url=router.http, timeout=20) as client,
     ):
         yield router, client
+
+
+@asynccontextmanager
+async def bounded(
+    security: Security | None = None, **changes: object
+) -> AsyncIterator[tuple[Running, httpx2.AsyncClient, HttpServer]]:
+    """A door with other limits."""
+    limits = replace(HttpLimits(), **changes)  # type: ignore[arg-type]
+    async with running([decode_worker()], disaggregate="never") as router:
+        app = make_app(
+            router.service, Access(lambda: policy.INSECURE.credentials, 100), limits, bytes
+        )
+        server = HttpServer(app, Address("127.0.0.1", 0), limits)
+        url = await server.start(security)
+        try:
+            async with httpx2.AsyncClient(base_url=url, timeout=20) as client:
+                yield router, client, server
+        finally:
+            await server.stop()
+
+
+async def raw(client: httpx2.AsyncClient) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to the server of a client."""
+    return await asyncio.open_connection("127.0.0.1", client.base_url.port)
 
 
 def openai_of(router: Running, key: str = "none", **options: object) -> AsyncOpenAI:

@@ -7,7 +7,6 @@ import json
 import socket
 import ssl
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from router.http.errors import HttpRefusal
 from router.http.server import HttpServer
 from router.queue import inbox
 from tests.router.fakes import Behaviour, Running, decode_worker, running
-from tests.router.http.rig import SEED, door, expected
+from tests.router.http.rig import SEED, bounded, door, expected, raw
 from tests.router.rig import PROMPT
 from tests.secured import ALICE, BOB, CREDENTIALS, SERVICE, write_credentials, write_files
 
@@ -223,29 +222,6 @@ async def test_unknown_fields() -> None:
         made = await client.post("/v1/completions", json=body)
         assert made.json()["error"]["param"] == "no_such_field"
         assert (await client.post("/v1/completions", json=GOOD)).status_code == 200
-
-
-@asynccontextmanager
-async def bounded(
-    **changes: object,
-) -> AsyncIterator[tuple[Running, httpx2.AsyncClient, HttpServer]]:
-    """A door with other limits."""
-    limits = replace(HttpLimits(), **changes)  # type: ignore[arg-type]
-    async with running([decode_worker()], disaggregate="never") as router:
-        app = make_app(
-            router.service, Access(lambda: policy.INSECURE.credentials, 100), limits, bytes
-        )
-        server = HttpServer(app, Address("127.0.0.1", 0), limits)
-        url = await server.start()
-        try:
-            async with httpx2.AsyncClient(base_url=url, timeout=20) as client:
-                yield router, client, server
-        finally:
-            await server.stop()
-
-
-async def raw(client: httpx2.AsyncClient) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    return await asyncio.open_connection("127.0.0.1", client.base_url.port)
 
 
 async def test_heads_that_are_slow_or_large() -> None:

@@ -1,0 +1,159 @@
+"""The end of connections: a response can be read by clients that still send, and by HTTP/1.0."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from kvrelay.cli.authority import CertificateAuthority
+from kvrelay.rpc.security import policy
+from kvrelay.rpc.security.policy import Security
+from router.http.connections import HttpLimits
+from tests.router.http.rig import SEED, bounded, door, expected, raw
+from tests.router.rig import PROMPT
+from tests.secured import write_files
+
+GOOD: dict[str, object] = {"prompt": PROMPT, "max_tokens": 3, "seed": SEED}
+JSON = b"host: x\r\ncontent-type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\n" + JSON
+PIECE = b"x" * 100_000
+PIECES = 400  # 40 MB
+
+
+def large(framing: str) -> Iterator[bytes]:
+    """A request of 40 MB that ends its connection."""
+    length = b"content-length: %d" % (len(PIECE) * PIECES)
+    chunked = framing == "chunked"
+    yield HEAD + b"connection: close\r\n"
+    yield (b"transfer-encoding: chunked" if chunked else length) + b"\r\n\r\n"
+    for _ in range(PIECES):
+        yield b"%x\r\n%b\r\n" % (len(PIECE), PIECE) if chunked else PIECE
+    if chunked:
+        yield b"0\r\n\r\n"
+
+
+def sent_first(port: int, request: Iterator[bytes], trust: ssl.SSLContext | None) -> bytes:
+    """The answer to a client that sends all of its request before it reads."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as made:
+        stream = made if trust is None else trust.wrap_socket(made, server_hostname="127.0.0.1")
+        with stream:
+            for piece in request:
+                stream.sendall(piece)
+            answer = b""
+            while not answer.endswith(b"}}"):
+                answer += (got := stream.recv(65536))
+                assert got, answer
+            return answer
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+@pytest.mark.parametrize("encrypted", [False, True])
+async def test_a_client_that_sends_too_much_reads_why(
+    framing: str, encrypted: bool, tmp_path: Path
+) -> None:
+    security, trust = Security(), None
+    if encrypted:
+        files = write_files(tmp_path, "router", CertificateAuthority())
+        security = policy.load(replace(files.options(), tls_mutual=False))
+        trust = ssl.create_default_context(cafile=files.ca)
+    async with bounded(security) as (_, client, server):
+        port = client.base_url.port
+        assert port is not None
+        answer = await asyncio.to_thread(sent_first, port, large(framing), trust)
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert b" 413 " in head
+        assert b"connection: close" in head
+        assert "more than" in json.loads(body)["error"]["message"]
+        async with asyncio.timeout(10):
+            while server.connections.open:  # noqa: ASYNC110 - there is no event
+                await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("limits", "sends"),
+    [(HttpLimits(unread_bytes=1_000_000), True), (HttpLimits(body_seconds=0.3), False)],
+)
+async def test_what_is_unread_is_bounded(limits: HttpLimits, sends: bool) -> None:
+    changes = asdict(replace(limits, body_bytes=1000))
+    async with bounded(**changes) as (_, client, server):
+        reader, writer = await raw(client)
+        writer.write(HEAD + b"connection: close\r\ncontent-length: 99999999999\r\n\r\n")
+        assert b" 413 " in await reader.readline()
+        async with asyncio.timeout(10):
+            while server.connections.open:
+                if sends:
+                    writer.write(PIECE)
+                await asyncio.sleep(0.001)
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "more"),
+    [
+        (HEAD + b"content-length: 99999999\r\n\r\n", b"x"),
+        (b"GET /health HTTP/1.1\r\n\r\n", b"\r\n"),
+    ],
+)
+async def test_a_connection_that_sends_a_little_after_its_answer_is_idle(
+    request_: bytes, more: bytes
+) -> None:
+    async with bounded(idle_seconds=1.0) as (_, client, _):
+        reader, writer = await raw(client)
+        writer.write(request_)
+        assert b"HTTP/1.1" in await reader.readline()
+        writer.write(more)
+        async with asyncio.timeout(20):
+            await reader.read()
+        writer.close()
+
+
+async def test_rubbish_behind_a_request_is_not_answered_within_its_stream() -> None:
+    async with door() as (_, client):
+        reader, writer = await raw(client)
+        body = json.dumps({**GOOD, "max_tokens": 300, "stream": True}).encode()
+        writer.write(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+        found = await reader.readuntil(b"data: ")
+        writer.write(b"rubbish\r\n\r\n")
+        async with asyncio.timeout(10):
+            found += await reader.read()
+        assert found.count(b"HTTP/1.1") == 1
+        writer.close()
+
+
+async def test_http_1_0_reads_streams_to_their_end() -> None:
+    """It has no chunks: the end of the connection is that of the answer."""
+    async with door() as (_, client):
+        for stream in (False, True):
+            body = json.dumps({**GOOD, "stream": stream}).encode()
+            head, content = await old(client, b"POST /v1/completions", body)
+            assert b"transfer-encoding" not in head
+            assert (b"content-length: " in head) is not stream
+            texts = content.decode().split("\n\n") if stream else [content.decode()]
+            if stream:
+                assert texts[-2:] == ["data: [DONE]", ""]
+                texts = [text.partition("data: ")[2] for text in texts[:-2]]
+            chunks = [json.loads(text) for text in texts]
+            assert "".join(one["choices"][0]["text"] for one in chunks) == expected(3)
+        head, content = await old(client, b"HEAD /health", b"")
+        assert b"200" in head
+        assert content == b""
+        assert json.loads((await old(client, b"GET /health", b""))[1]) == {"status": "ok"}
+
+
+async def old(client: httpx2.AsyncClient, line: bytes, body: bytes) -> tuple[bytes, bytes]:
+    """Head and body of the answer to HTTP/1.0."""
+    reader, writer = await raw(client)
+    length = b"content-length: %d\r\n\r\n" % len(body)
+    writer.write(line + b" HTTP/1.0\r\n" + JSON + length + body)
+    async with asyncio.timeout(10):
+        head, _, content = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    return head.lower(), content
