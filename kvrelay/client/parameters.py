@@ -118,13 +118,15 @@ class Parameters:
     bad_words: texts that the answer must not have, or bad_word_ids: sequences of token ids. The
         last token of a sequence is not sampled behind the others, as in vLLM.
     seed: the same seed gives the same answer; drawn if absent, and returned with every chunk.
-    stop, stop_token_ids: text and tokens that end the answer. ignore_eos: do not end at the
-        end-of-sequence token. min_tokens: do not end before this many output tokens.
+    stop, stop_token_ids: text and tokens that end the answer, whose text has neither.
+    ignore_eos: do not end at the end-of-sequence token. min_tokens: do not end before this many
+        output tokens.
     structured_output: what the text must be: a ``StructuredOutput``, or a mapping with one of
         ``json`` (a JSON schema), ``json_object``, ``regex``, ``choice`` and ``grammar``.
         response_format: the same as OpenAI's API has it.
     logprobs: report the log probability of each token and of this many likeliest tokens.
-    model: the model's name; ``NotFound`` if another is served. request_id: default drawn.
+    model: the model's name; ``NotFound`` if another is served. request_id: default drawn; up to
+        128 printable ASCII characters.
     explain: fill in ``missed`` in the usage of each leg: the blocks that were not found, and why.
     priority: -8 to 8; higher goes first among the waiting requests of one tenant.
     retention: what follows the answer: ``"tool_call"``, a tool runs and the next prompt comes soon,

@@ -8,7 +8,7 @@ older worker must not ignore.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from kvrelay.errors import Rejected
@@ -71,6 +71,32 @@ def sampling_of(message: types_pb2.Sampling, eos_token_ids: Sequence[int] = ()) 
         if message.HasField("structured_output")
         else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class EndingTokens:
+    """The tokens that end an output, behind its first ``allowed_after`` tokens."""
+
+    ids: frozenset[int]
+    allowed_after: int
+
+    def ends(self, index: int, token: int) -> bool:
+        """Whether ``token``, at ``index`` of the output, ends it."""
+        return index >= self.allowed_after and token in self.ids
+
+
+def ending_of(message: types_pb2.Sampling, eos_token_ids: Sequence[int]) -> EndingTokens:
+    """What ends the output of a request. Not all of the message is read: it may be large."""
+    structured = StructuredOutput() if message.HasField("structured_output") else None
+    sampling = Sampling(
+        stop_token_ids=tuple(message.stop_token_ids),
+        eos_token_ids=tuple(eos_token_ids),
+        ignore_eos=message.ignore_eos,
+        structured_output=structured,
+    )
+    # A grammar ends where its text does, however many tokens that took.
+    allowed_after = message.min_tokens if structured is None else 0
+    return EndingTokens(frozenset(sampling.ending_token_ids), allowed_after)
 
 
 def structured_of(message: types_pb2.StructuredOutput) -> StructuredOutput:

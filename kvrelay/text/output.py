@@ -38,10 +38,15 @@ class OutputText:
         self._stops = StopStrings(stops)
         self._ignored = min_tokens
 
-    def push(self, token: int) -> TextDelta:
-        """The text that this token adds, and whether it ends the request."""
+    def push(self, token: int, ends: bool = False) -> TextDelta:
+        """The text that this token adds, and whether it completes a stop string.
+
+        ``ends``: the token itself ends the request, so the text does not have it.
+        """
         armed = self._ignored <= 0
         self._ignored -= 1
+        if ends:
+            return TextDelta("", stopped=False)
         return TextDelta(*self._stops.push(self._detokenizer.push(token), armed))
 
     def replay(self, tokens: Iterable[int]) -> bool:

@@ -211,7 +211,7 @@ class Sampling(_message.Message):
     """report the chosen token and this many of the likeliest"""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """sampling one of these ends the request"""
+        """one of these ends the request; its text is left out"""
 
     @_builtins.property
     def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

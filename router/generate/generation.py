@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.errors import KvrelayError, Rejected, Unavailable
 from kvrelay.rpc.deadline import Deadline
-from kvrelay.rpc.protocol import sampling_of
+from kvrelay.rpc.protocol import ending_of
 from kvrelay.text.output import OutputText
 from kvrelay.text.tokenizer import Tokenizer
 from kvrelay.v1 import router_pb2, types_pb2
@@ -93,6 +93,7 @@ class Generation:
         self._profile = ""  # of the worker of the last leg
         self._parts = parts
         sampling = request.sampling
+        self._ending = ending_of(sampling, parts.eos_token_ids)
         self._text = OutputText(parts.tokenizer, sampling.stop, sampling.min_tokens)
         self._reader = AnswerReader(request)
         self._outputs = list(request.outputs)
@@ -126,16 +127,13 @@ class Generation:
 
     def replay_tokens(self) -> None:
         """Decode the tokens so far here; raises ``Rejected`` if one before the last ends them."""
-        sampling = self.request.sampling
-        given = sampling_of(sampling, self._parts.eos_token_ids)
-        ending = given.ending_token_ids
         last = len(self._outputs) - 1
         for index, token in enumerate(self._outputs):
-            delta = self._text.push(token)
+            ends = self._ending.ends(index, token)
+            delta = self._text.push(token, ends)
             self._reader.replay(delta.text)
             self._stopped = delta.stopped
-            armed = index >= sampling.min_tokens or given.structured_output is not None
-            if self._stopped or (armed and token in ending):
+            if self._stopped or ends:
                 self._finish = STOP
                 if index < last:
                     raise Rejected(
@@ -339,8 +337,8 @@ class Generation:
         self._admitted = event.admitted or self._admitted
         tokens, text = event.tokens, ""
         for count, token in enumerate(tokens, 1):
+            delta = self._text.push(token.id, self._ending.ends(self.so_far, token.id))
             self._outputs.append(token.id)
-            delta = self._text.push(token.id)
             text += delta.text
             if delta.stopped:
                 self._stopped = True

@@ -125,6 +125,7 @@ async def test_stop_strings_and_ids_end_it() -> None:
         choice = made.json()["choices"][0]
         assert choice["finish_reason"] == "stop"
         assert made.json()["usage"]["completion_tokens"] == 4
+        assert choice["text"] == text_of(tokens[:3])  # as vLLM: not that of the stop token
         text = text_of(tokens)
         stop = text[len(text) // 2 :][:2]
         made = await client.post("/v1/completions", json={**body, "stop": stop})
