@@ -132,6 +132,8 @@ class HttpRequest:
         self._body = request_digest(ask.messages)
         self._cache_salt = ask.cache_salt
         if (given := exchange.headers.get(HEADER)) is not None:
+            if not ask.form.stream:
+                raise Rejected(HEADER, "continues a stream: set stream to true, or leave it out")
             await self._bind(ask, parse_event_id(given, ask.form.choices))
         elif any(message.output_token_ids for message in ask.messages):
             raise Rejected("output_token_ids", f"needs the {HEADER} header of their last event")

@@ -97,6 +97,22 @@ async def test_ids_of_other_streams_are_refused() -> None:
         assert router.service.queue_status().running == 0
 
 
+async def test_only_a_stream_is_resumed() -> None:
+    """A whole answer after a position would lack its beginning."""
+    body = {**BODY, "seed": SEED}
+    async with door() as (_, client):
+        last = (await events(client, body))[3][0]
+        made = await client.post(
+            "/v1/completions",
+            json={**body, "stream": False, "stream_options": None},
+            headers={"last-event-id": last},
+        )
+    assert made.status_code == 400
+    error = made.json()["error"]
+    assert error["param"] == "last-event-id"
+    assert "set stream to true" in error["message"]
+
+
 async def test_other_weights_are_refused() -> None:
     body = {**BODY, "seed": SEED}
     async with door() as (_, client):
