@@ -32,6 +32,8 @@ from router.generate.request import (
     build,
     check_envelope,
     check_length,
+    check_request_id,
+    check_tokenizable,
     is_resumed,
     most_tokens,
     salted,
@@ -175,7 +177,9 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
         tenant, deadline, placer = call.tenant, call.deadline, self.placer
         async with self._received(call) as inbound:
             received_at, message = time.monotonic(), inbound.message
-            logs.serves(message.request_id)
+            if message.request_id:
+                check_request_id(message.request_id)
+                logs.serves(message.request_id)
             check_envelope(message, self.config.model_name)
             resumes = is_resumed(message)
             info = await placer.info(deadline, message.weights, resumes)
@@ -225,7 +229,7 @@ class RouterService(router_pb2_grpc.RouterServiceServicer):
             hold.charge(0)
             async with self._received(call) as inbound:
                 message = inbound.message
-                check_envelope(message, self.config.model_name)
+                check_tokenizable(message, self.config.model_name)
                 async with call.deadline.limit("to tokenize the prompt"):
                     await self._tools.use(message, call.tenant)
                     return await self._prompts.tokenize(message, hold, self.config.max_prompt)

@@ -403,7 +403,7 @@ class GenerateRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """default: drawn by the router"""
+    """up to 128 printable ASCII characters; default: drawn by the router"""
     model: _builtins.str
     """default: the model served; NOT_FOUND for any other"""
     prompt: _builtins.str

@@ -129,12 +129,23 @@ def is_request_id(text: str) -> bool:
     return 1 <= len(text) <= MAX_REQUEST_ID_CHARS and text.isascii() and text.isprintable()
 
 
-def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:
-    """The checks that need neither prompt tokens nor workers."""
-    if len(message.request_id) > MAX_REQUEST_ID_CHARS:
-        raise Rejected("request_id", f"at most {MAX_REQUEST_ID_CHARS} characters")
+def check_request_id(text: str, field: str = "request_id") -> None:
+    """Raises ``Rejected`` for ``field`` if no request may have this name."""
+    if not is_request_id(text):
+        raise Rejected(field, f"must have 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters")
+
+
+def check_tokenizable(message: router_pb2.GenerateRequest, model: str) -> None:
+    """The checks of a message whose input is only tokenized: it may be empty."""
     if message.model and message.model != model:
         raise NotFound(f"model: {message.model!r} is not served here, {model!r} is")
+    if len(message.chat.messages) > MAX_MESSAGES:
+        raise Rejected("chat.messages", f"at most {MAX_MESSAGES}")
+
+
+def check_envelope(message: router_pb2.GenerateRequest, model: str) -> None:
+    """The checks that need neither prompt tokens nor workers."""
+    check_tokenizable(message, model)
     if not LOWEST <= message.priority <= HIGHEST:
         raise Rejected("priority", f"must be {LOWEST} to {HIGHEST}, got {message.priority}")
     if message.retention not in router_pb2.Retention.values():
@@ -202,8 +213,6 @@ def _check_input(message: router_pb2.GenerateRequest) -> None:
             raise Rejected("prompt", "is empty")
         case "token_ids" if not message.token_ids.ids:
             raise Rejected("token_ids", "is empty")
-        case "chat" if len(message.chat.messages) > MAX_MESSAGES:
-            raise Rejected("chat.messages", f"at most {MAX_MESSAGES}")
         case None:
             raise Rejected("prompt", "missing: give a prompt, token_ids or chat messages")
 

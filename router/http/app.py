@@ -20,7 +20,14 @@ from kvrelay.process import logs
 from router.http.access import Access
 from router.http.connections import HttpLimits
 from router.http.errors import HttpRefusal, body_of
-from router.http.exchange import REQUEST_ID, TRACE, Disconnected, Exchange
+from router.http.exchange import (
+    REQUEST_ID,
+    TRACE,
+    Disconnected,
+    Exchange,
+    identifying,
+    request_id_of,
+)
 from router.http.pages import Pages
 from router.http.request import Backend, HttpRequest
 
@@ -81,7 +88,7 @@ def make_app(
     def route(path: str, method: str, handler: Handler) -> Route:
         return Route(path, _Edge(handler, limits), methods=[method])
 
-    return Starlette(
+    app = Starlette(
         routes=[
             route("/v1/chat/completions", "POST", _Generate(backend, access, chat=True)),
             route("/v1/completions", "POST", _Generate(backend, access, chat=False)),
@@ -96,6 +103,8 @@ def make_app(
         exception_handlers={HTTPException: _refused},
         middleware=_middleware(backend.config.cors_origin),
     )
+    app.router.redirect_slashes = False  # to http://, with the client's key, behind a TLS proxy
+    return app
 
 
 def _middleware(origins: Sequence[str]) -> list[Middleware]:
@@ -120,4 +129,7 @@ async def _refused(request: Request, error: Exception) -> Response:
     what = f"no page {path!r:.200}" if error.status_code == 404 else f"{method} {path!r:.200}"
     code = "method_not_supported" if error.status_code == 405 else "not_found"
     refusal = HttpRefusal(error.status_code, code, f"{what}: {error.detail}")
-    return JSONResponse(body_of(refusal), error.status_code, headers=error.headers)
+    known = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers.raw}
+    response = JSONResponse(body_of(refusal), error.status_code, headers=error.headers)
+    response.raw_headers.extend(identifying(known, request_id_of(known)))
+    return response

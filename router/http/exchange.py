@@ -16,9 +16,9 @@ from typing import TypeAlias, cast
 
 from starlette.types import Receive, Scope, Send
 
-from kvrelay.errors import KvrelayError, Rejected
+from kvrelay.errors import KvrelayError
 from kvrelay.rpc.address import Address
-from router.generate.request import MAX_REQUEST_ID_CHARS, is_request_id
+from router.generate.request import check_request_id, is_request_id
 from router.http.connections import EXTENSION, BoundedProtocol, HttpLimits
 from router.http.errors import Headers, HttpRefusal, body_of, headers_of, status_of
 from router.http.shapes import DONE, dump
@@ -59,6 +59,23 @@ once it reads ids.
 """
 
 
+def request_id_of(headers: Mapping[str, str]) -> str:
+    """The client's id of a request, that of its trace, or one drawn here."""
+    given = headers.get(REQUEST_ID)
+    if given is not None and is_request_id(given):
+        return given
+    trace = _TRACE.fullmatch(headers.get(TRACE, ""))
+    return trace["trace"] if trace else secrets.token_hex(16)
+
+
+def identifying(headers: Mapping[str, str], request_id: str) -> Headers:
+    """The headers of every response: the request's id, and its trace if it has one."""
+    own = ((REQUEST_ID.encode(), request_id.encode("ascii")),)
+    if (trace := headers.get(TRACE)) is not None and _TRACE.fullmatch(trace):
+        return (*own, (TRACE.encode(), trace.encode("latin-1")))
+    return own
+
+
 class Disconnected(Exception):
     """The client has left, or reads nothing: there is no response to send."""
 
@@ -88,15 +105,13 @@ class Exchange:
         self.headers: dict[str, str] = {
             name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]
         }
-        self.request_id = self._known_id() or secrets.token_hex(16)
+        self.request_id = request_id_of(self.headers)
         self.data_only = self._reads_data_only()
 
     def check(self) -> None:
         """Raise for a request whose headers already show that it cannot be served."""
-        if (given := self.headers.get(REQUEST_ID)) is not None and not is_request_id(given):
-            raise Rejected(
-                REQUEST_ID, f"must have 1 to {MAX_REQUEST_ID_CHARS} printable ASCII characters"
-            )
+        if (given := self.headers.get(REQUEST_ID)) is not None:
+            check_request_id(given, REQUEST_ID)
         if self._scope["method"] != "POST":
             return
         encoding = self.headers.get("content-encoding", "identity").strip().lower()
@@ -257,9 +272,7 @@ class Exchange:
 
     async def _start(self, status: int, headers: Headers) -> None:
         self._started = True
-        own = [(REQUEST_ID.encode(), self.request_id.encode("ascii"))]
-        if (trace := self.headers.get(TRACE)) is not None and _TRACE.fullmatch(trace):
-            own.append((TRACE.encode(), trace.encode("latin-1")))
+        own = identifying(self.headers, self.request_id)
         message = {"type": "http.response.start", "status": status, "headers": [*own, *headers]}
         await self._write(message)
 
@@ -312,13 +325,6 @@ class Exchange:
         if isinstance(connection, BoundedProtocol):
             with suppress(OSError):
                 connection.abort()
-
-    def _known_id(self) -> str | None:
-        given = self.headers.get(REQUEST_ID)
-        if given is not None and is_request_id(given):
-            return given
-        trace = _TRACE.fullmatch(self.headers.get(TRACE, ""))
-        return trace["trace"] if trace else None
 
     def _too_large(self) -> HttpRefusal:
         return HttpRefusal(

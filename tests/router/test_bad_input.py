@@ -147,6 +147,9 @@ CASES: dict[str, tuple[Edit, str]] = {
     ),
     "continued without its seed": (outputs(5), "sampling.seed"),
     "request_id long": (field("request_id", "x" * 129), "request_id"),
+    "request_id of two lines": (field("request_id", "a\nERROR router: x"), "request_id"),
+    "request_id of a terminal": (field("request_id", "\x1b[31m"), "request_id"),
+    "request_id not ASCII": (field("request_id", "caf\u00e9"), "request_id"),
     "prompt of 8 MB": (field("prompt", "x" * 8_000_000), "prompt"),
     "content of 8 MB": (
         chat(("user", "x"), ("user", "x" * 8_000_000)),

@@ -180,6 +180,25 @@ async def test_errors_have_openai_s_shape_and_our_words() -> None:
         assert (await client.get("/v1/completions")).status_code == 405
 
 
+async def test_paths_and_methods_that_are_not_served_have_ids_too() -> None:
+    """A redirection would not: a path with another ending is not found."""
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with door() as (_, client):
+        for method, page, status in (
+            ("GET", "/v1/nothing", 404),
+            ("GET", "/v1/completions", 405),
+            ("OPTIONS", "/v1/models", 405),
+            ("POST", "/v1/completions/", 404),
+        ):
+            made = await client.request(method, page, headers={"x-request-id": "mine"})
+            assert (made.status_code, made.headers["x-request-id"]) == (status, "mine")
+            made = await client.request(method, page, headers={"traceparent": trace})
+            assert made.headers["x-request-id"] == trace.split("-")[1]
+            assert made.headers["traceparent"] == trace
+            made = await client.request(method, page, headers={"x-request-id": "x" * 129})
+            assert len(made.headers["x-request-id"]) == 32
+
+
 async def test_a_full_router_says_when_to_ask_again() -> None:
     step = asyncio.Semaphore(0)
     worker = decode_worker(behaviour=Behaviour(step=step))

@@ -28,6 +28,8 @@ async def test_tokens_of_a_text_and_back() -> None:
         assert len(strings) == len(tokenizer().encode("Hello"))
         back = (await client.post("/detokenize", json={"tokens": ids})).json()
         assert back == {"prompt": "Hello, wörld"}
+        empty = (await client.post("/tokenize", json={"prompt": ""})).json()
+        assert (empty["count"], empty["tokens"]) == (0, [])  # as /detokenize of none, and as vLLM
         long = (await client.post("/detokenize", json={"tokens": ids * 1000})).json()
         assert long == {"prompt": "Hello, wörld" * 1000}
 
@@ -37,6 +39,7 @@ async def test_tokens_of_a_text_and_back() -> None:
     [
         ("tokenize", {}, 400, "prompt"),
         ("tokenize", {"prompt": [1]}, 400, "prompt"),
+        ("tokenize", {"messages": []}, 400, "messages"),
         ("tokenize", {"prompt": "x", "add_special_tokens": False}, 400, "add_special_tokens"),
         ("tokenize", {"prompt": "x", "model": "other"}, 404, None),
         ("detokenize", {}, 400, "tokens"),
