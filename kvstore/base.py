@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.block.header import LONGEST, SHORTEST, Header, checksums, seal, stated_heads
 from kvrelay.usage import Miss
+from kvstore.device import DeviceSource, DeviceTarget
 from kvstore.stats import StoreStats
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ class Want:
     ``source`` is, of several stores, the one in which a lookup found the block; ``None``: any.
     ``key``: its reader accepts only what a holder of this key signed. A refused block with another
     tag may be removed. ``heads``: compute the checksums of so many heads on the way (0: none); with
-    a key they are not needed, because the tags prove the payload.
+    a key they are not needed, because the tags prove the payload. ``device``: where a transport may
+    put the payload instead of the buffer.
     """
 
     name: bytes
@@ -105,6 +107,7 @@ class Want:
     partial: bool = False
     key: BlockKey | None = None
     heads: int = 0
+    device: DeviceTarget | None = None
 
     def header_length(self, length: int) -> int | None:
         """Bytes of the header of a block of ``length``; ``None`` if the buffer does not fit it."""
@@ -118,13 +121,15 @@ class GetResult:
 
     ``header`` is ``None`` if the block is absent or its length does not fit the buffer. ``summed``
     are the checksums of the payload's heads if they were computed here while the bytes arrived.
-    ``source`` is, of several stores, the one that sent the block.
+    ``source`` is, of several stores, the one that sent the block. ``taken``: the want's device has
+    the payload, and not the buffer.
     """
 
     index: int
     header: bytes | None
     summed: tuple[int, ...] | None = None
     source: str | None = None
+    taken: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +137,15 @@ class Block:
     """The bytes of one block. ``sealed=False``: its header lacks checksums and tags.
 
     The checksums are then computed while the block is copied, which is cheaper than another pass
-    over the payload. ``key`` makes the tags.
+    over the payload. ``key`` makes the tags. ``placed``: the payload lies already where the reader
+    was asked to put it.
     """
 
     header: bytes
     payload: memoryview
     sealed: bool = True
     key: BlockKey | None = None
+    placed: bool = False
 
     @property
     def size(self) -> int:
@@ -167,6 +174,7 @@ class Offer:
 
     ``first_block_hash`` is ``kvrelay.block.Namer.first_block_hash`` of a sequence's first block.
     ``parent`` is the block that this one continues: a store may keep it while this one is written.
+    ``device`` has the block, if an accelerator does: it copies several at once before ``read``.
     """
 
     name: bytes
@@ -175,6 +183,7 @@ class Offer:
     read: Callable[[], Block]
     first_block_hash: int | None = None
     parent: bytes | None = None
+    device: DeviceSource | None = None
 
 
 class PutStatus(Enum):

@@ -14,6 +14,7 @@ from kvstore.base import Store
 from kvstore.breaker import BreakerStore
 from kvstore.client.memory import MemoryStore
 from kvstore.client.remote import RemoteStore
+from kvstore.device import MemoryRegistrar
 from kvstore.multi.backend import StoreBackend
 from kvstore.multi.store import MultiStore
 from kvstore.urls import public_url, query_parameters, split_urls
@@ -23,23 +24,28 @@ Parameters = dict[str, str]
 ESCAPES = "write / ? # @ within a part of a URL as %2F %3F %23 %40"
 
 
-def _memory(parts: SplitResult, parameters: Parameters) -> Store:
+def _memory(parts: SplitResult, parameters: Parameters, registrar: MemoryRegistrar | None) -> Store:
     _check_names(parameters, ())
     return MemoryStore(parts.netloc)
 
 
-def _kvrelay(parts: SplitResult, parameters: Parameters) -> Store:
+def _kvrelay(
+    parts: SplitResult, parameters: Parameters, registrar: MemoryRegistrar | None
+) -> Store:
     _check_names(parameters, ("transport",))
-    return BreakerStore(RemoteStore(str(Address.parse(parts.netloc)), parameters.get("transport")))
+    address = str(Address.parse(parts.netloc))
+    return BreakerStore(RemoteStore(address, parameters.get("transport"), registrar))
 
 
-def _kvrelays(parts: SplitResult, parameters: Parameters) -> Store:
+def _kvrelays(
+    parts: SplitResult, parameters: Parameters, registrar: MemoryRegistrar | None
+) -> Store:
     if installed().tls is None:
         raise Rejected("store", "needs TLS: give --tls-ca")
-    return _kvrelay(parts, parameters)
+    return _kvrelay(parts, parameters, registrar)
 
 
-def _redis(parts: SplitResult, parameters: Parameters) -> Store:
+def _redis(parts: SplitResult, parameters: Parameters, registrar: MemoryRegistrar | None) -> Store:
     _check_names(parameters, redis.PARAMETERS)
     return redis.RedisStore(redis.settings_of(parts, parameters))
 
@@ -50,7 +56,7 @@ def _check_names(parameters: Parameters, known: tuple[str, ...]) -> None:
             raise Rejected(name, f"is not a parameter; known: {', '.join(known) or 'none'}")
 
 
-SCHEMES: dict[str, Callable[[SplitResult, Parameters], Store]] = {
+SCHEMES: dict[str, Callable[[SplitResult, Parameters, MemoryRegistrar | None], Store]] = {
     "memory": _memory,
     "kvrelay": _kvrelay,
     "kvrelays": _kvrelays,
@@ -58,7 +64,7 @@ SCHEMES: dict[str, Callable[[SplitResult, Parameters], Store]] = {
 }
 
 
-def connect(url: str) -> Store:
+def connect(url: str, registrar: MemoryRegistrar | None = None) -> Store:
     """The store at ``url``; ``Rejected`` for the field ``store`` if it names none.
 
     ``kvrelay://HOST:PORT?transport=shm``, ``socket`` or ``grpc`` forces a transport. TLS and
@@ -71,15 +77,17 @@ def connect(url: str) -> Store:
     are only read, unless they say ``write=yes`` (puts also go to them) or ``promote=yes`` (blocks
     read from them are put into the first).
 
+    ``registrar`` gets the memory that is mapped to share blocks with a store on this host.
+
     Connects at the first call, which raises ``Unavailable`` if the store cannot be reached.
     """
     urls = split_urls(url)
     if len(urls) == 1:
-        return _one(url.strip())
-    return MultiStore([_backend(one, index) for index, one in enumerate(urls)])
+        return _one(url.strip(), registrar)
+    return MultiStore([_backend(one, index, registrar) for index, one in enumerate(urls)])
 
 
-def _backend(url: str, index: int) -> StoreBackend:
+def _backend(url: str, index: int, registrar: MemoryRegistrar | None) -> StoreBackend:
     name = public_url(url)
     with _url_in_errors(url):
         parts, parameters = _parse(url)
@@ -89,14 +97,14 @@ def _backend(url: str, index: int) -> StoreBackend:
                 raise Rejected("store", f"{word}={value} is neither yes nor no")
             if not index:
                 raise Rejected("store", f"the first store has no {word}=")
-        store = _make(parts, parameters)
+        store = _make(parts, parameters, registrar)
     yes = {word for word, value in chosen.items() if value == "yes"}
     return StoreBackend(name, store, "write" in yes, "promote" in yes)
 
 
-def _one(url: str) -> Store:
+def _one(url: str, registrar: MemoryRegistrar | None) -> Store:
     with _url_in_errors(url):
-        return _make(*_parse(url))
+        return _make(*_parse(url), registrar)
 
 
 @contextmanager
@@ -109,11 +117,11 @@ def _url_in_errors(url: str) -> Iterator[None]:
         raise Rejected("store", f"{public_url(url)!r}: {why}") from error
 
 
-def _make(parts: SplitResult, parameters: Parameters) -> Store:
+def _make(parts: SplitResult, parameters: Parameters, registrar: MemoryRegistrar | None) -> Store:
     if parts.scheme not in SCHEMES:
         known = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise Rejected("store", f"has none of the schemes {known}")
-    return SCHEMES[parts.scheme](parts, parameters)
+    return SCHEMES[parts.scheme](parts, parameters, registrar)
 
 
 def _parse(url: str) -> tuple[SplitResult, Parameters]:

@@ -31,6 +31,7 @@ from kvstore.client.transports.base import GetProgress, Transport
 from kvstore.client.transports.grants import PutGrant, abandoned_on_error, reserve_request
 from kvstore.client.transports.grpc_transport import buffers_of
 from kvstore.client.transports.selector import TRANSPORTS, TransportSelector
+from kvstore.device import MemoryRegistrar
 from kvstore.stats import StoreStats
 from kvstore.wire.messages import claim_message, miss_of, outcomes_of, stats_of
 
@@ -49,12 +50,17 @@ RECHECK_SECONDS = 1.0
 class RemoteStore:
     """A ``Store``. It connects on first use and reconnects when needed."""
 
-    def __init__(self, address: str, transport: str | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        transport: str | None = None,
+        registrar: MemoryRegistrar | None = None,
+    ) -> None:
         if transport is not None and transport not in TRANSPORTS:
             raise Rejected("transport", f"{transport!r} is none of {', '.join(TRANSPORTS)}")
         self.url = f"kvrelay://{address}" + (f"?transport={transport}" if transport else "")
         self._calls = StoreCalls(address)
-        self._transports = TransportSelector(address, self._calls, transport)
+        self._transports = TransportSelector(address, self._calls, transport, registrar)
         self._closed = threading.Event()
 
     @property

@@ -75,6 +75,10 @@ class MultiStore:
         If the caller stops at a block, its backend is doubted.
         """
         deadline = time.monotonic() + timeout
+        if (
+            wants and wants[0].device is not None
+        ):  # a block that is promoted is read from its buffer
+            wants = [replace(want, device=None) for want in wants]
         backends = self._sources(wants, timeout)
         with closing(fetch(backends, wants, deadline - time.monotonic())) as arriving:
             for got in arriving:

@@ -48,6 +48,10 @@ class RedisConnection:
         """Send commands, which are answered in their order."""
         self.sock.send([commands])
 
+    def close(self) -> None:
+        """Close the socket."""
+        self.sock.close()
+
 
 class TlsSocket(DeadlineSocket):
     """A ``DeadlineSocket`` over TLS. ``sock`` has done its handshake."""

@@ -18,6 +18,9 @@ class Pooled(Protocol):
     def sock(self) -> DeadlineSocket:
         """The socket that it sends and receives with."""
 
+    def close(self) -> None:
+        """Close the socket, and give back what belongs to the connection."""
+
 
 C = TypeVar("C", bound=Pooled)
 
@@ -44,7 +47,7 @@ class ConnectionPool(Generic[C]):
             if not self._closed:
                 self._used.add(connection)
                 return connection
-        connection.sock.close()
+        connection.close()
         raise Unavailable("this store was closed")
 
     def release(self, connection: C) -> None:
@@ -54,13 +57,13 @@ class ConnectionPool(Generic[C]):
             if not self._closed:
                 self._idle.append(connection)
                 return
-        connection.sock.close()
+        connection.close()
 
     def discard(self, connection: C) -> None:
         """Close a connection that broke, or on which answers are still to come."""
         with self._lock:
             self._used.discard(connection)
-        connection.sock.close()
+        connection.close()
 
     def close_idle(self) -> None:
         """Close the idle connections."""
@@ -68,7 +71,7 @@ class ConnectionPool(Generic[C]):
             idle = self._idle
             self._idle = []
         for connection in idle:
-            connection.sock.close()
+            connection.close()
 
     def close(self, cut: bool = True) -> None:
         """Refuse new calls. Calls under way fail, or end normally with ``cut=False``.

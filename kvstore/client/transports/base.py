@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Protocol, TypeVar
 
 from google.protobuf.message import DecodeError, Message
@@ -84,6 +85,42 @@ def read_offer(offer: Offer) -> Block:
     if block.size != offer.size:
         raise ValueError(f"a block of {block.size} bytes was offered as one of {offer.size}")
     return block
+
+
+def read_blocks(
+    offers: Sequence[Offer], targets: Sequence[memoryview] = ()
+) -> Generator[Block, None, None]:
+    """Read blocks that the store wants, in order; each is valid until the next one is taken.
+
+    A device copies as many as it has room for at once, to their ``targets`` if it can. Close the
+    generator before the offers are used again.
+    """
+    ready = 0
+    try:
+        for number, offer in enumerate(offers):
+            if number == ready:
+                ready += _copied(offers[ready:], targets[ready:])
+            yield read_offer(offer)
+    finally:
+        if offers and offers[0].device is not None:
+            offers[0].device.recycle()
+
+
+def _copied(offers: Sequence[Offer], targets: Sequence[memoryview]) -> int:
+    """Copy the first offers out of their device in one batch; returns how many, at least one."""
+    device = offers[0].device
+    if device is None:
+        return len(offers)
+    device.recycle()
+    count = 0
+    try:
+        for offer, target in zip_longest(offers, targets[: len(offers)]):
+            if offer.device is None or not offer.device.start(target):
+                break
+            count += 1
+    finally:
+        device.settle()
+    return max(count, 1)
 
 
 def parse_answer(kind: type[M], body: bytes | None) -> M:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Callable
 
 from kvrelay.errors import Corrupt, KvrelayError, Unavailable
 from kvrelay.rpc.deadline import Deadline
@@ -29,6 +30,17 @@ class StoreConnection:
         self.sock = DeadlineSocket(sock)
         self.boot = boot
         self.usable = True
+        self._ends: list[Callable[[], None]] = []
+
+    def at_close(self, end: Callable[[], None]) -> None:
+        """Call ``end`` once this connection is closed."""
+        self._ends.append(end)
+
+    def close(self) -> None:
+        """Close the socket, and give back what belongs to the connection."""
+        self.sock.close()
+        for end in self._ends:
+            end()
 
     def send(self, request: RequestFrame, *bodies: bytes | memoryview) -> None:
         """Send a request, its body and the bytes of blocks that follow it."""

@@ -21,6 +21,7 @@ from kvstore.client.transports.base import Transport
 from kvstore.client.transports.grpc_transport import GrpcTransport
 from kvstore.client.transports.shared_memory import SharedMemoryTransport
 from kvstore.client.transports.socket_transport import SocketTransport
+from kvstore.device import MemoryRegistrar
 
 log = logging.getLogger("kvrelay.store")
 
@@ -36,10 +37,17 @@ UNAVAILABLE_SECONDS = 30.0
 class TransportSelector:
     """Thread-safe. Begins with the transport ``forced``; those after it replace it if it fails."""
 
-    def __init__(self, address: str, calls: StoreCalls, forced: str | None) -> None:
+    def __init__(
+        self,
+        address: str,
+        calls: StoreCalls,
+        forced: str | None,
+        registrar: MemoryRegistrar | None = None,
+    ) -> None:
         self._address = Address.parse(address)
         self._calls = calls
         self._forced = forced
+        self._registrar = registrar
         self._grpc = GrpcTransport(calls)
         self._lock = threading.Lock()
         self._opening = threading.Lock()
@@ -145,7 +153,7 @@ class TransportSelector:
         resets = self._resets
         limit = deadline if forced else deadline.earlier(CONNECT_SECONDS)
         makers: dict[str, Callable[[], Transport]] = {
-            "shm": lambda: SharedMemoryTransport(offered, limit),
+            "shm": lambda: SharedMemoryTransport(offered, limit, self._registrar),
             "socket": lambda: SocketTransport(offered, self._address.host, self._calls, limit),
         }
         try:

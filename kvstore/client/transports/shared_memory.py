@@ -2,7 +2,8 @@
 
 A reader asks for the places of its blocks under a lease, copies from the store's arena, which it
 has mapped read-only, and checks after each copy that the lease had not ended. A writer fills a
-window of its own, from which the store copies: only the store writes to the arena.
+window of its own, from which the store copies: only the store writes to the arena. An accelerator
+copies by itself, where its driver has registered arena and window.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvstore.client.transports.base import GetProgress, borrowed, lease_ms, pars
 from kvstore.client.transports.connection import StoreConnection, dial_unix
 from kvstore.client.transports.grants import PutGrant, reserve_request
 from kvstore.client.transports.staging import Staging, batches, first_batch
+from kvstore.device import DeviceTarget, MemoryRegistrar
 from kvstore.wire.arena import open_arena
 from kvstore.wire.copying import copy, copy_summed
 from kvstore.wire.frames import Op, RequestFrame
@@ -33,10 +35,16 @@ class SharedMemoryTransport:
     name = "shm"
     title = "shared memory"
 
-    def __init__(self, offered: pb.GetTransportsResponse, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        offered: pb.GetTransportsResponse,
+        deadline: Deadline,
+        registrar: MemoryRegistrar | None = None,
+    ) -> None:
         if not offered.unix_socket or not offered.arena_bytes:
             raise Unavailable("the store shares no memory")
         self._boot = offered.boot
+        self._registrar = registrar
         self._pool = ConnectionPool(
             lambda deadline: dial_unix(offered.unix_socket, deadline, offered.boot)
         )
@@ -47,9 +55,12 @@ class SharedMemoryTransport:
             connection.send(RequestFrame(Op.ATTACH))
             fd, size = connection.receive_descriptor()
             try:
-                self._arena = memoryview(open_arena(fd, size, offered.boot))
+                self._mapped = open_arena(fd, size, offered.boot)
             finally:
                 os.close(fd)
+        self._arena = memoryview(self._mapped)
+        if registrar is not None:
+            registrar.register(self._mapped, writable=False)
 
     def get(
         self, wants: Sequence[Want], progress: GetProgress, deadline: Deadline
@@ -60,6 +71,11 @@ class SharedMemoryTransport:
             located = self._locate(connection, left, deadline)
             until = asked + located.lease_ms / 1000
             try:
+                if left and (device := left[0].device) is not None:
+                    for got in self._fetch_batch(progress.done, left, located, until, device):
+                        progress.done += 1
+                        yield got
+                    return
                 for want, length, offset in zip(
                     left, located.lengths, located.offsets, strict=True
                 ):
@@ -100,6 +116,8 @@ class SharedMemoryTransport:
 
     def close(self, cut: bool = True) -> None:
         self._pool.close(cut)
+        if self._registrar is not None:
+            self._registrar.unregister(self._mapped)
 
     def _locate(
         self, connection: StoreConnection, wants: Sequence[Want], deadline: Deadline
@@ -112,8 +130,27 @@ class SharedMemoryTransport:
             raise Corrupt("lengths", f"{len(located.lengths)} were answered for {len(wants)} names")
         return located
 
+    def _fetch_batch(
+        self,
+        first: int,
+        wants: Sequence[Want],
+        located: pb.LocateResponse,
+        until: float,
+        device: DeviceTarget,
+    ) -> list[GetResult]:
+        """Blocks that a device copies by itself; none counts if the lease ended before they did."""
+        got: list[GetResult] = []
+        try:
+            for want, length, offset in zip(wants, located.lengths, located.offsets, strict=True):
+                got.append(self._fetch(first + len(got), want, length, offset))
+        finally:
+            device.settle()
+        if time.monotonic() >= until:  # their places may hold other blocks by now
+            return [GetResult(each.index, None) for each in got]
+        return got
+
     def _fetch(self, index: int, want: Want, length: int, offset: int) -> GetResult:
-        """Copy one block: the payload goes into its buffer."""
+        """Copy one block: the payload goes to its device or into its buffer."""
         if not length or (split := want.header_length(length)) is None:
             return GetResult(index, None)
         if offset + length > len(self._arena):
@@ -121,6 +158,8 @@ class SharedMemoryTransport:
         start = offset + split
         header = bytes(self._arena[offset:start])
         payload = self._arena[start : offset + length]
+        if want.device is not None and want.device.take(header, payload):
+            return GetResult(index, header, taken=True)
         if want.heads:
             return GetResult(index, header, copy_summed(want.buffer, payload, want.heads))
         copy(want.buffer, payload)
@@ -135,7 +174,13 @@ class SharedMemoryTransport:
                 window = self._windows[connection] = mmap.mmap(fd, size)
             finally:
                 os.close(fd)
+            self._register_window(connection, window)
         return memoryview(window)
+
+    def _register_window(self, connection: StoreConnection, window: mmap.mmap) -> None:
+        if (registrar := self._registrar) is not None:
+            registrar.register(window, writable=True)
+            connection.at_close(lambda: registrar.unregister(window))
 
 
 def _granted(connection: StoreConnection, offers: Sequence[Offer]) -> PutGrant:

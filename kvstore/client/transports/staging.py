@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 
+from kvrelay.block.header import checksums
 from kvstore.base import Block, Offer, Outcome
-from kvstore.client.transports.base import parse_outcomes, read_offer
+from kvstore.client.transports.base import parse_outcomes, read_blocks
 from kvstore.client.transports.connection import StoreConnection
 from kvstore.client.transports.grants import PutGrant, PutTicket
 from kvstore.wire.copying import copy, copy_summed
@@ -85,10 +87,14 @@ def _fill(
 ) -> None:
     """Write blocks into the window, and ask the store to read them from it."""
     rows = []
+    targets = []
     for offer in offers:
-        _place(read_offer(offer), window[start : start + offer.size])
+        targets.append(window[start : start + offer.size])
         rows.append(BlockRow(offer.name, offer.size, start).encode())
         start += offer.size
+    with closing(read_blocks(offers, targets)) as blocks:
+        for block, target in zip(blocks, targets, strict=True):
+            _place(block, target)
     body = b"".join(rows)
     count = len(offers)
     connection.send(
@@ -105,9 +111,9 @@ def send_blocks(
     connection.send(
         RequestFrame(Op.PUT, ticket.serial, ticket.proof, 0, count, len(body), last=last), body
     )
-    for offer in offers:
-        block = read_offer(offer).seal()
-        connection.sock.send([block.header, block.payload])
+    with closing(read_blocks(offers)) as blocks:
+        for block in map(Block.seal, blocks):
+            connection.sock.send([block.header, block.payload])
 
 
 def _place(block: Block, target: memoryview) -> None:
@@ -116,5 +122,10 @@ def _place(block: Block, target: memoryview) -> None:
         target[:split] = block.header
         copy(target[split:], block.payload)
     else:
-        summed = copy_summed(target[split:], block.payload, block.heads)
-        target[:split] = block.complete(target[split:], summed)
+        payload = target[split:]
+        summed = (
+            checksums(payload, block.heads)
+            if block.placed
+            else copy_summed(payload, block.payload, block.heads)
+        )
+        target[:split] = block.complete(payload, summed)
