@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import torch
+
+from kvrelay.engine.cuda.copies import BlockCopies
 
 
 class HostBlockCopier:
@@ -37,43 +37,32 @@ class HostBlockCopier:
 
 
 class DeviceBlockCopier:
-    """Bytes of blocks in CUDA memory: a stream of its own and pinned staging, one copy at a time.
+    """Bytes of single blocks in CUDA memory, as batches of one block. Has not run on a GPU yet.
 
-    Has not run on a GPU yet. A read waits, on the device, for the end of the last
-    step; a write is complete when it returns, and so before any step that could use it is launched.
+    A write is complete when it returns, and so before any step that could use it is launched.
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        blocks, heads, layers, two, size = tensor.shape[:5]
-        self._bytes = tensor.view(torch.uint8).view(blocks, heads * layers * two, size, -1)
-        self._staging = torch.empty(self._bytes.shape[1:], dtype=torch.uint8, pin_memory=True)
-        self._stream = torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
-        self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._lock = threading.Lock()
-        self.computed()
+        self.batches = BlockCopies(tensor)
 
     def read(self, block: int, count: int) -> memoryview:
-        source = self._bytes[block, :, :count]
-        with self._lock, torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._event)
-            staging = self._staging.view(-1)[: source.numel()].view(source.shape)
-            # Compact on the device first, so that the transfer is one contiguous copy.
-            staging.copy_(source.contiguous(), non_blocking=True)
-            self._stream.synchronize()
-            return memoryview(staging.numpy().tobytes())
+        with self.batches.saving() as batch:
+            copied = batch.save(block, count, None)
+            assert copied is not None
+            batch.settle()
+            return memoryview(bytes(copied.payload))
 
     def write(self, block: int, count: int, payload: memoryview) -> None:
-        target = self._bytes[block, :, :count]
-        with self._lock, torch.cuda.stream(self._stream):
-            self._stream.wait_event(self._event)
-            staging = self._staging.view(-1)[: target.numel()].view(target.shape)
-            staging.numpy()[...] = np.frombuffer(payload, np.uint8).reshape(target.shape)
-            target.copy_(staging.to(target.device, non_blocking=True))
-            self._bytes[block, :, count:] = 0
-            self._stream.synchronize()
+        with self.batches.loading() as batch:
+            slot = batch.slot()
+            assert slot is not None
+            pinned = slot[: payload.nbytes]
+            pinned[:] = payload.cast("B")
+            started = batch.load(block, count, pinned)
+            assert started
 
     def buffer(self, block: int) -> None:
         return None
 
     def computed(self) -> None:
-        self._event.record(torch.cuda.current_stream(self._bytes.device))
+        self.batches.computed()

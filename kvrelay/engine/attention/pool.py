@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.engine.attention.copies import DeviceBlockCopier, HostBlockCopier
+from kvrelay.engine.cuda.copies import BlockCopies
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -82,6 +83,11 @@ class KVPool:
             if self.device.type == "cpu"
             else DeviceBlockCopier(self.tensor)
         )
+
+    @property
+    def copies(self) -> BlockCopies | None:
+        """Copies of blocks in batches; ``None`` in host memory, where a block is its bytes."""
+        return None if isinstance(self._copier, HostBlockCopier) else self._copier.batches
 
     @property
     def by_position(self) -> torch.Tensor:

@@ -7,6 +7,7 @@ as drawn. A program that forgets to wait sees old bytes under some seed.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -26,6 +27,10 @@ class Runtime:
         self.done: set[int] = set()
         self.current = [0]  # the stream of the innermost ``torch.cuda.stream``
         self._names = iter(range(1, 1 << 30))
+        self.pinned: dict[int, int] = {}  # bytes that the device reaches, by address
+        self.registered: dict[int, tuple[int, bool]] = {}  # bytes, and whether it may write them
+        self.meanwhile: Callable[[], object] = lambda: None  # what other threads do in a wait
+        self.counts: Counter[str] = Counter()
 
     def name(self) -> int:
         """A new number, of a stream or of an event's record."""
@@ -48,8 +53,16 @@ class Runtime:
             self.queues[self.rng.choice(ready)].pop(0)[0]()
         return bool(ready)
 
+    def reaches(self, host: torch.Tensor, write: bool) -> bool:
+        """Whether the device can copy from (or to) this memory of the host now."""
+        first, size = host.data_ptr(), host.nbytes
+        ranges = [*self.pinned.items()]
+        ranges += [(at, n) for at, (n, writable) in self.registered.items() if writable >= write]
+        return any(at <= first and first + size <= at + n for at, n in ranges)
+
     def wait(self, ended: Callable[[], bool]) -> None:
         """Run operations until something has ended; others may run too."""
+        self.meanwhile()
         while not ended():
             assert self.step(), "the streams wait for each other"
 
@@ -77,13 +90,37 @@ class Memory(torch.Tensor):
                 if isinstance(args[0], Pinned) and not _on_device(args[1:]):
                     func(*plain, **named)  # from one place of the host to another: at once
                 else:
-                    runtime = cls.runtime
-                    runtime.enqueue(runtime.current[-1], lambda: func(*plain, **named))
+                    cls._launch(func, args, plain, named)
                 return args[0]
             if func.__name__ in ("to", "contiguous"):  # read when the copy out of it runs
                 return args[0]
             made = func(*args, **named)
         return made.as_subclass(cls) if isinstance(made, torch.Tensor) else made
+
+    @classmethod
+    def _launch(
+        cls,
+        func: Callable[..., object],
+        args: tuple[object, ...],
+        plain: list[object],
+        named: dict[str, object],
+    ) -> None:
+        """Enqueue a kernel or a copy. The host's memory must be within reach when a copy runs."""
+        runtime = cls.runtime
+        host = [
+            (tensor, number == 0)
+            for number, (given, tensor) in enumerate(zip(args, plain, strict=True))
+            if isinstance(tensor, torch.Tensor)
+            and (type(given) is torch.Tensor or isinstance(given, Pinned))
+        ]
+        runtime.counts["copies" if host else "kernels"] += 1
+
+        def run() -> None:
+            for tensor, write in host:
+                assert runtime.reaches(tensor, write), "a copy uses memory that is not registered"
+            func(*plain, **named)
+
+        runtime.enqueue(runtime.current[-1], run)
 
 
 class Pinned(Memory):
@@ -112,12 +149,13 @@ class Stream:
 class Event:
     """``torch.cuda.Event``."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocking: bool = False) -> None:
         self.record_number: int | None = None
 
     def record(self, stream: Stream | None = None) -> None:
         runtime = Memory.runtime
         number = self.record_number = runtime.name()
+        runtime.counts["records"] += 1
         where = runtime.current[-1] if stream is None else stream.number
         runtime.enqueue(where, lambda: runtime.done.add(number))
 
@@ -149,7 +187,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         made: torch.Tensor = own(*size, **named)  # type: ignore[call-overload]
         if there:
             return made.as_subclass(Memory)
-        return made.as_subclass(Pinned) if pin_memory else made
+        if not pin_memory:
+            return made
+        Memory.runtime.pinned[made.data_ptr()] = made.nbytes
+        Memory.runtime.counts["pinned"] += 1
+        return made.as_subclass(Pinned)
 
     monkeypatch.setattr(torch, "empty", empty)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
