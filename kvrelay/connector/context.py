@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from kvrelay.connector.counters import Meter
@@ -48,6 +49,61 @@ class BlockMemory(Protocol):
         """A whole block as writable bytes, if it is in host memory."""
 
 
+class CopiedBlock(Protocol):
+    """A block that was copied to the host; ``payload`` is right once the batch is settled."""
+
+    @property
+    def payload(self) -> memoryview: ...
+    @property
+    def placed(self) -> bool:
+        """Whether it lies where the caller asked for it."""
+
+    @property
+    def turn(self) -> int:
+        """The batch's ``turn`` when the copy was started: after another one it is not there."""
+
+
+class CopyBatch(Protocol):
+    """Copies that a device makes while the host goes on; leaving the ``with`` waits for them."""
+
+    @property
+    def turn(self) -> int:
+        """How often the batch was recycled."""
+
+    def __enter__(self) -> CopyBatch: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None: ...
+    def slot(self) -> memoryview | None:
+        """Pinned memory of a block's size, for this batch alone; ``None``: all of it is taken."""
+
+    def load(self, block: int, count: int, payload: memoryview) -> bool:
+        """Start to fill a block; ``False`` if the device cannot read this memory."""
+
+    def save(self, block: int, count: int, target: memoryview | None) -> CopiedBlock | None:
+        """Start to copy a block to ``target`` or to pinned memory; ``None``: no room."""
+
+    def settle(self) -> None:
+        """Wait until every copy that was started has ended."""
+
+    def recycle(self) -> None:
+        """Give up the pinned memory of copies that have ended."""
+
+
+class DeviceCopies(Protocol):
+    """The batches of a pool in the memory of a device."""
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that a batch of loads may have."""
+
+    def loading(self) -> CopyBatch: ...
+    def saving(self) -> CopyBatch: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ConnectorOptions:
     """Seconds, bytes and threads. An answer counts for ``lease_seconds`` less the margin."""
@@ -85,3 +141,4 @@ class JobContext:
     pool: BlockMemory
     options: ConnectorOptions
     meter: Meter
+    copies: DeviceCopies | None = None  # of a pool that is not in host memory

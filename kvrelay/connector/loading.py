@@ -9,9 +9,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 
 from kvrelay.block.verify import verify_block
-from kvrelay.connector.context import JobContext
+from kvrelay.connector.context import CopyBatch, JobContext
 from kvrelay.connector.geometry import Geometry, LoadTarget
 from kvrelay.connector.lookups import LookupAnswer
 from kvrelay.engine.core.external import Load, Loaded, TransferEvent
@@ -141,12 +142,14 @@ class LoadJob:
         self._end(Loaded(load.request_id, load.epoch, valid, missed, sources), self._suspect)
 
     def _batches(self) -> Iterator[list[LoadTarget]]:
-        """Batches of at most ``batch_bytes`` and ``MAX_NAMES`` blocks."""
+        """Batches of at most ``batch_bytes``, ``MAX_NAMES`` blocks and a device's pinned memory."""
         batch: list[LoadTarget] = []
         nbytes = 0
+        copies = self._context.copies
+        most = MAX_NAMES if copies is None else min(MAX_NAMES, copies.most_blocks)
         for target in self._targets:
             size = self._context.pool.nbytes(target.expected.count)
-            full = len(batch) == MAX_NAMES or nbytes + size > self._context.options.batch_bytes
+            full = len(batch) == most or nbytes + size > self._context.options.batch_bytes
             if batch and full:
                 yield batch
                 batch, nbytes = [], 0
@@ -160,9 +163,36 @@ class LoadJob:
         remaining = self._deadline - time.monotonic()
         if remaining <= 0:
             raise DeadlineExceeded("the load's time ran out between two batches")
+        if (copies := self._context.copies) is not None:
+            with copies.loading() as batch:
+                return self._fill_device(targets, batch, remaining)
         wants = [self._want(target) for target in targets]
         with closing(self._context.store.get(wants, remaining)) as arriving:
             return all(self._accept(targets[g.index], wants[g.index], g) for g in arriving)
+
+    def _fill_device(
+        self, targets: Sequence[LoadTarget], batch: CopyBatch, remaining: float
+    ) -> bool:
+        """``_fill`` for a pool that is not in host memory: a block counts once it is copied."""
+        blocks = [TargetBlock(self._context, target, batch) for target in targets]
+        right: list[tuple[TargetBlock, GetResult]] = []
+        try:
+            with closing(self._context.store.get([b.want for b in blocks], remaining)) as arriving:
+                for got in arriving:
+                    if got.header is None:
+                        return self._absent()
+                    blocks[got.index].receive(got)
+                    right.append((blocks[got.index], got))
+        finally:
+            batch.settle()
+            for block, got in right:
+                self._count(block.target, block.want, got)
+        return True
+
+    def _absent(self) -> bool:
+        self._context.meter.add(absent=1)
+        self._missed = Miss.TOO_LATE  # the lookup had found it
+        return False
 
     def _want(self, target: LoadTarget) -> Want:
         buffer = self._direct(target)
@@ -179,13 +209,15 @@ class LoadJob:
     def _accept(self, target: LoadTarget, want: Want, got: GetResult) -> bool:
         """Verify one block and count it; returns whether the store still had it."""
         if got.header is None:
-            self._context.meter.add(absent=1)
-            self._missed = Miss.TOO_LATE  # the lookup had found it
-            return False
+            return self._absent()
         key = self._context.options.key
         verify_block(got.header, target.expected, want.buffer, got.summed, key)
         if self._direct(target) is None:
             self._context.pool.write(target.block, target.expected.count, want.buffer)
+        self._count(target, want, got)
+        return True
+
+    def _count(self, target: LoadTarget, want: Want, got: GetResult) -> None:
         source = got.source or self._default_source
         last = self._load.local + self._load.external
         tokens = min(target.end, last) - self._valid_to
@@ -193,7 +225,49 @@ class LoadJob:
         self._valid_to = target.end
         self._accepted += 1
         self._context.meter.add(loaded_bytes=want.buffer.nbytes)
+
+
+class TargetBlock:
+    """One block of a batch, and the ``DeviceTarget`` of its want."""
+
+    def __init__(self, context: JobContext, target: LoadTarget, batch: CopyBatch) -> None:
+        self.target = target
+        self._batch = batch
+        self._key = context.options.key
+        self._wrong: Corrupt | None = None
+        count = target.expected.count
+        slot = batch.slot()
+        assert slot is not None  # a batch is no longer than its pinned memory
+        buffer = slot[: context.pool.nbytes(count)]
+        full = count == context.pool.shape.block_size
+        self.want = replace(_want(context, target, buffer), device=self if full else None)
+
+    def take(self, header: bytes, payload: memoryview) -> bool:
+        """See ``DeviceTarget``. The transport checks the lease on the payload afterwards."""
+        expected = self.target.expected
+        if not self._batch.load(self.target.block, expected.count, payload):
+            return False
+        try:
+            verify_block(header, expected, payload, None, self._key)
+            self._wrong = None
+        except Corrupt as error:
+            self._wrong = error
         return True
+
+    def settle(self) -> None:
+        self._batch.settle()
+
+    def receive(self, got: GetResult) -> None:
+        """Verify the block and start to copy it, unless it was taken. Raises ``Corrupt``."""
+        if got.taken:
+            if self._wrong is not None:
+                raise self._wrong
+            return
+        assert got.header is not None
+        expected, buffer = self.target.expected, self.want.buffer
+        verify_block(got.header, expected, buffer, got.summed, self._key)
+        started = self._batch.load(self.target.block, expected.count, buffer)
+        assert started  # its buffer is pinned
 
 
 class RecheckJob:

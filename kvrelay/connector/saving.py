@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from itertools import takewhile
 
 from kvrelay.block.header import encode_fields, header_bytes
-from kvrelay.connector.context import JobContext
+from kvrelay.connector.context import CopiedBlock, CopyBatch, JobContext
 from kvrelay.connector.geometry import Geometry
 from kvrelay.engine.core.external import BlockContent, Save, Saved, TransferEvent
 from kvrelay.errors import KvrelayError
@@ -37,10 +38,12 @@ class SaveJob:
 
     def run(self) -> None:
         """Offer every block; those the store lacks are read from the pool as they are sent."""
+        copies = self._context.copies
+        timeout = self._context.options.save_timeout(self.nbytes)
         try:
-            offers = [self._offer(content) for content in self._save.contents]
-            timeout = self._context.options.save_timeout(self.nbytes)
-            self._count(self._context.store.put(offers, timeout))
+            with nullcontext() if copies is None else copies.saving() as batch:
+                offers = [self._offer(content, batch) for content in self._save.contents]
+                self._count(self._context.store.put(offers, timeout))
         except KvrelayError:
             self._context.meter.add(save_failures=1)
         finally:
@@ -56,21 +59,34 @@ class SaveJob:
         self._context.meter.add(open_saves=-1, open_save_bytes=-self.nbytes)
         self._end(Saved(save.request_id, save.epoch, save.serial, self._stored))
 
-    def _offer(self, content: BlockContent) -> Offer:
+    def _offer(self, content: BlockContent, batch: CopyBatch | None) -> Offer:
         count = len(content.tokens)
         pool = self._context.pool
         size = header_bytes(count, pool.shape.num_kv_heads) + pool.nbytes(count)
         partial = count < self._geometry.block_size
         first = self._geometry.first_block_hash(content)
+        device = None if batch is None else BlockOnDevice(batch, content, pool.nbytes(count))
         return Offer(
-            content.name, size, partial, lambda: self._block(content), first, content.parent
+            content.name,
+            size,
+            partial,
+            lambda: self._block(content, device),
+            first,
+            content.parent,
+            device,
         )
 
-    def _block(self, content: BlockContent) -> Block:
-        payload = self._context.pool.read(content.block, len(content.tokens))
+    def _block(self, content: BlockContent, device: BlockOnDevice | None) -> Block:
+        copied = None if device is None else device.take()
+        payload = (
+            self._context.pool.read(content.block, len(content.tokens))
+            if copied is None
+            else copied.payload
+        )
         block = self._geometry.block(content.parent, content.name, content.tokens)
         header = encode_fields(block, payload.nbytes, None)
-        return Block(header, payload, sealed=False, key=self._context.options.key)
+        placed = copied is not None and copied.placed
+        return Block(header, payload, sealed=False, key=self._context.options.key, placed=placed)
 
     def _count(self, outcomes: list[Outcome]) -> None:
         self._stored = sum(1 for _ in takewhile(lambda outcome: outcome.present, outcomes))
@@ -85,3 +101,31 @@ class SaveJob:
             refused_blocks=sum(not outcome.present for outcome in outcomes),
             saved_bytes=sum(written),
         )
+
+
+class BlockOnDevice:
+    """A ``DeviceSource``. What it has copied is read once, and never after the batch's turn."""
+
+    def __init__(self, batch: CopyBatch, content: BlockContent, nbytes: int) -> None:
+        self._batch = batch
+        self._content = content
+        self._nbytes = nbytes
+        self._copied: CopiedBlock | None = None
+
+    def start(self, target: memoryview | None) -> bool:
+        content = self._content
+        part = None if target is None else target[len(target) - self._nbytes :]
+        self._copied = self._batch.save(content.block, len(content.tokens), part)
+        return self._copied is not None
+
+    def settle(self) -> None:
+        self._batch.settle()
+
+    def recycle(self) -> None:
+        self._batch.recycle()
+
+    def take(self) -> CopiedBlock | None:
+        """What was copied in this turn; ``None`` if nothing was, or if it was read before."""
+        copied = self._copied
+        self._copied = None
+        return copied if copied is not None and copied.turn == self._batch.turn else None

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.block import Namer, Namespace
-from kvrelay.connector.context import BlockMemory, ConnectorOptions, JobContext
+from kvrelay.connector.context import BlockMemory, ConnectorOptions, DeviceCopies, JobContext
 from kvrelay.connector.counters import ConnectorCounters, Meter
 from kvrelay.connector.geometry import Geometry, LoadTarget
 from kvrelay.connector.loading import LoadJob, RecheckJob, load_targets
@@ -38,7 +38,11 @@ class _KeptLease:
 
 
 class StoreConnector:
-    """A ``Connector`` over ``store``; closing it closes the store."""
+    """A ``Connector`` over ``store``; closing it closes the store.
+
+    ``copies`` are those of a pool that is not in host memory; without them each block is copied by
+    itself.
+    """
 
     def __init__(
         self,
@@ -48,9 +52,10 @@ class StoreConnector:
         pool: BlockMemory,
         options: ConnectorOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
+        copies: DeviceCopies | None = None,
     ) -> None:
         options = options or ConnectorOptions()
-        self._context = JobContext(store, pool, options, Meter())
+        self._context = JobContext(store, pool, options, Meter(), copies)
         self._meter = self._context.meter
         self._geometry = Geometry(namer, namespace, pool.shape)
         self._lookup_threads = self._threads("store-lookup", options.lookup_threads)

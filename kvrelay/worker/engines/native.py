@@ -110,7 +110,9 @@ def open_connector(
         return NoConnector()
     if not url.startswith(PREFIX):
         options = ConnectorOptions(key=key)
-        return StoreConnector(connect(url), namer, namespace, runner.pool, options)
+        copies = runner.pool.copies
+        store = connect(url, None if copies is None else copies.registered)
+        return StoreConnector(store, namer, namespace, runner.pool, options, copies=copies)
     mock = read_script(url)
     return MockConnector(mock.script, open_connector(mock.store, runner, namespace, namer, key))
 
