@@ -173,7 +173,8 @@ class Offer:
     """A block to put. ``read`` is called only if the store wants it; it gives ``size`` bytes.
 
     ``first_block_hash`` is ``kvrelay.block.Namer.first_block_hash`` of a sequence's first block.
-    ``parent`` is the block that this one continues: a store may keep it while this one is written.
+    ``parent`` is the block that this one continues. A store keeps it while this one is written, and
+    may refuse this one if it has no such block. ``detached``: another store may have it.
     ``device`` has the block, if an accelerator does: it copies several at once before ``read``.
     """
 
@@ -183,6 +184,7 @@ class Offer:
     read: Callable[[], Block]
     first_block_hash: int | None = None
     parent: bytes | None = None
+    detached: bool = False
     device: DeviceSource | None = None
 
 
@@ -197,6 +199,7 @@ class PutStatus(Enum):
     EXISTED = "existed"
     PENDING = "pending"  # another writer was still sending it
     NO_ROOM = "no room"
+    NO_PARENT = "no parent"  # the block that it continues is absent
     CORRUPT = "corrupt"
     EXPIRED = "expired"  # the reservation ended before the block was whole
 

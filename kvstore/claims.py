@@ -22,7 +22,7 @@ from kvstore.base import Offer, PutStatus
 class Claim(NamedTuple):
     """A block that a writer wants to put: its name, its size in bytes, whether it is partial.
 
-    ``first_block_hash`` and ``parent`` are those of ``kvstore.base.Offer``.
+    The rest is as in ``kvstore.base.Offer``.
     """
 
     name: bytes
@@ -30,6 +30,13 @@ class Claim(NamedTuple):
     partial: bool
     first_block_hash: int | None = None
     parent: bytes | None = None
+    detached: bool = False
+
+    @property
+    def needed(self) -> bytes | None:
+        """The block without which no lookup finds this one; ``None`` if it can be found alone."""
+        alone = self.detached or self.first_block_hash is not None
+        return None if alone else self.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,8 @@ class Grant:
 
 def claim_of(offer: Offer) -> Claim:
     """The claim of an offer."""
-    return Claim(offer.name, offer.size, offer.partial, offer.first_block_hash, offer.parent)
+    first, parent = offer.first_block_hash, offer.parent
+    return Claim(offer.name, offer.size, offer.partial, first, parent, offer.detached)
 
 
 def name_of(key: bytes) -> bytes:

@@ -40,6 +40,7 @@ COUNTERS = {
     "existed": ("existing_blocks", "Blocks put again, not copied."),
     "pending": ("pending_blocks", "Blocks put while another writer was putting them."),
     "rejected": ("rejected_blocks", "Blocks refused for lack of room."),
+    "orphaned": ("orphaned_blocks", "Blocks refused: what they continue is absent."),
     "corrupt": ("corrupt_blocks", "Blocks refused, or removed later, since they were damaged."),
     "abandoned": ("abandoned_reservations", "Reservations given up or expired."),
     "evicted": ("evicted_blocks", "Blocks evicted from memory."),

@@ -73,7 +73,7 @@ class SaveJob:
             lambda: self._block(content, device),
             first,
             content.parent,
-            device,
+            device=device,
         )
 
     def _block(self, content: BlockContent, device: BlockOnDevice | None) -> Block:

@@ -51,6 +51,8 @@ class _VerdictEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict.Value
     """Put: refused, its bytes do not match its header or claim"""
     VERDICT_EXPIRED: _Verdict.ValueType  # 7
     """Put: the reservation had ended"""
+    VERDICT_NO_PARENT: _Verdict.ValueType  # 8
+    """the block that it continues is absent: no lookup would find it"""
 
 class Verdict(_Verdict, metaclass=_VerdictEnumTypeWrapper): ...
 
@@ -69,6 +71,8 @@ VERDICT_CORRUPT: Verdict.ValueType  # 6
 """Put: refused, its bytes do not match its header or claim"""
 VERDICT_EXPIRED: Verdict.ValueType  # 7
 """Put: the reservation had ended"""
+VERDICT_NO_PARENT: Verdict.ValueType  # 8
+"""the block that it continues is absent: no lookup would find it"""
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
 
 class _Reuse:
@@ -334,6 +338,7 @@ class Claim(_message.Message):
     PARTIAL_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_HASH_FIELD_NUMBER: _builtins.int
     PARENT_FIELD_NUMBER: _builtins.int
+    DETACHED_FIELD_NUMBER: _builtins.int
     name: _builtins.bytes
     length: _builtins.int
     """bytes of header and payload"""
@@ -342,7 +347,11 @@ class Claim(_message.Message):
     first_block_hash: _builtins.int
     """if it is a sequence's first block"""
     parent: _builtins.bytes
-    """The block that this one continues, or empty. It is not evicted while this one is reserved."""
+    """The block that this one continues, or empty. It is not evicted while this one is reserved.
+    Without first_block_hash it must be stored or reserved, unless another store may have it.
+    """
+    detached: _builtins.bool
+    """another store may have the parent"""
     def __init__(
         self,
         *,
@@ -351,10 +360,11 @@ class Claim(_message.Message):
         partial: _builtins.bool = ...,
         first_block_hash: _builtins.int | None = ...,
         parent: _builtins.bytes = ...,
+        detached: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_block_hash", b"_first_block_hash", "first_block_hash", b"first_block_hash"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_block_hash", b"_first_block_hash", "first_block_hash", b"first_block_hash", "length", b"length", "name", b"name", "parent", b"parent", "partial", b"partial"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_block_hash", b"_first_block_hash", "detached", b"detached", "first_block_hash", b"first_block_hash", "length", b"length", "name", b"name", "parent", b"parent", "partial", b"partial"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_block_hash: _TypeAlias = _typing.Literal["first_block_hash"]  # noqa: Y015
     _WhichOneofArgType__first_block_hash: _TypeAlias = _typing.Literal["_first_block_hash", b"_first_block_hash"]  # noqa: Y015
@@ -936,6 +946,7 @@ class GetStatsResponse(_message.Message):
     HINTS_USED_FIELD_NUMBER: _builtins.int
     HINTS_EXPIRED_FIELD_NUMBER: _builtins.int
     HINTS_YIELDED_FIELD_NUMBER: _builtins.int
+    ORPHANED_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     budget: _builtins.int
     """bytes"""
@@ -995,6 +1006,8 @@ class GetStatsResponse(_message.Message):
     hints_expired: _builtins.int
     hints_yielded: _builtins.int
     """nothing else was left to evict, or nearer use took the room"""
+    orphaned: _builtins.int
+    """refused: what it continues was absent"""
     @_builtins.property
     def disk(self) -> Global___DiskStats:
         """absent without a disk tier"""
@@ -1040,10 +1053,11 @@ class GetStatsResponse(_message.Message):
         hints_used: _builtins.int = ...,
         hints_expired: _builtins.int = ...,
         hints_yielded: _builtins.int = ...,
+        orphaned: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "disk", b"disk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "abandoned", b"abandoned", "absent", b"absent", "boot", b"boot", "budget", b"budget", "bytes", b"bytes", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "cleared", b"cleared", "corrupt", b"corrupt", "disk", b"disk", "entries", b"entries", "evicted", b"evicted", "eviction", b"eviction", "eviction_failures", b"eviction_failures", "existed", b"existed", "expired", b"expired", "hints_expired", b"hints_expired", "hints_received", b"hints_received", "hints_refused", b"hints_refused", "hints_used", b"hints_used", "hints_yielded", b"hints_yielded", "hits", b"hits", "leased_bytes", b"leased_bytes", "leases", b"leases", "lookups", b"lookups", "misses", b"misses", "overhead_bytes", b"overhead_bytes", "pending", b"pending", "rejected", b"rejected", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "served", b"served", "stored", b"stored", "tenants", b"tenants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disk", b"_disk", "abandoned", b"abandoned", "absent", b"absent", "boot", b"boot", "budget", b"budget", "bytes", b"bytes", "bytes_in", b"bytes_in", "bytes_out", b"bytes_out", "cleared", b"cleared", "corrupt", b"corrupt", "disk", b"disk", "entries", b"entries", "evicted", b"evicted", "eviction", b"eviction", "eviction_failures", b"eviction_failures", "existed", b"existed", "expired", b"expired", "hints_expired", b"hints_expired", "hints_received", b"hints_received", "hints_refused", b"hints_refused", "hints_used", b"hints_used", "hints_yielded", b"hints_yielded", "hits", b"hits", "leased_bytes", b"leased_bytes", "leases", b"leases", "lookups", b"lookups", "misses", b"misses", "orphaned", b"orphaned", "overhead_bytes", b"overhead_bytes", "pending", b"pending", "rejected", b"rejected", "reservations", b"reservations", "reserved_bytes", b"reserved_bytes", "served", b"served", "stored", b"stored", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__disk: _TypeAlias = _typing.Literal["disk"]  # noqa: Y015
     _WhichOneofArgType__disk: _TypeAlias = _typing.Literal["_disk", b"_disk"]  # noqa: Y015

@@ -186,7 +186,6 @@ class BlockIndex(Generic[V]):
         The reservations are under ``ticket`` if it is open, else under a new one.
         """
         self.expire(now)
-        self.reservations.begin(claims)
         for claim in reversed(claims):
             if (entry := self._entries.get(claim.name)) is not None:
                 self._entries.use(entry, now)
@@ -336,11 +335,14 @@ class BlockIndex(Generic[V]):
         if claim.name in self.reservations or self.reservations.is_full(ticket, claim.size):
             self.counters.pending += 1
             return PutStatus.PENDING
+        needed = claim.needed
+        if needed and not (needed in self.reservations or self._is_stored(needed)):
+            self.counters.orphaned += 1
+            return PutStatus.NO_PARENT
         self._entries.cover(claim)
         writing = self._make_room(claim, ticket) if self.reservations.allows(claim) else None
         if writing is None:
             self._entries.uncover(claim)
-            self.reservations.refused.add(claim.name)
             self.counters.rejected += 1
             return PutStatus.NO_ROOM
         self.reservations.add(writing)
@@ -350,12 +352,8 @@ class BlockIndex(Generic[V]):
         """Evict until there is room, in bytes and in one piece; ``None`` if it is impossible."""
         entries, room, each = self._entries, self._allocator, self._options.entry_bytes
         # Room for stored blocks beside this one and all reservations.
-        most = (
-            self._options.budget
-            - claim.size
-            - self.reservations.bytes
-            - (len(self.reservations) + 1) * each
-        )
+        most = self._options.budget - claim.size - self.reservations.bytes
+        most -= (len(self.reservations) + 1) * each
         if entries.leased + entries.leased_count * each > most:
             return None  # evicting every other block would not be enough
         while True:

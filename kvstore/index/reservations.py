@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -32,6 +31,7 @@ class Reservation(Generic[V]):
 class _Ticket:
     names: dict[bytes, None] = field(default_factory=dict)
     bytes: int = 0
+    full: bool = False
 
 
 class Reservations(dict[bytes, Reservation[V]]):
@@ -49,15 +49,6 @@ class Reservations(dict[bytes, Reservation[V]]):
         self._tickets: dict[int, _Ticket] = {}
         self.ends: Deadlines[int] = Deadlines()
         self.bytes = 0
-        self.refused: set[bytes] = set()  # for want of room, by the put that asked last
-
-    def begin(self, claims: Sequence[Claim]) -> None:
-        """Claims of a new put, or of the put that asked last if they continue what it was refused.
-
-        A refused block is not continued: the room would be taken from the blocks before it.
-        """
-        if not claims or claims[0].parent not in self.refused:
-            self.refused.clear()
 
     def open(self, ticket: int, deadline: float) -> None:
         """Open a ticket without claims; it ends by itself at ``deadline``."""
@@ -72,24 +63,22 @@ class Reservations(dict[bytes, Reservation[V]]):
         """Add a reservation; its ticket is the only writer of the block from now on."""
         claim, ticket = writing.claim, self._tickets[writing.ticket]
         self[claim.name] = writing
-        self.refused.discard(claim.name)
         ticket.names[claim.name] = None
         ticket.bytes += claim.size
         self._owned[prefix_of(claim.name)] += claim.size
         self.bytes += claim.size
 
     def is_full(self, ticket: int, size: int) -> bool:
-        """Whether ``size`` more bytes exceed a ticket's share. One block of any size is allowed."""
-        has = self._tickets[ticket].bytes
-        return has > 0 and has + size > self._of_ticket
+        """Whether ``size`` more bytes exceed a ticket's share. One block of any size is allowed.
+
+        A full ticket stays full: a smaller block may continue one that was put off.
+        """
+        owner = self._tickets[ticket]
+        owner.full |= owner.bytes > 0 and owner.bytes + size > self._of_ticket
+        return owner.full
 
     def allows(self, claim: Claim) -> bool:
-        """Whether the claim continues no refused block and fits its tenant's share.
-
-        One block of any size fits.
-        """
-        if claim.parent in self.refused:
-            return False
+        """Whether the claim fits its tenant's share. One block of any size fits."""
         owned = self._owned[prefix_of(claim.name)]
         return owned == 0 or owned + claim.size <= self._of_owner
 

@@ -8,6 +8,7 @@ first, by write-behind. A backend that fails counts as empty.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import wait
@@ -37,6 +38,9 @@ from kvstore.multi.union import boot_of, owners, surveyed, united
 from kvstore.multi.write_behind import copy_of
 from kvstore.stats import StoreStats, total_stats
 
+MOST_ONLY = 1 << 12
+"""Names of blocks put here that are remembered, the newest."""
+
 
 class MultiStore:
     """A ``Store`` of backends with distinct names."""
@@ -46,6 +50,8 @@ class MultiStore:
         if twice := [name for name in names if names.count(name) > 1]:
             raise Rejected("store", f"{twice[0]} is in the list twice")
         self.backends = tuple(backends)
+        self._lock = threading.Lock()
+        self._only: dict[bytes, None] = {}  # names of blocks that no other backend has
         self._by_name = {backend.name: backend for backend in backends}
 
     @property
@@ -98,15 +104,19 @@ class MultiStore:
     def put(self, offers: Sequence[Offer], timeout: float) -> list[Outcome]:
         """Puts into the first backend that is written to and available."""
         deadline = time.monotonic() + timeout
+        offers = self._detached(offers)
         writers = [self.backends[0], *(backend for backend in self.backends[1:] if backend.write)]
         while True:
             first, *later = writers
             try:
-                return _put(first, later, offers, deadline - time.monotonic())
+                outcomes = _put(first, later, offers, deadline - time.monotonic())
             except Unavailable:
                 if not later:
                     raise
                 writers = later
+            else:
+                self._remember(offers, outcomes)
+                return outcomes
 
     def release(self, leases: Sequence[Lease], timeout: float) -> None:
         """Does not wait for backends that are late."""
@@ -172,6 +182,25 @@ class MultiStore:
             for index, owner in zip(indices, owners(answers, len(indices)), strict=True):
                 backends[index] = self._by_name.get(owner or "")
         return backends
+
+    def _detached(self, offers: Sequence[Offer]) -> list[Offer]:
+        """The offers, each with whether another backend may have the block that it continues."""
+        with self._lock:
+            here = {offer.name for offer in offers} | self._only.keys()
+        return [replace(offer, detached=offer.parent not in here) for offer in offers]
+
+    def _remember(self, offers: Sequence[Offer], outcomes: Sequence[Outcome]) -> None:
+        """Remember the blocks that no other backend has: a later call may continue them."""
+        copied = any(backend.write for backend in self.backends)
+        with self._lock:
+            for offer, outcome in zip(offers, outcomes, strict=True):
+                self._only.pop(offer.name, None)
+                if outcome.status is PutStatus.STORED and copied:
+                    continue
+                if outcome.status is not PutStatus.EXISTED:
+                    self._only[offer.name] = None
+            while len(self._only) > MOST_ONLY:
+                del self._only[next(iter(self._only))]
 
     def _promote(self, want: Want, header: bytes) -> None:
         writer = self.backends[0].writer

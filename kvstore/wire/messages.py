@@ -35,6 +35,7 @@ VERDICTS: dict[PutStatus, pb.Verdict.ValueType] = {
     PutStatus.EXISTED: pb.VERDICT_EXISTS,
     PutStatus.PENDING: pb.VERDICT_PENDING,
     PutStatus.NO_ROOM: pb.VERDICT_NO_ROOM,
+    PutStatus.NO_PARENT: pb.VERDICT_NO_PARENT,
     PutStatus.CORRUPT: pb.VERDICT_CORRUPT,
     PutStatus.EXPIRED: pb.VERDICT_EXPIRED,
 }
@@ -81,7 +82,9 @@ def claims_of(claims: Iterable[pb.Claim], count: int, max_block: int) -> list[Cl
         first_block_hash = claim.first_block_hash if claim.HasField("first_block_hash") else None
         if len(parent := claim.parent) not in (0, NAME_BYTES):
             raise Rejected(f"claims[{index}].parent", f"{len(parent)} bytes are not {NAME_BYTES}")
-        values.append(Claim(name, size, claim.partial, first_block_hash, parent or None))
+        values.append(
+            Claim(name, size, claim.partial, first_block_hash, parent or None, claim.detached)
+        )
     if len({claim.name for claim in values}) != count:
         raise Rejected("claims", "a name is given twice: send each block once")
     return values
@@ -95,6 +98,7 @@ def claim_message(offer: Offer) -> pb.Claim:
         partial=offer.partial,
         first_block_hash=offer.first_block_hash,
         parent=offer.parent or b"",
+        detached=offer.detached,
     )
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from kvrelay.block.header import (
     SHORTEST,
@@ -61,6 +62,16 @@ def name_of(block: Block) -> bytes:
 
 def offer(block: Block, name: bytes | None = None) -> Offer:
     return Offer(name or name_of(block), block.size, False, lambda: block)
+
+
+def chain(count: int, size: int) -> list[Offer]:
+    """Offers of blocks each of which continues the one before; the first begins a sequence."""
+    offers: list[Offer] = []
+    for _ in range(count):
+        block = make(size, parent=offers[-1].name if offers else None)
+        first, parent = None if offers else 1, decode(block.header).parent
+        offers.append(replace(offer(block), first_block_hash=first, parent=parent))
+    return offers
 
 
 def put(store: Store, *blocks: Block) -> list[PutStatus]:

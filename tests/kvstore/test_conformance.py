@@ -20,8 +20,8 @@ from kvrelay.usage import Miss
 from kvstore import Block, Offer, PutStatus, Store, SurveyResult, Tail, Want, connect
 from kvstore.base import NameQuery
 from kvstore.multi.store import MultiStore
-from tests.kvstore.conftest import ours_only
-from tests.kvstore.rig import TIMEOUT, get, make, name_of, offer, present, put, sealed, why
+from tests.kvstore.conftest import BUDGET, ours_only
+from tests.kvstore.rig import TIMEOUT, chain, get, make, name_of, offer, present, put, sealed, why
 
 Connect = Callable[[], Store]
 
@@ -283,6 +283,25 @@ def test_no_room_beside_what_is_held(store: Store) -> None:
     store.release([found.lease], TIMEOUT)
     store.release([found.lease], TIMEOUT)
     assert put(store, make(7 << 20)) == [PutStatus.STORED]
+
+
+@ours_only
+@pytest.mark.parametrize("size", [40_000, 1_500_000])
+def test_prompts_longer_than_the_store_put_in_turns_keep_their_heads(
+    store: Store, size: int
+) -> None:
+    """Each evicted the other's last blocks and then its own first ones: none was found."""
+    count = BUDGET * 3 // 2 // size
+    chains = [chain(count, size), chain(count, size)]
+    for start in range(0, count, 5):
+        for offers in chains:
+            store.put(offers[start : start + 5], TIMEOUT)
+    names = [[one.name for one in offers] for offers in chains]
+    found = sum(store.lookup(NameQuery(each), TIMEOUT).lead for each in names)
+    stats = store.stats(TIMEOUT)
+    assert found * size > 0.85 * BUDGET
+    assert (stats.entries, stats.reservations) == (found, 0)
+    assert stats.counters.orphaned > 0
 
 
 @ours_only

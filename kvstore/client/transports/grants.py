@@ -18,7 +18,7 @@ ABANDON_SECONDS = 1.0
 _RESERVED = VERDICTS[PutStatus.RESERVED]
 _OUTCOMES = {
     VERDICTS[status]: Outcome(status)
-    for status in (PutStatus.EXISTED, PutStatus.PENDING, PutStatus.NO_ROOM)
+    for status in (PutStatus.EXISTED, PutStatus.PENDING, PutStatus.NO_ROOM, PutStatus.NO_PARENT)
 }
 _KNOWN = {_RESERVED, *_OUTCOMES}
 

@@ -34,7 +34,7 @@ from kvstore.multi.backend import StoreBackend
 from kvstore.multi.store import MultiStore
 from kvstore.multi.write_behind import WriteBehind
 from kvstore.urls import public_url, public_urls, split_urls
-from tests.kvstore.rig import TIMEOUT, make, name_of, put
+from tests.kvstore.rig import TIMEOUT, chain, make, name_of, put
 
 _NUMBERS = itertools.count()
 
@@ -355,6 +355,36 @@ def test_the_next_store_is_written_when_the_first_is_gone(making: Making) -> Non
     block = make()
     assert put(rig.store, block) == [PutStatus.STORED]
     assert rig.lookup(block).sources == ("far",)
+
+
+def statuses(outcomes: Sequence[Outcome]) -> list[PutStatus]:
+    return [outcome.status for outcome in outcomes]
+
+
+def test_what_continues_a_block_of_another_store_is_put(rig: Rig) -> None:
+    offers = chain(6, 4096)
+    rig.far.put(offers[:3], TIMEOUT)
+    assert statuses(rig.store.put(offers[3:], TIMEOUT)) == [PutStatus.STORED] * 3
+    found = rig.store.lookup(NameQuery([one.name for one in offers]), TIMEOUT)
+    assert (found.lead, found.sources) == (6, ("far",) * 3 + ("near",) * 3)
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_what_continues_a_lost_block_is_put_if_another_store_may_have_it(
+    making: Making, write: bool
+) -> None:
+    rig = making(write=write)
+    offers = chain(9, 4096)
+    rig.store.put(offers[:3], TIMEOUT)
+    rig.flush()
+    rig.near.clear(1)
+    kept = statuses(rig.store.put(offers[3:6], TIMEOUT) + rig.store.put(offers[6:], TIMEOUT))
+    assert kept == [PutStatus.STORED if write else PutStatus.NO_PARENT] * 6
+    rig.flush()
+    rig.near.clear(1)
+    assert rig.store.lookup(NameQuery([one.name for one in offers]), TIMEOUT).lead == 9 * write
+    again = statuses(rig.store.put(offers, TIMEOUT))
+    assert again == [PutStatus.STORED] * 9
 
 
 def test_what_does_not_fit_is_dropped_and_counted(making: Making) -> None:
