@@ -39,7 +39,7 @@ class OpenAIServer:
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise Rejected(field, f"{url!r}: wanted is http://HOST:PORT or https://HOST:PORT")
         self.url = parsed
-        self._opened: aiohttp.ClientSession | None = None
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
 
     async def events(
         self, path: str, body: Json, token: str | None
@@ -82,8 +82,8 @@ class OpenAIServer:
         raise Rejected("model", "the server lists none: name it with --model")
 
     async def close(self) -> None:
-        if self._opened is not None:
-            await self._opened.close()
+        for session in self._sessions.values():
+            await session.close()
 
     @asynccontextmanager
     async def _asked(
@@ -91,29 +91,34 @@ class OpenAIServer:
     ) -> AsyncGenerator[aiohttp.ClientResponse, None]:
         """Leaving the context before the response's end closes its connection.
 
-        A connection that the server has closed while it was idle is replaced once.
+        A connection that the server has closed while it was idle is replaced by a new one, never
+        by another idle one, which the server may have closed as well.
         """
-        url, session = self.url.with_path(self.url.path.rstrip("/") + path), self._session()
+        url = self.url.with_path(self.url.path.rstrip("/") + path)
         with _errors(self.url):
             try:
-                response = await session.request(method, url, headers=headers, json=body)
+                response = await self._session().request(method, url, headers=headers, json=body)
             except aiohttp.ClientConnectorError:
                 raise  # nothing listens
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                response = await session.request(method, url, headers=headers, json=body)
+                fresh = self._session(reuses=False)
+                response = await fresh.request(method, url, headers=headers, json=body)
             async with response:
                 yield response
 
-    def _session(self) -> aiohttp.ClientSession:
-        """Made within the event loop that uses it."""
-        if self._opened is None:
-            self._opened = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
+    def _session(self, reuses: bool = True) -> aiohttp.ClientSession:
+        """Made within the event loop that uses it; with ``reuses`` connections are used again."""
+        if reuses not in self._sessions:
+            kept = IDLE_SECONDS if reuses else None
+            self._sessions[reuses] = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    limit=0, keepalive_timeout=kept, force_close=not reuses
+                ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 json_serialize=lambda value: json.dumps(value, separators=(",", ":")),
             )
-        return self._opened
+        return self._sessions[reuses]
 
 
 @contextmanager

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from benchmarks.stub_server import GOOD, Behave, StubManners, stub
 from kvrelay.client.convert import usage_of
 from kvrelay.load.check import usage_faults
 from kvrelay.load.grpc_door import account_of
+from kvrelay.load.openai_server import OpenAIServer
 from kvrelay.load.request import LoadAnswer, LoadRequest
 from kvrelay.v1 import types_pb2
 from tests.load.rig import LoadCommand
@@ -206,3 +209,21 @@ def test_a_connection_that_the_server_has_closed_is_replaced(load: LoadCommand) 
         found = load(server.url, *SMALL)
     assert found.levels[0]["requests"]["done"] == server.requests == REQUESTS
     assert found.status == 0
+
+
+def test_of_several_closed_connections_each_request_replaces_one() -> None:
+    body: dict[str, object] = {"prompt": [1, 2], "max_tokens": 2, "stream": True}
+
+    async def answer(server: OpenAIServer) -> int:
+        return len([event async for event in server.events("/v1/completions", body, None)])
+
+    async def answers(url: str) -> None:
+        server = OpenAIServer(url)
+        try:
+            await asyncio.gather(*(answer(server) for _ in range(3)))
+            assert await answer(server) > 1  # three idle connections, each closed when it is used
+        finally:
+            await server.close()
+
+    with stub(lambda at: StubManners(drops=True)) as server:
+        asyncio.run(answers(server.url))
