@@ -14,6 +14,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Threads that spin on cores that other work has: two of them take minutes for what one does in one.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
+# As the engine does before its first product: some tests multiply without one.
+os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX10_1_512")
+
 # A cluster whose blocks outlive it keeps its key there, and not among the files of the user.
 os.environ.setdefault("XDG_STATE_HOME", f"{tempfile.gettempdir()}/kvrelay-tests-{os.getuid()}")
 

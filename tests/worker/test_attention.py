@@ -25,9 +25,9 @@ def test_sdpa_is_logged_with_the_reason(
     limits = EngineLimits(8, 16, 64, 4, 64)
     with caplog.at_level(logging.WARNING):
         assert open_runner(model, limits, "auto", 1).attention_profile.startswith("native-")
-        assert open_runner(model, limits, "sdpa", 1).attention_profile == "sdpa-2"
+        assert open_runner(model, limits, "sdpa", 1).attention_profile == "sdpa-3"
         assert not caplog.records
         monkeypatch.setenv(library.FORCED, "sse9")
-        assert open_runner(model, limits, "auto", 1).attention_profile == "sdpa-2"
+        assert open_runner(model, limits, "auto", 1).attention_profile == "sdpa-3"
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"attention is sdpa-2: native cannot be used: {library.FORCED}=sse9")
+    assert line.startswith(f"attention is sdpa-3: native cannot be used: {library.FORCED}=sse9")

@@ -22,15 +22,15 @@ TILE = 256  # queries of one call: it reads no key after its last query
 
 # Batch invariance. A recomputation, after a preemption or on another worker, is cut into chunks
 # otherwise than the first time, so a row must not be rounded by how many rows or hidden keys are
-# beside it. Measured on the CPU with MKL (AVX2 and AVX-512, heads of 16 to 256, one and two
-# threads): a product of fewer than 4 rows is added up in another order than a larger one, and so
-# is one over 193 to 383 keys. SDPA takes queries in runs of 32 or a multiple and keys in runs of
-# 512, so the size of the last run matters; what a mask hides adds zero.
+# beside it. Measured with MKL on CPUs with AVX2, AVX-512 and AMX, heads of 16 to 512, one and two
+# threads: a product of fewer than 4 rows is added up in another order than a larger one (on the
+# last CPU, of fewer than 16 in wide heads), and so is one over 193 to 511 keys. SDPA takes queries
+# in runs of 32 or a multiple and keys in runs of 512, so the size of the last run matters; what a
+# mask hides adds zero.
 _QUERY_RUN = 32
-_FEWEST_QUERIES = 4
+_FEWEST_QUERIES = 16
 _KEY_RUN = 512
 _KEYS_ALIKE = 192
-_KEYS_ALIKE_AGAIN = 384
 _VECTOR = 16
 _SIZE_ALIKE = 1024  # elements of a bfloat16 row: a longer one is added up otherwise if it is alone
 
@@ -53,7 +53,7 @@ def keys_computed(count: int) -> int:
     """The number of keys to compute with for ``count`` that are seen; the others are masked."""
     whole = -(-count // _VECTOR) * _VECTOR
     last = whole % _KEY_RUN
-    return whole + _KEYS_ALIKE_AGAIN - last if _KEYS_ALIKE < last < _KEYS_ALIKE_AGAIN else whole
+    return whole + _KEY_RUN - last if last > _KEYS_ALIKE else whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class SdpaBackend:
     """SDPA over a pool in host or CUDA memory."""
 
     name = "sdpa"
-    profile = "sdpa-2"  # with the revision of the forward pass; torch is in the numeric profile
+    profile = "sdpa-3"  # with the revision of the forward pass; torch is in the numeric profile
 
     def __init__(self, pool: KVPool) -> None:
         self.pool = pool

@@ -24,7 +24,7 @@ from kvrelay.engine.model.decoder_weights import extract_weights
 from kvrelay.engine.model.device import open_device
 from kvrelay.engine.model.elementwise import vectorise_activations
 from kvrelay.engine.model.forward import CausalModel, TransformersModel
-from kvrelay.engine.model.packed_linear import bound_kernel_caches, pack_linears
+from kvrelay.engine.model.packed_linear import limit_onednn, pack_linears
 from kvrelay.engine.model.pretrained import FOREIGN, read_config, read_weights, revision
 from kvrelay.engine.model.probe import compare_logits, observe_model, reference_logits
 from kvrelay.errors import Unservable
@@ -97,7 +97,7 @@ def load_model(
     ``Unservable`` with all reasons if it cannot be served exactly.
     """
     directory = Path(path)
-    bound_kernel_caches()
+    limit_onednn()
     with _explained(directory), torch.inference_mode(), Progress() as progress:
         progress.phase = f"checking the model in {directory}"
         where = open_device(device)

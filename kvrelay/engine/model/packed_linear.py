@@ -31,14 +31,17 @@ _Pointwise = Callable[
 ]
 
 
-def bound_kernel_caches() -> None:
-    """Bound the kernels that oneDNN keeps in this process; call it before the first product.
+def limit_onednn() -> None:
+    """Set how oneDNN multiplies in this process; call it before the first product.
 
-    oneDNN makes a kernel for every layer and every number of rows, which takes 0.3 to 0.8 ms, and
-    keeps the last 1,024 twice: itself, and in PyTorch's interface to it. Each is a quarter to half
-    a MiB, so a worker that had met prompts of many lengths held half a GiB of them. A capacity that
-    the environment sets is kept.
+    Without AMX: its kernels for AMX (oneDNN 3.12) add up a row in an order that depends on the
+    number of rows and threads, those for AVX-512 do not. With a bound on the kernels that it keeps:
+    oneDNN makes one for every layer and every number of rows, which takes 0.3 to 0.8 ms, and keeps
+    the last 1,024 twice: itself, and in PyTorch's interface to it. Each is a quarter to half a MiB,
+    so a worker that had met prompts of many lengths held half a GiB of them. What the environment
+    sets is kept.
     """
+    os.environ.setdefault("DNNL_MAX_CPU_ISA", "AVX10_1_512")  # which yields to ONEDNN_...
     for name in _CACHES:
         os.environ.setdefault(name, str(KERNELS))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SECONDS = 230
+SECONDS = 600  # the longest takes 50 on a quiet machine
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,

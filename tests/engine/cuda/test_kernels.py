@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from tests.engine.cuda.processes import interpreted, needs_triton
+from tests.engine.cuda.processes import SECONDS, interpreted, needs_triton
 
-pytestmark = needs_triton
+pytestmark = [needs_triton, pytest.mark.timeout(SECONDS + 10)]
 LONG = ("far", "isolated", "long", "many", "padded", "random", "rotations")
 DENSE = ("llama", "llama-mha", "llama-tied", "qwen2", "qwen3", "mistral", "gpt-neox", "gpt2")
 FUNCTIONS = (
@@ -48,8 +48,7 @@ def test_a_model_on_the_kernels() -> None:
 @pytest.mark.parametrize("check", LONG)
 def test_in_random_order(check: str) -> None:
     """Programs in random order; the seed is printed."""
-    for seed in (1, random.randrange(1000)):
-        assert "passed" in interpreted("checks", check, str(seed))
+    assert "passed" in interpreted("checks", check, str(random.randrange(1000)))
 
 
 @pytest.mark.triton

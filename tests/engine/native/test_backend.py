@@ -116,7 +116,7 @@ def test_the_profile_names_revision_and_variant(compiled: None, tmp_path: Path) 
     variant = library.load_kernel().variant
     assert runner.attention_profile == f"native-2-{variant}"
     assert f"/native-2-{variant}/tp1/" in numeric_profile(loaded, "native", 1)
-    assert "/sdpa-2/tp1/" in numeric_profile(loaded, "sdpa", 1)
+    assert "/sdpa-3/tp1/" in numeric_profile(loaded, "sdpa", 1)
 
 
 def choose(**environ: str) -> str:
@@ -177,7 +177,7 @@ def test_auto_is_the_kernel_where_it_can_be_used(compiled: None) -> None:
     chosen = choose_attention("auto", KVPool(SHAPE))
     assert chosen.backend.profile == library.load_kernel().profile
     assert not chosen.reason
-    assert choose_attention("sdpa", KVPool(SHAPE)).backend.profile == "sdpa-2"
+    assert choose_attention("sdpa", KVPool(SHAPE)).backend.profile == "sdpa-3"
 
 
 def test_auto_is_sdpa_with_a_reason_where_it_cannot(
@@ -190,7 +190,7 @@ def test_auto_is_sdpa_with_a_reason_where_it_cannot(
         chosen = choose_attention("auto", KVPool(SHAPE))
     finally:
         library._load.cache_clear()
-    assert chosen.backend.profile == "sdpa-2"
+    assert chosen.backend.profile == "sdpa-3"
     assert re.match("native cannot be used: not compiled", chosen.reason)
     monkeypatch.undo()
     monkeypatch.setenv(library.FORCED, "sse9")
@@ -201,7 +201,7 @@ def test_auto_is_sdpa_for_a_pool_of_another_kind(compiled: None) -> None:
     pool = KVPool(SHAPE)
     pool.tensor = pool.tensor.double()
     chosen = choose_attention("auto", pool)
-    assert chosen.backend.profile == "sdpa-2"
+    assert chosen.backend.profile == "sdpa-3"
     assert "torch.float64" in chosen.reason
     pool.device = torch.device("meta")
     assert "the pool is on meta" in choose_attention("auto", pool).reason

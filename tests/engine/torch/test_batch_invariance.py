@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch.nn.functional import gelu, silu
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from kvrelay.engine.attention.index import keys_computed, queries_computed
+from kvrelay.engine.attention.index import TILE, keys_computed, queries_computed
 from kvrelay.engine.attention.pool import DTYPES
 from kvrelay.engine.core.updates import Logprob, Work
 from kvrelay.engine.model.elementwise import vectorised
@@ -206,8 +207,34 @@ def test_an_element_of_an_activation_does_not_depend_on_its_place(
 
 def test_the_sizes() -> None:
     assert [queries_computed(n) for n in (1, 3, 4, 7, 32, 33, 35, 36, 64)] == [
-        *(4, 4, 4, 7, 32, 36, 36, 36, 64)
+        *(16, 16, 16, 16, 32, 48, 48, 48, 64)
     ]
     assert [keys_computed(n) for n in (1, 16, 17, 192, 193, 384, 385, 512, 513, 705)] == [
-        *(16, 16, 32, 192, 384, 384, 400, 512, 528, 896)
+        *(16, 16, 32, 192, 512, 512, 512, 512, 528, 1024)
     ]
+
+
+@pytest.mark.parametrize("width", [16, 64, 96, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_heads_of_any_width(width: int, dtype: torch.dtype) -> None:
+    """SDPA by the sizes above: rows of a tile, and the same rows in calls of their own."""
+    seed = random.randrange(1 << 31)
+    print(f"seed {seed}")
+    rng, generator, length = random.Random(seed), torch.Generator().manual_seed(seed), 700
+    query, key, value = torch.randn(3, 1, 1, 1024, width, generator=generator).to(dtype)
+
+    def attended(first: int, last: int) -> torch.Tensor:
+        rows, keys = queries_computed(last - first), keys_computed(last)
+        ends = torch.arange(first, first + rows).clamp(max=last - 1)
+        mask = torch.arange(keys)[None] <= ends[:, None]
+        padded = torch.zeros(1, 1, rows, width, dtype=dtype)
+        padded[:, :, : last - first] = query[:, :, first:last]
+        out = sdpa(padded, key[:, :, :keys], value[:, :, :keys], attn_mask=mask)
+        return out[0, 0, : last - first]
+
+    tiles = [attended(at, min(at + TILE, length)) for at in range(0, length, TILE)]
+    whole = torch.cat(tiles)
+    for _ in range(60):
+        first = rng.randrange(length)
+        last = min(first + rng.choice((1, 1, 2, 3, 5, 15, 31, 33, 100, TILE)), length)
+        assert torch.equal(attended(first, last), whole[first:last]), (first, last)

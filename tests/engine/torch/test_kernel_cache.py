@@ -17,8 +17,8 @@ pytestmark = [
 # MiB in use after 300 numbers of rows, and again after 500 more.
 SCRIPT = """
 import ctypes, torch
-from kvrelay.engine.model.packed_linear import PackedLinear, bound_kernel_caches
-bound_kernel_caches()
+from kvrelay.engine.model.packed_linear import PackedLinear, limit_onednn
+limit_onednn()
 class Info(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
     _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
