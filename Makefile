@@ -12,7 +12,7 @@ READY := $(VENV)/.ready
 # Extra arguments for pip, for example the index of a CUDA or CPU build of torch.
 PIP_ARGS ?=
 ARGS ?=
-# Processes that run the quick tests side by side: each starts clusters, and waits for them.
+# Processes that run tests side by side: each starts clusters, and waits for them.
 JOBS ?= 2
 
 PROTOS := $(wildcard protos/kvrelay/v1/*.proto)
@@ -41,8 +41,9 @@ test: $(READY) ## run the tests (under ten minutes on two cores)
 cover: $(READY) ## run the tests with coverage (half as long again)
 	@$(BIN)/python -m pytest -m 'not slow and not peer and not vllm and not triton' --cov --cov-report=term $(ARGS)
 
-test-slow: $(READY) ## run the tests that wait for silent peers (some minutes)
-	@$(BIN)/python -m pytest -m 'slow and not peer and not vllm' $(ARGS)
+test-slow: $(READY) ## run the tests that wait for silent peers (a quarter of an hour)
+	@$(BIN)/python -m pytest -m 'slow and not peer and not vllm' \
+		-n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-fast: $(READY) ## run the tests that start no processes
 	@$(BIN)/python -m pytest -m 'not cluster and not slow and not peer and not vllm and not triton' $(ARGS)
