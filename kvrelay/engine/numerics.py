@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import transformers
 
+from kvrelay.engine.attention.choice import least_block_size
 from kvrelay.engine.core.updates import Work
 from kvrelay.engine.kernels import kernels
 from kvrelay.engine.model.forward import TransformersModel
@@ -35,7 +36,8 @@ def numeric_profile(
 
     The probe has a pool of its own, so the worker's pool stays as it is.
     """
-    runner = Runner(model, 2 * (LONGEST // BLOCK), BLOCK, attention_backend, threads)
+    size = max(BLOCK, least_block_size(attention_backend))
+    runner = Runner(model, 2 * -(LONGEST // -size), size, attention_backend, threads)
     parts = ["native", *kernels(model.device)]
     if isinstance(model.forward, TransformersModel):  # its own forward pass, not ours
         parts.append(f"transformers-{transformers.__version__}")
@@ -49,7 +51,7 @@ def _probe(model: LoadedModel, runner: Runner) -> str:
     """The digest of the KV and logits of two prompts, cut into chunks and decode steps."""
     digest = hashlib.sha256()
     prompts = _prompts(model.info.vocab_size, min(LONGEST, model.info.position_limit or LONGEST))
-    half = runner.pool.shape.num_blocks // 2
+    half, size = runner.pool.shape.num_blocks // 2, runner.pool.shape.block_size
     tables = (range(half), range(half, 2 * half))
     for cuts in _steps([len(prompt) for prompt in prompts]):
         works = [
@@ -61,9 +63,9 @@ def _probe(model: LoadedModel, runner: Runner) -> str:
             logits = runner.compute(works).logits
             digest.update(logits.contiguous().cpu().view(torch.uint8).numpy().data)
     for tokens, table in zip(prompts, tables, strict=True):
-        for first in range(0, len(tokens), BLOCK):
-            count = min(BLOCK, len(tokens) - first)
-            digest.update(runner.pool.read(table[first // BLOCK], count))
+        for first in range(0, len(tokens), size):
+            count = min(size, len(tokens) - first)
+            digest.update(runner.pool.read(table[first // size], count))
     return digest.hexdigest()[: 2 * DIGEST_BYTES]
 
 

@@ -10,6 +10,7 @@ import torch
 from kvrelay.engine.attention.backend import AttentionStep
 from kvrelay.engine.attention.batch import Batch, pack
 from kvrelay.engine.attention.choice import choose_attention
+from kvrelay.engine.attention.flash_backend import FlashBackend
 from kvrelay.engine.attention.pool import KVPool
 from kvrelay.engine.attention.triton_backend import TritonBackend
 from kvrelay.engine.core.updates import Sampled, Work
@@ -69,10 +70,10 @@ class Runner:
         self._sampler: DeviceSampler | None = None
         self._graphs: DecodeGraphs | None = None
         self.graphs_reason = ""  # why decode steps are no graphs, though asked for
-        if isinstance(self._backend, TritonBackend):
+        if isinstance(self._backend, (TritonBackend, FlashBackend)):  # their uploads carry words
             self._sampler = DeviceSampler(loaded.device, loaded.info.vocab_size)
-            if graphs is not None:
-                self._open_graphs(self._backend, graphs)
+        if isinstance(self._backend, TritonBackend) and graphs is not None:
+            self._open_graphs(self._backend, graphs)
         self._executed = 0
 
     @property

@@ -12,7 +12,7 @@ from kvrelay.rpc.security.options import SecurityOptions
 ENGINES = ("native", "vllm")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda", "cuda:N")
-ATTENTION_BACKENDS = ("auto", "sdpa", "native", "triton")
+ATTENTION_BACKENDS = ("auto", "sdpa", "native", "triton", "varlen", "flash_attn")
 NUMERICS = ("strict", "loose")
 LARGEST_BLOCK = 1024  # token positions
 
@@ -51,8 +51,9 @@ class WorkerConfig(SecurityOptions):
     )
     attention_backend: str = option(
         "auto",
-        "how attention is computed; auto: native (our compiled kernel, on the CPU) where it can be"
-        " used, else sdpa (torch), with a line that says why",
+        "how attention is computed; auto: on the CPU native (our compiled kernel), else sdpa"
+        " (torch), with a line that says why; on a GPU sdpa; triton (our kernels), varlen (torch's"
+        " FlashAttention) and flash_attn (the package) have not been tried on a GPU yet",
         choices=ATTENTION_BACKENDS,
     )
     numerics: str = option(

@@ -167,7 +167,7 @@ def _torch() -> Iterator[Diagnosis]:
     flash = importlib.util.find_spec("flash_attn") is not None
     means = "used where the native kernel is not"
     if flash:
-        means += "; flash_attn is installed and not used: kvrelay has no backend for it"
+        means += "; flash_attn is installed: --attention-backend flash_attn on a GPU"
     yield Diagnosis("attention", "ok", "sdpa, of torch", means)
     yield _native_attention()
     from kvrelay.engine.kernels import kernels

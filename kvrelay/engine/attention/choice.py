@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvrelay.engine.attention.backend import AttentionBackend
+from kvrelay.engine.attention.flash_backend import FlashBackend
+from kvrelay.engine.attention.flash_calls import NoFlash, open_flash_attn, open_varlen
 from kvrelay.engine.attention.native.backend import NativeBackend
 from kvrelay.engine.attention.native.library import NoKernel
 from kvrelay.engine.attention.pool import KVPool
 from kvrelay.engine.attention.sdpa import SdpaBackend
 from kvrelay.engine.attention.triton_backend import NoTriton, TritonBackend
+from kvrelay.engine.cuda.flash_conditions import PAGE
 from kvrelay.errors import Rejected
 
 
@@ -21,27 +25,43 @@ class ChosenAttention:
     reason: str = ""
 
 
+_FORCED: Mapping[str, Callable[[KVPool], AttentionBackend]] = {
+    "sdpa": SdpaBackend,
+    "native": NativeBackend,
+    "triton": TritonBackend,
+    "varlen": lambda pool: FlashBackend(pool, open_varlen(pool)),
+    "flash_attn": lambda pool: FlashBackend(pool, open_flash_attn(pool)),
+}
+
+
 def choose_attention(name: str, pool: KVPool) -> ChosenAttention:
     """The attention backend of this name over a pool.
 
     "auto" is the native kernel where it loads, passes its self-test and computes in the pool's
-    dtype and on its device, else SDPA. ``Rejected`` if the name is unknown, or if this machine
-    cannot run that backend.
+    dtype and on its device, else SDPA; what a worker on a GPU computes with is the result of its
+    self-test (``kvrelay.engine.self_test``). ``Rejected`` if the name is unknown, or if this
+    machine cannot run that backend.
     """
-    if name not in ("auto", "sdpa", "native", "triton"):
-        raise Rejected("attention_backend", f"{name!r} is not known: auto, sdpa, native or triton")
-    if name == "sdpa":
-        return ChosenAttention(SdpaBackend(pool))
-    if name == "triton":
-        try:
-            return ChosenAttention(TritonBackend(pool))
-        except NoTriton as error:
-            raise Rejected("attention_backend", f"triton cannot be used: {error}") from error
+    if name == "auto":
+        return _automatic(pool)
+    if name not in _FORCED:
+        *others, last = ("auto", *_FORCED)
+        known = f"{', '.join(others)} or {last}"
+        raise Rejected("attention_backend", f"{name!r} is not known: {known}")
+    try:
+        return ChosenAttention(_FORCED[name](pool))
+    except (NoKernel, NoTriton, NoFlash) as error:
+        raise Rejected("attention_backend", f"{name} cannot be used: {error}") from error
+
+
+def least_block_size(name: str) -> int:
+    """The fewest positions of a block that a backend reads."""
+    return PAGE if name in ("varlen", "flash_attn") else 1
+
+
+def _automatic(pool: KVPool) -> ChosenAttention:
     try:
         native = NativeBackend(pool)
     except NoKernel as error:
-        reason = f"native cannot be used: {error}"
-        if name == "native":
-            raise Rejected("attention_backend", reason) from error
-        return ChosenAttention(SdpaBackend(pool), reason)
+        return ChosenAttention(SdpaBackend(pool), f"native cannot be used: {error}")
     return ChosenAttention(native, "; ".join(native.kernel.shortcomings))

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from kvrelay.engine.attention.batch import Batch, ModelInputs, positions_of
 from kvrelay.engine.attention.pool import KVPool
+from kvrelay.engine.cuda.arguments import AttentionOptions
 from kvrelay.engine.cuda.launch import unusable
 from kvrelay.engine.cuda.upload import StepUpload
 
 if TYPE_CHECKING:  # they import triton, which is found only where the backend is usable
-    from kvrelay.engine.cuda.attention import AttentionOptions, PagedEntries, PagedPool
+    from kvrelay.engine.cuda.attention import PagedEntries, PagedPool
 
 
 _ROW_WORDS = 64  # of a decode row: span, token, position, slot, and what its sampling needs
@@ -39,7 +40,7 @@ class TritonBackend:
             raise NoTriton(reason)
         import triton
 
-        from kvrelay.engine.cuda.attention import REVISION, AttentionOptions, PagedPool
+        from kvrelay.engine.cuda.attention import REVISION, PagedPool
 
         self.pool = pool
         self.paged = PagedPool(pool.by_position)

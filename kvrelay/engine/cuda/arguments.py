@@ -6,9 +6,23 @@ Numbers are strides in elements. A kernel multiplies them with 64-bit places, so
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """``window`` 0 is none, ``softcap`` 0 is none; ``sinks`` [heads] are scores without values."""
+
+    window: int = 0
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
+PLAIN = AttentionOptions()
+"""No window, no soft cap and no sinks."""
 
 
 class Rows(NamedTuple):

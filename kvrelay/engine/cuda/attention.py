@@ -6,7 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrelay.engine.cuda.arguments import Contexts, LayerPool, Rows, Scoring, TileShape
+from kvrelay.engine.cuda.arguments import (
+    AttentionOptions,
+    Contexts,
+    LayerPool,
+    Rows,
+    Scoring,
+    TileShape,
+)
 from kvrelay.engine.cuda.attention_kernels import attend_decode, attend_prefill, combine_segments
 from kvrelay.engine.cuda.launch import launch
 from kvrelay.engine.cuda.row_kernels import store_rows
@@ -45,15 +52,6 @@ def _tile(width: int, dtype: torch.dtype, group: int, prefill: bool) -> _Tile:
     return _Tile(
         max(rows, power_of_two(group)), keys=32, warps=4 if width < _MIDDLE else 8, stages=2
     )
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionOptions:
-    """``window`` 0 is none, ``softcap`` 0 is none; ``sinks`` [heads] are scores without values."""
-
-    window: int = 0
-    softcap: float = 0.0
-    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from kvrelay.engine.attention.backend import AttentionBackend
 from kvrelay.engine.attention.batch import pack
-from kvrelay.engine.attention.choice import choose_attention
+from kvrelay.engine.attention.choice import choose_attention, least_block_size
 from kvrelay.engine.attention.pool import KVPool, PoolShape
 from kvrelay.engine.core.updates import Work
 from kvrelay.engine.model.forward import CausalModel, TransformersModel
@@ -186,7 +186,8 @@ def compare_logits(
 
     Raises ``Unservable`` if it is more than rounding.
     """
-    pool = KVPool(replace(shape, num_blocks=7, block_size=2), device)
+    size = max(2, least_block_size(attention_backend))
+    pool = KVPool(replace(shape, num_blocks=7, block_size=size), device)
     backend = choose_attention(attention_backend, pool).backend
     paged = _paged_logits(forward_for(forward, backend), backend, pool, _sequences(own.shape[1]))
     difference = (own.float() - paged.float()).abs().max().item()

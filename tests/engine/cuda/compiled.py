@@ -22,7 +22,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from kvrelay.engine.cuda.attention import AttentionOptions, PagedEntries, PagedPool
+from kvrelay.engine.cuda.arguments import AttentionOptions
+from kvrelay.engine.cuda.attention import PagedEntries, PagedPool
 from kvrelay.engine.cuda.rows import gated, norm, rotate
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)
