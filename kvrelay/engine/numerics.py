@@ -28,11 +28,14 @@ DIGEST_BYTES = 8
 
 
 def numeric_profile(
-    model: LoadedModel, attention_backend: str, threads: int | None, graphs: str = ""
+    model: LoadedModel,
+    attention_backend: str,
+    threads: int | None,
+    verdict: Sequence[str] = (),
 ) -> str:
     """The profile of this process with this model; the options are those of its runner.
 
-    ``graphs`` is the runner's ``graphs_profile``.
+    ``verdict`` is what the device was found to do at start; empty parts do not count.
 
     The probe has a pool of its own, so the worker's pool stays as it is.
     """
@@ -43,7 +46,7 @@ def numeric_profile(
         parts.append(f"transformers-{transformers.__version__}")
     with torch.inference_mode():
         digest = _probe(model, runner)
-    parts += [runner.attention_profile, *([graphs] if graphs else [])]
+    parts += [runner.attention_profile, *filter(None, verdict)]
     return "/".join([*parts, "tp1", digest])
 
 

@@ -15,6 +15,7 @@ from kvrelay.engine.attention.pool import KVPool
 from kvrelay.engine.attention.triton_backend import TritonBackend
 from kvrelay.engine.core.updates import Sampled, Work
 from kvrelay.engine.graphs import CudaGraphs, DecodeGraphs, GraphLimits, GraphRuntime
+from kvrelay.engine.model.forward import CausalModel
 from kvrelay.engine.model.fused_decoder import FusedDecoder, forward_for
 from kvrelay.engine.model.loading import LoadedModel
 from kvrelay.engine.sampling.device import DeviceSampler, SamplingPlan
@@ -85,6 +86,16 @@ class Runner:
         """The cores that the model's threads leave; a GPU needs one core."""
         taken = self.threads if device.type == "cpu" else 1
         return min(max(available_cores() - taken, 1), MOST_THREADS)
+
+    @property
+    def backend(self) -> str:
+        """The name of the attention backend."""
+        return self._backend.name
+
+    @property
+    def forward(self) -> CausalModel:
+        """The forward pass: a fused one where model and backend allow it."""
+        return self._forward
 
     @property
     def attention_profile(self) -> str:

@@ -1,4 +1,4 @@
-"""What a GPU computes, beside what is known: for ``kvrelay doctor --device``.
+"""What a GPU computes, beside what is known: ``kvrelay doctor --device``, and a worker's start.
 
 Each check is small and says what it saw. Some are promises (the kernels compute attention, a graph
 computes what launches compute, blocks come back as they went), and one that fails names the step
@@ -8,12 +8,13 @@ down. Whether a row has the same bits beside other rows is no promise on a GPU: 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvrelay.engine.attention.batch import pack
+from kvrelay.engine.attention.choice import choose_attention, least_block_size
 from kvrelay.engine.attention.pool import KVPool, PoolShape
 from kvrelay.engine.attention.sdpa import SdpaBackend
 from kvrelay.engine.attention.triton_backend import NoTriton, TritonBackend
@@ -21,14 +22,19 @@ from kvrelay.engine.core.updates import Work
 from kvrelay.engine.graphs import CudaGraphs, GraphLimits, GraphRuntime
 from kvrelay.engine.model.loading import LoadedModel
 from kvrelay.engine.runner import GraphOptions, Runner
-from kvrelay.errors import KvrelayError
+from kvrelay.engine.stepping import DeviceLost
+from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.sampling import Sampling
 
 SIZE, BLOCKS = 16, 24
-_LIMITS = {"float32": 1e-4, "bfloat16": 0.03}  # of attention, numbers of about 1
+ALTERNATIVES = ("varlen", "flash_attn")
+"""Backends that are tried, in this order, where Triton's kernels do not hold."""
+
+_LIMITS = {"float32": 1e-4, "float16": 0.01, "bfloat16": 0.03}  # of attention, numbers of about 1
 _ROUNDS = 8
 _BYTES = 64 << 20  # of one copy that is timed
 _GREEDY = Sampling(temperature=0.0)
+_PROMPT = 50  # tokens
 Clock = Callable[[], float]
 
 
@@ -49,16 +55,26 @@ class SelfTest:
 
     @property
     def way(self) -> str:
-        """``graphs``, ``triton`` (kernel by kernel) or ``sdpa``."""
+        """``graphs``, ``triton`` (kernel by kernel), ``varlen``, ``flash_attn`` or ``sdpa``."""
         failed = {check.name for check in self.checks if check.holds is False}
-        if failed & {"triton", "attention float32", "attention bfloat16", "model"}:
-            return "sdpa"
-        return "triton" if "graphs" in failed else "graphs"
+        if not failed & {"triton", "attention float32", "attention bfloat16", "model"}:
+            return "triton" if "graphs" in failed else "graphs"
+        holds = {check.name for check in self.checks if check.holds}
+        return next((name for name in ALTERNATIVES if name in holds), "sdpa")
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why it is not a better one."""
-        return tuple(f"{c.name}: {c.found}" for c in self.checks if c.holds is False)
+        """Why it is not a better one, and whatever else does not hold."""
+        better = ALTERNATIVES if self.way == "sdpa" else ALTERNATIVES[: self._place]
+        return tuple(
+            f"{check.name}: {check.found}"
+            for check in self.checks
+            if check.holds is False or check.name in better
+        )
+
+    @property
+    def _place(self) -> int:
+        return ALTERNATIVES.index(self.way) if self.way in ALTERNATIVES else 0
 
 
 def self_test(
@@ -66,88 +82,147 @@ def self_test(
     runtime: Callable[[], GraphRuntime] = CudaGraphs,
     clock: Clock = time.perf_counter,
 ) -> SelfTest:
-    """DeviceCheck the device of a small loaded model whose forward pass is ours."""
-    checks: list[DeviceCheck] = []
+    """Check the device of a small loaded model whose forward pass is ours."""
     with torch.inference_mode():
-        for check in _checks(model, runtime, clock):
-            checks.append(check)
-            if check.name == "triton" and not check.holds:
-                break
-    return SelfTest(tuple(checks))
+        return SelfTest(tuple(_until_lost(_checks(model, runtime, clock))))
+
+
+def _until_lost(checks: Iterator[DeviceCheck]) -> Iterator[DeviceCheck]:
+    try:
+        yield from checks
+    except DeviceLost as error:
+        yield DeviceCheck("model", False, f"nothing can be computed any more: {error}")
 
 
 def _checks(
     model: LoadedModel, runtime: Callable[[], GraphRuntime], clock: Clock
 ) -> Iterator[DeviceCheck]:
+    device = model.device
+    for name in ALTERNATIVES:
+        yield attempt(device, name, lambda kind=name: _alternative(device, kind))  # type: ignore[misc]
     try:
-        TritonBackend(KVPool(PoolShape(1, 1, SIZE, 1, 16, "float32"), model.device))
+        TritonBackend(KVPool(PoolShape(1, 1, SIZE, 1, 16, "float32"), device))
     except NoTriton as error:
         yield DeviceCheck("triton", False, str(error))
         return
     yield DeviceCheck("triton", True, "its kernels can be launched")
-    for dtype in _LIMITS:
-        yield _attempt(f"attention {dtype}", lambda kind=dtype: _attention(model.device, kind))  # type: ignore[misc]
+    for dtype in ("float32", "bfloat16"):
+        shape = PoolShape(BLOCKS, 2, SIZE, 2, 64, dtype)
+        yield attempt(
+            device,
+            f"attention {dtype}",
+            lambda shape=shape: beside_sdpa(device, shape, 4, "triton"),  # type: ignore[misc]
+        )
     launched = Runner(model, BLOCKS, SIZE, "triton")
-    yield _attempt("model", lambda: _model(model, launched))
-    yield _attempt("rows", lambda: _rows(launched))
-    yield _attempt("graphs", lambda: _graphs(model, launched, runtime))
-    yield _attempt("blocks", lambda: _blocks(launched))
-    yield _attempt("copies", lambda: _bandwidths(model.device, clock))
+    yield attempt(device, "model", lambda: same_model(model, launched))
+    yield attempt(device, "rows", lambda: _rows_told(launched))
+    yield attempt(device, "graphs", lambda: same_graphs(model, launched, runtime))
+    yield attempt(device, "blocks", lambda: _blocks(launched))
+    yield attempt(device, "copies", lambda: _bandwidths(device, clock))
 
 
-def _attempt(name: str, check: Callable[[], tuple[bool | None, str]]) -> DeviceCheck:
-    """A check that raises does not hold."""
+def attempt(
+    device: torch.device, name: str, check: Callable[[], tuple[bool | None, str]]
+) -> DeviceCheck:
+    """A check that raises does not hold. ``DeviceLost`` if nothing can be computed after it."""
     try:
         return DeviceCheck(name, *check())
     except (RuntimeError, KvrelayError) as error:  # torch's and Triton's errors are of the first
-        return DeviceCheck(
-            name, False, f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
-        )
+        found = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
+        try:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        except RuntimeError as lost:
+            raise DeviceLost(f"{name}: {found}") from lost
+        return DeviceCheck(name, False, found)
 
 
-def _attention(device: torch.device, dtype: str) -> tuple[bool, str]:
-    """Prefill, a chunk and decode rows over scattered blocks, beside SDPA."""
-    shape = PoolShape(BLOCKS, 2, SIZE, 2, 64, dtype)
+def _alternative(device: torch.device, name: str) -> tuple[bool | None, str]:
+    """Attention of a library; that it cannot be used is a fact."""
+    shape = PoolShape(BLOCKS, 2, least_block_size(name), 2, 64, "bfloat16")
+    try:
+        return beside_sdpa(device, shape, 4, name)
+    except Rejected as error:
+        return None, str(error)
+
+
+def beside_sdpa(
+    device: torch.device, shape: PoolShape, heads: int, backend: str
+) -> tuple[bool, str]:
+    """Prefill, a chunk and decode rows over scattered blocks; NaN where no position lies."""
     pools = [KVPool(shape, device) for _ in range(2)]
-    backends = TritonBackend(pools[0]), SdpaBackend(pools[1])
+    pools[0].tensor.fill_(torch.nan)
+    backends = choose_attention(backend, pools[0]).backend, SdpaBackend(pools[1])
     generator = torch.Generator().manual_seed(1)
     tables = ([3, 9, 1, 22], [4, 8, 2, 17], [6, 0, 12, 5])
-    worst = 0.0
-    for spans in (((0, 40), (0, 17), (0, 1)), ((40, 9), (17, 1), (1, 1))):
+    size, worst = shape.block_size, 0.0
+    long = 5 * size // 2
+    for spans in (((0, long), (0, size + 1), (0, 1)), ((long, 9), (size + 1, 1), (1, 1))):
         works = [
             Work([0] * (start + count), start, count, table, 1, None)
             for table, (start, count) in zip(tables, spans, strict=True)
         ]
-        batch = pack(works, SIZE)
-        query = torch.randn(len(batch.tokens), 4, 64, generator=generator)
-        key, value = torch.randn(2, len(batch.tokens), 2, 64, generator=generator)
+        batch = pack(works, size)
+        rows, width, kv_heads = len(batch.tokens), shape.head_dim, shape.num_kv_heads
+        query = torch.randn(rows, heads, width, generator=generator)
+        key, value = torch.randn(2, rows, kv_heads, width, generator=generator)
         given = [each.to(device, pools[0].tensor.dtype) for each in (query, key, value)]
         steps = [backend.step(batch) for backend in backends]
         for layer in range(shape.num_layers):
             got, want = (step.attend(layer, given[0], given[1], given[2], None) for step in steps)
-            worst = max(worst, (got.float() - want.float()).abs().max().item())
-    if not torch.equal(pools[0].tensor, pools[1].tensor):
+            error = (got.float() - want.float()).abs().max().item()
+            worst = error if error > worst or error != error else worst
+    mine, theirs = (pool.tensor for pool in pools)
+    written = ~mine.isnan()
+    if not torch.equal(mine[written], theirs[written]) or theirs[~written].any():
         return False, "K and V were stored elsewhere, or other ones"
-    return worst < _LIMITS[dtype], f"differs from SDPA by {worst:.1e} at most"
+    return worst < _LIMITS[shape.dtype], f"differs from SDPA by {worst:.1e} at most"
 
 
-def _model(model: LoadedModel, launched: Runner) -> tuple[bool, str]:
-    """The tokens of the kernels' runner and of SDPA's: a wrong kernel changes logits by far."""
+def runner_for_tests(model: LoadedModel, backend: str, rows: int = BLOCKS) -> Runner:
+    """A runner with the smallest blocks that a backend reads, ``rows`` of them."""
+    return Runner(model, rows, max(SIZE, least_block_size(backend)), backend)
+
+
+def same_model(model: LoadedModel, launched: Runner) -> tuple[bool, str]:
+    """The logits of a runner and of SDPA's: a wrong kernel changes logits by far."""
     other = Runner(model, BLOCKS, SIZE, "sdpa")
-    work = Work(_tokens(model, 50), 0, 50, [7, 1, 19, 4], 50, _GREEDY)
-    mine, theirs = (runner.compute([work]).logits.float() for runner in (launched, other))
+    mine, theirs = (_last_logits(model, runner, (_PROMPT,)) for runner in (launched, other))
     share = ((mine - theirs).abs().max() / theirs.abs().max()).item()
     return share < 0.05, f"logits differ from SDPA's by {share:.1e} of the largest"
 
 
-def _rows(launched: Runner) -> tuple[None, str]:
-    """Whether the logits of a decode row depend on the number of rows beside it."""
-    alone = _decode(launched, 1)[:1]
-    alike = [str(rows) for rows in (2, 5, 8, 16) if torch.equal(_decode(launched, rows)[:1], alone)]
-    return None, f"equal to the bit alone and among {', '.join(alike) or 'no'} rows, of 2, 5, 8, 16"
+def _last_logits(model: LoadedModel, runner: Runner, cuts: Sequence[int]) -> torch.Tensor:
+    """The logits after a prompt whose chunks end at ``cuts``."""
+    tokens, start = _tokens(model, _PROMPT), 0
+    count = -(_PROMPT // -runner.pool.shape.block_size)
+    table = [number for number in (7, 1, 19, 4) if number < runner.pool.shape.num_blocks][:count]
+    logits = torch.empty(0)
+    for end in cuts:
+        logits = runner.compute([Work(tokens, start, end - start, table, _PROMPT, _GREEDY)]).logits
+        start = end
+    return logits.float()[0].clone()
 
 
-def _graphs(
+def same_cuts(model: LoadedModel, runner: Runner) -> bool:
+    """Whether the bits of a row depend on where its prompt is cut."""
+    whole = _last_logits(model, runner, (_PROMPT,))
+    cuts = ((7, _PROMPT), (33, _PROMPT - 1, _PROMPT))
+    return all(torch.equal(_last_logits(model, runner, each), whole) for each in cuts)
+
+
+def same_rows(runner: Runner, counts: Sequence[int]) -> list[int]:
+    """The numbers of decode rows among which a row has the bits that it has alone."""
+    alone = _decode(runner, 1)[:1]
+    return [rows for rows in counts if torch.equal(_decode(runner, rows)[:1], alone)]
+
+
+def _rows_told(launched: Runner) -> tuple[None, str]:
+    alike = ", ".join(map(str, same_rows(launched, (2, 5, 8, 16)))) or "no"
+    return None, f"equal to the bit alone and among {alike} rows, of 2, 5, 8, 16"
+
+
+def same_graphs(
     model: LoadedModel, launched: Runner, runtime: Callable[[], GraphRuntime]
 ) -> tuple[bool, str]:
     """A padded graph beside launches of as many rows, and what it leaves alone."""

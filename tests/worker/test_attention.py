@@ -10,6 +10,7 @@ import pytest
 from kvrelay.engine.attention.native import library
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.model.loading import load_model
+from kvrelay.engine.step_down import Way
 from kvrelay.worker.engines.native import open_runner
 from tests.models import tiny_model
 
@@ -24,10 +25,10 @@ def test_sdpa_is_logged_with_the_reason(
     model = load_model(tiny_model("llama", tmp_path / "llama"), "float32", "cpu")
     limits = EngineLimits(8, 16, 64, 4, 64)
     with caplog.at_level(logging.WARNING):
-        assert open_runner(model, limits, "auto", 1).attention_profile.startswith("native-")
-        assert open_runner(model, limits, "sdpa", 1).attention_profile == "sdpa-3"
+        assert open_runner(model, limits, Way("auto"), 1).attention_profile.startswith("native-")
+        assert open_runner(model, limits, Way("sdpa"), 1).attention_profile == "sdpa-3"
         assert not caplog.records
         monkeypatch.setenv(library.FORCED, "sse9")
-        assert open_runner(model, limits, "auto", 1).attention_profile == "sdpa-3"
+        assert open_runner(model, limits, Way("auto"), 1).attention_profile == "sdpa-3"
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"attention is sdpa-3: native cannot be used: {library.FORCED}=sse9")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -25,6 +26,7 @@ from kvrelay.engine.graphs import GraphLimits
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.numerics import numeric_profile
 from kvrelay.engine.runner import GraphOptions, Runner
+from kvrelay.engine.step_down import DeviceExaminer, Way, choose_way
 from kvrelay.process.cores import available_cores, in_passing_thread, model_threads
 from kvrelay.process.memory import host_memory
 from kvrelay.rpc.security.credentials import Credentials
@@ -47,8 +49,8 @@ def open_native(
 def _open(
     config: WorkerConfig, credentials: Credentials, deliver: Deliver, options: EngineOptions
 ) -> OpenedEngine:
-    attention = config.attention_backend
-    model = load_model(config.model, config.dtype, config.device, config.max_model_len, attention)
+    asked = config.attention_backend
+    model = load_model(config.model, config.dtype, config.device, config.max_model_len, asked)
     info = model.info
     threads = config.threads or model_threads(model.weight_bytes, available_cores())
     served = ServedModel(
@@ -60,9 +62,11 @@ def _open(
         max_model_len=info.max_model_len,
         eos_token_ids=info.eos_token_ids,
     )
+    way = way_of(config, model)
     limits = limits_of(config, model)
-    runner = open_runner(model, limits, attention, threads)
-    profile = numeric_profile(model, attention, threads, runner.graphs_profile)
+    runner = open_runner(model, limits, way, threads)
+    verdict = (runner.graphs_profile, *way.facts)
+    profile = numeric_profile(model, way.backend, threads, verdict)
     namespace = namespace_of(config, served, config.block_size, profile, credentials)
     namer = Namer(namespace)
     key = BlockKey.of(credentials.fleet_key)
@@ -80,14 +84,29 @@ def _open(
     )
 
 
-def open_runner(
-    model: LoadedModel, limits: EngineLimits, attention_backend: str, threads: int
-) -> Runner:
+def way_of(config: WorkerConfig, model: LoadedModel) -> Way:
+    """How this worker computes: as asked on the CPU, what the self-test finds on a GPU.
+
+    Logs the way, and why it is not a better one.
+    """
+    if model.device.type != "cuda":
+        return Way(config.attention_backend)
+    begun = time.monotonic()
+    way = choose_way(config.attention_backend, DeviceExaminer(model, config.block_size))
+    torch.cuda.empty_cache()  # what the self-test used is to be the pool's
+    for reason in way.reasons:
+        log.warning("the self-test: %s", reason)
+    seconds = time.monotonic() - begun
+    log.info("this GPU computes by %s (the self-test took %.1f s)", way.name, seconds)
+    return way
+
+
+def open_runner(model: LoadedModel, limits: EngineLimits, way: Way, threads: int) -> Runner:
     """The runner of a worker; logs why it is not as fast as it could be, if it is not."""
     graphs = None
-    if model.device.type == "cuda":
+    if way.graphs:
         graphs = GraphOptions(GraphLimits(limits.max_num_seqs, limits.max_model_len))
-    runner = Runner(model, limits.num_blocks, limits.block_size, attention_backend, threads, graphs)
+    runner = Runner(model, limits.num_blocks, limits.block_size, way.backend, threads, graphs)
     if runner.attention_reason:
         log.warning("attention is %s: %s", runner.attention_profile, runner.attention_reason)
     if runner.graphs_reason:

@@ -35,9 +35,11 @@ def test_without_a_device_the_way_is_sdpa(capsys: pytest.CaptureFixture[str]) ->
     told = json.loads(capsys.readouterr().out)
     assert told["way"] == "sdpa"
     assert told["device"].endswith(tuple("0123456789+cpu"))
-    (check,) = told["checks"]
-    assert (check["name"], check["holds"]) == ("triton", False)
-    assert told["reasons"] == [f"triton: {check['found']}"]
+    found = {check["name"]: check for check in told["checks"]}
+    holds = {name: check["holds"] for name, check in found.items()}
+    assert holds == {"varlen": None, "flash_attn": None, "triton": False}
+    assert told["reasons"] == [f"{name}: {check['found']}" for name, check in found.items()]
+    assert "varlen cannot be used: its kernels run on a CUDA device" in told["reasons"][0]
 
 
 def test_a_device_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
