@@ -127,6 +127,8 @@ def attempt(
     """A check that raises does not hold. ``DeviceLost`` if nothing can be computed after it."""
     try:
         return DeviceCheck(name, *check())
+    except Rejected as error:  # before anything was computed
+        return DeviceCheck(name, False, error.message)
     except (RuntimeError, KvrelayError) as error:  # torch's and Triton's errors are of the first
         found = f"{type(error).__name__}: {' '.join(str(error).split()):.200}"
         try:
@@ -143,7 +145,7 @@ def _alternative(device: torch.device, name: str) -> tuple[bool | None, str]:
     try:
         return beside_sdpa(device, shape, 4, name)
     except Rejected as error:
-        return None, str(error)
+        return None, error.message.removeprefix(f"{name} ")
 
 
 def beside_sdpa(

@@ -89,7 +89,8 @@ def _way(name: str, examiner: Examiner, reasons: list[str]) -> Way | None:
     """The way of one backend; ``None``, with one more reason, if it does not hold."""
     for check in examiner.backend(name):
         if not check.holds:
-            reasons.append(f"{name}: {check.name}: {check.found}")
+            unusable = check.found.startswith(f"{name} cannot be used")
+            reasons.append(check.found if unusable else f"{name}: {check.name}: {check.found}")
             return None
     graphs = False
     if name == "triton":

@@ -17,6 +17,7 @@ from kvrelay.engine import graphs, self_test
 from kvrelay.engine.attention.copies import HostBlockCopier
 from kvrelay.engine.cuda.attention import PagedPool
 from kvrelay.engine.model.loading import load_model
+from kvrelay.engine.step_down import DeviceExaminer, choose_way
 from tests.engine.cuda.replays import Recorded
 
 
@@ -66,6 +67,9 @@ if __name__ == "__main__":
     model = load_model(SHIPPED_MODEL, "bfloat16", "cpu", attention_backend="sdpa")
     mistake()
     found = self_test.self_test(model, runtime)
+    way = choose_way("auto", DeviceExaminer(model, self_test.SIZE, runtime))
     for check in found.checks:
         print(f"{check.name}: {check.holds}, {check.found}")
+    print(*way.reasons, sep="\n")
+    print(f"a worker computes by {way.name}: {' '.join(way.facts)}")
     print(f"way {found.way}; failed {sorted(c.name for c in found.checks if c.holds is False)}")

@@ -20,15 +20,6 @@ LIBRARIES = ("varlen", "flash_attn")
 SIZE = 256
 
 
-@pytest.fixture
-def standing_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stand-ins in place of the libraries, on any device and in any dtype."""
-    calls = "kvrelay.engine.attention.flash_calls"
-    monkeypatch.setattr(f"{calls}._refuse", lambda reasons: None)
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", standins.varlen_attn)
-    monkeypatch.setitem(sys.modules, "flash_attn", standins.flash_attn_module())
-
-
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("kind", ["qwen3", "gpt-neox"])
 def test_greedy_tokens_of_a_model(
