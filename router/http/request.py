@@ -129,7 +129,7 @@ class HttpRequest:
         ask = read_ask(values, self._chat, exchange.request_id, config.strict_fields)
         self._form = ask.form
         self._check_places(ask)
-        self._body = request_digest(ask.messages)
+        self._body = request_digest(ask.messages, self._tenant.name)
         self._cache_salt = ask.cache_salt
         if (given := exchange.headers.get(HEADER)) is not None:
             if not ask.form.stream:

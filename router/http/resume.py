@@ -2,9 +2,9 @@
 
 An id is ``POSITIONS-TOKEN``: output tokens received of each choice, empty before its first event,
 with ``e`` once its finish reason was received; and what identifies the stream. The token binds the
-request's body, its seed, the prompt's tokens, and the weights with their numeric profile. It holds
-no output: a client that sends only the id lets the router generate these tokens again, which are
-the same ones.
+tenant, the request's body, its seed, the prompt's tokens, and the weights with their numeric
+profile. It holds no output: a client that sends only the id lets the router generate these tokens
+again, which are the same ones.
 """
 
 from __future__ import annotations
@@ -121,9 +121,11 @@ def digest(content: bytes) -> bytes:
     return hashlib.sha256(content).digest()[:DIGEST_BYTES]
 
 
-def request_digest(messages: Sequence[router_pb2.GenerateRequest]) -> bytes:
-    """Of what decides the output: not the request's id, not the tokens so far."""
-    digests = []
+def request_digest(messages: Sequence[router_pb2.GenerateRequest], tenant: str) -> bytes:
+    """Of the tenant's name and what decides the output: not the request's id, not the tokens so
+    far. To another tenant, an id is that of another request, whatever it sends.
+    """
+    digests = [digest(tenant.encode())]
     for message in messages:
         copy = router_pb2.GenerateRequest()
         copy.CopyFrom(message)
@@ -131,7 +133,7 @@ def request_digest(messages: Sequence[router_pb2.GenerateRequest]) -> bytes:
         copy.ClearField("priority")
         copy.ClearField("output_token_ids")
         digests.append(digest(copy.SerializeToString(deterministic=True)))
-    return digests[0] if len(digests) == 1 else digest(b"".join(digests))
+    return digest(b"".join(digests))
 
 
 def has_reached(outputs: Sequence[Sequence[int]], samples: Sequence[SamplePosition]) -> bool:
