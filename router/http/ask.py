@@ -48,6 +48,7 @@ SILENT = (
     "metadata",
     "prediction",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
     "safety_identifier",
     "service_tier",
@@ -77,6 +78,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "moderation": (),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "repetition_detection": (),
@@ -88,6 +90,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
     "watermarking": (False,),
     "web_search_options": (),
 }
@@ -157,6 +160,8 @@ def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: 
         raise Rejected("stream_options", "is for streams: set stream to true")
     usage = options is not None and options.flag("include_usage")
     continuous = options is not None and options.flag("continuous_usage_stats")
+    if options is not None:
+        options.raw("include_obfuscation")  # OpenAI's: no event here has padding
     form = AnswerForm(
         prompts=len(prompts),
         samples=samples_of(message),
@@ -180,10 +185,10 @@ def read_ask(values: Mapping[str, object], chat: bool, request_id: str, strict: 
         )
     if chat and fields.flag("echo"):
         raise Rejected("echo", "is for completions: leave it out")
-    check_rest(fields, strict)
     salt = fields.text("cache_salt")
     if salt == "":
         raise Rejected("cache_salt", "is empty, which would separate nothing: leave it out")
+    check_rest(fields, strict)
     return Ask(messages=_each(message, prompts), form=form, fills=fills, cache_salt=salt or "")
 
 

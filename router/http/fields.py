@@ -83,6 +83,7 @@ class Fields:
         self._values = values
         self._where = where
         self._known: set[str] = set()
+        self._tables: list[Fields] = []
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -91,9 +92,10 @@ class Fields:
 
     @property
     def unknown(self) -> list[str]:
-        """The fields that no one asked for, those that are ``null`` left out."""
+        """The fields that were not asked for, of nested objects too, less those that are null."""
         given = (name for name, value in self._values.items() if value is not None)
-        return sorted(name for name in given if name not in self._known)
+        own = sorted(self._where + name for name in given if name not in self._known)
+        return own + [name for table in self._tables for name in table.unknown]
 
     def raw(self, name: str) -> object:
         """The value of any type; ``None`` if it is absent."""
@@ -137,7 +139,9 @@ class Fields:
             return None
         if not isinstance(value, dict):
             raise wrong(self._where + name, "an object", value)
-        return Fields(value, f"{self._where}{name}.")
+        made = Fields(value, f"{self._where}{name}.")
+        self._tables.append(made)
+        return made
 
     def items(self, name: str, kind: str) -> Sequence[object] | None:
         """A list; ``kind`` says of what, in the error."""

@@ -5,10 +5,17 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
+from inspect import signature
 
 import pytest
 from openai import BadRequestError
+from openai.resources.chat.completions import Completions as ChatCompletions
+from openai.resources.completions import Completions
 
+from kvrelay.cluster.layout import ROOT
+from kvrelay.errors import Rejected
+from router.http.ask import read_ask
 from tests.router.fakes import Running, decode_worker
 from tests.router.http.rig import SEED, door, expected, openai_of
 from tests.router.rig import PROMPT
@@ -53,6 +60,97 @@ async def test_fields_of_vllm_that_change_nothing_are_accepted() -> None:
     async with door(strict_fields=True) as (_, client):
         made = await client.post("/v1/completions", json={**GOOD, **neutral})
         assert made.json()["choices"][0]["text"] == expected(3)
+
+
+def documented(page: str) -> set[str]:
+    """The names in the first column of the tables of fields, and their neighbours."""
+    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs" / page).read_text("utf-8"), re.M)
+    names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    return names - {"auto", "required", "none"}
+
+
+FIELDS: dict[str, object] = {
+    "prompt": "x",
+    "n": 2,
+    "max_tokens": 3,
+    "seed": 3,
+    "stop": ["zz"],
+    "stop_token_ids": [5],
+    "cache_salt": "mine",
+    "priority": 1,
+    "retention": "tool_call",
+    "echo": True,
+    "return_token_ids": True,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.1,
+    "frequency_penalty": 0.1,
+    "min_tokens": 1,
+    "ignore_eos": True,
+    "logit_bias": {"5": 1},
+    "bad_words": ["no"],
+    "structured_outputs": {"regex": "[ab]+"},
+    "stream": True,
+    "stream_options": {
+        "include_usage": True,
+        "continuous_usage_stats": True,
+        "include_obfuscation": False,
+    },
+}
+OF_CHATS: dict[str, object] = {
+    "messages": [{"role": "user", "content": "Hi", "name": "me"}],
+    "max_completion_tokens": 3,
+    "chat_template_kwargs": {"enable_thinking": False},
+    "reasoning_effort": "none",
+    "include_reasoning": False,
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "logprobs": True,
+    "top_logprobs": 1,
+}
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_fields_of_the_page_are_known_to_a_strict_server(chat: bool) -> None:
+    own = {"prompt", "echo"}
+    body = {**FIELDS, **OF_CHATS, "logprobs": True} if chat else FIELDS
+    assert documented("http.md") <= FIELDS.keys() | OF_CHATS.keys()
+    given = {name: value for name, value in body.items() if not chat or name not in own}
+    ask = read_ask(given, chat, "r", strict=True)
+    assert ask.cache_salt == "mine"
+    assert ask.form.continuous
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_strict_server_knows_every_parameter_of_the_openai_client(chat: bool) -> None:
+    """Known, whether it is served or refused by what it would change."""
+    create = ChatCompletions.create if chat else Completions.create
+    names = {name for name in signature(create).parameters if not name.startswith("extra_")}
+    for name in names - {"self", "timeout"}:
+        base = {"messages": OF_CHATS["messages"]} if chat else {"prompt": "x"}
+        assert "no such field" not in refusal({**base, name: ["what no field has"]}, chat), name
+
+
+def refusal(body: dict[str, object], chat: bool) -> str:
+    """Why a strict server refuses a body; empty if it takes it."""
+    try:
+        read_ask(body, chat, "r", strict=True)
+    except Rejected as error:
+        return error.message
+    return ""
+
+
+def test_unknown_fields_of_nested_objects_have_their_names() -> None:
+    options = {"include_usage": True, "include_usages": True}
+    body: dict[str, object] = {"prompt": "x", "stream": True, "stream_options": options}
+    read_ask(body, False, "r", strict=False)
+    with pytest.raises(Rejected, match="no such field") as caught:
+        read_ask(body, False, "r", strict=True)
+    assert caught.value.field == "stream_options.include_usages"
 
 
 @pytest.mark.parametrize(
