@@ -68,8 +68,8 @@ class WorkerConfig(SecurityOptions):
     )
     kv_memory: int | None = option(
         None,
-        "pool size without --num-blocks; default: --kv-share of the memory that is free once the"
-        " weights are loaded, on the device or on the host",
+        "pool size without --num-blocks; default: --kv-share of the memory that is free beside the"
+        " weights on the host, and on a device beside the largest step too",
         unit="bytes",
         low=1,
     )

@@ -23,6 +23,12 @@ from kvrelay.engine.core.external import Connector
 from kvrelay.engine.core.plan import EngineLimits
 from kvrelay.engine.engine import Deliver, Engine, EngineOptions
 from kvrelay.engine.graphs import GraphLimits
+from kvrelay.engine.largest_step import (
+    CudaAllocator,
+    DeviceMemory,
+    StepBounds,
+    memory_beside_steps,
+)
 from kvrelay.engine.model.loading import LoadedModel, load_model
 from kvrelay.engine.numerics import numeric_profile
 from kvrelay.engine.runner import GraphOptions, Runner
@@ -63,7 +69,8 @@ def _open(
         eos_token_ids=info.eos_token_ids,
     )
     way = way_of(config, model)
-    limits = limits_of(config, model)
+    on_device = CudaAllocator(model.device) if model.device.type == "cuda" else None
+    limits = limits_of(config, model, on_device, way.backend)
     runner = open_runner(model, limits, way, threads)
     verdict = (runner.graphs_profile, *way.facts)
     profile = numeric_profile(model, way.backend, threads, verdict)
@@ -154,14 +161,25 @@ def naming_of(namer: Namer) -> Naming:
     return Naming(namer.root, namer.child, within)
 
 
-def limits_of(config: WorkerConfig, model: LoadedModel) -> EngineLimits:
-    """The bounds of this worker; by default as many blocks as memory holds and requests can use."""
+def limits_of(
+    config: WorkerConfig,
+    model: LoadedModel,
+    device: DeviceMemory | None = None,
+    attention_backend: str = "auto",
+) -> EngineLimits:
+    """The bounds of this worker; by default as many blocks as memory holds and requests can use.
+
+    With the memory of a ``device``, the largest step is computed once with ``attention_backend``:
+    the pool leaves room for it.
+    """
     size, length = config.block_size, model.info.max_model_len
     blocks = config.num_blocks
     if blocks is None:
         block_bytes = model.pool_shape(1, size).block_bytes
         useful = -(length // -size) * config.max_num_seqs
-        memory = config.kv_memory or int(config.kv_share * free_memory(model.device))
+        memory = config.kv_memory or int(
+            config.kv_share * _free(config, model, device, attention_backend)
+        )
         blocks = max(min(memory // block_bytes, useful), 1)
     if blocks * size < length:
         log.warning(
@@ -181,9 +199,19 @@ def limits_of(config: WorkerConfig, model: LoadedModel) -> EngineLimits:
     )
 
 
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free now, on a GPU or on this host; ``UNKNOWN_MEMORY`` if it is not known."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    memory = host_memory()
-    return UNKNOWN_MEMORY if memory is None else memory.free
+def _free(
+    config: WorkerConfig, model: LoadedModel, device: DeviceMemory | None, attention_backend: str
+) -> int:
+    """Bytes that a pool can share, on the device or on this host."""
+    if device is None:
+        memory = host_memory()
+        return UNKNOWN_MEMORY if memory is None else memory.free
+    bounds = StepBounds(
+        positions=config.max_num_batched_tokens,
+        requests=config.max_num_seqs,
+        length=model.info.max_model_len,
+        block_size=config.block_size,
+    )
+    free = memory_beside_steps(model, bounds, device, attention_backend, config.threads)
+    log.info("the device has %.2f GiB left beside the largest step", free / (1 << 30))
+    return free

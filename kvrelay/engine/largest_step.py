@@ -1,0 +1,127 @@
+"""What a device has left while the largest step runs: it is computed once, before there is a pool.
+
+The step has as many positions and requests as one may have. Contexts are as long as a pool of all
+free memory allows; their tables name one block again and again, so no memory is needed for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from kvrelay.engine.core.updates import Work
+from kvrelay.engine.model.loading import LoadedModel
+from kvrelay.engine.runner import Runner
+from kvrelay.errors import Unservable
+from kvrelay.sampling import MAX_TOP_LOGPROBS, Sampling
+
+_SAMPLING = Sampling(
+    top_k=50,
+    top_p=0.9,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logprobs=MAX_TOP_LOGPROBS,
+)
+
+
+class DeviceMemory(Protocol):
+    """The memory of a device, in bytes."""
+
+    def free(self) -> int:
+        """What this process could still take, once it has given back what it does not use."""
+
+    def begin(self) -> None:
+        """Measure the peak from now on."""
+
+    def peak(self) -> int:
+        """How much more was taken at once than when the measurement began."""
+
+
+class CudaAllocator:
+    """The figures of torch and of the driver. The peak has what fragmentation costs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+
+    def free(self) -> int:
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0]
+
+    def begin(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._before = torch.cuda.memory_reserved(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device) - self._before
+
+
+@dataclass(frozen=True, slots=True)
+class StepBounds:
+    """The most positions and requests of a step, and the most positions of a request."""
+
+    positions: int
+    requests: int
+    length: int
+    block_size: int
+
+
+def memory_beside_steps(
+    model: LoadedModel,
+    bounds: StepBounds,
+    memory: DeviceMemory,
+    attention_backend: str,
+    threads: int | None = None,
+) -> int:
+    """Bytes that are free while the largest step runs. ``Unservable`` if it does not fit."""
+    room = memory.free() // model.pool_shape(1, 1).block_bytes
+    try:
+        peak = _peak(model, bounds, room, memory, attention_backend, threads)
+    except torch.OutOfMemoryError as error:
+        raise Unservable(
+            f"a step of {bounds.positions} positions and {bounds.requests} requests does not fit"
+            " into the memory of the device beside the weights: lower --max-num-batched-tokens or"
+            " --max-num-seqs"
+        ) from error
+    return max(memory.free() - peak, 0)
+
+
+def _peak(
+    model: LoadedModel,
+    bounds: StepBounds,
+    room: int,
+    memory: DeviceMemory,
+    attention_backend: str,
+    threads: int | None,
+) -> int:
+    runner = Runner(model, 1, bounds.block_size, attention_backend, threads)
+    memory.begin()
+    for works in largest_steps(bounds, room):
+        runner.execute(works)
+    return memory.peak()
+
+
+def largest_steps(bounds: StepBounds, room: int) -> Iterator[list[Work]]:
+    """Prompts, one of them behind the longest context; then decode rows with equal contexts.
+
+    ``room`` is the number of positions that a pool can have at most. Every request samples.
+    """
+    requests = min(bounds.requests, bounds.positions)
+    each, more = divmod(bounds.positions, requests)
+    counts = [min(each + (number < more), bounds.length) for number in range(requests)]
+    longest = max(min(bounds.length, room), counts[0])
+    yield [_work(longest, counts[0], bounds), *(_work(n, n, bounds) for n in counts[1:])]
+    context = max(min(bounds.length, room // requests), 1)
+    yield [_work(context, 1, bounds) for _ in counts]
+
+
+def _work(end: int, count: int, bounds: StepBounds) -> Work:
+    """The last ``count`` of ``end`` positions."""
+    blocks = [0] * -(end // -bounds.block_size)
+    return Work([0] * end, end - count, count, blocks, end, _SAMPLING)
