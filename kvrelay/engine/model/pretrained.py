@@ -70,6 +70,9 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 def read_weights(directory: Path, dtype: str, device: torch.device) -> PreTrainedModel:
     """The model in evaluation mode, every weight from the files.
 
+    Weights in the dtype of the files are views of them until they are moved to the device one by
+    one, so host memory never holds a copy of the model; converted ones are copies until then.
+
     Raises ``Unservable`` if one is missing or has another shape: `transformers` would initialise it
     at random.
     """
