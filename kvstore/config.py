@@ -37,6 +37,12 @@ class StoreConfig(SecurityOptions):
     )
     socket: bool = option(True, "do not offer the socket transport; TLS turns it off too")
     shared: bool = option(True, "do not offer shared memory to this user's local processes")
+    shared_socket: str | None = option(
+        None,
+        "file for the socket of shared memory, so that containers that mount its folder reach it;"
+        " default: none, for processes of one network namespace",
+        metavar="FILE",
+    )
     prefault: bool = option(True, "do not touch all memory in the background at start")
     disk: str | None = option(None, "directory for blocks that leave memory", metavar="DIR")
     disk_budget: int = option(DISK_BUDGET, "bytes of --disk to use", unit="bytes", low=1 << 20)
@@ -58,6 +64,8 @@ class StoreConfig(SecurityOptions):
     )
 
     def __post_init__(self) -> None:
+        if self.shared_socket is not None and not self.shared_socket.startswith("/"):
+            raise Rejected("shared_socket", f"must begin with /, got {self.shared_socket!r}")
         if self.disk == "":
             raise Rejected("disk", "is empty: give a directory, or leave it out")
         if self.restore and self.disk is None:

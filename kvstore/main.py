@@ -60,7 +60,10 @@ async def serve(config: StoreConfig) -> int:
     disk = _disk(config, store)
     shared = config.shared and not tenants.owners  # a process that maps the memory reads it all
     plain = policy.installed().tls is None  # the socket transport is not encrypted
-    offered = ListenerOptions(config.host, config.socket_port, config.socket and plain, shared)
+    sockets = config.socket and plain
+    offered = ListenerOptions(
+        config.host, config.socket_port, sockets, shared, config.shared_socket
+    )
     listener = TransportListener(store, offered)
     service = StoreService(store, listener.transports, disk=disk)
     address = f"{config.host}:{config.port}"

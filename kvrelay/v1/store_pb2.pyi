@@ -799,8 +799,8 @@ class GetTransportsResponse(_message.Message):
     ARENA_BYTES_FIELD_NUMBER: _builtins.int
     boot: _builtins.bytes
     unix_socket: _builtins.str
-    """Name of a Unix socket in the abstract namespace, without the leading zero byte. It accepts
-    peers of the store's own user and root. Empty: none.
+    """Name of a Unix socket in the abstract namespace, without the leading zero byte; a path, if it
+    begins with a slash. It accepts peers of the store's own user and root. Empty: none.
     """
     socket_port: _builtins.int
     """TCP, on the host of this service; 0: none"""

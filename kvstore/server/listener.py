@@ -1,7 +1,8 @@
 """The server of the socket and shared-memory transports: a TCP port and a Unix socket.
 
-Each connection has a thread. The Unix socket is in the abstract namespace and accepts peers of our
-own user and root only; a peer over TCP must show proofs of its leases and tickets.
+Each connection has a thread. The Unix socket is in the abstract namespace, or a file that other
+containers mount; it accepts peers of our own user and root only. A peer over TCP must show proofs
+of its leases and tickets.
 """
 
 from __future__ import annotations
@@ -9,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import stat
 import sys
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 
 from kvrelay.errors import KvrelayError, Rejected
 from kvrelay.rpc.address import Address
@@ -35,12 +38,13 @@ cache when they are read, and bytes that wait for the reader's window are sent i
 
 @dataclass(frozen=True, slots=True)
 class ListenerOptions:
-    """Where to listen; ``port`` 0 picks a free one."""
+    """Where to listen; ``port`` 0 picks a free one, ``shared_socket`` is a file or none."""
 
     host: str = "127.0.0.1"
     port: int = 0
     socket: bool = True
     shared: bool = True
+    shared_socket: str | None = None
 
 
 class TransportListener:
@@ -57,8 +61,9 @@ class TransportListener:
             self._listeners.append(_listen_tcp(options))
             self.transports.socket_port = self._listeners[-1].getsockname()[1]
         if options.shared and sys.platform == "linux":
-            self._listeners.append(_listen_unix(abstract_name(store.boot)))
-            self.transports.unix_socket = abstract_name(store.boot)
+            name = options.shared_socket or abstract_name(store.boot)
+            self._listeners.append(_listen_unix(name))
+            self.transports.unix_socket = name
             self.transports.arena_bytes = store.arena.size if store.arena.fd is not None else 0
 
     @property
@@ -149,6 +154,24 @@ def _listen_tcp(options: ListenerOptions) -> socket.socket:
 
 def _listen_unix(name: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(unix_address(name))
+    try:
+        if name.startswith("/"):
+            _remove_left(name)
+        listener.bind(unix_address(name))
+    except OSError as error:
+        listener.close()
+        raise Rejected("shared_socket", f"cannot listen on {name}: {error}") from error
     listener.listen(128)
     return listener
+
+
+def _remove_left(name: str) -> None:
+    """Remove the socket of a store that has ended, and nothing else."""
+    path = Path(name)
+    if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(name)
+        except ConnectionRefusedError:
+            path.unlink()

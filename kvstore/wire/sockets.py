@@ -194,8 +194,8 @@ def abstract_name(boot: bytes) -> str:
 
 
 def unix_address(name: str) -> str:
-    """The address of an abstract name as ``bind`` and ``connect`` take it."""
-    return "\0" + name
+    """The address of an abstract name, or of a file, as ``bind`` and ``connect`` take it."""
+    return name if name.startswith("/") else "\0" + name
 
 
 def is_trusted(sock: socket.socket) -> bool:
