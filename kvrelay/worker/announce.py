@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 
 import grpc
 
@@ -17,14 +18,31 @@ from kvrelay.v1 import router_pb2, router_pb2_grpc
 log = logging.getLogger(__name__)
 TTL_SECONDS = 10.0
 EVERY_SECONDS = TTL_SECONDS / 4
+EVERY_ADDRESS = ("0.0.0.0", "::")
 
 
 def advertised(bound: str, advertise: str | None) -> str:
     """The address to announce; ``Rejected`` if other machines could not use it."""
     address = check_address("advertise", advertise or bound)
-    if not address.port or address.host in ("0.0.0.0", "::"):
+    if not address.port or address.host in EVERY_ADDRESS:
         raise Rejected("advertise", f"{address} is not the address of one machine: give one")
     return str(address)
+
+
+def label(host: str, port: int, advertise: str | None) -> str:
+    """This worker in metrics: the address to announce, or the one that routers have for it.
+
+    A worker that listens on every address has the address of its host name, as in a container; the
+    name itself if that address is known to this machine alone.
+    """
+    if advertise is not None or host not in EVERY_ADDRESS:
+        return advertise or str(Address(host, port))
+    name = socket.gethostname()
+    try:
+        found = Address(socket.gethostbyname(name), port)
+    except OSError:
+        return str(Address(name, port))
+    return str(Address(name, port) if found.local else found)
 
 
 def check_address(field: str, text: str) -> Address:

@@ -20,7 +20,7 @@ from kvrelay.rpc.server.run import run_service, serve_until_signal
 from kvrelay.rpc.server.server import Server, ServerOptions
 from kvrelay.v1 import worker_pb2_grpc
 from kvrelay.worker import metrics
-from kvrelay.worker.announce import Announcer
+from kvrelay.worker.announce import Announcer, label
 from kvrelay.worker.config import WorkerConfig
 from kvrelay.worker.roles import RoleSwitch
 from kvrelay.worker.service import SERVICE, WorkerService
@@ -76,7 +76,7 @@ def _metrics(worker: Worker) -> CollectorRegistry:
     config = worker.config
     labels = {
         "model_name": worker.opened.namespace.model,
-        "worker": config.advertise or str(Address(config.host, config.port)),
+        "worker": label(config.host, config.port, config.advertise),
         "role": NAMES[worker.identity.started_as],  # one series, whatever its role becomes
     }
     return metrics.registry_of(

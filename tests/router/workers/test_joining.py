@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from kvrelay.rpc.deadline import Deadline
 from kvrelay.rpc.protocol import PROTOCOL
 from kvrelay.rpc.status import from_rpc_error
 from kvrelay.v1 import router_pb2, router_pb2_grpc, types_pb2
-from kvrelay.worker.announce import Announcer, advertised
+from kvrelay.worker.announce import Announcer, advertised, label
 from router.config import RouterConfig
 from router.workers.dns import DnsNames, parse_name
 from router.workers.health import HealthState
@@ -260,6 +261,25 @@ def test_what_a_worker_may_not_announce() -> None:
             advertised(bound, advertise)
     with pytest.raises(Rejected, match="router"):
         Announcer(("nowhere",), None)
+
+
+def test_a_worker_on_every_address_has_the_one_of_its_host_in_metrics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a router that looks up the name of a container has it: no two workers share a label."""
+    assert label("0.0.0.0", 5, "worker.test:6") == "worker.test:6"
+    assert label("10.0.0.9", 5, None) == "10.0.0.9:5"
+    monkeypatch.setattr(socket, "gethostname", lambda: "f00d")
+    for found, expected in (("10.0.0.7", "10.0.0.7:5"), ("127.0.1.1", "f00d:5"), ("", "f00d:5")):
+
+        def look_up(name: str, found: str = found) -> str:
+            if not found:
+                raise OSError(f"{name} is unknown")
+            return found
+
+        monkeypatch.setattr(socket, "gethostbyname", look_up)
+        for host in ("0.0.0.0", "::"):
+            assert label(host, 5, None) == expected
 
 
 @pytest.mark.parametrize("protocol", [0, PROTOCOL + 1])
