@@ -113,8 +113,10 @@ def test_the_ports_are_those_of_the_process(name: str) -> None:
 @each_pod
 def test_the_image_is_the_one_that_is_built(name: str) -> None:
     (kustomization,) = manifests.read("kustomization.yaml")
-    (image,) = kustomization["images"]
-    assert manifests.container(PODS[name])["image"].text == image["name"].text
+    images = [image["name"].text for image in kustomization["images"]]
+    assert images == ["kvrelay", "kvrelay-worker"]
+    worker = isinstance(config_of(name), WorkerConfig)
+    assert manifests.container(PODS[name])["image"].text == images[worker]
     uid = re.search(r"useradd .*--uid (\d+)", DOCKERFILE)
     assert uid is not None
     context = PODS[name]["spec"]["securityContext"]
@@ -135,7 +137,7 @@ def test_probes_ask_what_the_process_answers(name: str) -> None:
         table = dict(probe.items())
         if "exec" in table:
             *command, address = table["exec"]["command"].texts
-            assert command == ["python", "-P", "deploy/healthcheck.py"]
+            assert command == ["python3", "-P", "deploy/healthcheck.py"]
             assert f"COPY {command[-1]}" in DOCKERFILE
             assert Address.parse(address).port == config.port
         elif "httpGet" in table:

@@ -174,7 +174,7 @@ def test_prometheus_reads_files_that_exist() -> None:
 
 
 def test_compose_runs_what_is_scraped() -> None:
-    """Every target of the compose file is a service with a metrics port; the files are mounted."""
+    """Every target, and every name that is looked up, is a service with a metrics port."""
     services = at(read_yaml(ROOT / "docker-compose.yml"), "services")
     assert isinstance(services, dict)
     targets = {
@@ -182,12 +182,23 @@ def test_compose_runs_what_is_scraped() -> None:
         for group in items(read_yaml(OBSERVABILITY / "targets" / "compose.yml"))
         for target in items(group, "targets")
     }
+    (job,) = items(read_yaml(OBSERVABILITY / "prometheus.yml"), "scrape_configs")
+    (looked_up,) = items(job, "dns_sd_configs")
+    targets |= {(str(name), str(at(looked_up, "port"))) for name in items(looked_up, "names")}
     own = {
         (name, at(service, "environment", "KVRELAY_METRICS_PORT"))
         for name, service in services.items()
-        if "profiles" not in service
+        if service.get("profiles", ["cpu"]) == ["cpu"]  # the workers of `gpu` have these aliases
     }
     assert targets == own
+    assert at(looked_up, "type") == "A"
+    (named,) = items(job, "relabel_configs")
+    assert named == {
+        "source_labels": ["component"],
+        "regex": "",
+        "target_label": "component",
+        "replacement": "worker",
+    }
     for name in ("prometheus", "grafana"):
         assert services[name]["profiles"] == ["observability"]
         for volume in services[name]["volumes"]:
