@@ -52,8 +52,8 @@ class WorkerConfig(SecurityOptions):
     attention_backend: str = option(
         "auto",
         "how attention is computed; auto: on the CPU native (our compiled kernel), else sdpa"
-        " (torch), with a line that says why; on a GPU sdpa; triton (our kernels), varlen (torch's"
-        " FlashAttention) and flash_attn (the package) have not been tried on a GPU yet",
+        " (torch), with a line that says why; on a GPU the first of triton (our kernels), varlen"
+        " (torch's FlashAttention), flash_attn (the package) and sdpa that passes a test at start",
         choices=ATTENTION_BACKENDS,
     )
     numerics: str = option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable
@@ -100,6 +101,7 @@ def way_of(config: WorkerConfig, model: LoadedModel) -> Way:
         return Way(config.attention_backend)
     begun = time.monotonic()
     way = choose_way(config.attention_backend, DeviceExaminer(model, config.block_size))
+    gc.collect()
     torch.cuda.empty_cache()  # what the self-test used is to be the pool's
     for reason in way.reasons:
         log.warning("the self-test: %s", reason)

@@ -1,4 +1,4 @@
-"""Counts what a step of the real runner launches, on fake CUDA tensors: ``.. launches KIND``.
+"""Counts what a step of the real runner launches, on fake CUDA tensors: ``.. KIND [BACKEND]``.
 
 Prints one JSON object a step. Nothing is computed: a fake tensor has a shape, a dtype and a device,
 and an operation between devices is an error as it is on a GPU. A copy from the host or a read of
@@ -33,7 +33,8 @@ from kvrelay.engine.runner import Runner
 from kvrelay.sampling import Sampling
 from tests.models import KINDS, VOCAB
 
-HEADS, KV_HEADS, DIM, SIZE = 8, 2, 64, 16
+HEADS, KV_HEADS, DIM = 8, 2, 64
+SIZES = {"triton": 16, "varlen": 256}  # positions of a block
 # Operations that are views, or that allocate and do nothing else.
 QUIET = (
     *("_unsafe_view", "alias", "as_strided", "chunk", "detach", "empty", "empty_like", "expand"),
@@ -119,6 +120,7 @@ def enable(mode: FakeTensorMode) -> None:
     torch.cuda.Event = _NoEvent  # type: ignore[assignment,misc]
     torch.Tensor.numpy = _zeros  # type: ignore[assignment,method-assign]
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.backends.cuda.is_flash_attention_available = lambda: True
     pool.DeviceBlockCopier = _NoCopier  # type: ignore[assignment,attr-defined]
 
 
@@ -129,7 +131,7 @@ def _zeros(tensor: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.int3
     return np.zeros(tensor.shape, np.int32)
 
 
-def runner_of(kind: str, layers: int) -> Runner:
+def runner_of(kind: str, layers: int, backend: str) -> Runner:
     """A runner of a model on the fake device."""
     model_type, own = KINDS[kind]
     shape = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": DIM}
@@ -158,7 +160,8 @@ def runner_of(kind: str, layers: int) -> Runner:
         num_parameters=0,
         logit_error=0.0,
     )
-    return Runner(LoadedModel(info, Decoder(weights), torch.device("cuda")), 4000, SIZE, "triton")
+    model = LoadedModel(info, Decoder(weights), torch.device("cuda"))
+    return Runner(model, 64_000 // SIZES[backend], SIZES[backend], backend)
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -178,11 +181,11 @@ ALL = Sampling(
 )
 
 
-def works(spans: Sequence[tuple[int, int]], sampling: Sampling) -> list[Work]:
+def works(spans: Sequence[tuple[int, int]], sampling: Sampling, size: int) -> list[Work]:
     """Entries that all sample."""
     made = []
     for start, count in spans:
-        table = range(-(-(start + count) // SIZE))
+        table = range(-(-(start + count) // size))
         made.append(Work([1] * (start + count), start, count, table, 1, sampling))
     return made
 
@@ -197,20 +200,20 @@ STEPS = {
 }
 
 
-def main(kind: str) -> None:
+def main(kind: str, backend: str) -> None:
     """Steps of models of two and five layers: the difference is that of three layers."""
     with FakeTensorMode() as mode:
         enable(mode)
         counts: dict[str, list[tuple[int, tuple[int, int, int]]]] = {}
         for layers in (2, 5):
-            runner = runner_of(kind, layers)
+            runner = runner_of(kind, layers, backend)
             for name, (spans, sampling) in STEPS.items():
                 step = Count()
                 JITFunction.run = _passed_to(step)
                 own = runner._forward
                 inner = _Watched(own, step)
                 runner._forward = inner
-                asked = works(spans, sampling)
+                asked = works(spans, sampling, SIZES[backend])
                 with torch.no_grad(), step:
                     computed = runner.compute(asked)
                     before = step.launched.total()
@@ -251,4 +254,4 @@ class _Watched:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], *(sys.argv[2:] or ["triton"]))

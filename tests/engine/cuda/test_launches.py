@@ -27,3 +27,13 @@ def test_launches_and_copies_of_a_step(kind: str) -> None:
         assert step["up"] == step["down"] == 1, step
         assert step["rest"] <= 40, step
         assert step["sampling"] <= SAMPLING[step["step"]], step
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ for the guard of fake devices")
+def test_a_step_with_the_attention_of_torch() -> None:
+    """The real ``varlen_attn``, and the forward pass of the CPU: as many copies, more launches."""
+    for step in [json.loads(line) for line in plain("launches", "qwen3", "varlen").splitlines()]:
+        assert step["up"] == step["down"] == 1, step
+        assert step["layer"] <= (40 if step["step"] == "mixed" else 39), step
+        assert step["rest"] <= 40, step
+        assert step["sampling"] <= SAMPLING[step["step"]], step
