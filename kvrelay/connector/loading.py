@@ -273,16 +273,19 @@ class TargetBlock:
 class RecheckJob:
     """Reads the blocks after a wrong one of a load that has ended; the store removes wrong ones.
 
-    Without it a chain with many wrong blocks would heal one block a request. ``end`` is called when
-    it is over.
+    Without it a chain with many wrong blocks would heal one block a request. ``checked`` is given
+    each block that is done, and all of them at the end.
     """
 
     def __init__(
-        self, context: JobContext, targets: Sequence[LoadTarget], end: Callable[[], None]
+        self,
+        context: JobContext,
+        targets: Sequence[LoadTarget],
+        checked: Callable[[Sequence[LoadTarget]], None],
     ) -> None:
         self._context = context
         self._targets = targets
-        self._end = end
+        self._checked = checked
 
     def run(self) -> None:
         """Stop reading at each wrong block, which makes the store verify it."""
@@ -293,12 +296,13 @@ class RecheckJob:
             with suppress(KvrelayError):
                 for target in self._targets:
                     self._check(target, deadline - time.monotonic())
+                    self._checked([target])
         finally:
-            self._end()
+            self._checked(self._targets)
 
     def give_up(self) -> None:
-        """Nothing waits for this job."""
-        self._end()
+        """End without a check."""
+        self._checked(self._targets)
 
     def _check(self, target: LoadTarget, timeout: float) -> None:
         buffer = memoryview(bytearray(self._context.pool.nbytes(target.expected.count)))

@@ -15,18 +15,23 @@ from kvstore import Block, Offer, Outcome, PutStatus
 
 
 class SaveJob:
-    """One save on a thread of the connector; it ends with one ``Saved``, given to ``end``."""
+    """One save on a thread of the connector; it ends with one ``Saved``, given to ``end``.
+
+    ``begin`` is called first, in that thread.
+    """
 
     def __init__(
         self,
         context: JobContext,
         save: Save,
         geometry: Geometry,
+        begin: Callable[[Save], None],
         end: Callable[[TransferEvent], None],
     ) -> None:
         self._context = context
         self._save = save
         self._geometry = geometry
+        self._begin = begin
         self._end = end
         self._sizes = [context.pool.nbytes(len(content.tokens)) for content in save.contents]
         self._stored = 0
@@ -39,6 +44,7 @@ class SaveJob:
     def run(self) -> None:
         """Offer every block; those the store lacks are read from the pool as they are sent."""
         copies = self._context.copies
+        self._begin(self._save)
         timeout = self._context.options.save_timeout(self.nbytes)
         try:
             with nullcontext() if copies is None else copies.saving() as batch:

@@ -27,6 +27,8 @@ from kvstore import Lease, Store
 
 CUT_OFF_SECONDS = 0.5
 JOIN_SECONDS = 5.0
+RECHECK_SECONDS = 2.0
+"""A save waits at most so long for the check of its blocks."""
 
 
 @dataclass(slots=True)
@@ -73,7 +75,8 @@ class StoreConnector:
         self._kept: dict[str, _KeptLease] = {}  # by request
         self._ordered: dict[tuple[str, int], _KeptLease] = {}  # by request and epoch
         self._loads: dict[tuple[str, int], LoadJob] = {}  # open ones, by request and epoch
-        self._rechecking: set[bytes] = set()  # names
+        self._checked = threading.Condition()
+        self._rechecking: set[bytes] = set()  # names, guarded by ``_checked``
         self._events: list[TransferEvent] = []
         self._notify: Callable[[], None] | None = None
 
@@ -131,8 +134,8 @@ class StoreConnector:
             with self._lock:
                 self._loads.pop((load.request_id, load.epoch), None)
             self.settle(load.request_id, load.epoch)
-            self._post(event)
             self._recheck(suspect)
+            self._post(event)
 
         self._meter.add(loads=1, open_loads=1)
         job = LoadJob(self._context, load, targets, end)
@@ -153,7 +156,8 @@ class StoreConnector:
         the lease of its lookup is released.
         """
         self._lookups.release(save.request_id)
-        job = SaveJob(self._context, save, self._geometry.of(save.space), self._post)
+        geometry = self._geometry.of(save.space)
+        job = SaveJob(self._context, save, geometry, self._wait_for_recheck, self._post)
         waiting = self._meter.reading.open_save_bytes
         if waiting and waiting + job.nbytes > self._context.options.max_pending_save_bytes:
             self._meter.add(saves=1, saves_dropped=1)
@@ -206,17 +210,22 @@ class StoreConnector:
 
     def _recheck(self, suspect: Sequence[LoadTarget]) -> None:
         """Check the blocks after a wrong one, each once though many loads may stop before it."""
-        with self._lock:
+        with self._checked:
             new = [target for target in suspect if target.expected.name not in self._rechecking]
-            names = {target.expected.name for target in new}
-            self._rechecking |= names
-
-        def end() -> None:
-            with self._lock:
-                self._rechecking -= names
-
+            self._rechecking.update(target.expected.name for target in new)
         if new:
-            self._recheck_threads.submit(RecheckJob(self._context, new, end))
+            self._recheck_threads.submit(RecheckJob(self._context, new, self._end_recheck))
+
+    def _end_recheck(self, checked: Sequence[LoadTarget]) -> None:
+        with self._checked:
+            self._rechecking.difference_update(target.expected.name for target in checked)
+            self._checked.notify_all()
+
+    def _wait_for_recheck(self, save: Save) -> None:
+        """Wait until none of the blocks is being checked: a wrong one would count as stored."""
+        names = {content.name for content in save.contents}
+        with self._checked:
+            self._checked.wait_for(lambda: self._rechecking.isdisjoint(names), RECHECK_SECONDS)
 
     def _let_go(self, request_id: str) -> None:
         """Release the lease that was kept for a request, now or when its load has ended."""

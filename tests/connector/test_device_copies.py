@@ -120,7 +120,9 @@ class Side:
             contents.append(BlockContent(first + number, name, parent, held))
             parent = name
         save = Save("r", next(_EPOCHS), 0, tuple(contents))
-        module.SaveJob(self.context, save, self.geometry, self.events.append).run()
+        module.SaveJob(
+            self.context, save, self.geometry, lambda save: None, self.events.append
+        ).run()
         event = self.events.pop()
         assert isinstance(event, Saved)
         return event

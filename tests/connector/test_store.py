@@ -6,7 +6,7 @@ import hashlib
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,7 +15,7 @@ from kvrelay.connector.context import ConnectorOptions
 from kvrelay.engine.core.external import Loaded, Saved, TransferEvent
 from kvrelay.errors import DeadlineExceeded
 from kvrelay.usage import Miss
-from kvstore import connect
+from kvstore import GetResult, Want, connect
 from kvstore.client.memory import forget
 from tests.connector.rig import SPACE, WAIT, B, Stage, Worker, blocks_for
 
@@ -292,6 +292,44 @@ def test_a_chain_with_many_wrong_blocks_heals_after_one_load(making: Making, sta
     assert worker.counters.corrupt == 1  # a request met one wrong block
     saved(worker, tokens)
     assert stage.stats(1).entries == 6
+
+
+class LateChecks(Stage):
+    """A store that reads single blocks, as a check does, only when told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.check = threading.Event()
+
+    def get(self, wants: Sequence[Want], timeout: float) -> Generator[GetResult, None, None]:
+        if len(wants) == 1:
+            assert self.check.wait(timeout)
+        return super().get(wants, timeout)
+
+
+def test_a_request_heals_a_chain_though_it_saves_before_the_check_has_ended() -> None:
+    """The save took the wrong blocks for stored ones; then they were removed: a block a request."""
+    tokens = list(range(200, 200 + 6 * B))
+    stage = LateChecks()
+    worker = Worker(stage)
+    try:
+        saved(worker, tokens)
+        for name in worker.namer.chain(tokens, B)[1:]:
+            entry = stage._shared.index.find(name, time.monotonic())
+            assert entry is not None
+            entry.value = entry.value[:-1] + bytes([entry.value[-1] ^ 1])
+        load = worker.load("r", [*tokens, 7], 0, 6 * B, blocks_for(6 * B))
+        assert worker.event() == Loaded("r", load.epoch, B, Miss.FAILED_VERIFICATION)
+        save = worker.save("r", tokens, blocks_for(6 * B, 40))
+        threading.Event().wait(0.1)  # the save would put its blocks
+        stage.check.set()
+        assert worker.event() == Saved("r", save.epoch, 0, 6)
+        load = worker.load("s", [*tokens, 7], 0, 6 * B, blocks_for(6 * B))
+        assert worker.event() == Loaded("s", load.epoch, 6 * B)
+        assert worker.holds(tokens, 0, 6 * B, blocks_for(6 * B))
+    finally:
+        worker.connector.close()
+        forget(stage.name)
 
 
 def test_an_absent_block_ends_the_load_there(making: Making) -> None:
