@@ -64,6 +64,8 @@ class Bench:
         event = self.worker.event()
         assert isinstance(event, Loaded)
         assert self.worker.holds(TOKENS, 0, event.valid, blocks_for(event.valid))
+        # The blocks after a wrong one are read again: one that is flipped then is no longer there.
+        self.worker.until(lambda: not self.worker.connector._rechecking)
         return event.valid
 
     def close(self) -> None:
