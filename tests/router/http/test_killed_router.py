@@ -23,6 +23,21 @@ from tests.router.http.rig import follow
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 TOKENS = 1500  # many more than a client can be behind when it kills, on a machine with other work
 KILL_AT = (3, 40, 90)  # events of the first stream
+TALK = [{"role": "user", "content": "Hi"}]
+MANY = {"type": "array", "items": {"type": "integer"}, "minItems": 900}
+SCHEMA = {"type": "object", "properties": {"numbers": MANY}, "required": ["numbers"]}
+CALL = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+CHATS: dict[str, dict[str, object]] = {
+    "choices": {"n": 3, "logprobs": True, "top_logprobs": 2, "ignore_eos": True},
+    "calls": {"tools": [CALL], "tool_choice": "required"},
+    "an object": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": SCHEMA},
+        }
+    },
+}
+Choice = tuple[str, str, list[int], list[float], str | None]
 
 
 @pytest.fixture(scope="module")
@@ -35,16 +50,28 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield made
 
 
-def content(data: list[str]) -> list[tuple[str, list[int], str | None]]:
-    """Text, tokens and finish reason of each choice; the events' borders may differ."""
+def content(data: list[str]) -> list[Choice]:
+    """Text, calls, tokens, log probabilities and finish reason of each choice.
+
+    The events' borders may differ.
+    """
     chunks = [json.loads(one) for one in data if one != "[DONE]"]
-    found: dict[int, tuple[str, list[int], str | None]] = {}
+    found: dict[int, Choice] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
-            text, tokens, _ = found.get(choice["index"], ("", [], None))
-            new = choice["text"] if "text" in choice else choice["delta"].get("content", "")
-            tokens = tokens + (choice.get("token_ids") or [])
-            found[choice["index"]] = text + new, tokens, choice["finish_reason"]
+            text, calls, tokens, logprobs, _ = found.get(choice["index"], ("", "", [], [], None))
+            delta = choice.get("delta", {"content": choice.get("text")})
+            for call in delta.get("tool_calls", ()):
+                named = call.get("id", "") + call["function"].get("name", "")
+                calls += named + call["function"]["arguments"]
+            reported = (choice["logprobs"] or {}).get("content", ())
+            found[choice["index"]] = (
+                text + delta.get("content", ""),
+                calls,
+                tokens + (choice.get("token_ids") or []),
+                logprobs + [one["logprob"] for one in reported],
+                choice["finish_reason"],
+            )
     return [found[index] for index in sorted(found)]
 
 
@@ -61,10 +88,30 @@ async def test_streams_survive_the_death_of_the_router(
         "ignore_eos": True,
         "return_token_ids": True,
     }
+    whole = await check_killed(cluster, "/v1/completions", body)
+    assert len(whole[0][2]) == TOKENS
+
+
+@pytest.mark.parametrize("kind", CHATS)
+async def test_so_do_those_of_chats(cluster: Cluster, kind: str) -> None:
+    body = {
+        **CHATS[kind],
+        "messages": TALK,
+        "max_tokens": TOKENS,
+        "seed": 12,
+        "stream": True,
+        "return_token_ids": True,
+    }
+    whole = await check_killed(cluster, "/v1/chat/completions", body)
+    assert all(len(tokens) == TOKENS for _, _, tokens, _, _ in whole)
+    assert bool(whole[0][1]) == (kind == "calls")
+    assert bool(whole[0][3]) == (kind == "choices")
+
+
+async def check_killed(cluster: Cluster, page: str, body: dict[str, object]) -> list[Choice]:
+    """A stream whose router is killed three times has the content of an undisturbed one."""
     async with httpx2.AsyncClient(base_url=cluster.http or "", timeout=60) as client:
-        page = "/v1/completions"
         whole = content([data async for data in follow(client, page, body, [])])
-        assert len(whole[0][1]) == TOKENS
         seen: list[str] = []
         broken: list[str] = []
         killed = 0
@@ -78,3 +125,4 @@ async def test_streams_survive_the_death_of_the_router(
         assert len(broken) == killed == len(KILL_AT)
         assert content(seen) == whole
         assert len({json.loads(data)["id"] for data in seen if data != "[DONE]"}) == 1
+    return whole
