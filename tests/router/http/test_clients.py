@@ -12,8 +12,10 @@ import httpx2
 import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
-from openai.types.chat import ChatCompletionMessageParam
+from openai.types.chat import ChatCompletionMessageFunctionToolCall, ChatCompletionMessageParam
+from openai.types.chat.chat_completion import Choice
 
+from benchmarks.random_model import make_model
 from kvrelay import Client
 from kvrelay.cluster.config import ClusterConfig
 from kvrelay.cluster.layout import ROOT
@@ -28,12 +30,41 @@ MESSAGES: list[ChatCompletionMessageParam] = [
     {"role": "user", "content": ASKED},
 ]
 
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        "unit": {"enum": ["c", "f"]},
+    },
+    "required": ["days", "unit"],
+    "additionalProperties": False,
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": parameters, "strict": True}}
+    for name, parameters in (("weather", PARAMETERS), ("stop", NOTHING))
+]
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     config = ClusterConfig(port=0, http_port=0, threads=1, store_budget=64 << 20)
     with Cluster(config) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
+    """A client of random weights, whose chat template takes tools."""
+    model = make_model("llama-tiny", tmp_path_factory.mktemp("model"), "float32")
+    config = ClusterConfig(
+        model=str(model), port=0, http_port=0, num_blocks=256, store_budget=64 << 20, threads=1
+    )
+    with (
+        Cluster(config) as made,
+        OpenAI(base_url=f"{made.http}/v1", api_key="none", max_retries=0) as sdk,
+    ):
+        yield sdk
 
 
 @pytest.fixture
@@ -85,6 +116,50 @@ def test_streams_and_errors(sdk: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         sdk.chat.completions.create(model="recall", messages=MESSAGES, top_p=7)
     assert caught.value.param == "top_p"
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("choice", ["auto", "none", "required", "weather", "stop"])
+def test_the_client_s_own_stream_has_the_calls_of_the_whole_answer(
+    caller: OpenAI, choice: str, parallel: bool
+) -> None:
+    """Its helper puts the deltas together; a forced call is one of the schema."""
+    forced = choice in ("required", "weather", "stop")
+    named = {"type": "function", "function": {"name": choice}}
+    body: dict[str, object] = {
+        "model": caller.models.list().data[0].id,
+        "messages": MESSAGES,
+        "tools": TOOLS,
+        "tool_choice": named if choice in ("weather", "stop") else choice,
+        "parallel_tool_calls": parallel,
+        "max_tokens": 600,
+        "seed": 2,
+    }
+    if not forced:
+        body["stop"] = [" n", " k"]  # such a model does not end by itself
+    whole = caller.chat.completions.create(**body).choices[0]  # type: ignore[call-overload]
+    with caller.chat.completions.stream(**body) as stream:  # type: ignore[arg-type]
+        assembled = stream.get_final_completion().choices[0]
+    assert calls_of(assembled) == calls_of(whole)
+    assert assembled.finish_reason == whole.finish_reason
+    assert (assembled.message.content or None) == (whole.message.content or None)
+    assert bool(whole.message.content) != forced
+    assert bool(calls_of(whole)) == forced
+    assert whole.finish_reason == ("tool_calls" if choice == "required" else "stop")
+    if choice in ("weather", "stop"):
+        assert [name for _, name, _ in calls_of(whole)] == [choice]
+    if not parallel:
+        assert len(calls_of(whole)) <= 1
+    for _, name, arguments in calls_of(whole):
+        fields = {"weather": {"days", "unit"}, "stop": set[str]()}
+        assert json.loads(arguments).keys() == fields[name]
+
+
+def calls_of(choice: Choice) -> list[tuple[str, str, str]]:
+    """Id, name and arguments of each call."""
+    calls = choice.message.tool_calls or ()
+    functions = [one for one in calls if isinstance(one, ChatCompletionMessageFunctionToolCall)]
+    return [(one.id, one.function.name, one.function.arguments) for one in functions]
 
 
 async def test_a_stream_that_is_left_frees_its_slot(cluster: Cluster) -> None:
