@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from kvrelay.block.header import SHORTEST, fields_of, stated_length
 from kvrelay.block.verify import verify_payload, verify_tag
 from kvrelay.errors import Corrupt
+from kvrelay.usage import Miss
 from kvstore.base import GetResult, ListedBlock, NameQuery, Store, Want
 from kvstore.claims import check_name
 from kvstore.wire.buffers import size_batches
@@ -104,8 +105,11 @@ def _check(listed: ListedBlock, want: Want, got: GetResult, key: BlockKey | None
 
 def _absent(store: Store, listed: ListedBlock, timeout: float) -> VerifiedBlock:
     """A block that was not read: it was removed, or its length is wrong."""
-    if listed.size and store.survey(NameQuery([listed.name]), timeout).sizes[0] is None:
-        return VerifiedBlock(listed, removed=True)
+    seen = store.survey(NameQuery([listed.name]), timeout)
+    if listed.size and seen.sizes[0] is None:
+        wrong = Miss.FAILED_VERIFICATION in seen.misses  # on its way from the disk
+        error = Corrupt("block", "the store found it wrong") if wrong else None
+        return VerifiedBlock(listed, error, removed=True)
     return VerifiedBlock(
         listed, Corrupt("length", f"{listed.tokens} tokens do not make {listed.size}")
     )
