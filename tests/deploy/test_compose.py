@@ -25,6 +25,7 @@ from tests.deploy.manifests import Node
 from tests.deploy.rig import ROOT
 
 DOCKERFILE = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", "")
+FILE = "docker-compose.yml"
 GPU_WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 PROFILES = {
     "": {"store", "router"},
@@ -42,7 +43,7 @@ each_service = pytest.mark.parametrize("name", OWN)
 
 
 @cache
-def read(name: str = "docker-compose.yml") -> Node:
+def read(name: str = FILE) -> Node:
     """The services of a compose file."""
     return Node(yaml.safe_load((ROOT / name).read_text(encoding="utf-8")), name)["services"]
 
@@ -72,8 +73,14 @@ def environ(service: Node) -> Iterator[tuple[str, Node]]:
     return service["environment"].items()
 
 
-def arguments(service: Node) -> dict[str, str]:
-    """Of the build, with the defaults of the Dockerfile."""
+def arguments(file: str, name: str) -> dict[str, str]:
+    """Of the build of a service's image, with the defaults of the Dockerfile."""
+    image = read(file)[name]["image"].text
+    (service,) = (
+        each
+        for _, each in read(file).items()
+        if each["image"].text == image and each.get("build").value
+    )
     defaults = dict(re.findall(r'^ARG (\w+)="?([^"\n]*)', DOCKERFILE, re.MULTILINE))
     given = {key: value.text for key, value in service["build"]["args"].items()}
     assert given.keys() <= defaults.keys()
@@ -249,21 +256,19 @@ def test_a_worker_computes_where_its_profile_says() -> None:
 def test_the_image_has_what_the_process_needs(name: str) -> None:
     service = read()[name]
     (role,) = (role for role, each in MODULES.items() if each == service["command"][0].text)
-    extras = arguments(service)["EXTRAS"].split()
+    extras = arguments(FILE, name)["EXTRAS"].split()
     installed = frozenset().union(*map(requirements, extras))
     assert requirements(NEEDED[role]) <= installed
     assert ("torch" in installed) == (name not in PROFILES[""]), "store and router are small"
     assert ("triton" in installed) == (name in GPU_WORKERS)
 
 
-def test_an_image_is_built_in_one_way() -> None:
-    made: dict[str, object] = {}
-    for name in OWN:
-        service = read()[name]
-        assert (
-            made.setdefault(service["image"].text, service["build"].value) == service["build"].value
-        )
-    assert made.keys() == {"kvrelay", "kvrelay-worker", "kvrelay-gpu"}
+def test_an_image_is_built_once() -> None:
+    """Compose builds for each service that has a ``build``; the others wait for the image."""
+    built = [read()[name]["image"].text for name in OWN if read()[name].get("build").value]
+    assert sorted(built) == ["kvrelay", "kvrelay-gpu", "kvrelay-worker"]
+    assert {read()[name]["image"].text for name in OWN} == {*built}
+    assert {read()[name]["pull_policy"].text for name in OWN} == {"never"}
 
 
 def test_an_edit_of_the_code_installs_nothing_again() -> None:
@@ -297,7 +302,7 @@ def test_only_the_image_for_gpus_has_a_compiler() -> None:
     assert step.startswith('RUN case " ${EXTRAS} " in *" cuda "*) ')
     assert "libc6-dev" in shlex.split(step)
     for name in OWN:
-        extras = arguments(read()[name])["EXTRAS"].split()
+        extras = arguments(FILE, name)["EXTRAS"].split()
         assert ("cuda" in extras) == (name in GPU_WORKERS)
 
 
@@ -309,7 +314,7 @@ def test_vllm_replaces_the_workers_of_the_profile_gpu() -> None:
     over = read("deploy/vllm.yml")
     assert dict(over.items()).keys() == PROFILES["gpu"]
     for name, service in over.items():
-        given = arguments(service)
+        given = arguments("deploy/vllm.yml", name)
         assert given["EXTRAS"] == "worker-vllm"
         assert given["BASE"].startswith("vllm/vllm-openai:v0.32")
         table = {**dict(environ(read()[name])), **dict(environ(service))}
