@@ -83,3 +83,63 @@ def test_where_no_library_can_be_used(model: LoadedModel) -> None:
     assert way.reasons[1].endswith("; block size 16: must be a multiple of 256 (--block-size 256)")
     assert way.reasons[2] == "flash_attn cannot be used: the package flash_attn is not installed"
     assert way_of(model, "sdpa") == Way("sdpa", facts=FACTS)
+
+
+def replaced(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """A varlen_attn whose result is what ``change`` makes of Q's rows' result and of K's pool."""
+    own = standins.varlen_attn
+
+    def changed(*given: torch.Tensor, **named: torch.Tensor) -> torch.Tensor:
+        return change(own(*given, **named), given[1])  # type: ignore[arg-type]
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", changed)
+
+
+def test_a_kernel_that_reads_behind_the_end(
+    standing_in: None, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no weight: only what is not a number shows it."""
+    replaced(monkeypatch, lambda out, key: out + 0 * key[-1, -1].sum())
+    assert "varlen: attention: differs from SDPA by nan at most" in way_of(model).reasons
+
+
+def test_a_kernel_that_writes_elsewhere(
+    standing_in: None, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a block of no entry."""
+
+    def writing(out: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        key[-1, -1] = 1.0
+        return out
+
+    replaced(monkeypatch, writing)
+    told = "varlen: attention: K and V were stored elsewhere, or other ones"
+    assert told in way_of(model).reasons
+
+
+def test_a_kernel_that_is_wrong_in_the_model_alone(
+    standing_in: None, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For 50 rows, which are those of the model's prompt."""
+    replaced(monkeypatch, lambda out, key: -out if len(out) == 50 else out)
+    way = way_of(model)
+    assert way.name == "flash_attn"
+    assert way.reasons[1].startswith("varlen: model: logits differ from SDPA's by ")
+
+
+@pytest.mark.parametrize(
+    ("rows", "facts"), [(5, ("rows-differ", "cuts-same")), (43, ("rows-same", "cuts-differ"))]
+)
+def test_bits_that_depend_on_the_rows_of_a_call(
+    standing_in: None,
+    model: LoadedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+    facts: tuple[str, str],
+) -> None:
+    """Five decode rows; a prompt that is cut after seven of fifty."""
+    replaced(monkeypatch, lambda out, key: out * (1 + 1e-6) if len(out) == rows else out)
+    way = way_of(model)
+    assert (way.name, way.facts) == ("varlen", facts)
